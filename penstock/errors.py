@@ -1,0 +1,66 @@
+"""Everything Penstock raises on purpose, as one tree.
+
+    PenstockError
+    ├── ConfigError (ValueError)      an argument that cannot work; found before anything runs
+    │   ├── PartitionError            layers, stages and sizes that do not fit together
+    │   ├── BatchError                inputs or targets that cannot be cut into micro-batches
+    │   └── RecipeError               a training recipe with an unknown, mistyped or missing key
+    ├── ScheduleError (ValueError)    a schedule that is incomplete, unordered or would wait for ever
+    ├── BoundaryError (TypeError)     a value that cannot cross a stage boundary
+    ├── RandomnessError               random numbers drawn where they cannot be reproduced
+    ├── RecomputeError                a forward that cannot be run a second time with equal results
+    ├── WaitTimeout (TimeoutError)    a wait that outlived its deadline
+    ├── RunFolderError                a run folder that exists already, or is not one
+    └── CheckpointError               a checkpoint that is corrupt, foreign or incomplete
+
+An exception raised by user code inside a stage is never wrapped: it arrives as itself, with a note
+(``Exception.__notes__``) that names the stage, the layer and the micro-batch.
+"""
+
+
+class PenstockError(Exception):
+    """Base of every error that Penstock raises on purpose."""
+
+
+class ConfigError(PenstockError, ValueError):
+    """An argument cannot work; the message says which, with its value, and what to change."""
+
+
+class PartitionError(ConfigError):
+    """The layers, stages and layer counts do not fit together."""
+
+
+class BatchError(ConfigError):
+    """Inputs or targets cannot be cut into micro-batches."""
+
+
+class RecipeError(ConfigError):
+    """A training recipe has an unknown, mistyped or missing key."""
+
+
+class ScheduleError(PenstockError, ValueError):
+    """A schedule is incomplete, uses a value before it exists, or would wait for ever."""
+
+
+class BoundaryError(PenstockError, TypeError):
+    """A layer returned a value that cannot cross a stage boundary."""
+
+
+class RandomnessError(PenstockError, RuntimeError):
+    """Random numbers were drawn where they cannot be reproduced for another number of stages."""
+
+
+class RecomputeError(PenstockError, RuntimeError):
+    """A forward cannot be run a second time with equal results."""
+
+
+class WaitTimeout(PenstockError, TimeoutError):
+    """A wait outlived its deadline; the message says who waited for what from whom."""
+
+
+class RunFolderError(PenstockError):
+    """A run folder exists already, or the folder to resume from is not one."""
+
+
+class CheckpointError(PenstockError):
+    """A checkpoint is corrupt, incomplete or belongs to another model."""

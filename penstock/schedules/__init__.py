@@ -1,0 +1,37 @@
+"""WHEN: schedules as data.  Start at ir.py; each schedule is one file; passes turn one into another."""
+
+from .gpipe import gpipe
+from .ir import (
+    Backward,
+    CommitStatistics,
+    Forward,
+    Instruction,
+    ReceiveActivation,
+    ReceiveGradient,
+    Recompute,
+    Schedule,
+    SendActivation,
+    SendGradient,
+)
+from .one_f_one_b import one_f_one_b
+from .text import parse
+
+ALL_SCHEDULES = (gpipe, one_f_one_b)
+"""Every schedule function; a law that holds for schedules is tested on each of them."""
+
+__all__ = [
+    "ALL_SCHEDULES",
+    "Backward",
+    "CommitStatistics",
+    "Forward",
+    "Instruction",
+    "ReceiveActivation",
+    "ReceiveGradient",
+    "Recompute",
+    "Schedule",
+    "SendActivation",
+    "SendGradient",
+    "gpipe",
+    "one_f_one_b",
+    "parse",
+]

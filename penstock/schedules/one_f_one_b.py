@@ -1,0 +1,26 @@
+"""1F1B: as few live activations as a pipeline without bubbles inside can have (PipeDream-Flush)."""
+
+from collections.abc import Iterator
+
+from .ir import Backward, Forward, Instruction, Schedule
+
+
+def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
+    """Alternate one forward with one backward, so stage s keeps at most p - s micro-batches.
+
+    p = 3, m = 4:   stage 0 | F0 F1 F2 B0 F3 B1 B2 B3
+                    stage 1 | F0 F1 B0 F2 B1 F3 B2 B3
+                    stage 2 | F0 B0 F1 B1 F2 B2 F3 B3
+    """
+
+    def program(stage: int) -> Iterator[Instruction]:
+        warmup = min(num_stages - stage - 1, num_microbatches)
+        for i in range(warmup):
+            yield Forward(stage, i)
+        for i in range(num_microbatches - warmup):
+            yield Forward(stage, warmup + i)
+            yield Backward(stage, i)
+        for i in range(num_microbatches - warmup, num_microbatches):
+            yield Backward(stage, i)
+
+    return Schedule(tuple(tuple(program(stage)) for stage in range(num_stages)))

@@ -1,0 +1,89 @@
+"""What happened when: one value for what the executor measured and what the simulator foretells."""
+
+import json
+from dataclasses import dataclass
+
+from ..schedules.ir import Instruction, Schedule
+from ..schedules.text import instruction_to_text, parse_instruction
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One instruction on one rank, from `start_s` to `end_s` (seconds since the step began)."""
+
+    rank: int
+    instruction: Instruction
+    start_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySample:
+    """Bytes that `stage` keeps for backward passes from `time_s` on, until its next sample."""
+
+    stage: int
+    time_s: float
+    kept_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The spans of one step, in order of rank and start, and how many bytes each stage kept.
+
+    `memory` is empty unless the step was traced with Trace.MEMORY.
+    """
+
+    spans: tuple[Span, ...]
+    memory: tuple[MemorySample, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 + max((span.rank for span in self.spans), default=-1)
+
+    @property
+    def start_s(self) -> float:
+        return min((span.start_s for span in self.spans), default=0.0)
+
+    @property
+    def end_s(self) -> float:
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    @property
+    def step_s(self) -> float:
+        """From the first instruction's start to the last one's end, over all ranks, in seconds."""
+        return self.end_s - self.start_s
+
+    @property
+    def schedule(self) -> Schedule:
+        """The programs these spans came from, in the order they ran."""
+        programs: list[list[Instruction]] = [[] for _ in range(self.num_ranks)]
+        for span in self.spans:
+            programs[span.rank].append(span.instruction)
+        return Schedule(tuple(tuple(program) for program in programs))
+
+    def peak_bytes(self) -> dict[int, int]:
+        """Most bytes kept at once, by stage; empty unless memory was traced."""
+        peak: dict[int, int] = {}
+        for sample in self.memory:
+            peak[sample.stage] = max(peak.get(sample.stage, 0), sample.kept_bytes)
+        return peak
+
+    def to_json(self) -> str:
+        """Write the timeline as one line of JSON; `Timeline.from_json` reads it back."""
+        return json.dumps({
+            "spans": [[s.rank, instruction_to_text(s.instruction), s.start_s, s.end_s] for s in self.spans],
+            "memory": [[m.stage, m.time_s, m.kept_bytes] for m in self.memory],
+        })
+
+    @classmethod
+    def from_json(cls, text: str) -> "Timeline":
+        """Read what `to_json` wrote."""
+        data = json.loads(text)
+        return cls(
+            spans=tuple(Span(r, parse_instruction(i), start, end) for r, i, start, end in data["spans"]),
+            memory=tuple(MemorySample(*row) for row in data["memory"]),
+        )

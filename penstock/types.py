@@ -1,0 +1,37 @@
+"""The words a user chooses from; values, never strings.  Imports nothing of torch."""
+
+from enum import Enum
+
+
+class Reduction(Enum):
+    """How the user's loss function reduces over the samples it is given.
+
+    Decides the weight of a micro-batch's loss, so that the weighted losses of all micro-batches
+    sum to the loss of the whole mini-batch.  The weight is applied before the backward pass;
+    gradients are never rescaled afterwards.
+    """
+
+    MEAN = "mean"
+    """The mean over samples: micro-batch i of n_i samples weighs n_i / N."""
+    SUM = "sum"
+    """The sum over samples: every micro-batch weighs 1."""
+
+
+class Recompute(Enum):
+    """Which activations are dropped after a forward and computed again before its backward."""
+
+    STAGE = "stage"
+    """Keep a stage's inputs only (GPipe, section 2.3); skipped where the backward follows at once."""
+    NEVER = "never"
+    """Keep everything the backward needs."""
+
+
+class Trace(Enum):
+    """What a step records about itself."""
+
+    OFF = "off"
+    """Nothing."""
+    TIME = "time"
+    """When each instruction started and ended on its rank."""
+    MEMORY = "memory"
+    """Times, and the bytes each stage keeps for its backward passes (costs some speed)."""
