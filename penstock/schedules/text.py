@@ -110,3 +110,14 @@ def parse(text: str) -> Schedule:
             raise ScheduleError(f"line {rank + 1} must start with 'rank {rank} |', got {line[:40]!r}")
         programs.append(tuple(parse_instruction(word) for word in body.split()))
     return Schedule(tuple(programs))
+
+
+def marked_text(schedule: Schedule, positions: dict[int, int]) -> str:
+    """Write a schedule with the instruction at `positions[rank]` of each given rank set in >> <<."""
+    lines = []
+    for rank, program in enumerate(schedule.programs):
+        words = [instruction_to_text(instruction) for instruction in program]
+        if rank in positions:
+            words[positions[rank]] = f">>{words[positions[rank]]}<<"
+        lines.append(f"rank {rank} | " + " ".join(words) + ("   <-- here" if rank in positions else ""))
+    return "\n".join(lines)

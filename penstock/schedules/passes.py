@@ -1,0 +1,121 @@
+"""Passes: each turns a schedule into another one, and does one thing.
+
+    schedule(p, m) -> add_recompute -> add_commits -> add_communication -> verify -> executor
+
+Edges are pairs (producer stage, consumer stage); an activation travels along one and its gradient
+comes back along it.  An edge may skip stages.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from .ir import (
+    Backward,
+    CommitStatistics,
+    Forward,
+    Instruction,
+    Program,
+    ReceiveActivation,
+    ReceiveGradient,
+    Recompute,
+    Schedule,
+    SendActivation,
+    SendGradient,
+)
+
+Edges = frozenset[tuple[int, int]]
+
+
+def chain_edges(num_stages: int) -> Edges:
+    """Give the edges of a plain chain: every stage feeds the next."""
+    return frozenset((stage, stage + 1) for stage in range(num_stages - 1))
+
+
+def add_recompute(schedule: Schedule) -> Schedule:
+    """Drop each stage's graph after its forward and build it again before its backward.
+
+    0F0 0F1 0B0 0B1   ->   0f0 0f1 0R0 0B0 0R1 0B1
+
+    A backward that follows its forward at once keeps the graph instead: dropping it saves nothing.
+    """
+
+    def rewrite(program: Program) -> Iterator[Instruction]:
+        at_once = {
+            (before.stage, before.microbatch)
+            for before, after in zip(program, program[1:], strict=False)
+            if isinstance(before, Forward) and after == Backward(before.stage, before.microbatch)
+        }
+        for instruction in program:
+            match instruction:
+                case Forward(s, i) if (s, i) not in at_once:
+                    yield Forward(s, i, keep_graph=False)
+                case Backward(s, i) if (s, i) not in at_once:
+                    yield Recompute(s, i)
+                    yield instruction
+                case _:
+                    yield instruction
+
+    return _rewrite(schedule, rewrite)
+
+
+def add_commits(schedule: Schedule, stages: Iterable[int]) -> Schedule:
+    """Commit the BatchNorm statistics of each of `stages` right after its last forward."""
+    committing = frozenset(stages)
+
+    def rewrite(program: Program) -> Iterator[Instruction]:
+        last = {x.stage: n for n, x in enumerate(program) if isinstance(x, Forward)}
+        for n, instruction in enumerate(program):
+            yield instruction
+            if last.get(instruction.stage) == n and instruction.stage in committing:
+                yield CommitStatistics(instruction.stage)
+
+    return _rewrite(schedule, rewrite)
+
+
+def add_communication(schedule: Schedule, edges: Edges) -> Schedule:
+    """Surround each forward and backward with the receives and sends its edges ask for.
+
+    On stage 1 of 3:   1F0   ->   1F0<0 1F0 1F0>2
+                       1B0   ->   1B0<2 1B0 1B0>0
+
+    A receive stands right before its use, so that a Recompute before it runs while the gradient is
+    still on its way.
+    """
+
+    def rewrite(program: Program) -> Iterator[Instruction]:
+        for instruction in program:
+            match instruction:
+                case Forward(s, i):
+                    yield from (ReceiveActivation(s, i, p) for p, c in sorted(edges) if c == s)
+                    yield instruction
+                    yield from (SendActivation(s, i, c) for p, c in sorted(edges) if p == s)
+                case Backward(s, i):
+                    yield from (ReceiveGradient(s, i, c) for p, c in sorted(edges) if p == s)
+                    yield instruction
+                    yield from (SendGradient(s, i, p) for p, c in sorted(edges) if c == s)
+                case _:
+                    yield instruction
+
+    return _rewrite(schedule, rewrite)
+
+
+def forwards_first(schedule: Schedule) -> Schedule:
+    """Move every forward before every backward, both in the order they had."""
+    return _rewrite(schedule, lambda program: sorted(program, key=_is_backward_half))
+
+
+def forward_half(schedule: Schedule) -> Schedule:
+    """Keep what can run before any gradient exists."""
+    return _rewrite(schedule, lambda program: (x for x in program if not _is_backward_half(x)))
+
+
+def backward_half(schedule: Schedule) -> Schedule:
+    """Keep what runs once the outputs' gradients are known: `forward_half`'s other half."""
+    return _rewrite(schedule, lambda program: (x for x in program if _is_backward_half(x)))
+
+
+def _is_backward_half(instruction: Instruction) -> bool:
+    return isinstance(instruction, Recompute | Backward | SendGradient | ReceiveGradient)
+
+
+def _rewrite(schedule: Schedule, rewrite: Callable[[Program], Iterable[Instruction]]) -> Schedule:
+    return Schedule(tuple(tuple(rewrite(program)) for program in schedule.programs))

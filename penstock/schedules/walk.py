@@ -1,0 +1,88 @@
+"""Walk all programs at once, in an order in which no rank ever has to wait.
+
+The verifier walks to prove that a schedule ends, the simulator to price it, and the loop-back
+transport to run it in a single thread.
+"""
+
+from collections.abc import Iterator
+
+from penstock.errors import ScheduleError
+
+from .ir import (
+    Instruction,
+    ReceiveActivation,
+    ReceiveGradient,
+    Schedule,
+    SendActivation,
+    SendGradient,
+)
+from .text import instruction_to_text, marked_text
+
+Message = tuple[bool, int, int, int]
+"""(is a gradient, from stage, to stage, micro-batch): what one send and one receive have in common."""
+
+
+def sent_message(instruction: Instruction) -> Message | None:
+    """Name the message that `instruction` sends; None if it sends nothing."""
+    match instruction:
+        case SendActivation(stage, microbatch, peer):
+            return (False, stage, peer, microbatch)
+        case SendGradient(stage, microbatch, peer):
+            return (True, stage, peer, microbatch)
+        case _:
+            return None
+
+
+def awaited_message(instruction: Instruction) -> Message | None:
+    """Name the message that `instruction` waits for; None if it never waits."""
+    match instruction:
+        case ReceiveActivation(stage, microbatch, peer):
+            return (False, peer, stage, microbatch)
+        case ReceiveGradient(stage, microbatch, peer):
+            return (True, peer, stage, microbatch)
+        case _:
+            return None
+
+
+def walk(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
+    """Yield every (rank, instruction), each receive after its send, each program in order.
+
+    Sends do not wait for their receivers.  The order is the same on every call.
+
+    Raises:
+        ScheduleError: ranks wait for each other for ever, or for a message nobody sends.
+    """
+    position = [0] * schedule.num_ranks
+    sent: set[Message] = set()
+    waiting: dict[Message, int] = {}
+    runnable = list(range(schedule.num_ranks))[::-1]
+    while runnable:
+        rank = runnable.pop()
+        program = schedule.programs[rank]
+        while position[rank] < len(program):
+            instruction = program[position[rank]]
+            awaited = awaited_message(instruction)
+            if awaited is not None and awaited not in sent:
+                waiting[awaited] = rank
+                break
+            position[rank] += 1
+            yield rank, instruction
+            message = sent_message(instruction)
+            if message is not None:
+                sent.add(message)
+                if message in waiting:
+                    runnable.append(waiting.pop(message))
+    _raise_if_stuck(schedule, position)
+
+
+def _raise_if_stuck(schedule: Schedule, position: list[int]) -> None:
+    stuck = [r for r, program in enumerate(schedule.programs) if position[r] < len(program)]
+    if not stuck:
+        return
+    reasons = ", ".join(
+        f"rank {r} waits at {instruction_to_text(schedule.programs[r][position[r]])}" for r in stuck
+    )
+    raise ScheduleError(
+        f"the schedule cannot end: {reasons}, and nobody left can send what they wait for.\n"
+        + marked_text(schedule, {r: position[r] for r in stuck})
+    )
