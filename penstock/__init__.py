@@ -1,0 +1,72 @@
+"""Penstock: train giant neural networks by pipeline parallelism, exact to the bit.
+
+Public names are resolved when first used: what needs no tensors starts at once, without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import schedules as schedules
+    from .checkpoint import load_checkpoint as load_checkpoint
+    from .checkpoint import save_checkpoint as save_checkpoint
+    from .equality import CheckReport as CheckReport
+    from .equality import check as check
+    from .errors import PenstockError as PenstockError
+    from .model.layers import Layer as Layer
+    from .model.layers import Layers as Layers
+    from .pipeline import Pipeline as Pipeline
+    from .trace.timeline import Timeline as Timeline
+    from .types import Recompute as Recompute
+    from .types import Reduction as Reduction
+    from .types import Trace as Trace
+    from .types import Transport as Transport
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CheckReport": "penstock.equality",
+    "Layer": "penstock.model.layers",
+    "Layers": "penstock.model.layers",
+    "PenstockError": "penstock.errors",
+    "Pipeline": "penstock.pipeline",
+    "Recompute": "penstock.types",
+    "Reduction": "penstock.types",
+    "Timeline": "penstock.trace.timeline",
+    "Trace": "penstock.types",
+    "Transport": "penstock.types",
+    "check": "penstock.equality",
+    "load_checkpoint": "penstock.checkpoint",
+    "save_checkpoint": "penstock.checkpoint",
+}
+
+__all__ = [
+    "CheckReport",
+    "Layer",
+    "Layers",
+    "PenstockError",
+    "Pipeline",
+    "Recompute",
+    "Reduction",
+    "Timeline",
+    "Trace",
+    "Transport",
+    "check",
+    "load_checkpoint",
+    "save_checkpoint",
+    "schedules",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "schedules":
+        return import_module("penstock.schedules")
+    if name not in _HOME:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

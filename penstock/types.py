@@ -35,3 +35,12 @@ class Trace(Enum):
     """When each instruction started and ended on its rank."""
     MEMORY = "memory"
     """Times, and the bytes each stage keeps for its backward passes (costs some speed)."""
+
+
+class Transport(Enum):
+    """How the stages of one process run and hand values over; the results are the same."""
+
+    THREADS = "threads"
+    """A worker thread per rank: stages run at the same time."""
+    LOOPBACK = "loopback"
+    """The calling thread runs all ranks in turn: for debugging, tests and tiny models."""

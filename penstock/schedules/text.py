@@ -13,7 +13,8 @@ The first number is the stage that acts, the number after the letter the micro-b
 import re
 from typing import assert_never
 
-from ..errors import ScheduleError
+from penstock.errors import ScheduleError
+
 from .ir import (
     Backward,
     CommitStatistics,
@@ -27,7 +28,9 @@ from .ir import (
     SendGradient,
 )
 
-_WORD = re.compile(r"(?P<stage>\d+)(?:U|(?P<op>[FfRB])(?P<microbatch>\d+)(?:(?P<arrow>[<>])(?P<peer>\d+))?)")
+_WORD = re.compile(
+    r"(?P<stage>\d+)(?:U|(?P<op>[FfRB])(?P<microbatch>\d+)(?:(?P<arrow>[<>])(?P<peer>\d+))?)"
+)
 
 
 def instruction_to_text(instruction: Instruction) -> str:
@@ -69,7 +72,9 @@ def parse_instruction(word: str) -> Instruction:
     """
     found = _WORD.fullmatch(word)
     if found is None:
-        raise ScheduleError(f"{word!r} is not an instruction; expected a word such as 0F3, 0R3, 0B3, 0F3>1 or 0U")
+        raise ScheduleError(
+            f"{word!r} is not an instruction; expected a word such as 0F3, 0R3, 0B3, 0F3>1 or 0U"
+        )
     stage, op = int(found["stage"]), found["op"]
     if op is None:
         return CommitStatistics(stage)
@@ -77,7 +82,9 @@ def parse_instruction(word: str) -> Instruction:
     if found["arrow"]:
         kind = _PEER_INSTRUCTIONS.get(op + found["arrow"])
         if kind is None:
-            raise ScheduleError(f"{word!r}: only F and B have a peer (activations and gradients), not {op!r}")
+            raise ScheduleError(
+                f"{word!r}: only F and B have a peer (activations and gradients), not {op!r}"
+            )
         return kind(stage, microbatch, int(found["peer"]))
     match op:
         case "R":
@@ -90,10 +97,14 @@ def parse_instruction(word: str) -> Instruction:
 
 def to_text(schedule: Schedule) -> str:
     """Write a schedule: one line a rank, words set in columns."""
-    rows = [[instruction_to_text(instruction) for instruction in program] for program in schedule.programs]
+    rows = [
+        [instruction_to_text(instruction) for instruction in program]
+        for program in schedule.programs
+    ]
     width = max((len(word) for row in rows for word in row), default=0)
     return "\n".join(
-        f"rank {rank} | " + " ".join(word.ljust(width) for word in row).rstrip() for rank, row in enumerate(rows)
+        f"rank {rank} | " + " ".join(word.ljust(width) for word in row).rstrip()
+        for rank, row in enumerate(rows)
     )
 
 
@@ -107,17 +118,21 @@ def parse(text: str) -> Schedule:
     for rank, line in enumerate(filter(str.strip, text.splitlines())):
         head, bar, body = line.partition("|")
         if not bar or head.split() != ["rank", str(rank)]:
-            raise ScheduleError(f"line {rank + 1} must start with 'rank {rank} |', got {line[:40]!r}")
+            raise ScheduleError(
+                f"line {rank + 1} must start with 'rank {rank} |', got {line[:40]!r}"
+            )
         programs.append(tuple(parse_instruction(word) for word in body.split()))
     return Schedule(tuple(programs))
 
 
 def marked_text(schedule: Schedule, positions: dict[int, int]) -> str:
-    """Write a schedule with the instruction at `positions[rank]` of each given rank set in >> <<."""
+    """Write a schedule with the instruction at `positions[rank]` of each given rank in >> <<."""
     lines = []
     for rank, program in enumerate(schedule.programs):
         words = [instruction_to_text(instruction) for instruction in program]
         if rank in positions:
             words[positions[rank]] = f">>{words[positions[rank]]}<<"
-        lines.append(f"rank {rank} | " + " ".join(words) + ("   <-- here" if rank in positions else ""))
+        lines.append(
+            f"rank {rank} | " + " ".join(words) + ("   <-- here" if rank in positions else "")
+        )
     return "\n".join(lines)

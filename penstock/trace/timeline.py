@@ -1,10 +1,14 @@
-"""What happened when: one value for what the executor measured and what the simulator foretells."""
+"""What happened when: one value for what the executor measured and the simulator foretold."""
 
 import json
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ..schedules.ir import Instruction, Schedule
-from ..schedules.text import instruction_to_text, parse_instruction
+from penstock.schedules.ir import Instruction, Schedule
+from penstock.schedules.text import instruction_to_text, parse_instruction
+
+if TYPE_CHECKING:
+    from .breakdown import Breakdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,17 @@ class Timeline:
             programs[span.rank].append(span.instruction)
         return Schedule(tuple(tuple(program) for program in programs))
 
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time in the step in which they had nothing to do."""
+        return self.breakdown().bubble
+
+    def breakdown(self) -> "Breakdown":
+        """Say where each rank's time went: work, waiting for messages, bubble; printable."""
+        from .breakdown import breakdown  # a breakdown knows timelines, not the other way round
+
+        return breakdown(self)
+
     def peak_bytes(self) -> dict[int, int]:
         """Most bytes kept at once, by stage; empty unless memory was traced."""
         peak: dict[int, int] = {}
@@ -74,16 +89,23 @@ class Timeline:
 
     def to_json(self) -> str:
         """Write the timeline as one line of JSON; `Timeline.from_json` reads it back."""
-        return json.dumps({
-            "spans": [[s.rank, instruction_to_text(s.instruction), s.start_s, s.end_s] for s in self.spans],
-            "memory": [[m.stage, m.time_s, m.kept_bytes] for m in self.memory],
-        })
+        return json.dumps(
+            {
+                "spans": [
+                    [s.rank, instruction_to_text(s.instruction), s.start_s, s.end_s]
+                    for s in self.spans
+                ],
+                "memory": [[m.stage, m.time_s, m.kept_bytes] for m in self.memory],
+            }
+        )
 
     @classmethod
     def from_json(cls, text: str) -> "Timeline":
         """Read what `to_json` wrote."""
         data = json.loads(text)
         return cls(
-            spans=tuple(Span(r, parse_instruction(i), start, end) for r, i, start, end in data["spans"]),
+            spans=tuple(
+                Span(r, parse_instruction(i), start, end) for r, i, start, end in data["spans"]
+            ),
             memory=tuple(MemorySample(*row) for row in data["memory"]),
         )

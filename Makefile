@@ -1,0 +1,47 @@
+# A fresh machine needs Python 3.11 or newer with pip, make and git; the first target called installs the rest.
+#
+#   make demo    train on real handwritten digits in two stages; every call starts a new run folder
+#   make test    every test that takes seconds; warnings are errors
+#   make slow    the tests that take minutes
+#   make check   lint, types and test
+#
+# PYTHON chooses the interpreter (make test PYTHON=python3.12), VENV the folder of the environment.
+
+PYTHON ?= python3
+VENV ?= .venv
+
+CREATED := $(VENV)/.created
+INSTALLED := $(VENV)/.installed
+IN_VENV := VIRTUAL_ENV="$(abspath $(VENV))" PATH="$(abspath $(VENV))/bin:$$PATH"
+
+.PHONY: demo test slow lint types check install
+
+demo: $(INSTALLED)
+	$(IN_VENV) penstock train recipes/digits.toml
+
+test: $(INSTALLED)
+	$(IN_VENV) scripts/test
+
+slow: $(INSTALLED)
+	$(IN_VENV) scripts/test -m slow --timeout 900
+
+lint: $(INSTALLED)
+	$(IN_VENV) scripts/lint
+
+types: $(INSTALLED)
+	$(IN_VENV) scripts/types
+
+check: $(INSTALLED)
+	$(IN_VENV) scripts/check
+
+install: $(INSTALLED)
+
+# Each stamp is written last: a step that was interrupted is done again, one that succeeded is not.
+$(INSTALLED): $(CREATED) pyproject.toml constraints.txt
+	"$(VENV)/bin/python" -m pip install --constraint constraints.txt --editable '.[dev]'
+	touch "$@"
+
+$(CREATED):
+	@"$(PYTHON)" -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Penstock needs Python 3.11 or newer and $(PYTHON) is %d.%d; choose another: make PYTHON=python3.12" % sys.version_info[:2])'
+	"$(PYTHON)" -m venv --clear "$(VENV)"
+	touch "$@"

@@ -1,0 +1,199 @@
+"""The model as data: an ordered list of layers, and which values each of them reads and gives."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError, PartitionError
+
+Value = tuple[int, int]
+"""(number of the layer that gives it, place among its outputs); the model's input is (-1, 0)."""
+
+MODEL_INPUT: Value = (-1, 0)
+_INPUT_NAME = "input"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A module whose inputs and outputs are named values, for models that are not a plain chain.
+
+    `module` is called as module(*inputs).  `inputs` are names given as outputs by layers before it,
+    or "input" for the model's own input; None means what the layer before gave.  With several
+    `outputs` the module returns a tuple of that many values.  A name used again stands for the
+    newest value.  `name` is the prefix of its parameters in `state_dict()`; default: its position.
+
+        [Layer(encoder, outputs="skip"), middle, Layer(decoder, inputs=("x", "skip"))]
+    """
+
+    module: nn.Module
+    inputs: str | Sequence[str] | None = None
+    outputs: str | Sequence[str] | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One layer with its values resolved: `module(*inputs)` gives `outputs`."""
+
+    index: int
+    name: str
+    module: nn.Module
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+    @property
+    def label(self) -> str:
+        """The layer as an error message names it."""
+        return f"{self.name!r} ({type(self.module).__name__})"
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """An ordered list of layers; iterating gives `Step`s.  The last one's outputs are the model's."""
+
+    steps: tuple[Step, ...]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+    @property
+    def output(self) -> tuple[Value, ...]:
+        return self.steps[-1].outputs
+
+    def parameter_counts(self) -> tuple[int, ...]:
+        """Parameters of each layer; one that layers share is counted in the first of them."""
+        seen: set[int] = set()
+        counts = []
+        for step in self.steps:
+            new = {id(p): p.numel() for p in step.module.parameters() if id(p) not in seen}
+            seen |= new.keys()
+            counts.append(sum(new.values()))
+        return tuple(counts)
+
+    def run(self, inputs: Any) -> Any:
+        """Run all layers, one after the other, as the unsplit model does."""
+        values: dict[Value, Any] = {MODEL_INPUT: inputs}
+        for step in self.steps:
+            values.update(call(step, [values[v] for v in step.inputs]))
+        return join_output([values[v] for v in self.output])
+
+
+def call(step: Step, arguments: list[Any]) -> dict[Value, Any]:
+    """Run one layer; name what it gives.
+
+    Raises:
+        ConfigError: it names several outputs and returns something else than a tuple of as many.
+    """
+    result = step.module(*arguments)
+    if len(step.outputs) == 1:
+        return {step.outputs[0]: result}
+    if not isinstance(result, tuple | list) or len(result) != len(step.outputs):
+        got = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
+        raise ConfigError(
+            f"layer {step.label} names {len(step.outputs)} outputs but returned {got}; "
+            f"return a tuple of {len(step.outputs)}, or name one output"
+        )
+    return dict(zip(step.outputs, result, strict=True))
+
+
+def join_output(values: list[Any]) -> Any:
+    """Give the model's output as the last layer gave it: one value, or a tuple of several."""
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def as_layers(model: "nn.Sequential | Sequence[nn.Module | Layer] | Layers") -> Layers:
+    """Resolve an nn.Sequential, or a list of modules and `Layer`s, into `Layers`.
+
+    Raises:
+        ConfigError: the model is something else, is empty, or names a value nobody gave.
+    """
+    if isinstance(model, Layers):
+        return model
+    if isinstance(model, nn.Sequential | nn.ModuleList):
+        named: list[tuple[str, Any]] = list(model.named_children())
+        if len(named) != len(model):  # named_children skips a module that comes a second time
+            named = [(name, module) for name, module in model._modules.items()]
+    elif isinstance(model, Sequence):
+        named = [(str(n), layer) for n, layer in enumerate(model)]
+    else:
+        raise ConfigError(
+            f"layers must be an nn.Sequential or a list of modules, got {type(model).__name__}; "
+            "give its layers in order, as a list"
+        )
+    if not named:
+        raise ConfigError("the model has no layers; a pipeline needs at least one")
+    return Layers(tuple(_resolve(named)))
+
+
+def _resolve(named: list[tuple[str, Any]]) -> Iterator[Step]:
+    known: dict[str, Value] = {_INPUT_NAME: MODEL_INPUT}
+    previous: tuple[Value, ...] = (MODEL_INPUT,)
+    names: set[str] = set()
+    for index, (position, entry) in enumerate(named):
+        layer = entry if isinstance(entry, Layer) else Layer(entry)
+        name = layer.name or position
+        _check_layer(layer, name, index, names)
+        names.add(name)
+        inputs = previous
+        if layer.inputs is not None:
+            inputs = tuple(_known_value(v, known, name) for v in _names(layer.inputs))
+        outputs = _names(layer.outputs) if layer.outputs is not None else (None,)
+        previous = tuple((index, place) for place in range(len(outputs)))
+        known.update({v: (index, place) for place, v in enumerate(outputs) if v is not None})
+        yield Step(index, name, layer.module, inputs, previous)
+
+
+def _check_layer(layer: Layer, name: str, index: int, names: set[str]) -> None:
+    if not isinstance(layer.module, nn.Module):
+        raise ConfigError(
+            f"layer {index} is a {type(layer.module).__name__}, not an nn.Module; wrap a function in a module"
+        )
+    if name in names:
+        raise ConfigError(f"two layers are named {name!r}; parameter names must differ: rename one")
+    if layer.outputs is not None and not _names(layer.outputs):
+        raise ConfigError(f"layer {name!r} names no outputs; leave `outputs` out or name at least one")
+    if layer.inputs is not None and not _names(layer.inputs):
+        raise ConfigError(f"layer {name!r} names no inputs; leave `inputs` out or name at least one")
+    for parameter in layer.module.parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigError(
+                f"layer {name!r} has parameters without a shape yet (a lazy module); "
+                "run the model once on an example batch before giving it to the pipeline"
+            )
+
+
+def _names(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _known_value(value: str, known: dict[str, Value], layer: str) -> Value:
+    if value not in known:
+        raise ConfigError(
+            f"layer {layer!r} reads {value!r}, which no layer before it gives; known here: {', '.join(known)}"
+        )
+    return known[value]
+
+
+def check_sharing(layers: Layers, stage_of: Sequence[int]) -> None:
+    """Refuse a parameter or buffer that layers on different stages share.
+
+    Raises:
+        PartitionError: names the two layers and the tensor, and the partitions that would work.
+    """
+    owner: dict[int, tuple[Step, str]] = {}
+    for step in layers:
+        tensors: list[tuple[str, Tensor]] = [*step.module.named_parameters(), *step.module.named_buffers()]
+        for name, tensor in tensors:
+            first, first_name = owner.setdefault(id(tensor), (step, name))
+            if stage_of[first.index] != stage_of[step.index]:
+                raise PartitionError(
+                    f"layers {first.label} on stage {stage_of[first.index]} and {step.label} on stage "
+                    f"{stage_of[step.index]} share one tensor ({first.name}.{first_name} is "
+                    f"{step.name}.{name}); tied weights across stages are not supported yet. Choose a partition "
+                    f"that keeps layers {first.index} to {step.index} on one stage, or untie them"
+                )

@@ -1,0 +1,121 @@
+"""Values at a boundary: any nest of tuples, lists, dicts and dataclasses, with tensors as leaves.
+
+Everything that is neither a tensor nor one of these containers (None, numbers, strings, the user's
+own objects) is a constant: it stays in the structure and is handed over as it is.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """The place of tensor number `index`; the same tensor met twice has the same number."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A value that is no tensor and holds none."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A container: `rebuild` makes one like it from new children."""
+
+    rebuild: Callable[[list[Any]], Any]
+    children: tuple["Structure", ...]
+
+
+Structure = Leaf | Constant | Node
+
+
+def flatten(value: Any) -> tuple[list[Tensor], Structure]:
+    """Split a value into its distinct tensors, in order of first sight, and the structure around them."""
+    if isinstance(value, Tensor):
+        return [value], Leaf(0)
+    leaves: list[Tensor] = []
+    return leaves, _flatten(value, leaves, {})
+
+
+def unflatten(structure: Structure, leaves: list[Any]) -> Any:
+    """Put leaves (tensors, or whatever stands for them) back into their structure."""
+    match structure:
+        case Leaf(index):
+            return leaves[index]
+        case Constant(value):
+            return value
+        case Node(rebuild, children):
+            return rebuild([unflatten(child, leaves) for child in children])
+
+
+def tree_map(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Replace every tensor in a value by what `function` makes of it."""
+    leaves, structure = flatten(value)
+    return unflatten(structure, [function(leaf) for leaf in leaves])
+
+
+def _flatten(value: Any, leaves: list[Tensor], seen: dict[int, int]) -> Structure:
+    if isinstance(value, Tensor):
+        index = seen.setdefault(id(value), len(leaves))
+        if index == len(leaves):
+            leaves.append(value)
+        return Leaf(index)
+    parts = _open(value)
+    if parts is None:
+        return Constant(value)
+    children, rebuild = parts
+    return Node(rebuild, tuple(_flatten(child, leaves, seen) for child in children))
+
+
+def _open(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """Give a container's children and how to rebuild it; None if the value is no container."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return list(value), kind
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(value), lambda children: kind(*children)
+    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
+        return list(value), kind
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _open_dataclass(value)
+    if isinstance(value, Mapping):
+        return _open_mapping(value)
+    return None
+
+
+def _open_mapping(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    keys, kind = list(value), type(value)
+    if kind is dict:
+        return list(value.values()), lambda children: dict(zip(keys, children, strict=True))
+
+    def rebuild(children: list[Any]) -> Any:
+        twin = copy.copy(value)
+        for key, child in zip(keys, children, strict=True):
+            twin[key] = child
+        return twin
+
+    return [value[key] for key in keys], rebuild
+
+
+def _open_dataclass(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    names = [field.name for field in dataclasses.fields(value)]
+
+    def rebuild(children: list[Any]) -> Any:
+        twin = copy.copy(value)
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(twin, name, child)
+            if isinstance(twin, Mapping) and name in twin:
+                dict.__setitem__(twin, name, child)
+        return twin
+
+    return [getattr(value, name) for name in names], rebuild

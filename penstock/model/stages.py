@@ -1,0 +1,111 @@
+"""The model cut into stages: which layers each runs, and which values cross which edge.
+
+A value that several stages use travels as a relay: from its producer to the first stage that uses
+it, from there to the next one that does, and so on; it never visits a stage that has no use for it.
+Its gradient runs the relay backwards.  Each holder so starts its own sum with what came from behind,
+which is the order in which an unsplit backward pass adds the same terms.
+
+    value given on stage 0, used on 1 and 3:   0 ──► 1 ──► 3      activation
+                                               0 ◄── 1 ◄── 3      gradient
+"""
+
+from dataclasses import dataclass
+
+from penstock.errors import PartitionError
+
+from .layers import MODEL_INPUT, Layers, Step, Value
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """What one stage runs, and what it hands over.
+
+    `imports[peer]` and `exports[peer]` are the values that come from and go to stage `peer`, in an
+    order both sides agree on.  `dead_after[n]` are the values nobody needs once layer n of the stage
+    has run.
+    """
+
+    index: int
+    steps: tuple[Step, ...]
+    reads_input: bool
+    imports: dict[int, tuple[Value, ...]]
+    exports: dict[int, tuple[Value, ...]]
+    output: tuple[Value, ...]
+    dead_after: tuple[tuple[Value, ...], ...]
+
+
+def stage_of_layers(partition: tuple[int, ...]) -> tuple[int, ...]:
+    """Give the stage of each layer for a partition into `partition[s]` layers per stage."""
+    return tuple(stage for stage, count in enumerate(partition) for _ in range(count))
+
+
+def check_partition(partition: tuple[int, ...], num_layers: int) -> None:
+    """Refuse a partition that does not cut `num_layers` layers.
+
+    Raises:
+        PartitionError: a stage would be empty, or the counts do not sum to the layers.
+    """
+    if not partition or any(not isinstance(count, int) or count < 1 for count in partition):
+        raise PartitionError(
+            f"partition={list(partition)}: every stage needs at least one layer; leave that stage out"
+        )
+    if sum(partition) != num_layers:
+        raise PartitionError(
+            f"partition={list(partition)} holds {sum(partition)} layers, the model has {num_layers}; "
+            f"the counts must sum to {num_layers}"
+        )
+
+
+def plan_stages(layers: Layers, partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
+    """Cut the layers into stages and route every value that lives across a cut."""
+    stage_of = stage_of_layers(partition)
+    relays = _relays(layers, stage_of, last_stage=len(partition) - 1)
+    return tuple(_plan_stage(stage, layers, stage_of, relays) for stage in range(len(partition)))
+
+
+def _relays(layers: Layers, stage_of: tuple[int, ...], last_stage: int) -> dict[Value, list[int]]:
+    """Give, for each value, the stages that hold it, from its producer to its last user."""
+    holders: dict[Value, set[int]] = {}
+    for step in layers:
+        for value in step.inputs:
+            holders.setdefault(value, set()).add(stage_of[step.index])
+        for value in step.outputs:
+            holders.setdefault(value, set()).add(stage_of[step.index])
+    for value in layers.output:
+        holders[value].add(last_stage)
+    return {value: sorted(stages) for value, stages in holders.items()}
+
+
+def _plan_stage(
+    stage: int, layers: Layers, stage_of: tuple[int, ...], relays: dict[Value, list[int]]
+) -> StagePlan:
+    steps = tuple(step for step in layers if stage_of[step.index] == stage)
+    imports: dict[int, list[Value]] = {}
+    exports: dict[int, list[Value]] = {}
+    for value, holders in sorted(relays.items()):
+        for source, target in zip(holders, holders[1:], strict=False):
+            if target == stage:
+                imports.setdefault(source, []).append(value)
+            if source == stage:
+                exports.setdefault(target, []).append(value)
+    output = layers.output if stage == max(stage_of) else ()
+    return StagePlan(
+        index=stage,
+        steps=steps,
+        reads_input=relays.get(MODEL_INPUT, [None])[0] == stage,
+        imports={peer: tuple(values) for peer, values in sorted(imports.items())},
+        exports={peer: tuple(values) for peer, values in sorted(exports.items(), reverse=True)},
+        output=output,
+        dead_after=_dead_after(steps, {v for values in exports.values() for v in values} | set(output)),
+    )
+
+
+def _dead_after(steps: tuple[Step, ...], leaving: set[Value]) -> tuple[tuple[Value, ...], ...]:
+    last_use: dict[Value, int] = {}
+    for n, step in enumerate(steps):
+        last_use.update(dict.fromkeys((*step.inputs, *step.outputs), n))
+    dead: list[list[Value]] = [[] for _ in steps]
+    for value, n in last_use.items():
+        if value not in leaving:
+            dead[n].append(value)
+    return tuple(map(tuple, dead))

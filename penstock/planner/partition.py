@@ -1,0 +1,58 @@
+"""Cut a chain of layers into balanced stages: exact, by dynamic programming."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from penstock.errors import PartitionError
+
+
+def balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Give the layers per stage that make the slowest stage as fast as it can be.
+
+    Among the partitions with the same slowest stage, takes the one whose stage costs vary least (the
+    paper's criterion, section 2.2).  Exact; O(K * L^2) for L layers.  Every stage gets a layer.
+
+        balance([1, 1, 1, 3, 3], 3) == (3, 1, 1)
+
+    Raises:
+        PartitionError: there are fewer layers than stages, or no stage is asked for.
+    """
+    num_layers = len(costs)
+    if not 1 <= num_stages <= num_layers:
+        raise PartitionError(
+            f"num_stages={num_stages}, but the model has {num_layers} layers; choose 1 to {num_layers} stages, or "
+            "give the model as more, smaller layers"
+        )
+    before = [0.0, *accumulate(costs)]
+
+    def cost(start: int, end: int) -> float:
+        return before[end] - before[start]
+
+    slowest = _slowest_stage(num_layers, num_stages, cost)
+    bound = slowest * (1 + 1e-12)
+    # least[end] = (sum of squared stage costs, layers per stage) of the best cut of layers [0, end)
+    least: list[tuple[float, tuple[int, ...]] | None] = [(0.0, ())] + [None] * num_layers
+    for _ in range(num_stages):
+        following: list[tuple[float, tuple[int, ...]] | None] = [None] * (num_layers + 1)
+        for end in range(1, num_layers + 1):
+            choices = [
+                (found[0] + cost(start, end) ** 2, (*found[1], end - start))
+                for start in range(end)
+                if (found := least[start]) is not None and cost(start, end) <= bound
+            ]
+            following[end] = min(choices, default=None)
+        least = following
+    best = least[num_layers]
+    assert best is not None, "the bound came from a partition"
+    return best[1]
+
+
+def _slowest_stage(num_layers: int, num_stages: int, cost: Callable[[int, int], float]) -> float:
+    """Give the least possible cost of the slowest stage."""
+    slowest = [0.0] + [float("inf")] * num_layers
+    for _ in range(num_stages):
+        slowest = [float("inf")] + [
+            min(max(slowest[start], cost(start, end)) for start in range(end))
+            for end in range(1, num_layers + 1)
+        ]
+    return slowest[num_layers]

@@ -1,0 +1,93 @@
+"""Where a stage runs: a device, and on a GPU the streams that keep copies beside the computing.
+
+On the CPU all of this is nothing.  On a GPU each stage computes on a stream of its own, and values
+from another device are copied on a second one, so that a copy overlaps with the computing of other
+micro-batches.  Several stages may share one GPU: they then share its memory, not a stream.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+_T = TypeVar("_T", Tensor, Tensor | None)
+
+Event = torch.cuda.Event
+"""A mark on a stream: what it stands behind is done when the mark is reached."""
+
+
+class StageDevice:
+    """A device as one stage sees it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_cuda = device.type == "cuda"
+        self._compute = torch.cuda.Stream(device) if self.is_cuda else None
+        self._copy = torch.cuda.Stream(device) if self.is_cuda else None
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Issue work to this stage's stream inside."""
+        if self._compute is None:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self._compute):
+            yield
+
+    def wait_for_caller(self) -> None:
+        """Let this stage's streams wait for what the caller's current stream was given so far."""
+        if self._compute is not None and self._copy is not None:
+            current = torch.cuda.current_stream(self.device)
+            self._compute.wait_stream(current)
+            self._copy.wait_stream(current)
+
+    def make_caller_wait(self) -> None:
+        """Let the caller's current stream wait for all that this stage was given."""
+        if self._compute is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._compute)
+
+    def mark(self) -> Event | None:
+        """Mark where this stage's computing is now; None on the CPU, where nothing lags."""
+        if self._compute is None:
+            return None
+        event = Event()
+        event.record(self._compute)
+        return event
+
+    def synchronize(self) -> None:
+        """Wait until this stage's stream is idle."""
+        if self._compute is not None:
+            self._compute.synchronize()
+
+    def timing_mark(self) -> Event | None:
+        """Mark the time at which the device reaches this point; None on the CPU."""
+        if self._compute is None:
+            return None
+        event = Event(enable_timing=True)
+        event.record(self._compute)
+        return event
+
+    def bring(self, tensors: Sequence[_T], event: Event | None) -> list[_T]:
+        """Bring tensors here: as they are if they live here, else copied beside the computing."""
+        if self._compute is None or self._copy is None:
+            if event is not None:
+                event.synchronize()
+            return [t if t is None or t.device == self.device else t.to(self.device) for t in tensors]
+        if all(t is None or t.device == self.device for t in tensors):
+            if event is not None:
+                self._compute.wait_event(event)
+            for t in tensors:
+                if t is not None:
+                    t.record_stream(self._compute)
+            return list(tensors)
+        with torch.cuda.stream(self._copy):
+            if event is not None:
+                self._copy.wait_event(event)
+            brought = [None if t is None else t.to(self.device, non_blocking=True) for t in tensors]
+        self._compute.wait_stream(self._copy)
+        for t in (*tensors, *brought):
+            if t is not None and t.is_cuda:
+                t.record_stream(self._copy if t.device != self.device else self._compute)
+        return brought  # type: ignore[return-value]  # None stays None and a tensor a tensor

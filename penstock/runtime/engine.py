@@ -1,0 +1,131 @@
+"""The stages of one pipeline in this process, their programs, and the transport that drives them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.errors import RandomnessError
+from penstock.model.layers import Layers, check_sharing
+from penstock.model.stages import check_partition, plan_stages, stage_of_layers
+from penstock.schedules.ir import Schedule
+from penstock.schedules.lower import Mode, ScheduleFunction, lower
+from penstock.trace.timeline import MemorySample, Span, Timeline
+from penstock.types import Recompute, Trace, Transport
+
+from .caller import CallerContext
+from .random_streams import guarded_default_generators
+from .run import Run
+from .stage import Stage
+from .transport import Work, make_transport
+
+
+class Engine:
+    """Cuts layers into stages on devices, and runs them as a schedule says."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        schedule: ScheduleFunction,
+        recompute: Recompute,
+        transport: Transport,
+        num_threads: int,
+        timeout_s: float,
+    ) -> None:  # six words that a pipeline is made of
+        self._layers = layers
+        self._schedule = schedule
+        self._recompute = recompute
+        self._transport = make_transport(transport, num_threads, timeout_s)
+        self._in_caller = make_transport(Transport.LOOPBACK, num_threads, timeout_s)
+        self._programs: dict[tuple[Mode, int], Schedule] = {}
+        self.partition: tuple[int, ...] = ()
+        self.stages: tuple[Stage, ...] = ()
+
+    def cut(self, partition: tuple[int, ...], devices: Sequence[torch.device]) -> None:
+        """Cut the layers anew and move them to their stages' devices; nothing of a run is alive now.
+
+        Raises:
+            PartitionError: the partition does not fit the layers.
+        """
+        check_partition(partition, len(self._layers))
+        check_sharing(self._layers, stage_of_layers(partition))
+        plans = plan_stages(self._layers, partition)
+        for plan, device in zip(plans, devices, strict=True):
+            for step in plan.steps:
+                step.module.to(device)
+        self.partition = partition
+        self.stages = tuple(
+            Stage(plan, device, len(self._layers)) for plan, device in zip(plans, devices, strict=True)
+        )
+        self._programs.clear()
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each stage."""
+        return tuple(stage.device.device for stage in self.stages)
+
+    def program(self, mode: Mode, num_microbatches: int) -> Schedule:
+        """Give the lowered and verified schedule of a call; kept for the next one like it.
+
+        Raises:
+            ScheduleError: the schedule is wrong.
+        """
+        key = (mode, num_microbatches)
+        if key not in self._programs:
+            self._programs[key] = lower(
+                self._schedule,
+                len(self.stages),
+                num_microbatches,
+                edges=frozenset((s.index, peer) for s in self.stages for peer in s.plan.exports),
+                recompute=self._recompute is Recompute.STAGE,
+                committing=[stage.index for stage in self.stages if stage.batch_norms],
+                mode=mode,
+            )
+        return self._programs[key]
+
+    def drive(self, run: Run, mode: Mode, *, in_caller: bool = False) -> None:
+        """Run a schedule to its end, under the caller's modes; with `in_caller`, in its thread.
+
+        Raises:
+            Exception: whatever a layer or the loss raised first, with the place noted.
+            RandomnessError: a layer drew random numbers outside its stream.
+        """
+        caller = CallerContext.capture(run.with_grad, self.devices)
+        work = Work(
+            self.program(mode, len(run.inputs)),
+            {stage.index: stage for stage in self.stages},
+            run,
+            caller,
+        )
+        for stage in self.stages:
+            stage.device.wait_for_caller()
+        try:
+            with guarded_default_generators(self.devices):
+                (self._in_caller if in_caller else self._transport).drive(work)
+        except RandomnessError:
+            for stage in self.stages:
+                stage.forget_draws()
+            raise
+        finally:
+            for stage in self.stages:
+                stage.device.make_caller_wait()
+
+    def timeline(self, run: Run) -> Timeline | None:
+        """Give what a traced run recorded, with time 0 at its first instruction."""
+        if run.trace is Trace.OFF:
+            return None
+        zero_s = min(span.start_s for span in run.spans)
+        spans = sorted(run.spans, key=lambda span: (span.rank, span.start_s))
+        return Timeline(
+            spans=tuple(
+                Span(span.rank, span.instruction, span.start_s - zero_s, span.end_s - zero_s)
+                for span in spans
+            ),
+            memory=tuple(
+                MemorySample(sample.stage, sample.time_s - zero_s, sample.kept_bytes)
+                for sample in run.memory
+            ),
+        )
+
+    def close(self) -> None:
+        """End the worker threads; the next run starts new ones."""
+        self._transport.close()

@@ -1,0 +1,110 @@
+"""Cut a mini-batch into micro-batches, weigh their losses, put their outputs together again."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import BatchError, BoundaryError
+from penstock.model.pytree import flatten, unflatten
+from penstock.types import Reduction
+
+WeightFunction = Callable[[Any], Any]
+
+
+def batch_size(value: Any, what: str) -> int:
+    """Give N, the common size of dimension 0 of all tensors in `value`.
+
+    Raises:
+        BatchError: there is no tensor, one has no dimensions, sizes differ, or N is 0.
+    """
+    leaves, _ = flatten(value)
+    if not leaves:
+        raise BatchError(f"{what} hold no tensor, so there is no batch to cut; got {type(value).__name__}")
+    for leaf in leaves:
+        if leaf.dim() == 0:
+            raise BatchError(
+                f"{what} hold a tensor without dimensions; dimension 0 of every tensor must be the batch. "
+                "Pass it as a Python number, or expand it to the batch"
+            )
+    sizes = sorted({leaf.shape[0] for leaf in leaves})
+    if len(sizes) > 1:
+        raise BatchError(f"tensors in the {what} have different batch sizes {sizes} in dimension 0")
+    if sizes[0] == 0:
+        raise BatchError(f"the {what} are an empty batch (shape {tuple(leaves[0].shape)}); give at least one sample")
+    return sizes[0]
+
+
+def microbatch_sizes(num_samples: int, num_microbatches: int) -> list[int]:
+    """Cut N samples into M sizes that differ by at most one, larger ones first; N < M gives N ones."""
+    count = min(num_samples, num_microbatches)
+    share, rest = divmod(num_samples, count)
+    return [share + 1] * rest + [share] * (count - rest)
+
+
+def split(value: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut every tensor along dimension 0 into views of the given sizes; repeat everything else.
+
+    The views are detached but remember whether their tensor requires grad.
+    """
+    leaves, structure = flatten(value)
+    if not leaves:
+        return [value] * len(sizes)
+    pieces = [_split_tensor(leaf, sizes) for leaf in leaves]
+    return [unflatten(structure, list(row)) for row in zip(*pieces, strict=True)]
+
+
+def _split_tensor(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    parts = list(tensor.detach().split(list(sizes)))
+    return [part.requires_grad_() for part in parts] if tensor.requires_grad else parts
+
+
+def gather(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Concatenate the micro-batches' outputs along dimension 0.
+
+    Raises:
+        BoundaryError: a tensor's dimension 0 is not its micro-batch's size, or the parts differ in
+            structure or in a value that is no tensor.
+    """
+    flat = [flatten(part) for part in parts]
+    for i, (leaves, _) in enumerate(flat):
+        if len(leaves) != len(flat[0][0]):
+            raise BoundaryError(
+                f"micro-batch {i} gave {len(leaves)} tensors, micro-batch 0 gave {len(flat[0][0])}; "
+                "outputs must have the same structure for every micro-batch"
+            )
+        for leaf in leaves:
+            if leaf.dim() == 0 or leaf.shape[0] != sizes[i]:
+                raise BoundaryError(
+                    f"the model's output for micro-batch {i} ({sizes[i]} samples) has a tensor of shape "
+                    f"{tuple(leaf.shape)}: dimension 0 must be the batch, or the outputs of the micro-batches "
+                    "cannot be put together. Return one value per sample, or use train_step with loss="
+                )
+    rows = zip(*(leaves for leaves, _ in flat), strict=True)
+    return unflatten(flat[0][1], [torch.cat(row) if len(row) > 1 else row[0] for row in rows])
+
+
+def loss_weights(
+    reduction: Reduction | WeightFunction, targets: Sequence[Any], sizes: Sequence[int]
+) -> list[float]:
+    """Weigh each micro-batch's loss so that the weighted losses sum to the mini-batch's loss.
+
+    MEAN: n_i / N.  SUM: 1.  A function of the target (such as its number of real tokens): w_i / sum w.
+
+    Raises:
+        BatchError: a weight is negative or not a number, or all are zero.
+    """
+    if reduction is Reduction.SUM:
+        return [1.0] * len(sizes)
+    if reduction is Reduction.MEAN:
+        return [size / sum(sizes) for size in sizes]
+    if isinstance(reduction, Reduction):
+        raise AssertionError(f"no rule for {reduction}")
+    raw = [float(reduction(target)) for target in targets]
+    if not all(0 <= weight < float("inf") for weight in raw) or sum(raw) == 0:
+        raise BatchError(
+            f"the reduction function gave the weights {raw} for the micro-batches; they must be "
+            "non-negative numbers, not all zero (the count of real tokens in a target, say)"
+        )
+    return [weight / sum(raw) for weight in raw]

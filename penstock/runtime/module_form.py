@@ -1,0 +1,107 @@
+"""The drop-in module form: outputs of the whole batch, and a backward that runs the schedule's second half.
+
+    pipe(x):           forwards of all micro-batches ──► outputs, gathered
+    loss.backward():   ... ──► gradient of the outputs, cut ──► backwards of all micro-batches
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from penstock.errors import PenstockError
+from penstock.model.pytree import flatten, unflatten
+from penstock.schedules.lower import Mode
+
+from .engine import Engine
+from .microbatches import gather
+from .run import Run
+
+
+def run_as_module(engine: Engine, run: Run, inputs: Any, sizes: list[int]) -> Any:
+    """Run the forwards of `run`; give the gathered outputs, tied to the pipeline's backward.
+
+    Raises:
+        BoundaryError: an output has no batch dimension to gather along.
+    """
+    engine.drive(run, Mode.FORWARDS)
+    outputs = gather([run.outputs.pop(i) for i in range(len(sizes))], sizes)
+    leaves, structure = flatten(outputs)
+    last = [run.kept[len(engine.stages) - 1, i] for i in range(len(sizes))]
+    wants_grad = [any(kept.output_wants_grad[n] for kept in last) for n in range(len(leaves))]
+    if not any(wants_grad):
+        return outputs
+    pending = _Pending(engine, run, sizes, leaves, wants_grad)
+    del outputs, leaves
+    anchor = torch.empty(0, requires_grad=True)
+    return unflatten(structure, list(_TieToBackward.apply(pending, anchor, *flatten(inputs)[0])))
+
+
+class _Pending:
+    """A run whose backwards are still to come."""
+
+    def __init__(
+        self, engine: Engine, run: Run, sizes: list[int], leaves: list[Tensor], wants_grad: list[bool]
+    ) -> None:
+        self.engine, self.run, self.sizes = engine, run, sizes
+        self.stages = engine.stages
+        self._leaves = leaves
+        self._wants_grad = wants_grad
+
+    def take_outputs(self) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """Give the gathered outputs, and those of them that no gradient flows to; keep neither."""
+        leaves, self._leaves = tuple(self._leaves), []
+        return leaves, [t for t, wants in zip(leaves, self._wants_grad, strict=True) if not wants]
+
+    def backward(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Run the backwards, from the outputs' gradients to those of the inputs' tensors."""
+        if not self.run.kept:
+            raise PenstockError(
+                "the backward of this pipeline call ran already, and each stage freed its activations as it "
+                "went; call pipe(inputs) again instead of backward(retain_graph=True)"
+            )
+        if self.stages is not self.engine.stages:
+            raise PenstockError(
+                "the pipeline was moved or cut anew between its forward and this backward; run both again"
+            )
+        cut = [None if g is None else g.split(self.sizes) for g in gradients]
+        self.run.output_gradients = [
+            [None if pieces is None else pieces[i] for pieces in cut] for i in range(len(self.sizes))
+        ]
+        on_gpu = any(device.type == "cuda" for device in self.engine.devices)
+        # a GPU's autograd thread runs this; workers would wait for that thread while it waits for them
+        self.engine.drive(self.run, Mode.BACKWARDS, in_caller=on_gpu)
+        rows = [self.run.input_gradients.get(i, ()) for i in range(len(self.sizes))]
+        return [join_gradients(column, self.sizes) for column in zip(*rows, strict=True)]
+
+
+def join_gradients(pieces: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
+    """Concatenate the micro-batches' gradients of one input; None if no micro-batch has one."""
+    some = next((piece for piece in pieces if piece is not None), None)
+    if some is None:
+        return None
+    return torch.cat(
+        [
+            some.new_zeros((size, *some.shape[1:])) if piece is None else piece
+            for piece, size in zip(pieces, sizes, strict=True)
+        ]
+    )
+
+
+class _TieToBackward(torch.autograd.Function):
+    """Nothing in the forward; in the backward, the pipeline's."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: _Pending, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.pending = pending
+        ctx.set_materialize_grads(False)
+        outputs, without_grad = pending.take_outputs()
+        ctx.mark_non_differentiable(*without_grad)
+        return outputs
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc, untyped-decorator]  # torch leaves it untyped
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return (None, None, *ctx.pending.backward(list(gradients)))

@@ -1,0 +1,43 @@
+"""Say where in the pipeline an exception came from, without changing what it is."""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+from torch.autograd.graph import Node
+
+from penstock.model.layers import Step
+
+
+def note_failure(error: BaseException, stage: int, where: str, microbatch: int) -> None:
+    """Add one note that names the stage, the layer (`where`) and the micro-batch."""
+    error.add_note(f"raised on stage {stage}, in {where}, micro-batch {microbatch}")
+
+
+def backward_of(error: BaseException, steps: Sequence[Step], marks: Sequence[int]) -> str:
+    """Name the layer whose backward raised, as nearly as it can be known.
+
+    `marks[n]` is the number that autograd would have given the next node when layer n began.  A
+    Python function's node stands in the traceback; for a node of torch's own only the stage is known.
+    """
+    for node in _nodes(error):
+        position = bisect_right(marks, node._sequence_nr()) - 1
+        if 0 <= position < len(steps):
+            return f"the backward of layer {steps[position].label}"
+        if position >= len(steps):
+            return "the backward of the loss"
+    if len(steps) == 1:
+        return f"the backward of layer {steps[0].label}"
+    return f"the backward of one of the layers {steps[0].label} to {steps[-1].label}"
+
+
+def _nodes(error: BaseException) -> Iterator[Node]:
+    traceback = error.__traceback__
+    frames: list[FrameType] = []
+    while traceback is not None:
+        frames.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    for frame in reversed(frames):
+        for value in frame.f_locals.values():
+            if isinstance(value, Node) and hasattr(value, "_sequence_nr"):
+                yield value

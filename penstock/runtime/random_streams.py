@@ -1,0 +1,147 @@
+"""Random numbers that depend on (seed, step, layer, micro-batch) and on nothing else.
+
+Each call of a layer that draws random numbers sees a generator seeded anew from those four, so its
+dropout masks are the same for every number of stages, schedule and transport, and again when the
+forward is recomputed.  The stream is the one torch's default generator would give after
+`manual_seed(stream_key(...))`; workers are threads and share that generator, so the draws are
+rerouted to a generator of the worker's own.
+"""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Generator, Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.errors import RandomnessError
+
+_SWAP_LOCK = threading.Lock()
+
+
+def stream_key(seed: int, phase: str, step: int, layer: int, microbatch: int) -> int:
+    """Mix the coordinates of one layer call into a seed of 63 bits, the same on every machine."""
+    text = f"{seed}:{phase}:{step}:{layer}:{microbatch}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") & (2**63 - 1)
+
+
+class KeyedRandomness(TorchDispatchMode):
+    """While active, every random operator draws from a generator seeded with `key`.
+
+    `draws` counts the random operators seen, so a layer that draws nothing can run without the mode.
+    """
+
+    _routes: ClassVar[dict[OpOverload, "Callable[..., Any] | None"]] = {}
+
+    def __init__(self, key: int) -> None:
+        super().__init__()
+        self.key = key
+        self.draws = 0
+        self._generators: dict[torch.device, Generator] = {}
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        try:
+            route = self._routes[func]
+        except KeyError:
+            route = self._routes[func] = _route(func)
+        if route is None:
+            return func(*args, **kwargs)
+        self.draws += 1
+        if kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        return route(self._generator(_device_of(args, kwargs)), args, kwargs)
+
+    def _generator(self, device: torch.device) -> Generator:
+        if device not in self._generators:
+            self._generators[device] = Generator(device).manual_seed(self.key)
+        return self._generators[device]
+
+
+class RefuseRandomness(TorchDispatchMode):
+    """While active, a random operator raises: a backward pass must not draw."""
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise RandomnessError(
+                f"{func} draws random numbers during the backward pass, most likely because a layer runs "
+                "torch.utils.checkpoint around dropout; its second mask would differ from its first. "
+                "Remove that checkpoint and use recompute=Recompute.STAGE"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _route(func: OpOverload) -> Callable[..., Any] | None:
+    """Decide once per operator how to make it draw from a given generator; None if it never draws."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    if any(argument.name == "generator" for argument in func._schema.arguments):
+        return lambda generator, args, kwargs: func(*args, **{**kwargs, "generator": generator})
+    twin = _overload_with_generator(func)
+    if twin is not None:
+        return lambda generator, args, kwargs: twin(*args, **{**kwargs, "generator": generator})
+    return lambda generator, args, kwargs: _with_default_state(func, generator, args, kwargs)
+
+
+def _overload_with_generator(func: OpOverload) -> OpOverload | None:
+    packet = func.overloadpacket
+    own = [(a.name, str(a.type)) for a in func._schema.arguments]
+    for name in packet.overloads():
+        twin: OpOverload = getattr(packet, name)
+        arguments = [(a.name, str(a.type)) for a in twin._schema.arguments]
+        if [a for a in arguments if a[0] != "generator"] == own and len(arguments) == len(own) + 1:
+            return twin
+    return None
+
+
+def _with_default_state(func: OpOverload, generator: Generator, args: Any, kwargs: Any) -> Any:
+    """Run an operator that takes no generator: lend its state to the default one for the call."""
+    default = _default_generator(generator.device)
+    with _SWAP_LOCK:
+        state = default.get_state()
+        default.set_state(generator.get_state())
+        try:
+            return func(*args, **kwargs)
+        finally:
+            generator.set_state(default.get_state())
+            default.set_state(state)
+
+
+def _default_generator(device: torch.device) -> Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"])
+    return next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
+
+
+@contextmanager
+def guarded_default_generators(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Check that nothing drew from a default generator inside.
+
+    Raises:
+        RandomnessError: something did; the step's masks would depend on the number of stages.
+    """
+    generators = [torch.default_generator, *(_default_generator(d) for d in devices if d.type == "cuda")]
+    before = [generator.get_state() for generator in generators]
+    yield
+    for generator, state in zip(generators, before, strict=True):
+        if not torch.equal(generator.get_state(), state):
+            raise RandomnessError(
+                "a layer drew random numbers outside its own stream: it drew none when it first ran in this "
+                "mode and draws now, or another thread of this process draws while a step runs. The "
+                "gradients of this step must not be used: zero them. Layers are looked at again in the "
+                "next step"
+            )

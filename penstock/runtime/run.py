@@ -1,0 +1,115 @@
+"""One run of a schedule: what goes in, what is kept on the way, what comes out."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from penstock.model.pytree import Structure
+from penstock.trace.timeline import MemorySample, Span
+from penstock.types import Trace
+
+from .batch_norm import MomentsByModule
+from .buffers import SeenBuffers
+from .devices import Event
+
+StagePair = tuple[int, int]
+"""(stage, micro-batch)."""
+
+FROM_CALLER = -1
+"""Stands where a peer stage stands, for values that come from the caller's batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """Values on their way to another stage: detached tensors, and which of them want a gradient."""
+
+    leaves: tuple[Tensor, ...]
+    wants_grad: tuple[bool, ...]
+    structure: Structure
+    event: Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """Gradients on their way back, one for each leaf of the activation; None where there is none."""
+
+    leaves: tuple[Tensor | None, ...]
+    event: Event | None = None
+
+
+@dataclass(slots=True)
+class Entry:
+    """A tensor that came into a stage, and the gradient that its backward pass found for it.
+
+    `node` is the tensor's gradient accumulator, held because a hook on it puts the gradient into
+    `caught` exactly as the engine computed it; an accumulated `.grad` would be re-laid to the tensor's
+    strides.  The hook knows `caught` only, so nothing here forms a cycle.
+    """
+
+    tensor: Tensor
+    node: Any = None
+    caught: list[Tensor | None] = field(default_factory=list)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        return self.caught[0] if self.caught else None
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a stage keeps of one micro-batch between forward and backward."""
+
+    received: dict[int, Activation]
+    entries: dict[int, list[Entry]] = field(default_factory=dict)
+    exported: dict[int, list[Tensor]] = field(default_factory=dict)
+    output: list[Tensor] = field(default_factory=list)
+    output_wants_grad: tuple[bool, ...] = ()
+    loss: Tensor | None = None
+    seen_buffers: SeenBuffers | None = None
+    layer_marks: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Everything one step reads and writes; a new one for every step, so that steps never mix.
+
+    `inputs[i]` and `targets[i]` belong to micro-batch i.  With `loss`, the last stage computes it and
+    `losses[i]` holds the weighted, detached result; without, `outputs[i]` holds the model's output and
+    `output_gradients[i]` what its backward starts from.
+    """
+
+    inputs: list[Any]
+    loss: Callable[..., Any] | None
+    with_grad: bool
+    phase: str
+    step: int
+    seed: int
+    trace: Trace = Trace.OFF
+    targets: list[Any] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    failure: BaseException | None = None
+    outputs: dict[int, Any] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    output_gradients: list[list[Tensor | None]] = field(default_factory=list)
+    input_gradients: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
+    kept: dict[StagePair, Kept] = field(default_factory=dict)
+    arrived: dict[StagePair, dict[int, Activation]] = field(default_factory=lambda: defaultdict(dict))
+    arrived_gradients: dict[StagePair, dict[int, Gradient]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
+    leaving: dict[StagePair, dict[int, Activation]] = field(default_factory=lambda: defaultdict(dict))
+    leaving_gradients: dict[StagePair, dict[int, Gradient]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
+    moments: dict[int, MomentsByModule] = field(default_factory=lambda: defaultdict(dict))
+    spans: list[Span] = field(default_factory=list)
+    memory: list[MemorySample] = field(default_factory=list)
+    kept_bytes: dict[StagePair, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+
+    def fail(self, error: BaseException) -> None:
+        """Remember the first exception; every rank stops at its next instruction."""
+        if self.failure is None:
+            self.failure = error

@@ -1,0 +1,177 @@
+"""Threads: one persistent worker per rank, values handed over in memory without a copy."""
+
+import threading
+import weakref
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from penstock.errors import WaitTimeout
+from penstock.runtime.executor import Executor
+from penstock.schedules.ir import Instruction
+from penstock.schedules.text import instruction_to_text
+from penstock.schedules.walk import Message, sent_message
+
+from .base import AbstractChannels, AbstractTransport, Stopped, Work
+
+_ABORT = object()
+
+
+class _Queues(AbstractChannels):
+    """One queue per direction of an edge; messages leave it in the order they were sent."""
+
+    def __init__(self, work: Work, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._run = work.run
+        messages = (sent_message(instruction) for _, instruction in work.schedule)
+        self._queues: dict[tuple[bool, int, int], SimpleQueue[Any]] = {
+            message[:3]: SimpleQueue() for message in messages if message is not None
+        }
+
+    def send(self, message: Message, payload: Any) -> None:
+        self._queues[message[:3]].put((message[3], payload))
+
+    def receive(self, message: Message, instruction: Instruction) -> Any:
+        try:
+            item = self._queues[message[:3]].get(timeout=self._timeout_s)
+        except Empty:
+            is_gradient, source, target, microbatch = message
+            what = "gradient" if is_gradient else "activation"
+            raise WaitTimeout(
+                f"stage {target} waited {self._timeout_s:g} s at {instruction_to_text(instruction)} for the {what} "
+                f"of micro-batch {microbatch} from stage {source}, which did not send it. If one layer may take "
+                "that long, raise timeout_s"
+            ) from None
+        if item is _ABORT:
+            raise Stopped
+        microbatch, payload = item
+        assert microbatch == message[3], "verified: both ends of an edge keep the same order"
+        return payload
+
+    def abort(self) -> None:
+        """Wake every rank that waits."""
+        for queue in self._queues.values():
+            queue.put(_ABORT)
+
+
+class ThreadTransport(AbstractTransport):
+    """Drives each rank in a thread of its own; the threads live until `close`."""
+
+    def __init__(self, num_threads: int, timeout_s: float) -> None:
+        self._num_threads = num_threads
+        self._timeout_s = timeout_s
+        self._inboxes: list[SimpleQueue[Any]] = []
+        self._finalizer: weakref.finalize[..., Any] | None = None
+
+    def drive(self, work: Work) -> None:
+        self._start(work.schedule.num_ranks)
+        channels = _Queues(work, self._timeout_s)
+        done: SimpleQueue[int] = SimpleQueue()
+        for rank, program in enumerate(work.schedule.programs):
+            executor = Executor(rank, work.stages, work.run, channels)
+            self._inboxes[rank].put(_Job(work, executor, channels, program, rank, done))
+        waiting = work.schedule.num_ranks
+        try:
+            while waiting:
+                done.get(timeout=None if work.run.failure is None else self._timeout_s)
+                waiting -= 1
+        except Empty:
+            self._abandon()
+        except BaseException as error:  # Ctrl-C: the workers must not outlive the call
+            work.run.fail(error)
+            channels.abort()
+            self._drain(done, waiting)
+            raise
+        if work.run.failure is not None:
+            raise work.run.failure
+
+    def close(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._abandon()
+
+    def _start(self, num_ranks: int) -> None:
+        if len(self._inboxes) >= num_ranks:
+            return
+        self.close()
+        self._inboxes = [SimpleQueue() for _ in range(num_ranks)]
+        ready: SimpleQueue[None] = SimpleQueue()
+        threads = [
+            threading.Thread(
+                target=_serve,
+                args=(inbox, self._num_threads, ready),
+                name=f"penstock-rank-{rank}",
+                daemon=True,
+            )
+            for rank, inbox in enumerate(self._inboxes)
+        ]
+        for thread in threads:
+            thread.start()
+        for _ in threads:
+            ready.get()
+        torch.set_num_threads(torch.get_num_threads())  # a worker's count is also the next thread's default
+        self._finalizer = weakref.finalize(self, _stop, self._inboxes, threads)
+
+    def _drain(self, done: "SimpleQueue[int]", waiting: int) -> None:
+        try:
+            for _ in range(waiting):
+                done.get(timeout=self._timeout_s)
+        except Empty:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Forget the workers: one is stuck in user code.  The next run starts new ones."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        for inbox in self._inboxes:
+            inbox.put(None)
+        self._inboxes, self._finalizer = [], None
+
+
+class _Job:
+    """One program for one worker."""
+
+    def __init__(
+        self,
+        work: Work,
+        executor: Executor,
+        channels: _Queues,
+        program: tuple[Instruction, ...],
+        rank: int,
+        done: "SimpleQueue[int]",
+    ) -> None:
+        self._work, self._executor, self._channels = work, executor, channels
+        self._program, self._rank, self._done = program, rank, done
+
+    def __call__(self) -> None:
+        try:
+            self._work.caller.variables.copy().run(self._run)
+        except Stopped:
+            pass
+        except BaseException as error:
+            self._work.run.fail(error)
+            self._channels.abort()
+        finally:
+            self._done.put(self._rank)
+
+    def _run(self) -> None:
+        with self._work.caller.entered():
+            self._executor.execute_all(self._program)
+        self._executor.finish()
+
+
+def _serve(inbox: "SimpleQueue[Any]", num_threads: int, ready: "SimpleQueue[None]") -> None:
+    torch.set_num_threads(num_threads)
+    ready.put(None)
+    while (job := inbox.get()) is not None:
+        job()
+        del job  # or the last step's tensors would live until the next one
+
+
+def _stop(inboxes: "list[SimpleQueue[Any]]", threads: list[threading.Thread]) -> None:
+    for inbox in inboxes:
+        inbox.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(timeout=5.0)

@@ -1,0 +1,70 @@
+"""From what a schedule function gives to what the executor runs: the passes in order, then the proof."""
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+
+from penstock.errors import ConfigError
+
+from .ir import Schedule
+from .passes import (
+    Edges,
+    add_commits,
+    add_communication,
+    add_recompute,
+    backward_half,
+    forward_half,
+    forwards_first,
+)
+from .verify import verify
+
+ScheduleFunction = Callable[[int, int], Schedule]
+
+
+class Mode(Enum):
+    """Which part of a schedule a call runs."""
+
+    TRAIN = "train"
+    """Everything, as the schedule orders it; the loss is part of the last stage."""
+    FORWARDS = "forwards"
+    """The forwards of a step whose backwards come later: the loss needs all outputs first."""
+    BACKWARDS = "backwards"
+    """The backwards that `FORWARDS` left to do."""
+    EVAL = "eval"
+    """Forwards only, nothing kept."""
+
+
+def lower(
+    function: ScheduleFunction,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    edges: Edges,
+    recompute: bool,
+    committing: Iterable[int],
+    mode: Mode,
+) -> Schedule:
+    """Call a schedule function, apply the passes that `mode` needs, and prove the result.
+
+    Raises:
+        ScheduleError: the schedule is wrong; see `verify`.
+        ConfigError: the function gives a schedule of another size than asked for.
+    """
+    schedule = function(num_stages, num_microbatches)
+    if (schedule.num_stages, schedule.num_microbatches) != (num_stages, num_microbatches):
+        raise ConfigError(
+            f"the schedule function was asked for {num_stages} stages and {num_microbatches} micro-batches, and "
+            f"gave {schedule.num_stages} and {schedule.num_microbatches}:\n{schedule}"
+        )
+    if mode is not Mode.TRAIN:
+        schedule = forwards_first(schedule)
+    if recompute and mode is not Mode.EVAL:
+        schedule = add_recompute(schedule)
+    schedule = add_communication(add_commits(schedule, committing), edges)
+    verify(schedule, edges)
+    match mode:
+        case Mode.TRAIN:
+            return schedule
+        case Mode.FORWARDS | Mode.EVAL:
+            return forward_half(schedule)
+        case Mode.BACKWARDS:
+            return backward_half(schedule)

@@ -1,0 +1,86 @@
+"""What each instruction costs: the simulator's only input besides the schedule."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import cast
+
+from penstock.errors import ConfigError
+
+Seconds = float | Fraction
+"""A time in seconds; ints and Fractions stay exact through the simulator and the breakdown."""
+PerStage = Seconds | tuple[Seconds, ...]
+"""One number for all stages, or one for each."""
+PerEdge = Seconds | Mapping[tuple[int, int], Seconds]
+"""One number for all edges, or one for each (producer stage, consumer stage), both ways alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seconds of a stage's forward, backward and recompute of one micro-batch, and of a transfer.
+
+    `transfer_s` is from the end of a send to the earliest end of its receive.
+
+    Raises:
+        ConfigError: a cost is negative.
+    """
+
+    forward_s: PerStage
+    backward_s: PerStage
+    recompute_s: PerStage
+    transfer_s: PerEdge = field(default=0, hash=False)
+
+    def __post_init__(self) -> None:
+        for name, value in self._numbers():
+            if value < 0:
+                raise ConfigError(f"{name} is {value}: no instruction takes less than 0 seconds.")
+
+    def _numbers(self) -> Iterator[tuple[str, Seconds]]:
+        for name in ("forward_s", "backward_s", "recompute_s", "transfer_s"):
+            given: PerStage | PerEdge = getattr(self, name)
+            if isinstance(given, Mapping):
+                yield from ((f"{name}[{edge}]", value) for edge, value in given.items())
+            elif isinstance(given, tuple):
+                yield from ((f"{name}[{stage}]", value) for stage, value in enumerate(given))
+            else:
+                yield name, given
+
+
+UNIT_COSTS = Costs(forward_s=1, backward_s=2, recompute_s=1)
+"""A backward costs two forwards, communication nothing: the costs that laws are stated in."""
+
+
+def per_stage(costs: PerStage, num_stages: int, name: str) -> tuple[float, ...]:
+    """Spell out one cost for each stage.
+
+    Raises:
+        ConfigError: `costs` holds another number of stages.
+    """
+    spelled = costs if isinstance(costs, tuple) else (costs,) * num_stages
+    if len(spelled) != num_stages:
+        raise ConfigError(
+            f"Costs.{name} has {len(spelled)} entries, the schedule has {num_stages} stages: "
+            f"give one number for each stage, or one for all."
+        )
+    return cast(tuple[float, ...], spelled)  # a Fraction does all that a float does here, exactly
+
+
+def per_edge(costs: PerEdge) -> Callable[[int, int], float]:
+    """Give the function (from stage, to stage) -> seconds, both ways alike.
+
+    The function raises ConfigError if `costs` leaves the edge out.
+    """
+
+    def look_up(source: int, target: int) -> float:
+        edge = (min(source, target), max(source, target))
+        if edge not in given:
+            raise ConfigError(
+                f"Costs.transfer_s has no entry for edge {edge}, along which the schedule sends: "
+                f"add it, or give one number for all edges."
+            )
+        return cast(float, given[edge])
+
+    if isinstance(costs, Mapping):
+        given = dict(costs)
+        return look_up
+    return lambda source, target: cast(float, costs)

@@ -1,0 +1,69 @@
+"""Foretell when each instruction of a schedule runs, from what each costs."""
+
+from typing import assert_never
+
+from penstock.schedules.ir import (
+    Backward,
+    CommitStatistics,
+    Communication,
+    Forward,
+    ReceiveActivation,
+    ReceiveGradient,
+    Recompute,
+    Schedule,
+    SendActivation,
+    SendGradient,
+)
+from penstock.schedules.passes import add_communication, chain_edges
+from penstock.schedules.walk import Message, awaited_message, sent_message, walk
+from penstock.trace.timeline import Span, Timeline
+
+from .costs import Costs, per_edge, per_stage
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Price `schedule`: each rank runs its program in order and starts each instruction when free.
+
+    A send takes no time; its message arrives `transfer_s` later, and a receive ends no earlier.
+    A schedule without any communication is taken for a chain in which every stage feeds the next.
+    The step begins at 0 seconds; exact costs (ints, Fractions) give exact times.
+
+    Raises:
+        ConfigError: `costs` lacks a stage or an edge of the schedule.
+        ScheduleError: ranks would wait for each other for ever.
+    """
+    schedule = _lowered(schedule)
+    forward_s = per_stage(costs.forward_s, schedule.num_stages, "forward_s")
+    backward_s = per_stage(costs.backward_s, schedule.num_stages, "backward_s")
+    recompute_s = per_stage(costs.recompute_s, schedule.num_stages, "recompute_s")
+    transfer_s = per_edge(costs.transfer_s)
+    arrival_s: dict[Message | None, float] = {}
+    free_s: list[float] = [0] * schedule.num_ranks
+    spans: list[list[Span]] = [[] for _ in schedule.programs]
+    for rank, instruction in walk(schedule):
+        start = end = free_s[rank]
+        match instruction:
+            case Forward():
+                end = start + forward_s[instruction.stage]
+            case Recompute():
+                end = start + recompute_s[instruction.stage]
+            case Backward():
+                end = start + backward_s[instruction.stage]
+            case SendActivation() | SendGradient():
+                wire_s = transfer_s(instruction.stage, instruction.peer)
+                arrival_s[sent_message(instruction)] = start + wire_s
+            case ReceiveActivation() | ReceiveGradient():
+                end = max(start, arrival_s.pop(awaited_message(instruction)))
+            case CommitStatistics():
+                pass
+            case _:
+                assert_never(instruction)
+        free_s[rank] = end
+        spans[rank].append(Span(rank, instruction, start, end))
+    return Timeline(tuple(span for of_rank in spans for span in of_rank))
+
+
+def _lowered(schedule: Schedule) -> Schedule:
+    if any(isinstance(instruction, Communication) for _, instruction in schedule):
+        return schedule
+    return add_communication(schedule, chain_edges(schedule.num_stages))

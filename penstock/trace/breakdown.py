@@ -1,0 +1,190 @@
+"""Where the time of a step went: work, waiting for messages, and bubble, stage by stage."""
+
+import json
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from numbers import Rational
+from typing import assert_never, cast
+
+from penstock.schedules.ir import (
+    Backward,
+    CommitStatistics,
+    Forward,
+    ReceiveActivation,
+    ReceiveGradient,
+    Recompute,
+    SendActivation,
+    SendGradient,
+)
+from penstock.schedules.walk import Message, awaited_message, sent_message
+
+from .timeline import Span, Timeline
+from .units import percent_text, unit_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds of one stage in one step; they add up to the step on a rank with one stage.
+
+    `wait_s` is spent on moving messages: in sends, and in receives after their message was sent
+    (transfer and wake-up).  `bubble_s` is the rest of the step.  A rank with several stages counts
+    idle time for the stage that runs next, and for the one that ran last at the end.
+    """
+
+    stage: int
+    rank: int
+    forward_s: float
+    recompute_s: float
+    backward_s: float
+    wait_s: float
+    bubble_s: float
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which layers ran; a recompute counts."""
+        return self.forward_s + self.recompute_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Where `num_ranks` times `step_s` seconds went, stage by stage; printing it gives a table."""
+
+    stages: tuple[StageTimes, ...]
+    num_ranks: int
+    num_microbatches: int
+    step_s: float
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the ranks' time in which layers ran."""
+        return share(sum(stage.busy_s for stage in self.stages), self.num_ranks * self.step_s)
+
+    @property
+    def wait(self) -> float:
+        """Share of the ranks' time that messages took."""
+        return share(sum(stage.wait_s for stage in self.stages), self.num_ranks * self.step_s)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time in which they had nothing to do; exact if the times are."""
+        return share(sum(stage.bubble_s for stage in self.stages), self.num_ranks * self.step_s)
+
+    @property
+    def ideal_utilisation(self) -> float:
+        """The m / (m + p - 1) of p equal ranks, m micro-batches, and messages that take no time."""
+        return share(self.num_microbatches, self.num_microbatches + self.num_ranks - 1)
+
+    @property
+    def share_of_ideal(self) -> float:
+        """How much of the ideal utilisation was reached; a recompute counts as use."""
+        return share(self.utilisation, self.ideal_utilisation)
+
+    def __str__(self) -> str:
+        unit = unit_for(self.step_s)
+        names = ["stage", "rank", "forward", "recompute", "backward", "wait", "bubble"]
+        rows = [[f"{name:>9}" for name in names]]
+        for stage in self.stages:
+            times = (stage.forward_s, stage.recompute_s, stage.backward_s, stage.wait_s, stage.bubble_s)
+            numbers = [f"{float(time_s * unit.per_s):9.2f}" for time_s in times]
+            rows.append([f"{stage.stage:9}", f"{stage.rank:9}", *numbers])
+        return "\n".join([
+            f"step {float(self.step_s * unit.per_s):.2f} {unit.sign}; times in {unit.sign}",
+            *(" ".join(row) for row in rows),
+            f"bubble {percent_text(self.bubble)}, waiting for messages {percent_text(self.wait)}, "
+            f"utilisation {percent_text(self.utilisation)}: {percent_text(self.share_of_ideal)} "
+            f"of the ideal {percent_text(self.ideal_utilisation)}",
+        ])
+
+    def to_json(self) -> str:
+        """Write the seconds of each stage and the shares as one line of JSON."""
+        return json.dumps(
+            {
+                **asdict(self),
+                "bubble": self.bubble,
+                "wait": self.wait,
+                "utilisation": self.utilisation,
+                "share_of_ideal": self.share_of_ideal,
+            },
+            default=float,  # Fractions
+        )
+
+
+@dataclass(slots=True)
+class _Totals:
+    """The seconds of one stage while they are being added up."""
+
+    rank: int
+    forward_s: float = 0
+    recompute_s: float = 0
+    backward_s: float = 0
+    wait_s: float = 0
+    bubble_s: float = 0
+
+    def add(self, span: Span, wait_s: float) -> None:
+        match span.instruction:
+            case Forward():
+                self.forward_s += span.duration_s
+            case Recompute():
+                self.recompute_s += span.duration_s
+            case Backward():
+                self.backward_s += span.duration_s
+            case SendActivation() | SendGradient() | ReceiveActivation() | ReceiveGradient() | CommitStatistics():
+                self.wait_s += wait_s
+                self.bubble_s += span.duration_s - wait_s
+            case _:
+                assert_never(span.instruction)
+
+
+def breakdown(timeline: Timeline) -> Breakdown:
+    """Say where each rank's time went between the step's first instruction and its last."""
+    totals: dict[int, _Totals] = {}
+    last: dict[int, Span] = {}
+    for span, wait_s in zip(timeline.spans, waits_s(timeline), strict=True):
+        idle_since = last[span.rank].end_s if span.rank in last else timeline.start_s
+        stage = totals.setdefault(span.instruction.stage, _Totals(span.rank))
+        stage.bubble_s += span.start_s - idle_since
+        stage.add(span, wait_s)
+        last[span.rank] = span
+    end_s = timeline.end_s
+    for span in last.values():
+        totals[span.instruction.stage].bubble_s += end_s - span.end_s
+    return Breakdown(
+        stages=tuple(StageTimes(stage=stage, **asdict(times)) for stage, times in sorted(totals.items())),
+        num_ranks=timeline.num_ranks,
+        num_microbatches=timeline.schedule.num_microbatches,
+        step_s=timeline.step_s,
+    )
+
+
+def waits_s(timeline: Timeline) -> tuple[float, ...]:
+    """Give, for each span, the seconds at its end in which a message was on its way.
+
+    All of a send; of a receive what follows the end of its send; nothing of other instructions.  A
+    receive whose send the timeline lacks counts as waiting for the sender throughout.
+    """
+    sent_s: dict[Message | None, float] = {}
+    for span in timeline.spans:
+        message = sent_message(span.instruction)
+        if message is not None:
+            sent_s[message] = span.end_s
+
+    def wait_s(span: Span) -> float:
+        match span.instruction:
+            case SendActivation() | SendGradient():
+                return span.duration_s
+            case ReceiveActivation() | ReceiveGradient():
+                since_s = sent_s.get(awaited_message(span.instruction), span.end_s)
+                return max(0, span.end_s - max(span.start_s, since_s))
+            case _:
+                return 0
+
+    return tuple(wait_s(span) for span in timeline.spans)
+
+
+def share(part: float, whole: float) -> float:
+    """Divide; exactly (into a Fraction) if both numbers are exact, and by nothing into 0."""
+    if not whole:
+        return 0
+    if isinstance(part, Rational) and isinstance(whole, Rational):
+        return cast(float, Fraction(part, whole))
+    return part / whole

@@ -1,0 +1,104 @@
+"""A timeline as Chrome trace JSON: open it in Perfetto (ui.perfetto.dev) or chrome://tracing."""
+
+import json
+from collections.abc import Iterator
+from typing import Any, assert_never
+
+from penstock.schedules.ir import (
+    Backward,
+    CommitStatistics,
+    Forward,
+    Instruction,
+    ReceiveActivation,
+    ReceiveGradient,
+    Recompute,
+    SendActivation,
+    SendGradient,
+)
+from penstock.schedules.walk import Message, awaited_message, sent_message
+
+from .timeline import Span, Timeline
+
+Event = dict[str, Any]
+"""One event of the trace format; `ts` and `dur` are microseconds."""
+
+
+def to_chrome(timeline: Timeline) -> str:
+    """Write `timeline` as one JSON object: a thread a rank, an arrow a message, a counter a stage.
+
+    Categories are forward, recompute, backward, send, receive and statistics.
+    """
+    events = [*_threads(timeline), *_slices(timeline), *_arrows(timeline), *_counters(timeline)]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _threads(timeline: Timeline) -> Iterator[Event]:
+    yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "Penstock"}}
+    for rank in range(timeline.num_ranks):
+        where = {"ph": "M", "pid": 0, "tid": rank}
+        yield {**where, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+        yield {**where, "name": "thread_sort_index", "args": {"sort_index": rank}}
+
+
+def _slices(timeline: Timeline) -> Iterator[Event]:
+    for span in timeline.spans:
+        category, name, args = _description(span.instruction)
+        yield {
+            "ph": "X",
+            "pid": 0,
+            "tid": span.rank,
+            "cat": category,
+            "name": name,
+            "ts": _us(timeline, span.start_s),
+            "dur": _us(timeline, span.end_s) - _us(timeline, span.start_s),
+            "args": {"stage": span.instruction.stage, **args},
+        }
+
+
+def _arrows(timeline: Timeline) -> Iterator[Event]:
+    """Draw a flow from each send's start to the end of its receive."""
+    sends: dict[Message | None, Span] = {}
+    for span in timeline.spans:
+        message = sent_message(span.instruction)
+        if message is not None:
+            sends[message] = span
+    for number, span in enumerate(timeline.spans):
+        send = sends.get(awaited_message(span.instruction))
+        if send is not None:
+            flow = {"pid": 0, "id": number, "cat": "message", "name": "message"}
+            yield {**flow, "ph": "s", "tid": send.rank, "ts": _us(timeline, send.start_s)}
+            yield {**flow, "ph": "f", "bp": "e", "tid": span.rank, "ts": _us(timeline, span.end_s)}
+
+
+def _counters(timeline: Timeline) -> Iterator[Event]:
+    for sample in timeline.memory:
+        yield {
+            "ph": "C",
+            "pid": 0,
+            "name": f"stage {sample.stage} kept bytes",
+            "ts": _us(timeline, sample.time_s),
+            "args": {"bytes": sample.kept_bytes},
+        }
+
+
+def _us(timeline: Timeline, time_s: float) -> float:
+    return float((time_s - timeline.start_s) * 1_000_000)
+
+
+def _description(instruction: Instruction) -> tuple[str, str, dict[str, int | bool]]:
+    """Give an instruction's category, short name and arguments other than its stage."""
+    match instruction:
+        case Forward(_, i, keep_graph):
+            return "forward", f"F{i}", {"microbatch": i, "keep_graph": keep_graph}
+        case Recompute(_, i):
+            return "recompute", f"R{i}", {"microbatch": i}
+        case Backward(_, i):
+            return "backward", f"B{i}", {"microbatch": i}
+        case SendActivation(_, i, peer) | SendGradient(_, i, peer):
+            return "send", f"{type(instruction).__name__} {i} to {peer}", {"microbatch": i, "peer": peer}
+        case ReceiveActivation(_, i, peer) | ReceiveGradient(_, i, peer):
+            return "receive", f"{type(instruction).__name__} {i} from {peer}", {"microbatch": i, "peer": peer}
+        case CommitStatistics():
+            return "statistics", "CommitStatistics", {}
+        case _:
+            assert_never(instruction)

@@ -1,0 +1,91 @@
+"""A timeline as text for a terminal: one row a rank, time runs to the right.
+
+    rank 0 |F0  F1  F2  F3  ................B0      B1      B2      B3      |
+    rank 1 |....F0  F1  F2  F3  ........B0      B1      B2      B3      ....|
+    rank 2 |........F0  F1  F2  F3  B0      B1      B2      B3      ........|
+    F forward  B backward  . idle    step 18 s, bubble 33.3%
+"""
+
+from bisect import bisect_left
+from math import gcd, lcm
+from numbers import Rational
+
+from penstock.schedules.ir import Backward, Compute, Forward, Recompute
+
+from .timeline import Timeline
+from .units import percent_text, time_text
+
+LETTERS: dict[type[Compute], str] = {Forward: "F", Recompute: "R", Backward: "B"}
+_NAMES = {"F": "forward", "R": "recompute", "B": "backward", ".": "idle"}
+_STYLES = {"F": "30;48;5;110", "R": "30;48;5;152", "B": "30;48;5;215", ".": "2"}
+_ROUNDING = 1e-6
+
+
+def render_grid(timeline: Timeline, width: int = 100, *, colour: bool = False) -> str:
+    """Draw `timeline` in rows of at most `width` characters, with a legend below.
+
+    A box begins with its letter and micro-batch (and before them its stage, if a rank has several)
+    where these fit; elsewhere it is its letter throughout.  Dots are time without layers running.
+    With `colour`, boxes have ANSI background colours.
+    """
+    heads = [f"rank {rank}" for rank in range(timeline.num_ranks)]
+    margin = max(map(len, heads), default=0)
+    columns = _fitting_columns(timeline, max(1, width - margin - 3))
+    texts, letters = _cells(timeline, columns)
+    lines = [
+        f"{head:>{margin}} |{_coloured(text, kinds) if colour else ''.join(text)}|"
+        for head, text, kinds in zip(heads, texts, letters, strict=True)
+    ]
+    seen = [kind for kind in _NAMES if any(kind in kinds for kinds in letters)]
+    legend = "  ".join(f"{_coloured([kind], [kind]) if colour else kind} {_NAMES[kind]}" for kind in seen)
+    summary = f"step {time_text(timeline.step_s)}, bubble {percent_text(timeline.bubble)}"
+    return "\n".join([*lines, f"{legend}    {summary}"])
+
+
+def _cells(timeline: Timeline, columns: int) -> tuple[list[list[str]], list[list[str]]]:
+    """Give each rank's characters and, column by column, the letter of what ran there."""
+    texts = [["."] * columns for _ in range(timeline.num_ranks)]
+    letters = [["."] * columns for _ in range(timeline.num_ranks)]
+    many = timeline.schedule.num_stages > timeline.num_ranks
+    column_s = (timeline.step_s or 1) / columns
+    instants_s = [timeline.start_s + (n + _instant(n)) * column_s for n in range(columns)]
+    for span in timeline.spans:
+        box = span.instruction
+        if isinstance(box, Compute):
+            first, end = bisect_left(instants_s, span.start_s), bisect_left(instants_s, span.end_s)
+            letter = LETTERS[type(box)]
+            label = f"{box.stage if many else ''}{letter}{box.microbatch}"
+            fits = len(label) <= min(end - first, span.duration_s / column_s + _ROUNDING)
+            texts[span.rank][first:end] = label.ljust(end - first) if fits else letter * (end - first)
+            letters[span.rank][first:end] = letter * (end - first)
+    return texts, letters
+
+
+def _instant(column: int) -> float:
+    """Say at which share of a column to look what runs there.
+
+    Spread by the golden ratio: always looking at the middle would show only every n-th box of a
+    regular schedule whose boxes are narrower than a column.
+    """
+    return (0.5 + column * (5**0.5 - 1) / 2) % 1
+
+
+def _fitting_columns(timeline: Timeline, most: int) -> int:
+    """Give the number of columns, at most `most`, that sets exact times on column borders if any does."""
+    times = {time_s - timeline.start_s for span in timeline.spans for time_s in (span.start_s, span.end_s)}
+    exact = [time_s for time_s in times if isinstance(time_s, Rational)]
+    if not exact or len(exact) < len(times):
+        return most
+    common = lcm(*(int(time_s.denominator) for time_s in exact))
+    ticks = [int(time_s * common) for time_s in exact]
+    num_ticks = max(ticks) // (gcd(*ticks) or 1)
+    return most - most % num_ticks if 0 < num_ticks <= most else most
+
+
+def _coloured(text: list[str], kinds: list[str]) -> str:
+    """Join the characters, each run of one kind in its style."""
+    parts = []
+    for column, (character, kind) in enumerate(zip(text, kinds, strict=True)):
+        starts = column == 0 or kinds[column - 1] != kind
+        parts.append((f"\x1b[0;{_STYLES[kind]}m" if starts else "") + character)
+    return "".join([*parts, "\x1b[0m"])

@@ -1,0 +1,38 @@
+"""Which unit a person reads a time, a share or a size in."""
+
+from typing import NamedTuple
+
+
+class Unit(NamedTuple):
+    """A unit of time: how many of it make a second, and its sign."""
+
+    per_s: int
+    sign: str
+
+
+def unit_for(duration_s: float) -> Unit:
+    """Pick seconds from 10 s on, microseconds below 0.1 ms, milliseconds between."""
+    if duration_s >= 10:
+        return Unit(1, "s")
+    return Unit(1_000, "ms") if duration_s >= 1e-4 or not duration_s else Unit(1_000_000, "µs")
+
+
+def time_text(duration_s: float) -> str:
+    """Write a duration with three significant digits and its unit."""
+    unit = unit_for(duration_s)
+    value = float(duration_s * unit.per_s)
+    return f"{value:.0f} {unit.sign}" if value >= 1000 else f"{value:.3g} {unit.sign}"
+
+
+def percent_text(share: float) -> str:
+    """Write a share as per cent with one decimal."""
+    return f"{float(share):.1%}"
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Write a number of bytes with three significant digits, in the largest fitting power of 1024."""
+    for sign in ("bytes", "KiB", "MiB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {sign}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} GiB" if num_bytes < 1000 else f"{num_bytes:.0f} GiB"

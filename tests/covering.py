@@ -1,0 +1,74 @@
+"""Few runs that cover much: every value of every factor, and every pair of values, at least once."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any
+
+import penstock
+from penstock.schedules import ALL_SCHEDULES
+
+FACTORS: dict[str, Sequence[Any]] = {
+    "num_microbatches": (1, 2, 3, 4, 8),
+    "num_stages": (1, 2, 3, 4),
+    "even": (True, False),
+    "schedule": ALL_SCHEDULES,
+    "recompute": tuple(penstock.Recompute),
+    "transport": tuple(penstock.Transport),
+    "autocast": (False, True),
+}
+"""What a gradient must not depend on, and the sizes it does depend on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One way to train a model."""
+
+    num_microbatches: int
+    num_stages: int
+    even: bool
+    schedule: Any
+    recompute: penstock.Recompute
+    transport: penstock.Transport
+    autocast: bool
+
+    @property
+    def num_samples(self) -> int:
+        """Two samples per micro-batch, or one micro-batch with one more."""
+        return 2 * self.num_microbatches + (not self.even)
+
+    def __str__(self) -> str:
+        words = (
+            f"K{self.num_stages}",
+            f"M{self.num_microbatches}",
+            f"N{self.num_samples}",
+            self.schedule.__name__,
+            f"recompute_{self.recompute.value}",
+            self.transport.name.lower(),
+            "bf16" if self.autocast else "fp32",
+        )
+        return "-".join(words)
+
+
+def all_runs() -> Iterator[Run]:
+    """Give every combination of every factor."""
+    for values in product(*FACTORS.values()):
+        yield Run(*values)
+
+
+def covering_runs(rotation: int) -> list[Run]:
+    """Give few runs in which every pair of values of two factors meets; `rotation` varies the choice.
+
+    Greedy: each run is the one, among all, that brings together the most pairs not yet met.
+    """
+    candidates = [tuple(v) for v in product(*FACTORS.values())]
+    shift = rotation * 37 % len(candidates)
+    candidates = candidates[shift:] + candidates[:shift]
+    pairs_of = {c: set(combinations(enumerate(c), 2)) for c in candidates}
+    missing = set().union(*pairs_of.values())
+    chosen = []
+    while missing:
+        best = max(candidates, key=lambda c: len(pairs_of[c] & missing))
+        missing -= pairs_of[best]
+        chosen.append(Run(*best))
+    return chosen

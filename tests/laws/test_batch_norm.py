@@ -1,0 +1,158 @@
+"""BatchNorm: micro-batch statistics in training; running statistics move once per mini-batch, pooled."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.schedules import ALL_SCHEDULES
+from tests.equality import assert_trains_like_unsplit
+from tests.models import Model, images
+
+EVERY_WAY = [
+    pytest.param({"schedule": s, "recompute": r, "transport": t}, id=f"{s.__name__}-{r.value}-{t.name}")
+    for s in ALL_SCHEDULES
+    for r in penstock.Recompute
+    for t in penstock.Transport
+]
+
+
+def norm_first(**options: Any) -> list[nn.Module]:
+    """Give a model whose BatchNorm sees the inputs themselves."""
+    torch.manual_seed(0)
+    return [nn.BatchNorm2d(2, **options), nn.Conv2d(2, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+
+
+def train(layers: list[nn.Module], batches: list[Any], num_stages: int = 2, **options: Any) -> None:
+    """Train a pipeline on some batches."""
+    with penstock.Pipeline(
+        layers, num_stages=num_stages, loss=F.cross_entropy, threads_per_stage=1, **options
+    ) as pipe:
+        for x, y in batches:
+            pipe.train_step(x, y)
+
+
+def some_batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [images(n, generator) for n in sizes]
+
+
+def running(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    """Give the running mean, the running variance and the number of batches."""
+    buffers = dict(module.named_buffers())
+    return buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
+
+
+@pytest.mark.parametrize("way", EVERY_WAY)
+@pytest.mark.parametrize("num_samples, num_microbatches", [(8, 4), (7, 3), (2, 4), (5, 1)])
+@pytest.mark.parametrize("momentum", (0.1, 1.0, None))
+def test_running_statistics_are_those_of_the_whole_mini_batches(
+    momentum: float | None, num_samples: int, num_microbatches: int, way: dict[str, Any]
+) -> None:
+    ours, whole = norm_first(momentum=momentum)[0], norm_first(momentum=momentum)[0]
+    batches = some_batches(num_samples, num_samples + 1, 4)
+    train([ours, *norm_first()[1:]], batches, num_microbatches=num_microbatches, **way)
+    for x, _ in batches:
+        whole(x)
+    assert int(running(ours)[2]) == int(running(whole)[2]) == 3
+    torch.testing.assert_close(running(ours), running(whole), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", EVERY_WAY)
+def test_no_momentum_averages_all_mini_batches_alike(way: dict[str, Any]) -> None:
+    layers = norm_first(momentum=None)
+    batches = some_batches(6, 6, 6)
+    train(layers, batches, num_microbatches=4, **way)
+    expected = torch.stack([x.double().mean((0, 2, 3)) for x, _ in batches]).mean(0)
+    torch.testing.assert_close(running(layers[0])[0].double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        pytest.param(lambda: nn.BatchNorm2d(4, momentum=None), id="momentum None"),
+        pytest.param(lambda: nn.BatchNorm2d(4, momentum=0.0), id="momentum 0"),
+        pytest.param(lambda: nn.BatchNorm2d(4, track_running_stats=False), id="not tracking"),
+        pytest.param(lambda: nn.BatchNorm2d(4, affine=False), id="not affine"),
+        pytest.param(lambda: nn.BatchNorm2d(4, eps=0.1).requires_grad_(False), id="frozen weights"),
+        pytest.param(lambda: nn.BatchNorm2d(4).eval(), id="frozen statistics"),
+        pytest.param(lambda: nn.InstanceNorm2d(4, track_running_stats=True, affine=True), id="instance"),
+        pytest.param(lambda: nn.Sequential(nn.Flatten(2), nn.BatchNorm1d(4)), id="one-dimensional"),
+        pytest.param(lambda: _Both(nn.BatchNorm2d(4)), id="twice in a layer"),
+    ],
+)
+@pytest.mark.parametrize("way", EVERY_WAY)
+def test_every_kind_equals_the_unsplit_model(norm: Any, way: dict[str, Any]) -> None:
+    def layers() -> list[Any]:
+        return [nn.Conv2d(2, 4, 3), norm(), nn.Flatten(), nn.Linear(144, 3)]
+
+    model = Model("one norm", layers, images, F.cross_entropy)
+    for num_samples, num_stages in ((7, 4), (8, 2)):
+        assert_trains_like_unsplit(model, num_samples, num_stages=num_stages, num_microbatches=3, **way)
+
+
+def test_layers_that_share_a_norm_on_one_stage_pool_both_calls() -> None:
+    def layers() -> list[Any]:
+        norm = nn.BatchNorm2d(2)
+        return [norm, nn.Conv2d(2, 2, 3, padding=1), norm, nn.Flatten(), nn.Linear(128, 3)]
+
+    model = Model("shared norm", layers, images, F.cross_entropy)
+    assert_trains_like_unsplit(model, 7, partition=(4, 1), num_microbatches=3)
+
+
+@pytest.mark.parametrize("num_stages", (1, 3))
+def test_evaluation_neither_moves_the_statistics_nor_forgets_the_mode(num_stages: int) -> None:
+    layers = norm_first()
+    layers[2].eval()
+    [(x, y)] = some_batches(6)
+    with penstock.Pipeline(
+        layers, num_stages=num_stages, num_microbatches=2, loss=F.cross_entropy, threads_per_stage=1
+    ) as pipe:
+        pipe.train_step(x, y)
+        before = [b.clone() for b in running(layers[0])]
+        expected = nn.Sequential(*layers).eval()(x)
+        layers[0].train()
+        assert torch.equal(pipe.eval_step(x), expected)
+    assert [layer.training for layer in layers[:3]] == [True, False, False]
+    assert all(torch.equal(a, b) for a, b in zip(running(layers[0]), before, strict=True))
+
+
+def test_the_module_form_moves_the_statistics_once_at_its_forward() -> None:
+    ours, whole = norm_first(), norm_first()[0]
+    [(x, y)] = some_batches(7)
+    with penstock.Pipeline(ours, num_stages=2, num_microbatches=3, threads_per_stage=1) as pipe:
+        output = pipe(x)
+        whole(x)
+        torch.testing.assert_close(running(ours[0]), running(whole), rtol=1e-6, atol=1e-6)
+        before = [b.clone() for b in running(ours[0])]
+        F.cross_entropy(output, y).backward()
+    assert all(torch.equal(a, b) for a, b in zip(running(ours[0]), before, strict=True))
+
+
+def test_a_failed_step_leaves_the_statistics_alone() -> None:
+    layers = norm_first()
+    before = [b.clone() for b in running(layers[0])]
+    [(x, _)] = some_batches(6)
+    with pytest.raises(IndexError):
+        train(layers, [(x, torch.full((6,), 99))], num_microbatches=3)
+    assert all(torch.equal(a, b) for a, b in zip(running(layers[0]), before, strict=True))
+
+
+def test_synchronised_batch_norm_is_refused_with_the_alternative() -> None:
+    with pytest.raises(penstock.errors.ConfigError, match="SyncBatchNorm.*use BatchNorm"):
+        train([nn.SyncBatchNorm(2), *norm_first()[1:]], some_batches(4), num_microbatches=2)
+
+
+class _Both(nn.Module):
+    """Apply one norm twice."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.norm(x).relu() + x)
+        return y

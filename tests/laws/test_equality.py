@@ -1,0 +1,160 @@
+"""The promise: a pipeline's losses, gradients and buffers are the unsplit model's, bit by bit."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import penstock
+from penstock.schedules import ALL_SCHEDULES, Backward, Forward
+from penstock.schedules.ir import Instruction, Schedule
+from penstock.schedules.passes import add_communication, chain_edges
+from penstock.schedules.verify import verify
+from tests.covering import Run, all_runs, covering_runs
+from tests.equality import assert_trains_like_unsplit, differences, pipeline, same_bits
+from tests.models import ALL_MODELS, Model
+from tests.reference import Unsplit
+
+BY_NAME = {model.name: model for model in ALL_MODELS}
+COVERING = [
+    pytest.param(model, run, id=f"{model.name}-{run}")
+    for rotation, model in enumerate(ALL_MODELS)
+    for run in covering_runs(rotation)
+]
+
+
+def check(model: Model, run: Run) -> None:
+    assert_trains_like_unsplit(
+        model,
+        max(run.num_samples, model.min_samples * run.num_microbatches),
+        bf16=run.autocast,
+        num_stages=run.num_stages,
+        num_microbatches=run.num_microbatches,
+        schedule=run.schedule,
+        recompute=run.recompute,
+        transport=run.transport,
+    )
+
+
+@pytest.mark.parametrize("model, run", COVERING)
+def test_training_equals_the_unsplit_model_in_every_bit(model: Model, run: Run) -> None:
+    check(model, run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_stages", (1, 2, 3, 4))
+@pytest.mark.parametrize("model", ALL_MODELS, ids=repr)
+def test_training_equals_the_unsplit_model_in_every_combination(model: Model, num_stages: int) -> None:
+    for run in all_runs():
+        if run.num_stages == num_stages:
+            check(model, run)
+
+
+def partitions(num_layers: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Draw the sizes of one to four stages."""
+
+    def sizes(cuts: set[int]) -> tuple[int, ...]:
+        edges = [0, *sorted(cuts), num_layers]
+        return tuple(b - a for a, b in zip(edges, edges[1:], strict=False))
+
+    return st.sets(st.integers(1, num_layers - 1), max_size=3).map(sizes)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_training_equals_the_unsplit_model_for_any_partition(data: st.DataObject) -> None:
+    model = data.draw(st.sampled_from(ALL_MODELS))
+    num_microbatches = data.draw(st.integers(1, 8))
+    smallest = model.min_samples * num_microbatches if model.min_samples > 1 else 1
+    assert_trains_like_unsplit(
+        model,
+        data.draw(st.integers(smallest, smallest + 12)),
+        steps=data.draw(st.integers(1, 3)),
+        bf16=data.draw(st.booleans()),
+        partition=data.draw(partitions(len(model.layers()))),
+        num_microbatches=num_microbatches,
+        schedule=data.draw(st.sampled_from(ALL_SCHEDULES)),
+        recompute=data.draw(st.sampled_from(list(penstock.Recompute))),
+        transport=data.draw(st.sampled_from(list(penstock.Transport))),
+    )
+
+
+def _ready(position: tuple[int, bool], done: dict[tuple[int, bool], int], last_stage: int) -> bool:
+    """Tell whether the next forward or backward of a stage has all it needs."""
+    stage, is_backward = position
+    number = done[position]
+    if not is_backward:
+        return stage == 0 or done[stage - 1, False] > number
+    return done[stage, False] > number and (stage == last_stage or done[stage + 1, True] > number)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Draw a valid schedule: any order in which all operands exist, micro-batches ascending."""
+    num_stages, num_microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    done = {(stage, backward): 0 for stage in range(num_stages) for backward in (False, True)}
+    programs: list[list[Instruction]] = [[] for _ in range(num_stages)]
+    while True:
+        ready = [
+            p for p in done if done[p] < num_microbatches and _ready(p, done, last_stage=num_stages - 1)
+        ]
+        if not ready:
+            return Schedule(tuple(map(tuple, programs)))
+        stage, backward = draw(st.sampled_from(ready))
+        kind = Backward if backward else Forward
+        programs[stage].append(kind(stage, done[stage, backward]))
+        done[stage, backward] += 1
+
+
+@settings(max_examples=60)
+@given(
+    schedule=schedules(),
+    name=st.sampled_from(("mlp", "convolutions", "unet", "fan_out", "changing_buffers", "transformer")),
+    recompute=st.sampled_from(list(penstock.Recompute)),
+    transport=st.sampled_from(list(penstock.Transport)),
+)
+def test_training_equals_the_unsplit_model_for_any_valid_schedule(
+    schedule: Schedule, name: str, recompute: penstock.Recompute, transport: penstock.Transport
+) -> None:
+    verify(add_communication(schedule, chain_edges(schedule.num_stages)), chain_edges(schedule.num_stages))
+    assert_trains_like_unsplit(
+        BY_NAME[name],
+        2 * schedule.num_microbatches + 1,
+        steps=2,
+        num_stages=schedule.num_stages,
+        num_microbatches=schedule.num_microbatches,
+        schedule=lambda num_stages, num_microbatches: schedule,
+        recompute=recompute,
+        transport=transport,
+    )
+
+
+@pytest.mark.parametrize("recompute", penstock.Recompute)
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_a_layer_that_works_in_place_may_stand_at_any_cut(cut: int, recompute: penstock.Recompute) -> None:
+    model = BY_NAME["in_place"]
+    for partition in ((cut, 9 - cut), tuple(1 for _ in range(9))):
+        assert_trains_like_unsplit(model, 7, partition=partition, num_microbatches=3, recompute=recompute)
+
+
+@pytest.mark.parametrize("num_microbatches", (4, 8))
+@pytest.mark.parametrize("num_samples", (1, 2, 3))
+def test_fewer_samples_than_micro_batches_run_as_many_as_there_are(
+    num_samples: int, num_microbatches: int
+) -> None:
+    for model in ALL_MODELS:
+        if model.min_samples == 1:
+            assert_trains_like_unsplit(
+                model, num_samples, steps=2, num_stages=2, num_microbatches=num_microbatches
+            )
+
+
+def test_the_batch_size_may_change_from_step_to_step() -> None:
+    model = BY_NAME["transformer"]
+    built, twin = model.build(), model.build()
+    unsplit = Unsplit(twin.modules, twin.forward, num_microbatches=3)
+    with pipeline(model, built, num_stages=3, num_microbatches=3) as pipe:
+        for num_samples in (5, 1, 8, 3):
+            [(inputs, targets)] = model.batches(num_samples, count=1)
+            loss = pipe.train_step(inputs, targets)
+            assert same_bits(loss, unsplit.train_step(inputs, targets, model.loss))
+            assert not differences(built.modules, twin.modules)

@@ -1,0 +1,211 @@
+"""The drop-in module: any loss over the whole batch, and evaluation, equal the unsplit model's bits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.schedules import ALL_SCHEDULES
+from tests.equality import autocast, differences, pipeline, same_bits
+from tests.models import ALL_MODELS, Built, Model
+from tests.reference import Unsplit, chain
+
+BY_NAME = {model.name: model for model in ALL_MODELS}
+OPTIONS = [
+    pytest.param(
+        {"num_stages": k, "num_microbatches": m, "schedule": schedule, "recompute": r, "transport": t},
+        id=f"K{k}-M{m}-{schedule.__name__}-recompute_{r.value}-{t.name.lower()}",
+    )
+    for k, m, schedule, r, t in (
+        (1, 3, ALL_SCHEDULES[0], penstock.Recompute.NEVER, penstock.Transport.LOOPBACK),
+        (2, 1, ALL_SCHEDULES[1], penstock.Recompute.STAGE, penstock.Transport.THREADS),
+        (3, 4, ALL_SCHEDULES[0], penstock.Recompute.STAGE, penstock.Transport.LOOPBACK),
+        (4, 3, ALL_SCHEDULES[1], penstock.Recompute.NEVER, penstock.Transport.THREADS),
+    )
+]
+
+
+def pair_of(model: Model, **options: Any) -> tuple[penstock.Pipeline, Unsplit, Callable[[], list[str]]]:
+    """Build a model twice: as a pipeline and unsplit; the last value names where they differ."""
+    built, twin = model.build(), model.build()
+    unsplit = Unsplit(twin.modules, twin.forward, options["num_microbatches"])
+    return pipeline(model, built, **options), unsplit, lambda: differences(built.modules, twin.modules)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("model", ALL_MODELS, ids=repr)
+def test_a_whole_batch_loss_gives_the_unsplit_gradients(model: Model, options: dict[str, Any]) -> None:
+    pipe, unsplit, differ = pair_of(model, **options)
+    ours, theirs = model.batches(9, count=2), model.batches(9, count=2)
+    with pipe:
+        for step, ((x, y), (same_x, _)) in enumerate(zip(ours, theirs, strict=True)):
+            with autocast(step == 1):
+                output = pipe(x)
+                loss = model.loss(output, y)
+            loss.backward()
+            with autocast(step == 1):
+                outstanding = unsplit.module_forward(same_x)
+                expected = model.loss(outstanding.output, y)
+            expected.backward()
+            outstanding.backward()
+            assert same_bits(output, outstanding.output)
+            assert same_bits(loss, expected)
+            assert not differ()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", ("mlp", "convolutions", "fan_out", "unet", "views", "lstm"))
+def test_the_gradient_of_the_input_is_the_unsplit_one(name: str, options: dict[str, Any]) -> None:
+    model = BY_NAME[name]
+    pipe, unsplit, differ = pair_of(model, **options)
+    [(x, y)] = model.batches(7, count=1)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    with pipe:
+        for _ in range(2):
+            model.loss(pipe(ours), y).backward()
+            outstanding = unsplit.module_forward(theirs)
+            model.loss(outstanding.output, y).backward()
+            outstanding.backward()
+            assert same_bits(ours.grad, theirs.grad)
+            assert not differ()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("last_first", (True, False))
+@pytest.mark.parametrize("name", ("convolutions", "transformer", "changing_buffers"))
+def test_two_forwards_may_await_their_backward(
+    name: str, last_first: bool, options: dict[str, Any]
+) -> None:
+    model = BY_NAME[name]
+    pipe, unsplit, differ = pair_of(model, **options)
+    batches = model.batches(6, count=2)
+    with pipe:
+        losses = [model.loss(pipe(x), y) for x, y in batches]
+        waiting = [unsplit.module_forward(x) for x, _ in batches]
+        for n in (1, 0) if last_first else (0, 1):
+            losses[n].backward()
+            expected = model.loss(waiting[n].output, batches[n][1])
+            expected.backward()
+            waiting[n].backward()
+            assert same_bits(losses[n], expected)
+            assert not differ()
+
+
+class Several(nn.Module):
+    """Give a dict of outputs, with None, a number and one that has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        pair = (self.left(x), self.right(x))
+        return {"pair": pair, "rank": x.detach().argmax(1), "none": None, "n": 7}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("use", ("both", "left only"))
+def test_outputs_may_be_a_nest_of_tensors_and_some_may_go_unused(use: str, options: dict[str, Any]) -> None:
+    def layers() -> list[Any]:
+        return [nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 8), Several()]
+
+    def loss(output: dict[str, Any], y: Tensor) -> Tensor:
+        left = F.mse_loss(output["pair"][0], y)
+        return left if use == "left only" else left * 2 + output["pair"][1].square().mean()
+
+    model = Model("several", layers, BY_NAME["mlp"].batch, loss)
+    pipe, unsplit, differ = pair_of(model, **options)
+    [(x, y)] = model.batches(7, count=1)
+    with pipe:
+        output = pipe(x)
+        loss(output, y).backward()
+        outstanding = unsplit.module_forward(x)
+        loss(outstanding.output, y).backward()
+        outstanding.backward()
+        expected = outstanding.output
+        assert (output["none"], output["n"]) == (None, 7)
+        assert same_bits(output["rank"], expected["rank"])
+        assert same_bits(output["pair"][0], expected["pair"][0])
+        assert same_bits(output["pair"][1], expected["pair"][1])
+        assert not differ()
+
+
+def test_the_module_form_and_train_step_share_one_count_of_steps() -> None:
+    model = BY_NAME["transformer"]
+    pipe, unsplit, differ = pair_of(model, num_stages=2, num_microbatches=2)
+    batches = model.batches(5, count=3)
+    with pipe:
+        for n, (x, y) in enumerate(batches):
+            if n % 2:
+                model.loss(pipe(x), y).backward()
+                outstanding = unsplit.module_forward(x)
+                model.loss(outstanding.output, y).backward()
+                outstanding.backward()
+            else:
+                assert same_bits(pipe.train_step(x, y), unsplit.train_step(x, y, model.loss))
+            assert not differ()
+        assert pipe.step == 3
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("num_samples", (1, 2, 9))
+@pytest.mark.parametrize("model", ALL_MODELS, ids=repr)
+def test_evaluation_equals_the_unsplit_model(
+    model: Model, num_samples: int, options: dict[str, Any]
+) -> None:
+    pipe, unsplit, differ = pair_of(model, **options)
+    ours, theirs = model.batches(num_samples, count=2), model.batches(num_samples, count=2)
+    modes = [module.training for module in pipe.modules()]
+    with pipe:
+        for (x, _), (same_x, _) in zip(ours, theirs, strict=True):
+            output = pipe.eval_step(x)
+            assert not output.requires_grad
+            assert same_bits(output, unsplit.evaluate(same_x))
+    assert [module.training for module in pipe.modules()] == modes
+    assert not differ()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", ("convolutions", "transformer", "changing_buffers", "fan_out"))
+def test_evaluation_may_come_between_training_steps_in_any_order(
+    name: str, options: dict[str, Any]
+) -> None:
+    model = BY_NAME[name]
+    pipe, unsplit, differ = pair_of(model, **options)
+    batches = model.batches(7, count=7)
+    with pipe:
+        for do, (x, y) in zip("ettetee", batches, strict=True):
+            if do == "e":
+                assert same_bits(pipe.eval_step(x[:5]), unsplit.evaluate(x[:5]))
+            else:
+                assert same_bits(pipe.train_step(x, y), unsplit.train_step(x, y, model.loss))
+            assert not differ()
+
+
+def test_evaluation_between_a_forward_and_its_backward_changes_nothing() -> None:
+    model = BY_NAME["convolutions"]
+    pipe, unsplit, differ = pair_of(model, num_stages=3, num_microbatches=3)
+    [(x, y), (other, _)] = model.batches(7, count=2)
+    with pipe:
+        loss = model.loss(pipe(x), y)
+        pipe.eval_step(other)
+        loss.backward()
+        outstanding = unsplit.module_forward(x)
+        model.loss(outstanding.output, y).backward()
+        outstanding.backward()
+        assert not differ()
+
+
+def test_without_gradients_the_module_gives_the_unsplit_outputs() -> None:
+    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)]
+    built = Built(layers, layers, chain(3))
+    x = torch.randn(5, 6)
+    with pipeline(BY_NAME["mlp"], built, num_stages=3, num_microbatches=2) as pipe, torch.no_grad():
+        output = pipe(x)
+        assert not output.requires_grad
+        expected = torch.cat([nn.Sequential(*layers)(piece) for piece in x.tensor_split(2)])
+    assert same_bits(output, expected)

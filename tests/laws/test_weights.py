@@ -1,0 +1,167 @@
+"""Losses of micro-batches are weighted so that they sum to the whole batch's loss, for any reduction."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.schedules import ALL_SCHEDULES
+from tests.reference import Loss, Unsplit, Weigh, chain, mean, shares_of, total, whole_batch_step
+
+PADDING = 0
+
+
+def layers() -> list[nn.Module]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return [nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 11)]
+
+
+def padded(num_samples: int) -> tuple[Tensor, Tensor]:
+    """Give token ids and targets; sample n has n % 5 real targets and at least one, then padding."""
+    generator = torch.Generator().manual_seed(num_samples)
+    ids = torch.randint(1, 11, (num_samples, 6), generator=generator)
+    targets = ids.roll(1, dims=1)
+    for n in range(num_samples):
+        targets[n, 1 + n % 5 :] = PADDING
+    return ids, targets
+
+
+def token_mean(scores: Tensor, targets: Tensor) -> Tensor:
+    """Give the mean over real tokens."""
+    return F.cross_entropy(scores.transpose(1, 2), targets, ignore_index=PADDING)
+
+
+def token_sum(scores: Tensor, targets: Tensor) -> Tensor:
+    """Give the sum over real tokens."""
+    return F.cross_entropy(scores.transpose(1, 2), targets, ignore_index=PADDING, reduction="sum")
+
+
+def sample_mean(scores: Tensor, targets: Tensor) -> Tensor:
+    """Give the mean over samples of each sample's sum over its tokens."""
+    return token_sum(scores, targets) / len(targets)
+
+
+def as_tensor(targets: Tensor) -> Tensor:
+    return (targets != PADDING).sum()
+
+
+def as_float(targets: Tensor) -> float:
+    return float(as_tensor(targets))
+
+
+def as_int(targets: Tensor) -> int:
+    return int(as_tensor(targets))
+
+
+REDUCTIONS = [
+    pytest.param(sample_mean, penstock.Reduction.MEAN, mean, id="mean"),
+    pytest.param(token_sum, penstock.Reduction.SUM, total, id="sum"),
+    pytest.param(token_mean, as_tensor, shares_of(as_tensor), id="tokens-tensor"),
+    pytest.param(token_mean, as_float, shares_of(as_float), id="tokens-float"),
+    pytest.param(token_mean, as_int, shares_of(as_int), id="tokens-int"),
+]
+SIZES = [(6, 3), (7, 3), (11, 4), (3, 8), (1, 2), (9, 1)]
+
+
+def step(loss: Loss, modules: list[nn.Module], batch: Any, **options: Any) -> Tensor:
+    """Run one step of a pipeline over `modules`."""
+    with penstock.Pipeline(modules, loss=loss, threads_per_stage=1, **options) as pipe:
+        result = pipe.train_step(*batch)
+    assert isinstance(result, Tensor)
+    assert result.dim() == 0
+    assert not result.requires_grad
+    return result
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("num_samples, num_microbatches", SIZES)
+@pytest.mark.parametrize("loss, reduction, weigh", REDUCTIONS)
+def test_weighted_losses_equal_the_unsplit_ones_in_every_bit(  # noqa: PLR0913 - one law, all its factors
+    loss: Loss, reduction: Any, weigh: Weigh, num_samples: int, num_microbatches: int, schedule: Any
+) -> None:
+    ours, theirs, batch = layers(), layers(), padded(num_samples)
+    expected = Unsplit(theirs, chain(5), num_microbatches, weigh).train_step(*batch, loss)
+    options = {"num_microbatches": num_microbatches, "reduction": reduction, "schedule": schedule}
+    assert torch.equal(step(loss, ours, batch, num_stages=3, **options), expected)
+    for a, b in zip(nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+@pytest.mark.parametrize("num_samples, num_microbatches", SIZES)
+@pytest.mark.parametrize("loss, reduction, weigh", REDUCTIONS)
+def test_weighted_losses_sum_to_the_whole_batch(  # noqa: PLR0913 - one law, all its factors
+    loss: Loss, reduction: Any, weigh: Weigh, num_samples: int, num_microbatches: int,
+    dtype: torch.dtype, tolerance: float,
+) -> None:  # fmt: skip
+    ours, theirs = ([m.to(dtype) for m in layers()] for _ in range(2))
+    batch = padded(num_samples)
+    expected = whole_batch_step(theirs, chain(5), batch, loss)
+    found = step(loss, ours, batch, num_stages=2, num_microbatches=num_microbatches, reduction=reduction)
+    assert_close(found, expected, tolerance)
+    for a, b in zip(nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True):
+        assert_close(a.grad, b.grad, tolerance)
+
+
+@pytest.mark.parametrize("num_microbatches", (2, 3, 6))
+def test_a_micro_batch_without_a_single_token_adds_nothing(num_microbatches: int) -> None:
+    ids, targets = padded(6)
+    targets[:3] = PADDING  # its mean over no tokens is 0 / 0, the whole batch's mean is well defined
+    ours, theirs = layers(), layers()
+    expected = whole_batch_step(theirs, chain(5), (ids, targets), token_mean)
+    options = {"num_stages": 2, "num_microbatches": num_microbatches, "reduction": as_tensor}
+    found = step(token_mean, ours, (ids, targets), **options)
+    assert_close(found, expected, 1e-6)
+    for a, b in zip(nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True):
+        assert_close(a.grad, b.grad, 1e-6)
+
+
+@pytest.mark.parametrize("value", (0, -1, float("nan"), float("inf")))
+def test_weights_that_cannot_be_shares_are_refused_before_any_gradient(value: float) -> None:
+    modules = layers()
+    with pytest.raises(penstock.errors.BatchError, match="non-negative"):
+        step(token_mean, modules, padded(4), num_stages=2, num_microbatches=2, reduction=lambda t: value)
+    assert all(p.grad is None for p in nn.ModuleList(modules).parameters())
+
+
+def test_gradients_are_never_rescaled_so_steps_with_other_sizes_add_up() -> None:
+    ours, theirs = layers(), layers()
+    unsplit = Unsplit(theirs, chain(5), 4)
+    with penstock.Pipeline(
+        ours, num_stages=2, num_microbatches=4, loss=sample_mean, threads_per_stage=1
+    ) as pipe:
+        for num_samples in (3, 8, 5):
+            batch = padded(num_samples)
+            assert torch.equal(pipe.train_step(*batch), unsplit.train_step(*batch, sample_mean))
+    for a, b in zip(nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("scale", (0.1, 1000.0))
+def test_any_scale_of_weights_gives_the_same_shares(scale: float) -> None:
+    batch = padded(7)
+    found = [
+        step(token_mean, layers(), batch, num_stages=2, num_microbatches=3, reduction=weight)
+        for weight in (as_float, _scaled(scale))
+    ]
+    assert_close(*found, 1e-6)
+
+
+def _scaled(scale: float) -> Callable[[Tensor], float]:
+    return lambda target: scale * as_float(target)
+
+
+def assert_close(a: Tensor | None, b: Tensor | None, tolerance: float) -> None:
+    """Compare relative to the largest value, so that a small gradient is not held to be right."""
+    assert a is not None
+    assert b is not None
+    assert (a - b).abs().max() <= tolerance * max(1.0, b.abs().max().item())

@@ -1,0 +1,203 @@
+"""The shape of the house: imports point one way, files stay small, planning needs no torch."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import penstock
+
+LAYERS = (
+    {"errors", "types"},
+    {"schedules"},
+    {"trace"},
+    {"simulator"},
+    {"costs"},
+    {"planner"},
+    {"model"},
+    {"runtime"},
+    {"pipeline"},
+    {"equality"},
+    {"checkpoint"},
+    {"zoo", "data"},
+    {"train"},
+    {"__init__"},
+    {"cli"},
+    {"__main__"},
+)
+"""Who may import whom: a module takes only from its own folder and from lines above its own.
+
+    errors  types                 the words
+       └► schedules               WHEN
+             └► trace             SEEN
+                  └► simulator    FORESEE
+                       └► costs   WHAT IT COSTS
+    ┌──────────────────────┘
+    └► planner                    WHO
+          └► model                WHAT IS CUT
+               └► runtime         DO
+                    └► pipeline   the front door
+                         └► equality
+    ┌─────────────────────────┘
+    └► checkpoint
+          └► data   zoo           zoo: plain modules, so it takes nothing at all
+               └► train
+                    └► __init__   the public names, found when asked for
+                         └► cli
+                              └► __main__
+"""
+
+SELF_CONTAINED = {"zoo"}
+WITHOUT_TORCH = ("schedules", "simulator", "trace", "planner")
+MOST_LINES = 400
+BANNED = "chunk"
+
+ROOT = Path(__file__).parents[2]
+MODULES = sorted((ROOT / "penstock").rglob("*.py"))
+SOURCES = [
+    path
+    for folder in ("penstock", "tests", "benchmarks")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
+
+
+def part_of(name: str) -> str:
+    """Give the folder or module right under penstock/ that holds the module called `name`."""
+    return [*name.split("."), "__init__"][1]
+
+
+def module_name(path: Path) -> str:
+    """Give the dotted name of the module in `path`; a package's ends in __init__."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def imported_parts(source: str, importer: str) -> set[str]:
+    """Give the parts of penstock that `source`, as the module `importer`, imports anywhere."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = importer.split(".")[: -node.level] if node.level else []
+            base = ".".join([*package, *([node.module] if node.module else [])])
+            names.update(f"{base}.{a.name}" if base == "penstock" else base for a in node.names)
+    parts = {part_of(name) for name in names if name.split(".")[0] == "penstock"}
+    known = set().union(*LAYERS)
+    return {part if part in known else "__init__" for part in parts}
+
+
+def may_import(importer: str, imported: str) -> bool:
+    """Say whether LAYERS lets the part `importer` take something from the part `imported`."""
+    if importer == imported:
+        return True
+    height = {part: line for line, parts in enumerate(LAYERS) for part in parts}
+    return importer not in SELF_CONTAINED and height[imported] < height[importer]
+
+
+def bound_names(source: str) -> Iterator[str]:
+    """Yield every name that `source` gives to something; names it merely uses are not its own."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+                yield name
+            case ast.Name(name, ast.Store()) | ast.Attribute(_, name, ast.Store()) | ast.arg(name):
+                yield name
+            case ast.alias(_, str(name)) | ast.ExceptHandler(_, str(name)):
+                yield name
+            case (
+                ast.MatchAs(_, str(name))
+                | ast.MatchStar(str(name))
+                | ast.MatchMapping(_, _, str(name))
+            ):
+                yield name
+
+
+def run_python(program: str, *arguments: str) -> None:
+    """Run `program` in a fresh interpreter; fail with what it printed if it fails."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_imports_point_one_way(path: Path) -> None:
+    importer = part_of(module_name(path))
+    assert any(importer in parts for parts in LAYERS), f"{importer} has no place in LAYERS yet"
+    imported = imported_parts(path.read_text(), module_name(path))
+    assert [part for part in sorted(imported) if not may_import(importer, part)] == []
+
+
+@pytest.mark.parametrize(
+    ("statement", "part"),
+    [
+        ("import penstock", "__init__"),
+        ("import penstock.runtime.run", "runtime"),
+        ("from penstock import Pipeline", "__init__"),
+        ("from penstock import errors", "errors"),
+        ("from penstock.runtime import run", "runtime"),
+        ("from .ir import Forward", "schedules"),
+        ("from . import ir", "schedules"),
+        ("from ..runtime import run", "runtime"),
+        ("from .. import runtime", "runtime"),
+        ("def late() -> None:\n    from penstock.train import loop", "train"),
+    ],
+)
+def test_every_way_to_write_an_import_is_seen(statement: str, part: str) -> None:
+    assert imported_parts(statement, "penstock.schedules.gpipe") == {part}
+
+
+def test_an_import_against_the_arrow_is_refused() -> None:
+    assert may_import("runtime", "schedules")
+    assert may_import("runtime", "runtime")
+    assert not may_import("schedules", "runtime")
+    assert not may_import("data", "zoo")
+    assert not may_import("zoo", "errors")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_no_file_is_long(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("folder", WITHOUT_TORCH)
+def test_planning_works_where_torch_is_not_installed(folder: str) -> None:
+    run_python(
+        "import importlib, pkgutil, sys\n"
+        "sys.modules['torch'] = None\n"
+        "package = importlib.import_module(sys.argv[1])\n"
+        "for module in pkgutil.walk_packages(package.__path__, sys.argv[1] + '.'):\n"
+        "    importlib.import_module(module.name)\n",
+        f"penstock.{folder}",
+    )
+
+
+def test_importing_penstock_does_not_import_torch() -> None:
+    run_python("import sys, penstock; assert 'torch' not in sys.modules")
+
+
+def test_public_names_are_sorted_and_found() -> None:
+    assert penstock.__all__ == sorted(penstock.__all__)
+    assert [name for name in penstock.__all__ if getattr(penstock, name, None) is None] == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_the_banned_word_names_nothing(path: Path) -> None:
+    names = set(bound_names(path.read_text()))
+    assert sorted(name for name in names if BANNED in name.lower()) == []
+
+
+def test_the_banned_word_is_found_wherever_a_name_is_given_and_left_to_torch() -> None:
+    ours = (
+        "import x as chunk0\n"
+        "class Chunk1(chunk_used): chunk2: int\n"
+        "def chunk3(chunk4, *, chunk5): self.chunk6 = chunk4\n"
+        "match x:\n    case [chunk7, *chunk8]: pass\n"
+        "try: pass\nexcept E as chunk9: pass\n"
+    )
+    theirs = "parts = torch.chunk(x, chunks=2) + x.chunk(2)"
+    assert sorted(n[-1] for n in bound_names(ours) if BANNED in n.lower()) == list("0123456789")
+    assert [n for n in bound_names(theirs) if BANNED in n] == []
