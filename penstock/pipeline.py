@@ -1,25 +1,22 @@
 """The front door: a model as a pipeline."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.arguments import Devices, check_count, num_cores, resolve_devices, resolve_num_stages
 from penstock.costs.measure import measure_layers
-from penstock.errors import BatchError, ConfigError, PartitionError
-from penstock.model.layers import Layer, Layers, Step, as_layers
+from penstock.errors import BatchError, ConfigError
+from penstock.model.layers import Layer, Layers, as_layers
 from penstock.model.pytree import flatten
-from penstock.model.stages import check_partition
 from penstock.planner.partition import balance
 from penstock.runtime.engine import Engine
 from penstock.runtime.microbatches import batch_size, gather, loss_weights, microbatch_sizes, split
 from penstock.runtime.module_form import join_gradients, run_as_module
 from penstock.runtime.run import Run
-from penstock.runtime.stage import Stage
 from penstock.schedules.gpipe import gpipe
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode, ScheduleFunction
@@ -27,31 +24,34 @@ from penstock.trace.timeline import Timeline
 from penstock.types import Recompute, Reduction, Trace, Transport
 
 LossFunction = Callable[[Any, Any], Tensor]
-Devices = Sequence[torch.device | str | int] | torch.device | str | None
 
 
 class Pipeline(nn.Module):
     """Trains a layered model as a pipeline of K stages over M micro-batches.
 
     The gradients are those of the unsplit model run micro-batch after micro-batch, to the bit, for
-    every K, schedule, recompute policy and transport (with as many intra-op threads on both sides).
+    every K, schedule, recompute policy and transport (with as many intra-op threads on both
+    sides).
 
     Args:
-        layers: an nn.Sequential, or a list of modules and `penstock.Layer`s; used as they are, not copied.
-        num_stages: K.  Layers are balanced by measured forward and backward time: of `example_inputs`
+        layers: an nn.Sequential, or a list of modules and `penstock.Layer`s; used as they are,
+        not copied. num_stages: K.  Layers are balanced by measured forward and backward time: of
+        `example_inputs`
             now, else of the first batch; until then by parameter counts.
         partition: layers per stage, instead of `num_stages`.
-        num_microbatches: M.  A batch of N < M samples runs as N micro-batches; sizes differ by at most 1.
-        loss: (output, target) -> scalar tensor for one micro-batch; needed by `train_step`.
-        reduction: how `loss` reduces over what it is given; or a function target -> weight, such as the
-            number of real tokens.  Micro-batch losses are weighted so that they sum to the loss of the
-            mini-batch.
+        num_microbatches: M.  A batch of N < M samples runs as N micro-batches; sizes differ by at
+        most 1. loss: (output, target) -> scalar tensor for one micro-batch; needed by
+        `train_step`. reduction: how `loss` reduces over what it is given; or a function target ->
+        weight, such as the
+            number of real tokens.  Micro-batch losses are weighted so that they sum to the loss
+            of the mini-batch.
         schedule: a function (num_stages, num_microbatches) -> Schedule.
         recompute: which activations to compute twice instead of keeping.
         devices: one per stage, or one for all; default: the visible GPUs in turn, else the CPU.
         seed: of the layers' random streams.
         example_inputs: a batch to balance the layers with.
-        threads_per_stage: intra-op threads of each stage on the CPU; default: the cores divided among
+        threads_per_stage: intra-op threads of each stage on the CPU; default: the cores divided
+        among
             the stages.  Some kernels round differently for another count.
         transport: worker threads, or everything in the calling thread.
         trace: what to record of each step, in `last_timeline`.
@@ -62,7 +62,7 @@ class Pipeline(nn.Module):
         PartitionError: the layers cannot be cut as asked.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the front door: each a keyword with a default
         self,
         layers: "nn.Sequential | Sequence[nn.Module | Layer] | Layers",
         num_stages: int | None = None,
@@ -85,14 +85,21 @@ class Pipeline(nn.Module):
         self._layers = as_layers(layers)
         for step in self._layers:
             self._modules[step.name] = step.module
-        self._num_stages = _resolve_num_stages(num_stages, partition, len(self._layers))
-        self._num_microbatches = _count("num_microbatches", num_microbatches)
-        threads = threads_per_stage or max(1, _num_cores() // self._num_stages)
+        self._num_stages = resolve_num_stages(num_stages, partition, len(self._layers))
+        self._num_microbatches = check_count("num_microbatches", num_microbatches)
+        threads = threads_per_stage or max(1, num_cores() // self._num_stages)
         self._engine = Engine(
-            self._layers, schedule, recompute, transport, _count("threads_per_stage", threads), timeout_s
+            self._layers,
+            schedule,
+            recompute,
+            transport,
+            check_count("threads_per_stage", threads),
+            timeout_s,
         )
         self._objective = _Objective(loss, reduction)
-        self._choices = f"schedule={_name(schedule)}, recompute={recompute.name}"
+        self._choices = (
+            f"schedule={getattr(schedule, '__name__', schedule)}, recompute={recompute.name}"
+        )
         self.seed = seed
         self.step = 0
         self.trace = trace
@@ -104,12 +111,13 @@ class Pipeline(nn.Module):
             self._cut_by = _BY_COUNTS
         self._engine.cut(
             tuple(partition or balance(self._layers.parameter_counts(), self._num_stages)),
-            _resolve_devices(devices, self._num_stages),
+            resolve_devices(devices, self._num_stages),
         )
         if example_inputs is not None:
             self._measure_once(example_inputs)
 
-    # -- what it is ----------------------------------------------------------------------------------
+    # -- what it is
+    # ----------------------------------------------------------------------------------
 
     @property
     def num_stages(self) -> int:
@@ -130,6 +138,11 @@ class Pipeline(nn.Module):
     def devices(self) -> tuple[torch.device, ...]:
         """The device of each stage."""
         return self._engine.devices
+
+    @property
+    def threads_per_stage(self) -> int:
+        """Intra-op threads of each stage on the CPU."""
+        return self._threads
 
     @property
     def trace(self) -> Trace:
@@ -156,34 +169,42 @@ class Pipeline(nn.Module):
         return (step.module for step in self._layers)
 
     def __repr__(self) -> str:
-        head = f"Pipeline(num_stages={self.num_stages}, num_microbatches={self.num_microbatches}, {self._choices}"
+        head = f"Pipeline({self.num_stages} stages, {self.num_microbatches} micro-batches, "
+        head += f"{self._choices}"
         cut = f"  partition {list(self.partition)}" + (f", {self._cut_by}" if self._cut_by else "")
-        return "\n".join([head, cut, *describe_stages(self._engine.stages), ")"])
+        return "\n".join([head, cut, *self._engine.describe(), ")"])
 
-    # -- a training step -----------------------------------------------------------------------------
+    # -- a training step
+    # -----------------------------------------------------------------------------
 
     def train_step(self, inputs: Any, targets: Any = None) -> Tensor:
         """Run one synchronous step: forwards, losses and backwards of all micro-batches.
 
         Args:
-            inputs: a tensor, or any nest of containers of tensors, of shape (N, ...); goes to the first
+            inputs: a tensor, or any nest of containers of tensors, of shape (N, ...); goes to the
+            first
                 layer as its one argument.  Values that are no tensors go to every micro-batch.
             targets: likewise, of the same N; None if the loss needs none.
 
         Returns:
-            The loss of the mini-batch, a detached scalar tensor.  Gradients are added to `.grad` of the
-            parameters (and of inputs that require it); activations are freed.
+            The loss of the mini-batch, a detached scalar tensor.  Gradients are added to `.grad`
+            of the parameters (and of inputs that require it); activations are freed.
 
         Raises:
             BatchError: inputs and targets cannot be cut into the same micro-batches.
             ConfigError: there is no loss, it is no scalar, or nothing wants a gradient.
-            Exception: whatever a layer raised, with stage, layer and micro-batch noted.  Gradients are
+            Exception: whatever a layer raised, with stage, layer and micro-batch noted.
+            Gradients are
                 then incomplete: zero them.
         """
         if self._objective.loss is None:
-            raise ConfigError("train_step needs a loss; give Pipeline(..., loss=...), or use pipe(inputs)")
+            raise ConfigError(
+                "train_step needs a loss; give Pipeline(..., loss=...), or use pipe(inputs)"
+            )
         if not torch.is_grad_enabled():
-            raise ConfigError("train_step was called under torch.no_grad(); use eval_step, or leave that block")
+            raise ConfigError(
+                "train_step was called under torch.no_grad(); use eval_step, or leave that block"
+            )
         sizes = self._sizes(inputs, targets)
         self._measure_once(inputs)
         target_parts = split(targets, sizes)
@@ -199,16 +220,19 @@ class Pipeline(nn.Module):
             total = total + run.losses[i]
         return total
 
-    # -- outputs -------------------------------------------------------------------------------------
+    # -- outputs
+    # -------------------------------------------------------------------------------------
 
     def eval_step(self, inputs: Any) -> Any:
-        """Give the model's outputs for a batch of any size, in evaluation mode and without gradients.
+        """Give the model's outputs for a batch of any size, in evaluation mode and without
+        gradients.
 
-        Every module is back in the mode it was in afterwards.  May be called at any time, also between
-        steps of training.
+        Every module is back in the mode it was in afterwards.  May be called at any time, also
+        between steps of training.
 
         Raises:
-            BoundaryError: the outputs of the micro-batches cannot be put together along dimension 0.
+            BoundaryError: the outputs of the micro-batches cannot be put together along dimension
+            0.
         """
         training = [module for module in self.modules() if module.training]
         for module in training:
@@ -220,13 +244,16 @@ class Pipeline(nn.Module):
                 module.training = True
 
     def forward(self, inputs: Any) -> Any:
-        """Give the model's outputs for the whole batch, as the unsplit model does: a drop-in module.
+        """Give the model's outputs for the whole batch, as the unsplit model does: a drop-in
+        module.
 
-        Compute any loss from them and call `backward()`: the stages then run their backward passes and
-        add to `.grad`, as in `train_step`.  Without gradients (torch.no_grad()) nothing is kept.
+        Compute any loss from them and call `backward()`: the stages then run their backward
+        passes and add to `.grad`, as in `train_step`.  Without gradients (torch.no_grad())
+        nothing is kept.
 
         Raises:
-            BoundaryError: the outputs of the micro-batches cannot be put together along dimension 0.
+            BoundaryError: the outputs of the micro-batches cannot be put together along dimension
+            0.
         """
         if not torch.is_grad_enabled():
             return self._outputs(inputs)
@@ -246,7 +273,8 @@ class Pipeline(nn.Module):
             self._engine.drive(run, Mode.EVAL)
             return gather([run.outputs[i] for i in range(len(sizes))], sizes)
 
-    # -- inside --------------------------------------------------------------------------------------
+    # -- inside
+    # --------------------------------------------------------------------------------------
 
     def _sizes(self, inputs: Any, targets: Any) -> list[int]:
         num_samples = batch_size(inputs, "inputs")
@@ -254,7 +282,8 @@ class Pipeline(nn.Module):
             num_targets = batch_size(targets, "targets")
             if num_targets != num_samples:
                 raise BatchError(
-                    f"inputs hold {num_samples} samples, targets {num_targets}; dimension 0 of both is the batch"
+                    f"inputs hold {num_samples} samples, targets {num_targets}; dimension 0 of "
+                    "both is the batch"
                 )
         return microbatch_sizes(num_samples, self._num_microbatches)
 
@@ -285,17 +314,22 @@ class Pipeline(nn.Module):
             self._engine.cut(partition, self.devices)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Pipeline":
-        """Move or cast the layers (`to`, `half`, ...); a stage then runs where its parameters are."""
-        super()._apply(fn, recurse)
+        """Move or cast the layers (`to`, `half`); a stage then runs where its parameters are."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         devices = []
         for stage in self._engine.stages:
             tensors = (t for step in stage.plan.steps for t in _tensors(step.module))
-            devices.append(next((t.device for t in tensors), fn(torch.empty(0, device=stage.device.device)).device))
+            devices.append(
+                next(
+                    (t.device for t in tensors),
+                    fn(torch.empty(0, device=stage.device.device)).device,
+                )
+            )
         self._engine.cut(self.partition, devices)
         return self
 
     def close(self) -> None:
-        """End the worker threads; the next call starts new ones.  Also done when it is collected."""
+        """End the worker threads, as garbage collection does; the next call starts new ones."""
         self._engine.close()
 
     def __enter__(self) -> "Pipeline":
@@ -314,24 +348,6 @@ class _Objective:
 
     loss: LossFunction | None
     reduction: Reduction | Callable[[Any], Any]
-
-
-def describe_stages(stages: Sequence[Stage]) -> Iterator[str]:
-    """Give one line a stage: device, layers, parameters."""
-    for stage in stages:
-        steps = stage.plan.steps
-        parameters = {id(p): p.numel() for step in steps for p in step.module.parameters()}
-        kinds = [f"{kind} x{count}" if count > 1 else kind for kind, count in _runs(steps)]
-        span = steps[0].name if len(steps) == 1 else f"{steps[0].name} to {steps[-1].name}"
-        yield (
-            f"  stage {stage.index} on {stage.device.device}: layers {span} ({', '.join(kinds)}), "
-            f"{sum(parameters.values()):,} parameters"
-        )
-
-
-def _runs(steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
-    for kind, group in groupby(type(step.module).__name__ for step in steps):
-        yield kind, len(list(group))
 
 
 def _rows(partition: Sequence[int]) -> Iterator[range]:
@@ -355,51 +371,3 @@ def _accumulate_into_inputs(inputs: Any, run: Run, sizes: list[int]) -> None:
         gradient = join_gradients(column, sizes)
         if gradient is not None:
             torch.autograd.backward(leaf, gradient)
-
-
-def _resolve_num_stages(num_stages: int | None, partition: Sequence[int] | None, num_layers: int) -> int:
-    if partition is not None:
-        check_partition(tuple(partition), num_layers)
-        if num_stages not in (None, len(partition)):
-            raise PartitionError(
-                f"num_stages={num_stages}, but partition={list(partition)} has {len(partition)} stages; give one "
-                "of the two"
-            )
-        return len(partition)
-    if num_stages is None:
-        raise PartitionError("give num_stages=K, or partition=[layers per stage, ...]")
-    _count("num_stages", num_stages)
-    if num_stages > num_layers:
-        raise PartitionError(
-            f"num_stages={num_stages}, but the model has only {num_layers} layers; choose at most {num_layers} "
-            "stages, or give the model as more, smaller layers"
-        )
-    return num_stages
-
-
-def _count(name: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name}={value!r}; it must be a whole number of at least 1")
-    return value
-
-
-def _resolve_devices(devices: Devices, num_stages: int) -> list[torch.device]:
-    if devices is None:
-        gpus = torch.cuda.device_count()
-        return [torch.device("cuda", s % gpus) if gpus else torch.device("cpu") for s in range(num_stages)]
-    if isinstance(devices, str | torch.device):
-        return [torch.device(devices)] * num_stages
-    if len(devices) != num_stages:
-        raise ConfigError(
-            f"{len(devices)} devices for {num_stages} stages; give one per stage (a device may be named "
-            "several times), or one for all"
-        )
-    return [torch.device(device) for device in devices]
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _name(function: object) -> str:
-    return getattr(function, "__name__", repr(function))

@@ -21,7 +21,7 @@ class Recompute(Enum):
     """Which activations are dropped after a forward and computed again before its backward."""
 
     STAGE = "stage"
-    """Keep a stage's inputs only (GPipe, section 2.3); skipped where the backward follows at once."""
+    """Keep a stage's inputs only (GPipe, section 2.3); all where the backward follows at once."""
     NEVER = "never"
     """Keep everything the backward needs."""
 

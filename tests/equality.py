@@ -54,7 +54,8 @@ def assert_trains_like_unsplit(
                 expected = unsplit.train_step(*same_batch, model.loss)
                 loss = pipe.train_step(*batch)
             assert same_bits(loss, expected), f"step {step}: loss {loss}, unsplit {expected}"
-            assert not differences(built.modules, twin.modules), f"step {step}"
+            found = differences(built.modules, twin.modules)
+            assert not found, f"step {step}: " + "; ".join(found)
 
 
 def _differ(what: str, a: Tensor | None, b: Tensor | None) -> list[str]:

@@ -33,7 +33,9 @@ def measure_layers(layers: Layers, inputs: Any, num_threads: int) -> tuple[float
 def _measure(step: Step, values: dict[Value, Any]) -> float:
     best_s = float("inf")
     for _ in range(REPEATS):
-        arguments = [tree_map(_inner if v != MODEL_INPUT else _outer, values[v]) for v in step.inputs]
+        arguments = [
+            tree_map(_inner if v != MODEL_INPUT else _outer, values[v]) for v in step.inputs
+        ]
         start_s = _now_s()
         given = call(step, arguments)
         _backward(step.module, arguments, given)
@@ -46,7 +48,9 @@ def _backward(module: nn.Module, arguments: Any, given: dict[Value, Any]) -> Non
     outputs = [t for t in flatten(given)[0] if t.requires_grad]
     wanted = [t for t in (*flatten(arguments)[0], *module.parameters()) if t.requires_grad]
     if outputs and wanted:
-        torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
+        torch.autograd.grad(
+            outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True
+        )
 
 
 def _outer(tensor: Tensor) -> Tensor:
@@ -69,18 +73,17 @@ def _now_s() -> float:
 @contextmanager
 def _untouched(modules: list[nn.Module]) -> Iterator[None]:
     """Put buffers and random number generators back to what they were."""
-    owners = [m for module in modules for m in module.modules() if m._buffers]
-    before = [
-        (owner, {name: None if b is None else (b, b.clone()) for name, b in owner._buffers.items()})
-        for owner in owners
+    buffers = [
+        (owner, name, buffer, buffer.clone())
+        for module in modules
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
     ]
     devices = list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         yield
     with torch.no_grad():
-        for owner, buffers in before:
-            for name, pair in buffers.items():
-                if pair is not None:
-                    buffer, value = pair
-                    buffer.copy_(value)
-                    owner._buffers[name] = buffer
+        for owner, name, buffer, value in buffers:
+            buffer.copy_(value)
+            owner._buffers[name] = buffer

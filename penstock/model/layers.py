@@ -19,8 +19,8 @@ _INPUT_NAME = "input"
 class Layer:
     """A module whose inputs and outputs are named values, for models that are not a plain chain.
 
-    `module` is called as module(*inputs).  `inputs` are names given as outputs by layers before it,
-    or "input" for the model's own input; None means what the layer before gave.  With several
+    `module` is called as module(*inputs).  `inputs` are names given as outputs by layers before
+    it, or "input" for the model's own input; None means what the layer before gave.  With several
     `outputs` the module returns a tuple of that many values.  A name used again stands for the
     newest value.  `name` is the prefix of its parameters in `state_dict()`; default: its position.
 
@@ -51,7 +51,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """An ordered list of layers; iterating gives `Step`s.  The last one's outputs are the model's."""
+    """Layers in order; iterating gives `Step`s.  The last one's outputs are the model's."""
 
     steps: tuple[Step, ...]
 
@@ -93,7 +93,9 @@ def call(step: Step, arguments: list[Any]) -> dict[Value, Any]:
     if len(step.outputs) == 1:
         return {step.outputs[0]: result}
     if not isinstance(result, tuple | list) or len(result) != len(step.outputs):
-        got = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
+        got = (
+            f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
+        )
         raise ConfigError(
             f"layer {step.label} names {len(step.outputs)} outputs but returned {got}; "
             f"return a tuple of {len(step.outputs)}, or name one output"
@@ -151,14 +153,21 @@ def _resolve(named: list[tuple[str, Any]]) -> Iterator[Step]:
 def _check_layer(layer: Layer, name: str, index: int, names: set[str]) -> None:
     if not isinstance(layer.module, nn.Module):
         raise ConfigError(
-            f"layer {index} is a {type(layer.module).__name__}, not an nn.Module; wrap a function in a module"
+            f"layer {index} is a {type(layer.module).__name__}, not an nn.Module; wrap a function "
+            "in a module"
         )
     if name in names:
-        raise ConfigError(f"two layers are named {name!r}; parameter names must differ: rename one")
+        raise ConfigError(
+            f"two layers are named {name!r}; parameter names must differ: rename one"
+        )
     if layer.outputs is not None and not _names(layer.outputs):
-        raise ConfigError(f"layer {name!r} names no outputs; leave `outputs` out or name at least one")
+        raise ConfigError(
+            f"layer {name!r} names no outputs; leave `outputs` out or name at least one"
+        )
     if layer.inputs is not None and not _names(layer.inputs):
-        raise ConfigError(f"layer {name!r} names no inputs; leave `inputs` out or name at least one")
+        raise ConfigError(
+            f"layer {name!r} names no inputs; leave `inputs` out or name at least one"
+        )
     for parameter in layer.module.parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(
@@ -174,7 +183,8 @@ def _names(names: str | Sequence[str]) -> tuple[str, ...]:
 def _known_value(value: str, known: dict[str, Value], layer: str) -> Value:
     if value not in known:
         raise ConfigError(
-            f"layer {layer!r} reads {value!r}, which no layer before it gives; known here: {', '.join(known)}"
+            f"layer {layer!r} reads {value!r}, which no layer before it gives; known here: "
+            f"{', '.join(known)}"
         )
     return known[value]
 
@@ -187,13 +197,17 @@ def check_sharing(layers: Layers, stage_of: Sequence[int]) -> None:
     """
     owner: dict[int, tuple[Step, str]] = {}
     for step in layers:
-        tensors: list[tuple[str, Tensor]] = [*step.module.named_parameters(), *step.module.named_buffers()]
+        tensors: list[tuple[str, Tensor]] = [
+            *step.module.named_parameters(),
+            *step.module.named_buffers(),
+        ]
         for name, tensor in tensors:
             first, first_name = owner.setdefault(id(tensor), (step, name))
             if stage_of[first.index] != stage_of[step.index]:
                 raise PartitionError(
-                    f"layers {first.label} on stage {stage_of[first.index]} and {step.label} on stage "
-                    f"{stage_of[step.index]} share one tensor ({first.name}.{first_name} is "
-                    f"{step.name}.{name}); tied weights across stages are not supported yet. Choose a partition "
-                    f"that keeps layers {first.index} to {step.index} on one stage, or untie them"
+                    f"layers {first.label} on stage {stage_of[first.index]} and {step.label} on "
+                    f"stage {stage_of[step.index]} share one tensor ({first.name}.{first_name} is "
+                    f"{step.name}.{name}); tied weights across stages are not supported yet. "
+                    f"Choose a partition that keeps layers {first.index} to {step.index} on one "
+                    "stage, or untie them"
                 )

@@ -40,7 +40,7 @@ Structure = Leaf | Constant | Node
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Structure]:
-    """Split a value into its distinct tensors, in order of first sight, and the structure around them."""
+    """Split a value into its distinct tensors, in order of first sight, and their structure."""
     if isinstance(value, Tensor):
         return [value], Leaf(0)
     leaves: list[Tensor] = []
@@ -114,7 +114,7 @@ def _open_dataclass(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         twin = copy.copy(value)
         for name, child in zip(names, children, strict=True):
             object.__setattr__(twin, name, child)
-            if isinstance(twin, Mapping) and name in twin:
+            if isinstance(twin, dict) and name in twin:  # some outputs are both
                 dict.__setitem__(twin, name, child)
         return twin
 

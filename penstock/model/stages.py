@@ -1,15 +1,16 @@
 """The model cut into stages: which layers each runs, and which values cross which edge.
 
 A value that several stages use travels as a relay: from its producer to the first stage that uses
-it, from there to the next one that does, and so on; it never visits a stage that has no use for it.
-Its gradient runs the relay backwards.  Each holder so starts its own sum with what came from behind,
-which is the order in which an unsplit backward pass adds the same terms.
+it, from there to the next one that does, and so on; it never visits a stage that has no use for
+it. Its gradient runs the relay backwards.  Each holder so starts its own sum with what came from
+behind, which is the order in which an unsplit backward pass adds the same terms.
 
     value given on stage 0, used on 1 and 3:   0 ──► 1 ──► 3      activation
                                                0 ◄── 1 ◄── 3      gradient
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from penstock.errors import PartitionError
 
@@ -21,8 +22,8 @@ class StagePlan:
     """What one stage runs, and what it hands over.
 
     `imports[peer]` and `exports[peer]` are the values that come from and go to stage `peer`, in an
-    order both sides agree on.  `dead_after[n]` are the values nobody needs once layer n of the stage
-    has run.
+    order both sides agree on.  `dead_after[n]` are the values nobody needs once layer n of the
+    stage has run.
     """
 
     index: int
@@ -47,12 +48,13 @@ def check_partition(partition: tuple[int, ...], num_layers: int) -> None:
     """
     if not partition or any(not isinstance(count, int) or count < 1 for count in partition):
         raise PartitionError(
-            f"partition={list(partition)}: every stage needs at least one layer; leave that stage out"
+            f"partition={list(partition)}: every stage needs at least one layer; leave that stage "
+            "out"
         )
     if sum(partition) != num_layers:
         raise PartitionError(
-            f"partition={list(partition)} holds {sum(partition)} layers, the model has {num_layers}; "
-            f"the counts must sum to {num_layers}"
+            f"partition={list(partition)} holds {sum(partition)} layers, the model has "
+            f"{num_layers}; the counts must sum to {num_layers}"
         )
 
 
@@ -83,7 +85,7 @@ def _plan_stage(
     imports: dict[int, list[Value]] = {}
     exports: dict[int, list[Value]] = {}
     for value, holders in sorted(relays.items()):
-        for source, target in zip(holders, holders[1:], strict=False):
+        for source, target in pairwise(holders):
             if target == stage:
                 imports.setdefault(source, []).append(value)
             if source == stage:
@@ -96,7 +98,9 @@ def _plan_stage(
         imports={peer: tuple(values) for peer, values in sorted(imports.items())},
         exports={peer: tuple(values) for peer, values in sorted(exports.items(), reverse=True)},
         output=output,
-        dead_after=_dead_after(steps, {v for values in exports.values() for v in values} | set(output)),
+        dead_after=_dead_after(
+            steps, {v for values in exports.values() for v in values} | set(output)
+        ),
     )
 
 

@@ -9,8 +9,9 @@ from penstock.errors import PartitionError
 def balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """Give the layers per stage that make the slowest stage as fast as it can be.
 
-    Among the partitions with the same slowest stage, takes the one whose stage costs vary least (the
-    paper's criterion, section 2.2).  Exact; O(K * L^2) for L layers.  Every stage gets a layer.
+    Among the partitions with the same slowest stage, takes the one whose stage costs vary least
+    (the paper's criterion, section 2.2).  Exact; O(K * L^2) for L layers.  Every stage gets a
+    layer.
 
         balance([1, 1, 1, 3, 3], 3) == (3, 1, 1)
 
@@ -20,8 +21,8 @@ def balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     num_layers = len(costs)
     if not 1 <= num_stages <= num_layers:
         raise PartitionError(
-            f"num_stages={num_stages}, but the model has {num_layers} layers; choose 1 to {num_layers} stages, or "
-            "give the model as more, smaller layers"
+            f"num_stages={num_stages}, but the model has {num_layers} layers; choose 1 to "
+            f"{num_layers} stages, or give the model as more, smaller layers"
         )
     before = [0.0, *accumulate(costs)]
 
@@ -30,7 +31,8 @@ def balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
     slowest = _slowest_stage(num_layers, num_stages, cost)
     bound = slowest * (1 + 1e-12)
-    # least[end] = (sum of squared stage costs, layers per stage) of the best cut of layers [0, end)
+    # least[end] = (sum of squared stage costs, layers per stage) of the best cut of layers [0,
+    # end)
     least: list[tuple[float, tuple[int, ...]] | None] = [(0.0, ())] + [None] * num_layers
     for _ in range(num_stages):
         following: list[tuple[float, tuple[int, ...]] | None] = [None] * (num_layers + 1)

@@ -29,19 +29,22 @@ def batch_norms(modules: Iterable[nn.Module]) -> tuple[_BatchNorm, ...]:
     for module in found:
         if isinstance(module, nn.SyncBatchNorm):
             raise ConfigError(
-                "SyncBatchNorm normalises by statistics of all processes, which would make the result depend "
-                "on the layout; use BatchNorm (micro-batch statistics, pooled once per mini-batch)"
+                "SyncBatchNorm normalises by statistics of all processes, which would make the "
+                "result depend on the layout; use BatchNorm (micro-batch statistics, pooled once "
+                "per mini-batch)"
             )
     return tuple(module for module in found if module.track_running_stats)
 
 
 @contextmanager
-def separate_statistics(modules: tuple[_BatchNorm, ...], into: MomentsByModule | None) -> Iterator[None]:
+def separate_statistics(
+    modules: tuple[_BatchNorm, ...], into: MomentsByModule | None
+) -> Iterator[None]:
     """Let the given layers leave their running statistics alone, and note each call's moments.
 
-    Inside, a layer's running statistics are stand-ins which its own kernel overwrites (momentum 1), so
-    the moments cost no pass over the data.  With `into` None they are dropped: a recompute counts
-    nothing twice.
+    Inside, a layer's running statistics are stand-ins which its own kernel overwrites (momentum
+    1), so the moments cost no pass over the data.  With `into` None they are dropped: a recompute
+    counts nothing twice.
     """
     active = [m for m in modules if m.training and m.running_mean is not None]
     before = [(m._buffers.copy(), m.momentum) for m in active]
@@ -68,7 +71,9 @@ def _put_stand_ins(module: _BatchNorm) -> None:
 
 
 def _noting(into: MomentsByModule) -> Callable[..., None]:
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def note(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         assert isinstance(module, _BatchNorm)
         if not module.training:
             return
@@ -84,7 +89,7 @@ def _noting(into: MomentsByModule) -> Callable[..., None]:
 
 
 def commit_statistics(moments: MomentsByModule) -> None:
-    """Move the running statistics of each layer once, by the moments pooled over the mini-batch."""
+    """Move each layer's running statistics once, by the moments pooled over the mini-batch."""
     with torch.no_grad():
         for module, rows in moments.items():
             _commit(module, rows)
@@ -97,8 +102,9 @@ def _commit(module: _BatchNorm, rows: list[Moments]) -> None:
     factor = module.momentum
     if module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
-    if factor is None:
-        factor = 1.0 / float(module.num_batches_tracked)
+        if factor is None:  # the cumulative average: every mini-batch weighs the same
+            factor = 1.0 / float(module.num_batches_tracked)
+    assert factor is not None
     count, mean, variance = pooled(rows)
     running_mean.copy_((1 - factor) * running_mean.double() + factor * mean)
     if count > 1:
@@ -110,6 +116,7 @@ def pooled(rows: list[Moments]) -> Moments:
     count = sum(n for n, _, _ in rows)
     mean = sum((n * m.double() for n, m, _ in rows), start=torch.zeros(())) / count
     squares = sum(
-        ((n - 1) * v.double() + n * (m.double() - mean) ** 2 for n, m, v in rows), start=torch.zeros(())
+        ((n - 1) * v.double() + n * (m.double() - mean) ** 2 for n, m, v in rows),
+        start=torch.zeros(()),
     )
     return count, mean, squares / max(count - 1, 1)

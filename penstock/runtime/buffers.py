@@ -41,7 +41,8 @@ class ChangingBuffers:
         """Run a forward inside; afterwards the given value holds what it saw of what it changed.
 
         Raises:
-            RecomputeError: it changed a buffer that no earlier forward changed, so the old value is lost.
+            RecomputeError: it changed a buffer that no earlier forward changed, so the old value
+            is lost.
         """
         seen = SeenBuffers({})
         if not self._keys:
@@ -51,20 +52,25 @@ class ChangingBuffers:
         copies = {key: _buffer(key).clone() for key in keep}
         before = [(key, _buffer(key), _buffer(key)._version) for key in self._keys]
         yield seen
-        changed = {k for k, buffer, version in before if _buffer(k) is not buffer or buffer._version != version}
+        changed = {
+            k
+            for k, buffer, version in before
+            if _buffer(k) is not buffer or buffer._version != version
+        }
         lost = changed - copies.keys()
         if lost:
             module, name = next(iter(lost))
             raise RecomputeError(
-                f"the forward changed buffer {name!r} of a {type(module).__name__} that no forward before it "
-                "changed, so a recompute could not see its old value. Use recompute=Recompute.NEVER"
+                f"the forward changed buffer {name!r} of a {type(module).__name__} that no "
+                "forward before it changed, so a recompute could not see its old value. Use "
+                "recompute=Recompute.NEVER"
             )
         self._changing = changed if self._changing is None else self._changing | changed
         seen.values = {key: copies[key] for key in changed}
 
     @contextmanager
     def restored(self, seen: SeenBuffers) -> Iterator[None]:
-        """Run a forward again inside, with the buffers it saw; afterwards they are as they were."""
+        """Run a forward again inside, with the buffers it saw; then put back what was there."""
         now = {key: _buffer(key) for key in seen.values}
         for (module, name), value in seen.values.items():
             module._buffers[name] = value

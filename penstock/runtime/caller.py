@@ -1,4 +1,4 @@
-"""What a call is made under, and threads do not inherit: captured at the call, entered again by workers."""
+"""The modes of a call that threads do not inherit: captured there, entered again by workers."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -55,7 +55,10 @@ class CallerContext:
                 if mode.enabled or torch.is_autocast_enabled(mode.device_type):
                     stack.enter_context(
                         torch.autocast(
-                            mode.device_type, mode.dtype, enabled=mode.enabled, cache_enabled=mode.cache
+                            mode.device_type,
+                            mode.dtype,
+                            enabled=mode.enabled,
+                            cache_enabled=mode.cache,
                         )
                     )
             yield

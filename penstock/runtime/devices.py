@@ -74,20 +74,21 @@ class StageDevice:
         if self._compute is None or self._copy is None:
             if event is not None:
                 event.synchronize()
-            return [t if t is None or t.device == self.device else t.to(self.device) for t in tensors]
-        if all(t is None or t.device == self.device for t in tensors):
-            if event is not None:
-                self._compute.wait_event(event)
-            for t in tensors:
-                if t is not None:
-                    t.record_stream(self._compute)
-            return list(tensors)
+            return [self._here(tensor) for tensor in tensors]
         with torch.cuda.stream(self._copy):
             if event is not None:
                 self._copy.wait_event(event)
-            brought = [None if t is None else t.to(self.device, non_blocking=True) for t in tensors]
+            here = [self._here(tensor) for tensor in tensors]
         self._compute.wait_stream(self._copy)
-        for t in (*tensors, *brought):
-            if t is not None and t.is_cuda:
-                t.record_stream(self._copy if t.device != self.device else self._compute)
-        return brought  # type: ignore[return-value]  # None stays None and a tensor a tensor
+        for tensor in here:
+            if tensor is not None:
+                tensor.record_stream(self._compute)  # or its memory could be reused too early
+        for tensor in tensors:
+            if tensor is not None and tensor.is_cuda and tensor.device != self.device:
+                tensor.record_stream(self._copy)
+        return here
+
+    def _here(self, tensor: _T) -> _T:
+        if tensor is None or tensor.device == self.device:
+            return tensor
+        return tensor.to(self.device, non_blocking=self.is_cuda)

@@ -1,11 +1,12 @@
-"""The stages of one pipeline in this process, their programs, and the transport that drives them."""
+"""The stages of a pipeline in this process, their programs, and what drives them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import torch
 
 from penstock.errors import RandomnessError
-from penstock.model.layers import Layers, check_sharing
+from penstock.model.layers import Layers, Step, check_sharing
 from penstock.model.stages import check_partition, plan_stages, stage_of_layers
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode, ScheduleFunction, lower
@@ -30,7 +31,7 @@ class Engine:
         transport: Transport,
         num_threads: int,
         timeout_s: float,
-    ) -> None:  # six words that a pipeline is made of
+    ) -> None:
         self._layers = layers
         self._schedule = schedule
         self._recompute = recompute
@@ -41,7 +42,8 @@ class Engine:
         self.stages: tuple[Stage, ...] = ()
 
     def cut(self, partition: tuple[int, ...], devices: Sequence[torch.device]) -> None:
-        """Cut the layers anew and move them to their stages' devices; nothing of a run is alive now.
+        """Cut the layers anew and move them to their stages' devices; nothing of a run is alive
+        now.
 
         Raises:
             PartitionError: the partition does not fit the layers.
@@ -54,7 +56,8 @@ class Engine:
                 step.module.to(device)
         self.partition = partition
         self.stages = tuple(
-            Stage(plan, device, len(self._layers)) for plan, device in zip(plans, devices, strict=True)
+            Stage(plan, device, len(self._layers))
+            for plan, device in zip(plans, devices, strict=True)
         )
         self._programs.clear()
 
@@ -126,6 +129,23 @@ class Engine:
             ),
         )
 
+    def describe(self) -> Iterator[str]:
+        """Give one line a stage: device, layers, parameters."""
+        for stage in self.stages:
+            steps = stage.plan.steps
+            parameters = {id(p): p.numel() for step in steps for p in step.module.parameters()}
+            kinds = [f"{kind} x{count}" if count > 1 else kind for kind, count in _kinds(steps)]
+            span = steps[0].name if len(steps) == 1 else f"{steps[0].name} to {steps[-1].name}"
+            yield (
+                f"  stage {stage.index} on {stage.device.device}: layers {span} "
+                f"({', '.join(kinds)}), {sum(parameters.values()):,} parameters"
+            )
+
     def close(self) -> None:
         """End the worker threads; the next run starts new ones."""
         self._transport.close()
+
+
+def _kinds(steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
+    for kind, group in groupby(type(step.module).__name__ for step in steps):
+        yield kind, len(list(group))

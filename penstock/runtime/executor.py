@@ -16,7 +16,6 @@ from penstock.schedules.ir import (
     SendActivation,
     SendGradient,
 )
-from penstock.schedules.walk import awaited_message, sent_message
 from penstock.trace.timeline import Span
 from penstock.types import Trace
 
@@ -71,7 +70,7 @@ class Executor:
             if start is not None and end is not None:
                 self._gpu_spans.append(_GpuSpan(instruction, start, end))
 
-    def _execute(self, instruction: Instruction) -> None:
+    def _execute(self, instruction: Instruction) -> None:  # noqa: C901 - one flat match
         stage, run = self._stages[instruction.stage], self._run
         match instruction:
             case Forward(_, i, keep_graph):

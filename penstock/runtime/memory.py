@@ -1,7 +1,8 @@
 """Count the bytes that a stage keeps for its backward passes: exact, by storage, not process size.
 
 Counted: the values a stage received, and the storages autograd saved for it, each storage once.
-Not counted: parameters, buffers, gradients, and the caller's own batch beyond the views kept of it.
+Not counted: parameters, buffers, gradients, and the caller's own batch beyond the views kept of
+it.
 """
 
 import time

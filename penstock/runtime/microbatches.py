@@ -21,23 +21,30 @@ def batch_size(value: Any, what: str) -> int:
     """
     leaves, _ = flatten(value)
     if not leaves:
-        raise BatchError(f"{what} hold no tensor, so there is no batch to cut; got {type(value).__name__}")
+        raise BatchError(
+            f"{what} hold no tensor, so there is no batch to cut; got {type(value).__name__}"
+        )
     for leaf in leaves:
         if leaf.dim() == 0:
             raise BatchError(
-                f"{what} hold a tensor without dimensions; dimension 0 of every tensor must be the batch. "
-                "Pass it as a Python number, or expand it to the batch"
+                f"{what} hold a tensor without dimensions; dimension 0 of every tensor must be "
+                "the batch. Pass it as a Python number, or expand it to the batch"
             )
     sizes = sorted({leaf.shape[0] for leaf in leaves})
     if len(sizes) > 1:
-        raise BatchError(f"tensors in the {what} have different batch sizes {sizes} in dimension 0")
+        raise BatchError(
+            f"tensors in the {what} have different batch sizes {sizes} in dimension 0"
+        )
     if sizes[0] == 0:
-        raise BatchError(f"the {what} are an empty batch (shape {tuple(leaves[0].shape)}); give at least one sample")
+        raise BatchError(
+            f"the {what} are an empty batch (shape {tuple(leaves[0].shape)}); give at least one "
+            "sample"
+        )
     return sizes[0]
 
 
 def microbatch_sizes(num_samples: int, num_microbatches: int) -> list[int]:
-    """Cut N samples into M sizes that differ by at most one, larger ones first; N < M gives N ones."""
+    """Cut N samples into M sizes that differ by at most 1, larger first; N < M gives N ones."""
     count = min(num_samples, num_microbatches)
     share, rest = divmod(num_samples, count)
     return [share + 1] * rest + [share] * (count - rest)
@@ -71,15 +78,16 @@ def gather(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     for i, (leaves, _) in enumerate(flat):
         if len(leaves) != len(flat[0][0]):
             raise BoundaryError(
-                f"micro-batch {i} gave {len(leaves)} tensors, micro-batch 0 gave {len(flat[0][0])}; "
-                "outputs must have the same structure for every micro-batch"
+                f"micro-batch {i} gave {len(leaves)} tensors, micro-batch 0 gave "
+                f"{len(flat[0][0])}; outputs must have the same structure for every micro-batch"
             )
         for leaf in leaves:
             if leaf.dim() == 0 or leaf.shape[0] != sizes[i]:
                 raise BoundaryError(
-                    f"the model's output for micro-batch {i} ({sizes[i]} samples) has a tensor of shape "
-                    f"{tuple(leaf.shape)}: dimension 0 must be the batch, or the outputs of the micro-batches "
-                    "cannot be put together. Return one value per sample, or use train_step with loss="
+                    f"the model's output for micro-batch {i} ({sizes[i]} samples) has a tensor of "
+                    f"shape {tuple(leaf.shape)}: dimension 0 must be the batch, or the outputs of "
+                    "the micro-batches cannot be put together. Return one value per sample, or "
+                    "use train_step with loss="
                 )
     rows = zip(*(leaves for leaves, _ in flat), strict=True)
     return unflatten(flat[0][1], [torch.cat(row) if len(row) > 1 else row[0] for row in rows])
@@ -90,7 +98,8 @@ def loss_weights(
 ) -> list[float]:
     """Weigh each micro-batch's loss so that the weighted losses sum to the mini-batch's loss.
 
-    MEAN: n_i / N.  SUM: 1.  A function of the target (such as its number of real tokens): w_i / sum w.
+    MEAN: n_i / N.  SUM: 1.  A function of the target (such as its number of real tokens): w_i /
+    sum w.
 
     Raises:
         BatchError: a weight is negative or not a number, or all are zero.

@@ -1,7 +1,8 @@
-"""The drop-in module form: outputs of the whole batch, and a backward that runs the schedule's second half.
+"""The drop-in module form: outputs of the whole batch, and a backward that runs the schedule's
+second half.
 
-    pipe(x):           forwards of all micro-batches ──► outputs, gathered
-    loss.backward():   ... ──► gradient of the outputs, cut ──► backwards of all micro-batches
+pipe(x):           forwards of all micro-batches ──► outputs, gathered
+loss.backward():   ... ──► gradient of the outputs, cut ──► backwards of all micro-batches
 """
 
 from collections.abc import Sequence
@@ -36,14 +37,22 @@ def run_as_module(engine: Engine, run: Run, inputs: Any, sizes: list[int]) -> An
     pending = _Pending(engine, run, sizes, leaves, wants_grad)
     del outputs, leaves
     anchor = torch.empty(0, requires_grad=True)
-    return unflatten(structure, list(_TieToBackward.apply(pending, anchor, *flatten(inputs)[0])))
+    tied = _TieToBackward.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        pending, anchor, *flatten(inputs)[0]
+    )
+    return unflatten(structure, list(tied))
 
 
 class _Pending:
     """A run whose backwards are still to come."""
 
     def __init__(
-        self, engine: Engine, run: Run, sizes: list[int], leaves: list[Tensor], wants_grad: list[bool]
+        self,
+        engine: Engine,
+        run: Run,
+        sizes: list[int],
+        leaves: list[Tensor],
+        wants_grad: list[bool],
     ) -> None:
         self.engine, self.run, self.sizes = engine, run, sizes
         self.stages = engine.stages
@@ -59,19 +68,23 @@ class _Pending:
         """Run the backwards, from the outputs' gradients to those of the inputs' tensors."""
         if not self.run.kept:
             raise PenstockError(
-                "the backward of this pipeline call ran already, and each stage freed its activations as it "
-                "went; call pipe(inputs) again instead of backward(retain_graph=True)"
+                "the backward of this pipeline call ran already, and each stage freed its "
+                "activations as it went; call pipe(inputs) again instead of "
+                "backward(retain_graph=True)"
             )
         if self.stages is not self.engine.stages:
             raise PenstockError(
-                "the pipeline was moved or cut anew between its forward and this backward; run both again"
+                "the pipeline was moved or cut anew between its forward and this backward; run "
+                "both again"
             )
         cut = [None if g is None else g.split(self.sizes) for g in gradients]
         self.run.output_gradients = [
-            [None if pieces is None else pieces[i] for pieces in cut] for i in range(len(self.sizes))
+            [None if pieces is None else pieces[i] for pieces in cut]
+            for i in range(len(self.sizes))
         ]
         on_gpu = any(device.type == "cuda" for device in self.engine.devices)
-        # a GPU's autograd thread runs this; workers would wait for that thread while it waits for them
+        # a GPU's autograd thread runs this; workers would wait for that thread while it waits for
+        # them
         self.engine.drive(self.run, Mode.BACKWARDS, in_caller=on_gpu)
         rows = [self.run.input_gradients.get(i, ()) for i in range(len(self.sizes))]
         return [join_gradients(column, self.sizes) for column in zip(*rows, strict=True)]
@@ -94,7 +107,9 @@ class _TieToBackward(torch.autograd.Function):
     """Nothing in the forward; in the backward, the pipeline's."""
 
     @staticmethod
-    def forward(ctx: Any, pending: _Pending, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, pending: _Pending, anchor: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.pending = pending
         ctx.set_materialize_grads(False)
         outputs, without_grad = pending.take_outputs()
@@ -102,6 +117,6 @@ class _TieToBackward(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]  # torch leaves it untyped
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         return (None, None, *ctx.pending.backward(list(gradients)))

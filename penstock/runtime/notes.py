@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
+import torch
 from torch.autograd.graph import Node
 
 from penstock.model.layers import Step
@@ -14,11 +15,18 @@ def note_failure(error: BaseException, stage: int, where: str, microbatch: int) 
     error.add_note(f"raised on stage {stage}, in {where}, micro-batch {microbatch}")
 
 
+def next_node_number() -> int:
+    """Give the number that autograd will give the next node that this thread makes."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
 def backward_of(error: BaseException, steps: Sequence[Step], marks: Sequence[int]) -> str:
     """Name the layer whose backward raised, as nearly as it can be known.
 
     `marks[n]` is the number that autograd would have given the next node when layer n began.  A
-    Python function's node stands in the traceback; for a node of torch's own only the stage is known.
+    Python function's node stands in the traceback; for a node of torch's own only the stage is
+    known.
     """
     for node in _nodes(error):
         position = bisect_right(marks, node._sequence_nr()) - 1

@@ -32,19 +32,24 @@ def stream_key(seed: int, phase: str, step: int, layer: int, microbatch: int) ->
 class KeyedRandomness(TorchDispatchMode):
     """While active, every random operator draws from a generator seeded with `key`.
 
-    `draws` counts the random operators seen, so a layer that draws nothing can run without the mode.
+    `draws` counts the random operators seen, so a layer that draws nothing can run without the
+    mode.
     """
 
     _routes: ClassVar[dict[OpOverload, "Callable[..., Any] | None"]] = {}
 
     def __init__(self, key: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.key = key
         self.draws = 0
         self._generators: dict[torch.device, Generator] = {}
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        func: OpOverload,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
         try:
@@ -68,19 +73,23 @@ class RefuseRandomness(TorchDispatchMode):
     """While active, a random operator raises: a backward pass must not draw."""
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        func: OpOverload,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise RandomnessError(
-                f"{func} draws random numbers during the backward pass, most likely because a layer runs "
-                "torch.utils.checkpoint around dropout; its second mask would differ from its first. "
-                "Remove that checkpoint and use recompute=Recompute.STAGE"
+                f"{func} draws random numbers during the backward pass, most likely because a "
+                "layer runs torch.utils.checkpoint around dropout; its second mask would differ "
+                "from its first. Remove that checkpoint and use recompute=Recompute.STAGE"
             )
         return func(*args, **(kwargs or {}))
 
 
 def _route(func: OpOverload) -> Callable[..., Any] | None:
-    """Decide once per operator how to make it draw from a given generator; None if it never draws."""
+    """Say how to make an operator draw from a given generator; None if it never draws."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
     if any(argument.name == "generator" for argument in func._schema.arguments):
@@ -134,14 +143,17 @@ def guarded_default_generators(devices: Iterable[torch.device]) -> Iterator[None
     Raises:
         RandomnessError: something did; the step's masks would depend on the number of stages.
     """
-    generators = [torch.default_generator, *(_default_generator(d) for d in devices if d.type == "cuda")]
+    generators = [
+        torch.default_generator,
+        *(_default_generator(d) for d in devices if d.type == "cuda"),
+    ]
     before = [generator.get_state() for generator in generators]
     yield
     for generator, state in zip(generators, before, strict=True):
         if not torch.equal(generator.get_state(), state):
             raise RandomnessError(
-                "a layer drew random numbers outside its own stream: it drew none when it first ran in this "
-                "mode and draws now, or another thread of this process draws while a step runs. The "
-                "gradients of this step must not be used: zero them. Layers are looked at again in the "
-                "next step"
+                "a layer drew random numbers outside its own stream: it drew none when it first "
+                "ran in this mode and draws now, or another thread of this process draws while a "
+                "step runs. The gradients of this step must not be used: zero them. Layers are "
+                "looked at again in the next step"
             )

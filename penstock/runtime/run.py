@@ -24,7 +24,7 @@ FROM_CALLER = -1
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """Values on their way to another stage: detached tensors, and which of them want a gradient."""
+    """Values on their way to another stage: detached tensors, and which want a gradient."""
 
     leaves: tuple[Tensor, ...]
     wants_grad: tuple[bool, ...]
@@ -34,7 +34,7 @@ class Activation:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """Gradients on their way back, one for each leaf of the activation; None where there is none."""
+    """Gradients on their way back, one for each leaf of the activation, or None."""
 
     leaves: tuple[Tensor | None, ...]
     event: Event | None = None
@@ -45,8 +45,8 @@ class Entry:
     """A tensor that came into a stage, and the gradient that its backward pass found for it.
 
     `node` is the tensor's gradient accumulator, held because a hook on it puts the gradient into
-    `caught` exactly as the engine computed it; an accumulated `.grad` would be re-laid to the tensor's
-    strides.  The hook knows `caught` only, so nothing here forms a cycle.
+    `caught` exactly as the engine computed it; an accumulated `.grad` would be re-laid to the
+    tensor's strides.  The hook knows `caught` only, so nothing here forms a cycle.
     """
 
     tensor: Tensor
@@ -76,9 +76,9 @@ class Kept:
 class Run:
     """Everything one step reads and writes; a new one for every step, so that steps never mix.
 
-    `inputs[i]` and `targets[i]` belong to micro-batch i.  With `loss`, the last stage computes it and
-    `losses[i]` holds the weighted, detached result; without, `outputs[i]` holds the model's output and
-    `output_gradients[i]` what its backward starts from.
+    `inputs[i]` and `targets[i]` belong to micro-batch i.  With `loss`, the last stage computes it
+    and `losses[i]` holds the weighted, detached result; without, `outputs[i]` holds the model's
+    output and `output_gradients[i]` what its backward starts from.
     """
 
     inputs: list[Any]
@@ -96,11 +96,15 @@ class Run:
     output_gradients: list[list[Tensor | None]] = field(default_factory=list)
     input_gradients: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
     kept: dict[StagePair, Kept] = field(default_factory=dict)
-    arrived: dict[StagePair, dict[int, Activation]] = field(default_factory=lambda: defaultdict(dict))
+    arrived: dict[StagePair, dict[int, Activation]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
     arrived_gradients: dict[StagePair, dict[int, Gradient]] = field(
         default_factory=lambda: defaultdict(dict)
     )
-    leaving: dict[StagePair, dict[int, Activation]] = field(default_factory=lambda: defaultdict(dict))
+    leaving: dict[StagePair, dict[int, Activation]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
     leaving_gradients: dict[StagePair, dict[int, Gradient]] = field(
         default_factory=lambda: defaultdict(dict)
     )

@@ -5,8 +5,9 @@
                               [1]                     [2]
     peer ◄── Gradient ◄── caught by [1] ◄── one backward call from all of [2] ◄── Gradient ◄── peer
 
-[1] are leaves of this stage's own autograd graph; [2] are its roots.  An exported value that layers of
-this stage use as well is a root inside the graph: what arrives for it starts the engine's own sum.
+[1] are leaves of this stage's own autograd graph; [2] are its roots.  An exported value that
+layers of this stage use as well is a root inside the graph: what arrives for it starts the
+engine's own sum.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from .batch_norm import batch_norms, commit_statistics, separate_statistics
 from .buffers import ChangingBuffers
 from .devices import StageDevice
 from .memory import KeptBytes
-from .notes import backward_of, note_failure
+from .notes import backward_of, next_node_number, note_failure
 from .random_streams import KeyedRandomness, RefuseRandomness, stream_key
 from .run import FROM_CALLER, Activation, Entry, Gradient, Kept, Run
 
@@ -55,7 +56,8 @@ class Stage:
         """Look at every layer again before trusting that it draws no random numbers."""
         self._draws.clear()
 
-    # -- what the instructions ask for ---------------------------------------------------------------
+    # -- what the instructions ask for
+    # ---------------------------------------------------------------
 
     def forward(self, run: Run, microbatch: int, keep_graph: bool) -> None:
         """Run the layers; leave behind the activations to send and what the backward needs."""
@@ -65,7 +67,7 @@ class Stage:
                 moments = run.moments[self.index]
                 context.enter_context(separate_statistics(self.batch_norms, moments))
             if run.with_grad and not keep_graph:
-                context.enter_context(saved_tensors_hooks(_drop, _drop))
+                context.enter_context(saved_tensors_hooks(_drop, _never))
                 kept.seen_buffers = context.enter_context(self._buffers.watched())
             elif run.with_grad:
                 self._kept_bytes.watch(run, microbatch, kept, context)
@@ -120,7 +122,7 @@ class Stage:
         self._kept_bytes.sample(run)
 
     def commit_statistics(self, run: Run) -> None:
-        """Move the BatchNorm running statistics by the moments of all micro-batches; free those."""
+        """Move the BatchNorm running statistics by all micro-batches' moments; free those."""
         commit_statistics(run.moments.pop(self.index, {}))
 
     def bring_activation(self, activation: Activation) -> Activation:
@@ -133,14 +135,17 @@ class Stage:
             activation.structure,
         )
 
-    # -- forward -------------------------------------------------------------------------------------
+    # -- forward
+    # -------------------------------------------------------------------------------------
 
     def _received(self, run: Run, microbatch: int) -> dict[int, Activation]:
         received = run.arrived.pop((self.index, microbatch), {})
         if self.plan.reads_input:
             leaves, structure = flatten((run.inputs[microbatch],))
             received[FROM_CALLER] = Activation(
-                tuple(self.device.bring(leaves, None)), tuple(t.requires_grad for t in leaves), structure
+                tuple(self.device.bring(leaves, None)),
+                tuple(t.requires_grad for t in leaves),
+                structure,
             )
         return received
 
@@ -149,7 +154,7 @@ class Stage:
         values, given = self._enter(run, kept)
         kept.layer_marks = []
         for step, dead in zip(self.plan.steps, self.plan.dead_after, strict=True):
-            kept.layer_marks.append(torch.autograd._get_sequence_nr())
+            kept.layer_marks.append(next_node_number())
             arguments = [values[v] for v in step.inputs]
             try:
                 run_layer = partial(call, step, arguments)
@@ -173,7 +178,8 @@ class Stage:
     def _enter(self, run: Run, kept: Kept) -> tuple[dict[Value, Any], "_Given"]:
         """Make leaves of this stage's own graph from what arrived, and name their values.
 
-        A layer that changes its input in place gets a copy; every input is copied once, to find out.
+        A layer that changes its input in place gets a copy; every input is copied once, to find
+        out.
         """
         values: dict[Value, Any] = {}
         given: _Given = []
@@ -196,15 +202,15 @@ class Stage:
             self._changes_input[key] = self._changes_input.get(key, False) or changed
             if changed and not copied and has_graph:
                 raise RecomputeError(
-                    f"a layer of stage {self.index} changed its input in place, which it did not do before; "
-                    "the value its backward needs is gone. Zero the gradients and run the step again: from "
-                    "now on the stage works on a copy"
+                    f"a layer of stage {self.index} changed its input in place, which it did not "
+                    "do before; the value its backward needs is gone. Zero the gradients and run "
+                    "the step again: from now on the stage works on a copy"
                 )
 
     def _drawing(
         self, run: Run, microbatch: int, layer: int, training: bool, function: Callable[[], Any]
     ) -> Any:
-        """Run a layer so that what it draws comes from its own stream; plainly if it draws nothing."""
+        """Run a layer so that it draws from its own stream; plainly if it draws nothing."""
         draws = self._draws.get((layer, training))
         if draws is False:
             return function()
@@ -218,9 +224,10 @@ class Stage:
         for leaf in leaves:
             if leaf.dim() == 0:
                 error = BoundaryError(
-                    f"a tensor without a batch dimension (shape ()) leaves stage {self.index} for stage {peer}: a "
-                    "value reduced over a micro-batch is not what the whole batch would give. Return one value "
-                    "per sample, or a Python number, or keep its producer and its users on one stage"
+                    f"a tensor without a batch dimension (shape ()) leaves stage {self.index} for "
+                    f"stage {peer}: a value reduced over a micro-batch is not what the whole "
+                    "batch would give. Return one value per sample, or a Python number, or keep "
+                    "its producer and its users on one stage"
                 )
                 note_failure(error, self.index, f"layer {self.plan.steps[-1].label}", microbatch)
                 raise error
@@ -246,7 +253,8 @@ class Stage:
         run.losses[microbatch] = loss.detach() * weight
         kept.loss = loss
 
-    # -- backward ------------------------------------------------------------------------------------
+    # -- backward
+    # ------------------------------------------------------------------------------------
 
     def _roots(self, run: Run, microbatch: int, kept: Kept) -> tuple[list[Tensor], list[Tensor]]:
         """Pair everything that left the stage with the gradient that came back for it."""
@@ -267,7 +275,7 @@ class Stage:
         if self._backward_is_pure or not any(self._draws.values()):
             torch.autograd.backward(roots, gradients)
             return
-        with RefuseRandomness():
+        with RefuseRandomness():  # type: ignore[no-untyped-call]  # torch leaves it untyped
             torch.autograd.backward(roots, gradients)
         self._backward_is_pure = True
 
@@ -292,17 +300,26 @@ def _make_entry(tensor: Tensor, wants_grad: bool) -> Entry:
 
 def _check_loss(loss: Any, with_grad: bool) -> None:
     if not isinstance(loss, Tensor) or loss.dim() != 0:
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        got = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else type(loss).__name__
+        )
         raise ConfigError(
-            f"the loss function returned {got}; it must reduce a micro-batch to one number (a tensor of shape "
-            "()). Take its mean and use Reduction.MEAN, or its sum and use Reduction.SUM"
+            f"the loss function returned {got}; it must reduce a micro-batch to one number (a "
+            "tensor of shape ()). Take its mean and use Reduction.MEAN, or its sum and use "
+            "Reduction.SUM"
         )
     if with_grad and not loss.requires_grad:
         raise ConfigError(
-            "the loss depends on no parameter that requires grad, so there is nothing to train; check frozen "
-            "parameters, .detach() and torch.no_grad() in the model and the loss"
+            "the loss depends on no parameter that requires grad, so there is nothing to train; "
+            "check frozen parameters, .detach() and torch.no_grad() in the model and the loss"
         )
 
 
 def _drop(tensor: Tensor) -> None:
-    return None
+    """Save nothing: the graph of this forward is never used."""
+
+
+def _never(nothing: None) -> Tensor:
+    raise AssertionError("a dropped graph was used")

@@ -1,4 +1,4 @@
-"""WHEN: schedules as data.  Start at ir.py; each schedule is one file; passes turn one into another."""
+"""WHEN: schedules as data.  Start at ir.py; a schedule is one file; passes rewrite schedules."""
 
 from .gpipe import gpipe
 from .ir import (

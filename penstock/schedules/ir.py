@@ -1,7 +1,7 @@
 """The instruction set: every schedule is written in it, and nothing else runs.
 
-Letters in the "Roughly" lines: s a stage, i a micro-batch, x its input values, y its output values,
-g gradients, kept[s, i] what a forward leaves behind for its backward.
+Letters in the "Roughly" lines: s a stage, i a micro-batch, x its input values, y its output
+values, g gradients, kept[s, i] what a forward leaves behind for its backward.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,9 @@ class Forward:
 
     Roughly: y[s, i] = stage[s](x[s, i]); kept[s, i] = graph, or x[s, i] only
 
-    With `keep_graph` everything the backward needs stays alive until the Backward of the same pair.
-    Without, only the stage's inputs and the random key stay, and a Recompute must come first.
+    With `keep_graph` everything the backward needs stays alive until the Backward of the same
+    pair. Without, only the stage's inputs and the random key stay, and a Recompute must come
+    first.
     """
 
     stage: int
@@ -100,7 +101,8 @@ class ReceiveGradient:
 
 @dataclass(frozen=True, slots=True)
 class CommitStatistics:
-    """Move the BatchNorm running statistics of `stage` once, by the pooled moments of the mini-batch.
+    """Move the BatchNorm running statistics of `stage` once, by the pooled moments of the
+    mini-batch.
 
     Roughly: running = (1 - momentum) * running + momentum * pool(moments[s, 0..m-1])
 
@@ -136,7 +138,9 @@ class Schedule:
 
     @property
     def num_microbatches(self) -> int:
-        return 1 + max((i.microbatch for _, i in self if not isinstance(i, CommitStatistics)), default=-1)
+        return 1 + max(
+            (i.microbatch for _, i in self if not isinstance(i, CommitStatistics)), default=-1
+        )
 
     def __iter__(self) -> Iterator[tuple[int, Instruction]]:
         """Yield (rank, instruction), rank by rank, each program in order."""

@@ -1,4 +1,4 @@
-"""From what a schedule function gives to what the executor runs: the passes in order, then the proof."""
+"""From a schedule function to what the executor runs: the passes in order, then the proof."""
 
 from collections.abc import Callable, Iterable
 from enum import Enum
@@ -33,7 +33,7 @@ class Mode(Enum):
     """Forwards only, nothing kept."""
 
 
-def lower(
+def lower(  # noqa: PLR0913 - what a lowered schedule depends on, and nothing else
     function: ScheduleFunction,
     num_stages: int,
     num_microbatches: int,
@@ -52,8 +52,9 @@ def lower(
     schedule = function(num_stages, num_microbatches)
     if (schedule.num_stages, schedule.num_microbatches) != (num_stages, num_microbatches):
         raise ConfigError(
-            f"the schedule function was asked for {num_stages} stages and {num_microbatches} micro-batches, and "
-            f"gave {schedule.num_stages} and {schedule.num_microbatches}:\n{schedule}"
+            f"the schedule function was asked for {num_stages} stages and {num_microbatches} "
+            f"micro-batches, and gave {schedule.num_stages} and "
+            f"{schedule.num_microbatches}:\n{schedule}"
         )
     if mode is not Mode.TRAIN:
         schedule = forwards_first(schedule)

@@ -1,4 +1,4 @@
-"""1F1B: as few live activations as a pipeline without bubbles inside can have (PipeDream-Flush)."""
+"""1F1B: GPipe's length with at most p - s live micro-batches on stage s (PipeDream-Flush)."""
 
 from collections.abc import Iterator
 

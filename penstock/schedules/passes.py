@@ -6,7 +6,9 @@ Edges are pairs (producer stage, consumer stage); an activation travels along on
 comes back along it.  An edge may skip stages.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 
 from .ir import (
     Backward,
@@ -41,7 +43,7 @@ def add_recompute(schedule: Schedule) -> Schedule:
     def rewrite(program: Program) -> Iterator[Instruction]:
         at_once = {
             (before.stage, before.microbatch)
-            for before, after in zip(program, program[1:], strict=False)
+            for before, after in pairwise(program)
             if isinstance(before, Forward) and after == Backward(before.stage, before.microbatch)
         }
         for instruction in program:
@@ -81,17 +83,23 @@ def add_communication(schedule: Schedule, edges: Edges) -> Schedule:
     still on its way.
     """
 
+    producers: dict[int, list[int]] = defaultdict(list)
+    consumers: dict[int, list[int]] = defaultdict(list)
+    for producer, consumer in sorted(edges):
+        producers[consumer].append(producer)
+        consumers[producer].append(consumer)
+
     def rewrite(program: Program) -> Iterator[Instruction]:
         for instruction in program:
             match instruction:
                 case Forward(s, i):
-                    yield from (ReceiveActivation(s, i, p) for p, c in sorted(edges) if c == s)
+                    yield from (ReceiveActivation(s, i, p) for p in producers[s])
                     yield instruction
-                    yield from (SendActivation(s, i, c) for p, c in sorted(edges) if p == s)
+                    yield from (SendActivation(s, i, c) for c in consumers[s])
                 case Backward(s, i):
-                    yield from (ReceiveGradient(s, i, c) for p, c in sorted(edges) if p == s)
+                    yield from (ReceiveGradient(s, i, c) for c in consumers[s])
                     yield instruction
-                    yield from (SendGradient(s, i, p) for p, c in sorted(edges) if c == s)
+                    yield from (SendGradient(s, i, p) for p in producers[s])
                 case _:
                     yield instruction
 

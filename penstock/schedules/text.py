@@ -33,7 +33,7 @@ _WORD = re.compile(
 )
 
 
-def instruction_to_text(instruction: Instruction) -> str:
+def instruction_to_text(instruction: Instruction) -> str:  # noqa: C901 - one flat match
     """Write one instruction as one word."""
     match instruction:
         case Forward(s, i, keep_graph):
@@ -56,7 +56,9 @@ def instruction_to_text(instruction: Instruction) -> str:
             assert_never(instruction)
 
 
-_PEER_INSTRUCTIONS = {
+_PEER_INSTRUCTIONS: dict[
+    str, type[SendActivation | ReceiveActivation | SendGradient | ReceiveGradient]
+] = {
     "F>": SendActivation,
     "F<": ReceiveActivation,
     "B>": SendGradient,

@@ -2,7 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import product
+from typing import assert_never
 
 from penstock.errors import ScheduleError
 
@@ -11,6 +13,7 @@ from .ir import (
     CommitStatistics,
     Forward,
     Instruction,
+    Program,
     ReceiveActivation,
     ReceiveGradient,
     Recompute,
@@ -29,8 +32,8 @@ Pair = tuple[int, int]
 class Proof:
     """What is known of a verified schedule.
 
-    `peak_live[stage]` is the most micro-batches whose forward `stage` has run and whose backward it
-    has not: the bound on what it keeps, in micro-batches.
+    `peak_live[stage]` is the most micro-batches whose forward `stage` has run and whose backward
+    it has not: the bound on what it keeps, in micro-batches.
     """
 
     num_stages: int
@@ -57,42 +60,49 @@ def verify(
         raise ScheduleError(f"the schedule runs nothing: {schedule.num_ranks} empty programs")
     _check_complete(schedule, training)
     _check_messages(schedule)
-    live = [0] * schedule.num_stages
+    live: dict[int, int] = {}
     for rank, program in enumerate(schedule.programs):
-        state = _RankState(edges)
-        for position, instruction in enumerate(program):
-            problem = state.step(instruction)
-            if problem is None and max_live is not None and state.live[instruction.stage] > max_live:
-                problem = f"keeps {state.live[instruction.stage]} micro-batches alive, more than {max_live}"
-            if problem is not None:
-                raise ScheduleError(
-                    f"rank {rank}, {instruction_to_text(instruction)}: {problem}.\n"
-                    + marked_text(schedule, {rank: position})
-                )
-        for stage, peak in state.peak.items():
-            live[stage] = peak
+        live |= _check_order(schedule, rank, program, edges, max_live)
     for _ in walk(schedule):
         pass
-    return Proof(schedule.num_stages, schedule.num_microbatches, tuple(live))
+    peaks = tuple(live[stage] for stage in range(schedule.num_stages))
+    return Proof(schedule.num_stages, schedule.num_microbatches, peaks)
+
+
+def _check_order(
+    schedule: Schedule, rank: int, program: Program, edges: Edges, max_live: int | None
+) -> dict[int, int]:
+    """Check one program step by step; give the peak of live micro-batches of its stages."""
+    state = _RankState(edges)
+    for position, instruction in enumerate(program):
+        problem = state.step(instruction)
+        live = state.live[instruction.stage]
+        if problem is None and max_live is not None and live > max_live:
+            problem = f"its stage keeps {live} micro-batches alive, more than {max_live}"
+        if problem is not None:
+            raise ScheduleError(
+                f"rank {rank}, {instruction_to_text(instruction)}: {problem}.\n"
+                + marked_text(schedule, {rank: position})
+            )
+    return state.peak
 
 
 def _check_complete(schedule: Schedule, training: bool) -> None:
-    kinds = (Forward, Backward) if training else (Forward,)
-    for kind in kinds:
+    pairs = list(product(range(schedule.num_stages), range(schedule.num_microbatches)))
+    for kind in (Forward, Backward) if training else (Forward,):
         found = Counter((x.stage, x.microbatch) for _, x in schedule if isinstance(x, kind))
-        for stage in range(schedule.num_stages):
-            for microbatch in range(schedule.num_microbatches):
-                if found[stage, microbatch] != 1:
-                    raise ScheduleError(
-                        f"stage {stage} has {found[stage, microbatch]} {kind.__name__} instructions for "
-                        f"micro-batch {microbatch}; it needs exactly one.\n{schedule}"
-                    )
+        for stage, microbatch in pairs:
+            if found[stage, microbatch] != 1:
+                raise ScheduleError(
+                    f"stage {stage} has {found[stage, microbatch]} {kind.__name__} instructions "
+                    f"for micro-batch {microbatch}; it needs exactly one.\n{schedule}"
+                )
     ranks: dict[int, int] = {}
     for rank, instruction in schedule:
         if ranks.setdefault(instruction.stage, rank) != rank:
             raise ScheduleError(
-                f"stage {instruction.stage} runs on rank {ranks[instruction.stage]} and on rank {rank}; "
-                f"a stage lives on one rank.\n{schedule}"
+                f"stage {instruction.stage} runs on rank {ranks[instruction.stage]} and on rank "
+                f"{rank}; a stage lives on one rank.\n{schedule}"
             )
 
 
@@ -107,88 +117,108 @@ def _check_messages(schedule: Schedule) -> None:
             if message is not None:
                 channels.setdefault(message[:3], []).append(message[3])
     for gradient, source, target in sorted(sent.keys() | awaited.keys()):
-        there, here = sent.get((gradient, source, target), []), awaited.get((gradient, source, target), [])
+        there, here = (
+            sent.get((gradient, source, target), []),
+            awaited.get((gradient, source, target), []),
+        )
         if there != here:
             what = "gradients" if gradient else "activations"
             raise ScheduleError(
-                f"stage {source} sends {what} of micro-batches {there} to stage {target}, which receives {here}; "
-                f"both must name the same micro-batches in the same order.\n{schedule}"
+                f"stage {source} sends {what} of micro-batches {there} to stage {target}, which "
+                f"receives {here}; both must name the same micro-batches in the same "
+                f"order.\n{schedule}"
             )
 
 
-@dataclass(slots=True)
 class _RankState:
     """What one rank has done so far; `step` says what is wrong with the next instruction."""
 
-    edges: Edges
-    done: set[Instruction] = field(default_factory=set)
-    dropped: set[Pair] = field(default_factory=set)
-    live: Counter[int] = field(default_factory=Counter)
-    peak: dict[int, int] = field(default_factory=dict)
-    last_forward: dict[int, int] = field(default_factory=dict)
-    last_backward: dict[int, int] = field(default_factory=dict)
-    committed: set[int] = field(default_factory=set)
+    def __init__(self, edges: Edges) -> None:
+        self.live: Counter[int] = Counter()
+        self.peak: dict[int, int] = {}
+        self._producers: dict[int, list[int]] = {}
+        self._consumers: dict[int, list[int]] = {}
+        for producer, consumer in sorted(edges):
+            self._producers.setdefault(consumer, []).append(producer)
+            self._consumers.setdefault(producer, []).append(consumer)
+        self._done: set[Instruction] = set()
+        self._dropped: set[Pair] = set()
+        self._committed: set[int] = set()
+        self._forwards: Counter[int] = Counter()
+        self._backwards: Counter[int] = Counter()
 
     def step(self, instruction: Instruction) -> str | None:
         problem = self._problem(instruction)
-        self.done.add(instruction)
+        self._done.add(instruction)
         return problem
 
     def _problem(self, instruction: Instruction) -> str | None:
         match instruction:
-            case Forward():
-                return self._forward(instruction)
+            case Forward(s, i, keep_graph):
+                return self._forward(s, i, keep_graph)
             case Recompute(s, i):
-                if (s, i) not in self.dropped:
-                    return "there is nothing to recompute: its Forward kept its graph or has not run"
-                self.dropped.remove((s, i))
-            case Backward():
-                return self._backward(instruction)
+                return self._recompute(s, i)
+            case Backward(s, i):
+                return self._backward(s, i)
             case SendActivation(s, i, peer):
-                if (s, peer) not in self.edges:
-                    return f"stage {peer} uses nothing of stage {s}: there is no such edge"
-                return self._missing(Forward(s, i), Forward(s, i, keep_graph=False))
+                return self._activation(s, i, peer)
             case SendGradient(s, i, peer):
-                if (peer, s) not in self.edges:
-                    return f"stage {s} uses nothing of stage {peer}: there is no such edge"
-                return self._missing(Backward(s, i))
+                return self._gradient(s, i, peer)
             case CommitStatistics(s):
-                if s in self.committed:
-                    return "its statistics are committed twice"
-                self.committed.add(s)
+                return self._commit(s)
             case ReceiveActivation() | ReceiveGradient():
                 return None
-        return None
+            case _:
+                assert_never(instruction)
 
-    def _forward(self, forward: Forward) -> str | None:
-        s, i = forward.stage, forward.microbatch
-        if s in self.committed:
+    def _forward(self, s: int, i: int, keep_graph: bool) -> str | None:
+        if s in self._committed:
             return "a forward runs after the statistics of its stage were committed"
-        if i != self.last_forward.get(s, -1) + 1:
+        if i != self._forwards[s]:
             return "the forwards of a stage must come in micro-batch order"
-        self.last_forward[s] = i
-        if not forward.keep_graph:
-            self.dropped.add((s, i))
+        self._forwards[s] += 1
+        if not keep_graph:
+            self._dropped.add((s, i))
         self.live[s] += 1
         self.peak[s] = max(self.peak.get(s, 0), self.live[s])
-        return self._missing_any(ReceiveActivation(s, i, p) for p, c in sorted(self.edges) if c == s)
+        return self._missing(ReceiveActivation(s, i, p) for p in self._producers.get(s, ()))
 
-    def _backward(self, backward: Backward) -> str | None:
-        s, i = backward.stage, backward.microbatch
-        if i > self.last_forward.get(s, i):
-            return "its Forward has not run"
-        if i != self.last_backward.get(s, -1) + 1:
-            return "the backwards of a stage must come in micro-batch order, so that gradients add up as unsplit"
-        if (s, i) in self.dropped:
-            return "its Forward dropped its graph and no Recompute has rebuilt it"
-        self.last_backward[s] = i
-        self.live[s] -= 1
-        return self._missing_any(ReceiveGradient(s, i, c) for p, c in sorted(self.edges) if p == s)
-
-    def _missing(self, *alternatives: Instruction) -> str | None:
-        if self.done.isdisjoint(alternatives):
-            return f"{instruction_to_text(alternatives[0])} must come before it"
+    def _recompute(self, s: int, i: int) -> str | None:
+        if (s, i) not in self._dropped:
+            return "there is nothing to recompute: its Forward kept its graph or has not run"
+        self._dropped.remove((s, i))
         return None
 
-    def _missing_any(self, needed: Iterable[Instruction]) -> str | None:
-        return next((problem for x in needed if (problem := self._missing(x))), None)
+    def _backward(self, s: int, i: int) -> str | None:
+        if i >= self._forwards[s]:
+            return "its Forward has not run"
+        if i != self._backwards[s]:
+            return (
+                "the backwards of a stage must come in micro-batch order, or gradients would not "
+                "add up in the order of the unsplit model"
+            )
+        if (s, i) in self._dropped:
+            return "its Forward dropped its graph and no Recompute has rebuilt it"
+        self._backwards[s] += 1
+        self.live[s] -= 1
+        return self._missing(ReceiveGradient(s, i, c) for c in self._consumers.get(s, ()))
+
+    def _activation(self, s: int, i: int, peer: int) -> str | None:
+        if peer not in self._consumers.get(s, ()):
+            return f"stage {peer} uses nothing of stage {s}: there is no such edge"
+        return None if i < self._forwards[s] else "its Forward must come before it"
+
+    def _gradient(self, s: int, i: int, peer: int) -> str | None:
+        if peer not in self._producers.get(s, ()):
+            return f"stage {s} uses nothing of stage {peer}: there is no such edge"
+        return None if i < self._backwards[s] else "its Backward must come before it"
+
+    def _commit(self, s: int) -> str | None:
+        if s in self._committed:
+            return "its statistics are committed twice"
+        self._committed.add(s)
+        return None
+
+    def _missing(self, needed: Iterable[Instruction]) -> str | None:
+        absent = next((x for x in needed if x not in self._done), None)
+        return None if absent is None else f"{instruction_to_text(absent)} must come before it"

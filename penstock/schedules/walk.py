@@ -5,6 +5,7 @@ transport to run it in a single thread.
 """
 
 from collections.abc import Iterator
+from itertools import islice
 
 from penstock.errors import ScheduleError
 
@@ -19,7 +20,7 @@ from .ir import (
 from .text import instruction_to_text, marked_text
 
 Message = tuple[bool, int, int, int]
-"""(is a gradient, from stage, to stage, micro-batch): what one send and one receive have in common."""
+"""(is a gradient, from stage, to stage, micro-batch): what a send and its receive share."""
 
 
 def sent_message(instruction: Instruction) -> Message | None:
@@ -58,9 +59,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
     runnable = list(range(schedule.num_ranks))[::-1]
     while runnable:
         rank = runnable.pop()
-        program = schedule.programs[rank]
-        while position[rank] < len(program):
-            instruction = program[position[rank]]
+        for instruction in islice(schedule.programs[rank], position[rank], None):
             awaited = awaited_message(instruction)
             if awaited is not None and awaited not in sent:
                 waiting[awaited] = rank
@@ -68,10 +67,11 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
             position[rank] += 1
             yield rank, instruction
             message = sent_message(instruction)
-            if message is not None:
-                sent.add(message)
-                if message in waiting:
-                    runnable.append(waiting.pop(message))
+            if message is None:
+                continue
+            sent.add(message)
+            if message in waiting:
+                runnable.append(waiting.pop(message))
     _raise_if_stuck(schedule, position)
 
 
@@ -80,7 +80,8 @@ def _raise_if_stuck(schedule: Schedule, position: list[int]) -> None:
     if not stuck:
         return
     reasons = ", ".join(
-        f"rank {r} waits at {instruction_to_text(schedule.programs[r][position[r]])}" for r in stuck
+        f"rank {r} waits at {instruction_to_text(schedule.programs[r][position[r]])}"
+        for r in stuck
     )
     raise ScheduleError(
         f"the schedule cannot end: {reasons}, and nobody left can send what they wait for.\n"

@@ -1,7 +1,7 @@
 """Where the time of a step went: work, waiting for messages, and bubble, stage by stage."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from fractions import Fraction
 from numbers import Rational
 from typing import assert_never, cast
@@ -71,7 +71,7 @@ class Breakdown:
 
     @property
     def ideal_utilisation(self) -> float:
-        """The m / (m + p - 1) of p equal ranks, m micro-batches, and messages that take no time."""
+        """The m / (m + p - 1) of p equal ranks, m micro-batches and messages that take no time."""
         return share(self.num_microbatches, self.num_microbatches + self.num_ranks - 1)
 
     @property
@@ -81,19 +81,19 @@ class Breakdown:
 
     def __str__(self) -> str:
         unit = unit_for(self.step_s)
-        names = ["stage", "rank", "forward", "recompute", "backward", "wait", "bubble"]
+        names = [field.name.removesuffix("_s") for field in fields(StageTimes)]
         rows = [[f"{name:>9}" for name in names]]
         for stage in self.stages:
-            times = (stage.forward_s, stage.recompute_s, stage.backward_s, stage.wait_s, stage.bubble_s)
-            numbers = [f"{float(time_s * unit.per_s):9.2f}" for time_s in times]
-            rows.append([f"{stage.stage:9}", f"{stage.rank:9}", *numbers])
-        return "\n".join([
-            f"step {float(self.step_s * unit.per_s):.2f} {unit.sign}; times in {unit.sign}",
-            *(" ".join(row) for row in rows),
+            number, rank, *times_s = astuple(stage)
+            times = (f"{float(time_s * unit.per_s):9.2f}" for time_s in times_s)
+            rows.append([f"{number:9}", f"{rank:9}", *times])
+        title = f"step {float(self.step_s * unit.per_s):.2f} {unit.sign}; times in {unit.sign}"
+        shares = (
             f"bubble {percent_text(self.bubble)}, waiting for messages {percent_text(self.wait)}, "
             f"utilisation {percent_text(self.utilisation)}: {percent_text(self.share_of_ideal)} "
-            f"of the ideal {percent_text(self.ideal_utilisation)}",
-        ])
+            f"of the ideal {percent_text(self.ideal_utilisation)}"
+        )
+        return "\n".join([title, *map(" ".join, rows), shares])
 
     def to_json(self) -> str:
         """Write the seconds of each stage and the shares as one line of JSON."""
@@ -128,9 +128,11 @@ class _Totals:
                 self.recompute_s += span.duration_s
             case Backward():
                 self.backward_s += span.duration_s
-            case SendActivation() | SendGradient() | ReceiveActivation() | ReceiveGradient() | CommitStatistics():
+            case SendActivation() | SendGradient() | ReceiveActivation() | ReceiveGradient():
                 self.wait_s += wait_s
                 self.bubble_s += span.duration_s - wait_s
+            case CommitStatistics():
+                self.bubble_s += span.duration_s
             case _:
                 assert_never(span.instruction)
 
@@ -148,8 +150,9 @@ def breakdown(timeline: Timeline) -> Breakdown:
     end_s = timeline.end_s
     for span in last.values():
         totals[span.instruction.stage].bubble_s += end_s - span.end_s
+    stages = (StageTimes(stage=number, **asdict(sums)) for number, sums in sorted(totals.items()))
     return Breakdown(
-        stages=tuple(StageTimes(stage=stage, **asdict(times)) for stage, times in sorted(totals.items())),
+        stages=tuple(stages),
         num_ranks=timeline.num_ranks,
         num_microbatches=timeline.schedule.num_microbatches,
         step_s=timeline.step_s,

@@ -1,7 +1,7 @@
 """A timeline as Chrome trace JSON: open it in Perfetto (ui.perfetto.dev) or chrome://tracing."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, assert_never
 
 from penstock.schedules.ir import (
@@ -21,6 +21,8 @@ from .timeline import Span, Timeline
 
 Event = dict[str, Any]
 """One event of the trace format; `ts` and `dur` are microseconds."""
+Clock = Callable[[float], float]
+"""Turns seconds of the timeline into microseconds since the step began."""
 
 
 def to_chrome(timeline: Timeline) -> str:
@@ -28,7 +30,13 @@ def to_chrome(timeline: Timeline) -> str:
 
     Categories are forward, recompute, backward, send, receive and statistics.
     """
-    events = [*_threads(timeline), *_slices(timeline), *_arrows(timeline), *_counters(timeline)]
+    start_s = timeline.start_s
+
+    def to_us(time_s: float) -> float:
+        return float((time_s - start_s) * 1_000_000)
+
+    events = [*_threads(timeline), *_slices(timeline, to_us)]
+    events += [*_arrows(timeline, to_us), *_counters(timeline, to_us)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
@@ -40,7 +48,7 @@ def _threads(timeline: Timeline) -> Iterator[Event]:
         yield {**where, "name": "thread_sort_index", "args": {"sort_index": rank}}
 
 
-def _slices(timeline: Timeline) -> Iterator[Event]:
+def _slices(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
     for span in timeline.spans:
         category, name, args = _description(span.instruction)
         yield {
@@ -49,13 +57,13 @@ def _slices(timeline: Timeline) -> Iterator[Event]:
             "tid": span.rank,
             "cat": category,
             "name": name,
-            "ts": _us(timeline, span.start_s),
-            "dur": _us(timeline, span.end_s) - _us(timeline, span.start_s),
+            "ts": to_us(span.start_s),
+            "dur": to_us(span.end_s) - to_us(span.start_s),
             "args": {"stage": span.instruction.stage, **args},
         }
 
 
-def _arrows(timeline: Timeline) -> Iterator[Event]:
+def _arrows(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
     """Draw a flow from each send's start to the end of its receive."""
     sends: dict[Message | None, Span] = {}
     for span in timeline.spans:
@@ -66,23 +74,19 @@ def _arrows(timeline: Timeline) -> Iterator[Event]:
         send = sends.get(awaited_message(span.instruction))
         if send is not None:
             flow = {"pid": 0, "id": number, "cat": "message", "name": "message"}
-            yield {**flow, "ph": "s", "tid": send.rank, "ts": _us(timeline, send.start_s)}
-            yield {**flow, "ph": "f", "bp": "e", "tid": span.rank, "ts": _us(timeline, span.end_s)}
+            yield {**flow, "ph": "s", "tid": send.rank, "ts": to_us(send.start_s)}
+            yield {**flow, "ph": "f", "bp": "e", "tid": span.rank, "ts": to_us(span.end_s)}
 
 
-def _counters(timeline: Timeline) -> Iterator[Event]:
+def _counters(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
     for sample in timeline.memory:
         yield {
             "ph": "C",
             "pid": 0,
             "name": f"stage {sample.stage} kept bytes",
-            "ts": _us(timeline, sample.time_s),
+            "ts": to_us(sample.time_s),
             "args": {"bytes": sample.kept_bytes},
         }
-
-
-def _us(timeline: Timeline, time_s: float) -> float:
-    return float((time_s - timeline.start_s) * 1_000_000)
 
 
 def _description(instruction: Instruction) -> tuple[str, str, dict[str, int | bool]]:
@@ -95,9 +99,11 @@ def _description(instruction: Instruction) -> tuple[str, str, dict[str, int | bo
         case Backward(_, i):
             return "backward", f"B{i}", {"microbatch": i}
         case SendActivation(_, i, peer) | SendGradient(_, i, peer):
-            return "send", f"{type(instruction).__name__} {i} to {peer}", {"microbatch": i, "peer": peer}
+            name = f"{type(instruction).__name__} {i} to {peer}"
+            return "send", name, {"microbatch": i, "peer": peer}
         case ReceiveActivation(_, i, peer) | ReceiveGradient(_, i, peer):
-            return "receive", f"{type(instruction).__name__} {i} from {peer}", {"microbatch": i, "peer": peer}
+            name = f"{type(instruction).__name__} {i} from {peer}"
+            return "receive", name, {"microbatch": i, "peer": peer}
         case CommitStatistics():
             return "statistics", "CommitStatistics", {}
         case _:

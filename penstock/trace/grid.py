@@ -1,12 +1,13 @@
 """A timeline as text for a terminal: one row a rank, time runs to the right.
 
-    rank 0 |F0  F1  F2  F3  ................B0      B1      B2      B3      |
-    rank 1 |....F0  F1  F2  F3  ........B0      B1      B2      B3      ....|
-    rank 2 |........F0  F1  F2  F3  B0      B1      B2      B3      ........|
-    F forward  B backward  . idle    step 18 s, bubble 33.3%
+rank 0 |F0  F1  F2  F3  ................B0      B1      B2      B3      |
+rank 1 |....F0  F1  F2  F3  ........B0      B1      B2      B3      ....|
+rank 2 |........F0  F1  F2  F3  B0      B1      B2      B3      ........|
+F forward  B backward  . idle    step 18 s, bubble 33.3%
 """
 
 from bisect import bisect_left
+from fractions import Fraction
 from math import gcd, lcm
 from numbers import Rational
 
@@ -15,7 +16,7 @@ from penstock.schedules.ir import Backward, Compute, Forward, Recompute
 from .timeline import Timeline
 from .units import percent_text, time_text
 
-LETTERS: dict[type[Compute], str] = {Forward: "F", Recompute: "R", Backward: "B"}
+_LETTERS: dict[type[Compute], str] = {Forward: "F", Recompute: "R", Backward: "B"}
 _NAMES = {"F": "forward", "R": "recompute", "B": "backward", ".": "idle"}
 _STYLES = {"F": "30;48;5;110", "R": "30;48;5;152", "B": "30;48;5;215", ".": "2"}
 _ROUNDING = 1e-6
@@ -37,7 +38,8 @@ def render_grid(timeline: Timeline, width: int = 100, *, colour: bool = False) -
         for head, text, kinds in zip(heads, texts, letters, strict=True)
     ]
     seen = [kind for kind in _NAMES if any(kind in kinds for kinds in letters)]
-    legend = "  ".join(f"{_coloured([kind], [kind]) if colour else kind} {_NAMES[kind]}" for kind in seen)
+    signs = [_coloured([kind], [kind]) if colour else kind for kind in seen]
+    legend = "  ".join(f"{sign} {_NAMES[kind]}" for sign, kind in zip(signs, seen, strict=True))
     summary = f"step {time_text(timeline.step_s)}, bubble {percent_text(timeline.bubble)}"
     return "\n".join([*lines, f"{legend}    {summary}"])
 
@@ -47,17 +49,18 @@ def _cells(timeline: Timeline, columns: int) -> tuple[list[list[str]], list[list
     texts = [["."] * columns for _ in range(timeline.num_ranks)]
     letters = [["."] * columns for _ in range(timeline.num_ranks)]
     many = timeline.schedule.num_stages > timeline.num_ranks
-    column_s = (timeline.step_s or 1) / columns
-    instants_s = [timeline.start_s + (n + _instant(n)) * column_s for n in range(columns)]
+    origin_s, column_s = timeline.start_s, (timeline.step_s or 1) / columns
+    instants_s = [origin_s + (n + _instant(n)) * column_s for n in range(columns)]
     for span in timeline.spans:
         box = span.instruction
         if isinstance(box, Compute):
             first, end = bisect_left(instants_s, span.start_s), bisect_left(instants_s, span.end_s)
-            letter = LETTERS[type(box)]
+            letter = _LETTERS[type(box)]
             label = f"{box.stage if many else ''}{letter}{box.microbatch}"
-            fits = len(label) <= min(end - first, span.duration_s / column_s + _ROUNDING)
-            texts[span.rank][first:end] = label.ljust(end - first) if fits else letter * (end - first)
-            letters[span.rank][first:end] = letter * (end - first)
+            size = end - first
+            fits = len(label) <= min(size, span.duration_s / column_s + _ROUNDING)
+            texts[span.rank][first:end] = label.ljust(size) if fits else letter * size
+            letters[span.rank][first:end] = letter * size
     return texts, letters
 
 
@@ -71,12 +74,14 @@ def _instant(column: int) -> float:
 
 
 def _fitting_columns(timeline: Timeline, most: int) -> int:
-    """Give the number of columns, at most `most`, that sets exact times on column borders if any does."""
-    times = {time_s - timeline.start_s for span in timeline.spans for time_s in (span.start_s, span.end_s)}
-    exact = [time_s for time_s in times if isinstance(time_s, Rational)]
-    if not exact or len(exact) < len(times):
+    """Give the most columns, up to `most`, that set exact times on column borders; else `most`."""
+    origin_s = timeline.start_s
+    borders: set[object] = {span.start_s - origin_s for span in timeline.spans}
+    borders |= {span.end_s - origin_s for span in timeline.spans}
+    exact = [Fraction(time_s) for time_s in borders if isinstance(time_s, Rational)]
+    if not exact or len(exact) < len(borders):
         return most
-    common = lcm(*(int(time_s.denominator) for time_s in exact))
+    common = lcm(*(time_s.denominator for time_s in exact))
     ticks = [int(time_s * common) for time_s in exact]
     num_ticks = max(ticks) // (gcd(*ticks) or 1)
     return most - most % num_ticks if 0 < num_ticks <= most else most

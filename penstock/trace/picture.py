@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError
 from penstock.schedules.ir import Backward, Compute, Forward, Recompute
@@ -38,7 +38,7 @@ _LOOKS: dict[type[Compute], _Look] = {
 _IDLE = _Look("idle", "#eeeeeb", "#333333")
 _WAIT = _Look("message on its way", "#bcbcb6", "#333333")
 _MEMORY = _Look("kept", "#9db8ad", "#33503f")
-_RC = {
+_RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "text.color": "#333333",
@@ -50,14 +50,18 @@ _RC = {
 }
 _LANE_IN, _STRIP_IN, _GAP_IN = 0.36, 0.28, 0.16
 _LEFT_IN, _RIGHT_IN, _PEAK_IN, _TOP_IN, _BOTTOM_IN = 0.75, 0.25, 0.60, 0.68, 0.50
+_TITLE_IN = 0.32
 _LANE_HEIGHT = 0.86
+_PEAK_X = 1.008
 _POINTS_PER_IN = 72
 _SEEN_POINTS = 0.4
 _LEAST_FONT_POINTS = 5.0
 _DIGIT_EMS = 0.64  # width of a digit, in font sizes
 
 
-def save_picture(timeline: Timeline, path: str | os.PathLike[str], *, title: str | None = None) -> None:
+def save_picture(
+    timeline: Timeline, path: str | os.PathLike[str], *, title: str | None = None
+) -> None:
     """Draw `timeline` into the file `path`; its suffix, .svg or .png, says how.
 
     The title line says how many ranks and micro-batches there are (or `title`), how long the step
@@ -69,15 +73,17 @@ def save_picture(timeline: Timeline, path: str | os.PathLike[str], *, title: str
     """
     suffix = Path(path).suffix.lower()
     if suffix not in (".svg", ".png"):
-        raise ConfigError(f"cannot draw a picture into {os.fspath(path)!r}: the name must end in .svg or .png.")
+        raise ConfigError(
+            f"cannot draw a picture into {os.fspath(path)!r}: its name must end in .svg or .png."
+        )
     if not timeline.step_s:
-        raise ConfigError("there is nothing to draw: the timeline has no span that lasts. Was the step traced?")
+        raise ConfigError("cannot draw a timeline that lasts 0 seconds: was the step traced?")
     try:
         import matplotlib as mpl
     except ImportError as error:
         raise ConfigError(
-            "drawing a picture needs matplotlib, which is not installed: pip install 'penstock[demo]'. "
-            "Without it, render_grid and to_chrome show the same timeline."
+            "a picture needs matplotlib, which is not installed: pip install 'penstock[demo]', "
+            "or use render_grid or to_chrome, which need nothing."
         ) from error
     with mpl.rc_context(_RC):
         metadata = {"Date": None} if suffix == ".svg" else {"Software": None}
@@ -88,31 +94,33 @@ def save_picture(timeline: Timeline, path: str | os.PathLike[str], *, title: str
 class _Scale:
     """Where on the time axis a span lies: in the axis's unit, and in points on paper."""
 
-    timeline: Timeline
+    start_s: float
+    step_s: float
     width_in: float
 
     def box(self, start_s: float, end_s: float) -> tuple[float, float]:
         """Give the left edge and the width, in the axis's unit."""
-        per_s = unit_for(self.timeline.step_s).per_s
-        return float((start_s - self.timeline.start_s) * per_s), float((end_s - start_s) * per_s)
+        per_s = unit_for(self.step_s).per_s
+        return float((start_s - self.start_s) * per_s), float((end_s - start_s) * per_s)
 
     def points(self, duration_s: float) -> float:
-        return float(duration_s / self.timeline.step_s) * self.width_in * _POINTS_PER_IN
+        return float(duration_s / self.step_s) * self.width_in * _POINTS_PER_IN
 
 
 def _figure(timeline: Timeline, title: str | None) -> "Figure":
     """Lay the parts out, in inches from the bottom: time axis, memory strips, lanes, title."""
     from matplotlib.figure import Figure
 
-    stages = sorted({sample.stage for sample in timeline.memory})
-    busiest = max(sum(isinstance(i, Compute) for i in program) for program in timeline.schedule.programs)
+    stages = sorted(timeline.peak_bytes())
+    programs = timeline.schedule.programs
+    busiest = max(sum(isinstance(x, Compute) for x in program) for program in programs)
     width_in = min(16.0, max(9.0, 0.125 * busiest))
     lanes_in, strips_in = timeline.num_ranks * _LANE_IN, len(stages) * _STRIP_IN
     gap_in = _GAP_IN if stages else 0
     height_in = _BOTTOM_IN + strips_in + gap_in + lanes_in + _TOP_IN
     figure = Figure(figsize=(width_in, height_in))
     inner_in = width_in - _LEFT_IN - _RIGHT_IN - (_PEAK_IN if stages else 0)
-    scale = _Scale(timeline, inner_in)
+    scale = _Scale(timeline.start_s, timeline.step_s, inner_in)
 
     def axes_at(bottom_in: float, axes_in: float) -> "Axes":
         axes = figure.add_axes(
@@ -124,26 +132,35 @@ def _figure(timeline: Timeline, title: str | None) -> "Figure":
         return axes
 
     lanes = axes_at(_BOTTOM_IN + strips_in + gap_in, lanes_in)
-    _draw_lanes(lanes, scale)
+    _draw_lanes(lanes, scale, timeline)
     lowest = lanes
     if stages:
         lanes.spines["bottom"].set_visible(False)
         lanes.set_xticks([])
         lowest = axes_at(_BOTTOM_IN, strips_in)
-        _draw_memory(lowest, scale, stages)
+        _draw_memory(lowest, scale, timeline)
     lowest.set_xlabel(f"time ({unit_for(timeline.step_s).sign})")
-    what = title or f"{timeline.num_ranks} ranks, {timeline.schedule.num_microbatches} micro-batches"
-    numbers = f"step {time_text(timeline.step_s)}, bubble {percent_text(timeline.bubble)}"
-    figure.text(_LEFT_IN / width_in, 1 - 0.32 / height_in, f"{what}:  {numbers}", fontsize=10.5, weight="bold")
+    line = f"{title or _size_text(timeline)}:  step {time_text(timeline.step_s)}, "
+    line += f"bubble {percent_text(timeline.bubble)}"
+    place = (_LEFT_IN / width_in, 1 - _TITLE_IN / height_in)
+    figure.text(*place, line, fontsize=10.5, weight="bold")
     return figure
 
 
-def _draw_lanes(axes: "Axes", scale: _Scale) -> None:
-    """Draw a lane a rank: idle ground, boxes by kind, messages on their way; a legend of what is there."""
-    timeline = scale.timeline
+def _size_text(timeline: Timeline) -> str:
+    ranks, microbatches = timeline.num_ranks, timeline.schedule.num_microbatches
+    return (
+        f"{ranks} rank{'s' if ranks > 1 else ''}, "
+        f"{microbatches} micro-batch{'es' if microbatches > 1 else ''}"
+    )
+
+
+def _draw_lanes(axes: "Axes", scale: _Scale, timeline: Timeline) -> None:
+    """Draw a lane a rank: idle ground, boxes by kind, messages on their way; and the legend."""
+    ranks = range(timeline.num_ranks)
+    ground = scale.box(timeline.start_s, timeline.end_s)
+    _draw_boxes(axes, [(rank, ground) for rank in ranks], _IDLE)
     drawn = []
-    for rank in range(timeline.num_ranks):
-        _draw_boxes(axes, rank, [scale.box(timeline.start_s, timeline.end_s)], _IDLE, edge_points=0)
     for kind, look in _LOOKS.items():
         spans = [span for span in timeline.spans if isinstance(span.instruction, kind)]
         if spans:
@@ -154,37 +171,41 @@ def _draw_lanes(axes: "Axes", scale: _Scale) -> None:
         for span, wait_s in zip(timeline.spans, waits_s(timeline), strict=True)
         if scale.points(wait_s) > _SEEN_POINTS
     ]
-    for rank, box in waits:
-        _draw_boxes(axes, rank, [box], _WAIT, edge_points=0)
-    axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
-    axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)])
+    _draw_boxes(axes, waits, _WAIT)
+    axes.set_ylim(len(ranks) - 0.5, -0.5)
+    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     _draw_legend(axes, [*drawn, *([_WAIT] if waits else []), _IDLE])
 
 
 def _draw_kind(axes: "Axes", scale: _Scale, spans: list[Span], look: _Look) -> None:
-    """Draw the boxes of one kind, and their micro-batch numbers in one size if that can be read."""
+    """Draw the boxes of one kind, and their micro-batch numbers if they can be read."""
     typical = median(scale.points(span.duration_s) for span in spans)
-    for rank in range(scale.timeline.num_ranks):
-        boxes = [scale.box(span.start_s, span.end_s) for span in spans if span.rank == rank]
-        _draw_boxes(axes, rank, boxes, look, edge_points=min(0.7, 0.12 * typical))
-    digits = len(str(scale.timeline.schedule.num_microbatches - 1))
-    size = min(8.5, (typical - 2) / digits / _DIGIT_EMS)
+    boxes = [(span.rank, scale.box(span.start_s, span.end_s)) for span in spans]
+    _draw_boxes(axes, boxes, look, edge_points=min(0.7, 0.12 * typical))
+    numbers = [str(s.instruction.microbatch) for s in spans if isinstance(s.instruction, Compute)]
+    size = min(8.5, (typical - 2) / max(map(len, numbers)) / _DIGIT_EMS)
     if size < _LEAST_FONT_POINTS:
         return
-    for span in spans:
-        text = str(getattr(span.instruction, "microbatch", ""))
-        if scale.points(span.duration_s) >= len(text) * _DIGIT_EMS * size + 1:
-            left, width = scale.box(span.start_s, span.end_s)
-            axes.text(
-                left + width / 2, span.rank, text, color=look.ink, size=size, ha="center", va="center_baseline"
-            )
+    for span, number, (rank, (left, width)) in zip(spans, numbers, boxes, strict=True):
+        if scale.points(span.duration_s) >= len(number) * _DIGIT_EMS * size + 1:
+            where: dict[str, Any] = {"ha": "center", "va": "center_baseline"}
+            axes.text(left + width / 2, rank, number, color=look.ink, size=size, **where)
 
 
 def _draw_boxes(
-    axes: "Axes", rank: int, boxes: list[tuple[float, float]], look: _Look, *, edge_points: float
+    axes: "Axes",
+    boxes: list[tuple[int, tuple[float, float]]],
+    look: _Look,
+    *,
+    edge_points: float = 0,
 ) -> None:
-    lane = (rank - _LANE_HEIGHT / 2, _LANE_HEIGHT)
-    axes.broken_barh(boxes, lane, facecolors=look.fill, edgecolors="white", linewidth=edge_points)
+    """Draw boxes (rank, (left edge, width)) in the lanes of their ranks."""
+    for rank in sorted({rank for rank, _ in boxes}):
+        lane = (rank - _LANE_HEIGHT / 2, _LANE_HEIGHT)
+        here = [box for other, box in boxes if other == rank]
+        axes.broken_barh(
+            here, lane, facecolors=look.fill, edgecolors="white", linewidth=edge_points
+        )
 
 
 def _draw_legend(axes: "Axes", looks: list[_Look]) -> None:
@@ -206,10 +227,11 @@ def _draw_legend(axes: "Axes", looks: list[_Look]) -> None:
     )
 
 
-def _draw_memory(axes: "Axes", scale: _Scale, stages: list[int]) -> None:
-    """Draw a strip a stage: the bytes it keeps over time, as a share of the largest peak of all."""
-    timeline = scale.timeline
+def _draw_memory(axes: "Axes", scale: _Scale, timeline: Timeline) -> None:
+    """Draw a strip a stage: the bytes it keeps over time, relative to the largest peak of all."""
+    beside = axes.get_yaxis_transform()
     peaks = timeline.peak_bytes()
+    stages = sorted(peaks)
     most = max(peaks.values()) or 1
     for row, stage in enumerate(stages):
         samples = sorted((s for s in timeline.memory if s.stage == stage), key=lambda s: s.time_s)
@@ -223,7 +245,8 @@ def _draw_memory(axes: "Axes", scale: _Scale, stages: list[int]) -> None:
             color=_MEMORY.fill,
         )
         axes.axhline(row + 0.5, color=_IDLE.fill, linewidth=1)
-        axes.text(1.008, row + 0.2, bytes_text(peaks[stage]), transform=axes.get_yaxis_transform(), va="center")
+        axes.text(_PEAK_X, row + 0.2, bytes_text(peaks[stage]), transform=beside, va="center")
     axes.set_ylim(len(stages) - 0.5, -0.5)
-    axes.set_yticks([row + 0.2 for row in range(len(stages))], [f"stage {stage}" for stage in stages])
-    axes.text(1.008, -0.45, "peak kept", transform=axes.get_yaxis_transform(), va="bottom", color="#777777")
+    middles = [row + 0.2 for row in range(len(stages))]
+    axes.set_yticks(middles, [f"stage {stage}" for stage in stages])
+    axes.text(_PEAK_X, -0.45, "peak kept", transform=beside, va="bottom", color="#777777")

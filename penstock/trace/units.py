@@ -30,7 +30,7 @@ def percent_text(share: float) -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Write a number of bytes with three significant digits, in the largest fitting power of 1024."""
+    """Write a number of bytes with three significant digits, at most in GiB."""
     for sign in ("bytes", "KiB", "MiB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {sign}"

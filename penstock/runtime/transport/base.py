@@ -31,7 +31,7 @@ class AbstractChannels(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One run to drive: the lowered schedule, the stages by number, the run and its caller's modes."""
+    """One run to drive: the lowered schedule, the stages by number, the caller's modes."""
 
     schedule: Schedule
     stages: Mapping[int, Stage]

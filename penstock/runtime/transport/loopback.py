@@ -1,4 +1,4 @@
-"""Loop-back: all ranks in the calling thread, one instruction at a time, in the order of `walk`."""
+"""Loop-back: all ranks in the calling thread, instruction by instruction, as `walk` orders."""
 
 from typing import Any
 
@@ -33,7 +33,8 @@ class LoopbackTransport(AbstractTransport):
     def drive(self, work: Work) -> None:
         channels = _Slots()
         executors = [
-            Executor(rank, work.stages, work.run, channels) for rank in range(work.schedule.num_ranks)
+            Executor(rank, work.stages, work.run, channels)
+            for rank in range(work.schedule.num_ranks)
         ]
         num_threads = torch.get_num_threads()
         torch.set_num_threads(self._num_threads)

@@ -39,9 +39,10 @@ class _Queues(AbstractChannels):
             is_gradient, source, target, microbatch = message
             what = "gradient" if is_gradient else "activation"
             raise WaitTimeout(
-                f"stage {target} waited {self._timeout_s:g} s at {instruction_to_text(instruction)} for the {what} "
-                f"of micro-batch {microbatch} from stage {source}, which did not send it. If one layer may take "
-                "that long, raise timeout_s"
+                f"stage {target} waited {self._timeout_s:g} s at "
+                f"{instruction_to_text(instruction)} for the {what} of micro-batch {microbatch} "
+                f"from stage {source}, which did not send it. If one layer may take that long, "
+                "raise timeout_s"
             ) from None
         if item is _ABORT:
             raise Stopped
@@ -110,7 +111,9 @@ class ThreadTransport(AbstractTransport):
             thread.start()
         for _ in threads:
             ready.get()
-        torch.set_num_threads(torch.get_num_threads())  # a worker's count is also the next thread's default
+        torch.set_num_threads(
+            torch.get_num_threads()
+        )  # a worker's count is also the next thread's default
         self._finalizer = weakref.finalize(self, _stop, self._inboxes, threads)
 
     def _drain(self, done: "SimpleQueue[int]", waiting: int) -> None:
@@ -162,6 +165,7 @@ class _Job:
 
 
 def _serve(inbox: "SimpleQueue[Any]", num_threads: int, ready: "SimpleQueue[None]") -> None:
+    torch.get_num_threads()  # a thread's first look takes over the process's count: have it now
     torch.set_num_threads(num_threads)
     ready.put(None)
     while (job := inbox.get()) is not None:

@@ -1,0 +1,78 @@
+"""Check and complete what the front door was given, before anything is built."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from penstock.errors import ConfigError, PartitionError
+from penstock.model.stages import check_partition
+
+Devices = Sequence[torch.device | str | int] | torch.device | str | None
+
+
+def resolve_num_stages(
+    num_stages: int | None, partition: Sequence[int] | None, num_layers: int
+) -> int:
+    """Decide K from what was given of `num_stages` and `partition`.
+
+    Raises:
+        PartitionError: neither is given, both disagree, or the layers are too few.
+    """
+    if partition is not None:
+        check_partition(tuple(partition), num_layers)
+        if num_stages not in (None, len(partition)):
+            raise PartitionError(
+                f"num_stages={num_stages}, but partition={list(partition)} has {len(partition)} "
+                "stages; give one of the two"
+            )
+        return len(partition)
+    if num_stages is None:
+        raise PartitionError("give num_stages=K, or partition=[layers per stage, ...]")
+    check_count("num_stages", num_stages)
+    if num_stages > num_layers:
+        raise PartitionError(
+            f"num_stages={num_stages}, but the model has only {num_layers} layers; choose at most "
+            f"{num_layers} stages, or give the model as more, smaller layers"
+        )
+    return num_stages
+
+
+def check_count(name: str, value: int) -> int:
+    """Give `value` back if it is a whole number of at least 1.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r}; it must be a whole number of at least 1")
+    return value
+
+
+def resolve_devices(devices: Devices, num_stages: int) -> list[torch.device]:
+    """Give each stage its device: as asked, else the visible GPUs in turn, else the CPU.
+
+    Raises:
+        ConfigError: there are not as many as stages.
+    """
+    if devices is None:
+        gpus = torch.cuda.device_count()
+        return [
+            torch.device("cuda", s % gpus) if gpus else torch.device("cpu")
+            for s in range(num_stages)
+        ]
+    if isinstance(devices, str | torch.device):
+        return [torch.device(devices)] * num_stages
+    if len(devices) != num_stages:
+        raise ConfigError(
+            f"{len(devices)} devices for {num_stages} stages; give one per stage (a device may be "
+            "named several times), or one for all"
+        )
+    return [torch.device(device) for device in devices]
+
+
+def num_cores() -> int:
+    """Count the cores this process may use."""
+    return (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )

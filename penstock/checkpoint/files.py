@@ -1,0 +1,158 @@
+"""A checkpoint as a folder of files that appears whole or not at all.
+
+    model.safetensors       parameters and buffers, under the model's own names
+    optimizer.safetensors   the optimizer's tensors, under "<parameter name>.<state key>"
+    state.json              format, digests of the other files, and everything that is no tensor
+
+The folder is written under a hidden name beside its place, forced to the disk, and renamed.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from penstock.errors import CheckpointError
+
+FORMAT = "penstock-checkpoint"
+VERSION = 1
+STATE = "state.json"
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+UNFINISHED = ".unfinished"
+"""How the name of a folder ends while it is being written or deleted."""
+_OTHER_DIGEST = "its digest is not the one noted when it was written"
+
+
+def write_folder(
+    path: Path, tensors: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]
+) -> None:
+    """Write `tensors[file][name]` and `facts` as the folder `path`, in one step for any reader.
+
+    Raises:
+        CheckpointError: `path` exists, or `facts` holds what JSON cannot.
+        OSError: the disk is full or refuses; nothing is left behind.
+    """
+    if path.exists():
+        raise CheckpointError(
+            f"{path} exists already and is never overwritten; choose another name"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(
+        tempfile.mkdtemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent)
+    )
+    try:
+        facts = _as_read(facts)
+        digests = {STATE: _digest_of_facts(facts)}
+        for name, content in tensors.items():
+            save_file(dict(content), unfinished / name)
+            digests[name] = _digest(unfinished / name)
+        state = {"format": FORMAT, "version": VERSION, "digests": digests, "facts": facts}
+        (unfinished / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+        for file in (*unfinished.iterdir(), unfinished):
+            _force_to_disk(file)
+        unfinished.chmod(0o755)  # mkdtemp makes it private
+        unfinished.rename(path)
+        _force_to_disk(path.parent)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """Read state.json, and prove by digest that the other files are as they were written.
+
+    Raises:
+        CheckpointError: not a checkpoint, of another version, incomplete or damaged.
+    """
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {what}; give the folder of a checkpoint")
+    try:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} holds no {STATE}, so it is no Penstock checkpoint"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise _damaged(path, STATE, str(error)) from None
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{path / STATE} was not written by Penstock; give another folder")
+    if state.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has format version {state.get('version')}, this Penstock reads version {VERSION}; "
+            "load it with the version that wrote it"
+        )
+    facts: dict[str, Any] = state.get("facts", {})
+    digests: dict[str, str] = state.get("digests", {})
+    if digests.pop(STATE, None) != _digest_of_facts(facts):
+        raise _damaged(path, STATE, _OTHER_DIGEST)
+    for name, digest in digests.items():
+        if not (path / name).is_file():
+            raise _damaged(path, name, "it is missing")
+        if _digest(path / name) != digest:
+            raise _damaged(path, name, _OTHER_DIGEST)
+    return facts
+
+
+def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
+    """Read one file of tensors, into CPU memory.
+
+    Raises:
+        CheckpointError: it is no safetensors file.
+    """
+    try:
+        return load_file(path / name)
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, name, str(error)) from None
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a checkpoint; it disappears whole, however the deletion ends."""
+    doomed = path.with_name(f".{path.name}{UNFINISHED}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _damaged(path: Path, name: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path / name} is damaged: {why}; use another checkpoint, or copy this one anew"
+    )
+
+
+def _as_read(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the facts as they will be when read back: tuples are lists, all keys strings."""
+    try:
+        read: dict[str, Any] = json.loads(json.dumps(facts))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the state to save holds what JSON cannot ({error}); "
+            "give numbers, strings, lists and dicts of them"
+        ) from None
+    return read
+
+
+def _digest_of_facts(facts: Mapping[str, Any]) -> str:
+    return "sha256:" + hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _force_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,113 @@
+"""An optimizer's state by parameter name, so that it does not depend on how the model is cut."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import CheckpointError
+
+Json = dict[str, Any]
+
+
+def parameter_names(module: nn.Module) -> dict[int, str]:
+    """Map the id of every parameter to its name; a shared one goes by its first."""
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def pack_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> tuple[dict[str, Tensor], Json]:
+    """Split an optimizer's state into tensors by "<parameter name>.<state key>" and JSON values.
+
+    Raises:
+        CheckpointError: a parameter is not the module's, or a value is neither tensor nor JSON.
+    """
+    names = parameter_names(module)
+    groups = [
+        {"parameters": _group_names(group, names), "options": _options(group)}
+        for group in optimizer.param_groups
+    ]
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            target = tensors if isinstance(value, Tensor) else values
+            target[f"{names[id(parameter)]}.{key}"] = value
+    return tensors, {"kind": type(optimizer).__name__, "groups": groups, "values": values}
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, module: nn.Module, facts: Json, tensors: Mapping[str, Tensor]
+) -> list[str]:
+    """List what keeps a saved state from being loaded into `optimizer`; empty if nothing does."""
+    kind = type(optimizer).__name__
+    if facts["kind"] != kind:
+        return [f"the optimizer is {kind}, the saved one {facts['kind']}"]
+    names = parameter_names(module)
+    here = [set(_group_names(group, names)) for group in optimizer.param_groups]
+    there = [set(group["parameters"]) for group in facts["groups"]]
+    if len(here) != len(there):
+        return [f"the optimizer has {len(here)} parameter groups, the saved one {len(there)}"]
+    faults = [
+        f"parameter group {n} lacks {_some(there[n] - here[n])} and has {_some(here[n] - there[n])} beyond "
+        "the saved one"
+        for n in range(len(here))
+        if here[n] != there[n]
+    ]
+    known = {name for group in here for name in group}
+    strange = [key for key in (*tensors, *facts["values"]) if key.rpartition(".")[0] not in known]
+    return faults + [f"{key} belongs to no parameter of the optimizer" for key in strange]
+
+
+def unpack_optimizer(
+    optimizer: torch.optim.Optimizer, module: nn.Module, facts: Json, tensors: Mapping[str, Tensor]
+) -> None:
+    """Load a state that `check_optimizer` found nothing wrong with."""
+    names = parameter_names(module)
+    by_parameter: dict[str, dict[str, Any]] = {}
+    for key, value in (*tensors.items(), *facts["values"].items()):
+        name, _, state_key = key.rpartition(".")
+        by_parameter.setdefault(name, {})[state_key] = value
+    number = 0
+    state: dict[int, dict[str, Any]] = {}
+    groups = []
+    for group, saved in zip(optimizer.param_groups, facts["groups"], strict=True):
+        numbers = []
+        for name in _group_names(group, names):
+            if name in by_parameter:
+                state[number] = by_parameter[name]
+            numbers.append(number)
+            number += 1
+        options = {key: _like(value, group.get(key)) for key, value in saved["options"].items()}
+        groups.append({**options, "params": numbers})
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _group_names(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
+    for parameter in group["params"]:
+        if id(parameter) not in names:
+            raise CheckpointError(
+                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the "
+                "model's; make the optimizer from the parameters of the model given here"
+            )
+    return [names[id(parameter)] for parameter in group["params"]]
+
+
+def _options(group: Mapping[str, Any]) -> Json:
+    return {
+        key: value.item() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def _like(value: Any, current: Any) -> Any:
+    """Give `value` the type that JSON took from it: that of the optimizer's present option."""
+    if isinstance(current, Tensor):
+        return torch.as_tensor(value, dtype=current.dtype, device=current.device)
+    return tuple(value) if isinstance(current, tuple) else value
+
+
+def _some(names: set[str]) -> str:
+    shown = ", ".join(sorted(names)[:3])
+    return (shown or "nothing") + (f" and {len(names) - 3} more" if len(names) > 3 else "")

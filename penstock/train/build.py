@@ -1,0 +1,79 @@
+"""The words of a recipe turned into what they name: model, samples, pipeline, optimizer."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock.data.digits import Split, load_digits
+from penstock.pipeline import Pipeline
+from penstock.schedules import ALL_SCHEDULES
+from penstock.types import Recompute
+from penstock.zoo.residual import residual_network
+
+from .recipe import SGD, AdamW, Recipe
+
+NUM_CLASSES = 10
+
+
+def build_model(recipe: Recipe) -> nn.Sequential:
+    """Make the network; its initial weights depend on train.seed only."""
+    section = recipe.model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.train.seed)
+        return residual_network(
+            section.num_blocks, section.width, num_classes=NUM_CLASSES, dropout=section.dropout
+        )
+
+
+def build_data(recipe: Recipe) -> Split:
+    """Read the samples."""
+    return load_digits(recipe.data.test_share, recipe.data.seed)
+
+
+def loss_function(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Give the mean cross entropy of (B, classes) against (B,)."""
+    return F.cross_entropy(outputs, targets)
+
+
+def build_pipeline(recipe: Recipe, model: nn.Sequential, example_inputs: Tensor) -> Pipeline:
+    """Cut the model into stages.
+
+    Raises:
+        PartitionError: the model has too few layers, or another number than the partition says.
+    """
+    section = recipe.pipeline
+    given = section.partition != "auto"
+    return Pipeline(
+        model,
+        None if given else section.num_stages,
+        partition=section.partition if section.partition != "auto" else None,
+        num_microbatches=section.num_microbatches,
+        loss=loss_function,
+        schedule=next(f for f in ALL_SCHEDULES if f.__name__ == section.schedule),
+        recompute=Recompute(section.recompute),
+        seed=section.seed,
+        example_inputs=example_inputs,
+        threads_per_stage=section.threads_per_stage,
+        timeout_s=section.timeout_s,
+    )
+
+
+def build_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    """Make the optimizer over all parameters; the loop sets its learning rate anew in every step."""
+    match recipe.optimizer:
+        case AdamW() as o:
+            return torch.optim.AdamW(
+                model.parameters(),
+                lr=o.lr,
+                betas=(o.beta1, o.beta2),
+                eps=o.eps,
+                weight_decay=o.weight_decay,
+            )
+        case SGD() as o:
+            return torch.optim.SGD(
+                model.parameters(),
+                lr=o.lr,
+                momentum=o.momentum,
+                nesterov=o.nesterov,
+                weight_decay=o.weight_decay,
+            )

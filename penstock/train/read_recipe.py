@@ -1,0 +1,134 @@
+"""TOML text to Recipe and back; every fault is one line that says where, what, and what to write."""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from penstock.errors import RecipeError
+
+from .recipe import Recipe
+from .recipe_errors import describe, suggest_place
+
+FREE_ON_RESUME = frozenset(
+    {
+        "pipeline.num_stages",
+        "pipeline.partition",
+        "pipeline.schedule",
+        "pipeline.recompute",
+        "pipeline.threads_per_stage",
+        "pipeline.timeout_s",
+        "train.checkpoint_every",
+        "train.keep_checkpoints",
+        "train.log_every",
+        "train.trace_every",
+    }
+)
+"""Keys that decide how and not what a run computes."""
+
+
+def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file; `overrides` are "section.key=value", the value written as in TOML.
+
+    A value that is not TOML is taken as a string, so schedule=gpipe needs no quotes.
+
+    Raises:
+        RecipeError: the file is missing, unreadable or not TOML, or keys are unknown, missing or
+            mistyped; all of them are listed, one a line.
+    """
+    data = _read_toml(path)
+    for override in overrides:
+        _apply(data, override)
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        faults = [f"{path}: {describe(fault)}" for fault in error.errors(include_url=False)]
+        raise RecipeError("\n".join(faults)) from None
+
+
+def recipe_to_toml(recipe: Recipe) -> str:
+    """Write a recipe with every key, defaults included; `read_recipe` reads it back."""
+    sections = []
+    for section, keys in recipe.model_dump().items():
+        lines = [f"{key} = {_toml_value(value)}" for key, value in keys.items()]
+        sections.append("\n".join([f"[{section}]", *lines]))
+    return "\n\n".join(sections) + "\n"
+
+
+def check_resumable(old: Recipe, new: Recipe) -> None:
+    """Refuse changes with which a resumed run would not be the run that was interrupted.
+
+    Raises:
+        RecipeError: lists every key that may not change, with both values and the reason.
+    """
+    before, after = _flat(old), _flat(new)
+    faults = []
+    for key in sorted(before.keys() | after.keys()):
+        was, would = before.get(key), after.get(key)
+        if was != would and key not in FREE_ON_RESUME:
+            faults.append(
+                f"{key} was {_toml_value(was)} and cannot become {_toml_value(would)} on resume: {_reason(key)}"
+            )
+    if faults:
+        raise RecipeError("\n".join(faults))
+
+
+def _reason(key: str) -> str:
+    if key == "pipeline.num_microbatches":
+        return (
+            "BatchNorm statistics and dropout masks belong to micro-batches, so another M trains another "
+            "model; keep it (num_stages may change), or start a new run"
+        )
+    return "the run would no longer be the same; start a new run"
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"there is no recipe {path}; give the path of a .toml file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read the recipe {path}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path} is not valid TOML: {error}") from None
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    place, equals, text = override.partition("=")
+    section, dot, key = place.strip().partition(".")
+    if not equals or not dot or not key:
+        hint = suggest_place(section)
+        raise RecipeError(
+            f"--set {override}: write section.key=value, such as pipeline.num_stages=2"
+            + (f"; did you mean {hint}?" if hint else "")
+        )
+    keys = data.setdefault(section, {})
+    if isinstance(keys, dict):
+        keys[key] = _parse_value(text.strip())
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if parsed.keys() == {"value"} else text
+
+
+def _toml_value(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    return json.dumps(value)
+
+
+def _flat(recipe: Recipe) -> Mapping[str, Any]:
+    return {
+        f"{section}.{key}": value
+        for section, keys in recipe.model_dump().items()
+        for key, value in keys.items()
+    }

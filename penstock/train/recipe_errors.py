@@ -1,0 +1,117 @@
+"""What is wrong with a recipe, said in one line for the person who wrote it."""
+
+import json
+from difflib import get_close_matches
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from .recipe import Recipe, Section
+
+
+def describe(fault: ErrorDetails) -> str:
+    """Say what is wrong at one place: the key, its value, what is expected, and the nearest key."""
+    place = [str(part) for part in fault["loc"]]
+    kind = ""
+    if len(place) > 1 and place[1] in _KINDS.get(place[0], ()):
+        kind = place.pop(1)  # the name of the optimizer, which pydantic inserts
+    where = ".".join(place)
+    match fault["type"]:
+        case "extra_forbidden":
+            return _unknown(place, where, kind)
+        case "missing" if len(place) == 1:
+            return f"the section [{where}] is missing"
+        case "missing" | "union_tag_not_found":
+            return f"the key {where if fault['type'] == 'missing' else where + '.name'} is missing"
+        case "union_tag_invalid":
+            name = fault["input"]["name"]
+            return f"{where}.name = {_shown(name)} must be {_or(_KINDS[where])}{_nearest(name, _KINDS[where])}"
+        case "model_type" | "model_attributes_type":
+            return f"{where} = {_shown(fault['input'])} must be a section: [{where}] and keys below it"
+        case _:
+            return _mistyped(where, fault)
+
+
+def suggest_place(key: str) -> str:
+    """Give "section.key" of the recipe key nearest to `key`; empty if none is near."""
+    sections = reversed(Recipe.model_fields)
+    places = {
+        k: section
+        for section in sections
+        for kind in _variants(section)
+        for k in kind.model_fields
+    }
+    near = get_close_matches(key, places, n=1)
+    return f"{places[near[0]]}.{near[0]}" if near else ""
+
+
+def _unknown(place: list[str], where: str, kind: str) -> str:
+    key = place[-1]
+    if len(place) == 1:
+        names = list(Recipe.model_fields)
+        hint = suggest_place(key)
+        elsewhere = f"; did you mean the key {hint}?" if hint else ""
+        return f"unknown section [{where}]{_nearest(key, names) or elsewhere}; known: {', '.join(names)}"
+    section = place[0]
+    keys_by_kind = {
+        _name_of(variant): list(variant.model_fields) for variant in _variants(section)
+    }
+    for other, keys in keys_by_kind.items():
+        if kind and key in keys:
+            return f'unknown key {where} with {section}.name = "{kind}"; it belongs to name = "{other}"'
+    known = keys_by_kind[kind] if kind else next(iter(keys_by_kind.values()))
+    near = get_close_matches(key, known, n=1)
+    hint = f"{section}.{near[0]}" if near else suggest_place(key)
+    return f"unknown key {where}" + (
+        f"; did you mean {hint}?" if hint else f"; known: {', '.join(known)}"
+    )
+
+
+def _mistyped(where: str, fault: ErrorDetails) -> str:
+    message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    if isinstance(fault["input"], BaseModel) or not where or "." not in where:
+        return message  # a rule between keys; it names them itself
+    expected = fault.get("ctx", {}).get("expected", "")
+    if fault["type"] == "literal_error" and isinstance(fault["input"], str):
+        words = [word.strip("'") for word in expected.split(" or ")]
+        message = f"must be {_or(words)}{_nearest(fault['input'], words)}"
+    elif fault["type"] == "value_error" and isinstance(fault["input"], str):
+        message += _nearest(fault["input"], message.split('"')[1::2])
+    return f"{where} = {_shown(fault['input'])} {message}"
+
+
+def _nearest(word: object, known: list[str]) -> str:
+    near = get_close_matches(str(word), known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _or(words: list[str]) -> str:
+    return " or ".join(f'"{word}"' for word in words)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except TypeError:
+        return str(value)
+
+
+def _variants(section: str) -> list[type[Section]]:
+    annotation = Recipe.model_fields[section].annotation
+    return [kind for kind in get_args(annotation) or (annotation,) if issubclass(kind, Section)]
+
+
+def _name_of(variant: type[Section]) -> str:
+    """Give the one value that the key `name` may have; empty if there is no such key."""
+    if "name" not in variant.model_fields:
+        return ""
+    return str(get_args(variant.model_fields["name"].annotation)[0])
+
+
+_KINDS = {
+    section: [_name_of(variant) for variant in _variants(section)]
+    for section in Recipe.model_fields
+    if len(_variants(section)) > 1
+}
+"""Sections whose keys depend on their name: section -> names."""

@@ -1,0 +1,304 @@
+"""A fault on any stage reaches the caller as itself, names its place, and leaves a working pipeline."""
+
+import gc
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.schedules import ALL_SCHEDULES
+from tests.reference import Unsplit, chain
+
+NUM_STAGES, NUM_MICROBATCHES = 3, 4
+WAYS = [
+    pytest.param({"schedule": s, "transport": t, "recompute": r}, id=f"{s.__name__}-{t.name}-{r.value}")
+    for s in ALL_SCHEDULES
+    for t in penstock.Transport
+    for r in penstock.Recompute
+]
+
+
+class Fault(RuntimeError):
+    """What the user's own code raises; takes two arguments, so it cannot be rebuilt from its message."""
+
+    def __init__(self, where: str, number: int) -> None:
+        super().__init__(f"{where} {number}")
+        self.where, self.number = where, number
+
+
+class Faulty(nn.Module):
+    """Raise in the forward or the backward of a chosen call, counted from 1 since `arm`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.arm("", 0)
+
+    def arm(self, where: str, call: int) -> None:
+        """Choose where to raise; ("", 0) for nowhere."""
+        self.where, self.call, self.calls = where, call, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.where == "forward" and self.calls == self.call:
+            raise Fault("forward", self.calls)
+        return _Backward.apply(self.linear(x), self)
+
+
+class _Backward(torch.autograd.Function):
+    """The identity, whose backward raises when its layer is armed so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Faulty) -> Tensor:
+        ctx.layer = layer
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        layer = ctx.layer
+        if layer.where == "backward":
+            layer.call -= 1
+            if layer.call == 0:
+                raise Fault("backward", 0)
+        return gradient, None
+
+
+def build() -> list[nn.Module]:
+    """Give six layers, faulty ones on every one of three stages, with dropout and BatchNorm between."""
+    torch.manual_seed(0)
+    return [Faulty(), nn.BatchNorm1d(6), Faulty(), nn.Dropout(0.2), nn.Tanh(), Faulty()]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(9, 6, generator=generator), torch.randn(9, 6, generator=generator)
+
+
+class Loss:
+    """The mean squared error, which raises on a chosen call."""
+
+    def __init__(self) -> None:
+        self.fail_at = 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.fail_at -= 1
+        if self.fail_at == 0:
+            raise Fault("loss", 0)
+        return F.mse_loss(output, target)
+
+
+def make(layers: list[nn.Module], loss: Any, **way: Any) -> penstock.Pipeline:
+    """Make a pipeline with two layers on each of three stages."""
+    return penstock.Pipeline(
+        layers, partition=(2, 2, 2), num_microbatches=NUM_MICROBATCHES, loss=loss, threads_per_stage=1, **way
+    )
+
+
+def assert_works(pipe: penstock.Pipeline, layers: list[nn.Module]) -> None:
+    """Check that a step after the fault gives the unsplit gradients, once they are zeroed."""
+    pipe.zero_grad()
+    twin = build()
+    for module, copy in zip(layers, twin, strict=True):
+        copy.load_state_dict(module.state_dict())
+    unsplit = Unsplit(twin, chain(6), NUM_MICROBATCHES, step=pipe.step)
+    assert torch.equal(pipe.train_step(*batch()), unsplit.train_step(*batch(), F.mse_loss))
+    for a, b in zip(nn.ModuleList(layers).parameters(), nn.ModuleList(twin).parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.equal(a.grad, b.grad)
+    for (name, c), (_, d) in zip(
+        nn.ModuleList(layers).named_buffers(), nn.ModuleList(twin).named_buffers(), strict=True
+    ):
+        assert torch.equal(c, d), name
+
+
+def told(error: BaseException) -> str:
+    """Give the error's notes, which say where it happened."""
+    return " ".join(getattr(error, "__notes__", []))
+
+
+@pytest.mark.parametrize("microbatch", (0, 2, 3))
+@pytest.mark.parametrize("stage", range(NUM_STAGES))
+@pytest.mark.parametrize("where", ("forward", "backward"))
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fault_in_a_layer(where: str, stage: int, microbatch: int, way: dict[str, Any]) -> None:
+    layers = build()
+    number = (0, 2, 5)[stage]
+    faulty = layers[number]
+    assert isinstance(faulty, Faulty)
+    recomputed = way["recompute"] is penstock.Recompute.STAGE
+    with make(layers, F.mse_loss, **way) as pipe:
+        pipe.train_step(*batch())
+        call = microbatch + 1
+        if where == "forward" and recomputed and way["schedule"] is not ALL_SCHEDULES[0]:
+            call = 1  # recomputes come between the forwards here, so only the first call is sure
+        faulty.arm(where, call)
+        with pytest.raises(Fault, match=where) as caught:
+            pipe.train_step(*batch())
+        assert type(caught.value) is Fault
+        assert f"stage {stage}" in told(caught.value)
+        assert f"micro-batch {call - 1}" in told(caught.value)
+        assert f"'{number}'" in told(caught.value)
+        assert "Faulty" in told(caught.value)
+        faulty.arm("", 0)
+        assert_works(pipe, layers)
+
+
+@pytest.mark.parametrize("call", (1, 4))
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fault_in_the_loss(call: int, way: dict[str, Any]) -> None:
+    layers, loss = build(), Loss()
+    with make(layers, loss, **way) as pipe:
+        loss.fail_at = call
+        with pytest.raises(Fault, match="loss") as caught:
+            pipe.train_step(*batch())
+        assert f"stage {NUM_STAGES - 1}" in told(caught.value)
+        assert "loss" in told(caught.value)
+        assert_works(pipe, layers)
+
+
+@pytest.mark.parametrize("stage", range(NUM_STAGES))
+@pytest.mark.parametrize("transport", penstock.Transport)
+def test_a_fault_in_a_recompute(stage: int, transport: penstock.Transport) -> None:
+    layers = build()
+    number = (0, 2, 5)[stage]
+    faulty = layers[number]
+    assert isinstance(faulty, Faulty)
+    with make(layers, F.mse_loss, transport=transport) as pipe:
+        for _ in range(2):
+            faulty.arm("forward", NUM_MICROBATCHES + 2)  # GPipe: all forwards first, then recomputes
+            with pytest.raises(Fault) as caught:
+                pipe.train_step(*batch())
+                pipe.train_step(*batch())  # where a stage recomputes one less, the next step raises
+            assert f"stage {stage}" in told(caught.value)
+            assert f"'{number}'" in told(caught.value)
+            assert "micro-batch" in told(caught.value)
+        faulty.arm("", 0)
+        assert_works(pipe, layers)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_faults_in_the_module_form_and_in_evaluation(way: dict[str, Any]) -> None:
+    layers = build()
+    faulty = layers[2]
+    assert isinstance(faulty, Faulty)
+    x, y = batch()
+    with make(layers, F.mse_loss, **way) as pipe:
+        faulty.arm("forward", 2)
+        with pytest.raises(Fault) as caught:
+            pipe.eval_step(x)
+        assert "stage 1" in told(caught.value)
+        assert all(module.training for module in pipe.modules())
+        faulty.arm("forward", 2)
+        with pytest.raises(Fault) as caught:
+            pipe(x)
+        assert "stage 1" in told(caught.value)
+        faulty.arm("backward", 2)
+        loss = F.mse_loss(pipe(x), y)
+        with pytest.raises(Fault) as caught:
+            loss.backward()
+        assert "stage 1" in told(caught.value)
+        assert "micro-batch 1" in told(caught.value)
+        faulty.arm("", 0)
+        assert_works(pipe, layers)
+
+
+class Interrupted(nn.Module):
+    """Raise what is no Exception."""
+
+    armed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.armed:
+            raise KeyboardInterrupt
+        return x
+
+
+@pytest.mark.parametrize("transport", penstock.Transport)
+def test_an_interrupt_reaches_the_caller_too(transport: penstock.Transport) -> None:
+    layers = [*build()[:5], Interrupted()]
+    with make(layers, F.mse_loss, transport=transport) as pipe:
+        Interrupted.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            pipe.train_step(*batch())
+        Interrupted.armed = False
+        assert torch.isfinite(pipe.train_step(*batch()))
+
+
+def workers_since(before: set[threading.Thread]) -> list[threading.Thread]:
+    """Give the threads that are alive now and were not then."""
+    return [thread for thread in threading.enumerate() if thread not in before]
+
+
+@pytest.mark.parametrize("fail", (False, True))
+def test_closing_leaves_no_threads(fail: bool) -> None:
+    before = set(threading.enumerate())
+    layers = build()
+    pipe = make(layers, F.mse_loss)
+    pipe.train_step(*batch())
+    if fail:
+        layers[2].arm("forward", 1)
+        with pytest.raises(Fault):
+            pipe.train_step(*batch())
+    assert len(workers_since(before)) >= NUM_STAGES - 1
+    pipe.close()
+    pipe.close()
+    assert not workers_since(before)
+
+
+def test_a_closed_pipeline_works_again_or_says_so() -> None:
+    layers = build()
+    pipe = make(layers, F.mse_loss)
+    pipe.train_step(*batch())
+    pipe.close()
+    assert_works(pipe, layers)
+    pipe.close()
+
+
+@pytest.mark.parametrize("outstanding", (False, True))
+def test_a_collected_pipeline_leaves_no_threads(outstanding: bool) -> None:
+    before = set(threading.enumerate())
+    pipe = make(build(), F.mse_loss)
+    pipe.train_step(*batch())
+    output = pipe(batch()[0]) if outstanding else None
+    del pipe, output
+    gc.collect()
+    for worker in workers_since(before):
+        worker.join(10)
+    assert not workers_since(before)
+
+
+def test_many_faults_leave_no_threads_behind() -> None:
+    before = set(threading.enumerate())
+    layers = build()
+    with make(layers, F.mse_loss) as pipe:
+        for _ in range(10):
+            layers[2].arm("forward", 2)
+            with pytest.raises(Fault):
+                pipe.train_step(*batch())
+        assert len(workers_since(before)) <= NUM_STAGES
+        layers[2].arm("", 0)
+        assert_works(pipe, layers)
+    assert not workers_since(before)
+
+
+@pytest.mark.parametrize("ending", ("pass", "raise SystemExit(3)", "raise ValueError('late')", "out = pipe(x)"))
+def test_the_interpreter_ends_without_close(ending: str) -> None:
+    program = (
+        "import torch, penstock\nfrom torch import nn\n"
+        "pipe = penstock.Pipeline([nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)], num_stages=3,\n"
+        "    num_microbatches=2, loss=nn.functional.mse_loss)\n"
+        "x = torch.ones(4, 4)\nprint(pipe.train_step(x, x).shape)\n" + ending
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "torch.Size([])" in ended.stdout
+    assert ended.returncode == {"raise SystemExit(3)": 3, "raise ValueError('late')": 1}.get(ending, 0)
+    assert ended.returncode == 1 or not ended.stderr

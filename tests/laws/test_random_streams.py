@@ -1,0 +1,283 @@
+"""Random numbers depend on (seed, step, layer, micro-batch) and on nothing else."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import penstock
+from penstock.schedules import ALL_SCHEDULES
+from tests.equality import assert_trains_like_unsplit, differences, pipeline, same_bits
+from tests.models import ALL_MODELS, Model, vectors
+from tests.reference import Unsplit, chain, stream_key
+
+WAYS = [
+    pytest.param({"schedule": s, "recompute": r, "transport": t}, id=f"{s.__name__}-{r.value}-{t.name}")
+    for s, r, t in (
+        (ALL_SCHEDULES[0], penstock.Recompute.STAGE, penstock.Transport.THREADS),
+        (ALL_SCHEDULES[0], penstock.Recompute.NEVER, penstock.Transport.LOOPBACK),
+        (ALL_SCHEDULES[1], penstock.Recompute.STAGE, penstock.Transport.LOOPBACK),
+        (ALL_SCHEDULES[1], penstock.Recompute.NEVER, penstock.Transport.THREADS),
+    )
+]
+
+
+class Draw(nn.Module):
+    """Apply a function that draws; with no generator of its own."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def _attend(x: Tensor) -> Tensor:
+    heads = x.view(-1, 1, 4, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.4).reshape(x.shape)
+
+
+DRAWS: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: nn.Dropout(0.4),
+    "dropout in place": lambda: nn.Dropout(0.4, inplace=True),
+    "dropout1d": lambda: Draw(lambda x: F.dropout1d(x.view(-1, 4, 2), 0.4).reshape(x.shape)),
+    "alpha dropout": lambda: nn.AlphaDropout(0.4),
+    "feature alpha dropout": lambda: nn.FeatureAlphaDropout(0.4),
+    "rrelu": lambda: nn.RReLU(),
+    "rrelu in place": lambda: nn.RReLU(inplace=True),
+    "attention": lambda: Draw(_attend),
+    "rand": lambda: Draw(lambda x: x * torch.rand(x.shape)),
+    "rand_like": lambda: Draw(lambda x: x * torch.rand_like(x)),
+    "randn": lambda: Draw(lambda x: x + torch.randn(8)),
+    "randn_like": lambda: Draw(lambda x: x + torch.randn_like(x)),
+    "randint": lambda: Draw(lambda x: x * torch.randint(1, 4, x.shape)),
+    "randint_like": lambda: Draw(lambda x: x * torch.randint_like(x, 1, 4)),
+    "randperm": lambda: Draw(lambda x: x[:, torch.randperm(8)]),
+    "bernoulli": lambda: Draw(lambda x: x * torch.bernoulli(torch.full_like(x, 0.5))),
+    "bernoulli_": lambda: Draw(lambda x: x * torch.empty_like(x).bernoulli_(0.5)),
+    "normal": lambda: Draw(lambda x: x + torch.normal(0.0, 1.0, x.shape)),
+    "normal of tensors": lambda: Draw(lambda x: torch.normal(x.detach(), 1.0) + x),
+    "normal_": lambda: Draw(lambda x: x + torch.empty_like(x).normal_()),
+    "uniform_": lambda: Draw(lambda x: x * torch.empty_like(x).uniform_(1, 2)),
+    "exponential_": lambda: Draw(lambda x: x * torch.empty_like(x).exponential_()),
+    "geometric_": lambda: Draw(lambda x: x * torch.empty_like(x).geometric_(0.5)),
+    "random_": lambda: Draw(lambda x: x * torch.empty(8).random_(3)),
+    "multinomial": lambda: Draw(lambda x: x * torch.multinomial(x.detach().abs() + 0.1, 1)),
+    "poisson": lambda: Draw(lambda x: x * torch.poisson(torch.full_like(x, 2.0))),
+    "gumbel softmax": lambda: Draw(lambda x: F.gumbel_softmax(x, hard=True)),
+    "distribution": lambda: Draw(lambda x: torch.distributions.Normal(x, 1.0).rsample()),
+    "gamma": lambda: Draw(lambda x: torch.distributions.Gamma(x.exp(), 1.0).rsample()),
+    "branch": lambda: Draw(lambda x: x * 2 if bool(torch.rand(()) < 0.5) else F.dropout(x, 0.3)),
+    "fractional pooling": lambda: Draw(
+        lambda x: F.fractional_max_pool2d(x.view(-1, 1, 4, 2).repeat(1, 1, 2, 4), 2, (4, 2)).reshape(x.shape)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
+def test_every_way_to_draw_equals_the_unsplit_model(
+    draw: Callable[[], nn.Module], way: dict[str, Any]
+) -> None:
+    def layers() -> list[Any]:
+        return [nn.Linear(6, 8), draw(), nn.Linear(8, 8), draw(), nn.Linear(8, 3)]
+
+    model = Model("draw", layers, vectors, F.mse_loss)
+    for num_stages in (1, 3):
+        assert_trains_like_unsplit(model, 5, num_stages=num_stages, num_microbatches=2, **way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_recurrent_dropout_equals_the_unsplit_model(way: dict[str, Any]) -> None:
+    def layers() -> list[Any]:
+        first = nn.GRU(4, 8, num_layers=2, dropout=0.4, batch_first=True)
+        second = nn.RNN(8, 3, num_layers=2, dropout=0.4, batch_first=True)
+        return [first, _First(), nn.Linear(8, 8), second, _First()]
+
+    def batch(n: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+        return torch.randn(n, 5, 4, generator=g), torch.randn(n, 5, 3, generator=g)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target)
+
+    model = Model("recurrent", layers, batch, loss)
+    assert_trains_like_unsplit(model, 5, partition=(2, 1, 2), num_microbatches=2, **way)
+
+
+class _First(nn.Module):
+    def forward(self, values: tuple[Tensor, Tensor]) -> Tensor:
+        return values[0]
+
+
+def masks(num_stages: int = 2, seed: int = 0, step: int = 0) -> Tensor:
+    """Give what three dropout layers in a row make of ones, three micro-batches, in one step."""
+    layers = [nn.Dropout(0.5), nn.Dropout(0.1), nn.Dropout(0.1), nn.Identity()]
+    with penstock.Pipeline(
+        layers, num_stages=num_stages, num_microbatches=3, seed=seed, threads_per_stage=1
+    ) as pipe:
+        pipe.step = step
+        output = pipe(torch.ones(6, 50))
+    assert isinstance(output, Tensor)
+    return output
+
+
+def test_masks_are_those_of_the_key() -> None:
+    expected = []
+    for i in range(3):
+        x = torch.ones(2, 50)
+        for layer, rate in enumerate((0.5, 0.1, 0.1)):
+            torch.default_generator.manual_seed(stream_key(7, 4, layer, i))
+            x = F.dropout(x, rate)
+        expected.append(x)
+    assert torch.equal(masks(seed=7, step=4), torch.cat(expected))
+
+
+def test_masks_do_not_depend_on_the_number_of_stages() -> None:
+    assert all(torch.equal(masks(num_stages=k), masks(num_stages=1)) for k in (2, 3, 4))
+
+
+def test_masks_differ_by_seed_step_layer_and_micro_batch() -> None:
+    first = masks()
+    assert not torch.equal(first, masks(seed=1))
+    assert not torch.equal(first, masks(step=1))
+    parts = first.split(2)
+    assert not torch.equal(parts[0], parts[1])
+    assert not torch.equal(parts[1], parts[2])
+
+
+def test_setting_the_step_continues_an_earlier_run() -> None:
+    model = next(m for m in ALL_MODELS if m.name == "randomness")
+    batches = model.batches(6, count=4)
+    whole, resumed = model.build(), model.build()
+    with pipeline(model, whole, num_stages=3, num_microbatches=2) as pipe:
+        losses = [pipe.train_step(*batch) for batch in batches]
+        assert pipe.step == 4
+    with pipeline(model, resumed, num_stages=2, num_microbatches=2) as pipe:
+        pipe.step = 2
+        again = [pipe.train_step(*batch) for batch in batches[2:]]
+    assert all(same_bits(a, b) for a, b in zip(losses[2:], again, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_and_evaluation_leave_the_default_generator_alone(way: dict[str, Any]) -> None:
+    for name in ("randomness", "transformer", "lstm"):
+        model = next(m for m in ALL_MODELS if m.name == name)
+        [(x, y)] = model.batches(5, count=1)
+        with pipeline(model, model.build(), num_stages=3, num_microbatches=2, **way) as pipe:
+            before = torch.get_rng_state()
+            for _ in range(2):
+                pipe.train_step(x, y)
+                pipe.eval_step(x)
+            assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_drawing_before_a_step_changes_nothing() -> None:
+    model = next(m for m in ALL_MODELS if m.name == "randomness")
+    built = [model.build(), model.build()]
+    [batch] = model.batches(5, count=1)
+    for number, copy in enumerate(built):
+        torch.manual_seed(number)
+        with pipeline(model, copy, num_stages=3, num_microbatches=2) as pipe:
+            pipe.train_step(*batch)
+    assert not differences(built[0].modules, built[1].modules)
+
+
+class Switched(nn.Module):
+    """Draw only while switched on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5) if self.on else x
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_that_starts_to_draw_later_is_right_or_refused_once(way: dict[str, Any]) -> None:
+    model = Model("late", lambda: [nn.Linear(6, 6), Switched(), nn.Linear(6, 3)], vectors, F.mse_loss)
+    built, twin = model.build(), model.build()
+    unsplit, refused = Unsplit(twin.modules, chain(3), 2), []
+    with pipeline(model, built, num_stages=3, num_microbatches=2, **way) as pipe:
+        for n, batch in enumerate(model.batches(4, count=6)):
+            for module in (built.modules[1], twin.modules[1]):
+                assert isinstance(module, Switched)
+                module.on = n in (2, 3, 5)
+            expected = unsplit.train_step(*batch, model.loss)
+            try:
+                assert same_bits(pipe.train_step(*batch), expected)
+                assert not differences(built.modules, twin.modules)
+            except penstock.errors.RandomnessError:
+                refused.append(n)
+            for module in (*built.modules, *twin.modules):
+                module.zero_grad()
+    assert refused in ([], [2])
+
+
+class UserCheckpoint(nn.Module):
+    """The user's own activation checkpoint around dropout."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def body(value: Tensor) -> Tensor:
+            return F.dropout(self.layer(value), 0.5)
+
+        result: Tensor = checkpoint(body, x, use_reentrant=self.reentrant)
+        return result
+
+
+@pytest.mark.parametrize("reentrant", (True, False))
+@pytest.mark.parametrize("way", WAYS)
+def test_a_users_own_checkpoint_around_dropout_is_right_or_refused(
+    reentrant: bool, way: dict[str, Any]
+) -> None:
+    def layers() -> list[Any]:
+        return [nn.Linear(6, 6), UserCheckpoint(reentrant=reentrant), nn.Linear(6, 3)]
+
+    model = Model("checkpoint", layers, vectors, F.mse_loss)
+    try:
+        assert_trains_like_unsplit(model, 5, num_stages=3, num_microbatches=2, **way)
+    except penstock.errors.RandomnessError as error:
+        assert "checkpoint" in str(error)  # noqa: PT017 - either outcome is right
+
+
+def test_dropout_that_stays_on_in_evaluation_does_not_depend_on_the_number_of_stages() -> None:
+    layers = [Draw(lambda x: F.dropout(x, 0.5)), nn.Identity(), Draw(lambda x: F.dropout(x, 0.5))]
+    found = []
+    for num_stages in (1, 2, 3):
+        with penstock.Pipeline(layers, num_stages=num_stages, num_microbatches=3, threads_per_stage=1) as pipe:
+            found.append(pipe.eval_step(torch.ones(7, 20)))
+    assert all(torch.equal(output, found[0]) for output in found)
+    assert not torch.equal(found[0], torch.ones(7, 20))
+
+
+class OwnGenerator(nn.Module):
+    """Draw from a generator of the user's own, which knows of no keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(x.shape, generator=self.generator)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_generator_of_the_users_own_is_right_or_refused(way: dict[str, Any]) -> None:
+    def layers() -> list[Any]:
+        return [nn.Linear(6, 6), OwnGenerator(), nn.Linear(6, 3)]
+
+    model = Model("own generator", layers, vectors, F.mse_loss)
+    try:
+        assert_trains_like_unsplit(model, 5, num_stages=3, num_microbatches=2, **way)
+    except penstock.errors.PenstockError as error:
+        assert "generator" in str(error)  # noqa: PT017 - either outcome is right

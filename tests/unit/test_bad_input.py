@@ -1,0 +1,272 @@
+"""What cannot work is refused in one clear error, with values and remedy, before any gradient exists."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import BatchError, BoundaryError, ConfigError, PartitionError, ScheduleError
+from penstock.schedules import ALL_SCHEDULES, Backward, Forward, gpipe
+from penstock.schedules.ir import Schedule
+
+
+def layers() -> list[nn.Module]:
+    """Give five layers on 6 features, 3 outputs."""
+    return [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)]
+
+
+def make(modules: Any = None, **options: Any) -> penstock.Pipeline:
+    """Make a pipeline of two stages and two micro-batches, but for what `options` say."""
+    if "partition" not in options:
+        options.setdefault("num_stages", 2)
+    options = {"num_microbatches": 2, "loss": F.mse_loss, "threads_per_stage": 1, **options}
+    return penstock.Pipeline(layers() if modules is None else modules, **options)
+
+
+def refused_step(  # noqa: PLR0913 - what is given, and what must be said
+    kind: type[Exception],
+    message: str,
+    modules: list[nn.Module] | None = None,
+    x: Any = None,
+    y: Any = None,
+    **options: Any,
+) -> Exception:
+    """Check that a step is refused, and that no parameter has a gradient then."""
+    modules = layers() if modules is None else modules
+    x = torch.randn(4, 6) if x is None else x
+    y = torch.randn(4, 3) if y is None else y
+    with make(modules, **options) as pipe, pytest.raises(kind, match=message) as caught:
+        pipe.train_step(x, y)
+    assert all(p.grad is None for module in modules for p in module.parameters())
+    return caught.value
+
+
+@pytest.mark.parametrize("count", (0, -1, 1.5, "2", None, True))
+def test_less_than_one_micro_batch(count: Any) -> None:
+    with pytest.raises(ConfigError, match=f"num_microbatches={count!r}.*at least 1"):
+        make(num_microbatches=count)
+
+
+@pytest.mark.parametrize("count", (0, -3, 2.0))
+def test_less_than_one_stage(count: Any) -> None:
+    with pytest.raises(ConfigError, match=f"num_stages={count!r}.*at least 1"):
+        make(num_stages=count)
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(PartitionError, match=r"num_stages=6.*5 layers.*at most 5"):
+        make(num_stages=6)
+
+
+def test_neither_stages_nor_partition() -> None:
+    with pytest.raises(PartitionError, match=r"num_stages=.*partition="):
+        make(num_stages=None)
+
+
+@pytest.mark.parametrize("partition, total", [((2, 2), 4), ((3, 3), 6), ((5, 5, 5), 15)])
+def test_partition_that_does_not_sum_to_the_layers(partition: tuple[int, ...], total: int) -> None:
+    message = rf"partition={re.escape(str(list(partition)))}.*{total} layers.*has 5.*sum to 5"
+    with pytest.raises(PartitionError, match=message):
+        make(partition=partition)
+
+
+@pytest.mark.parametrize("partition", [(0, 5), (6, -1), (5, 0), (2.5, 2.5), ()])
+def test_partition_with_an_empty_stage(partition: tuple[Any, ...]) -> None:
+    with pytest.raises(PartitionError, match="at least one layer"):
+        make(partition=partition)
+
+
+def test_stages_and_partition_that_disagree() -> None:
+    with pytest.raises(PartitionError, match=r"num_stages=3.*partition=\[2, 3\].*2 stages"):
+        make(num_stages=3, partition=(2, 3))
+
+
+@pytest.mark.parametrize("model", ([], nn.Sequential()))
+def test_a_model_without_layers(model: Any) -> None:
+    with pytest.raises(ConfigError, match="at least one"):
+        make(model, num_stages=1)
+
+
+def test_a_model_that_is_no_list_of_layers() -> None:
+    with pytest.raises(ConfigError, match=r"Linear.*list"):
+        make(nn.Linear(2, 2))
+
+
+def test_a_layer_that_is_no_module() -> None:
+    with pytest.raises(ConfigError, match=r"layer 1 .*not an nn.Module"):
+        make([nn.Linear(6, 6), torch.tanh])
+
+
+def test_a_value_that_no_layer_gives() -> None:
+    model = [penstock.Layer(nn.Linear(6, 6), outputs="a"), penstock.Layer(nn.Linear(6, 3), inputs="b")]
+    with pytest.raises(ConfigError, match=r"'b'.*known here: input, a"):
+        make(model)
+
+
+def test_a_layer_that_returns_fewer_values_than_it_names() -> None:
+    model = [penstock.Layer(nn.Linear(6, 6), outputs=("a", "b")), nn.Linear(6, 3)]
+    refused_step(ConfigError, r"names 2 outputs.*Tensor", [m for m in model if isinstance(m, nn.Module)] or model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", (1, 3))
+def test_a_wrong_number_of_devices(count: int) -> None:
+    with pytest.raises(ConfigError, match=rf"{count} devices.*2 stages"):
+        make(devices=["cpu"] * count)
+
+
+def test_an_empty_batch() -> None:
+    refused_step(BatchError, r"empty batch.*\(0, 6\)", x=torch.randn(0, 6), y=torch.randn(0, 3))
+    for call in ("eval_step", "forward"):
+        with make() as pipe, pytest.raises(BatchError, match="empty batch"):
+            getattr(pipe, call)(torch.randn(0, 6))
+
+
+def test_inputs_and_targets_of_different_batch_size() -> None:
+    refused_step(BatchError, r"4.*5", x=torch.randn(4, 6), y=torch.randn(5, 3))
+
+
+def test_inputs_of_different_batch_sizes() -> None:
+    refused_step(BatchError, r"\[4, 5\]", x=(torch.randn(4, 6), torch.randn(5, 6)))
+
+
+def test_inputs_without_a_batch() -> None:
+    refused_step(BatchError, "no tensor", x=3)
+    refused_step(BatchError, "without dimensions", x=torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    "loss, got",
+    [
+        pytest.param(lambda o, t: ((o - t) ** 2).mean(1), r"shape \(2,\)", id="one per sample"),
+        pytest.param(lambda o, t: (o - t).mean().reshape(1), r"shape \(1,\)", id="one-element"),
+        pytest.param(lambda o, t: 1.5, "float", id="number"),
+        pytest.param(lambda o, t: None, "NoneType", id="nothing"),
+        pytest.param(lambda o, t: (o.mean(), t.mean()), "tuple", id="tuple"),
+    ],
+)
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=lambda s: s.__name__)
+def test_a_loss_that_is_no_scalar(loss: Callable[..., Any], got: str, schedule: Any) -> None:
+    refused_step(ConfigError, got + r".*(?s:.)*one number", loss=loss, schedule=schedule)
+
+
+def test_a_step_without_a_loss() -> None:
+    refused_step(ConfigError, r"needs a loss.*loss=", loss=None)
+
+
+def test_a_loss_of_which_nothing_depends() -> None:
+    modules = [module.requires_grad_(False) for module in layers()]
+    refused_step(ConfigError, "requires grad", modules)
+
+
+def test_a_step_without_gradients() -> None:
+    with make() as pipe, torch.no_grad(), pytest.raises(ConfigError, match="no_grad"):
+        pipe.train_step(torch.randn(4, 6), torch.randn(4, 3))
+
+
+class Summed(nn.Module):
+    """Reduce over the batch: what is left has no batch dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum()
+
+
+@pytest.mark.parametrize("transport", penstock.Transport)
+def test_a_value_without_dimensions_at_a_boundary(transport: penstock.Transport) -> None:
+    modules = [nn.Linear(6, 6), Summed(), nn.Tanh()]
+    error = refused_step(
+        BoundaryError, "batch dimension.*one value", modules, partition=(2, 1), transport=transport
+    )
+    assert "stage 0" in " ".join([str(error), *error.__notes__])
+    assert "Summed" in " ".join([str(error), *error.__notes__])
+
+
+def test_a_value_without_dimensions_inside_a_stage_is_the_models_business() -> None:
+    modules = [nn.Linear(6, 6), Summed(), nn.Tanh()]
+    with make(modules, partition=(1, 2), loss=lambda output, target: output) as pipe:
+        assert pipe.train_step(torch.randn(4, 6)).dim() == 0
+
+
+@pytest.mark.parametrize("module", (Summed(), nn.Flatten(0)))
+def test_an_output_without_a_batch_cannot_be_put_together(module: nn.Module) -> None:
+    for call in ("eval_step", "forward"):
+        with make([nn.Linear(6, 6), module]) as pipe, pytest.raises(BoundaryError, match=r"shape \("):
+            getattr(pipe, call)(torch.randn(4, 6))
+
+
+def tied(kind: str) -> list[nn.Module]:
+    """Give layers of which the first and the last share a parameter, a module or a buffer."""
+    modules = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)]
+    if kind == "weight":
+        modules[2].weight = modules[0].weight
+    elif kind == "module":
+        modules[2] = modules[0]
+    else:
+        shared = torch.zeros(3)
+        modules[0].register_buffer("shared", shared)
+        modules[2].register_buffer("shared", shared)
+    return modules
+
+
+@pytest.mark.parametrize("kind", ("weight", "module", "buffer"))
+def test_layers_that_share_across_stages_are_refused_with_a_partition_that_works(kind: str) -> None:
+    with pytest.raises(PartitionError, match=r"stage 0.*stage 1.*share.*layers 0 to 2 on one stage"):
+        make(tied(kind), partition=(1, 2))
+
+
+@pytest.mark.parametrize("kind", ("weight", "module", "buffer"))
+def test_layers_that_share_on_one_stage_are_right(kind: str) -> None:
+    ours, theirs = tied(kind), tied(kind)
+    for a, b in zip(ours, theirs, strict=True):
+        b.load_state_dict(a.state_dict())
+    x, y = torch.randn(4, 6), torch.randn(4, 3)
+    with make([*ours, nn.Identity()], partition=(3, 1), loss=_first_three) as pipe:
+        pipe.train_step(x, y)
+    for x_i, y_i in zip(x.split(2), y.split(2), strict=True):
+        (_first_three(nn.Sequential(*theirs)(x_i), y_i) * 0.5).backward()
+    assert all(
+        torch.equal(_grad(a), _grad(b))
+        for a, b in zip(nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True)
+    )
+
+
+def test_layers_that_share_are_never_balanced_apart() -> None:
+    x, y = torch.randn(4, 6), torch.randn(4, 3)
+    for num_stages in (2, 3):
+        modules = tied("weight")
+        try:
+            with make([*modules, nn.Linear(6, 3)], num_stages=num_stages) as pipe:
+                pipe.train_step(x, y)
+        except PartitionError as error:
+            assert "share" in str(error)  # noqa: PT017 - either outcome is right
+            assert all(p.grad is None for m in modules for p in m.parameters())
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        pytest.param(lambda k, m: Schedule(gpipe(k, m).programs[:1]), id="a stage missing"),
+        pytest.param(lambda k, m: gpipe(k, m - 1), id="a micro-batch missing"),
+        pytest.param(lambda k, m: gpipe(k + 1, m), id="a stage too many"),
+        pytest.param(
+            lambda k, m: Schedule(tuple((Backward(s, i), Forward(s, i)) for s in range(k) for i in range(m))),
+            id="backward first",
+        ),
+        pytest.param(lambda k, m: Schedule(tuple(p[::-1] for p in gpipe(k, m).programs)), id="reversed"),
+    ],
+)
+def test_a_schedule_that_is_not_one_for_this_pipeline(broken: Any) -> None:
+    refused_step(ScheduleError, "stage|micro-batch", schedule=broken)
+
+
+def _first_three(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output[:, :3], target)
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

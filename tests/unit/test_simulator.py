@@ -1,0 +1,149 @@
+"""The simulator foretells exactly when each instruction runs."""
+
+from fractions import Fraction
+
+import pytest
+
+from penstock.errors import ConfigError, ScheduleError
+from penstock.schedules import (
+    ALL_SCHEDULES,
+    Forward,
+    ReceiveActivation,
+    Schedule,
+    SendActivation,
+    gpipe,
+    parse,
+)
+from penstock.schedules.passes import add_commits, add_communication, add_recompute, chain_edges
+from penstock.simulator import UNIT_COSTS, Costs, simulate
+from penstock.trace import Timeline
+
+
+def boxes(timeline: Timeline) -> dict[str, tuple[object, object]]:
+    """Map each instruction's word to its start and end, leaving out those that take no time."""
+    words = [str(Schedule(((span.instruction,),))).partition("| ")[2] for span in timeline.spans]
+    times = [(span.start_s, span.end_s) for span in timeline.spans]
+    return {word: at for word, at in zip(words, times, strict=True) if at[0] < at[1]}
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES)
+@pytest.mark.parametrize("num_microbatches", range(1, 9))
+@pytest.mark.parametrize("num_stages", range(1, 6))
+class TestLaws:
+    def test_the_step_takes_m_plus_p_minus_1_forwards_and_backwards(
+        self, num_stages, num_microbatches, schedule
+    ):
+        timeline = simulate(schedule(num_stages, num_microbatches), UNIT_COSTS)
+        assert timeline.step_s == (num_microbatches + num_stages - 1) * (1 + 2)
+
+    def test_the_bubble_is_p_minus_1_of_m_plus_p_minus_1(
+        self, num_stages, num_microbatches, schedule
+    ):
+        timeline = simulate(schedule(num_stages, num_microbatches), UNIT_COSTS)
+        assert timeline.bubble == Fraction(num_stages - 1, num_microbatches + num_stages - 1)
+        assert timeline.breakdown().share_of_ideal == 1
+
+    def test_every_rank_runs_its_program_in_order(self, num_stages, num_microbatches, schedule):
+        lowered = add_communication(
+            add_recompute(schedule(num_stages, num_microbatches)), chain_edges(num_stages)
+        )
+        timeline = simulate(lowered, UNIT_COSTS)
+        assert timeline.schedule == lowered
+        for before, after in zip(timeline.spans, timeline.spans[1:], strict=False):
+            assert before.rank != after.rank or before.end_s <= after.start_s
+
+
+class TestExactTimes:
+    def test_two_stages_two_microbatches(self):
+        # second    0  1  2  3  4  5  6  7  8
+        # rank 0 |  F0 F1 .  .  B0 -- .  B1 --
+        # rank 1 |  .  F0 B0 -- F1 B1 -- .  .
+        schedule = parse("rank 0 | 0F0 0F1 0B0 0B1\nrank 1 | 1F0 1B0 1F1 1B1")
+        assert boxes(simulate(schedule, UNIT_COSTS)) == {
+            "0F0": (0, 1),
+            "0F1": (1, 2),
+            "0B0": (4, 6),
+            "0B1": (7, 9),
+            "0B0<1": (2, 4),
+            "0B1<1": (6, 7),
+            "1F0<0": (0, 1),
+            "1F0": (1, 2),
+            "1B0": (2, 4),
+            "1F1": (4, 5),
+            "1B1": (5, 7),
+        }
+
+    def test_each_stage_has_its_own_costs(self):
+        costs = Costs(forward_s=(1, 3), backward_s=(5, 7), recompute_s=0)
+        assert boxes(simulate(gpipe(2, 1), costs)) == {
+            "0F0": (0, 1),
+            "1F0<0": (0, 1),
+            "1F0": (1, 4),
+            "1B0": (4, 11),
+            "0B0<1": (1, 11),
+            "0B0": (11, 16),
+        }
+
+    def test_a_message_arrives_after_its_transfer_while_its_sender_goes_on(self):
+        costs = Costs(
+            forward_s=1, backward_s=2, recompute_s=1, transfer_s={(0, 1): Fraction(1, 2)}
+        )
+        found = boxes(simulate(gpipe(2, 2), costs))
+        assert found["0F1"] == (1, 2)
+        assert found["1F0<0"] == (0, Fraction(3, 2))
+        assert found["1F0"] == (Fraction(3, 2), Fraction(5, 2))
+        assert found["1F1"] == (Fraction(5, 2), Fraction(7, 2))  # its message came before, at 5/2
+        assert found["0B0"] == (6, 8)
+
+    def test_a_recompute_runs_while_the_gradient_is_awaited(self):
+        found = boxes(simulate(add_recompute(gpipe(2, 2)), UNIT_COSTS))
+        assert found["1B0"] == (4, 6)
+        assert found["0R0"] == (2, 3)
+        assert found["0B0<1"] == (3, 6)
+        assert found["0B0"] == (6, 8)
+
+    def test_an_edge_that_skips_a_stage_is_priced_on_its_own(self):
+        edges = chain_edges(3) | {(0, 2)}
+        transfers = {(0, 1): 0, (1, 2): 0, (0, 2): 10}
+        costs = Costs(forward_s=1, backward_s=2, recompute_s=1, transfer_s=transfers)
+        found = boxes(simulate(add_communication(gpipe(3, 1), edges), costs))
+        assert found["2F0"] == (11, 12)
+        assert found["0B0"] == (24, 26)
+
+    def test_committing_statistics_takes_no_time(self):
+        schedule = gpipe(2, 3)
+        committing = add_commits(schedule, range(2))
+        assert simulate(committing, UNIT_COSTS).step_s == simulate(schedule, UNIT_COSTS).step_s
+
+    def test_exact_costs_give_exact_times_however_odd(self):
+        third = Fraction(1, 3)
+        costs = Costs(forward_s=third, backward_s=2 * third, recompute_s=third)
+        timeline = simulate(gpipe(3, 4), costs)
+        assert timeline.step_s == 6
+        assert timeline.bubble == Fraction(1, 3)
+
+
+def test_a_deadlock_is_shown_and_not_waited_for():
+    deadlock = Schedule(
+        (
+            (ReceiveActivation(0, 0, 1), Forward(0, 0), SendActivation(0, 0, 1)),
+            (ReceiveActivation(1, 0, 0), Forward(1, 0), SendActivation(1, 0, 0)),
+        )
+    )
+    with pytest.raises(ScheduleError, match="rank 0 waits at 0F0<1, rank 1 waits at 1F0<0"):
+        simulate(deadlock, UNIT_COSTS)
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ({"forward_s": (1, 1)}, "Costs.forward_s has 2 entries, the schedule has 3 stages"),
+        ({"transfer_s": {(0, 1): 1}}, r"Costs.transfer_s has no entry for edge \(1, 2\)"),
+        ({"backward_s": -1}, "backward_s is -1: no instruction takes less than 0 seconds"),
+        ({"recompute_s": (0, -2, 0)}, r"recompute_s\[1\] is -2"),
+        ({"transfer_s": {(0, 1): -3}}, r"transfer_s\[\(0, 1\)\] is -3"),
+    ],
+)
+def test_costs_that_do_not_fit_are_refused_with_their_values(costs, message):
+    with pytest.raises(ConfigError, match=message):
+        simulate(gpipe(3, 2), Costs(**{"forward_s": 1, "backward_s": 2, "recompute_s": 1} | costs))

@@ -1,0 +1,218 @@
+"""One timeline, seen as a terminal grid, a Chrome trace and a picture."""
+
+import json
+import re
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.schedules import Forward, Schedule, gpipe, one_f_one_b, parse
+from penstock.schedules.passes import add_commits, add_recompute
+from penstock.simulator import UNIT_COSTS, Costs, simulate
+from penstock.trace import MemorySample, Span, Timeline, render_grid, save_picture, to_chrome
+
+MILLISECONDS = Costs(forward_s=0.001, backward_s=0.002, recompute_s=0.001, transfer_s=0.00025)
+
+
+def drawn(text: str) -> str:
+    """Take the indentation off an expected drawing."""
+    return "\n".join(line.strip() for line in text.strip().splitlines())
+
+
+class TestGrid:
+    def test_gpipe(self):
+        assert render_grid(simulate(gpipe(3, 4), UNIT_COSTS), width=60) == drawn("""
+            rank 0 |F0F1F2F3............B0  B1  B2  B3  |
+            rank 1 |..F0F1F2F3......B0  B1  B2  B3  ....|
+            rank 2 |....F0F1F2F3B0  B1  B2  B3  ........|
+            F forward  B backward  . idle    step 18 s, bubble 33.3%
+        """)
+
+    def test_1f1b_with_recompute(self):
+        timeline = simulate(add_recompute(one_f_one_b(3, 4)), UNIT_COSTS)
+        assert render_grid(timeline, width=80) == drawn("""
+            rank 0 |F0 F1 F2 R0 .........B0    F3 R1 B1    R2 ...B2    R3 B3    |
+            rank 1 |...F0 F1 R0 ...B0    F2 R1 B1    F3 R2 B2    R3 B3    ......|
+            rank 2 |......F0 B0    F1 B1    F2 B2    ...F3 B3    ...............|
+            F forward  R recompute  B backward  . idle    step 20 s, bubble 26.7%
+        """)
+
+    def test_boxes_too_narrow_for_numbers_are_filled_with_their_letter(self):
+        assert render_grid(simulate(gpipe(2, 12), UNIT_COSTS), width=50) == drawn("""
+            rank 0 |FFFFFFFFFFFF...B0B1B2B3B4B5B6B7B8B9BBBB|
+            rank 1 |.FFFFFFFFFFFFB0B1B2B3B4B5B6B7B8B9BBBB..|
+            F forward  B backward  . idle    step 39 s, bubble 7.7%
+        """)
+
+    def test_boxes_narrower_than_a_column_are_shown_in_their_proportion(self):
+        grid = render_grid(simulate(one_f_one_b(4, 300), UNIT_COSTS), width=80)
+        for line in grid.splitlines()[:4]:
+            assert line.count("B") == pytest.approx(2 * line.count("F"), rel=0.15)
+
+    def test_a_rank_with_several_stages_names_them(self):
+        schedule = parse("rank 0 | 0F0 2F0\nrank 1 | 1F0 3F0")
+        assert render_grid(simulate(schedule, UNIT_COSTS), width=24) == drawn("""
+            rank 0 |0F0...2F0...|
+            rank 1 |...1F0...3F0|
+            F forward  . idle    step 4 s, bubble 50.0%
+        """)
+
+    def test_fractions_of_a_second_set_on_columns_as_whole_seconds_do(self):
+        third = Fraction(1, 3)
+        small = Costs(forward_s=third, backward_s=2 * third, recompute_s=third)
+        by_fractions = render_grid(simulate(gpipe(3, 4), small), width=60).splitlines()
+        by_seconds = render_grid(simulate(gpipe(3, 4), UNIT_COSTS), width=60).splitlines()
+        assert by_fractions[:3] == by_seconds[:3]
+
+    @pytest.mark.parametrize("width", [10, 33, 80, 100, 201])
+    def test_no_row_is_wider_than_asked_for(self, width):
+        grid = render_grid(simulate(add_recompute(gpipe(4, 7)), MILLISECONDS), width=width)
+        rows = [line for line in grid.splitlines() if line.startswith("rank")]
+        assert len({len(row) for row in rows}) == 1
+        assert len(rows[0]) <= width
+
+    def test_colour_changes_no_character(self):
+        timeline = simulate(add_recompute(gpipe(3, 4)), UNIT_COSTS)
+        coloured = render_grid(timeline, colour=True)
+        assert "\x1b[" in coloured
+        assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == render_grid(timeline)
+
+    def test_an_empty_timeline_is_drawn_empty(self):
+        assert "bubble 0.0%" in render_grid(Timeline(()))
+
+    def test_spans_that_take_no_time_are_drawn_as_nothing(self):
+        assert "rank 0 |..." in render_grid(Timeline((Span(0, Forward(0, 0), 1.0, 1.0),)))
+
+
+class TestChrome:
+    def test_every_span_is_a_slice_in_microseconds_on_its_rank(self):
+        timeline = simulate(add_commits(add_recompute(gpipe(2, 2)), [1]), MILLISECONDS)
+        slices = [e for e in json.loads(to_chrome(timeline))["traceEvents"] if e["ph"] == "X"]
+        assert len(slices) == len(timeline.spans)
+        assert slices[0] == {
+            "ph": "X",
+            "pid": 0,
+            "tid": 0,
+            "cat": "forward",
+            "name": "F0",
+            "ts": 0.0,
+            "dur": 1000.0,
+            "args": {"stage": 0, "microbatch": 0, "keep_graph": False},
+        }
+        assert {event["cat"] for event in slices} == {
+            "forward",
+            "recompute",
+            "backward",
+            "send",
+            "receive",
+            "statistics",
+        }
+        assert {event["tid"] for event in slices} == {0, 1}
+
+    def test_an_arrow_leads_from_each_send_to_its_receive(self):
+        timeline = simulate(gpipe(2, 3), MILLISECONDS)
+        events = json.loads(to_chrome(timeline))["traceEvents"]
+        starts = {event["id"]: event for event in events if event["ph"] == "s"}
+        ends = {event["id"]: event for event in events if event["ph"] == "f"}
+        assert len(starts) == 6
+        assert starts.keys() == ends.keys()
+        for number, start in starts.items():
+            assert start["tid"] != ends[number]["tid"]
+            assert ends[number]["ts"] >= start["ts"] + 250 - 1e-6
+
+    def test_time_begins_at_zero_and_ranks_are_named(self):
+        timeline = Timeline((Span(0, Forward(0, 0), 5.0, 6.0), Span(1, Forward(1, 0), 6.0, 7.0)))
+        events = json.loads(to_chrome(timeline))["traceEvents"]
+        assert [event["ts"] for event in events if event["ph"] == "X"] == [0, 1_000_000]
+        names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+        assert names == ["rank 0", "rank 1"]
+
+    def test_kept_bytes_are_counters(self):
+        timeline = Timeline((Span(0, Forward(0, 0), 0.0, 1.0),), (MemorySample(0, 1.0, 4096),))
+        events = json.loads(to_chrome(timeline))["traceEvents"]
+        counters = [event for event in events if event["ph"] == "C"]
+        assert counters == [
+            {
+                "ph": "C",
+                "pid": 0,
+                "name": "stage 0 kept bytes",
+                "ts": 1_000_000,
+                "args": {"bytes": 4096},
+            }
+        ]
+
+    def test_exact_times_are_written_as_plain_numbers(self):
+        costs = Costs(forward_s=Fraction(1, 4), backward_s=Fraction(1, 2), recompute_s=0)
+        events = json.loads(to_chrome(simulate(gpipe(1, 1), costs)))["traceEvents"]
+        assert [event["dur"] for event in events if event["ph"] == "X"] == [250_000, 500_000]
+
+
+def with_memory(timeline: Timeline) -> Timeline:
+    """Let every stage keep one MiB from its first instruction's end on."""
+    first = {span.instruction.stage: span.end_s for span in reversed(timeline.spans)}
+    samples = tuple(MemorySample(stage, at, 2**20) for stage, at in sorted(first.items()))
+    return Timeline(timeline.spans, samples)
+
+
+class TestPicture:
+    pytest.importorskip("matplotlib")
+
+    @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (2, 4), (8, 64)])
+    def test_a_png_and_an_svg_are_drawn(self, tmp_path, num_stages, num_microbatches):
+        timeline = simulate(add_recompute(gpipe(num_stages, num_microbatches)), MILLISECONDS)
+        save_picture(with_memory(timeline), tmp_path / "step.png")
+        save_picture(with_memory(timeline), str(tmp_path / "step.svg"))
+        assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (tmp_path / "step.svg").read_text()
+
+    def test_the_picture_says_what_it_shows(self, tmp_path):
+        timeline = with_memory(simulate(add_recompute(gpipe(2, 4)), UNIT_COSTS))
+        words = words_of(tmp_path, timeline)
+        assert "2 ranks, 4 micro-batches: step 19 s, bubble 15.8%" in words
+        assert {"forward", "recompute", "backward", "idle"} <= words
+        assert {"rank 0", "rank 1", "stage 0", "stage 1", "1 MiB", "time (s)"} <= words
+
+    def test_a_title_of_ones_own_comes_before_the_numbers(self, tmp_path):
+        timeline = simulate(gpipe(2, 4), UNIT_COSTS)
+        assert "mine: step 15 s, bubble 20.0%" in words_of(tmp_path, timeline, title="mine")
+
+    def test_messages_on_their_way_are_shown_where_they_take_time(self, tmp_path):
+        assert "message on its way" in words_of(tmp_path, simulate(gpipe(2, 4), MILLISECONDS))
+        assert "message on its way" not in words_of(tmp_path, simulate(gpipe(2, 4), UNIT_COSTS))
+
+    def test_equal_timelines_give_equal_files(self, tmp_path):
+        timeline = simulate(one_f_one_b(2, 4), UNIT_COSTS)
+        for name in ("one.svg", "two.svg", "one.png", "two.png"):
+            save_picture(timeline, tmp_path / name)
+        assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+        assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+
+    @pytest.mark.parametrize("name", ["step.pdf", "step"])
+    def test_another_suffix_is_refused(self, tmp_path, name):
+        with pytest.raises(ConfigError, match=rf"{name}': its name must end in .svg or .png"):
+            save_picture(simulate(gpipe(1, 1), UNIT_COSTS), tmp_path / name)
+
+    def test_an_empty_timeline_is_refused(self, tmp_path):
+        with pytest.raises(ConfigError, match="lasts 0 seconds: was the step traced"):
+            save_picture(Timeline(()), tmp_path / "step.svg")
+
+
+def test_a_picture_without_matplotlib_names_the_extra_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"pip install 'penstock\[demo\]'"):
+        save_picture(simulate(gpipe(1, 1), UNIT_COSTS), tmp_path / "step.svg")
+
+
+def words_of(folder: Path, timeline: Timeline, title: str | None = None) -> set[str]:
+    """Give the texts of the picture of `timeline`, which an SVG notes beside their outlines."""
+    save_picture(timeline, folder / "words.svg", title=title)
+    comments = re.findall(r"<!-- (.*?) -->", (folder / "words.svg").read_text())
+    return {" ".join(comment.split()) for comment in comments}
+
+
+def test_the_schedule_of_a_timeline_is_the_schedule_that_ran():
+    schedule = Schedule(((Forward(0, 0), Forward(0, 1)),))
+    assert simulate(schedule, UNIT_COSTS).schedule == schedule
