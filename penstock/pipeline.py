@@ -13,6 +13,7 @@ from penstock.errors import BatchError, ConfigError
 from penstock.model.layers import Layer, Layers, as_layers
 from penstock.model.pytree import flatten
 from penstock.planner.partition import balance
+from penstock.runtime.caller import CallerContext
 from penstock.runtime.engine import Engine
 from penstock.runtime.microbatches import batch_size, gather, loss_weights, microbatch_sizes, split
 from penstock.runtime.module_form import join_gradients, run_as_module
@@ -291,7 +292,7 @@ class Pipeline(nn.Module):
         return Run(
             inputs=inputs,
             loss=None,
-            with_grad=with_grad,
+            caller=CallerContext.capture(with_grad, self.devices),
             phase=phase,
             step=step,
             seed=self.seed,

@@ -1,4 +1,4 @@
-"""Few runs that cover much: every value of every factor, and every pair of values, at least once."""
+"""Few runs that cover much: every pair of values of two factors meets at least once."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ def all_runs() -> Iterator[Run]:
 
 
 def covering_runs(rotation: int) -> list[Run]:
-    """Give few runs in which every pair of values of two factors meets; `rotation` varies the choice.
+    """Give few runs in which every pair of values of two factors meets; `rotation` varies them.
 
     Greedy: each run is the one, among all, that brings together the most pairs not yet met.
     """

@@ -23,11 +23,13 @@ def differences(ours: Sequence[nn.Module], unsplit: Sequence[nn.Module]) -> list
     """Name every gradient, parameter and buffer in which two copies of a model differ."""
     found = []
     for number, (mine, theirs) in enumerate(zip(ours, unsplit, strict=True)):
-        for (name, a), (_, b) in zip(mine.named_parameters(), theirs.named_parameters(), strict=True):
+        for (name, a), (_, b) in zip(
+            mine.named_parameters(), theirs.named_parameters(), strict=True
+        ):
             found += _differ(f"gradient of {number}.{name}", a.grad, b.grad)
             found += _differ(f"parameter {number}.{name}", a, b)
-        for (name, a), (_, b) in zip(mine.named_buffers(), theirs.named_buffers(), strict=True):
-            found += _differ(f"buffer {number}.{name}", a, b)
+        for (name, c), (_, d) in zip(mine.named_buffers(), theirs.named_buffers(), strict=True):
+            found += _differ(f"buffer {number}.{name}", c, d)
     return found
 
 
@@ -44,7 +46,7 @@ def pipeline(model: Model, built: Built, **options: Any) -> penstock.Pipeline:
 def assert_trains_like_unsplit(
     model: Model, num_samples: int, *, steps: int = 3, bf16: bool = False, **options: Any
 ) -> None:
-    """Accumulate the gradients of several mini-batches in both; every bit must agree at each step."""
+    """Accumulate gradients of several mini-batches in both; all bits must agree at each step."""
     built, twin = model.build(), model.build()
     unsplit = Unsplit(twin.modules, twin.forward, options["num_microbatches"])
     ours, theirs = model.batches(num_samples, steps), model.batches(num_samples, steps)
@@ -62,5 +64,5 @@ def _differ(what: str, a: Tensor | None, b: Tensor | None) -> list[str]:
     if same_bits(a, b):
         return []
     if a is None or b is None:
-        return [f"{what}: {'missing' if a is None else 'there'}, unsplit {'missing' if b is None else 'there'}"]
+        return [f"{what}: {'missing' if a is None else 'there'}, unlike the unsplit one"]
     return [f"{what}: differs by at most {(a - b).abs().max().item():.3g}"]

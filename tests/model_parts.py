@@ -116,6 +116,17 @@ class Expanded(nn.Module):
         return x.unsqueeze(1).expand(-1, 3, -1)
 
 
+class Columns(nn.Module):
+    """Some columns, as a view: it starts at an odd address, or leaves gaps."""
+
+    def __init__(self, start: int, step: int) -> None:
+        super().__init__()
+        self.columns = slice(start, None, step)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, self.columns]
+
+
 class Pooled(nn.Module):
     """The mean over dimension 1."""
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from penstock import Layer
-
 from tests import model_parts as parts
 from tests.reference import Forward, Loss, chain
 
@@ -30,7 +29,8 @@ class Built:
 class Model:
     """How to build a model (the same weights each time), feed it and judge it.
 
-    `min_samples` is the smallest micro-batch it can train on (BatchNorm1d needs 2).
+    `min_samples` is the smallest micro-batch it can train on (BatchNorm1d needs 2).  Models that
+    draw random numbers in evaluation too have `quiet_in_eval` False.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Model:
     loss: Loss
     forward: Forward | None = None
     min_samples: int = 1
+    quiet_in_eval: bool = True
 
     def build(self) -> Built:
         """Build the model; the default generator is left as it was."""
@@ -104,9 +105,13 @@ def convolutions() -> list[Any]:
         nn.Conv2d(2, 6, 3, padding=1, bias=False),
         nn.BatchNorm2d(6),
         nn.ReLU(inplace=True),
-        parts.Residual(nn.Conv2d(6, 6, 3, padding=1, groups=3), nn.GroupNorm(2, 6), nn.ReLU(inplace=True)),
+        parts.Residual(
+            nn.Conv2d(6, 6, 3, padding=1, groups=3), nn.GroupNorm(2, 6), nn.ReLU(inplace=True)
+        ),
         nn.MaxPool2d(2),
-        parts.Residual(nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.Conv2d(6, 6, 1), nn.Dropout2d(0.3)),
+        parts.Residual(
+            nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.Conv2d(6, 6, 1), nn.Dropout2d(0.3)
+        ),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(6, 3),
@@ -115,7 +120,9 @@ def convolutions() -> list[Any]:
 
 def transformer() -> list[Any]:
     def block() -> nn.Module:
-        mlp = parts.Residual(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Dropout(0.1))
+        mlp = parts.Residual(
+            nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Dropout(0.1)
+        )
         return nn.Sequential(parts.Residual(nn.LayerNorm(8), parts.Attention(8, 2)), mlp)
 
     return [parts.Tokens(11, 5, 8), block(), block(), nn.LayerNorm(8), nn.Linear(8, 11)]
@@ -190,7 +197,14 @@ def odd_parameters() -> list[Any]:
 
 def frozen(*which: int) -> Callable[[], list[Any]]:
     def layers() -> list[Any]:
-        stack = [nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)]
+        stack = [
+            nn.Linear(6, 6),
+            nn.LayerNorm(6),
+            nn.Linear(6, 6),
+            nn.Tanh(),
+            nn.Linear(6, 6),
+            nn.Linear(6, 3),
+        ]
         for number in which:
             stack[number].requires_grad_(False)
         return stack
@@ -211,7 +225,13 @@ def batch_norms() -> list[Any]:
 
 
 def frozen_batch_norm() -> list[Any]:
-    stack = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.BatchNorm1d(8), nn.Linear(8, 3)]
+    stack = [
+        nn.Linear(6, 8),
+        nn.BatchNorm1d(8),
+        nn.ReLU(inplace=True),
+        nn.BatchNorm1d(8),
+        nn.Linear(8, 3),
+    ]
     stack[1].eval()
     return stack
 
@@ -228,8 +248,15 @@ def changing_buffers() -> list[Any]:
 
 
 def channels_last() -> list[Any]:
-    stack = [nn.Conv2d(2, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8), nn.Conv2d(8, 3, 2)]
-    return [layer.to(memory_format=torch.channels_last) for layer in stack] + [nn.Flatten()]
+    stack = nn.Sequential(
+        nn.Conv2d(2, 8, 3),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2),
+        nn.BatchNorm2d(8),
+        nn.Conv2d(8, 3, 2),
+        nn.Flatten(),
+    )
+    return list(stack.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
 
 
 def in_place() -> list[Any]:
@@ -259,6 +286,20 @@ def views() -> list[Any]:
         parts.Expanded(),
         nn.Linear(6, 3),
         parts.Pooled(),
+    ]
+
+
+def odd_addresses() -> list[Any]:
+    return [
+        parts.Columns(1, 1),
+        nn.Linear(5, 9),
+        parts.Columns(1, 1),
+        nn.Linear(8, 8),
+        parts.Columns(1, 2),
+        nn.Linear(4, 7),
+        parts.Columns(1, 1),
+        parts.InPlaceAffine(),
+        nn.Linear(6, 3),
     ]
 
 
@@ -300,7 +341,8 @@ ALL_MODELS = (
     Model("channels_last", channels_last, channels_last_images, F.cross_entropy),
     Model("in_place", in_place, vectors, F.mse_loss),
     Model("views", views, vectors, F.mse_loss),
-    Model("randomness", randomness, vectors, F.mse_loss),
+    Model("odd_addresses", odd_addresses, vectors, F.mse_loss),
+    Model("randomness", randomness, vectors, F.mse_loss, quiet_in_eval=False),
     Model("without_weights", without_weights, vectors, F.mse_loss),
 )
 """Every model the laws of exactness are tested on."""

@@ -1,7 +1,7 @@
-"""The unsplit model in plain torch: what a pipeline must equal, bit by bit.  Uses no Penstock code.
+"""The unsplit model in plain torch: what a pipeline must equal bit by bit.  No Penstock code.
 
-A model is its modules and a `forward(call, inputs)` that runs them: `call(l, *values)` runs layer l
-on values.  Everything happens on the calling thread, micro-batch after micro-batch.
+A model is its modules and a `forward(call, inputs)` that runs them: `call(l, *values)` runs layer
+l on values.  Everything happens on the calling thread, micro-batch after micro-batch.
 """
 
 import hashlib
@@ -82,6 +82,8 @@ class Unsplit:
     def module_forward(self, inputs: Any) -> "Outstanding":
         """Run all micro-batches forward; the caller computes a whole-batch loss on the outputs."""
         pieces, _ = split(inputs, self.num_microbatches)
+        for i in range(len(pieces)):  # a copy for each: one changed in place must not touch others
+            pieces[i] = split(tree_map(_copy, inputs), self.num_microbatches)[0][i]
         with pooled_batch_norm(self.modules):
             outputs = [self.run(piece, i) for i, piece in enumerate(pieces)]
         self.step += 1
@@ -95,7 +97,10 @@ class Unsplit:
         for module, _ in modes:
             module.training = False
         with torch.no_grad():
-            outputs = [self.forward(lambda l, *v: self.modules[l](*v), piece) for piece in pieces]
+            outputs = [
+                self.forward(lambda number, *v: self.modules[number](*v), piece)
+                for piece in pieces
+            ]
         for module, mode in modes:
             module.training = mode
         return gather(outputs)
@@ -104,7 +109,9 @@ class Unsplit:
         """Run one micro-batch, each layer with random numbers of its own key."""
 
         def call(layer: int, *values: Any) -> Any:
-            torch.default_generator.manual_seed(stream_key(self.seed, self.step, layer, microbatch))
+            torch.default_generator.manual_seed(
+                stream_key(self.seed, self.step, layer, microbatch)
+            )
             return self.modules[layer](*values)
 
         return self.forward(call, piece)
@@ -140,7 +147,9 @@ class Outstanding:
                 whole.grad = gradient if whole.grad is None else whole.grad + gradient
 
 
-def whole_batch_step(modules: Sequence[nn.Module], forward: Forward, batch: Any, loss: Loss) -> Tensor:
+def whole_batch_step(
+    modules: Sequence[nn.Module], forward: Forward, batch: Any, loss: Loss
+) -> Tensor:
     """Add the gradients of one loss over the whole (inputs, targets) batch; give that loss."""
     inputs, targets = batch
     result = loss(forward(lambda layer, *values: modules[layer](*values), inputs), targets)
@@ -150,7 +159,9 @@ def whole_batch_step(modules: Sequence[nn.Module], forward: Forward, batch: Any,
 
 def stream_key(seed: int, step: int, layer: int, microbatch: int) -> int:
     """Give the seed of one layer call's random numbers."""
-    digest = hashlib.blake2b(f"{seed}:train:{step}:{layer}:{microbatch}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        f"{seed}:train:{step}:{layer}:{microbatch}".encode(), digest_size=8
+    ).digest()
     return int.from_bytes(digest, "little") & (2**63 - 1)
 
 
@@ -158,7 +169,9 @@ def split(value: Any, num_microbatches: int) -> tuple[list[Any], list[int]]:
     """Cut every tensor along dimension 0; give the pieces and their sizes."""
     leaves, structure = tree_flatten(value)
     sizes = [n for n in map(len, leaves[0].tensor_split(num_microbatches)) if n]
-    rows = [_cut(leaf, sizes) if isinstance(leaf, Tensor) else [leaf] * len(sizes) for leaf in leaves]
+    rows = [
+        _cut(leaf, sizes) if isinstance(leaf, Tensor) else [leaf] * len(sizes) for leaf in leaves
+    ]
     return [tree_unflatten(list(row), structure) for row in zip(*rows, strict=True)], sizes
 
 
@@ -175,30 +188,41 @@ def pooled_batch_norm(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Move BatchNorm running statistics once for all micro-batches inside, by pooled moments."""
     norms = [m for module in modules for m in module.modules() if isinstance(m, _BatchNorm)]
     norms = [m for m in dict.fromkeys(norms) if m.training and m.track_running_stats]
-    kept = [(m, m.momentum, {k: b.clone() for k, b in m.named_buffers()}) for m in norms]
+    kept = [(m, m.momentum, dict(m.named_buffers())) for m in norms]
     moments: dict[nn.Module, list[tuple[int, Tensor, Tensor]]] = {m: [] for m in norms}
 
     def note(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         count = args[0].numel() // args[0].shape[1]
-        running = dict(module.named_buffers())  # momentum 1: these are the micro-batch's own moments
-        moments[module].append((count, running["running_mean"].clone(), running["running_var"].clone()))
+        running = dict(
+            module.named_buffers()
+        )  # momentum 1: these are the micro-batch's own moments
+        moments[module].append((count, running["running_mean"], running["running_var"]))
+        module.register_buffer("running_mean", running["running_mean"].clone())
+        module.register_buffer("running_var", running["running_var"].clone())
 
     handles = [m.register_forward_hook(note) for m in norms]
-    for module in norms:
+    for module, _, before in kept:
         module.momentum = 1.0
+        for name, buffer in before.items():
+            module.register_buffer(name, buffer.clone())
     yield
     for handle in handles:
         handle.remove()
     for module, momentum, before in kept:
         module.momentum = momentum
-        module.load_state_dict(before, strict=False)
+        for name, buffer in before.items():
+            module.register_buffer(name, buffer)
         _move_statistics(module, moments[module])
 
 
 def _move_statistics(module: _BatchNorm, rows: list[tuple[int, Tensor, Tensor]]) -> None:
     if not rows:
         return
-    running_mean, running_var, batches = module.running_mean, module.running_var, module.num_batches_tracked
+    running_mean, running_var, batches = (
+        module.running_mean,
+        module.running_var,
+        module.num_batches_tracked,
+    )
     assert running_mean is not None
     assert running_var is not None
     assert batches is not None
@@ -224,6 +248,12 @@ def _cut(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def _copy(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _leaf(value: Any) -> Any:

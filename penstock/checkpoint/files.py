@@ -38,19 +38,31 @@ def write_folder(
     """Write `tensors[file][name]` and `facts` as the folder `path`, in one step for any reader.
 
     Raises:
-        CheckpointError: `path` exists, or `facts` holds what JSON cannot.
-        OSError: the disk is full or refuses; nothing is left behind.
+        CheckpointError: `path` exists, `facts` holds what JSON cannot, or the disk is full or
+            refuses; nothing is left behind.
     """
     if path.exists():
         raise CheckpointError(
             f"{path} exists already and is never overwritten; choose another name"
         )
+    facts = _as_read(facts)
+    try:
+        _write_and_rename(path, tensors, facts)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write the checkpoint {path}: {error}; nothing is left of it. "
+            "Make room, or choose another place"
+        ) from error
+
+
+def _write_and_rename(
+    path: Path, tensors: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(
         tempfile.mkdtemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent)
     )
     try:
-        facts = _as_read(facts)
         digests = {STATE: _digest_of_facts(facts)}
         for name, content in tensors.items():
             save_file(dict(content), unfinished / name)
@@ -73,23 +85,11 @@ def read_facts(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: not a checkpoint, of another version, incomplete or damaged.
     """
-    if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {what}; give the folder of a checkpoint")
-    try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} holds no {STATE}, so it is no Penstock checkpoint"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise _damaged(path, STATE, str(error)) from None
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise CheckpointError(f"{path / STATE} was not written by Penstock; give another folder")
+    state = _read_state(path)
     if state.get("version") != VERSION:
         raise CheckpointError(
-            f"{path} has format version {state.get('version')}, this Penstock reads version {VERSION}; "
-            "load it with the version that wrote it"
+            f"{path} has format version {state.get('version')}, this Penstock reads version "
+            f"{VERSION}; load it with the version that wrote it"
         )
     facts: dict[str, Any] = state.get("facts", {})
     digests: dict[str, str] = state.get("digests", {})
@@ -101,6 +101,23 @@ def read_facts(path: Path) -> dict[str, Any]:
         if _digest(path / name) != digest:
             raise _damaged(path, name, _OTHER_DIGEST)
     return facts
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {what}; give the folder of a checkpoint")
+    try:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} holds no {STATE}, so it is no Penstock checkpoint; give another folder"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise _damaged(path, STATE, str(error)) from None
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{path / STATE} was not written by Penstock; give another folder")
+    return state
 
 
 def read_tensors(path: Path, name: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Load what `save_checkpoint` wrote: everything is checked first, so nothing is ever half loaded."""
+"""Load what `save_checkpoint` wrote; all of it is checked first, so nothing is half loaded."""
 
 import os
 from collections.abc import Mapping

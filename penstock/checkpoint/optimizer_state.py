@@ -16,7 +16,9 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
-def pack_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> tuple[dict[str, Tensor], Json]:
+def pack_optimizer(
+    optimizer: torch.optim.Optimizer, module: nn.Module
+) -> tuple[dict[str, Tensor], Json]:
     """Split an optimizer's state into tensors by "<parameter name>.<state key>" and JSON values.
 
     Raises:
@@ -49,13 +51,14 @@ def check_optimizer(
     if len(here) != len(there):
         return [f"the optimizer has {len(here)} parameter groups, the saved one {len(there)}"]
     faults = [
-        f"parameter group {n} lacks {_some(there[n] - here[n])} and has {_some(here[n] - there[n])} beyond "
-        "the saved one"
+        f"parameter group {n} lacks {_some(there[n] - here[n])} and has beyond the saved one "
+        f"{_some(here[n] - there[n])}"
         for n in range(len(here))
         if here[n] != there[n]
     ]
     known = {name for group in here for name in group}
-    strange = [key for key in (*tensors, *facts["values"]) if key.rpartition(".")[0] not in known]
+    keys = (*tensors, *facts["values"])
+    strange = [key for key in keys if key.rpartition(".")[0] not in known]
     return faults + [f"{key} belongs to no parameter of the optimizer" for key in strange]
 
 
@@ -87,8 +90,8 @@ def _group_names(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str
     for parameter in group["params"]:
         if id(parameter) not in names:
             raise CheckpointError(
-                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the "
-                "model's; make the optimizer from the parameters of the model given here"
+                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not "
+                "the model's; make the optimizer from the parameters of the model given here"
             )
     return [names[id(parameter)] for parameter in group["params"]]
 

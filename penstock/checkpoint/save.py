@@ -20,15 +20,16 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     **state: Any,
 ) -> None:
-    """Save `module` (a Pipeline or any nn.Module) as the folder `path`; it appears whole or not at all.
+    """Save `module`, a Pipeline or any nn.Module, as a folder that appears whole or not at all.
 
-    The tensors go under the model's own names: the unsplit model and a pipeline of any other number
-    of stages load them.  A tensor with several names is stored under each, so that a plain
-    `load_state_dict` of model.safetensors works.  A pipeline's step count and seed are saved as well,
-    for its random streams.  `state` is anything JSON can hold (tuples come back as lists).
+    The tensors go under the model's own names: the unsplit model and a pipeline of any other
+    number of stages load them.  A tensor with several names is stored under each, so that a plain
+    `load_state_dict` of model.safetensors works.  A pipeline's step count and seed are saved as
+    well, for its random streams.  `state` is anything JSON can hold (tuples come back as lists).
 
     Raises:
-        CheckpointError: `path` exists; `state` is not JSON; the optimizer is not the module's.
+        CheckpointError: `path` exists; `state` is not JSON; the optimizer is not the module's; the
+            disk is full or refuses.
     """
     tensors = {MODEL: _storable(module.state_dict())}
     facts: dict[str, Any] = {"pipeline": None, "optimizer": None, "state": state}
@@ -47,8 +48,8 @@ def _storable(tensors: dict[str, Any]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise CheckpointError(
-                f"{name!r} in the model's state is a {type(tensor).__name__}; only tensors can be saved. "
-                "Register it as a buffer, or leave it out of the state"
+                f"{name!r} in the model's state is a {type(tensor).__name__}; only tensors can be "
+                "saved. Register it as a buffer, or leave it out of the state"
             )
         storage = tensor.untyped_storage().data_ptr()
         plain = tensor.detach().contiguous()

@@ -12,6 +12,8 @@ from penstock.model.layers import MODEL_INPUT, Layers, Step, Value, call
 from penstock.model.pytree import flatten, tree_map
 
 REPEATS = 3
+BACKWARD_PER_FORWARD = 2
+"""Matrix products of a backward for one of the forward: the guess where none can be measured."""
 
 
 def measure_layers(layers: Layers, inputs: Any, num_threads: int) -> tuple[float, ...]:
@@ -37,20 +39,36 @@ def _measure(step: Step, values: dict[Value, Any]) -> float:
             tree_map(_inner if v != MODEL_INPUT else _outer, values[v]) for v in step.inputs
         ]
         start_s = _now_s()
-        given = call(step, arguments)
-        _backward(step.module, arguments, given)
-        best_s = min(best_s, _now_s() - start_s)
+        try:
+            given = call(step, arguments)
+            forward_s = _now_s() - start_s
+            backward_s = _backward_s(step.module, arguments, given, forward_s)
+        except Exception as error:
+            error.add_note(
+                f"raised in layer {step.label}, while its cost was measured to balance stages"
+            )
+            raise
+        best_s = min(best_s, forward_s + backward_s)
     values.update(tree_map(lambda t: t.detach(), given))
     return best_s
 
 
-def _backward(module: nn.Module, arguments: Any, given: dict[Value, Any]) -> None:
+def _backward_s(
+    module: nn.Module, arguments: Any, given: dict[Value, Any], forward_s: float
+) -> float:
     outputs = [t for t in flatten(given)[0] if t.requires_grad]
     wanted = [t for t in (*flatten(arguments)[0], *module.parameters()) if t.requires_grad]
-    if outputs and wanted:
-        torch.autograd.grad(
-            outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True
-        )
+    if not outputs or not wanted:
+        return 0.0
+    seeds = [torch.ones_like(t) for t in outputs]
+    start_s = _now_s()
+    try:
+        torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        return forward_s * BACKWARD_PER_FORWARD  # a reentrant checkpoint cannot be asked like this
+    return _now_s() - start_s
 
 
 def _outer(tensor: Tensor) -> Tensor:
@@ -81,9 +99,11 @@ def _untouched(modules: list[nn.Module]) -> Iterator[None]:
         if buffer is not None
     ]
     devices = list(range(torch.cuda.device_count()))
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
-        yield
-    with torch.no_grad():
-        for owner, name, buffer, value in buffers:
-            buffer.copy_(value)
-            owner._buffers[name] = buffer
+    try:
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            yield
+    finally:
+        with torch.no_grad():
+            for owner, name, buffer, value in buffers:
+                buffer.copy_(value)
+                owner._buffers[name] = buffer

@@ -1,4 +1,4 @@
-"""The order of samples in an epoch: a pure function of (seed, epoch), so a position is two numbers.
+"""The order of samples in an epoch: a function of (seed, epoch), so a position is two numbers.
 
 Resuming at (epoch, batch) needs nothing else: no generator state is kept anywhere.
 """

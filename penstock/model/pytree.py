@@ -6,8 +6,10 @@ own objects) is a constant: it stays in the structure and is handed over as it i
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
+from numbers import Number
 from typing import Any
 
 import torch
@@ -62,6 +64,25 @@ def tree_map(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Replace every tensor in a value by what `function` makes of it."""
     leaves, structure = flatten(value)
     return unflatten(structure, [function(leaf) for leaf in leaves])
+
+
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, Enum, slice, range, Number),
+    *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+def opaque_values(structure: Structure) -> Iterator[Any]:
+    """Yield the constants in which a tensor could hide: anything but plain values."""
+    match structure:
+        case Constant(value):
+            if not isinstance(value, _PLAIN):
+                yield value
+        case Node(_, children):
+            for child in children:
+                yield from opaque_values(child)
+        case Leaf():
+            return
 
 
 def _flatten(value: Any, leaves: list[Tensor], seen: dict[int, int]) -> Structure:

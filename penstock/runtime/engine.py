@@ -86,19 +86,15 @@ class Engine:
         return self._programs[key]
 
     def drive(self, run: Run, mode: Mode, *, in_caller: bool = False) -> None:
-        """Run a schedule to its end, under the caller's modes; with `in_caller`, in its thread.
+        """Run a schedule to its end, by the transport; with `in_caller`, in the calling thread.
 
         Raises:
             Exception: whatever a layer or the loss raised first, with the place noted.
             RandomnessError: a layer drew random numbers outside its stream.
         """
-        caller = CallerContext.capture(run.with_grad, self.devices)
-        work = Work(
-            self.program(mode, len(run.inputs)),
-            {stage.index: stage for stage in self.stages},
-            run,
-            caller,
-        )
+        stages = {stage.index: stage for stage in self.stages}
+        caller = CallerContext.capture(run.with_grad, self.devices) if run.resumed else run.caller
+        work = Work(self.program(mode, len(run.inputs)), stages, run, caller)
         for stage in self.stages:
             stage.device.wait_for_caller()
         try:

@@ -82,6 +82,7 @@ class _Pending:
             [None if pieces is None else pieces[i] for pieces in cut]
             for i in range(len(self.sizes))
         ]
+        self.run.resumed = True
         on_gpu = any(device.type == "cuda" for device in self.engine.devices)
         # a GPU's autograd thread runs this; workers would wait for that thread while it waits for
         # them

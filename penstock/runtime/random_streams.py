@@ -38,10 +38,11 @@ class KeyedRandomness(TorchDispatchMode):
 
     _routes: ClassVar[dict[OpOverload, "Callable[..., Any] | None"]] = {}
 
-    def __init__(self, key: int) -> None:
+    def __init__(self, key: int, *, repeatable: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.key = key
         self.draws = 0
+        self._repeatable = repeatable
         self._generators: dict[torch.device, Generator] = {}
 
     def __torch_dispatch__(
@@ -59,9 +60,18 @@ class KeyedRandomness(TorchDispatchMode):
         if route is None:
             return func(*args, **kwargs)
         self.draws += 1
-        if kwargs.get("generator") is not None:
+        if isinstance(kwargs.get("generator"), Generator):
+            self._check_own_generator(func)
             return func(*args, **kwargs)
         return route(self._generator(_device_of(args, kwargs)), args, kwargs)
+
+    def _check_own_generator(self, func: OpOverload) -> None:
+        if self._repeatable:
+            raise RandomnessError(
+                f"{func} draws from a generator of the layer's own, so the layer cannot be "
+                "recomputed with the same numbers. Let it draw from torch's default generator "
+                "(Penstock keys it per layer and micro-batch), or use recompute=Recompute.NEVER"
+            )
 
     def _generator(self, device: torch.device) -> Generator:
         if device not in self._generators:

@@ -12,8 +12,9 @@ from penstock.trace.timeline import MemorySample, Span
 from penstock.types import Trace
 
 from .batch_norm import MomentsByModule
-from .buffers import SeenBuffers
+from .caller import CallerContext
 from .devices import Event
+from .recompute import Seen
 
 StagePair = tuple[int, int]
 """(stage, micro-batch)."""
@@ -68,8 +69,13 @@ class Kept:
     output: list[Tensor] = field(default_factory=list)
     output_wants_grad: tuple[bool, ...] = ()
     loss: Tensor | None = None
-    seen_buffers: SeenBuffers | None = None
+    seen: Seen | None = None
     layer_marks: list[int] = field(default_factory=list)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """All tensors that the stage received."""
+        return [leaf for activation in self.received.values() for leaf in activation.leaves]
 
 
 @dataclass(slots=True, eq=False)
@@ -83,11 +89,12 @@ class Run:
 
     inputs: list[Any]
     loss: Callable[..., Any] | None
-    with_grad: bool
+    caller: CallerContext
     phase: str
     step: int
     seed: int
     trace: Trace = Trace.OFF
+    resumed: bool = False
     targets: list[Any] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     failure: BaseException | None = None
@@ -112,6 +119,11 @@ class Run:
     spans: list[Span] = field(default_factory=list)
     memory: list[MemorySample] = field(default_factory=list)
     kept_bytes: dict[StagePair, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+
+    @property
+    def with_grad(self) -> bool:
+        """Whether backward passes will follow."""
+        return self.caller.with_grad
 
     def fail(self, error: BaseException) -> None:
         """Remember the first exception; every rank stops at its next instruction."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import BoundaryError, ConfigError, RecomputeError
 from penstock.model.layers import MODEL_INPUT, Value, call, join_output
@@ -25,12 +25,14 @@ from penstock.model.pytree import Structure, flatten, tree_map, unflatten
 from penstock.model.stages import StagePlan
 
 from .batch_norm import batch_norms, commit_statistics, separate_statistics
-from .buffers import ChangingBuffers
+from .boundary import check_leaving, check_routes
 from .devices import StageDevice
+from .entries import faithful_copy, make_entry
 from .memory import KeptBytes
 from .notes import backward_of, next_node_number, note_failure
 from .random_streams import KeyedRandomness, RefuseRandomness, stream_key
-from .run import FROM_CALLER, Activation, Entry, Gradient, Kept, Run
+from .recompute import Repeatable
+from .run import FROM_CALLER, Activation, Gradient, Kept, Run
 
 
 class Stage:
@@ -41,11 +43,12 @@ class Stage:
         self.device = StageDevice(device)
         modules = tuple(step.module for step in plan.steps)
         self.batch_norms = batch_norms(modules)
-        self._buffers = ChangingBuffers(modules, skip=self.batch_norms)
+        self._repeatable = Repeatable(modules, skip=self.batch_norms)
         self._kept_bytes = KeptBytes(plan.index, modules)
         self._loss_index = loss_index
         self._draws: dict[tuple[int, bool], bool] = {}
         self._backward_is_pure = False
+        self._drops_graph = False
         self._changes_input: dict[tuple[int, int], bool] = {}
 
     @property
@@ -66,9 +69,10 @@ class Stage:
             if self.batch_norms:
                 moments = run.moments[self.index]
                 context.enter_context(separate_statistics(self.batch_norms, moments))
-            if run.with_grad and not keep_graph:
+            self._drops_graph = run.with_grad and not keep_graph
+            if self._drops_graph:
                 context.enter_context(saved_tensors_hooks(_drop, _never))
-                kept.seen_buffers = context.enter_context(self._buffers.watched())
+                kept.seen = context.enter_context(self._repeatable.remembered(kept.inputs))
             elif run.with_grad:
                 self._kept_bytes.watch(run, microbatch, kept, context)
             structures = self._run_layers(run, microbatch, kept)
@@ -89,12 +93,21 @@ class Stage:
 
     def recompute(self, run: Run, microbatch: int) -> None:
         """Run the layers again on the same inputs, buffers and random streams; keep the graph."""
+        try:
+            self._recompute(run, microbatch)
+        except RecomputeError as error:
+            note_failure(error, self.index, "the recompute", microbatch)
+            raise
+
+    def _recompute(self, run: Run, microbatch: int) -> None:
         kept = run.kept[self.index, microbatch]
-        assert kept.seen_buffers is not None
+        assert kept.seen is not None
         with ExitStack() as context:
+            if run.resumed:
+                context.enter_context(run.caller.entered())
             if self.batch_norms:
                 context.enter_context(separate_statistics(self.batch_norms, into=None))
-            context.enter_context(self._buffers.restored(kept.seen_buffers))
+            context.enter_context(self._repeatable.restored(kept.seen, kept.inputs))
             self._kept_bytes.watch(run, microbatch, kept, context)
             self._run_layers(run, microbatch, kept)
         self._kept_bytes.sample(run)
@@ -167,12 +180,26 @@ class Stage:
             for value in dead:
                 del values[value]
         self._check_inputs_unchanged(given, has_graph=run.with_grad)
-        structures = {}
-        for peer, exported in self.plan.exports.items():
-            kept.exported[peer], structures[peer] = flatten(tuple(values[v] for v in exported))
-            self._check_leaving(kept.exported[peer], peer, microbatch)
+        structures = self._export(values, kept, microbatch)
         if self.plan.output:
             self._finish(run, microbatch, kept, join_output([values[v] for v in self.plan.output]))
+        return structures
+
+    def _export(
+        self, values: dict[Value, Any], kept: Kept, microbatch: int
+    ) -> dict[int, Structure]:
+        """Gather the leaves that other stages need; give the structures around them."""
+        structures = {}
+        try:
+            for peer, exported in self.plan.exports.items():
+                leaves, structure = flatten(tuple(values[v] for v in exported))
+                check_leaving(leaves, structure, self.index, peer)
+                kept.exported[peer], structures[peer] = leaves, structure
+            if len(structures) > 1:
+                check_routes(kept.exported, self.index)
+        except BoundaryError as error:
+            note_failure(error, self.index, f"layer {self.plan.steps[-1].label}", microbatch)
+            raise
         return structures
 
     def _enter(self, run: Run, kept: Kept) -> tuple[dict[Value, Any], "_Given"]:
@@ -186,10 +213,10 @@ class Stage:
         for peer, activation in kept.received.items():
             entries, inside = [], []
             for place, tensor in enumerate(activation.leaves):
-                entry = _make_entry(tensor, run.with_grad and activation.wants_grad[place])
+                entry = make_entry(tensor, run.with_grad and activation.wants_grad[place])
                 entries.append(entry)
                 copied = self._changes_input.get((peer, place), True)
-                inside.append(entry.tensor.clone() if copied else entry.tensor)
+                inside.append(faithful_copy(entry.tensor) if copied else entry.tensor)
                 given.append(((peer, place), inside[-1], inside[-1]._version, copied))
             kept.entries[peer] = entries
             names = (MODEL_INPUT,) if peer == FROM_CALLER else self.plan.imports[peer]
@@ -214,23 +241,12 @@ class Stage:
         draws = self._draws.get((layer, training))
         if draws is False:
             return function()
-        mode = KeyedRandomness(stream_key(run.seed, run.phase, run.step, layer, microbatch))
+        key = stream_key(run.seed, run.phase, run.step, layer, microbatch)
+        mode = KeyedRandomness(key, repeatable=self._drops_graph)
         with mode:
             result = function()
         self._draws[layer, training] = bool(draws) or mode.draws > 0
         return result
-
-    def _check_leaving(self, leaves: list[Tensor], peer: int, microbatch: int) -> None:
-        for leaf in leaves:
-            if leaf.dim() == 0:
-                error = BoundaryError(
-                    f"a tensor without a batch dimension (shape ()) leaves stage {self.index} for "
-                    f"stage {peer}: a value reduced over a micro-batch is not what the whole "
-                    "batch would give. Return one value per sample, or a Python number, or keep "
-                    "its producer and its users on one stage"
-                )
-                note_failure(error, self.index, f"layer {self.plan.steps[-1].label}", microbatch)
-                raise error
 
     def _finish(self, run: Run, microbatch: int, kept: Kept, output: Any) -> None:
         if run.loss is None:
@@ -282,20 +298,6 @@ class Stage:
 
 _Given = list[tuple[tuple[int, int], Tensor, int, bool]]
 """((peer, place), tensor given to the layers, its version then, whether it is a copy)."""
-
-
-def _make_entry(tensor: Tensor, wants_grad: bool) -> Entry:
-    leaf = tensor.detach()
-    if not wants_grad:
-        return Entry(leaf)
-    node, caught = get_gradient_edge(leaf.requires_grad_()).node, []
-
-    def catch(gradients: tuple[Tensor | None, ...]) -> tuple[None]:
-        caught.append(gradients[0])
-        return (None,)
-
-    node.register_prehook(catch)
-    return Entry(leaf, node, caught)
 
 
 def _check_loss(loss: Any, with_grad: bool) -> None:

@@ -5,7 +5,6 @@ transport to run it in a single thread.
 """
 
 from collections.abc import Iterator
-from itertools import islice
 
 from penstock.errors import ScheduleError
 
@@ -59,7 +58,9 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
     runnable = list(range(schedule.num_ranks))[::-1]
     while runnable:
         rank = runnable.pop()
-        for instruction in islice(schedule.programs[rank], position[rank], None):
+        program = schedule.programs[rank]
+        for index in range(position[rank], len(program)):
+            instruction = program[index]
             awaited = awaited_message(instruction)
             if awaited is not None and awaited not in sent:
                 waiting[awaited] = rank

@@ -85,9 +85,9 @@ class Breakdown:
         rows = [[f"{name:>9}" for name in names]]
         for stage in self.stages:
             number, rank, *times_s = astuple(stage)
-            times = (f"{float(time_s * unit.per_s):9.2f}" for time_s in times_s)
+            times = (f"{float(time_s * unit.per_s):9.3f}" for time_s in times_s)
             rows.append([f"{number:9}", f"{rank:9}", *times])
-        title = f"step {float(self.step_s * unit.per_s):.2f} {unit.sign}; times in {unit.sign}"
+        title = f"step {float(self.step_s * unit.per_s):.3f} {unit.sign}; times in {unit.sign}"
         shares = (
             f"bubble {percent_text(self.bubble)}, waiting for messages {percent_text(self.wait)}, "
             f"utilisation {percent_text(self.utilisation)}: {percent_text(self.share_of_ideal)} "

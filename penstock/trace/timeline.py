@@ -96,7 +96,8 @@ class Timeline:
                     for s in self.spans
                 ],
                 "memory": [[m.stage, m.time_s, m.kept_bytes] for m in self.memory],
-            }
+            },
+            default=float,
         )
 
     @classmethod

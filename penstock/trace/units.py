@@ -11,8 +11,8 @@ class Unit(NamedTuple):
 
 
 def unit_for(duration_s: float) -> Unit:
-    """Pick seconds from 10 s on, microseconds below 0.1 ms, milliseconds between."""
-    if duration_s >= 10:
+    """Pick seconds from 1 s on, microseconds below 0.1 ms, milliseconds between."""
+    if duration_s >= 1:
         return Unit(1, "s")
     return Unit(1_000, "ms") if duration_s >= 1e-4 or not duration_s else Unit(1_000_000, "µs")
 
@@ -21,7 +21,7 @@ def time_text(duration_s: float) -> str:
     """Write a duration with three significant digits and its unit."""
     unit = unit_for(duration_s)
     value = float(duration_s * unit.per_s)
-    return f"{value:.0f} {unit.sign}" if value >= 1000 else f"{value:.3g} {unit.sign}"
+    return f"{value:.0f} {unit.sign}" if value >= 999.5 else f"{value:.3g} {unit.sign}"
 
 
 def percent_text(share: float) -> str:
@@ -32,7 +32,7 @@ def percent_text(share: float) -> str:
 def bytes_text(num_bytes: float) -> str:
     """Write a number of bytes with three significant digits, at most in GiB."""
     for sign in ("bytes", "KiB", "MiB"):
-        if num_bytes < 1000:
+        if num_bytes < 999.5:
             return f"{num_bytes:.3g} {sign}"
         num_bytes /= 1024
-    return f"{num_bytes:.3g} GiB" if num_bytes < 1000 else f"{num_bytes:.0f} GiB"
+    return f"{num_bytes:.3g} GiB" if num_bytes < 999.5 else f"{num_bytes:.0f} GiB"

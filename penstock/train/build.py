@@ -1,5 +1,7 @@
 """The words of a recipe turned into what they name: model, samples, pipeline, optimizer."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -35,31 +37,35 @@ def loss_function(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets)
 
 
+def pipeline_options(recipe: Recipe) -> dict[str, Any]:
+    """Give the arguments of `Pipeline` that the recipe decides."""
+    section = recipe.pipeline
+    auto = section.partition == "auto"
+    return {
+        "num_stages": section.num_stages if auto else None,
+        "partition": None if auto else section.partition,
+        "num_microbatches": section.num_microbatches,
+        "schedule": next(f for f in ALL_SCHEDULES if f.__name__ == section.schedule),
+        "recompute": Recompute(section.recompute),
+        "seed": section.seed,
+        "threads_per_stage": section.threads_per_stage,
+        "timeout_s": section.timeout_s,
+    }
+
+
 def build_pipeline(recipe: Recipe, model: nn.Sequential, example_inputs: Tensor) -> Pipeline:
     """Cut the model into stages.
 
     Raises:
         PartitionError: the model has too few layers, or another number than the partition says.
     """
-    section = recipe.pipeline
-    given = section.partition != "auto"
     return Pipeline(
-        model,
-        None if given else section.num_stages,
-        partition=section.partition if section.partition != "auto" else None,
-        num_microbatches=section.num_microbatches,
-        loss=loss_function,
-        schedule=next(f for f in ALL_SCHEDULES if f.__name__ == section.schedule),
-        recompute=Recompute(section.recompute),
-        seed=section.seed,
-        example_inputs=example_inputs,
-        threads_per_stage=section.threads_per_stage,
-        timeout_s=section.timeout_s,
+        model, loss=loss_function, example_inputs=example_inputs, **pipeline_options(recipe)
     )
 
 
 def build_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    """Make the optimizer over all parameters; the loop sets its learning rate anew in every step."""
+    """Make the optimizer over all parameters; the loop sets its learning rate in every step."""
     match recipe.optimizer:
         case AdamW() as o:
             return torch.optim.AdamW(

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step, so that a resumed run needs no scheduler state."""
+"""The learning rate as a function of the step: a resumed run needs no scheduler state."""
 
 import math
 
@@ -13,4 +13,6 @@ def warmup_cosine(
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     done = (step - warmup_steps) / (num_steps - warmup_steps)
-    return peak * (final_share + (1 - final_share) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    return peak * (
+        final_share + (1 - final_share) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    )

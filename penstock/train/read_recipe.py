@@ -1,4 +1,4 @@
-"""TOML text to Recipe and back; every fault is one line that says where, what, and what to write."""
+"""TOML to Recipe and back; every fault is one line that says where, what, and what to write."""
 
 import json
 import tomllib
@@ -69,9 +69,8 @@ def check_resumable(old: Recipe, new: Recipe) -> None:
     for key in sorted(before.keys() | after.keys()):
         was, would = before.get(key), after.get(key)
         if was != would and key not in FREE_ON_RESUME:
-            faults.append(
-                f"{key} was {_toml_value(was)} and cannot become {_toml_value(would)} on resume: {_reason(key)}"
-            )
+            change = f"{key} was {_toml_value(was)} and cannot become {_toml_value(would)}"
+            faults.append(f"{change} on resume: {_reason(key)}")
     if faults:
         raise RecipeError("\n".join(faults))
 
@@ -79,8 +78,8 @@ def check_resumable(old: Recipe, new: Recipe) -> None:
 def _reason(key: str) -> str:
     if key == "pipeline.num_microbatches":
         return (
-            "BatchNorm statistics and dropout masks belong to micro-batches, so another M trains another "
-            "model; keep it (num_stages may change), or start a new run"
+            "BatchNorm statistics and dropout masks belong to micro-batches, so another M trains "
+            "another model; keep it (num_stages may change), or start a new run"
         )
     return "the run would no longer be the same; start a new run"
 

@@ -101,7 +101,8 @@ class PipelineSection(Section):
         if self.partition != "auto" and len(self.partition) != self.num_stages:
             raise ValueError(
                 f"pipeline.partition = {list(self.partition)} has {len(self.partition)} stages, "
-                f'pipeline.num_stages is {self.num_stages}; make them agree, or set partition to "auto"'
+                f"pipeline.num_stages is {self.num_stages}; make them agree, "
+                'or set partition to "auto"'
             )
         return self
 
@@ -186,7 +187,7 @@ class Recipe(Section):
     def _warmup_ends(self) -> Self:
         if self.learning_rate.warmup_epochs >= self.train.epochs:
             raise ValueError(
-                f"learning_rate.warmup_epochs = {self.learning_rate.warmup_epochs:g} must be less than "
-                f"train.epochs = {self.train.epochs}"
+                f"learning_rate.warmup_epochs = {self.learning_rate.warmup_epochs:g} must be less "
+                f"than train.epochs = {self.train.epochs}"
             )
         return self

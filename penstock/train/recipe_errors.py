@@ -11,7 +11,7 @@ from .recipe import Recipe, Section
 
 
 def describe(fault: ErrorDetails) -> str:
-    """Say what is wrong at one place: the key, its value, what is expected, and the nearest key."""
+    """Say what is wrong at one place: key, value, what is expected, and the nearest key."""
     place = [str(part) for part in fault["loc"]]
     kind = ""
     if len(place) > 1 and place[1] in _KINDS.get(place[0], ()):
@@ -25,10 +25,11 @@ def describe(fault: ErrorDetails) -> str:
         case "missing" | "union_tag_not_found":
             return f"the key {where if fault['type'] == 'missing' else where + '.name'} is missing"
         case "union_tag_invalid":
-            name = fault["input"]["name"]
-            return f"{where}.name = {_shown(name)} must be {_or(_KINDS[where])}{_nearest(name, _KINDS[where])}"
+            name, kinds = fault["input"]["name"], _KINDS[where]
+            return f"{where}.name = {_shown(name)} must be {_or(kinds)}{_nearest(name, kinds)}"
         case "model_type" | "model_attributes_type":
-            return f"{where} = {_shown(fault['input'])} must be a section: [{where}] and keys below it"
+            shown = _shown(fault["input"])
+            return f"{where} = {shown} must be a section: [{where}] and keys below it"
         case _:
             return _mistyped(where, fault)
 
@@ -51,18 +52,20 @@ def _unknown(place: list[str], where: str, kind: str) -> str:
     if len(place) == 1:
         names = list(Recipe.model_fields)
         hint = suggest_place(key)
-        elsewhere = f"; did you mean the key {hint}?" if hint else ""
-        return f"unknown section [{where}]{_nearest(key, names) or elsewhere}; known: {', '.join(names)}"
+        near_key = f"; did you mean the key {hint}?" if hint else ""
+        near = _nearest(key, names) or near_key
+        return f"unknown section [{where}]{near}; known: {', '.join(names)}"
     section = place[0]
     keys_by_kind = {
         _name_of(variant): list(variant.model_fields) for variant in _variants(section)
     }
     for other, keys in keys_by_kind.items():
         if kind and key in keys:
-            return f'unknown key {where} with {section}.name = "{kind}"; it belongs to name = "{other}"'
+            setting = f'{section}.name = "{kind}"'
+            return f'unknown key {where} with {setting}; it belongs to name = "{other}"'
     known = keys_by_kind[kind] if kind else next(iter(keys_by_kind.values()))
-    near = get_close_matches(key, known, n=1)
-    hint = f"{section}.{near[0]}" if near else suggest_place(key)
+    close = get_close_matches(key, known, n=1)
+    hint = f"{section}.{close[0]}" if close else suggest_place(key)
     return f"unknown key {where}" + (
         f"; did you mean {hint}?" if hint else f"; known: {', '.join(known)}"
     )

@@ -1,9 +1,9 @@
 """What a run leaves behind, in one folder that is never overwritten.
 
-    recipe.toml             the recipe with every key
-    metrics.jsonl           one JSON object a line: kind "step" and kind "epoch"
-    checkpoints/step-000120 the newest few; a folder is there whole or not at all
-    timeline.json, .svg, .png, .chrome.json     one traced step
+recipe.toml             the recipe with every key
+metrics.jsonl           one JSON object a line: kind "step" and kind "epoch"
+checkpoints/step-000120 the newest few; a folder is there whole or not at all
+timeline.json, .svg, .png, .chrome.json     one traced step
 """
 
 import json
@@ -92,7 +92,9 @@ def check_free(path: Path) -> None:
             f"the run folder {path} exists already and is never overwritten; continue it with "
             f"--resume {path}, or choose another --run-folder"
         )
-    raise RunFolderError(f"{path} exists already and is no run folder; choose another --run-folder")
+    raise RunFolderError(
+        f"{path} exists already and is no run folder; choose another --run-folder"
+    )
 
 
 def create(path: Path, toml: str) -> RunFolder:
@@ -131,7 +133,8 @@ def open_existing(path: Path) -> RunFolder:
     if not (path / RECIPE).is_file():
         what = f"holds no {RECIPE}" if path.is_dir() else "does not exist"
         raise RunFolderError(
-            f"cannot resume: {path} {what}; give the run folder that an earlier `penstock train` made"
+            f"cannot resume: {path} {what}; give the run folder that an earlier `penstock train` "
+            "made"
         )
     return RunFolder(path)
 

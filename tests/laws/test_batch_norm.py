@@ -1,4 +1,4 @@
-"""BatchNorm: micro-batch statistics in training; running statistics move once per mini-batch, pooled."""
+"""BatchNorm: micro-batch statistics in training; running ones move once per mini-batch."""
 
 from typing import Any
 
@@ -13,7 +13,9 @@ from tests.equality import assert_trains_like_unsplit
 from tests.models import Model, images
 
 EVERY_WAY = [
-    pytest.param({"schedule": s, "recompute": r, "transport": t}, id=f"{s.__name__}-{r.value}-{t.name}")
+    pytest.param(
+        {"schedule": s, "recompute": r, "transport": t}, id=f"{s.__name__}-{r.value}-{t.name}"
+    )
     for s in ALL_SCHEDULES
     for r in penstock.Recompute
     for t in penstock.Transport
@@ -23,10 +25,17 @@ EVERY_WAY = [
 def norm_first(**options: Any) -> list[nn.Module]:
     """Give a model whose BatchNorm sees the inputs themselves."""
     torch.manual_seed(0)
-    return [nn.BatchNorm2d(2, **options), nn.Conv2d(2, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return [
+        nn.BatchNorm2d(2, **options),
+        nn.Conv2d(2, 3, 3),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    ]
 
 
-def train(layers: list[nn.Module], batches: list[Any], num_stages: int = 2, **options: Any) -> None:
+def train(
+    layers: list[nn.Module], batches: list[Any], num_stages: int = 2, **options: Any
+) -> None:
     """Train a pipeline on some batches."""
     with penstock.Pipeline(
         layers, num_stages=num_stages, loss=F.cross_entropy, threads_per_stage=1, **options
@@ -77,10 +86,16 @@ def test_no_momentum_averages_all_mini_batches_alike(way: dict[str, Any]) -> Non
         pytest.param(lambda: nn.BatchNorm2d(4, momentum=0.0), id="momentum 0"),
         pytest.param(lambda: nn.BatchNorm2d(4, track_running_stats=False), id="not tracking"),
         pytest.param(lambda: nn.BatchNorm2d(4, affine=False), id="not affine"),
-        pytest.param(lambda: nn.BatchNorm2d(4, eps=0.1).requires_grad_(False), id="frozen weights"),
+        pytest.param(
+            lambda: nn.BatchNorm2d(4, eps=0.1).requires_grad_(False), id="frozen weights"
+        ),
         pytest.param(lambda: nn.BatchNorm2d(4).eval(), id="frozen statistics"),
-        pytest.param(lambda: nn.InstanceNorm2d(4, track_running_stats=True, affine=True), id="instance"),
-        pytest.param(lambda: nn.Sequential(nn.Flatten(2), nn.BatchNorm1d(4)), id="one-dimensional"),
+        pytest.param(
+            lambda: nn.InstanceNorm2d(4, track_running_stats=True, affine=True), id="instance"
+        ),
+        pytest.param(
+            lambda: nn.Sequential(nn.Flatten(2), nn.BatchNorm1d(4)), id="one-dimensional"
+        ),
         pytest.param(lambda: _Both(nn.BatchNorm2d(4)), id="twice in a layer"),
     ],
 )
@@ -91,7 +106,9 @@ def test_every_kind_equals_the_unsplit_model(norm: Any, way: dict[str, Any]) -> 
 
     model = Model("one norm", layers, images, F.cross_entropy)
     for num_samples, num_stages in ((7, 4), (8, 2)):
-        assert_trains_like_unsplit(model, num_samples, num_stages=num_stages, num_microbatches=3, **way)
+        assert_trains_like_unsplit(
+            model, num_samples, num_stages=num_stages, num_microbatches=3, **way
+        )
 
 
 def test_layers_that_share_a_norm_on_one_stage_pool_both_calls() -> None:
@@ -109,7 +126,11 @@ def test_evaluation_neither_moves_the_statistics_nor_forgets_the_mode(num_stages
     layers[2].eval()
     [(x, y)] = some_batches(6)
     with penstock.Pipeline(
-        layers, num_stages=num_stages, num_microbatches=2, loss=F.cross_entropy, threads_per_stage=1
+        layers,
+        num_stages=num_stages,
+        num_microbatches=2,
+        loss=F.cross_entropy,
+        threads_per_stage=1,
     ) as pipe:
         pipe.train_step(x, y)
         before = [b.clone() for b in running(layers[0])]
@@ -147,7 +168,7 @@ def test_a_failed_step_leaves_no_stand_ins_behind() -> None:
 
 
 def test_synchronised_batch_norm_is_refused_with_the_alternative() -> None:
-    with pytest.raises(penstock.errors.ConfigError, match="SyncBatchNorm.*use BatchNorm"):
+    with pytest.raises(penstock.errors.ConfigError, match=r"SyncBatchNorm.*use BatchNorm"):
         train([nn.SyncBatchNorm(2), *norm_first()[1:]], some_batches(4), num_microbatches=2)
 
 

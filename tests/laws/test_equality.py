@@ -1,5 +1,7 @@
 """The promise: a pipeline's losses, gradients and buffers are the unsplit model's, bit by bit."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,7 +45,9 @@ def test_training_equals_the_unsplit_model_in_every_bit(model: Model, run: Run) 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_stages", (1, 2, 3, 4))
 @pytest.mark.parametrize("model", ALL_MODELS, ids=repr)
-def test_training_equals_the_unsplit_model_in_every_combination(model: Model, num_stages: int) -> None:
+def test_training_equals_the_unsplit_model_in_every_combination(
+    model: Model, num_stages: int
+) -> None:
     for run in all_runs():
         if run.num_stages == num_stages:
             check(model, run)
@@ -54,7 +58,7 @@ def partitions(num_layers: int) -> st.SearchStrategy[tuple[int, ...]]:
 
     def sizes(cuts: set[int]) -> tuple[int, ...]:
         edges = [0, *sorted(cuts), num_layers]
-        return tuple(b - a for a, b in zip(edges, edges[1:], strict=False))
+        return tuple(b - a for a, b in pairwise(edges))
 
     return st.sets(st.integers(1, num_layers - 1), max_size=3).map(sizes)
 
@@ -95,7 +99,9 @@ def schedules(draw: st.DrawFn) -> Schedule:
     programs: list[list[Instruction]] = [[] for _ in range(num_stages)]
     while True:
         ready = [
-            p for p in done if done[p] < num_microbatches and _ready(p, done, last_stage=num_stages - 1)
+            p
+            for p in done
+            if done[p] < num_microbatches and _ready(p, done, last_stage=num_stages - 1)
         ]
         if not ready:
             return Schedule(tuple(map(tuple, programs)))
@@ -108,14 +114,19 @@ def schedules(draw: st.DrawFn) -> Schedule:
 @settings(max_examples=60)
 @given(
     schedule=schedules(),
-    name=st.sampled_from(("mlp", "convolutions", "unet", "fan_out", "changing_buffers", "transformer")),
+    name=st.sampled_from(
+        ("mlp", "convolutions", "unet", "fan_out", "changing_buffers", "transformer")
+    ),
     recompute=st.sampled_from(list(penstock.Recompute)),
     transport=st.sampled_from(list(penstock.Transport)),
 )
 def test_training_equals_the_unsplit_model_for_any_valid_schedule(
     schedule: Schedule, name: str, recompute: penstock.Recompute, transport: penstock.Transport
 ) -> None:
-    verify(add_communication(schedule, chain_edges(schedule.num_stages)), chain_edges(schedule.num_stages))
+    verify(
+        add_communication(schedule, chain_edges(schedule.num_stages)),
+        chain_edges(schedule.num_stages),
+    )
     assert_trains_like_unsplit(
         BY_NAME[name],
         2 * schedule.num_microbatches + 1,
@@ -130,10 +141,14 @@ def test_training_equals_the_unsplit_model_for_any_valid_schedule(
 
 @pytest.mark.parametrize("recompute", penstock.Recompute)
 @pytest.mark.parametrize("cut", range(1, 9))
-def test_a_layer_that_works_in_place_may_stand_at_any_cut(cut: int, recompute: penstock.Recompute) -> None:
+def test_a_layer_that_works_in_place_may_stand_at_any_cut(
+    cut: int, recompute: penstock.Recompute
+) -> None:
     model = BY_NAME["in_place"]
     for partition in ((cut, 9 - cut), tuple(1 for _ in range(9))):
-        assert_trains_like_unsplit(model, 7, partition=partition, num_microbatches=3, recompute=recompute)
+        assert_trains_like_unsplit(
+            model, 7, partition=partition, num_microbatches=3, recompute=recompute
+        )
 
 
 @pytest.mark.parametrize("num_microbatches", (4, 8))

@@ -1,4 +1,4 @@
-"""The drop-in module: any loss over the whole batch, and evaluation, equal the unsplit model's bits."""
+"""The drop-in module: any whole-batch loss, and evaluation, give the unsplit model's bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,13 @@ from tests.reference import Unsplit, chain
 BY_NAME = {model.name: model for model in ALL_MODELS}
 OPTIONS = [
     pytest.param(
-        {"num_stages": k, "num_microbatches": m, "schedule": schedule, "recompute": r, "transport": t},
+        {
+            "num_stages": k,
+            "num_microbatches": m,
+            "schedule": schedule,
+            "recompute": r,
+            "transport": t,
+        },
         id=f"K{k}-M{m}-{schedule.__name__}-recompute_{r.value}-{t.name.lower()}",
     )
     for k, m, schedule, r, t in (
@@ -29,32 +35,38 @@ OPTIONS = [
 ]
 
 
-def pair_of(model: Model, **options: Any) -> tuple[penstock.Pipeline, Unsplit, Callable[[], list[str]]]:
+def pair_of(
+    model: Model, **options: Any
+) -> tuple[penstock.Pipeline, Unsplit, Callable[[], list[str]]]:
     """Build a model twice: as a pipeline and unsplit; the last value names where they differ."""
     built, twin = model.build(), model.build()
     unsplit = Unsplit(twin.modules, twin.forward, options["num_microbatches"])
-    return pipeline(model, built, **options), unsplit, lambda: differences(built.modules, twin.modules)
+    return (
+        pipeline(model, built, **options),
+        unsplit,
+        lambda: differences(built.modules, twin.modules),
+    )
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("model", ALL_MODELS, ids=repr)
-def test_a_whole_batch_loss_gives_the_unsplit_gradients(model: Model, options: dict[str, Any]) -> None:
+def test_a_whole_batch_loss_gives_the_unsplit_gradients(
+    model: Model, options: dict[str, Any]
+) -> None:
     pipe, unsplit, differ = pair_of(model, **options)
     ours, theirs = model.batches(9, count=2), model.batches(9, count=2)
     with pipe:
         for step, ((x, y), (same_x, _)) in enumerate(zip(ours, theirs, strict=True)):
-            with autocast(step == 1):
+            with autocast(step == 1):  # around the forward only, as torch advises
                 output = pipe(x)
                 loss = model.loss(output, y)
-            loss.backward()
-            with autocast(step == 1):
                 outstanding = unsplit.module_forward(same_x)
                 expected = model.loss(outstanding.output, y)
+            assert same_bits(loss, expected)
+            loss.backward()
             expected.backward()
             outstanding.backward()
-            assert same_bits(output, outstanding.output)
-            assert same_bits(loss, expected)
-            assert not differ()
+            assert not differ(), f"step {step}"
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -109,7 +121,9 @@ class Several(nn.Module):
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("use", ("both", "left only"))
-def test_outputs_may_be_a_nest_of_tensors_and_some_may_go_unused(use: str, options: dict[str, Any]) -> None:
+def test_outputs_may_be_a_nest_of_tensors_and_some_may_go_unused(
+    use: str, options: dict[str, Any]
+) -> None:
     def layers() -> list[Any]:
         return [nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 8), Several()]
 
@@ -153,7 +167,7 @@ def test_the_module_form_and_train_step_share_one_count_of_steps() -> None:
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("num_samples", (1, 2, 9))
-@pytest.mark.parametrize("model", ALL_MODELS, ids=repr)
+@pytest.mark.parametrize("model", [m for m in ALL_MODELS if m.quiet_in_eval], ids=repr)
 def test_evaluation_equals_the_unsplit_model(
     model: Model, num_samples: int, options: dict[str, Any]
 ) -> None:
@@ -204,7 +218,10 @@ def test_without_gradients_the_module_gives_the_unsplit_outputs() -> None:
     layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)]
     built = Built(layers, layers, chain(3))
     x = torch.randn(5, 6)
-    with pipeline(BY_NAME["mlp"], built, num_stages=3, num_microbatches=2) as pipe, torch.no_grad():
+    with (
+        pipeline(BY_NAME["mlp"], built, num_stages=3, num_microbatches=2) as pipe,
+        torch.no_grad(),
+    ):
         output = pipe(x)
         assert not output.requires_grad
         expected = torch.cat([nn.Sequential(*layers)(piece) for piece in x.tensor_split(2)])

@@ -1,4 +1,4 @@
-"""The reference itself: it must be what plain torch does, or equality with it would prove nothing."""
+"""The reference is what plain torch does, or equality with it would prove nothing."""
 
 import pytest
 import torch
@@ -38,7 +38,9 @@ def test_the_reference_is_deterministic(model: Model) -> None:
 
 
 def test_one_micro_batch_is_plain_autograd() -> None:
-    ours, plain = (nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)) for _ in range(2))
+    ours, plain = (
+        nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)) for _ in range(2)
+    )
     plain.load_state_dict(ours.state_dict())
     x, y = torch.randn(7, 6), torch.randn(7, 3)
     loss = Unsplit(list(ours), chain(3)).train_step(x, y, F.mse_loss)

@@ -1,4 +1,4 @@
-"""Losses of micro-batches are weighted so that they sum to the whole batch's loss, for any reduction."""
+"""Micro-batch losses are weighted so that they sum to the whole batch's, for any reduction."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ def layers() -> list[nn.Module]:
 
 
 def padded(num_samples: int) -> tuple[Tensor, Tensor]:
-    """Give token ids and targets; sample n has n % 5 real targets and at least one, then padding."""
+    """Give token ids and targets; sample n has 1 + n % 5 real targets, then padding."""
     generator = torch.Generator().manual_seed(num_samples)
     ids = torch.randint(1, 11, (num_samples, 6), generator=generator)
     targets = ids.roll(1, dims=1)
@@ -81,14 +81,21 @@ def step(loss: Loss, modules: list[nn.Module], batch: Any, **options: Any) -> Te
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=lambda s: s.__name__)
 @pytest.mark.parametrize("num_samples, num_microbatches", SIZES)
 @pytest.mark.parametrize("loss, reduction, weigh", REDUCTIONS)
-def test_weighted_losses_equal_the_unsplit_ones_in_every_bit(  # noqa: PLR0913 - one law, all its factors
-    loss: Loss, reduction: Any, weigh: Weigh, num_samples: int, num_microbatches: int, schedule: Any
+def test_weighted_losses_equal_the_unsplit_ones_in_every_bit(
+    loss: Loss,
+    reduction: Any,
+    weigh: Weigh,
+    num_samples: int,
+    num_microbatches: int,
+    schedule: Any,
 ) -> None:
     ours, theirs, batch = layers(), layers(), padded(num_samples)
     expected = Unsplit(theirs, chain(5), num_microbatches, weigh).train_step(*batch, loss)
     options = {"num_microbatches": num_microbatches, "reduction": reduction, "schedule": schedule}
     assert torch.equal(step(loss, ours, batch, num_stages=3, **options), expected)
-    for a, b in zip(nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True):
+    for a, b in zip(
+        nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True
+    ):
         assert a.grad is not None
         assert b.grad is not None
         assert torch.equal(a.grad, b.grad)
@@ -104,22 +111,30 @@ def test_weighted_losses_sum_to_the_whole_batch(  # noqa: PLR0913 - one law, all
     ours, theirs = ([m.to(dtype) for m in layers()] for _ in range(2))
     batch = padded(num_samples)
     expected = whole_batch_step(theirs, chain(5), batch, loss)
-    found = step(loss, ours, batch, num_stages=2, num_microbatches=num_microbatches, reduction=reduction)
+    found = step(
+        loss, ours, batch, num_stages=2, num_microbatches=num_microbatches, reduction=reduction
+    )
     assert_close(found, expected, tolerance)
-    for a, b in zip(nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True):
+    for a, b in zip(
+        nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True
+    ):
         assert_close(a.grad, b.grad, tolerance)
 
 
 @pytest.mark.parametrize("num_microbatches", (2, 3, 6))
 def test_a_micro_batch_without_a_single_token_adds_nothing(num_microbatches: int) -> None:
     ids, targets = padded(6)
-    targets[:3] = PADDING  # its mean over no tokens is 0 / 0, the whole batch's mean is well defined
+    targets[:3] = (
+        PADDING  # its mean over no tokens is 0 / 0, the whole batch's mean is well defined
+    )
     ours, theirs = layers(), layers()
     expected = whole_batch_step(theirs, chain(5), (ids, targets), token_mean)
     options = {"num_stages": 2, "num_microbatches": num_microbatches, "reduction": as_tensor}
     found = step(token_mean, ours, (ids, targets), **options)
     assert_close(found, expected, 1e-6)
-    for a, b in zip(nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True):
+    for a, b in zip(
+        nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True
+    ):
         assert_close(a.grad, b.grad, 1e-6)
 
 
@@ -127,7 +142,14 @@ def test_a_micro_batch_without_a_single_token_adds_nothing(num_microbatches: int
 def test_weights_that_cannot_be_shares_are_refused_before_any_gradient(value: float) -> None:
     modules = layers()
     with pytest.raises(penstock.errors.BatchError, match="non-negative"):
-        step(token_mean, modules, padded(4), num_stages=2, num_microbatches=2, reduction=lambda t: value)
+        step(
+            token_mean,
+            modules,
+            padded(4),
+            num_stages=2,
+            num_microbatches=2,
+            reduction=lambda t: value,
+        )
     assert all(p.grad is None for p in nn.ModuleList(modules).parameters())
 
 
@@ -140,7 +162,9 @@ def test_gradients_are_never_rescaled_so_steps_with_other_sizes_add_up() -> None
         for num_samples in (3, 8, 5):
             batch = padded(num_samples)
             assert torch.equal(pipe.train_step(*batch), unsplit.train_step(*batch, sample_mean))
-    for a, b in zip(nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True):
+    for a, b in zip(
+        nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True
+    ):
         assert a.grad is not None
         assert b.grad is not None
         assert torch.equal(a.grad, b.grad)
@@ -153,7 +177,7 @@ def test_any_scale_of_weights_gives_the_same_shares(scale: float) -> None:
         step(token_mean, layers(), batch, num_stages=2, num_microbatches=3, reduction=weight)
         for weight in (as_float, _scaled(scale))
     ]
-    assert_close(*found, 1e-6)
+    assert_close(found[0], found[1], 1e-6)
 
 
 def _scaled(scale: float) -> Callable[[Tensor], float]:

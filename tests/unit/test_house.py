@@ -15,10 +15,11 @@ LAYERS = (
     {"schedules"},
     {"trace"},
     {"simulator"},
+    {"model"},
     {"costs"},
     {"planner"},
-    {"model"},
     {"runtime"},
+    {"arguments"},
     {"pipeline"},
     {"equality"},
     {"checkpoint"},
@@ -34,11 +35,12 @@ LAYERS = (
        └► schedules               WHEN
              └► trace             SEEN
                   └► simulator    FORESEE
-                       └► costs   WHAT IT COSTS
+                       └► model   WHAT IS CUT
     ┌──────────────────────┘
-    └► planner                    WHO
-          └► model                WHAT IS CUT
+    └► costs                      WHAT IT COSTS
+          └► planner              WHO
                └► runtime         DO
+                    └► arguments
                     └► pipeline   the front door
                          └► equality
     ┌─────────────────────────┘

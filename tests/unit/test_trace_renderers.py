@@ -13,6 +13,7 @@ from penstock.schedules import Forward, Schedule, gpipe, one_f_one_b, parse
 from penstock.schedules.passes import add_commits, add_recompute
 from penstock.simulator import UNIT_COSTS, Costs, simulate
 from penstock.trace import MemorySample, Span, Timeline, render_grid, save_picture, to_chrome
+from penstock.trace.units import bytes_text, time_text
 
 MILLISECONDS = Costs(forward_s=0.001, backward_s=0.002, recompute_s=0.001, transfer_s=0.00025)
 
@@ -216,3 +217,26 @@ def words_of(folder: Path, timeline: Timeline, title: str | None = None) -> set[
 def test_the_schedule_of_a_timeline_is_the_schedule_that_ran():
     schedule = Schedule(((Forward(0, 0), Forward(0, 1)),))
     assert simulate(schedule, UNIT_COSTS).schedule == schedule
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "text"),
+    [
+        (0, "0 ms"),
+        (0.000_012_34, "12.3 µs"),
+        (0.0123, "12.3 ms"),
+        (0.9996, "1000 ms"),
+        (Fraction(7, 2), "3.5 s"),
+        (1234.5, "1234 s"),
+    ],
+)
+def test_times_are_written_in_the_unit_one_reads_them_in(duration_s, text):
+    assert time_text(duration_s) == text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1536, "1.5 KiB"), (2**20, "1 MiB"), (5e13, "46566 GiB")],
+)
+def test_sizes_are_written_in_powers_of_1024(num_bytes, text):
+    assert bytes_text(num_bytes) == text

@@ -1,0 +1,54 @@
+"""`penstock check`: is the pipeline the unsplit model, to the bit?"""
+
+import click
+
+from .options import SCHEDULE_NAMES
+
+
+@click.command()
+@click.argument("target")
+@click.option("--num-stages", type=click.IntRange(min=1), help="K.  [default: the recipe's, or 2]")
+@click.option(
+    "--num-microbatches", type=click.IntRange(min=1), help="M.  [default: the recipe's, or 4]"
+)
+@click.option(
+    "--schedule", type=click.Choice(SCHEDULE_NAMES), help="[default: the recipe's, or gpipe]"
+)
+@click.option(
+    "--recompute", type=click.Choice(["stage", "never"]), help="[default: the recipe's, or stage]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Write the report as JSON.")
+def check(
+    target: str,
+    num_stages: int | None,
+    num_microbatches: int | None,
+    schedule: str | None,
+    recompute: str | None,
+    as_json: bool,
+) -> int:
+    """Compare a training step of a pipeline with the unsplit model, bit by bit.
+
+    Compared are the loss, every gradient, every buffer, and the outputs in evaluation mode.
+
+    TARGET is a recipe, or package.module:function; the function takes nothing and returns
+    (layers, inputs, targets, loss).  Exit code 0 if equal, 1 if not.
+
+    \b
+    Examples:
+      penstock check recipes/digits.toml --num-stages 4
+      penstock check mymodel:example --num-stages 2 --num-microbatches 8 --schedule one_f_one_b
+    """
+    from penstock.equality import check as compare
+
+    from .check_target import load_target
+
+    given = {
+        "num_stages": num_stages,
+        "num_microbatches": num_microbatches,
+        "schedule": schedule,
+        "recompute": recompute,
+    }
+    arguments, options = load_target(target, {k: v for k, v in given.items() if v is not None})
+    report = compare(*arguments, **options)
+    click.echo(report.to_json() if as_json else str(report))
+    return 0 if report.equal else 1

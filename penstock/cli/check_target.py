@@ -1,0 +1,91 @@
+"""What `penstock check` is pointed at: a recipe, or a function named package.module:function."""
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.train.build import build_data, build_model, loss_function, pipeline_options
+from penstock.train.read_recipe import read_recipe
+from penstock.types import Recompute
+
+from .options import SCHEDULES
+
+CheckArguments = tuple[tuple[Any, Any, Any], dict[str, Any]]
+"""(layers, inputs, targets) and the keyword arguments of `penstock.check`."""
+
+_DEFAULTS: Mapping[str, Any] = {
+    "num_stages": 2,
+    "num_microbatches": 4,
+    "schedule": "gpipe",
+    "recompute": "stage",
+}
+
+
+def load_target(target: str, given: Mapping[str, Any]) -> CheckArguments:
+    """Find what `target` names; `given` are the options of the command line that were used.
+
+    Raises:
+        ConfigError: there is no such recipe, module or function, or it returns something else.
+    """
+    return (
+        _from_recipe(Path(target), given) if ":" not in target else _from_function(target, given)
+    )
+
+
+def _from_recipe(path: Path, given: Mapping[str, Any]) -> CheckArguments:
+    if path.suffix != ".toml":
+        raise ConfigError(
+            f"cannot check {str(path)!r}: give a recipe, a path that ends in .toml, or a function "
+            "as package.module:function"
+        )
+    overrides = [f"pipeline.{key}={value}" for key, value in given.items()]
+    if "num_stages" in given:
+        overrides.append("pipeline.partition=auto")
+    recipe = read_recipe(path, overrides)
+    train = build_data(recipe).train
+    inputs, targets = (t[: recipe.train.batch_size] for t in (train.inputs, train.targets))
+    options = pipeline_options(recipe) | {"loss": loss_function, "example_inputs": inputs}
+    return (build_model(recipe), inputs, targets), options
+
+
+def _from_function(target: str, given: Mapping[str, Any]) -> CheckArguments:
+    result = _find(target)()
+    if not isinstance(result, tuple) or len(result) != 4:
+        raise ConfigError(
+            f"{target} returned {_described(result)}; return (layers, inputs, targets, loss)"
+        )
+    layers, inputs, targets, loss = result
+    options = {**_DEFAULTS, **given, "loss": loss}
+    options["schedule"] = SCHEDULES[options["schedule"]]
+    options["recompute"] = Recompute(options["recompute"])
+    return (layers, inputs, targets), options
+
+
+def _find(target: str) -> Callable[[], Any]:
+    module_name, _, name = target.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # an installed command does not look where it is called
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there; what it imports is not
+        raise ConfigError(
+            f"there is no module {module_name!r} in {here} or among the installed ones"
+        ) from None
+    function = vars(module).get(name)
+    if not callable(function):
+        known = [n for n, f in vars(module).items() if getattr(f, "__module__", "") == module_name]
+        raise ConfigError(
+            f"{module_name} has no function {name!r}; it defines: {', '.join(known) or 'none'}"
+        )
+    result: Callable[[], Any] = function
+    return result
+
+
+def _described(value: Any) -> str:
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"

@@ -1,0 +1,58 @@
+"""The command `penstock`: parse, call, print.  Nothing heavy is imported before a command runs."""
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from penstock import __version__
+from penstock.errors import PenstockError
+
+from .check import check
+from .simulate import simulate
+from .train import train
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 99})
+@click.version_option(__version__, prog_name="penstock")
+def penstock() -> None:
+    """Train layered models as pipelines, exact to the bit.
+
+    \b
+    Example:
+      penstock train recipes/digits.toml
+    """
+
+
+for command in (check, simulate, train):
+    penstock.add_command(command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 well, 1 "different", 2 the user's mistake, 130 Ctrl-C."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and give its exit code; a mistake is said in one line, on stderr."""
+    try:
+        code = penstock.main(arguments, prog_name="penstock", standalone_mode=False)
+    except click.ClickException as error:
+        click.echo(f"penstock: {error.format_message().rstrip('.')}{_hint(error)}", err=True)
+        return USER_ERROR
+    except PenstockError as error:
+        click.echo(f"penstock: {error}", err=True)
+        return USER_ERROR
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("penstock: interrupted", err=True)
+        return INTERRUPTED
+    return code if isinstance(code, int) else 0
+
+
+def _hint(error: click.ClickException) -> str:
+    """Name the command whose help tells more."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    return f"; see {context.command_path} --help" if context is not None else ""

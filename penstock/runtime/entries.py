@@ -1,0 +1,65 @@
+"""How a tensor from another stage becomes a leaf of this stage's own autograd graph."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from .run import Entry
+
+_CACHE_LINE_BYTES = 64
+
+
+def make_entry(tensor: Tensor, wants_grad: bool) -> Entry:
+    """Detach a tensor; with `wants_grad`, catch the gradient that a backward pass finds for it."""
+    leaf = tensor.detach()
+    if not wants_grad:
+        return Entry(leaf)
+    node, caught = get_gradient_edge(leaf.requires_grad_()).node, []
+
+    def catch(gradients: tuple[Tensor | None, ...]) -> tuple[None]:
+        caught.append(gradients[0])
+        return (None,)
+
+    node.register_prehook(catch)
+    return Entry(leaf, node, caught)
+
+
+def faithful_copy(tensor: Tensor) -> Tensor:
+    """Copy a tensor for layers to change in place; gradients flow through unchanged.
+
+    The copy has the strides of the original and lies as far from a cache line's start: the order
+    in which matrix kernels add depends on both.
+    """
+    if any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+        return tensor  # expanded: torch itself refuses to change it in place
+    if tensor.requires_grad and torch.is_grad_enabled():
+        copied = _Copy.apply(tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        assert isinstance(copied, Tensor)
+        return copied
+    return _copy(tensor)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return _copy(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return tensor.clone()
+    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    spare = _CACHE_LINE_BYTES // tensor.element_size()
+    room = torch.empty(span + spare, dtype=tensor.dtype, device=tensor.device)
+    distance = (tensor.data_ptr() - room.data_ptr()) % _CACHE_LINE_BYTES
+    copied = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    copied.set_(
+        room.untyped_storage(), distance // tensor.element_size(), tensor.shape, tensor.stride()
+    )
+    return copied.copy_(tensor.detach())

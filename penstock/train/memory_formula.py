@@ -1,0 +1,97 @@
+"""What GPipe's paper says a stage must keep, computed from the model in plain torch.
+
+Huang et al. 2019, section 2.3: O(N + L/K * N/M).  Written out for stage s:
+
+    live(s) * input_bytes(s) + graphs(s) * activation_bytes(s)
+
+    live(s)               most micro-batches between their forward and their backward on s
+    input_bytes(s)        what one micro-batch brings to the stage: batch, boundary values, targets
+    activation_bytes(s)   what autograd saves for a micro-batch beyond inputs, parameters, buffers
+    graphs(s)             1 with recompute; live(s) without, since nothing is dropped
+
+`live` is M for GPipe and min(M, K - s) for 1F1B.
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from penstock.schedules.ir import Backward, Forward, Schedule
+from penstock.types import Recompute
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def formula_bytes(
+    stages: Sequence[nn.Sequential],
+    microbatch: tuple[Tensor, Tensor],
+    loss: Loss,
+    schedule: Schedule,
+    recompute: Recompute,
+) -> dict[int, int]:
+    """Give the formula's bytes for each stage; `microbatch` is (inputs, targets) of full size."""
+    value, targets = microbatch
+    result = {}
+    for number, stage in enumerate(stages):
+        last = number == len(stages) - 1
+        entering = value.detach().requires_grad_(number > 0)
+        activation_bytes, value = _run(stage, entering, (loss, targets) if last else None)
+        input_bytes = _bytes(entering) + (_bytes(targets) if last else 0)
+        live = most_live(schedule, number)
+        graphs = live if recompute is Recompute.NEVER else 1
+        result[number] = live * input_bytes + graphs * activation_bytes
+    return result
+
+
+def cut(model: nn.Sequential, partition: Sequence[int]) -> Iterator[nn.Sequential]:
+    """Yield the layers of each stage, under their names."""
+    layers = list(model.named_children())
+    for first, end in pairwise(accumulate(partition, initial=0)):
+        yield nn.Sequential(OrderedDict(layers[first:end]))
+
+
+def most_live(schedule: Schedule, stage: int) -> int:
+    """Count the most micro-batches between their forward and their backward on `stage`."""
+    live = most = 0
+    for _, instruction in schedule:
+        match instruction:
+            case Forward(s, _) if s == stage:
+                live += 1
+            case Backward(s, _) if s == stage:
+                live -= 1
+        most = max(most, live)
+    return most
+
+
+def _run(
+    stage: nn.Sequential, inputs: Tensor, objective: tuple[Loss, Tensor] | None
+) -> tuple[int, Tensor]:
+    """Run a copy of the stage; give the bytes that autograd saves, and the output."""
+    twin = copy.deepcopy(stage)
+    known = [inputs, *twin.parameters(), *twin.buffers(), *(objective[1:] if objective else ())]
+    ignored = {_place(tensor) for tensor in known}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _place(tensor) not in ignored:
+            saved[_place(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.random.fork_rng(devices=[]), saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = twin(inputs)
+        kept = objective[0](output, objective[1]) if objective else output
+    del kept
+    return sum(saved.values()), output.detach()
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

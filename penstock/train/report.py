@@ -1,0 +1,65 @@
+"""What is made of a run when it ends: its summary, and the traced step in every form."""
+
+from penstock.errors import ConfigError
+from penstock.trace.chrome import to_chrome
+from penstock.trace.picture import save_picture
+from penstock.trace.timeline import Timeline
+from penstock.types import Recompute
+
+from .build import loss_function
+from .loop import Trainer
+from .memory_formula import cut, formula_bytes
+from .run_folder import RunFolder, replace_text
+from .summary import StageMemory, Summary
+
+
+def summarise(trainer: Trainer, folder: RunFolder, seconds: float) -> Summary:
+    """Gather what is known of a run; `seconds` is how long this process trained."""
+    meter = trainer.meter
+    return Summary(
+        run_folder=str(folder.path),
+        finished=trainer.finished,
+        epochs=trainer.position.epoch,
+        steps=trainer.position.step,
+        test_accuracy=trainer.position.test_accuracy,
+        seconds=seconds,
+        samples_per_s=meter.samples_per_s,
+        bubble=meter.bubble,
+        share_of_ideal=meter.share_of_ideal,
+        stages=_stage_memory(trainer),
+    )
+
+
+def write_timeline(folder: RunFolder, timeline: Timeline) -> str:
+    """Write the timeline as JSON, Chrome trace and pictures; say what had to be left out."""
+    replace_text(folder.path / "timeline.json", timeline.to_json())
+    replace_text(folder.path / "timeline.chrome.json", to_chrome(timeline))
+    try:
+        save_picture(timeline, folder.path / "timeline.svg")
+        save_picture(timeline, folder.path / "timeline.png")
+    except ConfigError as error:
+        return f"no pictures of the timeline: {error}"
+    return ""
+
+
+def _stage_memory(trainer: Trainer) -> tuple[StageMemory, ...]:
+    recipe, pipe, train = trainer.recipe, trainer.pipe, trainer.data.train
+    batch_size = min(recipe.train.batch_size, len(train))
+    size = -(-batch_size // pipe.num_microbatches)
+    stages = list(cut(trainer.model, pipe.partition))
+    expected = formula_bytes(
+        stages,
+        (train.inputs[:size], train.targets[:size]),
+        loss_function,
+        pipe.schedule_for(),
+        Recompute(recipe.pipeline.recompute),
+    )
+    return tuple(
+        StageMemory(
+            stage=number,
+            layers=tuple(name for name, _ in stage.named_children()),
+            peak_bytes=trainer.meter.peak_bytes.get(number),
+            formula_bytes=expected[number],
+        )
+        for number, stage in enumerate(stages)
+    )

@@ -1,0 +1,36 @@
+"""What a run came to: the values behind the table at its end, and their JSON."""
+
+import json
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """What one stage kept at most for its backward passes, beside the paper's formula."""
+
+    stage: int
+    layers: tuple[str, ...]
+    peak_bytes: int | None
+    """Measured in one step; None if there were too few steps."""
+    formula_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A run, finished or interrupted.  Shares are from 0 to 1; None where nothing was measured."""
+
+    run_folder: str
+    finished: bool
+    epochs: int
+    steps: int
+    test_accuracy: float | None
+    seconds: float
+    """Of this process, from the first step to the last evaluation."""
+    samples_per_s: float
+    bubble: float | None
+    share_of_ideal: float | None
+    stages: tuple[StageMemory, ...]
+
+    def to_json(self) -> str:
+        """Write the summary as one line of JSON."""
+        return json.dumps(asdict(self))

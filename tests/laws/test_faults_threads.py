@@ -1,0 +1,156 @@
+"""Worker threads end: when closed, when collected, after faults and with the interpreter."""
+
+import gc
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+
+NUM_STAGES = 3
+
+
+def layers() -> list[nn.Module]:
+    """Give six layers."""
+    return [
+        nn.Linear(6, 6),
+        nn.Tanh(),
+        nn.Linear(6, 6),
+        nn.Dropout(0.2),
+        nn.Tanh(),
+        nn.Linear(6, 6),
+    ]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(9, 6), torch.randn(9, 6)
+
+
+def make(modules: list[nn.Module], timeout_s: float = 60.0) -> penstock.Pipeline:
+    """Make a pipeline with two layers on each of three stages."""
+    return penstock.Pipeline(
+        modules,
+        partition=(2, 2, 2),
+        num_microbatches=4,
+        loss=F.mse_loss,
+        threads_per_stage=1,
+        timeout_s=timeout_s,
+    )
+
+
+def workers_since(before: set[threading.Thread]) -> list[threading.Thread]:
+    """Give the threads that are alive now and were not then."""
+    return [thread for thread in threading.enumerate() if thread not in before]
+
+
+class Faulty(nn.Module):
+    """Raise while `armed`."""
+
+    armed = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.armed:
+            raise ValueError("faulty")
+        return x
+
+
+@pytest.mark.parametrize("fail", (False, True))
+def test_closing_leaves_no_threads(fail: bool) -> None:
+    before = set(threading.enumerate())
+    faulty = Faulty()
+    faulty.armed = False
+    pipe = make([*layers()[:5], faulty])
+    pipe.train_step(*batch())
+    faulty.armed = fail
+    if fail:
+        with pytest.raises(ValueError, match="faulty"):
+            pipe.train_step(*batch())
+    assert len(workers_since(before)) >= NUM_STAGES - 1
+    pipe.close()
+    pipe.close()
+    assert not workers_since(before)
+
+
+def test_a_closed_pipeline_starts_again_when_used() -> None:
+    before = set(threading.enumerate())
+    pipe = make(layers())
+    for _ in range(3):
+        assert torch.isfinite(pipe.train_step(*batch()))
+        pipe.close()
+    assert not workers_since(before)
+
+
+@pytest.mark.parametrize("outstanding", (False, True))
+def test_a_collected_pipeline_leaves_no_threads(outstanding: bool) -> None:
+    before = set(threading.enumerate())
+    pipe = make(layers())
+    pipe.train_step(*batch())
+    output = pipe(batch()[0]) if outstanding else None
+    del pipe, output
+    gc.collect()
+    for worker in workers_since(before):
+        worker.join(10)
+    assert not workers_since(before)
+
+
+def test_many_faults_leave_no_threads_behind() -> None:
+    before = set(threading.enumerate())
+    faulty = Faulty()
+    with make([*layers()[:5], faulty]) as pipe:
+        for _ in range(10):
+            with pytest.raises(ValueError, match="faulty"):
+                pipe.train_step(*batch())
+        assert len(workers_since(before)) <= NUM_STAGES
+        faulty.armed = False
+        assert torch.isfinite(pipe.train_step(*batch()))
+    assert not workers_since(before)
+
+
+class Waiting(nn.Module):
+    """Wait until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.go.wait(30)
+        return x
+
+
+def test_a_wait_beyond_the_deadline_says_who_waits_for_whom() -> None:
+    waiting = Waiting()
+    before = set(threading.enumerate())
+    pipe = make([*layers()[:3], waiting, *layers()[4:]], timeout_s=0.2)
+    with pytest.raises(penstock.errors.WaitTimeout, match=r"stage \d.*stage \d"):
+        pipe.train_step(*batch())
+    waiting.go.set()
+    pipe.zero_grad()
+    assert torch.isfinite(pipe.train_step(*batch()))
+    pipe.close()
+    assert not workers_since(before)
+
+
+@pytest.mark.parametrize(
+    "ending", ("pass", "raise SystemExit(3)", "raise ValueError('late')", "out = pipe(x)")
+)
+def test_the_interpreter_ends_without_close(ending: str) -> None:
+    program = (
+        "import torch, penstock\nfrom torch import nn\n"
+        "pipe = penstock.Pipeline([nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)], num_stages=3,\n"
+        "    num_microbatches=2, loss=nn.functional.mse_loss)\n"
+        "x = torch.ones(4, 4)\nprint(pipe.train_step(x, x).shape)\n" + ending
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "torch.Size([])" in ended.stdout
+    assert ended.returncode == {"raise SystemExit(3)": 3, "raise ValueError('late')": 1}.get(
+        ending, 0
+    )
+    assert ended.returncode == 1 or not ended.stderr

@@ -1,0 +1,18 @@
+"""The recipe that ships with Penstock learns to read digits."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from penstock.train.command import start_run
+
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
+
+
+@pytest.mark.slow
+def test_two_stages_read_at_least_97_of_100_unseen_digits(tmp_path: Path) -> None:
+    summary = start_run(DIGITS, [], tmp_path / "run", Console(file=io.StringIO()))
+    assert summary.finished and len(summary.stages) == 2
+    assert summary.test_accuracy is not None and summary.test_accuracy >= 0.97

@@ -1,0 +1,215 @@
+"""A run that stops and goes on is the run that never stopped, bit by bit, for any other K."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from penstock.cli.main import run
+from penstock.errors import CheckpointError, RecipeError, RunFolderError
+from penstock.train.command import resume_run, start_run
+from penstock.train.display import Display
+from penstock.train.interrupt import Interrupt
+from penstock.train.loop import Trainer
+from penstock.train.position import Position
+from penstock.train.read_recipe import read_recipe, recipe_to_toml
+from penstock.train.run_folder import RunFolder, create
+
+ROOT = Path(__file__).parents[2]
+DIGITS = ROOT / "recipes" / "digits.toml"
+SMALL = [
+    "model.num_blocks=1",
+    "model.width=4",
+    "train.epochs=2",
+    "train.batch_size=500",  # three steps an epoch, the last one smaller
+    "train.log_every=1",
+    "train.checkpoint_every=2",
+    "train.keep_checkpoints=9",
+    "train.trace_every=1",
+    "learning_rate.warmup_epochs=1",
+]
+NUM_STEPS = 6
+
+
+def quiet() -> Console:
+    """Make a console that nobody reads."""
+    return Console(file=io.StringIO())
+
+
+def train_until(trainer: Trainer, folder: RunFolder, step: int) -> None:
+    """Train up to `step` steps, as if Ctrl-C were pressed during the last of them."""
+    interrupt = Interrupt()
+
+    class Stop(Display):
+        def show_step(self, position: Position, meter: Any) -> None:
+            interrupt.wanted = position.step >= step
+
+    trainer.run(folder, Stop(quiet(), 2, 3), interrupt)
+    assert trainer.position.step == step
+
+
+def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Read the model and optimizer tensors of a checkpoint."""
+    path = RunFolder(folder).checkpoint_path(step)
+    return load_file(path / "model.safetensors") | load_file(path / "optimizer.safetensors")
+
+
+def curve(folder: Path) -> list[dict[str, Any]]:
+    """Read the metrics but for those that a clock decides."""
+    lines = RunFolder(folder).read_metrics()
+    return [{k: v for k, v in line.items() if k != "samples_per_s"} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    assert start_run(DIGITS, SMALL, folder, quiet()).finished
+    return folder
+
+
+@pytest.mark.parametrize("stop", range(1, NUM_STEPS))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["pipeline.num_stages=1"],
+        ["pipeline.num_stages=3", "pipeline.schedule=one_f_one_b"],
+        ["pipeline.partition=[1, 7]", "pipeline.recompute=never"],
+    ],
+    ids=" ".join,
+)
+def test_a_resumed_run_is_the_uninterrupted_one_for_any_other_layout(
+    uninterrupted: Path, tmp_path: Path, stop: int, changes: list[str]
+) -> None:
+    recipe = read_recipe(DIGITS, SMALL)
+    folder = create(tmp_path / "run", recipe_to_toml(recipe))
+    with Trainer(recipe) as trainer:
+        train_until(trainer, folder, stop)
+    summary = resume_run(folder.path, None, changes, quiet())
+    assert summary.finished and summary.steps == NUM_STEPS
+    assert curve(folder.path) == curve(uninterrupted)
+    expected, found = weights(uninterrupted, NUM_STEPS), weights(folder.path, NUM_STEPS)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    recipe = read_recipe(DIGITS, SMALL)
+    folder = create(tmp_path / "run", recipe_to_toml(recipe))
+    with Trainer(recipe) as trainer:
+        train_until(trainer, folder, 5)
+    for path in folder.checkpoints():
+        if path.name > "step-000002":
+            path.rename(path.with_name(f".{path.name}.xyz.unfinished"))  # killed while saving
+    with folder.metrics_path.open("a") as file:
+        file.write('{"kind": "step", "st')
+    assert resume_run(folder.path, None, [], quiet()).finished
+    assert curve(folder.path) == curve(uninterrupted)
+    assert all(
+        torch.equal(tensor, weights(folder.path, NUM_STEPS)[name])
+        for name, tensor in weights(uninterrupted, NUM_STEPS).items()
+    )
+
+
+def test_a_run_without_any_checkpoint_starts_again(uninterrupted: Path, tmp_path: Path) -> None:
+    folder = create(tmp_path / "run", recipe_to_toml(read_recipe(DIGITS, SMALL)))
+    folder.append_metrics({"kind": "step", "step": 1, "loss": 0.0})
+    assert resume_run(folder.path, None, [], quiet()).steps == NUM_STEPS
+    assert curve(folder.path) == curve(uninterrupted)
+
+
+def test_the_whole_curve_is_there_once(uninterrupted: Path) -> None:
+    lines = curve(uninterrupted)
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+    assert [line["epoch"] for line in lines if line["kind"] == "epoch"] == [1, 2]
+
+
+def test_a_run_folder_holds_what_the_run_was(uninterrupted: Path) -> None:
+    assert {path.name for path in uninterrupted.iterdir()} == {
+        "recipe.toml",
+        "metrics.jsonl",
+        "checkpoints",
+        "timeline.json",
+        "timeline.chrome.json",
+        "timeline.svg",
+        "timeline.png",
+    }
+    assert read_recipe(uninterrupted / "recipe.toml") == read_recipe(DIGITS, SMALL)
+
+
+def test_another_number_of_micro_batches_is_refused(uninterrupted: Path) -> None:
+    with pytest.raises(RecipeError, match="num_microbatches was 8 and cannot become 4 on resume"):
+        resume_run(uninterrupted, None, ["pipeline.num_microbatches=4"], quiet())
+
+
+def test_a_finished_run_cannot_be_resumed(uninterrupted: Path) -> None:
+    with pytest.raises(RunFolderError, match="has trained all its 2 epochs"):
+        resume_run(uninterrupted, None, [], quiet())
+
+
+def test_another_recipe_cannot_take_over_a_run_folder(uninterrupted: Path) -> None:
+    with pytest.raises(RecipeError, match=r"model\.width was 4 and cannot become 32 on resume"):
+        resume_run(uninterrupted, DIGITS, [], quiet())
+
+
+def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
+    recipe = read_recipe(DIGITS, SMALL)
+    folder = create(tmp_path / "run", recipe_to_toml(recipe))
+    with Trainer(recipe) as trainer:
+        train_until(trainer, folder, 4)
+    (folder.checkpoint_path(4) / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"damaged.*\nTo resume .*, delete .*step-000004"):
+        resume_run(folder.path, None, [], quiet())
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+    sets = [word for change in [*SMALL, "train.epochs=2000"] for word in ("--set", change)]
+    train = [sys.executable, "-m", "penstock", "train", str(DIGITS)]
+    folder = RunFolder(tmp_path / "run")
+    process = subprocess.Popen(
+        [*train, "--run-folder", "run", *sets],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and not folder.checkpoints():
+        os.sched_yield()
+    process.send_signal(signal.SIGINT)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert errors.splitlines()[-1].endswith("Go on with: penstock train --resume run")
+    done = max(line["step"] for line in folder.read_metrics())
+    assert folder.checkpoints()[-1] == folder.checkpoint_path(done)
+    assert f"run after {done} steps" in said
+
+
+def test_the_command_prints_a_summary_as_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sets = [word for change in SMALL for word in ("--set", change)]
+    assert run(["train", str(DIGITS), "--json", *sets]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["run_folder"] == "runs/digits-1" and summary["steps"] == NUM_STEPS
+    assert summary["finished"] is True and len(summary["stages"]) == 2
+
+
+def test_a_run_ends_without_threads_left(tmp_path: Path) -> None:
+    import threading
+
+    before = threading.active_count()
+    start_run(DIGITS, SMALL, tmp_path / "run", quiet())
+    assert threading.active_count() == before

@@ -1,0 +1,79 @@
+"""Every benchmark runs at its smallest setting, prints its table and can write it down."""
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.report import BEGIN, END, Column, Report, publish
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = sorted(path.parent for path in (ROOT / "benchmarks").glob("*/main.py"))
+
+
+@pytest.fixture
+def report() -> Report:
+    """Give a report of two rows."""
+    columns = (Column("who", "name"), Column("ms", "ms", ".1f"))
+    rows = ({"name": "plain", "ms": 12.34}, {"name": "pipeline", "ms": 7.0})
+    return Report(columns, rows, {"rounds": 3}, ("A note.",))
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_every_benchmark_runs_and_prints_its_table(folder: Path, tmp_path: Path) -> None:
+    written = tmp_path / "figures.json"
+    program = ["-W", "error", "-m", f"benchmarks.{folder.name}.main"]
+    done = subprocess.run(
+        [sys.executable, *program, "--smallest", "--json", str(written)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    table = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    figures = json.loads(written.read_text())
+    assert len(table) == 2 + len(figures["rows"])
+    assert len({line.count("|") for line in table}) == 1
+    assert {"hardware", "torch", "Python", "date"} <= figures["machine"].keys()
+    assert "hardware: " in done.stdout
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_every_benchmark_says_what_it_claims_and_holds_a_measured_table(folder: Path) -> None:
+    text = (folder / "README.md").read_text()
+    assert "**Claim.**" in text
+    assert f"python -m benchmarks.{folder.name}.main" in text
+    measured = text.partition(BEGIN)[2].partition(END)[0]
+    assert "| --" in measured
+    assert "hardware: " in measured
+    assert (folder / "requirements.txt").exists()
+
+
+def test_there_is_a_benchmark_for_each_claim() -> None:
+    assert [folder.name for folder in FOLDERS] == ["memory", "overhead", "throughput"]
+
+
+def test_a_table_is_aligned_markdown(report: Report) -> None:
+    assert str(report).splitlines()[:4] == [
+        "| who      |   ms |",
+        "| -------- | ---: |",
+        "| plain    | 12.3 |",
+        "| pipeline |  7.0 |",
+    ]
+
+
+def test_updating_a_readme_replaces_what_stands_between_the_marks_only(
+    report: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    publish(report, Namespace(json=None, update_readme=True), tmp_path)
+    text = readme.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n| who")
+    assert text.endswith(f"{END}\nafter\n")
+    assert "old" not in text
+    assert str(report) in capsys.readouterr().out

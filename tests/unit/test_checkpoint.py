@@ -1,0 +1,310 @@
+"""A checkpoint is whole or absent, of this model or refused, and does not know of stages."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import CheckpointError
+from penstock.zoo.residual import residual_network
+
+Damage = Callable[[Path], Any]
+
+
+def small(width: int = 4) -> nn.Sequential:
+    """Make a model with BatchNorm buffers, the same at every call."""
+    torch.manual_seed(0)
+    return residual_network(1, width)
+
+
+def trained(
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, **options: Any
+) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """Give a model and its optimizer after two steps."""
+    model = small()
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+    for _ in range(2):
+        train_step(model, optimizer)
+    return model, optimizer
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Take one step in plain torch; dropout draws from a fixed seed."""
+    torch.manual_seed(1)
+    model(torch.rand(4, 1, 8, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    """Compare all parameters and buffers, bit by bit."""
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def copy_of(model: nn.Module) -> dict[str, Tensor]:
+    """Give a copy of the model's state."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"amsgrad": True, "betas": (0.8, 0.9)}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.SGD, {}),
+        (torch.optim.Adam, {"capturable": False, "lr_as_tensor": True}),
+    ],
+)
+def test_a_loaded_run_goes_on_bit_by_bit(
+    tmp_path: Path, kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    as_tensor = options.pop("lr_as_tensor", False)
+    model, optimizer = trained(kind, **options)
+    if as_tensor:
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    penstock.save_checkpoint(tmp_path / "c", model, optimizer)
+    twin = small()
+    fresh = kind(twin.parameters(), lr=torch.tensor(7.0) if as_tensor else 7.0)
+    penstock.load_checkpoint(tmp_path / "c", twin, fresh)
+    assert equal(model, twin)
+    assert type(fresh.param_groups[0]["lr"]) is type(optimizer.param_groups[0]["lr"])
+    train_step(model, optimizer)
+    train_step(twin, fresh)
+    assert equal(model, twin)
+
+
+def test_the_unsplit_model_loads_it_with_plain_torch(tmp_path: Path) -> None:
+    model, _ = trained()
+    with penstock.Pipeline(model, num_stages=3) as pipe:
+        penstock.save_checkpoint(tmp_path / "c", pipe)
+    twin = small()
+    twin.load_state_dict(load_file(tmp_path / "c" / "model.safetensors"))
+    assert equal(model, twin)
+
+
+def test_it_holds_the_step_and_seed_of_a_pipeline(tmp_path: Path) -> None:
+    with penstock.Pipeline(small(), num_stages=2, seed=5) as pipe:
+        pipe.step = 17
+        penstock.save_checkpoint(tmp_path / "c", pipe)
+    with penstock.Pipeline(small(), num_stages=3, seed=0) as other:
+        penstock.load_checkpoint(tmp_path / "c", other)
+        assert (other.step, other.seed) == (17, 5)
+
+
+def test_the_state_comes_back_as_json_gives_it(tmp_path: Path) -> None:
+    state = {"epoch": 3, "loss": 0.1, "pair": (1, 2), "map": {10: "a", 9: None}}
+    penstock.save_checkpoint(tmp_path / "c", small(), **state)
+    assert penstock.load_checkpoint(tmp_path / "c", small()) == json.loads(json.dumps(state))
+
+
+def test_a_shared_tensor_is_stored_under_both_names_and_loaded_as_one(tmp_path: Path) -> None:
+    def tied() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1].weight = model[0].weight
+        return model
+
+    model, twin = tied(), tied()
+    penstock.save_checkpoint(tmp_path / "c", model)
+    penstock.load_checkpoint(tmp_path / "c", twin)
+    assert equal(model, twin) and twin[0].weight is twin[1].weight
+    twin.load_state_dict(load_file(tmp_path / "c" / "model.safetensors"))
+    untied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    penstock.save_checkpoint(tmp_path / "untied", untied)
+    with pytest.raises(CheckpointError, match=r"1\.weight and 0\.weight are one tensor"):
+        penstock.load_checkpoint(tmp_path / "untied", twin)
+
+
+def test_a_tensor_that_is_a_view_or_not_contiguous_is_saved(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    model.weight = nn.Parameter(torch.randn(6, 8).t()[1:3, 2:5])
+    penstock.save_checkpoint(tmp_path / "c", model)
+    twin = nn.Linear(3, 2)
+    penstock.load_checkpoint(tmp_path / "c", twin)
+    assert equal(model, twin)
+
+
+# -- whole or absent
+
+
+def test_an_existing_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+    penstock.save_checkpoint(tmp_path / "c", small(), epoch=1)
+    with pytest.raises(CheckpointError, match="exists already and is never overwritten"):
+        penstock.save_checkpoint(tmp_path / "c", small(), epoch=2)
+    assert penstock.load_checkpoint(tmp_path / "c", small()) == {"epoch": 1}
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, torch.zeros(1)])
+def test_a_state_that_is_no_json_leaves_nothing_behind(tmp_path: Path, value: object) -> None:
+    with pytest.raises(CheckpointError, match="holds what JSON cannot"):
+        penstock.save_checkpoint(tmp_path / "c", small(), value=value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing_behind_and_says_so(tmp_path: Path) -> None:
+    program = (
+        "import resource, sys, penstock\n"
+        "from torch import nn\n"
+        "most = (2000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, most)\n"
+        "try:\n"
+        "    penstock.save_checkpoint(sys.argv[1], nn.Linear(100, 100))\n"
+        "except penstock.PenstockError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "c")], capture_output=True, text=True
+    )
+    assert re.match(r"cannot write the checkpoint .*; nothing is left of it", done.stdout)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
+    class Stateful(nn.Linear):
+        def get_extra_state(self) -> object:
+            return {"x": 1}
+
+    with pytest.raises(CheckpointError, match="'_extra_state' in the model's state is a dict"):
+        penstock.save_checkpoint(tmp_path / "c", Stateful(2, 2))
+
+
+# -- damaged
+
+
+def cut_short(path: Path) -> None:
+    """Lose the second half of a file."""
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def flip_bit(path: Path) -> None:
+    """Change the last bit but a few."""
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("damage", [cut_short, flip_bit, Path.unlink], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_damaged_file_is_named_and_nothing_is_loaded(
+    tmp_path: Path, damage: Damage, name: str
+) -> None:
+    model, optimizer = trained()
+    penstock.save_checkpoint(tmp_path / "c", *trained())
+    train_step(model, optimizer)
+    before = copy_of(model)
+    damage(tmp_path / "c" / name)
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        penstock.load_checkpoint(tmp_path / "c", model, optimizer)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_learning_rate_changed_by_hand_is_noticed(tmp_path: Path) -> None:
+    penstock.save_checkpoint(tmp_path / "c", *trained())
+    state = tmp_path / "c" / "state.json"
+    state.write_text(state.read_text().replace('"lr": 0.1', '"lr": 0.2'))
+    with pytest.raises(
+        CheckpointError, match=r"state\.json is damaged: its digest is not the one"
+    ):
+        penstock.load_checkpoint(tmp_path / "c", small())
+
+
+# -- foreign
+
+
+def write_state(path: Path, **state: Any) -> None:
+    """Make a folder with nothing but a state.json."""
+    path.mkdir()
+    (path / "state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda path: None, "does not exist; give the folder of a checkpoint"),
+        (lambda path: path.write_text("x"), "is a file; give the folder of a checkpoint"),
+        (Path.mkdir, r"holds no state\.json, so it is no Penstock checkpoint"),
+        (lambda path: write_state(path, a=1), "was not written by Penstock"),
+        (
+            lambda path: write_state(path, format="penstock-checkpoint", version=99),
+            "format version 99, this Penstock reads version 1",
+        ),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path, make: Damage, message: str) -> None:
+    make(tmp_path / "c")
+    with pytest.raises(CheckpointError, match=message):
+        penstock.load_checkpoint(tmp_path / "c", small())
+
+
+def test_every_tensor_that_does_not_fit_is_listed_and_none_is_loaded(tmp_path: Path) -> None:
+    penstock.save_checkpoint(
+        tmp_path / "c", nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 3).double()})
+    )
+    model = nn.ModuleDict({"b": nn.Linear(2, 2), "c": nn.Linear(1, 1)})
+    before = copy_of(model)
+    with pytest.raises(CheckpointError) as caught:
+        penstock.load_checkpoint(tmp_path / "c", model)
+    lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
+    assert sorted(lines) == [
+        "a.bias is not in the model",
+        "a.weight is not in the model",
+        "b.bias is float64 [3], the model's is float32 [2]",
+        "b.weight is float64 [3, 2], the model's is float32 [2, 2]",
+        "c.bias is missing",
+        "c.weight is missing",
+    ]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_another_optimizer_is_refused_before_the_model_is_touched(tmp_path: Path) -> None:
+    penstock.save_checkpoint(tmp_path / "c", *trained())
+    model = small()
+    before = copy_of(model)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(CheckpointError, match="the optimizer is SGD, the saved one AdamW"):
+        penstock.load_checkpoint(tmp_path / "c", model, other)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_parameter_groups_must_hold_the_same_parameters(tmp_path: Path) -> None:
+    penstock.save_checkpoint(tmp_path / "c", *trained())
+    model = small()
+    fewer = torch.optim.AdamW(list(model.parameters())[1:])
+    with pytest.raises(
+        CheckpointError, match=r"parameter group 0 lacks stem\.weight and has beyond"
+    ):
+        penstock.load_checkpoint(tmp_path / "c", model, fewer)
+    halves = [{"params": [p]} for p in model.parameters()]
+    with pytest.raises(CheckpointError, match=r"has \d+ parameter groups, the saved one 1"):
+        penstock.load_checkpoint(tmp_path / "c", model, torch.optim.AdamW(halves))
+
+
+def test_an_optimizer_of_another_model_cannot_be_saved(tmp_path: Path) -> None:
+    _, optimizer = trained()
+    with pytest.raises(CheckpointError, match="that is not the model's; make the optimizer from"):
+        penstock.save_checkpoint(tmp_path / "c", small(), optimizer)
+
+
+def test_an_optimizer_that_was_not_saved_cannot_be_loaded(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    penstock.save_checkpoint(tmp_path / "c", model)
+    with pytest.raises(CheckpointError, match="saved without an optimizer; load it without one"):
+        penstock.load_checkpoint(tmp_path / "c", model, optimizer)
+
+
+def test_a_file_of_another_maker_under_a_true_digest_is_still_refused(tmp_path: Path) -> None:
+    penstock.save_checkpoint(tmp_path / "c", nn.Linear(2, 2))
+    save_file({"other": torch.zeros(1)}, tmp_path / "c" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="its digest is not the one noted"):
+        penstock.load_checkpoint(tmp_path / "c", nn.Linear(2, 2))

@@ -1,0 +1,140 @@
+"""The command line: a clear line and exit code 2 for mistakes, no traceback, a quick start."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import run
+
+ROOT = Path(__file__).parents[2]
+DIGITS = str(ROOT / "recipes" / "digits.toml")
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["check"], ["simulate"]])
+def test_every_command_has_help_with_an_example(command: list[str], capsys: Captured) -> None:
+    assert run([*command, "--help"]) == 0
+    assert f"penstock {' '.join(command)}" in capsys.readouterr().out.split("Example")[1]
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--help", "train --help", "check --help", "simulate --json"]
+)
+def test_a_command_without_tensors_imports_nothing_heavy(arguments: str) -> None:
+    program = (
+        "import sys\n"
+        "from penstock.cli.main import run\n"
+        "assert run(sys.argv[1:]) == 0\n"
+        "heavy = {'torch', 'numpy', 'pydantic', 'rich', 'safetensors'} & sys.modules.keys()\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_python_m_penstock_is_the_same_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "--version"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("penstock, version ")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["fly"], "No such command 'fly'"),
+        (["train"], "give a RECIPE, such as recipes/digits.toml, or --resume RUN_FOLDER"),
+        (["train", "no.toml"], "there is no recipe no.toml"),
+        (["train", DIGITS, "--set", "pipeline.num_stage=2"], "did you mean pipeline.num_stages?"),
+        (["train", DIGITS, "--set", "pipeline.num_stages=40"], "num_stages=40, but the model has"),
+        (
+            ["train", DIGITS, "--set", "pipeline.partition=[1, 2]"],
+            "partition=[1, 2] holds 3 layers",
+        ),
+        (["train", DIGITS, "--run-folder", "."], ". exists already and is no run folder"),
+        (["train", "--resume", "no"], "cannot resume: no does not exist"),
+        (["train", "--resume", "a", "--run-folder", "b"], "leave out --run-folder"),
+        (["check", "no.toml"], "there is no recipe no.toml"),
+        (["check", "model"], "cannot check 'model': give a recipe"),
+        (["check", "no_such:thing"], "there is no module 'no_such' in"),
+        (["check", "json:nothing"], "json has no function 'nothing'; it defines: dump, dumps"),
+        (["check", "pathlib:Path.cwd"], "pathlib has no function 'Path.cwd'"),
+        (
+            ["check", "os:getcwd"],
+            "os:getcwd returned a str; return (layers, inputs, targets, loss)",
+        ),
+        (["simulate", "--schedule", "gpip"], "'gpip' is not one of 'gpipe', 'one_f_one_b'"),
+        (["simulate", "--num-stages", "0"], "0 is not in the range x>=1"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, capsys: Captured
+) -> None:
+    assert run(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("penstock: ") and said.err.count("\n") == 1
+    assert message in said.err
+    assert list(Path.cwd().iterdir()) == []  # nothing was begun
+
+
+def test_simulate_draws_the_grid_and_the_bubble(capsys: Captured) -> None:
+    assert run(["simulate", "--num-stages", "2", "--num-microbatches", "2", "--width", "27"]) == 0
+    grid = capsys.readouterr().out
+    assert "rank 0 |F0F1......B0  B1  |" in grid and "rank 1 |..F0F1B0  B1  ....|" in grid
+    assert "bubble 33.3%" in grid
+
+
+def test_simulate_writes_json(capsys: Captured) -> None:
+    assert run(["simulate", "--num-stages", "3", "--num-microbatches", "7", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["breakdown"]["bubble"] == pytest.approx(2 / 9)
+
+
+MODEL = """
+import torch
+from torch import nn
+
+class OneMore(nn.Module):
+    calls = 0
+    def forward(self, x):
+        type(self).calls += 1
+        return x + type(self).calls
+
+def good():
+    layers = [nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2)]
+    return layers, torch.randn(6, 4), torch.randn(6, 2), nn.functional.mse_loss
+
+def bad():
+    layers, *rest = good()
+    return [*layers, OneMore()], *rest
+"""
+
+
+def test_check_says_equal_with_0_and_different_with_1(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "my_model.py").write_text(MODEL)
+    assert run(["check", "my_model:good", "--num-microbatches", "3"]) == 0
+    assert "EQUAL: all" in capsys.readouterr().out
+    assert run(["check", "my_model:bad", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["equal"] is False
+
+
+def test_check_takes_a_recipe_and_options_over_it(capsys: Captured) -> None:
+    options = ["--num-stages", "3", "--schedule", "one_f_one_b", "--recompute", "never"]
+    assert run(["check", DIGITS, *options]) == 0
+    assert "K=3, M=8" in capsys.readouterr().out
