@@ -18,6 +18,7 @@ import torch
 import penstock
 
 _T = TypeVar("_T")
+MOST_LOAD = 0.5
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
@@ -109,9 +110,26 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def load_average() -> float:
-    """Give how many processes wanted a core in the last minute: others' work spoils a timing."""
-    return os.getloadavg()[0]
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How many processes wanted a core in the minute before: others' work spoils a timing."""
+
+    before: float
+
+    @classmethod
+    def now(cls) -> "Load":
+        """Look before measuring; one's own work counts later on."""
+        return cls(os.getloadavg()[0])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Warn who reads figures that were measured beside other work."""
+        if self.before < MOST_LOAD:
+            return ()
+        return (
+            f"**Measure again:** the machine was busy with other work (load {self.before:.2f} "
+            "before the start), so these times mean little.",
+        )
 
 
 def parser(description: str) -> argparse.ArgumentParser:

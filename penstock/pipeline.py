@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from penstock.arguments import Devices, check_count, num_cores, resolve_devices, resolve_num_stages
 from penstock.costs.measure import measure_layers
-from penstock.errors import BatchError, ConfigError
+from penstock.errors import BatchError, ConfigError, RandomnessError
 from penstock.model.layers import Layer, Layers, as_layers
 from penstock.model.pytree import flatten
 from penstock.planner.partition import balance
@@ -268,11 +268,19 @@ class Pipeline(nn.Module):
 
     def _outputs(self, inputs: Any) -> Any:
         sizes = self._sizes(inputs, None)
-        run = self._new_run("eval", self._evaluations, split(inputs, sizes), with_grad=False)
+        try:
+            run = self._drive_evaluation(inputs, sizes, trusting=True)
+        except RandomnessError:  # a layer draws in evaluation mode: look at each one while it runs
+            run = self._drive_evaluation(inputs, sizes, trusting=False)
         self._evaluations += 1
         with torch.no_grad():
-            self._engine.drive(run, Mode.EVAL)
             return gather([run.outputs[i] for i in range(len(sizes))], sizes)
+
+    def _drive_evaluation(self, inputs: Any, sizes: list[int], *, trusting: bool) -> Run:
+        run = self._new_run("eval", self._evaluations, split(inputs, sizes), with_grad=False)
+        run.trusts_evaluation = trusting
+        self._engine.drive(run, Mode.EVAL)
+        return run
 
     # -- inside
     # --------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What the executor adds to each instruction, beyond the tensors' own work."""
 
 import argparse
+import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,10 +17,10 @@ from torch.nn.functional import mse_loss
 
 from benchmarks.report import (
     Column,
+    Load,
     Report,
     counts,
     interleaved,
-    load_average,
     parser,
     progress,
     publish,
@@ -165,9 +166,10 @@ def measure_row(cases: list[Case], rounds: int, least_instructions: int) -> dict
 
 def run(options: argparse.Namespace) -> Report:
     """Measure every combination."""
-    load = load_average()
+    load = Load.now()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    gc.freeze()  # or a full collection walks through all that torch's import made
     rounds = 1 if options.smallest else options.rounds
     all_stages = (1, 2) if options.smallest else options.num_stages
     all_counts = (1, 2) if options.smallest else sorted(options.num_microbatches)
@@ -184,8 +186,10 @@ def run(options: argparse.Namespace) -> Report:
         Column(f"M = {most}: CPU µs", "cpu_us", ".1f"),
         Column("trace adds: CPU µs", "trace_us", ".2f"),
     ]
-    settings = {"rounds": rounds, "load before": f"{load:.2f}"}
-    return Report((*COLUMNS, *per_count), tuple(rows), settings, tuple(verdicts(rows, most)))
+    settings = {"rounds": rounds, "load before": f"{load.before:.2f}"}
+    return Report(
+        (*COLUMNS, *per_count), tuple(rows), settings, (*verdicts(rows, most), *load.notes)
+    )
 
 
 def verdicts(rows: list[dict[str, Any]], most: int) -> Iterator[str]:

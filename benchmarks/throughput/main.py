@@ -11,10 +11,10 @@ import torch
 
 from benchmarks.report import (
     Column,
+    Load,
     Report,
     counts,
     interleaved,
-    load_average,
     missing,
     parser,
     progress,
@@ -94,7 +94,7 @@ def start_peer(work: Work, all_num_microbatches: tuple[int, ...]) -> tuple[Torch
 
 def run(options: argparse.Namespace) -> Report:
     """Measure all contestants for every number of micro-batches."""
-    load = load_average()
+    load = Load.now()
     torch.set_num_threads(1)
     work = SMALLEST if options.smallest else Work()
     all_counts: tuple[int, ...] = (2,) if options.smallest else options.num_microbatches
@@ -113,9 +113,9 @@ def run(options: argparse.Namespace) -> Report:
         "K": NUM_STAGES,
         "rounds": rounds,
         "threads per stage": 1,
-        "load before": f"{load:.2f}",
+        "load before": f"{load.before:.2f}",
     }
-    return Report(COLUMNS, tuple(table), settings, tuple(notes))
+    return Report(COLUMNS, tuple(table), settings, (*notes, *load.notes))
 
 
 def main(arguments: list[str] | None = None) -> None:

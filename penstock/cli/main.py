@@ -9,11 +9,9 @@ from penstock import __version__
 from penstock.errors import PenstockError
 
 from .check import check
+from .options import INTERRUPTED, USER_ERROR
 from .simulate import simulate
 from .train import train
-
-USER_ERROR = 2
-INTERRUPTED = 130
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 99})

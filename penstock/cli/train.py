@@ -4,6 +4,10 @@ from pathlib import Path
 
 import click
 
+from penstock.train.interrupt import Interrupt
+
+from .options import INTERRUPTED
+
 
 @click.command()
 @click.argument("recipe", required=False, type=click.Path(path_type=Path))
@@ -50,17 +54,18 @@ def train(
         )
     if resume is not None and run_folder is not None:
         raise click.UsageError("--resume goes on in its own folder; leave out --run-folder")
-    from rich.console import Console
+    with Interrupt() as interrupt:  # before the imports, which may swallow a KeyboardInterrupt
+        from rich.console import Console
 
-    from penstock.train.command import resume_run, start_run
-    from penstock.train.display import show_summary
+        from penstock.train.command import resume_run, start_run
+        from penstock.train.display import show_summary
 
-    console = Console(stderr=True)
-    if resume is not None:
-        summary = resume_run(resume, recipe, overrides, console)
-    else:
-        assert recipe is not None
-        summary = start_run(recipe, overrides, run_folder, console)
+        console = Console(stderr=True)
+        if resume is not None:
+            summary = resume_run(resume, recipe, overrides, console, interrupt)
+        else:
+            assert recipe is not None
+            summary = start_run(recipe, overrides, run_folder, console, interrupt)
     if as_json:
         click.echo(summary.to_json())
     else:
@@ -72,4 +77,4 @@ def train(
         f"Go on with: penstock train --resume {summary.run_folder}",
         err=True,
     )
-    return 130
+    return INTERRUPTED

@@ -91,19 +91,17 @@ def _now_s() -> float:
 @contextmanager
 def _untouched(modules: list[nn.Module]) -> Iterator[None]:
     """Put buffers and random number generators back to what they were."""
-    buffers = [
-        (owner, name, buffer, buffer.clone())
-        for module in modules
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
+    owners = [owner for module in modules for owner in module.modules()]
+    buffers = [(owner, owner._buffers.copy()) for owner in owners]
+    values = [(b, b.clone()) for _, named in buffers for b in named.values() if b is not None]
     devices = list(range(torch.cuda.device_count()))
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             yield
     finally:
         with torch.no_grad():
-            for owner, name, buffer, value in buffers:
+            for owner, named in buffers:
+                owner._buffers.clear()
+                owner._buffers.update(named)
+            for buffer, value in values:
                 buffer.copy_(value)
-                owner._buffers[name] = buffer

@@ -44,8 +44,8 @@ def check_routes(exported: Mapping[int, Sequence[Tensor]], stage: int) -> None:
         for leaf in leaves:
             if leaf.requires_grad and seen.setdefault(id(leaf), peer) != peer:
                 raise BoundaryError(
-                    f"one tensor of shape {tuple(leaf.shape)} leaves stage {stage} under two names, "
-                    f"for stages {peer} and {seen[id(leaf)]}, so its gradients would not add up in "
-                    "the order of the unsplit model. Let both stages read one name, or return a "
-                    "copy (x.clone()) under the second"
+                    f"one tensor of shape {tuple(leaf.shape)} leaves stage {stage} under two "
+                    f"names, for stages {peer} and {seen[id(leaf)]}, so its gradients would not "
+                    "add up in the order of the unsplit model. Let both stages read one name, or "
+                    "return a copy (x.clone()) under the second"
                 )

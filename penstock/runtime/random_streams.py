@@ -159,11 +159,13 @@ def guarded_default_generators(devices: Iterable[torch.device]) -> Iterator[None
     ]
     before = [generator.get_state() for generator in generators]
     yield
-    for generator, state in zip(generators, before, strict=True):
-        if not torch.equal(generator.get_state(), state):
-            raise RandomnessError(
-                "a layer drew random numbers outside its own stream: it drew none when it first "
-                "ran in this mode and draws now, or another thread of this process draws while a "
-                "step runs. The gradients of this step must not be used: zero them. Layers are "
-                "looked at again in the next step"
-            )
+    drawn = [not torch.equal(g.get_state(), s) for g, s in zip(generators, before, strict=True)]
+    if any(drawn):
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+        raise RandomnessError(
+            "a layer drew random numbers outside its own stream: it drew none when it first ran "
+            "in this mode and draws now, or another thread of this process draws while a step "
+            "runs. The gradients of this step must not be used: zero them. Layers are looked at "
+            "again in the next step"
+        )

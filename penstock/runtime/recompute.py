@@ -4,9 +4,10 @@ Buffers and modes are put back for the recompute.  Weights and inputs are the ca
 changed in between, there is nothing right to compute, and that is an error.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ BufferKey = tuple[nn.Module, str]
 class Seen:
     """What one forward saw: changing buffers, training modes, versions of weights and inputs."""
 
-    buffers: dict[BufferKey, Tensor]
+    buffers: dict[BufferKey, Any]
     modes: list[bool]
     weight_versions: list[int]
     input_versions: list[int]
@@ -84,42 +85,31 @@ def _changed(what: str, remedy: str) -> RecomputeError:
 class _ChangingBuffers:
     """Finds out which buffers of a stage its forward changes, and keeps what each forward saw.
 
-    The first forward keeps a copy of every buffer; from then on only those seen to change.
+    The first forward keeps a copy of every buffer; from then on only those seen to change in
+    place. A buffer may be None, or not be there yet.
     """
 
     def __init__(self, modules: tuple[nn.Module, ...], skip: tuple[nn.Module, ...]) -> None:
         skipped = set(map(id, skip))
-        self._keys: list[BufferKey] = [
-            (module, name)
-            for root in modules
-            for module in root.modules()
-            if id(module) not in skipped
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self._changing: set[BufferKey] | None = None
+        self._modules = [m for root in modules for m in root.modules() if id(m) not in skipped]
+        self._copied: set[BufferKey] | None = None
 
     @contextmanager
     def watched(self, seen: Seen) -> Iterator[None]:
         """Run a forward inside; afterwards `seen` holds what it saw of what it changed.
 
         Raises:
-            RecomputeError: it changed a buffer that no earlier forward changed, so the old value
-            is lost.
+            RecomputeError: it changed a buffer in place that no earlier forward changed, so the
+            old
+                value is lost.
         """
-        if not self._keys:
-            yield
-            return
-        keep = self._keys if self._changing is None else self._changing
-        copies = {key: _buffer(key).clone() for key in keep}
-        before = [(key, _buffer(key), _buffer(key)._version) for key in self._keys]
+        before = self._now()
+        versions = {key: buffer._version for key, buffer in before.items() if buffer is not None}
+        keep = versions if self._copied is None else self._copied & versions.keys()
+        copies = {key: _copy(before[key]) for key in keep}
         yield
-        changed = {
-            k
-            for k, buffer, version in before
-            if _buffer(k) is not buffer or buffer._version != version
-        }
-        lost = changed - copies.keys()
+        in_place = {key for key, version in versions.items() if _version(before[key]) != version}
+        lost = in_place - copies.keys()
         if lost:
             module, name = next(iter(lost))
             raise RecomputeError(
@@ -127,24 +117,41 @@ class _ChangingBuffers:
                 "forward before it changed, so a recompute could not see its old value. Use "
                 "recompute=Recompute.NEVER"
             )
-        self._changing = changed if self._changing is None else self._changing | changed
-        seen.buffers = {key: copies[key] for key in changed}
+        self._copied = in_place | (self._copied or set())
+        now = self._now()
+        replaced = {k for k in now.keys() | before.keys() if now.get(k) is not before.get(k)}
+        seen.buffers = {k: copies.get(k, before.get(k, _ABSENT)) for k in in_place | replaced}
 
     @contextmanager
     def restored(self, seen: Seen) -> Iterator[None]:
         """Run a forward again inside, with the buffers it saw; then put back what was there."""
-        now = {key: _buffer(key) for key in seen.buffers}
-        for (module, name), value in seen.buffers.items():
-            module._buffers[name] = value
+        now = {(m, name): m._buffers.get(name, _ABSENT) for m, name in seen.buffers}
+        _put(seen.buffers)
         try:
             yield
         finally:
-            for (module, name), value in now.items():
-                module._buffers[name] = value
+            _put(now)
+
+    def _now(self) -> dict[BufferKey, Tensor | None]:
+        return {(m, name): buffer for m in self._modules for name, buffer in m._buffers.items()}
 
 
-def _buffer(key: BufferKey) -> Tensor:
-    module, name = key
-    buffer = module._buffers[name]
+_ABSENT = object()
+
+
+def _put(buffers: Mapping[BufferKey, Any]) -> None:
+    for (module, name), buffer in buffers.items():
+        if buffer is _ABSENT:
+            module._buffers.pop(name, None)
+        else:
+            module._buffers[name] = buffer
+
+
+def _copy(buffer: Tensor | None) -> Tensor:
     assert buffer is not None
-    return buffer
+    return buffer.clone()
+
+
+def _version(buffer: Tensor | None) -> int:
+    assert buffer is not None
+    return buffer._version

@@ -85,6 +85,10 @@ class Run:
     `inputs[i]` and `targets[i]` belong to micro-batch i.  With `loss`, the last stage computes it
     and `losses[i]` holds the weighted, detached result; without, `outputs[i]` holds the model's
     output and `output_gradients[i]` what its backward starts from.
+
+    `caller` is what the forwards run under; a `resumed` run has left it, and enters it again for
+    its recomputes.  With `trusts_evaluation`, layers in evaluation mode are taken to draw no
+    random numbers until one is seen to.
     """
 
     inputs: list[Any]
@@ -95,6 +99,7 @@ class Run:
     seed: int
     trace: Trace = Trace.OFF
     resumed: bool = False
+    trusts_evaluation: bool = False
     targets: list[Any] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     failure: BaseException | None = None

@@ -179,7 +179,7 @@ class Stage:
                 raise
             for value in dead:
                 del values[value]
-        self._check_inputs_unchanged(given, has_graph=run.with_grad)
+        self._check_inputs_unchanged(given)
         structures = self._export(values, kept, microbatch)
         if self.plan.output:
             self._finish(run, microbatch, kept, join_output([values[v] for v in self.plan.output]))
@@ -215,19 +215,20 @@ class Stage:
             for place, tensor in enumerate(activation.leaves):
                 entry = make_entry(tensor, run.with_grad and activation.wants_grad[place])
                 entries.append(entry)
-                copied = self._changes_input.get((peer, place), True)
+                copied = run.with_grad and self._changes_input.get((peer, place), True)
                 inside.append(faithful_copy(entry.tensor) if copied else entry.tensor)
-                given.append(((peer, place), inside[-1], inside[-1]._version, copied))
+                if run.with_grad:
+                    given.append(((peer, place), inside[-1], inside[-1]._version, copied))
             kept.entries[peer] = entries
             names = (MODEL_INPUT,) if peer == FROM_CALLER else self.plan.imports[peer]
             values.update(zip(names, unflatten(activation.structure, inside), strict=True))
         return values, given
 
-    def _check_inputs_unchanged(self, given: "_Given", has_graph: bool) -> None:
+    def _check_inputs_unchanged(self, given: "_Given") -> None:
         for key, tensor, version, copied in given:
             changed = tensor._version != version
             self._changes_input[key] = self._changes_input.get(key, False) or changed
-            if changed and not copied and has_graph:
+            if changed and not copied:
                 raise RecomputeError(
                     f"a layer of stage {self.index} changed its input in place, which it did not "
                     "do before; the value its backward needs is gone. Zero the gradients and run "
@@ -239,7 +240,7 @@ class Stage:
     ) -> Any:
         """Run a layer so that it draws from its own stream; plainly if it draws nothing."""
         draws = self._draws.get((layer, training))
-        if draws is False:
+        if draws is False or (draws is None and not training and run.trusts_evaluation):
             return function()
         key = stream_key(run.seed, run.phase, run.step, layer, microbatch)
         mode = KeyedRandomness(key, repeatable=self._drops_graph)

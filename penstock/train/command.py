@@ -20,7 +20,11 @@ RUNS = Path("runs")
 
 
 def start_run(
-    recipe_path: Path, overrides: Sequence[str], run_folder: Path | None, console: Console
+    recipe_path: Path,
+    overrides: Sequence[str],
+    run_folder: Path | None,
+    console: Console,
+    interrupt: Interrupt,
 ) -> Summary:
     """Train what a recipe says in a new run folder; by default runs/<recipe>-1, -2 and so on.
 
@@ -28,11 +32,13 @@ def start_run(
         RecipeError: the recipe or an override is wrong.
         RunFolderError: the run folder exists.
         PartitionError: the model cannot be cut so.
+        KeyboardInterrupt: `interrupt` was wanted before anything was begun.
     """
     if run_folder is not None:
         check_free(run_folder)
     recipe = read_recipe(recipe_path, overrides)
-    with Interrupt() as interrupt, Trainer(recipe) as trainer:
+    with Trainer(recipe) as trainer:
+        interrupt.raise_if_wanted()
         toml = recipe_to_toml(recipe)
         if run_folder is not None:
             folder = create(run_folder, toml)
@@ -42,7 +48,11 @@ def start_run(
 
 
 def resume_run(
-    run_folder: Path, recipe_path: Path | None, overrides: Sequence[str], console: Console
+    run_folder: Path,
+    recipe_path: Path | None,
+    overrides: Sequence[str],
+    console: Console,
+    interrupt: Interrupt,
 ) -> Summary:
     """Go on from the newest checkpoint of a run folder, bit by bit as if it had never stopped.
 
@@ -50,12 +60,14 @@ def resume_run(
         RunFolderError: it is no run folder, or the run is finished.
         RecipeError: the recipe or an override changes more than how the run is executed.
         CheckpointError: the newest checkpoint is damaged or foreign.
+        KeyboardInterrupt: `interrupt` was wanted before anything was begun.
     """
     folder = open_existing(run_folder)
     old = read_recipe(folder.recipe_path)
     new = read_recipe(recipe_path or folder.recipe_path, overrides)
     check_resumable(old, new)
-    with Interrupt() as interrupt, Trainer(new) as trainer:
+    with Trainer(new) as trainer:
+        interrupt.raise_if_wanted()
         trainer.resume(folder)
         if trainer.finished:
             raise RunFolderError(

@@ -29,6 +29,11 @@ class Interrupt:
             signal.signal(signal.SIGINT, self._before)  # type: ignore[arg-type] # what signal() gave
             self._before = None
 
+    def raise_if_wanted(self) -> None:
+        """Raise KeyboardInterrupt if Ctrl-C was pressed; for when there is nothing to save yet."""
+        if self.wanted:
+            raise KeyboardInterrupt
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.wanted = True
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,12 +7,14 @@ import pytest
 from rich.console import Console
 
 from penstock.train.command import start_run
+from penstock.train.interrupt import Interrupt
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
 
 
 @pytest.mark.slow
 def test_two_stages_read_at_least_97_of_100_unseen_digits(tmp_path: Path) -> None:
-    summary = start_run(DIGITS, [], tmp_path / "run", Console(file=io.StringIO()))
+    console = Console(file=io.StringIO())
+    summary = start_run(DIGITS, [], tmp_path / "run", console, Interrupt())
     assert summary.finished and len(summary.stages) == 2
     assert summary.test_accuracy is not None and summary.test_accuracy >= 0.97

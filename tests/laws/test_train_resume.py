@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def curve(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    assert start_run(DIGITS, SMALL, folder, quiet()).finished
+    assert start_run(DIGITS, SMALL, folder, quiet(), Interrupt()).finished
     return folder
 
 
@@ -93,7 +94,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_for_any_other_layout(
     folder = create(tmp_path / "run", recipe_to_toml(recipe))
     with Trainer(recipe) as trainer:
         train_until(trainer, folder, stop)
-    summary = resume_run(folder.path, None, changes, quiet())
+    summary = resume_run(folder.path, None, changes, quiet(), Interrupt())
     assert summary.finished and summary.steps == NUM_STEPS
     assert curve(folder.path) == curve(uninterrupted)
     expected, found = weights(uninterrupted, NUM_STEPS), weights(folder.path, NUM_STEPS)
@@ -113,7 +114,7 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(
             path.rename(path.with_name(f".{path.name}.xyz.unfinished"))  # killed while saving
     with folder.metrics_path.open("a") as file:
         file.write('{"kind": "step", "st')
-    assert resume_run(folder.path, None, [], quiet()).finished
+    assert resume_run(folder.path, None, [], quiet(), Interrupt()).finished
     assert curve(folder.path) == curve(uninterrupted)
     assert all(
         torch.equal(tensor, weights(folder.path, NUM_STEPS)[name])
@@ -124,7 +125,7 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(
 def test_a_run_without_any_checkpoint_starts_again(uninterrupted: Path, tmp_path: Path) -> None:
     folder = create(tmp_path / "run", recipe_to_toml(read_recipe(DIGITS, SMALL)))
     folder.append_metrics({"kind": "step", "step": 1, "loss": 0.0})
-    assert resume_run(folder.path, None, [], quiet()).steps == NUM_STEPS
+    assert resume_run(folder.path, None, [], quiet(), Interrupt()).steps == NUM_STEPS
     assert curve(folder.path) == curve(uninterrupted)
 
 
@@ -149,17 +150,17 @@ def test_a_run_folder_holds_what_the_run_was(uninterrupted: Path) -> None:
 
 def test_another_number_of_micro_batches_is_refused(uninterrupted: Path) -> None:
     with pytest.raises(RecipeError, match="num_microbatches was 8 and cannot become 4 on resume"):
-        resume_run(uninterrupted, None, ["pipeline.num_microbatches=4"], quiet())
+        resume_run(uninterrupted, None, ["pipeline.num_microbatches=4"], quiet(), Interrupt())
 
 
 def test_a_finished_run_cannot_be_resumed(uninterrupted: Path) -> None:
     with pytest.raises(RunFolderError, match="has trained all its 2 epochs"):
-        resume_run(uninterrupted, None, [], quiet())
+        resume_run(uninterrupted, None, [], quiet(), Interrupt())
 
 
 def test_another_recipe_cannot_take_over_a_run_folder(uninterrupted: Path) -> None:
     with pytest.raises(RecipeError, match=r"model\.width was 4 and cannot become 32 on resume"):
-        resume_run(uninterrupted, DIGITS, [], quiet())
+        resume_run(uninterrupted, DIGITS, [], quiet(), Interrupt())
 
 
 def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
@@ -169,13 +170,12 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
         train_until(trainer, folder, 4)
     (folder.checkpoint_path(4) / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"damaged.*\nTo resume .*, delete .*step-000004"):
-        resume_run(folder.path, None, [], quiet())
+        resume_run(folder.path, None, [], quiet(), Interrupt())
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     sets = [word for change in [*SMALL, "train.epochs=2000"] for word in ("--set", change)]
     train = [sys.executable, "-m", "penstock", "train", str(DIGITS)]
-    folder = RunFolder(tmp_path / "run")
     process = subprocess.Popen(
         [*train, "--run-folder", "run", *sets],
         cwd=tmp_path,
@@ -184,13 +184,14 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    while process.poll() is None and not folder.checkpoints():
-        os.sched_yield()
+    assert process.stderr is not None
+    said_so_far = list(takewhile(lambda line: not line.startswith("epoch"), process.stderr))
     process.send_signal(signal.SIGINT)
     said, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    assert process.returncode == 130, (said_so_far, errors)
     assert "Traceback" not in errors
     assert errors.splitlines()[-1].endswith("Go on with: penstock train --resume run")
+    folder = RunFolder(tmp_path / "run")
     done = max(line["step"] for line in folder.read_metrics())
     assert folder.checkpoints()[-1] == folder.checkpoint_path(done)
     assert f"run after {done} steps" in said
@@ -211,5 +212,5 @@ def test_a_run_ends_without_threads_left(tmp_path: Path) -> None:
     import threading
 
     before = threading.active_count()
-    start_run(DIGITS, SMALL, tmp_path / "run", quiet())
+    start_run(DIGITS, SMALL, tmp_path / "run", quiet(), Interrupt())
     assert threading.active_count() == before

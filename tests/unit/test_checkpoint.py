@@ -103,7 +103,7 @@ def test_it_holds_the_step_and_seed_of_a_pipeline(tmp_path: Path) -> None:
 
 
 def test_the_state_comes_back_as_json_gives_it(tmp_path: Path) -> None:
-    state = {"epoch": 3, "loss": 0.1, "pair": (1, 2), "map": {10: "a", 9: None}}
+    state: dict[str, Any] = {"epoch": 3, "loss": 0.1, "pair": (1, 2), "map": {10: "a", 9: None}}
     penstock.save_checkpoint(tmp_path / "c", small(), **state)
     assert penstock.load_checkpoint(tmp_path / "c", small()) == json.loads(json.dumps(state))
 
