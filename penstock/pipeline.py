@@ -117,8 +117,7 @@ class Pipeline(nn.Module):
         if example_inputs is not None:
             self._measure_once(example_inputs)
 
-    # -- what it is
-    # ----------------------------------------------------------------------------------
+    # -- what it is -----------------------------------------------------------------------------
 
     @property
     def num_stages(self) -> int:
@@ -175,8 +174,7 @@ class Pipeline(nn.Module):
         cut = f"  partition {list(self.partition)}" + (f", {self._cut_by}" if self._cut_by else "")
         return "\n".join([head, cut, *self._engine.describe(), ")"])
 
-    # -- a training step
-    # -----------------------------------------------------------------------------
+    # -- a training step ------------------------------------------------------------------------
 
     def train_step(self, inputs: Any, targets: Any = None) -> Tensor:
         """Run one synchronous step: forwards, losses and backwards of all micro-batches.
@@ -221,8 +219,7 @@ class Pipeline(nn.Module):
             total = total + run.losses[i]
         return total
 
-    # -- outputs
-    # -------------------------------------------------------------------------------------
+    # -- outputs --------------------------------------------------------------------------------
 
     def eval_step(self, inputs: Any) -> Any:
         """Give the model's outputs for a batch of any size, in evaluation mode and without
@@ -282,8 +279,7 @@ class Pipeline(nn.Module):
         self._engine.drive(run, Mode.EVAL)
         return run
 
-    # -- inside
-    # --------------------------------------------------------------------------------------
+    # -- inside ---------------------------------------------------------------------------------
 
     def _sizes(self, inputs: Any, targets: Any) -> list[int]:
         num_samples = batch_size(inputs, "inputs")

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from .run import Entry
 
@@ -16,7 +15,10 @@ def make_entry(tensor: Tensor, wants_grad: bool) -> Entry:
     leaf = tensor.detach()
     if not wants_grad:
         return Entry(leaf)
-    node, caught = get_gradient_edge(leaf.requires_grad_()).node, []
+    view = leaf.requires_grad_().view_as(leaf)
+    assert view.grad_fn is not None
+    node, caught = view.grad_fn.next_functions[0][0], []
+    assert node is not None
 
     def catch(gradients: tuple[Tensor | None, ...]) -> tuple[None]:
         caught.append(gradients[0])

@@ -23,6 +23,7 @@ from penstock.errors import BoundaryError, ConfigError, RecomputeError
 from penstock.model.layers import MODEL_INPUT, Value, call, join_output
 from penstock.model.pytree import Structure, flatten, tree_map, unflatten
 from penstock.model.stages import StagePlan
+from penstock.types import Trace
 
 from .batch_norm import batch_norms, commit_statistics, separate_statistics
 from .boundary import check_leaving, check_routes
@@ -59,22 +60,17 @@ class Stage:
         """Look at every layer again before trusting that it draws no random numbers."""
         self._draws.clear()
 
-    # -- what the instructions ask for
-    # ---------------------------------------------------------------
+    # -- what the instructions ask for --------------------------------------------------------
 
     def forward(self, run: Run, microbatch: int, keep_graph: bool) -> None:
         """Run the layers; leave behind the activations to send and what the backward needs."""
         kept = Kept(received=self._received(run, microbatch))
-        with ExitStack() as context:
-            if self.batch_norms:
-                moments = run.moments[self.index]
-                context.enter_context(separate_statistics(self.batch_norms, moments))
-            self._drops_graph = run.with_grad and not keep_graph
-            if self._drops_graph:
-                context.enter_context(saved_tensors_hooks(_drop, _never))
-                kept.seen = context.enter_context(self._repeatable.remembered(kept.inputs))
-            elif run.with_grad:
-                self._kept_bytes.watch(run, microbatch, kept, context)
+        self._drops_graph = run.with_grad and not keep_graph
+        if self._drops_graph or self.batch_norms or run.trace is Trace.MEMORY:
+            with ExitStack() as context:
+                self._prepare(run, microbatch, kept, context)
+                structures = self._run_layers(run, microbatch, kept)
+        else:
             structures = self._run_layers(run, microbatch, kept)
         for peer, structure in structures.items():
             leaves = kept.exported[peer]
@@ -90,6 +86,17 @@ class Stage:
             run.kept[self.index, microbatch] = kept
             self._kept_bytes.note_inputs(run, microbatch, kept)
             self._kept_bytes.sample(run)
+
+    def _prepare(self, run: Run, microbatch: int, kept: Kept, context: ExitStack) -> None:
+        """Enter what a forward needs around it."""
+        if self.batch_norms:
+            moments = run.moments[self.index]
+            context.enter_context(separate_statistics(self.batch_norms, moments))
+        if self._drops_graph:
+            context.enter_context(saved_tensors_hooks(_drop, _never))
+            kept.seen = context.enter_context(self._repeatable.remembered(kept.inputs))
+        elif run.with_grad:
+            self._kept_bytes.watch(run, microbatch, kept, context)
 
     def recompute(self, run: Run, microbatch: int) -> None:
         """Run the layers again on the same inputs, buffers and random streams; keep the graph."""
@@ -148,8 +155,7 @@ class Stage:
             activation.structure,
         )
 
-    # -- forward
-    # -------------------------------------------------------------------------------------
+    # -- forward ------------------------------------------------------------------------------
 
     def _received(self, run: Run, microbatch: int) -> dict[int, Activation]:
         received = run.arrived.pop((self.index, microbatch), {})
@@ -270,8 +276,7 @@ class Stage:
         run.losses[microbatch] = loss.detach() * weight
         kept.loss = loss
 
-    # -- backward
-    # ------------------------------------------------------------------------------------
+    # -- backward -----------------------------------------------------------------------------
 
     def _roots(self, run: Run, microbatch: int, kept: Kept) -> tuple[list[Tensor], list[Tensor]]:
         """Pair everything that left the stage with the gradient that came back for it."""

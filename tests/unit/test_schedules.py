@@ -1,0 +1,149 @@
+"""Schedules as data: their grids, their text both ways, and what each pass does to them."""
+
+import pytest
+
+from penstock.errors import ScheduleError
+from penstock.schedules import ALL_SCHEDULES, Backward, Forward, Schedule, gpipe, one_f_one_b, parse
+from penstock.schedules.lower import Mode, ScheduleFunction, lower
+from penstock.schedules.passes import (
+    add_commits,
+    add_communication,
+    add_recompute,
+    backward_half,
+    chain_edges,
+    forward_half,
+    forwards_first,
+)
+from penstock.schedules.verify import verify
+from penstock.schedules.walk import walk
+
+SIZES = [(p, m) for p in range(1, 6) for m in (1, 2, 3, 4, 8)]
+"""(stages, micro-batches), fewer micro-batches than stages included."""
+
+
+def words(schedule: Schedule) -> str:
+    """The text form with single spaces, to compare with a grid drawn by hand."""
+    return "\n".join(" ".join(line.split()) for line in str(schedule).splitlines())
+
+
+def grid(text: str) -> str:
+    return "\n".join(" ".join(line.split()) for line in text.strip().splitlines())
+
+
+def test_gpipe_runs_all_forwards_then_all_backwards_in_order() -> None:
+    assert words(gpipe(3, 4)) == grid("""
+        rank 0 | 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3
+        rank 1 | 1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3
+        rank 2 | 2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3
+    """)
+
+
+def test_1f1b_warms_up_alternates_and_drains() -> None:
+    assert words(one_f_one_b(3, 4)) == grid("""
+        rank 0 | 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
+        rank 1 | 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
+        rank 2 | 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
+    """)
+
+
+def test_1f1b_with_fewer_microbatches_than_stages() -> None:
+    assert words(one_f_one_b(4, 2)) == grid("""
+        rank 0 | 0F0 0F1 0B0 0B1
+        rank 1 | 1F0 1F1 1B0 1B1
+        rank 2 | 2F0 2F1 2B0 2B1
+        rank 3 | 3F0 3B0 3F1 3B1
+    """)
+
+
+def test_recompute_comes_before_the_gradient_is_awaited() -> None:
+    lowered = add_communication(add_recompute(one_f_one_b(2, 2)), chain_edges(2))
+    assert words(lowered) == grid("""
+        rank 0 | 0f0 0F0>1 0f1 0F1>1 0R0 0B0<1 0B0 0R1 0B1<1 0B1
+        rank 1 | 1F0<0 1F0 1B0 1B0>0 1F1<0 1F1 1B1 1B1>0
+    """)
+
+
+def test_a_backward_that_follows_at_once_keeps_its_graph() -> None:
+    assert words(add_recompute(one_f_one_b(1, 2))) == "rank 0 | 0F0 0B0 0F1 0B1"
+    assert words(add_recompute(gpipe(1, 1))) == "rank 0 | 0F0 0B0"
+
+
+def test_an_edge_may_skip_stages() -> None:
+    edges = chain_edges(3) | {(0, 2)}
+    assert words(add_communication(gpipe(3, 1), edges)) == grid("""
+        rank 0 | 0F0 0F0>1 0F0>2 0B0<1 0B0<2 0B0
+        rank 1 | 1F0<0 1F0 1F0>2 1B0<2 1B0 1B0>0
+        rank 2 | 2F0<0 2F0<1 2F0 2B0 2B0>0 2B0>1
+    """)
+
+
+def test_statistics_are_committed_after_the_last_forward() -> None:
+    assert words(add_commits(one_f_one_b(2, 2), [0])) == grid("""
+        rank 0 | 0F0 0F1 0U 0B0 0B1
+        rank 1 | 1F0 1B0 1F1 1B1
+    """)
+
+
+def test_forwards_first_gives_two_halves() -> None:
+    schedule = add_recompute(forwards_first(one_f_one_b(2, 2)))
+    assert words(forward_half(schedule)) == "rank 0 | 0f0 0f1\nrank 1 | 1f0 1f1"
+    assert words(backward_half(schedule)) == grid("""
+        rank 0 | 0R0 0B0 0R1 0B1
+        rank 1 | 1R0 1B0 1R1 1B1
+    """)
+
+
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("recompute", (True, False))
+@pytest.mark.parametrize("function", ALL_SCHEDULES)
+def test_every_lowered_schedule_reads_back_from_its_text(
+    function: ScheduleFunction, recompute: bool, mode: Mode
+) -> None:
+    for p, m in SIZES:
+        lowered = lower(
+            function, p, m, edges=chain_edges(p), recompute=recompute, committing=[0], mode=mode
+        )
+        assert parse(str(lowered)) == lowered
+
+
+@pytest.mark.parametrize("function", ALL_SCHEDULES)
+def test_every_pair_runs_once_forward_and_once_backward(function: ScheduleFunction) -> None:
+    for p, m in SIZES:
+        instructions = [instruction for _, instruction in function(p, m)]
+        assert len(instructions) == 2 * p * m
+        for kind in (Forward, Backward):
+            pairs = {(x.stage, x.microbatch) for x in instructions if isinstance(x, kind)}
+            assert pairs == {(s, i) for s in range(p) for i in range(m)}
+
+
+@pytest.mark.parametrize("p, m", SIZES)
+def test_1f1b_keeps_at_most_p_minus_s_microbatches_and_gpipe_all(p: int, m: int) -> None:
+    edges = chain_edges(p)
+    found = verify(add_communication(one_f_one_b(p, m), edges), edges, max_live=p).peak_live
+    assert found == tuple(min(p - s, m) for s in range(p))
+    assert verify(add_communication(gpipe(p, m), edges), edges).peak_live == (m,) * p
+
+
+@pytest.mark.parametrize("function", ALL_SCHEDULES)
+def test_a_walk_visits_every_instruction_once_and_receives_after_sends(
+    function: ScheduleFunction,
+) -> None:
+    for p, m in SIZES:
+        lowered = add_communication(function(p, m), chain_edges(p))
+        visited = list(walk(lowered))
+        assert sorted(map(str, visited)) == sorted(map(str, lowered))
+        for rank, program in enumerate(lowered.programs):
+            assert tuple(x for r, x in visited if r == rank) == program
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    (
+        ("rank 1 | 0F0", "line 1 must start with 'rank 0 |'"),
+        ("rank 0 | 0X0", "'0X0' is not an instruction"),
+        ("rank 0 | 0R0>1", "only F and B have a peer"),
+    ),
+)
+def test_text_that_is_no_schedule_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message.replace("|", r"\|")):
+        parse(text)

@@ -1,0 +1,149 @@
+"""The verifier: every way in which a schedule can be wrong is named, and the spot is marked."""
+
+import pytest
+
+from penstock.errors import ScheduleError
+from penstock.schedules import ALL_SCHEDULES, parse
+from penstock.schedules.lower import ScheduleFunction
+from penstock.schedules.passes import add_communication, chain_edges
+from penstock.schedules.verify import verify
+
+WRONG = {
+    "a forward is missing": (
+        """
+        rank 0 | 0F0 0F0>1 0B0<1 0B0
+        rank 1 | 1B0 1B0>0
+        """,
+        "stage 1 has 0 Forward instructions for micro-batch 0",
+    ),
+    "a backward comes twice": (
+        """
+        rank 0 | 0F0 0F0>1 0B0<1 0B0 0B0
+        rank 1 | 1F0<0 1F0 1B0 1B0>0
+        """,
+        "stage 0 has 2 Backward instructions for micro-batch 0",
+    ),
+    "a stage runs on two ranks": (
+        """
+        rank 0 | 0F0 0F0>1 0B0<1
+        rank 1 | 1F0<0 1F0 1B0 1B0>0 0B0
+        """,
+        "stage 0 runs on rank 0 and on rank 1",
+    ),
+    "nothing is received": (
+        """
+        rank 0 | 0F0 0B0<1 0B0
+        rank 1 | 1F0 1B0 1B0>0
+        """,
+        "rank 1, 1F0: 1F0<0 must come before it",
+    ),
+    "a message is sent and never received": (
+        """
+        rank 0 | 0F0 0F0>1 0F0>1 0B0<1 0B0
+        rank 1 | 1F0<0 1F0 1B0 1B0>0
+        """,
+        "stage 0 sends activations of micro-batches",
+    ),
+    "values are sent before they exist": (
+        """
+        rank 0 | 0F0>1 0F0 0B0<1 0B0
+        rank 1 | 1F0<0 1F0 1B0 1B0>0
+        """,
+        "rank 0, 0F0>1: its Forward must come before it",
+    ),
+    "a backward before its gradient came": (
+        """
+        rank 0 | 0F0 0F0>1 0B0 0B0<1
+        rank 1 | 1F0<0 1F0 1B0 1B0>0
+        """,
+        "rank 0, 0B0: 0B0<1 must come before it",
+    ),
+    "a graph that was dropped and not rebuilt": (
+        """
+        rank 0 | 0f0 0F0>1 0B0<1 0B0
+        rank 1 | 1F0<0 1F0 1B0 1B0>0
+        """,
+        "no Recompute has rebuilt it",
+    ),
+    "a recompute of what was kept": (
+        """
+        rank 0 | 0F0 0F0>1 0R0 0B0<1 0B0
+        rank 1 | 1F0<0 1F0 1B0 1B0>0
+        """,
+        "there is nothing to recompute",
+    ),
+    "backwards out of order": (
+        """
+        rank 0 | 0F0 0F0>1 0F1 0F1>1 0B1<1 0B1 0B0<1 0B0
+        rank 1 | 1F0<0 1F0 1F1<0 1F1 1B1 1B1>0 1B0 1B0>0
+        """,
+        "backwards of a stage must come in micro-batch order",
+    ),
+    "forwards out of order": (
+        """
+        rank 0 | 0F1 0F1>1 0F0 0F0>1 0B0<1 0B0 0B1<1 0B1
+        rank 1 | 1F1<0 1F1 1F0<0 1F0 1B0 1B0>0 1B1 1B1>0
+        """,
+        "forwards of a stage must come in micro-batch order",
+    ),
+    "statistics committed too early": (
+        """
+        rank 0 | 0F0 0F0>1 0U 0F1 0F1>1 0B0<1 0B0 0B1<1 0B1
+        rank 1 | 1F0<0 1F0 1B0 1B0>0 1F1<0 1F1 1B1 1B1>0
+        """,
+        "after the statistics of its stage were committed",
+    ),
+    "statistics committed twice": (
+        """
+        rank 0 | 0F0 0F0>1 0U 0U 0B0<1 0B0
+        rank 1 | 1F0<0 1F0 1B0 1B0>0
+        """,
+        "committed twice",
+    ),
+    "ranks that wait for each other": (
+        """
+        rank 0 | 0F0 0F0>1 0B0<1 0B0 0F1 0F1>1 0B1<1 0B1
+        rank 1 | 1F0<0 1F0 1F1<0 1F1 1B0 1B0>0 1B1 1B1>0
+        """,
+        "rank 0 waits at 0B0<1, rank 1 waits at 1F1<0",
+    ),
+    "an edge nobody uses": (
+        """
+        rank 0 | 0F0 0F0>1 0B0<1 0B0
+        rank 1 | 1F0<0 1F0 1B0 1B0>0 1F0>0
+        rank 2 | 2F0 2B0
+        """,
+        "stage 1 sends activations of micro-batches",
+    ),
+    "no instructions": ("rank 0 |", "the schedule runs nothing"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_is_named(wrong: str) -> None:
+    text, message = WRONG[wrong]
+    schedule = parse("\n".join(line.strip() for line in text.strip().splitlines()))
+    with pytest.raises(ScheduleError) as caught:
+        verify(schedule, chain_edges(max(schedule.num_stages, 1)))
+    assert message in str(caught.value)
+
+
+def test_the_spot_is_marked_in_the_grid() -> None:
+    with pytest.raises(ScheduleError) as caught:
+        verify(parse("rank 0 | 0F0 0B0 0F1 0f2 0B1 0B2"), frozenset())
+    assert str(caught.value).splitlines()[-1] == (
+        "rank 0 | 0F0 0B0 0F1 0f2 0B1 >>0B2<<   <-- here"
+    )
+
+
+def test_too_many_live_microbatches_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="keeps 3 micro-batches alive, more than 2"):
+        verify(parse("rank 0 | 0F0 0F1 0F2 0B0 0B1 0B2"), frozenset(), max_live=2)
+
+
+@pytest.mark.parametrize("function", ALL_SCHEDULES)
+def test_every_schedule_is_proved_for_chains_and_skips(function: ScheduleFunction) -> None:
+    for p in range(1, 6):
+        for m in (1, 2, 3, 8):
+            edges = chain_edges(p) | {(s, t) for s in range(p) for t in range(s + 2, p, 2)}
+            assert verify(add_communication(function(p, m), edges), edges).num_stages == p
