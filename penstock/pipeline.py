@@ -17,6 +17,7 @@ from penstock.runtime.caller import CallerContext
 from penstock.runtime.engine import Engine
 from penstock.runtime.microbatches import batch_size, gather, loss_weights, microbatch_sizes, split
 from penstock.runtime.module_form import join_gradients, run_as_module
+from penstock.runtime.record import Record
 from penstock.runtime.run import Run
 from penstock.schedules.gpipe import gpipe
 from penstock.schedules.ir import Schedule
@@ -104,7 +105,8 @@ class Pipeline(nn.Module):
         self.seed = seed
         self.step = 0
         self.trace = trace
-        self.last_timeline: Timeline | None = None
+        self._record: Record | None = None
+        self._timeline: Timeline | None = None
         self._evaluations = 0
         self._threads = threads
         self._cut_by = "as given" if partition is not None else ""
@@ -152,6 +154,16 @@ class Pipeline(nn.Module):
     @trace.setter
     def trace(self, trace: Trace | bool) -> None:
         self._trace = trace if isinstance(trace, Trace) else (Trace.TIME if trace else Trace.OFF)
+
+    @property
+    def last_timeline(self) -> Timeline | None:
+        """What the last training step recorded; None if it was not traced."""
+        if self._timeline is None and self._record is not None:
+            self._timeline = self._record.timeline()
+        return self._timeline
+
+    def _note(self, run: Run, mode: Mode) -> None:
+        self._record, self._timeline = self._engine.record(run, mode), None
 
     def schedule_for(self, num_microbatches: int | None = None) -> Schedule:
         """Give the lowered, verified schedule that `train_step` executes."""
@@ -212,7 +224,7 @@ class Pipeline(nn.Module):
         run.weights = loss_weights(self._objective.reduction, target_parts, sizes)
         self.step += 1
         self._engine.drive(run, Mode.TRAIN)
-        self.last_timeline = self._engine.timeline(run)
+        self._note(run, Mode.TRAIN)
         _accumulate_into_inputs(inputs, run, sizes)
         total = run.losses[0]
         for i in range(1, len(sizes)):
@@ -260,7 +272,7 @@ class Pipeline(nn.Module):
         run = self._new_run("train", self.step, split(inputs, sizes), with_grad=True)
         self.step += 1
         outputs = run_as_module(self._engine, run, inputs, sizes)
-        self.last_timeline = self._engine.timeline(run)
+        self._note(run, Mode.FORWARDS)
         return outputs
 
     def _outputs(self, inputs: Any) -> Any:

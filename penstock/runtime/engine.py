@@ -10,11 +10,11 @@ from penstock.model.layers import Layers, Step, check_sharing
 from penstock.model.stages import check_partition, plan_stages, stage_of_layers
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode, ScheduleFunction, lower
-from penstock.trace.timeline import MemorySample, Span, Timeline
 from penstock.types import Recompute, Trace, Transport
 
 from .caller import CallerContext
 from .random_streams import guarded_default_generators
+from .record import Record
 from .run import Run
 from .stage import Stage
 from .transport import Work, make_transport
@@ -108,22 +108,11 @@ class Engine:
             for stage in self.stages:
                 stage.device.make_caller_wait()
 
-    def timeline(self, run: Run) -> Timeline | None:
-        """Give what a traced run recorded, with time 0 at its first instruction."""
+    def record(self, run: Run, mode: Mode) -> Record | None:
+        """Give what a traced run noted; None if it was not traced."""
         if run.trace is Trace.OFF:
             return None
-        zero_s = min(span.start_s for span in run.spans)
-        spans = sorted(run.spans, key=lambda span: (span.rank, span.start_s))
-        return Timeline(
-            spans=tuple(
-                Span(span.rank, span.instruction, span.start_s - zero_s, span.end_s - zero_s)
-                for span in spans
-            ),
-            memory=tuple(
-                MemorySample(sample.stage, sample.time_s - zero_s, sample.kept_bytes)
-                for sample in run.memory
-            ),
-        )
+        return Record(self.program(mode, len(run.inputs)), run.times_s, run.memory)
 
     def describe(self) -> Iterator[str]:
         """Give one line a stage: device, layers, parameters."""

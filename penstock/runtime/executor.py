@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import assert_never
 
 from penstock.schedules.ir import (
@@ -16,7 +15,6 @@ from penstock.schedules.ir import (
     SendActivation,
     SendGradient,
 )
-from penstock.trace.timeline import Span
 from penstock.types import Trace
 
 from .devices import Event
@@ -37,7 +35,8 @@ class Executor:
         self._channels = channels
         self._on_gpu = any(stage.device.is_cuda for stage in stages.values())
         self._timed = run.trace is not Trace.OFF
-        self._gpu_spans: list[_GpuSpan] = []
+        self._times_s: list[float] = []
+        self._gpu_marks: list[tuple[Event, Event]] = []
         self._base: Event | None = None
         if self._on_gpu and self._timed:
             device = next(iter(stages.values())).device
@@ -60,7 +59,7 @@ class Executor:
             start_s = time.perf_counter()
             self._execute(instruction)
             if self._timed:
-                self._run.spans.append(Span(self._rank, instruction, start_s, time.perf_counter()))
+                self._times_s += (start_s, time.perf_counter())
             return
         device = self._stages[instruction.stage].device
         with device.computing():
@@ -68,7 +67,7 @@ class Executor:
             self._execute(instruction)
             end = device.timing_mark() if self._timed else None
             if start is not None and end is not None:
-                self._gpu_spans.append(_GpuSpan(instruction, start, end))
+                self._gpu_marks.append((start, end))
 
     def _execute(self, instruction: Instruction) -> None:  # noqa: C901 - one flat match
         stage, run = self._stages[instruction.stage], self._run
@@ -95,17 +94,11 @@ class Executor:
                 assert_never(instruction)
 
     def finish(self) -> None:
-        """Turn the device's own time marks into spans; call once the rank is done."""
-        for span in self._gpu_spans:
+        """Hand the noted times over to the run; call once the rank is done."""
+        for start, end in self._gpu_marks:
             if self._base is not None:
-                span.end.synchronize()
-                start_s = self._base_s + self._base.elapsed_time(span.start) / 1e3
-                end_s = self._base_s + self._base.elapsed_time(span.end) / 1e3
-                self._run.spans.append(Span(self._rank, span.instruction, start_s, end_s))
-
-
-@dataclass(frozen=True, slots=True)
-class _GpuSpan:
-    instruction: Instruction
-    start: Event
-    end: Event
+                end.synchronize()
+                self._times_s.append(self._base_s + self._base.elapsed_time(start) / 1e3)
+                self._times_s.append(self._base_s + self._base.elapsed_time(end) / 1e3)
+        if self._timed:
+            self._run.times_s[self._rank] = self._times_s

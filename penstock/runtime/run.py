@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.model.pytree import Structure
-from penstock.trace.timeline import MemorySample, Span
+from penstock.trace.timeline import MemorySample
 from penstock.types import Trace
 
 from .batch_norm import MomentsByModule
@@ -121,7 +121,7 @@ class Run:
         default_factory=lambda: defaultdict(dict)
     )
     moments: dict[int, MomentsByModule] = field(default_factory=lambda: defaultdict(dict))
-    spans: list[Span] = field(default_factory=list)
+    times_s: dict[int, list[float]] = field(default_factory=dict)
     memory: list[MemorySample] = field(default_factory=list)
     kept_bytes: dict[StagePair, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
 

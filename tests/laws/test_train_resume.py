@@ -135,6 +135,16 @@ def test_the_whole_curve_is_there_once(uninterrupted: Path) -> None:
     assert [line["epoch"] for line in lines if line["kind"] == "epoch"] == [1, 2]
 
 
+def test_the_loss_of_an_epoch_is_the_mean_over_its_samples(uninterrupted: Path) -> None:
+    lines = curve(uninterrupted)
+    sizes = [500, 500, 438]
+    for epoch in (1, 2):
+        losses = [line["loss"] for line in lines if line["kind"] == "step"][3 * epoch - 3 :]
+        mean = sum(loss * size for loss, size in zip(losses, sizes, strict=False)) / sum(sizes)
+        found = [x for x in lines if x["kind"] == "epoch"][epoch - 1]["train_loss"]
+        assert found == pytest.approx(mean)
+
+
 def test_a_run_folder_holds_what_the_run_was(uninterrupted: Path) -> None:
     assert {path.name for path in uninterrupted.iterdir()} == {
         "recipe.toml",

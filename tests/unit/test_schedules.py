@@ -3,7 +3,15 @@
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.schedules import ALL_SCHEDULES, Backward, Forward, Schedule, gpipe, one_f_one_b, parse
+from penstock.schedules import (
+    ALL_SCHEDULES,
+    Backward,
+    Forward,
+    Schedule,
+    gpipe,
+    one_f_one_b,
+    parse,
+)
 from penstock.schedules.lower import Mode, ScheduleFunction, lower
 from penstock.schedules.passes import (
     add_commits,

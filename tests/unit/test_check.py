@@ -1,0 +1,94 @@
+"""`penstock.check`: it says EQUAL when every bit is, and where it starts when one is not."""
+
+import json
+import random
+
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock import Recompute
+from penstock.schedules import one_f_one_b
+
+
+class DrawsOutsideTorch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + random.random())
+
+
+class _Stateful(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        _Stateful.calls += 1
+        return gradient * _Stateful.calls
+
+
+class StatefulBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(_Stateful.apply(x))  # type: ignore[no-untyped-call]
+
+
+def report(*middle: nn.Module) -> penstock.CheckReport:
+    layers = nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), *middle, nn.Linear(8, 3)
+    )
+    return penstock.check(
+        layers,
+        torch.randn(11, 4),
+        torch.randint(0, 3, (11,)),
+        loss=nn.CrossEntropyLoss(),
+        num_stages=3,
+        num_microbatches=4,
+        schedule=one_f_one_b,
+        recompute=Recompute.STAGE,
+    )
+
+
+def test_a_sound_model_is_equal_and_every_tensor_is_listed() -> None:
+    found = report(nn.ReLU(inplace=True))
+    assert found.equal
+    assert found.verdict.startswith("EQUAL: all")
+    assert {row.kind for row in found.rows} == {"loss", "gradient", "buffer", "output"}
+    assert [row.name for row in found.rows if row.kind == "gradient"] == [
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "1.bias",
+        "4.weight",
+        "4.bias",
+    ]
+    assert json.loads(found.to_json())["equal"] is True
+
+
+def test_a_forward_that_differs_is_named_with_likely_causes() -> None:
+    found = report(DrawsOutsideTorch())
+    assert not found.equal
+    assert found.first_difference == "the forward of layer '3' (DrawsOutsideTorch)"
+    assert any("outside torch" in cause for cause in found.likely_causes)
+    assert found.verdict in str(found)
+
+
+def test_a_backward_that_differs_is_named() -> None:
+    found = report(StatefulBackward())
+    assert not found.equal
+    assert "starts at the backward of layer" in found.verdict
+    differing = {row.name for row in found.rows if not row.equal}
+    assert "4.weight" not in differing  # after the fault, in the order of the backward
+
+
+def test_the_model_given_is_not_touched() -> None:
+    layers = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    before = {name: value.clone() for name, value in layers.state_dict().items()}
+    penstock.check(layers, torch.randn(6, 4), torch.randn(6, 3), loss=nn.MSELoss(), num_stages=2)
+    assert all(torch.equal(before[name], value) for name, value in layers.state_dict().items())
+    assert layers[0].weight.grad is None
