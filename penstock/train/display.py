@@ -55,7 +55,7 @@ class Display:
             description=f"epoch {min(position.epoch + 1, self._num_epochs)}/{self._num_epochs}",
             loss=f"loss {position.mean_loss:.4f}",
             accuracy=f"accuracy {_percent(position.test_accuracy)}",
-            speed=f"{meter.samples_per_s:,.0f} samples/s",
+            speed=_speed(meter.samples_per_s),
             bubble=f"bubble {_percent(meter.bubble)}",
         )
 
@@ -64,7 +64,7 @@ class Display:
         self._console.print(
             f"epoch {position.epoch:>3}/{self._num_epochs}   loss {train_loss:.4f}   "
             f"test accuracy {_percent(position.test_accuracy)}   "
-            f"{meter.samples_per_s:,.0f} samples/s   bubble {_percent(meter.bubble)}",
+            f"{_speed(meter.samples_per_s)}   bubble {_percent(meter.bubble)}",
             highlight=False,
             soft_wrap=True,
         )
@@ -78,7 +78,7 @@ def show_summary(console: Console, summary: Summary) -> None:
     table.add_row(
         _percent(summary.test_accuracy),
         f"{summary.seconds:.1f} s",
-        f"{summary.samples_per_s:,.0f} samples/s",
+        _speed(summary.samples_per_s),
         _percent(summary.share_of_ideal),
         _percent(summary.bubble),
     )
@@ -107,3 +107,7 @@ def show_summary(console: Console, summary: Summary) -> None:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else percent_text(share)
+
+
+def _speed(samples_per_s: float) -> str:
+    return f"{samples_per_s:,.0f} samples/s" if samples_per_s else "- samples/s"

@@ -27,7 +27,8 @@ FREE_ON_RESUME = frozenset(
         "train.trace_every",
     }
 )
-"""Keys that decide how and not what a run computes."""
+"""Keys that decide how and not what a run computes: any of them may change, and no bit of the
+result does, but that another threads_per_stage may round differently."""
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -1,0 +1,180 @@
+"""Apply each deliberate fault to a copy of the repository and see that its test fails.
+
+    python scripts/deliberate_faults.py            every fault, and the table for CONTRIBUTING.md
+
+A fault that no test catches, or that no longer fits the code, ends the script with an error.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Replace `right` by `wrong` in `file`; `test` (and perhaps `only`, a -k expression) must fail."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    test: str
+    only: str = ""
+
+
+FAULTS = (
+    Fault(
+        "gradients accumulate in reversed micro-batch order",
+        "penstock/schedules/gpipe.py",
+        "for i in range(num_microbatches):\n            yield Backward(stage, i)",
+        "for i in reversed(range(num_microbatches)):\n            yield Backward(stage, i)",
+        "tests/unit/test_schedules.py::test_gpipe_runs_all_forwards_then_all_backwards_in_order",
+    ),
+    Fault(
+        "the verifier lets any backward order pass",
+        "penstock/schedules/verify.py",
+        "if i != self._backwards[s]:",
+        "if i < 0:",
+        "tests/unit/test_verify.py::test_what_is_wrong_is_named",
+    ),
+    Fault(
+        "a recompute sees today's buffers instead of the forward's",
+        "penstock/runtime/recompute.py",
+        "            with self._buffers.restored(seen):\n                yield",
+        "            yield",
+        "tests/laws/test_equality.py",
+        "changing_buffers",
+    ),
+    Fault(
+        "a recompute moves BatchNorm's statistics a second time",
+        "penstock/runtime/stage.py",
+        "context.enter_context(separate_statistics(self.batch_norms, into=None))",
+        "pass",
+        "tests/laws/test_equality.py",
+        "batch_norms",
+    ),
+    Fault(
+        "BatchNorm pools moments without their counts",
+        "penstock/runtime/batch_norm.py",
+        "n * m.double() for n, m, _ in rows",
+        "count / len(rows) * m.double() for n, m, _ in rows",
+        "tests/laws/test_batch_norm.py",
+    ),
+    Fault(
+        "every micro-batch weighs 1 / M, whatever its size",
+        "penstock/runtime/microbatches.py",
+        "return [size / sum(sizes) for size in sizes]",
+        "return [1 / len(sizes) for size in sizes]",
+        "tests/laws/test_weights.py",
+    ),
+    Fault(
+        "a micro-batch without real tokens still runs its backward",
+        "penstock/runtime/stage.py",
+        "if weight == 0:",
+        "if weight < 0:",
+        "tests/laws/test_weights.py::test_a_micro_batch_without_a_single_token_adds_nothing",
+    ),
+    Fault(
+        "the gradient of a skip is lost",
+        "penstock/runtime/stage.py",
+        "for peer, leaves in kept.exported.items():",
+        "for peer, leaves in list(kept.exported.items())[-1:]:",
+        "tests/laws/test_equality.py",
+        "unet",
+    ),
+    Fault(
+        "a skip's gradients all come straight to the producer, and add up in another order",
+        "penstock/model/stages.py",
+        "for source, target in pairwise(holders):",
+        "for source, target in ((holders[0], holder) for holder in holders[1:]):",
+        "tests/laws/test_equality.py",
+        "fan_out",
+    ),
+    Fault(
+        "random streams are keyed by stage instead of layer",
+        "penstock/runtime/stage.py",
+        "key = stream_key(run.seed, run.phase, run.step, layer, microbatch)",
+        "key = stream_key(run.seed, run.phase, run.step, self.index, microbatch)",
+        "tests/laws/test_random_streams.py",
+    ),
+    Fault(
+        "a layer may change what it received in place",
+        "penstock/runtime/stage.py",
+        "self._changes_input.get((peer, place), True)",
+        "self._changes_input.get((peer, place), False)",
+        "tests/laws/test_equality.py",
+        "in_place",
+    ),
+    Fault(
+        "a copy for in-place layers starts at another address",
+        "penstock/runtime/entries.py",
+        "distance // tensor.element_size(), tensor.shape",
+        "0, tensor.shape",
+        "tests/laws/test_equality.py",
+        "odd_addresses or in_place",
+    ),
+    Fault(
+        "workers forget the caller's autocast",
+        "penstock/runtime/caller.py",
+        "if mode.enabled or torch.is_autocast_enabled(mode.device_type):",
+        "if False:",
+        "tests/laws/test_equality.py",
+        "bf16 and threads",
+    ),
+    Fault(
+        "weights may change between a forward and its recompute",
+        "penstock/runtime/recompute.py",
+        "if seen.weight_versions != self._weight_versions():",
+        "if False:",
+        "tests/laws/test_equality_or_refusal.py::test_weights_changed_between_forward_and_backward",
+    ),
+    Fault(
+        "a failed rank leaves the others waiting",
+        "penstock/runtime/transport/threads.py",
+        "            self._work.run.fail(error)\n            self._channels.abort()\n",
+        "            self._work.run.fail(error)\n",
+        "tests/laws/test_faults.py",
+        "forward",
+    ),
+)
+
+
+def catches(fault: Fault, repository: Path) -> bool:
+    """Apply a fault in `repository`, run its test, undo it; tell whether the test failed."""
+    path = repository / fault.file
+    text = path.read_text()
+    if fault.right not in text:
+        sys.exit(f"{fault.name}: {fault.file} no longer holds {fault.right!r}; update the fault")
+    path.write_text(text.replace(fault.right, fault.wrong, 1))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", fault.test]
+    command += ["--timeout", "60", *(["-k", fault.only] if fault.only else [])]
+    try:
+        finished = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+    finally:
+        path.write_text(text)
+    return finished.returncode == 1 or "Timeout" in finished.stdout
+
+
+def main() -> None:
+    """Try every fault; print the table; fail if one went unnoticed."""
+    unnoticed = []
+    with tempfile.TemporaryDirectory() as scratch:
+        repository = Path(scratch) / "penstock"
+        shutil.copytree(ROOT, repository, ignore=shutil.ignore_patterns(".git", ".venv", "runs"))
+        for fault in FAULTS:
+            caught = catches(fault, repository)
+            test = fault.test + (f" ({fault.only})" if fault.only else "")
+            print(f"| {fault.name} | `{fault.file}` | `{test}` |{'' if caught else '  UNNOTICED'}")  # noqa: T201 - a script
+            if not caught:
+                unnoticed.append(fault.name)
+    if unnoticed:
+        sys.exit("no test noticed: " + "; ".join(unnoticed))
+
+
+if __name__ == "__main__":
+    main()
