@@ -5,6 +5,7 @@
 A fault that no test catches, or that no longer fits the code, ends the script with an error.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Replace `right` by `wrong` in `file`; `test` (and perhaps `only`, a -k expression) must fail."""
+    """Replace `right` by `wrong` in `file`; `test` (its cases that match `only`) must then fail."""
 
     name: str
     file: str
@@ -154,7 +155,14 @@ def catches(fault: Fault, repository: Path) -> bool:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", fault.test]
     command += ["--timeout", "60", *(["-k", fault.only] if fault.only else [])]
     try:
-        finished = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+        finished = subprocess.run(
+            command,
+            cwd=repository,
+            env={**os.environ, "PYTHONPATH": str(repository)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     finally:
         path.write_text(text)
     return finished.returncode == 1 or "Timeout" in finished.stdout

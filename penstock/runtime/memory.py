@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.model.pytree import flatten
 from penstock.trace.timeline import MemorySample
 from penstock.types import Trace
 
@@ -23,8 +24,9 @@ StorageBytes = dict[int, int]
 class KeptBytes:
     """Watches the forwards of one stage when a run traces memory; otherwise does nothing."""
 
-    def __init__(self, stage: int, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, stage: int, modules: Iterable[nn.Module], computes_loss: bool) -> None:
         self._stage = stage
+        self._computes_loss = computes_loss
         self._modules = tuple(modules)
 
     def watch(self, run: Run, microbatch: int, kept: Kept, context: ExitStack) -> None:
@@ -32,7 +34,7 @@ class KeptBytes:
         if run.trace is not Trace.MEMORY:
             return
         ignored = {_storage(t) for m in self._modules for t in (*m.parameters(), *m.buffers())}
-        ignored |= {_storage(t) for t in _batch_leaves(kept)}
+        ignored |= {_storage(t) for t in self._batch_leaves(run, microbatch, kept)}
         counted = run.kept_bytes[self._stage, microbatch]
 
         def pack(tensor: Tensor) -> Tensor:
@@ -44,16 +46,23 @@ class KeptBytes:
         context.enter_context(saved_tensors_hooks(pack, _as_it_is))
 
     def note_inputs(self, run: Run, microbatch: int, kept: Kept) -> None:
-        """Count the values that the stage received for `microbatch`."""
+        """Count the values that came to the stage for `microbatch`, targets included."""
         if run.trace is not Trace.MEMORY:
             return
         counted = run.kept_bytes[self._stage, microbatch]
-        for peer, activation in kept.received.items():
-            for leaf in activation.leaves:
-                whole = leaf.untyped_storage().nbytes()
-                counted[leaf.data_ptr() if peer == FROM_CALLER else _storage(leaf)] = (
-                    leaf.numel() * leaf.element_size() if peer == FROM_CALLER else whole
-                )
+        for leaf in kept.inputs:
+            counted[_storage(leaf)] = leaf.untyped_storage().nbytes()
+        for leaf in self._batch_leaves(run, microbatch, kept):
+            counted.pop(_storage(leaf), None)
+        for leaf in self._batch_leaves(run, microbatch, kept):
+            counted[leaf.data_ptr()] = leaf.numel() * leaf.element_size()
+
+    def _batch_leaves(self, run: Run, microbatch: int, kept: Kept) -> list[Tensor]:
+        """Give the views of the caller's batch that the stage works on."""
+        leaves = list(kept.received[FROM_CALLER].leaves) if FROM_CALLER in kept.received else []
+        if self._computes_loss and run.targets:
+            leaves += flatten(run.targets[microbatch])[0]
+        return leaves
 
     def forget(self, run: Run, microbatch: int) -> None:
         """Stop counting what was kept for `microbatch`."""
@@ -73,10 +82,6 @@ class KeptBytes:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _batch_leaves(kept: Kept) -> tuple[Tensor, ...]:
-    return kept.received[FROM_CALLER].leaves if FROM_CALLER in kept.received else ()
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class Stage:
         modules = tuple(step.module for step in plan.steps)
         self.batch_norms = batch_norms(modules)
         self._repeatable = Repeatable(modules, skip=self.batch_norms)
-        self._kept_bytes = KeptBytes(plan.index, modules)
+        self._kept_bytes = KeptBytes(plan.index, modules, computes_loss=bool(plan.output))
         self._loss_index = loss_index
         self._draws: dict[tuple[int, bool], bool] = {}
         self._backward_is_pure = False

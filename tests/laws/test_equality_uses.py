@@ -1,5 +1,6 @@
 """Uses beyond a plain step: chained pipelines, tied values, many stages, modes, odd buffers."""
 
+import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -269,3 +270,40 @@ def test_a_buffer_made_in_the_first_forward_is_right_or_refused(
         assert_trains_like_unsplit(model, 5, num_microbatches=3, **cut, **way)
     except penstock.errors.RecomputeError as error:
         assert "buffer" in str(error)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("wrapped", (True, False))
+@pytest.mark.parametrize("bf16", (True, False))
+def test_a_frozen_layer_in_evaluation_mode_takes_the_same_fast_path(
+    wrapped: bool, bf16: bool, way: dict[str, Any]
+) -> None:
+    def layers() -> list[Any]:
+        encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+        frozen = nn.Sequential(encoder) if wrapped else encoder  # a wrapper stays in training mode
+        stack = [nn.Embedding(11, 8), frozen, nn.Linear(8, 8), nn.Linear(8, 11)]
+        for module in stack[:2]:
+            module.requires_grad_(False)
+        return stack
+
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(scores.transpose(1, 2), target)
+
+    frozen = Model("frozen encoder", layers, tokens, loss)
+    for partition in ((2, 2), (1, 1, 2)):
+        assert_trains_like_unsplit(
+            frozen, 7, bf16=bf16, partition=partition, num_microbatches=3, **way
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_layers_equal_the_unsplit_compiled_ones(way: dict[str, Any]) -> None:
+    def layers() -> list[Any]:
+        body = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Softmax(-1))
+        return [nn.Linear(6, 16), torch.compile(body), nn.Linear(16, 3)]
+
+    compiled = Model("compiled", layers, vectors, F.mse_loss)
+    assert_trains_like_unsplit(compiled, 6, partition=(1, 1, 1), num_microbatches=3, **way)
