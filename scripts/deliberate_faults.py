@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Replace `right` by `wrong` in `file`; `test` (its cases that match `only`) must then fail."""
+    """Replace `right` by `wrong` in `file`; `test` (cases that match `only`) must then fail."""
 
     name: str
     file: str

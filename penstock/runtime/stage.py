@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.dropout import _DropoutNd
 
 from penstock.errors import BoundaryError, ConfigError, RecomputeError
 from penstock.model.layers import MODEL_INPUT, Value, call, join_output
@@ -47,7 +48,11 @@ class Stage:
         self._repeatable = Repeatable(modules, skip=self.batch_norms)
         self._kept_bytes = KeptBytes(plan.index, modules, computes_loss=bool(plan.output))
         self._loss_index = loss_index
-        self._draws: dict[tuple[int, bool], bool] = {}
+        self._draws: dict[tuple[float, ...], bool] = {}
+        self._dropouts = {
+            step.index: [m for m in step.module.modules() if isinstance(m, _DropoutNd)]
+            for step in plan.steps
+        }
         self._backward_is_pure = False
         self._drops_graph = False
         self._changes_input: dict[tuple[int, int], bool] = {}
@@ -244,15 +249,20 @@ class Stage:
     def _drawing(
         self, run: Run, microbatch: int, layer: int, training: bool, function: Callable[[], Any]
     ) -> Any:
-        """Run a layer so that it draws from its own stream; plainly if it draws nothing."""
-        draws = self._draws.get((layer, training))
+        """Run a layer so that it draws from its own stream; plainly if it draws nothing.
+
+        What was seen of a layer holds for its mode and its dropout probabilities: a schedule may
+        raise one from 0.
+        """
+        known = (layer, training, *(m.p for m in self._dropouts.get(layer, ())))
+        draws = self._draws.get(known)
         if draws is False or (draws is None and not training and run.trusts_evaluation):
             return function()
         key = stream_key(run.seed, run.phase, run.step, layer, microbatch)
         mode = KeyedRandomness(key, repeatable=self._drops_graph)
         with mode:
             result = function()
-        self._draws[layer, training] = bool(draws) or mode.draws > 0
+        self._draws[known] = bool(draws) or mode.draws > 0
         return result
 
     def _finish(self, run: Run, microbatch: int, kept: Kept, output: Any) -> None:

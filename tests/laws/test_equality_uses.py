@@ -305,5 +305,6 @@ def test_compiled_layers_equal_the_unsplit_compiled_ones(way: dict[str, Any]) ->
         body = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Softmax(-1))
         return [nn.Linear(6, 16), torch.compile(body), nn.Linear(16, 3)]
 
+    torch.compiler.reset()
     compiled = Model("compiled", layers, vectors, F.mse_loss)
     assert_trains_like_unsplit(compiled, 6, partition=(1, 1, 1), num_microbatches=3, **way)

@@ -192,3 +192,17 @@ def test_a_checkpoint_of_a_pipeline_loads_into_the_unsplit_model(tmp_path: Path)
     unsplit.load_state_dict(load_file(tmp_path / "saved" / "model.safetensors"))
     for name, value in pipe.state_dict().items():
         assert torch.equal(unsplit.state_dict()[name], value)
+
+
+def test_dropout_that_begins_later_is_keyed_from_its_first_step() -> None:
+    def gradients(num_stages: int) -> list[torch.Tensor]:
+        layers = nn.Sequential(model()[0], nn.Dropout(0.0), model()[2], model()[4])
+        with pipeline(layers, num_stages=num_stages) as pipe:
+            for probability in (0.0, 0.3, 0.5):
+                layers[1].p = probability
+                torch.manual_seed(1)
+                pipe.train_step(*batch())
+        return [p.grad for p in layers.parameters() if p.grad is not None]
+
+    for one, three in zip(gradients(1), gradients(3), strict=True):
+        assert torch.equal(one, three)
