@@ -247,6 +247,16 @@ def changing_buffers() -> list[Any]:
     ]
 
 
+def changing_attributes() -> list[Any]:
+    return [
+        nn.Linear(6, 6),
+        parts.EmaAttribute(6, in_place=False),
+        nn.Linear(6, 6),
+        parts.EmaAttribute(6, in_place=True),
+        nn.Linear(6, 3),
+    ]
+
+
 def channels_last() -> list[Any]:
     stack = nn.Sequential(
         nn.Conv2d(2, 8, 3),
@@ -338,6 +348,7 @@ ALL_MODELS = (
     Model("batch_norms", batch_norms, images, F.cross_entropy),
     Model("frozen_batch_norm", frozen_batch_norm, vectors, F.mse_loss, min_samples=2),
     Model("changing_buffers", changing_buffers, vectors, F.mse_loss),
+    Model("changing_attributes", changing_attributes, vectors, F.mse_loss),
     Model("channels_last", channels_last, channels_last_images, F.cross_entropy),
     Model("in_place", in_place, vectors, F.mse_loss),
     Model("views", views, vectors, F.mse_loss),

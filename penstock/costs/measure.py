@@ -45,7 +45,8 @@ def _measure(step: Step, values: dict[Value, Any]) -> float:
             backward_s = _backward_s(step.module, arguments, given, forward_s)
         except Exception as error:
             error.add_note(
-                f"raised in layer {step.label}, while its cost was measured to balance stages"
+                f"raised in layer {step.label}, micro-batch 0, while its cost was measured to "
+                "balance the stages"
             )
             raise
         best_s = min(best_s, forward_s + backward_s)

@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import RandomnessError
 
 _SWAP_LOCK = threading.Lock()
+_SWAP_PATIENCE_S = 1.0
 
 
 def stream_key(seed: int, phase: str, step: int, layer: int, microbatch: int) -> int:
@@ -77,6 +78,32 @@ class KeyedRandomness(TorchDispatchMode):
         if device not in self._generators:
             self._generators[device] = Generator(device).manual_seed(self.key)
         return self._generators[device]
+
+
+def runs_and_draws(
+    key: int, function: Callable[[], Any], device: torch.device
+) -> tuple[Any, bool]:
+    """Run `function` with torch's default generators seeded with `key`; tell whether it drew.
+
+    Gives the same numbers as under `KeyedRandomness`, and leaves every kernel its own choice of
+    path; but only one thread at a time may do so.
+    """
+    if not _SWAP_LOCK.acquire(timeout=_SWAP_PATIENCE_S):  # a pipeline inside a layer of another
+        with (mode := KeyedRandomness(key)):
+            return function(), mode.draws > 0
+    try:
+        generators = {_default_generator(d) for d in (torch.device("cpu"), device)}
+        before = [(generator, generator.get_state()) for generator in generators]
+        try:
+            seeded = [g.manual_seed(key).get_state() for g, _ in before]
+            result = function()
+            after = [g.get_state() for g, _ in before]
+        finally:
+            for generator, state in before:
+                generator.set_state(state)
+    finally:
+        _SWAP_LOCK.release()
+    return result, any(not torch.equal(s, a) for s, a in zip(seeded, after, strict=True))
 
 
 class RefuseRandomness(TorchDispatchMode):
@@ -144,6 +171,11 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     if kwargs.get("device") is not None:
         return torch.device(kwargs["device"])
     return next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
+
+
+def holds_generator(module: nn.Module) -> bool:
+    """Tell whether a module, or one inside it, keeps a random number generator of its own."""
+    return any(isinstance(v, Generator) for m in module.modules() for v in vars(m).values())
 
 
 @contextmanager

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 from penstock.errors import RecomputeError
 
-BufferKey = tuple[nn.Module, str]
+Place = tuple[nn.Module, bool, str]
+"""(module, whether it is a buffer and no plain attribute, name): where a module keeps a tensor."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """What one forward saw: changing buffers, training modes, versions of weights and inputs."""
+    """What one forward saw: changing state, training modes, versions of weights and inputs."""
 
-    buffers: dict[BufferKey, Any]
+    state: dict[Place, Any]
     modes: list[bool]
     weight_versions: list[int]
     input_versions: list[int]
@@ -30,7 +31,7 @@ class Repeatable:
     """The layers of a stage, whose forward can be run again as it was."""
 
     def __init__(self, modules: tuple[nn.Module, ...], skip: tuple[nn.Module, ...]) -> None:
-        self._buffers = _ChangingBuffers(modules, skip)
+        self._state = _ChangingState(modules, skip)
         self._modules = list(dict.fromkeys(m for root in modules for m in root.modules()))
 
     @contextmanager
@@ -41,7 +42,7 @@ class Repeatable:
             RecomputeError: it changed a buffer that no earlier forward changed.
         """
         seen = Seen({}, self._modes(), self._weight_versions(), [t._version for t in inputs])
-        with self._buffers.watched(seen):
+        with self._state.watched(seen):
             yield seen
 
     @contextmanager
@@ -58,7 +59,7 @@ class Repeatable:
         modes = self._modes()
         self._set_modes(modes, seen.modes)
         try:
-            with self._buffers.restored(seen):
+            with self._state.restored(seen):
                 yield
         finally:
             self._set_modes(seen.modes, modes)
@@ -82,76 +83,100 @@ def _changed(what: str, remedy: str) -> RecomputeError:
     )
 
 
-class _ChangingBuffers:
-    """Finds out which buffers of a stage its forward changes, and keeps what each forward saw.
+class _ChangingState:
+    """Finds out what state of a stage its forward changes, and keeps what each forward saw.
 
-    The first forward keeps a copy of every buffer; from then on only those seen to change in
-    place. A buffer may be None, or not be there yet.
+    State are buffers, and tensors that a module holds as plain attributes.  The first forward
+    keeps a copy of everything; from then on only of what was seen to change in place.  A buffer
+    may be None, or not be there yet.
     """
 
     def __init__(self, modules: tuple[nn.Module, ...], skip: tuple[nn.Module, ...]) -> None:
         skipped = set(map(id, skip))
         self._modules = [m for root in modules for m in root.modules() if id(m) not in skipped]
-        self._copied: set[BufferKey] | None = None
+        self._attributes = self._find_attributes()
+        self._copied: set[Place] | None = None
 
     @contextmanager
     def watched(self, seen: Seen) -> Iterator[None]:
         """Run a forward inside; afterwards `seen` holds what it saw of what it changed.
 
         Raises:
-            RecomputeError: it changed a buffer in place that no earlier forward changed, so the
+            RecomputeError: it changed a tensor in place that no earlier forward changed, so the
             old
                 value is lost.
         """
         before = self._now()
-        versions = {key: buffer._version for key, buffer in before.items() if buffer is not None}
+        versions = {key: tensor._version for key, tensor in before.items() if tensor is not None}
         keep = versions if self._copied is None else self._copied & versions.keys()
         copies = {key: _copy(before[key]) for key in keep}
         yield
+        if self._copied is None:
+            self._attributes = self._find_attributes()
         in_place = {key for key, version in versions.items() if _version(before[key]) != version}
         lost = in_place - copies.keys()
         if lost:
-            module, name = next(iter(lost))
+            module, is_buffer, name = next(iter(lost))
+            kind = "buffer" if is_buffer else "attribute"
             raise RecomputeError(
-                f"the forward changed buffer {name!r} of a {type(module).__name__} that no "
-                "forward before it changed, so a recompute could not see its old value. Use "
+                f"the forward changed {kind} {name!r} of a {type(module).__name__} in place, "
+                "which no forward before it did, so a recompute could not see its old value. Use "
                 "recompute=Recompute.NEVER"
             )
         self._copied = in_place | (self._copied or set())
         now = self._now()
         replaced = {k for k in now.keys() | before.keys() if now.get(k) is not before.get(k)}
-        seen.buffers = {k: copies.get(k, before.get(k, _ABSENT)) for k in in_place | replaced}
+        seen.state = {k: copies.get(k, before.get(k, _ABSENT)) for k in in_place | replaced}
 
     @contextmanager
     def restored(self, seen: Seen) -> Iterator[None]:
-        """Run a forward again inside, with the buffers it saw; then put back what was there."""
-        now = {(m, name): m._buffers.get(name, _ABSENT) for m, name in seen.buffers}
-        _put(seen.buffers)
+        """Run a forward again inside, with the state it saw; then put back what was there."""
+        now = {place: _holder(place).get(place[2], _ABSENT) for place in seen.state}
+        _put(seen.state)
         try:
             yield
         finally:
             _put(now)
 
-    def _now(self) -> dict[BufferKey, Tensor | None]:
-        return {(m, name): buffer for m in self._modules for name, buffer in m._buffers.items()}
+    def _find_attributes(self) -> list[Place]:
+        return [
+            (module, False, name)
+            for module in self._modules
+            for name, value in vars(module).items()
+            if isinstance(value, Tensor)
+        ]
+
+    def _now(self) -> dict[Place, Tensor | None]:
+        now: dict[Place, Tensor | None] = {
+            (m, True, name): buffer for m in self._modules for name, buffer in m._buffers.items()
+        }
+        for place in self._attributes:
+            value = vars(place[0]).get(place[2])
+            now[place] = value if isinstance(value, Tensor) else None
+        return now
 
 
 _ABSENT = object()
 
 
-def _put(buffers: Mapping[BufferKey, Any]) -> None:
-    for (module, name), buffer in buffers.items():
-        if buffer is _ABSENT:
-            module._buffers.pop(name, None)
+def _holder(place: Place) -> dict[str, Any]:
+    module, is_buffer, _ = place
+    return module._buffers if is_buffer else vars(module)
+
+
+def _put(state: Mapping[Place, Any]) -> None:
+    for place, tensor in state.items():
+        if tensor is _ABSENT:
+            _holder(place).pop(place[2], None)
         else:
-            module._buffers[name] = buffer
+            _holder(place)[place[2]] = tensor
 
 
-def _copy(buffer: Tensor | None) -> Tensor:
-    assert buffer is not None
-    return buffer.clone()
+def _copy(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.detach().clone()
 
 
-def _version(buffer: Tensor | None) -> int:
-    assert buffer is not None
-    return buffer._version
+def _version(tensor: Tensor | None) -> int:
+    assert tensor is not None
+    return tensor._version

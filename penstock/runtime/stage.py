@@ -32,7 +32,13 @@ from .devices import StageDevice
 from .entries import faithful_copy, make_entry
 from .memory import KeptBytes
 from .notes import backward_of, next_node_number, note_failure
-from .random_streams import KeyedRandomness, RefuseRandomness, stream_key
+from .random_streams import (
+    KeyedRandomness,
+    RefuseRandomness,
+    holds_generator,
+    runs_and_draws,
+    stream_key,
+)
 from .recompute import Repeatable
 from .run import FROM_CALLER, Activation, Gradient, Kept, Run
 
@@ -49,6 +55,7 @@ class Stage:
         self._kept_bytes = KeptBytes(plan.index, modules, computes_loss=bool(plan.output))
         self._loss_index = loss_index
         self._draws: dict[tuple[float, ...], bool] = {}
+        self._own_generators = {s.index for s in plan.steps if holds_generator(s.module)}
         self._dropouts = {
             step.index: [m for m in step.module.modules() if isinstance(m, _DropoutNd)]
             for step in plan.steps
@@ -259,11 +266,11 @@ class Stage:
         if draws is False or (draws is None and not training and run.trusts_evaluation):
             return function()
         key = stream_key(run.seed, run.phase, run.step, layer, microbatch)
-        mode = KeyedRandomness(key, repeatable=self._drops_graph)
-        with mode:
-            result = function()
-        self._draws[known] = bool(draws) or mode.draws > 0
-        return result
+        if draws is None and layer not in self._own_generators:
+            result, self._draws[known] = runs_and_draws(key, function, self.device.device)
+            return result
+        with KeyedRandomness(key, repeatable=self._drops_graph):
+            return function()
 
     def _finish(self, run: Run, microbatch: int, kept: Kept, output: Any) -> None:
         if run.loss is None:
@@ -304,7 +311,7 @@ class Stage:
         return [root for root, _ in live], [g for _, g in live]
 
     def _run_autograd(self, roots: list[Tensor], gradients: list[Tensor]) -> None:
-        if self._backward_is_pure or not any(self._draws.values()):
+        if self._backward_is_pure or not (any(self._draws.values()) or self._own_generators):
             torch.autograd.backward(roots, gradients)
             return
         with RefuseRandomness():  # type: ignore[no-untyped-call]  # torch leaves it untyped
