@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from penstock.model.layers import MODEL_INPUT, Layers, Step, Value, call
 from penstock.model.pytree import flatten, tree_map
+from penstock.model.state import ABSENT, attributes, put_state, read_state
 
 REPEATS = 3
 BACKWARD_PER_FORWARD = 2
@@ -91,18 +92,19 @@ def _now_s() -> float:
 
 @contextmanager
 def _untouched(modules: list[nn.Module]) -> Iterator[None]:
-    """Put buffers and random number generators back to what they were."""
-    owners = [owner for module in modules for owner in module.modules()]
-    buffers = [(owner, owner._buffers.copy()) for owner in owners]
-    values = [(b, b.clone()) for _, named in buffers for b in named.values() if b is not None]
+    """Put buffers, tensor attributes and random number generators back to what they were."""
+    owners = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
+    before = read_state(owners, attributes(owners))
+    values = [
+        (tensor, tensor.detach().clone()) for tensor in before.values() if tensor is not None
+    ]
     devices = list(range(torch.cuda.device_count()))
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             yield
     finally:
+        after = read_state(owners, attributes(owners))
+        put_state({place: before.get(place, ABSENT) for place in after.keys() | before.keys()})
         with torch.no_grad():
-            for owner, named in buffers:
-                owner._buffers.clear()
-                owner._buffers.update(named)
-            for buffer, value in values:
-                buffer.copy_(value)
+            for tensor, value in values:
+                tensor.copy_(value)

@@ -4,7 +4,7 @@ Buffers and modes are put back for the recompute.  Weights and inputs are the ca
 changed in between, there is nothing right to compute, and that is an error.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import RecomputeError
-
-Place = tuple[nn.Module, bool, str]
-"""(module, whether it is a buffer and no plain attribute, name): where a module keeps a tensor."""
+from penstock.model.state import ABSENT, Place, attributes, holder, put_state, read_state
 
 
 @dataclass(slots=True)
@@ -94,7 +92,7 @@ class _ChangingState:
     def __init__(self, modules: tuple[nn.Module, ...], skip: tuple[nn.Module, ...]) -> None:
         skipped = set(map(id, skip))
         self._modules = [m for root in modules for m in root.modules() if id(m) not in skipped]
-        self._attributes = self._find_attributes()
+        self._attributes = attributes(self._modules)
         self._copied: set[Place] | None = None
 
     @contextmanager
@@ -106,13 +104,13 @@ class _ChangingState:
             old
                 value is lost.
         """
-        before = self._now()
+        before = read_state(self._modules, self._attributes)
         versions = {key: tensor._version for key, tensor in before.items() if tensor is not None}
         keep = versions if self._copied is None else self._copied & versions.keys()
         copies = {key: _copy(before[key]) for key in keep}
         yield
         if self._copied is None:
-            self._attributes = self._find_attributes()
+            self._attributes = attributes(self._modules)
         in_place = {key for key, version in versions.items() if _version(before[key]) != version}
         lost = in_place - copies.keys()
         if lost:
@@ -124,52 +122,19 @@ class _ChangingState:
                 "recompute=Recompute.NEVER"
             )
         self._copied = in_place | (self._copied or set())
-        now = self._now()
+        now = read_state(self._modules, self._attributes)
         replaced = {k for k in now.keys() | before.keys() if now.get(k) is not before.get(k)}
-        seen.state = {k: copies.get(k, before.get(k, _ABSENT)) for k in in_place | replaced}
+        seen.state = {k: copies.get(k, before.get(k, ABSENT)) for k in in_place | replaced}
 
     @contextmanager
     def restored(self, seen: Seen) -> Iterator[None]:
         """Run a forward again inside, with the state it saw; then put back what was there."""
-        now = {place: _holder(place).get(place[2], _ABSENT) for place in seen.state}
-        _put(seen.state)
+        now = {place: holder(place).get(place[2], ABSENT) for place in seen.state}
+        put_state(seen.state)
         try:
             yield
         finally:
-            _put(now)
-
-    def _find_attributes(self) -> list[Place]:
-        return [
-            (module, False, name)
-            for module in self._modules
-            for name, value in vars(module).items()
-            if isinstance(value, Tensor)
-        ]
-
-    def _now(self) -> dict[Place, Tensor | None]:
-        now: dict[Place, Tensor | None] = {
-            (m, True, name): buffer for m in self._modules for name, buffer in m._buffers.items()
-        }
-        for place in self._attributes:
-            value = vars(place[0]).get(place[2])
-            now[place] = value if isinstance(value, Tensor) else None
-        return now
-
-
-_ABSENT = object()
-
-
-def _holder(place: Place) -> dict[str, Any]:
-    module, is_buffer, _ = place
-    return module._buffers if is_buffer else vars(module)
-
-
-def _put(state: Mapping[Place, Any]) -> None:
-    for place, tensor in state.items():
-        if tensor is _ABSENT:
-            _holder(place).pop(place[2], None)
-        else:
-            _holder(place)[place[2]] = tensor
+            put_state(now)
 
 
 def _copy(tensor: Tensor | None) -> Tensor:

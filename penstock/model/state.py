@@ -1,0 +1,50 @@
+"""The tensors that modules keep beside their parameters: buffers, and plain attributes."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+Place = tuple[nn.Module, bool, str]
+"""(module, whether it is a buffer and no plain attribute, name): where a module keeps a tensor."""
+
+ABSENT = object()
+"""Stands for a tensor that is not there."""
+
+
+def attributes(modules: Iterable[nn.Module]) -> list[Place]:
+    """Find the tensors that are plain attributes of the given modules."""
+    return [
+        (module, False, name)
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    ]
+
+
+def read_state(
+    modules: Iterable[nn.Module], places: Iterable[Place]
+) -> dict[Place, Tensor | None]:
+    """Give all buffers of `modules`, and what stands at `places`; None where no tensor does."""
+    now: dict[Place, Tensor | None] = {
+        (m, True, name): buffer for m in modules for name, buffer in m._buffers.items()
+    }
+    for place in places:
+        value = holder(place).get(place[2])
+        now[place] = value if isinstance(value, Tensor) else None
+    return now
+
+
+def holder(place: Place) -> dict[str, Any]:
+    """Give the dictionary in which the module keeps the tensor."""
+    module, is_buffer, _ = place
+    return module._buffers if is_buffer else vars(module)
+
+
+def put_state(state: Mapping[Place, Any]) -> None:
+    """Put tensors where they were, and take away what was `ABSENT`."""
+    for place, tensor in state.items():
+        if tensor is ABSENT:
+            holder(place).pop(place[2], None)
+        else:
+            holder(place)[place[2]] = tensor
