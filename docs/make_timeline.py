@@ -1,6 +1,6 @@
 """Measure one training step and draw it: the picture in the README.
 
-    python docs/make_timeline.py [FILE]
+Usage: python docs/make_timeline.py [FILE]
 """
 
 import sys

@@ -5,8 +5,8 @@
     │   ├── PartitionError            layers, stages and sizes that do not fit together
     │   ├── BatchError                inputs or targets that cannot be cut into micro-batches
     │   └── RecipeError               a training recipe with an unknown, mistyped or missing key
-    ├── ScheduleError (ValueError)    a schedule that is incomplete, unordered or would wait for
-    ever ├── BoundaryError (TypeError)     a value that cannot cross a stage boundary
+    ├── ScheduleError (ValueError)    a schedule that is incomplete, unordered or never ends
+    ├── BoundaryError (TypeError)     a value that cannot cross a stage boundary
     ├── RandomnessError               random numbers drawn where they cannot be reproduced
     ├── RecomputeError                a forward that cannot be run a second time with equal results
     ├── WaitTimeout (TimeoutError)    a wait that outlived its deadline

@@ -37,24 +37,23 @@ class Pipeline(nn.Module):
 
     Args:
         layers: an nn.Sequential, or a list of modules and `penstock.Layer`s; used as they are,
-        not copied. num_stages: K.  Layers are balanced by measured forward and backward time: of
-        `example_inputs`
-            now, else of the first batch; until then by parameter counts.
+            not copied.
+        num_stages: K.  Layers are balanced by measured forward and backward time: of
+            `example_inputs` now, else of the first batch; until then by parameter counts.
         partition: layers per stage, instead of `num_stages`.
-        num_microbatches: M.  A batch of N < M samples runs as N micro-batches; sizes differ by at
-        most 1. loss: (output, target) -> scalar tensor for one micro-batch; needed by
-        `train_step`. reduction: how `loss` reduces over what it is given; or a function target ->
-        weight, such as the
-            number of real tokens.  Micro-batch losses are weighted so that they sum to the loss
-            of the mini-batch.
+        num_microbatches: M.  A batch of N < M samples runs as N micro-batches; sizes differ by
+            at most 1.
+        loss: (output, target) -> scalar tensor for one micro-batch; needed by `train_step`.
+        reduction: how `loss` reduces over what it is given; or a function target -> weight, such
+            as the number of real tokens.  Micro-batch losses are weighted so that they sum to the
+            loss of the mini-batch.
         schedule: a function (num_stages, num_microbatches) -> Schedule.
         recompute: which activations to compute twice instead of keeping.
         devices: one per stage, or one for all; default: the visible GPUs in turn, else the CPU.
         seed: of the layers' random streams.
         example_inputs: a batch to balance the layers with.
         threads_per_stage: intra-op threads of each stage on the CPU; default: the cores divided
-        among
-            the stages.  Some kernels round differently for another count.
+            among the stages.  Some kernels round differently for another count.
         transport: worker threads, or everything in the calling thread.
         trace: what to record of each step, in `last_timeline`.
         timeout_s: deadline of every wait between stages, in seconds.
@@ -193,8 +192,8 @@ class Pipeline(nn.Module):
 
         Args:
             inputs: a tensor, or any nest of containers of tensors, of shape (N, ...); goes to the
-            first
-                layer as its one argument.  Values that are no tensors go to every micro-batch.
+                first layer as its one argument.  Values that are no tensors go to every
+                micro-batch.
             targets: likewise, of the same N; None if the loss needs none.
 
         Returns:
@@ -205,8 +204,7 @@ class Pipeline(nn.Module):
             BatchError: inputs and targets cannot be cut into the same micro-batches.
             ConfigError: there is no loss, it is no scalar, or nothing wants a gradient.
             Exception: whatever a layer raised, with stage, layer and micro-batch noted.
-            Gradients are
-                then incomplete: zero them.
+                Gradients are then incomplete: zero them.
         """
         if self._objective.loss is None:
             raise ConfigError(
@@ -241,8 +239,8 @@ class Pipeline(nn.Module):
         between steps of training.
 
         Raises:
-            BoundaryError: the outputs of the micro-batches cannot be put together along dimension
-            0.
+            BoundaryError: the outputs of the micro-batches cannot be put together along
+                dimension 0.
         """
         training = [module for module in self.modules() if module.training]
         for module in training:
@@ -262,8 +260,8 @@ class Pipeline(nn.Module):
         nothing is kept.
 
         Raises:
-            BoundaryError: the outputs of the micro-batches cannot be put together along dimension
-            0.
+            BoundaryError: the outputs of the micro-batches cannot be put together along
+                dimension 0.
         """
         if not torch.is_grad_enabled():
             return self._outputs(inputs)

@@ -101,8 +101,7 @@ class _ChangingState:
 
         Raises:
             RecomputeError: it changed a tensor in place that no earlier forward changed, so the
-            old
-                value is lost.
+                old value is lost.
         """
         before = read_state(self._modules, self._attributes)
         versions = {key: tensor._version for key, tensor in before.items() if tensor is not None}
