@@ -2,11 +2,14 @@
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from penstock.errors import ConfigError, PartitionError
+from penstock.model.pytree import flatten
 from penstock.model.stages import check_partition
+from penstock.runtime.devices import with_index
 
 Devices = Sequence[torch.device | str | int] | torch.device | str | None
 
@@ -49,6 +52,20 @@ def check_count(name: str, value: int) -> int:
     return value
 
 
+def check_targets(targets: Any) -> None:
+    """Refuse targets that a loss would have to send gradients to.
+
+    Raises:
+        ConfigError: a tensor in them requires grad.
+    """
+    for leaf in flatten(targets)[0]:
+        if leaf.requires_grad:
+            raise ConfigError(
+                f"a target of shape {tuple(leaf.shape)} requires grad; train_step computes no "
+                "gradients of targets. Give target.detach(), or pass it with the inputs"
+            )
+
+
 def resolve_devices(devices: Devices, num_stages: int) -> list[torch.device]:
     """Give each stage its device: as asked, else the visible GPUs in turn, else the CPU.
 
@@ -62,13 +79,13 @@ def resolve_devices(devices: Devices, num_stages: int) -> list[torch.device]:
             for s in range(num_stages)
         ]
     if isinstance(devices, str | torch.device):
-        return [torch.device(devices)] * num_stages
+        return [with_index(torch.device(devices))] * num_stages
     if len(devices) != num_stages:
         raise ConfigError(
             f"{len(devices)} devices for {num_stages} stages; give one per stage (a device may be "
             "named several times), or one for all"
         )
-    return [torch.device(device) for device in devices]
+    return [with_index(torch.device(device)) for device in devices]
 
 
 def num_cores() -> int:

@@ -7,16 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.arguments import Devices, check_count, num_cores, resolve_devices, resolve_num_stages
+from penstock.arguments import (
+    Devices,
+    check_count,
+    check_targets,
+    num_cores,
+    resolve_devices,
+    resolve_num_stages,
+)
 from penstock.costs.measure import measure_layers
 from penstock.errors import BatchError, ConfigError, RandomnessError
 from penstock.model.layers import Layer, Layers, as_layers
-from penstock.model.pytree import flatten
 from penstock.planner.partition import balance
 from penstock.runtime.caller import CallerContext
 from penstock.runtime.engine import Engine
+from penstock.runtime.input_gradients import accumulate_into_inputs
 from penstock.runtime.microbatches import batch_size, gather, loss_weights, microbatch_sizes, split
-from penstock.runtime.module_form import join_gradients, run_as_module
+from penstock.runtime.module_form import run_as_module
+from penstock.runtime.random_streams import rewound_default_generators
 from penstock.runtime.record import Record
 from penstock.runtime.run import Run
 from penstock.schedules.gpipe import gpipe
@@ -96,6 +104,7 @@ class Pipeline(nn.Module):
             transport,
             check_count("threads_per_stage", threads),
             timeout_s,
+            loss,
         )
         self._objective = _Objective(loss, reduction)
         self._choices = (
@@ -203,6 +212,7 @@ class Pipeline(nn.Module):
         Raises:
             BatchError: inputs and targets cannot be cut into the same micro-batches.
             ConfigError: there is no loss, it is no scalar, or nothing wants a gradient.
+            PenstockError: the pipeline is running already, in another thread or around this call.
             Exception: whatever a layer raised, with stage, layer and micro-batch noted.
                 Gradients are then incomplete: zero them.
         """
@@ -215,15 +225,17 @@ class Pipeline(nn.Module):
                 "train_step was called under torch.no_grad(); use eval_step, or leave that block"
             )
         sizes = self._sizes(inputs, targets)
-        self._measure_once(inputs)
         target_parts = split(targets, sizes)
-        run = self._new_run("train", self.step, split(inputs, sizes), with_grad=True)
-        run.targets, run.loss = target_parts, self._objective.loss
-        run.weights = loss_weights(self._objective.reduction, target_parts, sizes)
-        self.step += 1
-        self._engine.drive(run, Mode.TRAIN)
-        self._note(run, Mode.TRAIN)
-        _accumulate_into_inputs(inputs, run, sizes)
+        check_targets(targets)
+        with self._engine.one_at_a_time():
+            self._measure_once(inputs)
+            run = self._new_run("train", self.step, split(inputs, sizes), with_grad=True)
+            run.targets, run.loss = target_parts, self._objective.loss
+            run.weights = loss_weights(self._objective.reduction, target_parts, sizes)
+            self.step += 1
+            self._engine.drive(run, Mode.TRAIN)
+            self._note(run, Mode.TRAIN)
+        accumulate_into_inputs(inputs, run, sizes)
         total = run.losses[0]
         for i in range(1, len(sizes)):
             total = total + run.losses[i]
@@ -266,20 +278,23 @@ class Pipeline(nn.Module):
         if not torch.is_grad_enabled():
             return self._outputs(inputs)
         sizes = self._sizes(inputs, None)
-        self._measure_once(inputs)
-        run = self._new_run("train", self.step, split(inputs, sizes), with_grad=True)
-        self.step += 1
-        outputs = run_as_module(self._engine, run, inputs, sizes)
-        self._note(run, Mode.FORWARDS)
+        with self._engine.one_at_a_time():
+            self._measure_once(inputs)
+            run = self._new_run("train", self.step, split(inputs, sizes), with_grad=True)
+            self.step += 1
+            outputs = run_as_module(self._engine, run, inputs, sizes)
+            self._note(run, Mode.FORWARDS)
         return outputs
 
     def _outputs(self, inputs: Any) -> Any:
         sizes = self._sizes(inputs, None)
-        try:
-            run = self._drive_evaluation(inputs, sizes, trusting=True)
-        except RandomnessError:  # a layer draws in evaluation mode: look at each one while it runs
-            run = self._drive_evaluation(inputs, sizes, trusting=False)
-        self._evaluations += 1
+        with self._engine.one_at_a_time():
+            try:
+                with rewound_default_generators(self.devices):
+                    run = self._drive_evaluation(inputs, sizes, trusting=True)
+            except RandomnessError:  # a layer draws in evaluation mode: look at each as it runs
+                run = self._drive_evaluation(inputs, sizes, trusting=False)
+            self._evaluations += 1
         with torch.no_grad():
             return gather([run.outputs[i] for i in range(len(sizes))], sizes)
 
@@ -375,14 +390,3 @@ def _rows(partition: Sequence[int]) -> Iterator[range]:
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.parameters()
     yield from module.buffers()
-
-
-def _accumulate_into_inputs(inputs: Any, run: Run, sizes: list[int]) -> None:
-    leaves = flatten(inputs)[0]
-    if not any(leaf.requires_grad for leaf in leaves):
-        return
-    rows = [run.input_gradients.get(i, (None,) * len(leaves)) for i in range(len(sizes))]
-    for leaf, column in zip(leaves, zip(*rows, strict=True), strict=True):
-        gradient = join_gradients(column, sizes)
-        if gradient is not None:
-            torch.autograd.backward(leaf, gradient)

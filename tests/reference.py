@@ -71,7 +71,8 @@ class Unsplit:
         with pooled_batch_norm(self.modules):
             for i, weight in enumerate(self.weigh(wanted, sizes)):
                 weighted = loss(self.run(pieces[i], i), wanted[i]) * weight
-                weighted.backward()
+                with torch.autocast("cpu", enabled=False):  # as torch advises
+                    weighted.backward()
                 losses.append(weighted.detach())
         self.step += 1
         whole = losses[0]

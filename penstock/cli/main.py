@@ -42,12 +42,18 @@ def run(arguments: Sequence[str] | None = None) -> int:
         click.echo(f"penstock: {error.format_message().rstrip('.')}{_hint(error)}", err=True)
         return USER_ERROR
     except PenstockError as error:
-        click.echo(f"penstock: {error}", err=True)
+        click.echo(f"penstock: {error}{_where(error)}", err=True)
         return USER_ERROR
     except (click.Abort, KeyboardInterrupt):
         click.echo("penstock: interrupted", err=True)
         return INTERRUPTED
     return code if isinstance(code, int) else 0
+
+
+def _where(error: PenstockError) -> str:
+    """Say where in the pipeline it was raised, where that is known."""
+    notes = getattr(error, "__notes__", [])
+    return f" ({'; '.join(notes)})" if notes else ""
 
 
 def _hint(error: click.ClickException) -> str:

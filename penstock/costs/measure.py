@@ -2,11 +2,14 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.model.layers import MODEL_INPUT, Layers, Step, Value, call
 from penstock.model.pytree import flatten, tree_map
@@ -35,9 +38,11 @@ def measure_layers(layers: Layers, inputs: Any, num_threads: int) -> tuple[float
 
 def _measure(step: Step, values: dict[Value, Any]) -> float:
     best_s = float("inf")
+    device = _device_of(step.module)
     for _ in range(REPEATS):
         arguments = [
-            tree_map(_inner if v != MODEL_INPUT else _outer, values[v]) for v in step.inputs
+            tree_map(partial(_outer if v == MODEL_INPUT else _inner, device=device), values[v])
+            for v in step.inputs
         ]
         start_s = _now_s()
         try:
@@ -73,14 +78,20 @@ def _backward_s(
     return _now_s() - start_s
 
 
-def _outer(tensor: Tensor) -> Tensor:
+def _device_of(module: nn.Module) -> torch.device | None:
+    """Give the device a layer is on; None if it has nothing that would say so."""
+    tensors = chain(module.parameters(), module.buffers())
+    return next((tensor.device for tensor in tensors), None)
+
+
+def _outer(tensor: Tensor, device: torch.device | None) -> Tensor:
     """Copy a tensor of the model's input: no gradient is wanted for it."""
-    return tensor.detach().clone()
+    return tensor.detach().to(device, copy=True)
 
 
-def _inner(tensor: Tensor) -> Tensor:
+def _inner(tensor: Tensor, device: torch.device | None) -> Tensor:
     """Copy a tensor between layers: it wants a gradient, and a layer may change it in place."""
-    copy = tensor.detach().clone()
+    copy = tensor.detach().to(device, copy=True)
     return copy.requires_grad_().clone() if copy.is_floating_point() else copy
 
 
@@ -88,6 +99,17 @@ def _now_s() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def _saving_as_usual() -> AbstractContextManager[Any]:
+    """Set hooks aside that would change what autograd saves: the caller may be in a checkpoint."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return nullcontext()
+    return saved_tensors_hooks(_as_it_is, _as_it_is)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @contextmanager
@@ -100,7 +122,7 @@ def _untouched(modules: list[nn.Module]) -> Iterator[None]:
     ]
     devices = list(range(torch.cuda.device_count()))
     try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), _saving_as_usual():
             yield
     finally:
         after = read_state(owners, attributes(owners))

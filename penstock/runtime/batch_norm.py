@@ -14,6 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import ConfigError
 
+from .users_checkpoint import autograd_mode
+
 Moments = tuple[int, Tensor, Tensor]
 """(values per channel, their mean, their unbiased variance): one call of one BatchNorm layer."""
 MomentsByModule = dict[_BatchNorm, list[Moments]]
@@ -39,23 +41,29 @@ def batch_norms(modules: Iterable[nn.Module]) -> tuple[_BatchNorm, ...]:
 @contextmanager
 def separate_statistics(
     modules: tuple[_BatchNorm, ...], into: MomentsByModule | None
-) -> Iterator[None]:
+) -> Iterator[set[_BatchNorm]]:
     """Let the given layers leave their running statistics alone, and note each call's moments.
 
     Inside, a layer's running statistics are stand-ins which its own kernel overwrites (momentum
     1), so the moments cost no pass over the data.  With `into` None they are dropped: a recompute
     counts nothing twice.
+
+    Yields:
+        The layers that ran inside a checkpoint of the user's own, and will run again in the
+        backward.
     """
+    in_checkpoint: set[_BatchNorm] = set()
     active = [m for m in modules if m.training and m.running_mean is not None]
     before = [(m._buffers.copy(), m.momentum) for m in active]
     handles = []
+    note = None if into is None else _noting(into, in_checkpoint)
     try:
         for module in active:
             module.momentum = 1.0
             _put_stand_ins(module)
-            if into is not None:
-                handles.append(module.register_forward_hook(_noting(into), with_kwargs=True))
-        yield
+            if note is not None:
+                handles.append(module.register_forward_hook(note, with_kwargs=True))
+        yield in_checkpoint
     finally:
         for handle in handles:
             handle.remove()
@@ -70,13 +78,17 @@ def _put_stand_ins(module: _BatchNorm) -> None:
         module._buffers[name] = None if buffer is None else torch.zeros_like(buffer)
 
 
-def _noting(into: MomentsByModule) -> Callable[..., None]:
+def _noting(into: MomentsByModule, in_checkpoint: set[_BatchNorm]) -> Callable[..., None]:
+    outside = autograd_mode()
+
     def note(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         assert isinstance(module, _BatchNorm)
         if not module.training:
             return
+        if autograd_mode() != outside:
+            in_checkpoint.add(module)
         x = args[0] if args else kwargs["input"]
         assert module.running_mean is not None
         assert module.running_var is not None

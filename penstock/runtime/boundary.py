@@ -1,7 +1,8 @@
 """What may leave a stage."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from penstock.errors import BoundaryError
@@ -49,3 +50,35 @@ def check_routes(exported: Mapping[int, Sequence[Tensor]], stage: int) -> None:
                     "add up in the order of the unsplit model. Let both stages read one name, or "
                     "return a copy (x.clone()) under the second"
                 )
+
+
+def find_aliases(
+    exported: Mapping[int, Sequence[Tensor]], known: Iterable[Tensor] = ()
+) -> dict[int, frozenset[int]]:
+    """Give, for each peer, the places of tensors that overlap in memory with another one.
+
+    `known` are tensors that came in as such: what overlaps with one is an alias too.
+    """
+    spans = [
+        (peer, place, *_span(leaf))
+        for peer, leaves in exported.items()
+        for place, leaf in enumerate(leaves)
+    ]
+    others = [(None, n, *_span(leaf)) for n, leaf in enumerate(known)]
+    if len(spans) + len(others) < 2:
+        return {}
+    found: dict[int, set[int]] = {}
+    for peer, place, start, end in spans:
+        for *other, other_start, other_end in (*spans, *others):
+            if other != [peer, place] and start < other_end and other_start < end:
+                found.setdefault(peer, set()).add(place)
+    return {peer: frozenset(places) for peer, places in found.items()}
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Give the first address of a tensor's memory, and the first one after it."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return (0, 0)
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = 1 + sum((n - 1) * stride for n, stride in steps)
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()

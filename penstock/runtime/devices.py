@@ -7,7 +7,7 @@ micro-batches.  Several stages may share one GPU: they then share its memory, no
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,13 @@ Event = torch.cuda.Event
 """A mark on a stream: what it stands behind is done when the mark is reached."""
 
 
+def with_index(device: torch.device) -> torch.device:
+    """Name a GPU by its number: `cuda` is the current one."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 class StageDevice:
     """A device as one stage sees it."""
 
@@ -26,6 +33,9 @@ class StageDevice:
         self.is_cuda = device.type == "cuda"
         self._compute = torch.cuda.Stream(device) if self.is_cuda else None
         self._copy = torch.cuda.Stream(device) if self.is_cuda else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StageDevice, (self.device,)  # a copy has streams of its own
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -91,4 +101,4 @@ class StageDevice:
     def _here(self, tensor: _T) -> _T:
         if tensor is None or tensor.device == self.device:
             return tensor
-        return tensor.to(self.device, non_blocking=self.is_cuda)
+        return tensor.to(self.device, non_blocking=tensor.is_cuda)

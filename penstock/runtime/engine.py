@@ -1,11 +1,14 @@
 """The stages of a pipeline in this process, their programs, and what drives them."""
 
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import groupby
+from typing import Any
 
 import torch
 
-from penstock.errors import RandomnessError
+from penstock.errors import PenstockError
 from penstock.model.layers import Layers, Step, check_sharing
 from penstock.model.stages import check_partition, plan_stages, stage_of_layers
 from penstock.schedules.ir import Schedule
@@ -13,6 +16,7 @@ from penstock.schedules.lower import Mode, ScheduleFunction, lower
 from penstock.types import Recompute, Trace, Transport
 
 from .caller import CallerContext
+from .host_memory import keep_freed_memory
 from .random_streams import guarded_default_generators
 from .record import Record
 from .run import Run
@@ -23,7 +27,7 @@ from .transport import Work, make_transport
 class Engine:
     """Cuts layers into stages on devices, and runs them as a schedule says."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - made in one place, the front door
         self,
         layers: Layers,
         schedule: ScheduleFunction,
@@ -31,8 +35,12 @@ class Engine:
         transport: Transport,
         num_threads: int,
         timeout_s: float,
+        loss: Any,
     ) -> None:
+        keep_freed_memory()
         self._layers = layers
+        self._loss = loss
+        self._running = _Turn()
         self._schedule = schedule
         self._recompute = recompute
         self._transport = make_transport(transport, num_threads, timeout_s)
@@ -56,7 +64,7 @@ class Engine:
                 step.module.to(device)
         self.partition = partition
         self.stages = tuple(
-            Stage(plan, device, len(self._layers))
+            Stage(plan, device, len(self._layers), self._loss if plan.output else None)
             for plan, device in zip(plans, devices, strict=True)
         )
         self._programs.clear()
@@ -85,6 +93,14 @@ class Engine:
             )
         return self._programs[key]
 
+    def one_at_a_time(self) -> AbstractContextManager[None]:
+        """Let one call at a time use the stages.
+
+        Raises:
+            PenstockError: another call is under way, in another thread or around this one.
+        """
+        return self._running.taken()
+
     def drive(self, run: Run, mode: Mode, *, in_caller: bool = False) -> None:
         """Run a schedule to its end, by the transport; with `in_caller`, in the calling thread.
 
@@ -100,9 +116,9 @@ class Engine:
         try:
             with guarded_default_generators(self.devices):
                 (self._in_caller if in_caller else self._transport).drive(work)
-        except RandomnessError:
+        except BaseException:  # what was seen of the layers may be half of it, or the cause
             for stage in self.stages:
-                stage.forget_draws()
+                stage.forget()
             raise
         finally:
             for stage in self.stages:
@@ -129,6 +145,29 @@ class Engine:
     def close(self) -> None:
         """End the worker threads; the next run starts new ones."""
         self._transport.close()
+
+
+class _Turn:
+    """Whose turn it is to use the stages: one call's, or nobody's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Turn, ()  # a copied pipeline runs on its own
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise PenstockError(
+                "this pipeline is running already: it was called from another thread, or from "
+                "inside one of its own layers, losses or hooks. Its stages do one step at a time; "
+                "let the first call end, or use a second pipeline (copy.deepcopy)"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
 
 def _kinds(steps: Sequence[Step]) -> Iterator[tuple[str, int]]:

@@ -5,7 +5,6 @@ pipe(x):           forwards of all micro-batches ──► outputs, gathered
 loss.backward():   ... ──► gradient of the outputs, cut ──► backwards of all micro-batches
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from penstock.model.pytree import flatten, unflatten
 from penstock.schedules.lower import Mode
 
 from .engine import Engine
+from .input_gradients import input_gradients
 from .microbatches import gather
 from .run import Run
 
@@ -54,7 +54,8 @@ class _Pending:
         leaves: list[Tensor],
         wants_grad: list[bool],
     ) -> None:
-        self.engine, self.run, self.sizes = engine, run, sizes
+        self.engine, self.sizes = engine, sizes
+        self.run: Run | None = run
         self.stages = engine.stages
         self._leaves = leaves
         self._wants_grad = wants_grad
@@ -66,7 +67,8 @@ class _Pending:
 
     def backward(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """Run the backwards, from the outputs' gradients to those of the inputs' tensors."""
-        if not self.run.kept:
+        run, self.run = self.run, None
+        if run is None:
             raise PenstockError(
                 "the backward of this pipeline call ran already, and each stage freed its "
                 "activations as it went; call pipe(inputs) again instead of "
@@ -78,30 +80,17 @@ class _Pending:
                 "both again"
             )
         cut = [None if g is None else g.split(self.sizes) for g in gradients]
-        self.run.output_gradients = [
+        run.output_gradients = [
             [None if pieces is None else pieces[i] for pieces in cut]
             for i in range(len(self.sizes))
         ]
-        self.run.resumed = True
+        run.resumed = True
         on_gpu = any(device.type == "cuda" for device in self.engine.devices)
         # a GPU's autograd thread runs this; workers would wait for that thread while it waits for
         # them
-        self.engine.drive(self.run, Mode.BACKWARDS, in_caller=on_gpu)
-        rows = [self.run.input_gradients.get(i, ()) for i in range(len(self.sizes))]
-        return [join_gradients(column, self.sizes) for column in zip(*rows, strict=True)]
-
-
-def join_gradients(pieces: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
-    """Concatenate the micro-batches' gradients of one input; None if no micro-batch has one."""
-    some = next((piece for piece in pieces if piece is not None), None)
-    if some is None:
-        return None
-    return torch.cat(
-        [
-            some.new_zeros((size, *some.shape[1:])) if piece is None else piece
-            for piece, size in zip(pieces, sizes, strict=True)
-        ]
-    )
+        with self.engine.one_at_a_time():
+            self.engine.drive(run, Mode.BACKWARDS, in_caller=on_gpu)
+        return input_gradients(run, self.sizes)
 
 
 class _TieToBackward(torch.autograd.Function):

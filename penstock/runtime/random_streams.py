@@ -9,8 +9,9 @@ rerouted to a generator of the worker's own.
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
@@ -18,10 +19,19 @@ from torch import Generator, Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.errors import RandomnessError
+from penstock.errors import RandomnessError, RecomputeError
 
-_SWAP_LOCK = threading.Lock()
-_SWAP_PATIENCE_S = 1.0
+from .devices import with_index
+from .users_checkpoint import autograd_mode
+
+_default_generators_lock: ContextVar[threading.Lock] = ContextVar(
+    "default_generators_lock",
+    default=threading.Lock(),  # noqa: B039 - one lock for all is what is wanted
+)
+"""Held by whoever has put a state of its own into torch's default generators.
+
+What runs inside a layer that holds it (another pipeline) finds a fresh one in its context.
+"""
 
 
 def stream_key(seed: int, phase: str, step: int, layer: int, microbatch: int) -> int:
@@ -33,8 +43,8 @@ def stream_key(seed: int, phase: str, step: int, layer: int, microbatch: int) ->
 class KeyedRandomness(TorchDispatchMode):
     """While active, every random operator draws from a generator seeded with `key`.
 
-    `draws` counts the random operators seen, so a layer that draws nothing can run without the
-    mode.
+    `drew_in_checkpoint` tells whether one drew inside a checkpoint of the user's own, which will
+    draw again in the backward pass.
     """
 
     _routes: ClassVar[dict[OpOverload, "Callable[..., Any] | None"]] = {}
@@ -42,8 +52,9 @@ class KeyedRandomness(TorchDispatchMode):
     def __init__(self, key: int, *, repeatable: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.key = key
-        self.draws = 0
+        self.drew_in_checkpoint = False
         self._repeatable = repeatable
+        self._outside = autograd_mode()
         self._generators: dict[torch.device, Generator] = {}
 
     def __torch_dispatch__(
@@ -58,9 +69,9 @@ class KeyedRandomness(TorchDispatchMode):
             route = self._routes[func]
         except KeyError:
             route = self._routes[func] = _route(func)
-        if route is None:
+        if route is None or not _draws_now(func, args, kwargs):
             return func(*args, **kwargs)
-        self.draws += 1
+        self.drew_in_checkpoint |= autograd_mode() != self._outside
         if isinstance(kwargs.get("generator"), Generator):
             self._check_own_generator(func)
             return func(*args, **kwargs)
@@ -88,11 +99,8 @@ def runs_and_draws(
     Gives the same numbers as under `KeyedRandomness`, and leaves every kernel its own choice of
     path; but only one thread at a time may do so.
     """
-    if not _SWAP_LOCK.acquire(timeout=_SWAP_PATIENCE_S):  # a pipeline inside a layer of another
-        with (mode := KeyedRandomness(key)):
-            return function(), mode.draws > 0
-    try:
-        generators = {_default_generator(d) for d in (torch.device("cpu"), device)}
+    generators = {_default_generator(d) for d in (torch.device("cpu"), device)}
+    with _default_generators_lock.get(), _lock_of_its_own():
         before = [(generator, generator.get_state()) for generator in generators]
         try:
             seeded = [g.manual_seed(key).get_state() for g, _ in before]
@@ -101,9 +109,16 @@ def runs_and_draws(
         finally:
             for generator, state in before:
                 generator.set_state(state)
-    finally:
-        _SWAP_LOCK.release()
     return result, any(not torch.equal(s, a) for s, a in zip(seeded, after, strict=True))
+
+
+@contextmanager
+def _lock_of_its_own() -> Iterator[None]:
+    token = _default_generators_lock.set(threading.Lock())
+    try:
+        yield
+    finally:
+        _default_generators_lock.reset(token)
 
 
 class RefuseRandomness(TorchDispatchMode):
@@ -116,7 +131,7 @@ class RefuseRandomness(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Any = None,
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if _may_draw(func) and _draws_now(func, args, kwargs or {}):
             raise RandomnessError(
                 f"{func} draws random numbers during the backward pass, most likely because a "
                 "layer runs torch.utils.checkpoint around dropout; its second mask would differ "
@@ -125,9 +140,25 @@ class RefuseRandomness(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _may_draw(func: OpOverload) -> bool:
+    """Tell whether an operator may draw; torch marks some that do not."""
+    name = func.name()
+    tagged = torch.Tag.nondeterministic_seeded in func.tags
+    return tagged and "_backward" not in name and "_fused_sdp_choice" not in name
+
+
+def _draws_now(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether an operator that may draw does: attention without dropout does not."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+            return bool(given)
+    return True
+
+
 def _route(func: OpOverload) -> Callable[..., Any] | None:
     """Say how to make an operator draw from a given generator; None if it never draws."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if not _may_draw(func):
         return None
     if any(argument.name == "generator" for argument in func._schema.arguments):
         return lambda generator, args, kwargs: func(*args, **{**kwargs, "generator": generator})
@@ -151,7 +182,7 @@ def _overload_with_generator(func: OpOverload) -> OpOverload | None:
 def _with_default_state(func: OpOverload, generator: Generator, args: Any, kwargs: Any) -> Any:
     """Run an operator that takes no generator: lend its state to the default one for the call."""
     default = _default_generator(generator.device)
-    with _SWAP_LOCK:
+    with _default_generators_lock.get():
         state = default.get_state()
         default.set_state(generator.get_state())
         try:
@@ -163,13 +194,13 @@ def _with_default_state(func: OpOverload, generator: Generator, args: Any, kwarg
 
 def _default_generator(device: torch.device) -> Generator:
     if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
+        return torch.cuda.default_generators[with_index(device).index]
     return torch.default_generator
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     if kwargs.get("device") is not None:
-        return torch.device(kwargs["device"])
+        return with_index(torch.device(kwargs["device"]))
     return next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
 
 
@@ -185,19 +216,37 @@ def guarded_default_generators(devices: Iterable[torch.device]) -> Iterator[None
     Raises:
         RandomnessError: something did; the step's masks would depend on the number of stages.
     """
-    generators = [
-        torch.default_generator,
-        *(_default_generator(d) for d in devices if d.type == "cuda"),
-    ]
-    before = [generator.get_state() for generator in generators]
-    yield
-    drawn = [not torch.equal(g.get_state(), s) for g, s in zip(generators, before, strict=True)]
-    if any(drawn):
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
+    generators = [_default_generator(d) for d in dict.fromkeys((torch.device("cpu"), *devices))]
+    before = _states(generators)
+    differing: RecomputeError | None = None
+    try:
+        yield
+    except RecomputeError as error:  # most likely because of a draw, which is what to tell
+        differing = error
+    if any(not torch.equal(now, s) for now, s in zip(_states(generators), before, strict=True)):
         raise RandomnessError(
             "a layer drew random numbers outside its own stream: it drew none when it first ran "
-            "in this mode and draws now, or another thread of this process draws while a step "
-            "runs. The gradients of this step must not be used: zero them. Layers are looked at "
-            "again in the next step"
-        )
+            "in this mode and draws now. The gradients of this step must not be used: zero them. "
+            "Layers are looked at again in the next step. If it was another thread of this "
+            "process (one that prepares data, say), give that thread a torch.Generator of its own"
+        ) from differing
+    if differing is not None:
+        raise differing
+
+
+@contextmanager
+def rewound_default_generators(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Put the default generators back if a RandomnessError ends what runs inside."""
+    generators = [_default_generator(d) for d in dict.fromkeys((torch.device("cpu"), *devices))]
+    before = _states(generators)
+    try:
+        yield
+    except RandomnessError:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+        raise
+
+
+def _states(generators: Iterable[Generator]) -> list[Tensor]:
+    with _default_generators_lock.get():
+        return [generator.get_state() for generator in generators]

@@ -4,12 +4,14 @@ Buffers and modes are put back for the recompute.  Weights and inputs are the ca
 changed in between, there is nothing right to compute, and that is an error.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import RecomputeError
 from penstock.model.state import ABSENT, Place, attributes, holder, put_state, read_state
@@ -21,8 +23,67 @@ class Seen:
 
     state: dict[Place, Any]
     modes: list[bool]
-    weight_versions: list[int]
+    weights: list[tuple[int, int, int]]
     input_versions: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """A result of a forward, which its recompute must give again."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def among(cls, results: Iterable[Tensor]) -> "Witness | None":
+        """Choose one of the results; keeps its memory."""
+        chosen = _first_floating(results)
+        return None if chosen is None else cls(chosen, chosen._version)
+
+    def compare(self, results: Iterable[Tensor]) -> None:
+        """Compare with what a recompute gave: to the bit, on a GPU to rounding, since some of its
+        kernels add in an order that differs from run to run.
+
+        Raises:
+            RecomputeError: it gave something else, so a layer reads what changed in between.
+        """
+        again = _first_floating(results)
+        if self.tensor._version != self.version or again is None:
+            return  # the caller has changed the output in place since
+        rounding = torch.finfo(again.dtype).eps ** 0.5 if again.is_cuda else 0.0
+        same_shape = again.shape == self.tensor.shape
+        if not same_shape or not _close(self.tensor, again, rounding):
+            raise RecomputeError(
+                "a recompute did not give what its forward gave: a layer or the loss draws random "
+                "numbers outside torch (random, numpy), counts its calls in a Python attribute, "
+                "or reads something else that changed. Zero the gradients; keep such state in a "
+                "buffer, or use recompute=Recompute.NEVER"
+            )
+
+
+def _first_floating(tensors: Iterable[Tensor]) -> Tensor | None:
+    return next((t.detach() for t in tensors if t.is_floating_point()), None)
+
+
+def _close(a: Tensor, b: Tensor, rounding: float) -> bool:
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=rounding, atol=rounding, equal_nan=True)
+
+
+def dropping_graph() -> saved_tensors_hooks:
+    """Let autograd save nothing inside: the graph of that forward is never used."""
+    return saved_tensors_hooks(_drop, _never)
+
+
+def _drop(tensor: Tensor) -> None:
+    """Save nothing."""
+
+
+def _never(nothing: None) -> Tensor:
+    raise RecomputeError(
+        "a layer computes gradients in its own forward (torch.autograd.grad, a penalty on a "
+        "gradient), which needs what a forward that is recomputed later does not keep; use "
+        "recompute=Recompute.NEVER"
+    )
 
 
 class Repeatable:
@@ -39,7 +100,7 @@ class Repeatable:
         Raises:
             RecomputeError: it changed a buffer that no earlier forward changed.
         """
-        seen = Seen({}, self._modes(), self._weight_versions(), [t._version for t in inputs])
+        seen = Seen({}, self._modes(), self._weights(), [t._version for t in inputs])
         with self._state.watched(seen):
             yield seen
 
@@ -50,7 +111,7 @@ class Repeatable:
         Raises:
             RecomputeError: weights or inputs changed since.
         """
-        if seen.weight_versions != self._weight_versions():
+        if seen.weights != self._weights():
             raise _changed("a weight", "call optimizer.step() only after the backward")
         if seen.input_versions != [t._version for t in inputs]:
             raise _changed("an input", "leave the batch as it is until the backward has run")
@@ -70,8 +131,14 @@ class Repeatable:
             for module, training in zip(self._modules, wanted, strict=True):
                 module.training = training
 
-    def _weight_versions(self) -> list[int]:
-        return [p._version for m in self._modules for p in m._parameters.values() if p is not None]
+    def _weights(self) -> list[tuple[int, int, int]]:
+        """Say which weights there are, in which version, where; an assigned `.data` moves."""
+        return [
+            (id(p), p._version, p.data_ptr())
+            for m in self._modules
+            for p in m._parameters.values()
+            if p is not None
+        ]
 
 
 def _changed(what: str, remedy: str) -> RecomputeError:

@@ -14,7 +14,7 @@ from penstock.types import Trace
 from .batch_norm import MomentsByModule
 from .caller import CallerContext
 from .devices import Event
-from .recompute import Seen
+from .recompute import Seen, Witness
 
 StagePair = tuple[int, int]
 """(stage, micro-batch)."""
@@ -25,11 +25,16 @@ FROM_CALLER = -1
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """Values on their way to another stage: detached tensors, and which want a gradient."""
+    """Values on their way to another stage: detached tensors, and which want a gradient.
+
+    `aliases` are the places of tensors that share memory with another value, so that a change in
+    place would have to be seen in both.
+    """
 
     leaves: tuple[Tensor, ...]
     wants_grad: tuple[bool, ...]
     structure: Structure
+    aliases: frozenset[int] = frozenset()
     event: Event | None = None
 
 
@@ -61,9 +66,17 @@ class Entry:
 
 @dataclass(slots=True)
 class Kept:
-    """What a stage keeps of one micro-batch between forward and backward."""
+    """What a stage keeps of one micro-batch between forward and backward.
+
+    `graph_dropped`: the forward kept no graph, and a recompute will build it.
+    `reruns_in_backward`: the backward may run layers again, inside a checkpoint of the user's own.
+    `witness`: a result of a forward that will be recomputed, to compare with.
+    """
 
     received: dict[int, Activation]
+    graph_dropped: bool = False
+    reruns_in_backward: bool = False
+    witness: Witness | None = None
     entries: dict[int, list[Entry]] = field(default_factory=dict)
     exported: dict[int, list[Tensor]] = field(default_factory=dict)
     output: list[Tensor] = field(default_factory=list)
@@ -77,6 +90,17 @@ class Kept:
         """All tensors that the stage received."""
         return [leaf for activation in self.received.values() for leaf in activation.leaves]
 
+    @property
+    def entry_tensors(self) -> list[Tensor]:
+        """The leaves of the stage's own graph that stand for what it received."""
+        return [entry.tensor for entries in self.entries.values() for entry in entries]
+
+    @property
+    def results(self) -> list[Tensor]:
+        """All that the forward gave."""
+        exported = [leaf for leaves in self.exported.values() for leaf in leaves]
+        return [*exported, *self.output, *([] if self.loss is None else [self.loss])]
+
 
 @dataclass(slots=True, eq=False)
 class Run:
@@ -88,7 +112,8 @@ class Run:
 
     `caller` is what the forwards run under; a `resumed` run has left it, and enters it again for
     its recomputes.  With `trusts_evaluation`, layers in evaluation mode are taken to draw no
-    random numbers until one is seen to.
+    random numbers until one is seen to.  `claimed` maps the id of each leaf that some stage's
+    backward reaches to that stage, and holds the leaf so that the id stays its own.
     """
 
     inputs: list[Any]
@@ -120,6 +145,7 @@ class Run:
     leaving_gradients: dict[StagePair, dict[int, Gradient]] = field(
         default_factory=lambda: defaultdict(dict)
     )
+    claimed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     moments: dict[int, MomentsByModule] = field(default_factory=lambda: defaultdict(dict))
     times_s: dict[int, list[float]] = field(default_factory=dict)
     memory: list[MemorySample] = field(default_factory=list)

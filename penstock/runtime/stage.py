@@ -10,124 +10,120 @@ layers of this stage use as well is a root inside the graph: what arrives for it
 engine's own sum.
 """
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.dropout import _DropoutNd
+from torch import Tensor, nn
 
 from penstock.errors import BoundaryError, ConfigError, RecomputeError
 from penstock.model.layers import MODEL_INPUT, Value, call, join_output
-from penstock.model.pytree import Structure, flatten, tree_map, unflatten
+from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stages import StagePlan
 from penstock.types import Trace
 
 from .batch_norm import batch_norms, commit_statistics, separate_statistics
-from .boundary import check_leaving, check_routes
+from .boundary import check_leaving, check_routes, find_aliases
 from .devices import StageDevice
+from .drawing import Drawing, LayerCall
 from .entries import faithful_copy, make_entry
+from .leaves import claim_leaves
 from .memory import KeptBytes
 from .notes import backward_of, next_node_number, note_failure
-from .random_streams import (
-    KeyedRandomness,
-    RefuseRandomness,
-    holds_generator,
-    runs_and_draws,
-    stream_key,
-)
-from .recompute import Repeatable
+from .random_streams import RefuseRandomness
+from .recompute import Repeatable, Witness, dropping_graph
 from .run import FROM_CALLER, Activation, Gradient, Kept, Run
 
 
 class Stage:
-    """Runs the layers of one stage; what it keeps between instructions lives in the `Run`."""
+    """Runs the layers of one stage; what it keeps between instructions lives in the `Run`.
 
-    def __init__(self, plan: StagePlan, device: torch.device, loss_index: int) -> None:
+    `loss` is the user's loss where this stage computes it: as a module it may hold state too.
+    """
+
+    def __init__(
+        self, plan: StagePlan, device: torch.device, loss_index: int, loss: Any = None
+    ) -> None:
         self.plan = plan
         self.device = StageDevice(device)
-        modules = tuple(step.module for step in plan.steps)
+        layers = [(step.index, step.module) for step in plan.steps]
+        if isinstance(loss, nn.Module):
+            layers.append((loss_index, loss))
+        modules = tuple(module for _, module in layers)
         self.batch_norms = batch_norms(modules)
         self._repeatable = Repeatable(modules, skip=self.batch_norms)
         self._kept_bytes = KeptBytes(plan.index, modules, computes_loss=bool(plan.output))
         self._loss_index = loss_index
-        self._draws: dict[tuple[float, ...], bool] = {}
-        self._own_generators = {s.index for s in plan.steps if holds_generator(s.module)}
-        self._dropouts = {
-            step.index: [m for m in step.module.modules() if isinstance(m, _DropoutNd)]
-            for step in plan.steps
-        }
-        self._backward_is_pure = False
-        self._drops_graph = False
+        self._drawing = Drawing(layers, device)
         self._changes_input: dict[tuple[int, int], bool] = {}
+        self._compares_recomputes = True
 
     @property
     def index(self) -> int:
         return self.plan.index
 
-    def forget_draws(self) -> None:
-        """Look at every layer again before trusting that it draws no random numbers."""
-        self._draws.clear()
+    def forget(self) -> None:
+        """Forget what was seen of the layers: whether they draw, or change their input."""
+        self._drawing.forget()
+        self._changes_input.clear()
 
     # -- what the instructions ask for --------------------------------------------------------
 
     def forward(self, run: Run, microbatch: int, keep_graph: bool) -> None:
         """Run the layers; leave behind the activations to send and what the backward needs."""
-        kept = Kept(received=self._received(run, microbatch))
-        self._drops_graph = run.with_grad and not keep_graph
-        if self._drops_graph or self.batch_norms or run.trace is Trace.MEMORY:
-            with ExitStack() as context:
-                self._prepare(run, microbatch, kept, context)
-                structures = self._run_layers(run, microbatch, kept)
+        kept = Kept(self._received(run, microbatch), run.with_grad and not keep_graph)
+        if kept.graph_dropped or self.batch_norms or run.trace is Trace.MEMORY:
+            leaving = self._prepared_forward(run, microbatch, kept)
         else:
-            structures = self._run_layers(run, microbatch, kept)
-        for peer, structure in structures.items():
-            leaves = kept.exported[peer]
-            run.leaving[self.index, microbatch][peer] = Activation(
-                tuple(leaf.detach() for leaf in leaves),
-                tuple(leaf.requires_grad for leaf in leaves),
-                structure,
-                self.device.mark(),
-            )
-        if run.with_grad:
-            if not keep_graph:
-                kept.entries, kept.exported, kept.output, kept.loss = {}, {}, [], None
-            run.kept[self.index, microbatch] = kept
-            self._kept_bytes.note_inputs(run, microbatch, kept)
-            self._kept_bytes.sample(run)
+            leaving = self._run_layers(run, microbatch, kept)
+        run.leaving[self.index, microbatch].update(leaving)
+        if not run.with_grad:
+            return
+        if kept.graph_dropped:
+            if microbatch == 0 and self._compares_recomputes:
+                kept.witness = Witness.among(kept.results)
+            kept.entries, kept.exported, kept.output, kept.loss = {}, {}, [], None
+        run.kept[self.index, microbatch] = kept
+        self._kept_bytes.note_inputs(run, microbatch, kept)
+        self._kept_bytes.sample(run)
 
-    def _prepare(self, run: Run, microbatch: int, kept: Kept, context: ExitStack) -> None:
-        """Enter what a forward needs around it."""
-        if self.batch_norms:
-            moments = run.moments[self.index]
-            context.enter_context(separate_statistics(self.batch_norms, moments))
-        if self._drops_graph:
-            context.enter_context(saved_tensors_hooks(_drop, _never))
-            kept.seen = context.enter_context(self._repeatable.remembered(kept.inputs))
-        elif run.with_grad:
-            self._kept_bytes.watch(run, microbatch, kept, context)
+    def _prepared_forward(self, run: Run, microbatch: int, kept: Kept) -> dict[int, Activation]:
+        with ExitStack() as context:
+            if kept.graph_dropped:
+                context.enter_context(dropping_graph())
+                kept.seen = context.enter_context(self._repeatable.remembered(kept.inputs))
+            elif run.with_grad:
+                self._kept_bytes.watch(run, microbatch, kept, context)
+            moments = run.moments[self.index] if self.batch_norms else {}
+            norms_in_checkpoint = context.enter_context(
+                separate_statistics(self.batch_norms, moments)
+            )
+            leaving = self._run_layers(run, microbatch, kept)
+        kept.reruns_in_backward |= bool(norms_in_checkpoint)
+        return leaving
 
     def recompute(self, run: Run, microbatch: int) -> None:
         """Run the layers again on the same inputs, buffers and random streams; keep the graph."""
+        kept = run.kept[self.index, microbatch]
         try:
-            self._recompute(run, microbatch)
+            self._recompute(run, microbatch, kept)
+            if kept.witness is not None:
+                kept.witness.compare(kept.results)
+                self._compares_recomputes = not self.device.is_cuda  # it has to be waited for
+                kept.witness = None
         except RecomputeError as error:
             note_failure(error, self.index, "the recompute", microbatch)
             raise
 
-    def _recompute(self, run: Run, microbatch: int) -> None:
-        kept = run.kept[self.index, microbatch]
+    def _recompute(self, run: Run, microbatch: int, kept: Kept) -> None:
         assert kept.seen is not None
         with ExitStack() as context:
             if run.resumed:
                 context.enter_context(run.caller.entered())
-            if self.batch_norms:
-                context.enter_context(separate_statistics(self.batch_norms, into=None))
             context.enter_context(self._repeatable.restored(kept.seen, kept.inputs))
             self._kept_bytes.watch(run, microbatch, kept, context)
+            context.enter_context(separate_statistics(self.batch_norms, into=None))
             self._run_layers(run, microbatch, kept)
         self._kept_bytes.sample(run)
 
@@ -136,8 +132,10 @@ class Stage:
         kept = run.kept.pop((self.index, microbatch))
         roots, gradients = self._roots(run, microbatch, kept)
         if roots:
+            if microbatch == 0:
+                claim_leaves(run, self.index, roots, kept.entry_tensors)
             try:
-                self._run_autograd(roots, gradients)
+                self._run_autograd(run, kept, roots, gradients)
             except Exception as error:
                 where = backward_of(error, self.plan.steps, kept.layer_marks)
                 note_failure(error, self.index, where, microbatch)
@@ -177,36 +175,35 @@ class Stage:
                 tuple(self.device.bring(leaves, None)),
                 tuple(t.requires_grad for t in leaves),
                 structure,
+                find_aliases({FROM_CALLER: leaves}).get(FROM_CALLER, frozenset()),
             )
         return received
 
-    def _run_layers(self, run: Run, microbatch: int, kept: Kept) -> dict[int, Structure]:
+    def _run_layers(self, run: Run, microbatch: int, kept: Kept) -> dict[int, Activation]:
         """Run all layers on what was received; note roots and loss in `kept`."""
         values, given = self._enter(run, kept)
         kept.layer_marks = []
         for step, dead in zip(self.plan.steps, self.plan.dead_after, strict=True):
             kept.layer_marks.append(next_node_number())
             arguments = [values[v] for v in step.inputs]
+            this_call = LayerCall(run, microbatch, step.index, step.module.training, kept)
             try:
-                run_layer = partial(call, step, arguments)
-                values.update(
-                    self._drawing(run, microbatch, step.index, step.module.training, run_layer)
-                )
+                values.update(self._drawing.run(this_call, partial(call, step, arguments)))
             except Exception as error:
                 note_failure(error, self.index, f"layer {step.label}", microbatch)
                 raise
             for value in dead:
                 del values[value]
         self._check_inputs_unchanged(given)
-        structures = self._export(values, kept, microbatch)
+        leaving = self._export(values, given, kept, microbatch)
         if self.plan.output:
             self._finish(run, microbatch, kept, join_output([values[v] for v in self.plan.output]))
-        return structures
+        return leaving
 
     def _export(
-        self, values: dict[Value, Any], kept: Kept, microbatch: int
-    ) -> dict[int, Structure]:
-        """Gather the leaves that other stages need; give the structures around them."""
+        self, values: dict[Value, Any], given: "list[_Given]", kept: Kept, microbatch: int
+    ) -> dict[int, Activation]:
+        """Gather the leaves that other stages need; give the activations to send."""
         structures = {}
         try:
             for peer, exported in self.plan.exports.items():
@@ -218,32 +215,44 @@ class Stage:
         except BoundaryError as error:
             note_failure(error, self.index, f"layer {self.plan.steps[-1].label}", microbatch)
             raise
-        return structures
+        aliases = find_aliases(kept.exported, (g.tensor for g in given if g.is_alias))
+        return {
+            peer: Activation(
+                tuple(leaf.detach() for leaf in leaves),
+                tuple(leaf.requires_grad for leaf in leaves),
+                structures[peer],
+                aliases.get(peer, frozenset()),
+                self.device.mark(),
+            )
+            for peer, leaves in kept.exported.items()
+        }
 
-    def _enter(self, run: Run, kept: Kept) -> tuple[dict[Value, Any], "_Given"]:
+    def _enter(self, run: Run, kept: Kept) -> tuple[dict[Value, Any], "list[_Given]"]:
         """Make leaves of this stage's own graph from what arrived, and name their values.
 
         A layer that changes its input in place gets a copy; every input is copied once, to find
         out.
         """
         values: dict[Value, Any] = {}
-        given: _Given = []
+        given: list[_Given] = []
         for peer, activation in kept.received.items():
-            entries, inside = [], []
+            kept.entries[peer], inside = [], []
             for place, tensor in enumerate(activation.leaves):
                 entry = make_entry(tensor, run.with_grad and activation.wants_grad[place])
-                entries.append(entry)
+                kept.entries[peer].append(entry)
                 copied = run.with_grad and self._changes_input.get((peer, place), True)
                 inside.append(faithful_copy(entry.tensor) if copied else entry.tensor)
                 if run.with_grad:
-                    given.append(((peer, place), inside[-1], inside[-1]._version, copied))
-            kept.entries[peer] = entries
+                    alias = place in activation.aliases
+                    given.append(
+                        _Given((peer, place), inside[-1], inside[-1]._version, copied, alias)
+                    )
             names = (MODEL_INPUT,) if peer == FROM_CALLER else self.plan.imports[peer]
             values.update(zip(names, unflatten(activation.structure, inside), strict=True))
         return values, given
 
-    def _check_inputs_unchanged(self, given: "_Given") -> None:
-        for key, tensor, version, copied in given:
+    def _check_inputs_unchanged(self, given: "list[_Given]") -> None:
+        for key, tensor, version, copied, is_alias in given:
             changed = tensor._version != version
             self._changes_input[key] = self._changes_input.get(key, False) or changed
             if changed and not copied:
@@ -252,25 +261,13 @@ class Stage:
                     "do before; the value its backward needs is gone. Zero the gradients and run "
                     "the step again: from now on the stage works on a copy"
                 )
-
-    def _drawing(
-        self, run: Run, microbatch: int, layer: int, training: bool, function: Callable[[], Any]
-    ) -> Any:
-        """Run a layer so that it draws from its own stream; plainly if it draws nothing.
-
-        What was seen of a layer holds for its mode and its dropout probabilities: a schedule may
-        raise one from 0.
-        """
-        known = (layer, training, *(m.p for m in self._dropouts.get(layer, ())))
-        draws = self._draws.get(known)
-        if draws is False or (draws is None and not training and run.trusts_evaluation):
-            return function()
-        key = stream_key(run.seed, run.phase, run.step, layer, microbatch)
-        if draws is None and layer not in self._own_generators:
-            result, self._draws[known] = runs_and_draws(key, function, self.device.device)
-            return result
-        with KeyedRandomness(key, repeatable=self._drops_graph):
-            return function()
+            if changed and is_alias:
+                raise BoundaryError(
+                    f"a layer of stage {self.index} changed a tensor of shape "
+                    f"{tuple(tensor.shape)} in place that shares memory with another value which "
+                    "crosses stages, and there the change would be missing. Give a copy "
+                    "(x.clone()) as one of the two, or keep their users on one stage"
+                )
 
     def _finish(self, run: Run, microbatch: int, kept: Kept, output: Any) -> None:
         if run.loss is None:
@@ -281,7 +278,9 @@ class Stage:
         target = tree_map(lambda t: self.device.bring([t], None)[0], run.targets[microbatch])
         run_loss = partial(run.loss, output, target)
         try:
-            loss = self._drawing(run, microbatch, self._loss_index, True, run_loss)
+            loss = self._drawing.run(
+                LayerCall(run, microbatch, self._loss_index, _trains(run.loss), kept), run_loss
+            )
             _check_loss(loss, run.with_grad)
         except Exception as error:
             note_failure(error, self.index, "the loss", microbatch)
@@ -310,17 +309,35 @@ class Stage:
         live = [(root, g) for root, g in pairs if g is not None and root.requires_grad]
         return [root for root, _ in live], [g for _, g in live]
 
-    def _run_autograd(self, roots: list[Tensor], gradients: list[Tensor]) -> None:
-        if self._backward_is_pure or not (any(self._draws.values()) or self._own_generators):
+    def _run_autograd(
+        self, run: Run, kept: Kept, roots: list[Tensor], gradients: list[Tensor]
+    ) -> None:
+        kind = self.device.device.type
+        under_autocast = not run.resumed and torch.is_autocast_enabled(kind)
+        if not (under_autocast or kept.reruns_in_backward):
             torch.autograd.backward(roots, gradients)
             return
-        with RefuseRandomness():  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        with ExitStack() as context:
+            if under_autocast:  # operators take the types of their forwards; as torch advises
+                context.enter_context(torch.autocast(kind, enabled=False))
+            if kept.reruns_in_backward:
+                context.enter_context(separate_statistics(self.batch_norms, into=None))
+                context.enter_context(RefuseRandomness())  # type: ignore[no-untyped-call]  # torch
             torch.autograd.backward(roots, gradients)
-        self._backward_is_pure = True
 
 
-_Given = list[tuple[tuple[int, int], Tensor, int, bool]]
-"""((peer, place), tensor given to the layers, its version then, whether it is a copy)."""
+class _Given(NamedTuple):
+    """A tensor given to the layers: where from, its version then, whether it is a copy."""
+
+    key: tuple[int, int]
+    tensor: Tensor
+    version: int
+    copied: bool
+    is_alias: bool
+
+
+def _trains(loss: Any) -> bool:
+    return loss.training if isinstance(loss, nn.Module) else True
 
 
 def _check_loss(loss: Any, with_grad: bool) -> None:
@@ -340,11 +357,3 @@ def _check_loss(loss: Any, with_grad: bool) -> None:
             "the loss depends on no parameter that requires grad, so there is nothing to train; "
             "check frozen parameters, .detach() and torch.no_grad() in the model and the loss"
         )
-
-
-def _drop(tensor: Tensor) -> None:
-    """Save nothing: the graph of this forward is never used."""
-
-
-def _never(nothing: None) -> Tensor:
-    raise AssertionError("a dropped graph was used")

@@ -43,7 +43,11 @@ def test_every_number_of_stages_gives_the_same_bits(
     num_stages: int, schedule: Any, recompute: Recompute, transport: Transport
 ) -> None:
     one, many = convolutions(), convolutions()
-    options = {"num_microbatches": 4, "loss": nn.CrossEntropyLoss(), "devices": "cuda:0"}
+    options: dict[str, Any] = {
+        "num_microbatches": 4,
+        "loss": nn.CrossEntropyLoss(),
+        "devices": "cuda:0",
+    }
     with (
         penstock.Pipeline(
             one, 1, recompute=Recompute.NEVER, transport=Transport.LOOPBACK, **options
@@ -63,8 +67,8 @@ def test_every_number_of_stages_gives_the_same_bits(
         assert p.grad is not None
         assert q.grad is not None
         assert torch.equal(p.grad, q.grad)
-    for p, q in zip(one.buffers(), many.buffers(), strict=True):
-        assert torch.equal(p, q)
+    for a_buffer, b_buffer in zip(one.buffers(), many.buffers(), strict=True):
+        assert torch.equal(a_buffer, b_buffer)
 
 
 @pytest.mark.parametrize("num_stages", (1, 2, 4))

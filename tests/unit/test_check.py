@@ -3,6 +3,7 @@
 import json
 import random
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -35,7 +36,7 @@ class StatefulBackward(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(_Stateful.apply(x))  # type: ignore[no-untyped-call]
+        return self.linear(_Stateful.apply(x))
 
 
 def report(*middle: nn.Module) -> penstock.CheckReport:
@@ -92,3 +93,69 @@ def test_the_model_given_is_not_touched() -> None:
     penstock.check(layers, torch.randn(6, 4), torch.randn(6, 3), loss=nn.MSELoss(), num_stages=2)
     assert all(torch.equal(before[name], value) for name, value in layers.state_dict().items())
     assert layers[0].weight.grad is None
+
+
+def test_a_loss_that_holds_on_to_the_model_given_is_refused() -> None:
+    layer = nn.Linear(4, 3)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, target) + layer.weight.pow(2).sum()
+
+    with pytest.raises(penstock.errors.ConfigError, match="holds on to that model"):
+        penstock.check([layer], torch.randn(5, 4), torch.randn(5, 3), loss=loss, num_stages=1)
+
+
+class Weighing(nn.Module):
+    """A loss with a parameter and a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return nn.functional.mse_loss(output * self.scale, target)
+
+
+def test_a_loss_that_is_a_module_is_compared_and_left_as_it_was() -> None:
+    loss, x = Weighing(), torch.randn(5, 4, requires_grad=True)
+    found = penstock.check(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)),
+        x,
+        torch.randn(5, 3),
+        loss=loss,
+        num_stages=2,
+        num_microbatches=2,
+    )
+    assert found.equal, found
+    assert {"loss.scale", "loss.calls"} <= {row.name for row in found.rows}
+    assert loss.scale.grad is None
+    assert x.grad is None
+    assert loss.get_buffer("calls") == 0
+
+
+class Zeros(nn.Module):
+    """Give zeros, with the sign of how often it was called."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Zeros.calls += 1
+        return x * (0.0 if Zeros.calls <= 2 else -0.0)
+
+
+def test_minus_zero_is_not_zero() -> None:
+    Zeros.calls = 0
+    found = penstock.check(
+        nn.Sequential(nn.Linear(4, 4), Zeros()),
+        torch.randn(5, 4),
+        torch.randn(5, 4),
+        loss=nn.MSELoss(),
+        num_stages=1,
+        num_microbatches=1,
+        recompute=Recompute.NEVER,
+    )
+    assert not found.equal
+    assert found.first_difference == "the forward of layer '1' (Zeros)"

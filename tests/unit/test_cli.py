@@ -130,8 +130,11 @@ def test_check_says_equal_with_0_and_different_with_1(tmp_path: Path, capsys: Ca
     (tmp_path / "my_model.py").write_text(MODEL)
     assert run(["check", "my_model:good", "--num-microbatches", "3"]) == 0
     assert "EQUAL: all" in capsys.readouterr().out
-    assert run(["check", "my_model:bad", "--json"]) == 1
+    assert run(["check", "my_model:bad", "--recompute", "never", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["equal"] is False
+    assert run(["check", "my_model:bad"]) == 2  # a pipeline would not train it
+    assert "counts its calls" in (said := capsys.readouterr().err)
+    assert said.endswith("(raised on stage 1, in the recompute, micro-batch 0)\n")
 
 
 def test_check_takes_a_recipe_and_options_over_it(capsys: Captured) -> None:

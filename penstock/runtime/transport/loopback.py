@@ -33,8 +33,8 @@ class LoopbackTransport(AbstractTransport):
     def drive(self, work: Work) -> None:
         channels = _Slots()
         executors = [
-            Executor(rank, work.stages, work.run, channels)
-            for rank in range(work.schedule.num_ranks)
+            Executor(rank, program, work.stages, work.run, channels)
+            for rank, program in enumerate(work.schedule.programs)
         ]
         num_threads = torch.get_num_threads()
         torch.set_num_threads(self._num_threads)

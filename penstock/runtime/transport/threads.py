@@ -3,7 +3,7 @@
 import threading
 import weakref
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -65,15 +65,22 @@ class ThreadTransport(AbstractTransport):
         self._inboxes: list[SimpleQueue[Any]] = []
         self._finalizer: weakref.finalize[..., Any] | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ThreadTransport, (self._num_threads, self._timeout_s)  # a copy has its own threads
+
     def drive(self, work: Work) -> None:
         self._start(work.schedule.num_ranks)
         channels = _Queues(work, self._timeout_s)
-        done: SimpleQueue[int] = SimpleQueue()
-        for rank, program in enumerate(work.schedule.programs):
-            executor = Executor(rank, work.stages, work.run, channels)
-            self._inboxes[rank].put(_Job(work, executor, channels, program, rank, done))
-        waiting = work.schedule.num_ranks
+        done: SimpleQueue[None] = SimpleQueue()
+        jobs = [
+            _Job(work, Executor(rank, program, work.stages, work.run, channels), channels, done)
+            for rank, program in enumerate(work.schedule.programs)
+        ]
+        waiting = 0
         try:
+            for inbox, job in zip(self._inboxes, jobs, strict=False):
+                inbox.put(job)
+                waiting += 1
             while waiting:
                 done.get(timeout=None if work.run.failure is None else self._timeout_s)
                 waiting -= 1
@@ -85,7 +92,7 @@ class ThreadTransport(AbstractTransport):
             self._drain(done, waiting)
             raise
         if work.run.failure is not None:
-            raise work.run.failure
+            _raise_failure(work)
 
     def close(self) -> None:
         if self._finalizer is not None:
@@ -116,7 +123,7 @@ class ThreadTransport(AbstractTransport):
         )  # a worker's count is also the next thread's default
         self._finalizer = weakref.finalize(self, _stop, self._inboxes, threads)
 
-    def _drain(self, done: "SimpleQueue[int]", waiting: int) -> None:
+    def _drain(self, done: "SimpleQueue[None]", waiting: int) -> None:
         try:
             for _ in range(waiting):
                 done.get(timeout=self._timeout_s)
@@ -132,20 +139,23 @@ class ThreadTransport(AbstractTransport):
         self._inboxes, self._finalizer = [], None
 
 
+def _raise_failure(work: Work) -> NoReturn:
+    """Raise what a rank raised; the run, which its traceback holds, must not hold it in turn."""
+    failure, work.run.failure = work.run.failure, Stopped()
+    assert failure is not None
+    try:
+        raise failure
+    finally:
+        del failure, work
+
+
 class _Job:
     """One program for one worker."""
 
     def __init__(
-        self,
-        work: Work,
-        executor: Executor,
-        channels: _Queues,
-        program: tuple[Instruction, ...],
-        rank: int,
-        done: "SimpleQueue[int]",
+        self, work: Work, executor: Executor, channels: _Queues, done: "SimpleQueue[None]"
     ) -> None:
-        self._work, self._executor, self._channels = work, executor, channels
-        self._program, self._rank, self._done = program, rank, done
+        self._work, self._executor, self._channels, self._done = work, executor, channels, done
 
     def __call__(self) -> None:
         try:
@@ -156,11 +166,11 @@ class _Job:
             self._work.run.fail(error)
             self._channels.abort()
         finally:
-            self._done.put(self._rank)
+            self._done.put(None)
 
     def _run(self) -> None:
         with self._work.caller.entered():
-            self._executor.execute_all(self._program)
+            self._executor.execute_all()
         self._executor.finish()
 
 

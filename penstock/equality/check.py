@@ -1,0 +1,115 @@
+"""Is the pipeline the unsplit model?  Losses, gradients, buffers and outputs, bit by bit."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError
+from penstock.model.layers import Layer, Layers, as_layers
+from penstock.model.pytree import tree_map
+from penstock.pipeline import LossFunction, Pipeline
+from penstock.types import Reduction
+
+from .compare import compare
+from .report import CheckReport
+from .result import Result, collect, digests
+from .unsplit import run_unsplit
+
+
+def check(
+    layers: "nn.Sequential | Sequence[nn.Module | Layer] | Layers",
+    inputs: Any,
+    targets: Any = None,
+    *,
+    loss: LossFunction,
+    num_microbatches: int = 1,
+    **options: Any,
+) -> CheckReport:
+    """Train one step as a pipeline and as the unsplit model, and compare everything that comes
+    out.
+
+    The unsplit model runs here, in one thread, micro-batch after micro-batch; the model given is
+    not changed (both sides are copies of it).  Compared: the loss, every parameter's gradient,
+    every buffer, and the outputs in evaluation mode after the step.
+
+    Args:
+        layers, loss, num_microbatches: as for `Pipeline`.
+        inputs, targets: one batch, as for `Pipeline.train_step`.
+        options: `num_stages` or `partition`, and any other argument of `Pipeline`.
+
+    Returns:
+        The report; `report.equal` is true if no bit differs.
+
+    Raises:
+        ConfigError: the stages are on several devices, or the loss holds on to the model given.
+    """
+    model, loss_of_model = copy.deepcopy((layers, loss))
+    twin, loss_of_twin = copy.deepcopy((layers, loss))
+    unsplit = as_layers(model)
+    with (
+        Pipeline(twin, num_microbatches=num_microbatches, loss=loss_of_twin, **options) as pipe,
+        _untouched(as_layers(layers)),
+    ):
+        _check_one_device(pipe)
+        for step in unsplit:
+            step.module.to(pipe.devices[0])
+        batch = tree_map(lambda t: _leaf_on(t, pipe.devices[0]), (inputs, targets))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(pipe.threads_per_stage)
+        try:
+            reduction = options.get("reduction", Reduction.MEAN)
+            expected = run_unsplit(unsplit, batch, loss_of_model, reduction, pipe)
+        finally:
+            torch.set_num_threads(threads)
+        batch = tree_map(lambda t: _leaf_on(t, pipe.devices[0]), (inputs, targets))
+        found = _run_pipeline(pipe, as_layers(twin), loss_of_twin, batch)
+        return compare(unsplit, expected, found, f"K={pipe.num_stages}, M={num_microbatches}")
+
+
+def _check_one_device(pipe: Pipeline) -> None:
+    if len(set(pipe.devices)) > 1:
+        names = ", ".join(sorted(set(map(str, pipe.devices))))
+        raise ConfigError(
+            f"the stages are on several devices ({names}), the unsplit model on one; check with "
+            "devices= naming one of them (stages may share a device)"
+        )
+
+
+def _leaf_on(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the batch, so that nothing of the caller's changes."""
+    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _untouched(layers: Layers) -> Iterator[None]:
+    """See that nothing inside reaches the caller's own model: only its copies run.
+
+    Raises:
+        ConfigError: a loss computed gradients of its parameters.
+    """
+    before = {p: p.grad for step in layers for p in step.module.parameters()}
+    counts = {p: 0 if grad is None else grad._version for p, grad in before.items()}
+    yield
+    for parameter, grad in before.items():
+        now = parameter.grad
+        if now is not grad or (now is not None and now._version != counts[parameter]):
+            raise ConfigError(
+                f"the loss computed a gradient of a parameter of shape {tuple(parameter.shape)} "
+                "of the model that was given, while copies of the model were checked: it holds on "
+                "to that model (a closure). Make the loss a function of output and target only; "
+                "for a penalty on weights, use the optimizer's weight_decay. The gradients of the "
+                "given model are not what they were: zero them"
+            )
+
+
+def _run_pipeline(
+    pipe: Pipeline, layers: Layers, loss: LossFunction, batch: tuple[Any, Any]
+) -> Result:
+    inputs, targets = batch
+    with digests(layers) as seen:
+        total = pipe.train_step(inputs, targets)
+    return collect(layers, loss, total, pipe.eval_step(inputs), seen)

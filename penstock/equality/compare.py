@@ -1,0 +1,75 @@
+"""Compare both sides tensor by tensor, and say where a difference starts."""
+
+from torch import Tensor
+
+from penstock.model.layers import Layers
+
+from .report import CheckReport, CheckRow
+from .result import Result
+
+_ROUNDING = 1e-4
+
+
+def compare(layers: Layers, expected: Result, found: Result, setting: str) -> CheckReport:
+    rows = tuple(
+        _row(kind, name, expected.tensors[kind, name], found.tensors.get((kind, name)))
+        for kind, name in expected.tensors
+    )
+    if all(row.equal for row in rows):
+        return CheckReport(rows, None, (), setting)
+    first, causes = _explain(layers, rows, expected, found)
+    return CheckReport(rows, first, causes, setting)
+
+
+def _row(kind: str, name: str, a: Tensor | None, b: Tensor | None) -> CheckRow:
+    if a is None or b is None or a.shape != b.shape:
+        elements = max(0 if t is None else t.numel() for t in (a, b))
+        differing = 0 if a is None and b is None else max(elements, 1)
+        difference = float("inf") if differing else 0.0
+        return CheckRow(kind, name, elements, differing, difference, 0.0)
+    x, y = _dense(a), _dense(b)
+    differing = int((~_same_bits(x, y)).sum()) if x.numel() else 0
+    difference = float((x.double() - y.double()).abs().max()) if differing else 0.0
+    scale = float(x.double().abs().max()) if x.numel() else 0.0
+    return CheckRow(kind, name, x.numel(), differing, difference, scale)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().to_dense() if tensor.is_sparse else tensor.detach().cpu()
+
+
+def _same_bits(x: Tensor, y: Tensor) -> Tensor:
+    """Compare bit by bit, so that -0.0 is not 0.0; one NaN is as good as another."""
+    same = x == y
+    if not x.is_floating_point():
+        return same
+    return (same & (x.signbit() == y.signbit())) | (x.isnan() & y.isnan())
+
+
+def _explain(
+    layers: Layers, rows: tuple[CheckRow, ...], expected: Result, found: Result
+) -> tuple[str, tuple[str, ...]]:
+    """Name the layer where the difference starts, and what usually makes such a difference."""
+    for step in layers:
+        if not expected.layer_outputs[step.index] <= found.layer_outputs[step.index]:
+            return f"the forward of layer {step.label}", (
+                "the layer draws random numbers outside torch (random, numpy) or of its own "
+                "Generator",
+                "the layer keeps state between calls outside its buffers, or reads a global",
+                "a kernel of it is not deterministic, or chose another path for another thread "
+                "count",
+            )
+    wrong = {row.name for row in rows if row.kind == "gradient" and not row.equal}
+    for step in reversed(layers.steps):
+        if any(f"{step.name}.{name}" in wrong for name, _ in step.module.named_parameters()):
+            small = all(row.max_difference <= _ROUNDING * (row.scale or 1) for row in rows)
+            return f"the backward of layer {step.label}", (
+                "rounding only: a backward kernel adds in another order (indexing with several "
+                "threads, say)"
+                if small
+                else "the layer's backward depends on state that changes between micro-batches",
+            )
+    return "buffers or outputs after the step", (
+        "a buffer is updated by something else than the layer's forward (a hook, a backward, a "
+        "callback)",
+    )

@@ -1,0 +1,51 @@
+"""Gradients of the caller's own batch, put together from those of its micro-batches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.model.pytree import flatten
+
+from .run import Run
+
+
+def accumulate_into_inputs(inputs: Any, run: Run, sizes: Sequence[int]) -> None:
+    """Send what came back for the tensors of `inputs` to their `.grad`, or on through what made
+    them.
+    """
+    found = zip(flatten(inputs)[0], input_gradients(run, sizes), strict=False)
+    pairs = [(leaf, gradient) for leaf, gradient in found if gradient is not None]
+    if pairs:
+        torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def input_gradients(run: Run, sizes: Sequence[int]) -> list[Tensor | None]:
+    """Give the gradients of the caller's input tensors, in order: whole-batch tensors, or None.
+
+    Empty if no gradient came back to any.
+    """
+    width = max((len(row) for row in run.input_gradients.values()), default=0)
+    rows = [run.input_gradients.get(i, (None,) * width) for i in range(len(sizes))]
+    inputs = flatten(run.inputs[0])[0]
+    return [
+        _join(column, sizes, leaf.device)
+        for column, leaf in zip(zip(*rows, strict=True), inputs, strict=False)
+    ]
+
+
+def _join(
+    pieces: Sequence[Tensor | None], sizes: Sequence[int], device: torch.device
+) -> Tensor | None:
+    """Concatenate the micro-batches' gradients of one input; None if no micro-batch has one."""
+    some = next((piece for piece in pieces if piece is not None), None)
+    if some is None:
+        return None
+    whole = torch.cat(
+        [
+            some.new_zeros((size, *some.shape[1:])) if piece is None else piece
+            for piece, size in zip(pieces, sizes, strict=True)
+        ]
+    )
+    return whole.to(device)

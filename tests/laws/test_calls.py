@@ -1,0 +1,200 @@
+"""Calls of one pipeline: one at a time; copies are on their own; nothing is held afterwards."""
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from tests.equality import same_bits
+
+TRANSPORTS = pytest.mark.parametrize("transport", penstock.Transport)
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(6, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 3)]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
+
+
+def pipeline(
+    of: list[nn.Module],
+    transport: penstock.Transport,
+    recompute: penstock.Recompute = penstock.Recompute.STAGE,
+) -> penstock.Pipeline:
+    return penstock.Pipeline(
+        of,
+        recompute=recompute,
+        partition=(2, len(of) - 2),
+        num_microbatches=4,
+        loss=nn.MSELoss(),
+        transport=transport,
+        threads_per_stage=1,
+    )
+
+
+class Calls(nn.Module):
+    """Call something in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.what: Any = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.what()
+        return x
+
+
+@pytest.mark.parametrize("again", ("train_step", "eval_step", "forward", "backward"))
+@TRANSPORTS
+def test_a_call_from_inside_a_call_is_refused(transport: penstock.Transport, again: str) -> None:
+    inside, (x, y) = Calls(), batch()
+    with pipeline([*layers(), inside], transport) as pipe:
+        outputs = pipe(x)
+        calls = {
+            "train_step": lambda: pipe.train_step(x, y),
+            "eval_step": lambda: pipe.eval_step(x),
+            "forward": lambda: pipe(x),
+            "backward": lambda: outputs.sum().backward(),
+        }
+        inside.what = calls[again]
+        with pytest.raises(penstock.PenstockError, match="running already") as caught:
+            pipe.train_step(x, y)
+        assert "stage 1" in caught.value.__notes__[0]
+        inside.what = lambda: None
+        pipe.train_step(x, y)  # the next call works
+
+
+def test_a_call_from_another_thread_is_refused() -> None:
+    inside, (x, y) = Calls(), batch()
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        entered.set()
+        assert leave.wait(60)
+
+    with pipeline([*layers(), inside], penstock.Transport.THREADS) as pipe:
+        inside.what = wait
+        first = threading.Thread(target=pipe.train_step, args=(x, y))
+        first.start()
+        assert entered.wait(60)
+        with pytest.raises(penstock.PenstockError, match="running already"):
+            pipe.eval_step(x)
+        leave.set()
+        first.join()
+        pipe.eval_step(x)
+
+
+@pytest.mark.parametrize("recompute", penstock.Recompute)
+@TRANSPORTS
+def test_a_pipeline_inside_a_layer_of_another_one_equals_its_layers(
+    transport: penstock.Transport, recompute: penstock.Recompute
+) -> None:
+    def gradients(wrapped: bool) -> list[Tensor | None]:
+        torch.manual_seed(3)
+        inner: list[nn.Module] = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)]
+        middle = penstock.Pipeline(inner, 2, transport=transport, threads_per_stage=1)
+        outer: list[nn.Module] = [nn.Linear(6, 6), middle if wrapped else nn.Sequential(*inner), nn.Linear(6, 3)]
+        with pipeline(outer, transport, recompute) as pipe:
+            pipe.train_step(*batch())
+        return [p.grad for layer in inner for p in layer.parameters()]
+
+    for a, b in zip(gradients(wrapped=True), gradients(wrapped=False), strict=True):
+        assert same_bits(a, b)
+
+
+@TRANSPORTS
+def test_a_copy_of_a_used_pipeline_trains_on_alone(transport: penstock.Transport) -> None:
+    x, y = batch()
+    with pipeline(layers(), transport) as pipe:
+        pipe.train_step(x, y)
+        pipe.zero_grad()  # a copied parameter has no gradient
+        twin = copy.deepcopy(pipe)
+        with twin:
+            assert same_bits(twin.train_step(x, y), pipe.train_step(x, y))
+        for p, q in zip(pipe.parameters(), twin.parameters(), strict=True):
+            assert p is not q
+            assert same_bits(p.grad, q.grad)
+        assert pipe.state_dict().keys() == twin.state_dict().keys()
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@TRANSPORTS
+def test_the_batch_is_free_after_the_backward_though_the_loss_lives(
+    transport: penstock.Transport,
+) -> None:
+    x, y = batch()
+    with pipeline(layers(), transport) as pipe, no_collector():
+        loss = F.mse_loss(pipe(x), y)
+        loss.backward()
+        gone = weakref.ref(x.untyped_storage())
+        del x
+        assert gone() is None
+        assert loss.isfinite()
+
+
+class Fails(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("on purpose")
+
+
+@TRANSPORTS
+def test_a_failed_step_holds_nothing_once_its_error_is_dropped(
+    transport: penstock.Transport,
+) -> None:
+    seen: list[Any] = []
+
+    class Notes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            seen.append(weakref.ref(y))
+            return y
+
+    with pipeline([nn.Linear(6, 6), Notes(), Fails()], transport) as pipe, no_collector():
+        try:
+            pipe.train_step(*batch())
+        except ValueError as error:
+            assert "stage 1" in error.__notes__[0]
+        assert seen
+        assert all(reference() is None for reference in seen)
+
+
+def test_a_gradient_of_a_gradient_in_a_forward_needs_the_kept_graph() -> None:
+    class Slope(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                v = x if x.requires_grad else x.detach().requires_grad_()
+                (slope,) = torch.autograd.grad(v.pow(3).sum(), v, create_graph=True)
+            return slope
+
+    stack = [nn.Linear(6, 6), Slope(), nn.Linear(6, 3)]
+    with (
+        penstock.Pipeline(stack, 1, num_microbatches=2, loss=nn.MSELoss()) as pipe,
+        pytest.raises(penstock.errors.RecomputeError, match="in its own forward"),
+    ):
+        pipe.train_step(*batch())
+    with penstock.Pipeline(
+        stack, 1, num_microbatches=2, loss=nn.MSELoss(), recompute=penstock.Recompute.NEVER
+    ) as pipe:
+        pipe.train_step(*batch())

@@ -1,0 +1,217 @@
+"""What lies outside the values between stages: reached by one stage only, or refused."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.schedules import gpipe
+from tests.equality import differences, pipeline, same_bits
+from tests.laws.test_equality_or_refusal import WAYS, model
+from tests.models import vectors
+from tests.reference import Unsplit, chain
+
+WITH_RECOMPUTE = [way for way in WAYS if way.values[0]["recompute"] is penstock.Recompute.STAGE]  # type: ignore[index]
+
+
+def stack() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)]
+
+
+def batch(num_samples: int = 7) -> tuple[Tensor, Tensor]:
+    return vectors(num_samples, torch.Generator().manual_seed(1))
+
+
+def penalised(modules: list[nn.Module]) -> Any:
+    parameters = [p for module in modules for p in module.parameters()]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) + 1e-2 * sum((p * p).sum() for p in parameters)
+
+    return loss
+
+
+def options(way: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"num_microbatches": 3, "threads_per_stage": 1, **way, **more}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_over_all_weights_is_exact_in_one_stage_and_refused_in_several(
+    way: dict[str, Any],
+) -> None:
+    ours, theirs = stack(), stack()
+    with penstock.Pipeline(ours, 1, loss=penalised(ours), **options(way)) as pipe:
+        found = pipe.train_step(*batch())
+    assert same_bits(found, Unsplit(theirs, chain(4), 3).train_step(*batch(), penalised(theirs)))
+    assert not differences(ours, theirs)
+    with (
+        penstock.Pipeline(ours, 2, loss=penalised(ours), **options(way)) as pipe,
+        pytest.raises(penstock.errors.PartitionError, match=r"stages \d and \d both compute"),
+    ):
+        pipe.train_step(*batch())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_tied_after_the_pipeline_was_made_are_refused(way: dict[str, Any]) -> None:
+    layers = stack()
+    with penstock.Pipeline(layers, partition=(2, 2), loss=nn.MSELoss(), **options(way)) as pipe:
+        layers[2].weight = layers[0].weight
+        with pytest.raises(penstock.errors.PartitionError, match="both compute a gradient"):
+            pipe.train_step(*batch())
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+class FromNumpy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(np.random.default_rng().random())
+
+
+class FromRandom(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * random.random()
+
+
+@pytest.mark.parametrize("kind", (Counting, FromNumpy, FromRandom))
+@pytest.mark.parametrize("place", (0, 2, 4))
+@pytest.mark.parametrize("way", WITH_RECOMPUTE)
+def test_state_that_a_recompute_cannot_see_again_is_refused(
+    kind: type[nn.Module], place: int, way: dict[str, Any]
+) -> None:
+    layers = stack()
+    layers.insert(place, kind())
+    with penstock.Pipeline(layers, partition=(2, 3), loss=nn.MSELoss(), **options(way)) as pipe:
+        recomputed = way["schedule"] is gpipe or place < 2  # 1F1B's last stage recomputes nothing
+        if not recomputed:
+            pipe.train_step(*batch())
+            return
+        with pytest.raises(penstock.errors.RecomputeError, match="did not give what its forward"):
+            pipe.train_step(*batch())
+
+
+@pytest.mark.parametrize("way", WITH_RECOMPUTE)
+def test_such_state_in_the_loss_is_refused_too(way: dict[str, Any]) -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * random.random()
+
+    with (
+        penstock.Pipeline(stack(), 2, loss=loss, **options(way | {"schedule": gpipe})) as pipe,
+        pytest.raises(penstock.errors.RecomputeError, match="the loss draws"),
+    ):
+        pipe.train_step(*batch())
+
+
+class MovingLoss(nn.Module):
+    """A loss that normalises, and weighs by a moving average that it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.average: Tensor
+        self.register_buffer("average", torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.average = 0.9 * self.average + 0.1 * target.abs().mean()
+        return F.mse_loss(self.norm(output), target) * self.average
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_with_state_equals_the_unsplit_one(way: dict[str, Any]) -> None:
+    ours, theirs, our_loss, their_loss = stack(), stack(), MovingLoss(), MovingLoss()
+    unsplit = Unsplit([*theirs, their_loss], chain(4), 3)
+    with penstock.Pipeline(ours, 2, loss=our_loss, **options(way)) as pipe:
+        for _ in range(3):
+            found = pipe.train_step(*batch(9))
+            assert same_bits(found, unsplit.train_step(*batch(9), their_loss))
+            assert not differences([*ours, our_loss], [*theirs, their_loss])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_targets_that_require_grad_are_refused(way: dict[str, Any]) -> None:
+    x, y = batch()
+    with (
+        penstock.Pipeline(stack(), 2, loss=nn.MSELoss(), **options(way)) as pipe,
+        pytest.raises(penstock.errors.ConfigError, match=r"target\.detach"),
+    ):
+        pipe.train_step(x, y.requires_grad_())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_replaced_between_forward_and_backward_are_right_or_refused(
+    way: dict[str, Any],
+) -> None:
+    layers = stack()
+    x, y = batch()
+    with penstock.Pipeline(layers, 2, **options(way)) as pipe:
+        loss = F.mse_loss(pipe(x), y)
+        for layer in (layers[0], layers[2]):
+            weight = layer.get_parameter("weight")
+            weight.data = weight.data + 1.0
+        try:
+            loss.backward()
+        except penstock.errors.RecomputeError as error:
+            assert "a weight was changed" in str(error)
+        else:
+            assert way["recompute"] is penstock.Recompute.NEVER
+
+
+class Twice(nn.Module):
+    """Give a value and a view of it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        return y, y.view_as(y)
+
+
+class AddInPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(1.0)
+
+
+@pytest.mark.parametrize("partition", ((2, 2), (2, 1, 1), (1, 1, 1, 1), (4,)), ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_change_in_place_that_another_value_would_show_is_right_or_refused(
+    partition: tuple[int, ...], way: dict[str, Any]
+) -> None:
+    def layers() -> list[Any]:
+        return [
+            nn.Linear(6, 6),
+            penstock.Layer(Twice(), outputs=("a", "b")),
+            penstock.Layer(AddInPlace(), inputs="a", outputs="c"),
+            penstock.Layer(Join(), inputs=("c", "b")),
+        ]
+
+    def forward(call: Any, x: Any) -> Any:
+        a, b = call(1, call(0, x))
+        return call(3, call(2, a), b)
+
+    made = model(layers, forward)
+    built, twin = made.build(), made.build()
+    ((x, y),) = made.batches(7, count=1)
+    try:
+        with pipeline(made, built, partition=partition, num_microbatches=3, **way) as pipe:
+            found = pipe.train_step(x, y)
+    except penstock.errors.BoundaryError as error:
+        assert "shares memory" in str(error)
+        return
+    assert same_bits(found, Unsplit(twin.modules, forward, 3).train_step(x, y, made.loss))
+    assert not differences(built.modules, twin.modules)
+
+
+class Join(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return (a * b)[:, :3]

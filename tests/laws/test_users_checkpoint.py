@@ -1,0 +1,121 @@
+"""Checkpoints of the user's own run layers again in the backward: nothing may count twice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import penstock
+from tests.equality import assert_trains_like_unsplit, pipeline
+from tests.laws.test_equality_or_refusal import WAYS, model
+
+REENTRANT = pytest.mark.parametrize("reentrant", (True, False))
+
+
+class Checkpointed(nn.Module):
+    """A module under torch's activation checkpoint, while `on`."""
+
+    def __init__(self, module: nn.Module, *, reentrant: bool, on: bool = True) -> None:
+        super().__init__()
+        self.module, self.reentrant, self.on = module, reentrant, on
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.on:
+            return self.module(x)
+        return checkpoint(self.module, x, use_reentrant=self.reentrant)
+
+
+def block() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+
+
+@REENTRANT
+@pytest.mark.parametrize("way", WAYS)
+def test_batch_norm_inside_moves_its_statistics_once(reentrant: bool, way: dict[str, Any]) -> None:
+    def statistics(*, on: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 6), Checkpointed(block(), reentrant=reentrant, on=on)]
+        layers.append(nn.Linear(6, 3))
+        made = model(lambda: layers)
+        with pipeline(made, made.build(), num_stages=3, num_microbatches=3, **way) as pipe:
+            for x, y in made.batches(9, count=3):
+                pipe.train_step(x, y)
+        return [buffer.clone() for layer in layers for buffer in layer.buffers()]
+
+    for inside, plain in zip(statistics(on=True), statistics(on=False), strict=True):
+        assert torch.equal(inside, plain)
+
+
+@REENTRANT
+@pytest.mark.parametrize("way", WAYS)
+def test_dropout_inside_is_refused_whenever_the_checkpoint_is_switched_on(
+    reentrant: bool, way: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    inner = Checkpointed(
+        nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), reentrant=reentrant, on=False
+    )
+    made = model(lambda: [nn.Linear(6, 6), inner, nn.Linear(6, 3)])
+    with pipeline(made, made.build(), num_stages=3, num_microbatches=3, **way) as pipe:
+        ((x, y),) = made.batches(9, count=1)
+        for _ in range(3):
+            pipe.train_step(x, y)
+        inner.on = True
+        with pytest.raises(penstock.errors.RandomnessError, match=r"torch\.utils\.checkpoint"):
+            pipe.train_step(x, y)
+
+
+class Attention(nn.Module):
+    """Attention without dropout, whose operators torch marks as random all the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(1, (2, 1, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads).flatten(1)
+
+
+@REENTRANT
+@pytest.mark.parametrize("way", WAYS)
+def test_attention_without_dropout_may_be_inside_next_to_a_layer_that_draws(
+    reentrant: bool, way: dict[str, Any]
+) -> None:
+    def layers() -> list[Any]:
+        inside = nn.Sequential(nn.Linear(6, 6), Attention())
+        checkpointed = Checkpointed(inside, reentrant=reentrant)
+        return [nn.Linear(6, 6), nn.Dropout(0.3), checkpointed, nn.Linear(6, 3)]
+
+    assert_trains_like_unsplit(model(layers), 7, partition=(3, 1), num_microbatches=3, **way)
+
+
+class _Doubling(torch.autograd.Function):
+    """A checkpoint written by hand: what it draws in its forward it would draw again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.x, ctx.function = x, function
+        return function(x.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.x.detach().requires_grad_()
+            return torch.autograd.grad(ctx.function(x), x, gradient)[0], None
+
+
+class ByHand(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return _Doubling.apply(x, lambda v: F.dropout(v, 0.5))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_written_by_hand_around_dropout_is_refused(way: dict[str, Any]) -> None:
+    made = model(lambda: [nn.Linear(6, 6), ByHand(), nn.Linear(6, 3)])
+    with (
+        pipeline(made, made.build(), num_stages=3, num_microbatches=3, **way) as pipe,
+        pytest.raises(penstock.errors.RandomnessError),
+    ):
+        for x, y in made.batches(9, count=2):
+            pipe.train_step(x, y)
