@@ -3,7 +3,8 @@
 glibc hands free memory at the end of a heap back to the system once it exceeds twice the largest
 block that was ever mapped on its own and freed, and the next micro-batch pays for it with page
 faults: 5 % of a step of small blocks (benchmarks/throughput).  Freeing one large block raises that
-bound to 64 MiB.  Other allocators are not impressed, and not harmed.
+bound to 64 MiB, as it is in any process that once freed a tensor of that size.  Other allocators
+are not impressed, and not harmed.
 """
 
 from functools import cache

@@ -106,7 +106,8 @@ def test_a_pipeline_inside_a_layer_of_another_one_equals_its_layers(
         torch.manual_seed(3)
         inner: list[nn.Module] = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)]
         middle = penstock.Pipeline(inner, 2, transport=transport, threads_per_stage=1)
-        outer: list[nn.Module] = [nn.Linear(6, 6), middle if wrapped else nn.Sequential(*inner), nn.Linear(6, 3)]
+        within = middle if wrapped else nn.Sequential(*inner)
+        outer: list[nn.Module] = [nn.Linear(6, 6), within, nn.Linear(6, 3)]
         with pipeline(outer, transport, recompute) as pipe:
             pipe.train_step(*batch())
         return [p.grad for layer in inner for p in layer.parameters()]
