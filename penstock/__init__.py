@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .equality import CheckReport as CheckReport
     from .equality import check as check
     from .errors import PenstockError as PenstockError
+    from .mesh import Mesh as Mesh
+    from .mesh import init_mesh as init_mesh
     from .model.layers import Layer as Layer
     from .model.layers import Layers as Layers
     from .pipeline import Pipeline as Pipeline
@@ -28,6 +30,7 @@ _HOME = {
     "CheckReport": "penstock.equality",
     "Layer": "penstock.model.layers",
     "Layers": "penstock.model.layers",
+    "Mesh": "penstock.mesh",
     "PenstockError": "penstock.errors",
     "Pipeline": "penstock.pipeline",
     "Recompute": "penstock.types",
@@ -36,6 +39,7 @@ _HOME = {
     "Trace": "penstock.types",
     "Transport": "penstock.types",
     "check": "penstock.equality",
+    "init_mesh": "penstock.mesh",
     "load_checkpoint": "penstock.checkpoint",
     "save_checkpoint": "penstock.checkpoint",
 }
@@ -44,6 +48,7 @@ __all__ = [
     "CheckReport",
     "Layer",
     "Layers",
+    "Mesh",
     "PenstockError",
     "Pipeline",
     "Recompute",
@@ -52,6 +57,7 @@ __all__ = [
     "Trace",
     "Transport",
     "check",
+    "init_mesh",
     "load_checkpoint",
     "save_checkpoint",
     "schedules",

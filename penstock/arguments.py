@@ -1,6 +1,5 @@
 """Check and complete what the front door was given, before anything is built."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +38,21 @@ def resolve_num_stages(
             f"{num_layers} stages, or give the model as more, smaller layers"
         )
     return num_stages
+
+
+def stages_of_mesh(of_mesh: int, num_stages: int | None, partition: Sequence[int] | None) -> int:
+    """Take K from the mesh.
+
+    Raises:
+        ConfigError: `num_stages` or `partition` says otherwise.
+    """
+    said = num_stages if num_stages is not None else len(partition or ()) or of_mesh
+    if said != of_mesh:
+        raise ConfigError(
+            f"the mesh has {of_mesh} stages, num_stages or partition asks for {said}; leave out "
+            "num_stages, and give init_mesh the number you want"
+        )
+    return of_mesh
 
 
 def check_count(name: str, value: int) -> int:
@@ -86,10 +100,3 @@ def resolve_devices(devices: Devices, num_stages: int) -> list[torch.device]:
             "named several times), or one for all"
         )
     return [with_index(torch.device(device)) for device in devices]
-
-
-def num_cores() -> int:
-    """Count the cores this process may use."""
-    return (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )

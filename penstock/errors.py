@@ -10,6 +10,8 @@
     ├── RandomnessError               random numbers drawn where they cannot be reproduced
     ├── RecomputeError                a forward that cannot be run a second time with equal results
     ├── WaitTimeout (TimeoutError)    a wait that outlived its deadline
+    ├── MeshError                     processes that do not find each other, or lose each other
+    │   └── PeerError (RuntimeError)  another process failed; says which, and what was awaited
     ├── RunFolderError                a run folder that exists already, or is not one
     └── CheckpointError               a checkpoint that is corrupt, foreign or incomplete
 
@@ -56,6 +58,21 @@ class RecomputeError(PenstockError, RuntimeError):
 
 class WaitTimeout(PenstockError, TimeoutError):
     """A wait outlived its deadline; the message says who waited for what from whom."""
+
+
+class MeshError(PenstockError):
+    """The processes of a job do not find each other, or lose each other."""
+
+
+class PeerError(MeshError, RuntimeError):
+    """Another process failed or is gone; the message says which, and what this one waited for.
+
+    `complete` tells whether the message already says what was awaited.
+    """
+
+    def __init__(self, message: str, *, complete: bool = False) -> None:
+        super().__init__(message)
+        self.complete = complete
 
 
 class RunFolderError(PenstockError):

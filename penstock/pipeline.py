@@ -11,18 +11,20 @@ from penstock.arguments import (
     Devices,
     check_count,
     check_targets,
-    num_cores,
     resolve_devices,
     resolve_num_stages,
+    stages_of_mesh,
 )
-from penstock.costs.measure import measure_layers
-from penstock.errors import BatchError, ConfigError, RandomnessError
+from penstock.cut import Cut
+from penstock.errors import ConfigError, RandomnessError
+from penstock.mesh import Mesh
 from penstock.model.layers import Layer, Layers, as_layers
-from penstock.planner.partition import balance
 from penstock.runtime.caller import CallerContext
-from penstock.runtime.engine import Engine
+from penstock.runtime.crew import Batch
+from penstock.runtime.devices import num_cores
+from penstock.runtime.engine import Engine, Execution
 from penstock.runtime.input_gradients import accumulate_into_inputs
-from penstock.runtime.microbatches import batch_size, gather, loss_weights, microbatch_sizes, split
+from penstock.runtime.microbatches import batch_size, gather, microbatch_sizes, split
 from penstock.runtime.module_form import run_as_module
 from penstock.runtime.random_streams import rewound_default_generators
 from penstock.runtime.record import Record
@@ -64,7 +66,13 @@ class Pipeline(nn.Module):
             among the stages.  Some kernels round differently for another count.
         transport: worker threads, or everything in the calling thread.
         trace: what to record of each step, in `last_timeline`.
-        timeout_s: deadline of every wait between stages, in seconds.
+        timeout_s: deadline of every wait between stages, in seconds; between processes the
+            mesh's counts.
+        mesh: who runs what (`penstock.init_mesh`).  In a mesh of processes each makes the same
+            pipeline and the same calls; each holds the layers of its own stage, and the others
+            lose their memory (they move to the meta device).  Layers built on the meta device get
+            values where they run, from their `reset_parameters` and `seed`.
+        batch_norm_over_replicas: pool BatchNorm's moments over the replicas of the mesh too.
 
     Raises:
         ConfigError: an argument cannot work.
@@ -89,23 +97,27 @@ class Pipeline(nn.Module):
         transport: Transport = Transport.THREADS,
         trace: Trace | bool = Trace.OFF,
         timeout_s: float = 600.0,
+        mesh: Mesh | None = None,
+        batch_norm_over_replicas: bool = False,
     ) -> None:
         super().__init__()
         self._layers = as_layers(layers)
-        for step in self._layers:
-            self._modules[step.name] = step.module
+        if mesh is not None:
+            num_stages = stages_of_mesh(mesh.num_stages, num_stages, partition)
         self._num_stages = resolve_num_stages(num_stages, partition, len(self._layers))
         self._num_microbatches = check_count("num_microbatches", num_microbatches)
         threads = threads_per_stage or max(1, num_cores() // self._num_stages)
-        self._engine = Engine(
-            self._layers,
-            schedule,
-            recompute,
-            transport,
-            check_count("threads_per_stage", threads),
-            timeout_s,
-            loss,
+        how = Execution(
+            schedule=schedule,
+            recompute=recompute,
+            transport=transport,
+            num_threads=check_count("threads_per_stage", threads),
+            timeout_s=timeout_s,
+            seed=seed,
+            mesh=mesh,
+            pools_statistics=batch_norm_over_replicas,
         )
+        self._engine = Engine(self._layers, loss, how)
         self._objective = _Objective(loss, reduction)
         self._choices = (
             f"schedule={getattr(schedule, '__name__', schedule)}, recompute={recompute.name}"
@@ -117,15 +129,17 @@ class Pipeline(nn.Module):
         self._timeline: Timeline | None = None
         self._evaluations = 0
         self._threads = threads
-        self._cut_by = "as given" if partition is not None else ""
-        if self._num_stages > 1 and partition is None:
-            self._cut_by = _BY_COUNTS
-        self._engine.cut(
-            tuple(partition or balance(self._layers.parameter_counts(), self._num_stages)),
-            resolve_devices(devices, self._num_stages),
-        )
-        if example_inputs is not None:
-            self._measure_once(example_inputs)
+        self._cut = Cut(self._layers, self._num_stages, partition, threads)
+        if mesh is not None and mesh.is_distributed:
+            facts = {"num_microbatches": num_microbatches, "seed": seed, "how": self._choices}
+            with self._engine.crew.reporting():
+                self._cut.settle(mesh, self._first_part(example_inputs), facts)
+            devices = mesh.device
+        self._engine.cut(self._cut.partition, resolve_devices(devices, self._num_stages))
+        for step in self._layers:
+            if self._engine.holds(step.index):
+                self._modules[step.name] = step.module
+        self._measure_once(self._first_part(example_inputs))
 
     # -- what it is -----------------------------------------------------------------------------
 
@@ -181,7 +195,9 @@ class Pipeline(nn.Module):
         return len(self._layers)
 
     def __getitem__(self, index: int | slice) -> "nn.Module | nn.Sequential":
-        """Give a layer, or several as an nn.Sequential, by position."""
+        """Give a layer, or several as an nn.Sequential, by position; those of other processes hold
+        shapes only.
+        """
         modules = [step.module for step in self._layers]
         return nn.Sequential(*modules[index]) if isinstance(index, slice) else modules[index]
 
@@ -191,7 +207,9 @@ class Pipeline(nn.Module):
     def __repr__(self) -> str:
         head = f"Pipeline({self.num_stages} stages, {self.num_microbatches} micro-batches, "
         head += f"{self._choices}"
-        cut = f"  partition {list(self.partition)}" + (f", {self._cut_by}" if self._cut_by else "")
+        cut = f"  partition {list(self.partition)}" + (
+            f", {self._cut.how}" if self._cut.how else ""
+        )
         return "\n".join([head, cut, *self._engine.describe(), ")"])
 
     # -- a training step ------------------------------------------------------------------------
@@ -224,22 +242,20 @@ class Pipeline(nn.Module):
             raise ConfigError(
                 "train_step was called under torch.no_grad(); use eval_step, or leave that block"
             )
-        sizes = self._sizes(inputs, targets)
-        target_parts = split(targets, sizes)
         check_targets(targets)
-        with self._engine.one_at_a_time():
-            self._measure_once(inputs)
-            run = self._new_run("train", self.step, split(inputs, sizes), with_grad=True)
-            run.targets, run.loss = target_parts, self._objective.loss
-            run.weights = loss_weights(self._objective.reduction, target_parts, sizes)
+        crew, reduction = self._engine.crew, self._objective.reduction
+        with self._engine.one_at_a_time(), crew.reporting():
+            batch = crew.cut(inputs, targets, self._num_microbatches, reduction)
+            self._measure_once(batch.inputs[0])
+            run = self._new_run("train", self.step, batch, with_grad=True)
+            run.targets, run.loss = batch.targets, self._objective.loss
+            run.weights = batch.weights
             self.step += 1
             self._engine.drive(run, Mode.TRAIN)
             self._note(run, Mode.TRAIN)
-        accumulate_into_inputs(inputs, run, sizes)
-        total = run.losses[0]
-        for i in range(1, len(sizes)):
-            total = total + run.losses[i]
-        return total
+            loss = crew.loss(run)
+        accumulate_into_inputs(inputs, run, batch.sizes)
+        return loss
 
     # -- outputs --------------------------------------------------------------------------------
 
@@ -277,84 +293,75 @@ class Pipeline(nn.Module):
         """
         if not torch.is_grad_enabled():
             return self._outputs(inputs)
-        sizes = self._sizes(inputs, None)
+        crew = self._engine.crew
+        if crew.is_several:
+            raise ConfigError(
+                "pipe(inputs) with gradients needs all stages in this process, and they are in "
+                "several; use train_step with loss=, or eval_step for outputs"
+            )
         with self._engine.one_at_a_time():
-            self._measure_once(inputs)
-            run = self._new_run("train", self.step, split(inputs, sizes), with_grad=True)
+            batch = crew.cut(inputs, None, self._num_microbatches, None)
+            self._measure_once(batch.inputs[0])
+            run = self._new_run("train", self.step, batch, with_grad=True)
             self.step += 1
-            outputs = run_as_module(self._engine, run, inputs, sizes)
+            outputs = run_as_module(self._engine, run, inputs, batch.sizes)
             self._note(run, Mode.FORWARDS)
         return outputs
 
     def _outputs(self, inputs: Any) -> Any:
-        sizes = self._sizes(inputs, None)
-        with self._engine.one_at_a_time():
+        crew = self._engine.crew
+        with self._engine.one_at_a_time(), crew.reporting():
+            batch = crew.cut(inputs, None, self._num_microbatches, None)
             try:
                 with rewound_default_generators(self.devices):
-                    run = self._drive_evaluation(inputs, sizes, trusting=True)
+                    run = self._drive_evaluation(batch, trusting=not crew.is_several)
             except RandomnessError:  # a layer draws in evaluation mode: look at each as it runs
-                run = self._drive_evaluation(inputs, sizes, trusting=False)
+                if crew.is_several:
+                    raise
+                run = self._drive_evaluation(batch, trusting=False)
             self._evaluations += 1
-        with torch.no_grad():
-            return gather([run.outputs[i] for i in range(len(sizes))], sizes)
+            with torch.no_grad():
+                parts = [run.outputs[i] for i in range(len(batch.sizes)) if i in run.outputs]
+                return crew.outputs(gather(parts, batch.sizes) if parts else None)
 
-    def _drive_evaluation(self, inputs: Any, sizes: list[int], *, trusting: bool) -> Run:
-        run = self._new_run("eval", self._evaluations, split(inputs, sizes), with_grad=False)
+    def _drive_evaluation(self, batch: Batch, *, trusting: bool) -> Run:
+        run = self._new_run("eval", self._evaluations, batch, with_grad=False)
         run.trusts_evaluation = trusting
         self._engine.drive(run, Mode.EVAL)
         return run
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _sizes(self, inputs: Any, targets: Any) -> list[int]:
-        num_samples = batch_size(inputs, "inputs")
-        if targets is not None:
-            num_targets = batch_size(targets, "targets")
-            if num_targets != num_samples:
-                raise BatchError(
-                    f"inputs hold {num_samples} samples, targets {num_targets}; dimension 0 of "
-                    "both is the batch"
-                )
-        return microbatch_sizes(num_samples, self._num_microbatches)
-
-    def _new_run(self, phase: str, step: int, inputs: list[Any], *, with_grad: bool) -> Run:
+    def _new_run(self, phase: str, step: int, batch: Batch, *, with_grad: bool) -> Run:
         return Run(
-            inputs=inputs,
+            inputs=batch.inputs,
             loss=None,
             caller=CallerContext.capture(with_grad, self.devices),
             phase=phase,
             step=step,
             seed=self.seed,
             trace=self.trace,
+            first_microbatch=batch.first,
         )
 
-    def _measure_once(self, inputs: Any) -> None:
-        """Balance the layers by measured time, the first time that a batch is at hand."""
-        if self._cut_by != _BY_COUNTS:
-            return
-        part = split(inputs, self._sizes(inputs, None))[0]
-        costs_s = measure_layers(self._layers, part, self._threads)
-        partition = balance(costs_s, self._num_stages)
-        stage_s = [sum(costs_s[i] for i in row) for row in _rows(partition)]
-        self._cut_by = (
-            f"balanced by measured time: slowest stage {max(stage_s) * 1e3:.3g} ms a micro-batch, "
-            f"{max(stage_s) * len(stage_s) / sum(stage_s):.2f} times the mean"
-        )
-        if partition != self.partition:
-            self._engine.cut(partition, self.devices)
+    def _first_part(self, inputs: Any) -> Any:
+        if inputs is None:
+            return None
+        sizes = microbatch_sizes(batch_size(inputs, "inputs"), self._num_microbatches)
+        return split(inputs, sizes)[0]
+
+    def _measure_once(self, part: Any) -> None:
+        if self._cut.measure(part):
+            self._engine.cut(self._cut.partition, self.devices)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Pipeline":
         """Move or cast the layers (`to`, `half`); a stage then runs where its parameters are."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        devices = []
+        devices = list(self.devices)
         for stage in self._engine.stages:
             tensors = (t for step in stage.plan.steps for t in _tensors(step.module))
-            devices.append(
-                next(
-                    (t.device for t in tensors),
-                    fn(torch.empty(0, device=stage.device.device)).device,
-                )
-            )
+            nowhere = torch.empty(0, device=stage.device.device)
+            devices[stage.index] = next((t.device for t in tensors), fn(nowhere).device)
         self._engine.cut(self.partition, devices)
         return self
 
@@ -369,22 +376,12 @@ class Pipeline(nn.Module):
         self.close()
 
 
-_BY_COUNTS = "balanced by parameter counts, until the first batch is measured"
-
-
 @dataclass(frozen=True, slots=True)
 class _Objective:
     """The user's loss; in a container, so that a loss that is a module does not become a layer."""
 
     loss: LossFunction | None
     reduction: Reduction | Callable[[Any], Any]
-
-
-def _rows(partition: Sequence[int]) -> Iterator[range]:
-    start = 0
-    for count in partition:
-        yield range(start, start + count)
-        start += count
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

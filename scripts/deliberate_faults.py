@@ -46,17 +46,17 @@ FAULTS = (
     Fault(
         "a recompute sees today's buffers instead of the forward's",
         "penstock/runtime/recompute.py",
-        "            with self._state.restored(seen):\n                yield",
-        "            yield",
+        "        put_state(seen.state)\n",
+        "",
         "tests/laws/test_equality.py",
         "changing_buffers",
     ),
     Fault(
         "a recompute moves BatchNorm's statistics a second time",
         "penstock/runtime/stage.py",
-        "context.enter_context(separate_statistics(self.batch_norms, into=None))\n"
+        "    context.enter_context(separate_statistics(self.batch_norms, into=None))\n"
         "            self._run_layers",
-        "self._run_layers",
+        "    pass\n            self._run_layers",
         "tests/laws/test_equality.py",
         "batch_norms",
     ),
@@ -155,7 +155,7 @@ FAULTS = (
     Fault(
         "BatchNorm inside a checkpoint of the user's own counts twice",
         "penstock/runtime/stage.py",
-        "kept.reruns_in_backward |= bool(norms_in_checkpoint)",
+        "kept.reruns_in_backward |= bool(in_checkpoint)",
         "pass",
         "tests/laws/test_users_checkpoint.py",
         "batch_norm",

@@ -60,6 +60,26 @@ def unflatten(structure: Structure, leaves: list[Any]) -> Any:
             return rebuild([unflatten(child, leaves) for child in children])
 
 
+def template(structure: Structure) -> Any:
+    """Give a value with `Leaf`s where its tensors were: it can be pickled if its classes can."""
+    return unflatten(structure, [Leaf(index) for index in range(_num_leaves(structure))])
+
+
+def from_template(value: Any) -> Structure:
+    """Give the structure whose `template` this is."""
+    return _flatten(value, [], {})
+
+
+def _num_leaves(structure: Structure) -> int:
+    match structure:
+        case Leaf(index):
+            return index + 1
+        case Node(_, children):
+            return max((_num_leaves(child) for child in children), default=0)
+        case Constant():
+            return 0
+
+
 def tree_map(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Replace every tensor in a value by what `function` makes of it."""
     leaves, structure = flatten(value)
@@ -91,6 +111,8 @@ def _flatten(value: Any, leaves: list[Tensor], seen: dict[int, int]) -> Structur
         if index == len(leaves):
             leaves.append(value)
         return Leaf(index)
+    if isinstance(value, Leaf):
+        return value
     parts = _open(value)
     if parts is None:
         return Constant(value)

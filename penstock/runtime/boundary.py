@@ -59,14 +59,15 @@ def find_aliases(
 
     `known` are tensors that came in as such: what overlaps with one is an alias too.
     """
+    known = list(known)
+    if sum(map(len, exported.values())) + len(known) < 2:
+        return {}
     spans = [
         (peer, place, *_span(leaf))
         for peer, leaves in exported.items()
         for place, leaf in enumerate(leaves)
     ]
     others = [(None, n, *_span(leaf)) for n, leaf in enumerate(known)]
-    if len(spans) + len(others) < 2:
-        return {}
     found: dict[int, set[int]] = {}
     for peer, place, start, end in spans:
         for *other, other_start, other_end in (*spans, *others):

@@ -5,6 +5,7 @@ from another device are copied on a second one, so that a copy overlaps with the
 micro-batches.  Several stages may share one GPU: they then share its memory, not a stream.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -23,6 +24,13 @@ def with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def num_cores() -> int:
+    """Count the cores this process may use."""
+    return (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
 
 
 class StageDevice:

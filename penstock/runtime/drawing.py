@@ -25,7 +25,8 @@ class LayerCall:
     @property
     def key(self) -> int:
         run = self.run
-        return stream_key(run.seed, run.phase, run.step, self.layer, self.microbatch)
+        microbatch = run.first_microbatch + self.microbatch
+        return stream_key(run.seed, run.phase, run.step, self.layer, microbatch)
 
 
 class Drawing:

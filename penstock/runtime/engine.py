@@ -3,55 +3,80 @@
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.errors import PenstockError
+from penstock.mesh import Mesh
 from penstock.model.layers import Layers, Step, check_sharing
-from penstock.model.stages import check_partition, plan_stages, stage_of_layers
+from penstock.model.make import empty, move_or_make
+from penstock.model.stages import StagePlan, check_partition, plan_stages, stage_of_layers
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode, ScheduleFunction, lower
 from penstock.types import Recompute, Trace, Transport
 
+from .batch_norm import batch_norms
 from .caller import CallerContext
+from .crew import Alone, Crew, Together
 from .host_memory import keep_freed_memory
 from .random_streams import guarded_default_generators
 from .record import Record
 from .run import Run
 from .stage import Stage
-from .transport import Work, make_transport
+from .transport import AbstractTransport, Work, make_transport
+from .transport.processes import ProcessTransport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """How an engine runs its stages."""
+
+    schedule: ScheduleFunction
+    recompute: Recompute
+    transport: Transport
+    num_threads: int
+    timeout_s: float
+    seed: int
+    mesh: Mesh | None
+    pools_statistics: bool
+
+    def make_transport(self) -> AbstractTransport:
+        """Make what moves values between the stages."""
+        if self.mesh is not None and self.mesh.is_distributed:
+            return ProcessTransport(self.mesh, self.num_threads)
+        return make_transport(self.transport, self.num_threads, self.timeout_s)
+
+    def make_crew(self) -> Crew:
+        """Make what the processes agree through."""
+        if self.mesh is not None and self.mesh.is_distributed:
+            return Together(self.mesh, pools_statistics=self.pools_statistics)
+        return Alone()
 
 
 class Engine:
-    """Cuts layers into stages on devices, and runs them as a schedule says."""
+    """Cuts layers into stages on devices, and runs as a schedule says those that are run here."""
 
-    def __init__(  # noqa: PLR0913 - made in one place, the front door
-        self,
-        layers: Layers,
-        schedule: ScheduleFunction,
-        recompute: Recompute,
-        transport: Transport,
-        num_threads: int,
-        timeout_s: float,
-        loss: Any,
-    ) -> None:
+    def __init__(self, layers: Layers, loss: Any, how: Execution) -> None:
         keep_freed_memory()
-        self._layers = layers
-        self._loss = loss
+        self._layers, self._loss, self._how = layers, loss, how
         self._running = _Turn()
-        self._schedule = schedule
-        self._recompute = recompute
-        self._transport = make_transport(transport, num_threads, timeout_s)
-        self._in_caller = make_transport(Transport.LOOPBACK, num_threads, timeout_s)
+        self.crew = how.make_crew()
+        self._transport = how.make_transport()
+        self._in_caller = make_transport(Transport.LOOPBACK, how.num_threads, how.timeout_s)
         self._programs: dict[tuple[Mode, int], Schedule] = {}
+        self._edges: frozenset[tuple[int, int]] = frozenset()
+        self._committing: tuple[int, ...] = ()
         self.partition: tuple[int, ...] = ()
+        self.devices: tuple[torch.device, ...] = ()
         self.stages: tuple[Stage, ...] = ()
 
     def cut(self, partition: tuple[int, ...], devices: Sequence[torch.device]) -> None:
         """Cut the layers anew and move them to their stages' devices; nothing of a run is alive
-        now.
+        now.  Layers that another process runs give back their memory.
 
         Raises:
             PartitionError: the partition does not fit the layers.
@@ -59,20 +84,34 @@ class Engine:
         check_partition(partition, len(self._layers))
         check_sharing(self._layers, stage_of_layers(partition))
         plans = plan_stages(self._layers, partition)
-        for plan, device in zip(plans, devices, strict=True):
+        self._edges = frozenset((plan.index, peer) for plan in plans for peer in plan.exports)
+        self._committing = tuple(p.index for p in plans if batch_norms(self._modules_of(p)))
+        mine = [(p, d) for p, d in zip(plans, devices, strict=True) if self.crew.runs(p.index)]
+        for plan, device in mine:
             for step in plan.steps:
-                step.module.to(device)
-        self.partition = partition
+                move_or_make(step, device, self._how.seed)
+        for plan in plans:
+            if not self.crew.runs(plan.index):
+                for step in plan.steps:
+                    empty(step.module)
+        self.partition, self.devices = partition, tuple(devices)
         self.stages = tuple(
-            Stage(plan, device, len(self._layers), self._loss if plan.output else None)
-            for plan, device in zip(plans, devices, strict=True)
+            Stage(plan, device, len(self._layers), self._loss_of(plan), self.crew.replicas)
+            for plan, device in mine
         )
         self._programs.clear()
 
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """The device of each stage."""
-        return tuple(stage.device.device for stage in self.stages)
+    def holds(self, layer: int) -> bool:
+        """Tell whether layer number `layer` runs in this process."""
+        return any(step.index == layer for stage in self.stages for step in stage.plan.steps)
+
+    def _loss_of(self, plan: StagePlan) -> Any:
+        return self._loss if plan.output else None
+
+    def _modules_of(self, plan: StagePlan) -> list[nn.Module]:
+        loss = self._loss_of(plan)
+        modules = [step.module for step in plan.steps]
+        return [*modules, loss] if isinstance(loss, nn.Module) else modules
 
     def program(self, mode: Mode, num_microbatches: int) -> Schedule:
         """Give the lowered and verified schedule of a call; kept for the next one like it.
@@ -83,13 +122,15 @@ class Engine:
         key = (mode, num_microbatches)
         if key not in self._programs:
             self._programs[key] = lower(
-                self._schedule,
-                len(self.stages),
+                self._how.schedule,
+                len(self.partition),
                 num_microbatches,
-                edges=frozenset((s.index, peer) for s in self.stages for peer in s.plan.exports),
-                recompute=self._recompute is Recompute.STAGE,
-                committing=[stage.index for stage in self.stages if stage.batch_norms],
+                edges=self._edges,
+                recompute=self._how.recompute is Recompute.STAGE,
+                committing=self._committing,
                 mode=mode,
+                posts=len(self.stages) < len(self.partition),
+                reduces=self.crew.replicas is not None,
             )
         return self._programs[key]
 
@@ -111,11 +152,16 @@ class Engine:
         stages = {stage.index: stage for stage in self.stages}
         caller = CallerContext.capture(run.with_grad, self.devices) if run.resumed else run.caller
         work = Work(self.program(mode, len(run.inputs)), stages, run, caller)
+        replicas = self.crew.replicas if mode is Mode.TRAIN else None
+        if replicas is not None:
+            replicas.set_aside([p for stage in self.stages for p in stage.parameters])
         for stage in self.stages:
             stage.device.wait_for_caller()
         try:
             with guarded_default_generators(self.devices):
                 (self._in_caller if in_caller else self._transport).drive(work)
+            if replicas is not None:
+                replicas.finish()
         except BaseException:  # what was seen of the layers may be half of it, or the cause
             for stage in self.stages:
                 stage.forget()

@@ -9,9 +9,11 @@ from penstock.schedules.ir import (
     CommitStatistics,
     Forward,
     Instruction,
+    PostReceive,
     ReceiveActivation,
     ReceiveGradient,
     Recompute,
+    ReduceGradients,
     SendActivation,
     SendGradient,
 )
@@ -69,7 +71,7 @@ class Executor:
                 self._execute(instruction)
                 self._clock.mark(device)
 
-    def _execute(self, instruction: Instruction) -> None:  # noqa: C901 - one flat match
+    def _execute(self, instruction: Instruction) -> None:  # noqa: C901, PLR0912 - one flat match
         stage, run = self._stages[instruction.stage], self._run
         match instruction:
             case Forward(_, i, keep_graph):
@@ -88,8 +90,12 @@ class Executor:
                 self._channels.send((False, s, peer, i), run.leaving[s, i].pop(peer))
             case SendGradient(s, i, peer):
                 self._channels.send((True, s, peer, i), run.leaving_gradients[s, i].pop(peer))
+            case PostReceive(s, i, peer, gradient):
+                self._channels.post((gradient, peer, s, i))
             case CommitStatistics():
                 stage.commit_statistics(run)
+            case ReduceGradients():
+                stage.reduce_gradients(run)
             case _:
                 assert_never(instruction)
 

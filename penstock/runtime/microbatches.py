@@ -104,16 +104,46 @@ def loss_weights(
     Raises:
         BatchError: a weight is negative or not a number, or all are zero.
     """
+    raw = raw_weights(reduction, targets, sizes)
+    return shares(reduction, raw, sum(raw))
+
+
+def raw_weights(
+    reduction: Reduction | WeightFunction, targets: Sequence[Any], sizes: Sequence[int]
+) -> list[float]:
+    """Give what each micro-batch weighs before the weights are divided by their sum.
+
+    Raises:
+        BatchError: a weight is negative or not a number.
+    """
     if reduction is Reduction.SUM:
         return [1.0] * len(sizes)
     if reduction is Reduction.MEAN:
-        return [size / sum(sizes) for size in sizes]
+        return [float(size) for size in sizes]
     if isinstance(reduction, Reduction):
         raise AssertionError(f"no rule for {reduction}")
     raw = [float(reduction(target)) for target in targets]
-    if not all(0 <= weight < float("inf") for weight in raw) or sum(raw) == 0:
+    if not all(0 <= weight < float("inf") for weight in raw):
         raise BatchError(
             f"the reduction function gave the weights {raw} for the micro-batches; they must be "
-            "non-negative numbers, not all zero (the count of real tokens in a target, say)"
+            "non-negative numbers (the count of real tokens in a target, say)"
         )
-    return [weight / sum(raw) for weight in raw]
+    return raw
+
+
+def shares(
+    reduction: Reduction | WeightFunction, raw: Sequence[float], total: float
+) -> list[float]:
+    """Divide raw weights by the sum of all, those of other replicas included; SUM divides nothing.
+
+    Raises:
+        BatchError: all weights are zero.
+    """
+    if reduction is Reduction.SUM:
+        return list(raw)
+    if total == 0:
+        raise BatchError(
+            f"the reduction function gave the weights {list(raw)} for the micro-batches; they must "
+            "be non-negative numbers, not all zero (is there a real token in the batch?)"
+        )
+    return [weight / total for weight in raw]

@@ -4,8 +4,7 @@ Buffers and modes are put back for the recompute.  Weights and inputs are the ca
 changed in between, there is nothing right to compute, and that is an error.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,26 +86,32 @@ def _never(nothing: None) -> Tensor:
 
 
 class Repeatable:
-    """The layers of a stage, whose forward can be run again as it was."""
+    """The layers of a stage, whose forward can be run again as it was.
+
+    seen = look(inputs)   ──► forward ──► note_changes(seen)
+    undo = put_back(seen) ──► forward again ──► undo()
+    """
 
     def __init__(self, modules: tuple[nn.Module, ...], skip: tuple[nn.Module, ...]) -> None:
         self._state = _ChangingState(modules, skip)
         self._modules = list(dict.fromkeys(m for root in modules for m in root.modules()))
 
-    @contextmanager
-    def remembered(self, inputs: Sequence[Tensor]) -> Iterator[Seen]:
-        """Run a forward inside; the given value then says what it saw.
+    def look(self, inputs: Sequence[Tensor]) -> Seen:
+        """Say what a forward is about to see."""
+        return Seen(
+            self._state.look(), self._modes(), self._weights(), [t._version for t in inputs]
+        )
+
+    def note_changes(self, seen: Seen) -> None:
+        """Keep, of all that the forward saw, what it has changed.
 
         Raises:
             RecomputeError: it changed a buffer that no earlier forward changed.
         """
-        seen = Seen({}, self._modes(), self._weights(), [t._version for t in inputs])
-        with self._state.watched(seen):
-            yield seen
+        seen.state = self._state.changed(seen.state)
 
-    @contextmanager
-    def restored(self, seen: Seen, inputs: Sequence[Tensor]) -> Iterator[None]:
-        """Run the forward again inside, in the modes and with the buffers it saw.
+    def put_back(self, seen: Seen, inputs: Sequence[Tensor]) -> Callable[[], None]:
+        """Let the modules be as the forward saw them; gives what undoes that.
 
         Raises:
             RecomputeError: weights or inputs changed since.
@@ -116,20 +121,24 @@ class Repeatable:
         if seen.input_versions != [t._version for t in inputs]:
             raise _changed("an input", "leave the batch as it is until the backward has run")
         modes = self._modes()
-        self._set_modes(modes, seen.modes)
-        try:
-            with self._state.restored(seen):
-                yield
-        finally:
-            self._set_modes(seen.modes, modes)
+        if not seen.state and modes == seen.modes:
+            return _nothing
+        now = {place: holder(place).get(place[2], ABSENT) for place in seen.state}
+        self._set_modes(seen.modes)
+        put_state(seen.state)
+
+        def undo() -> None:
+            put_state(now)
+            self._set_modes(modes)
+
+        return undo
 
     def _modes(self) -> list[bool]:
         return [module.training for module in self._modules]
 
-    def _set_modes(self, now: list[bool], wanted: list[bool]) -> None:
-        if now != wanted:
-            for module, training in zip(self._modules, wanted, strict=True):
-                module.training = training
+    def _set_modes(self, wanted: list[bool]) -> None:
+        for module, training in zip(self._modules, wanted, strict=True):
+            module.training = training
 
     def _weights(self) -> list[tuple[int, int, int]]:
         """Say which weights there are, in which version, where; an assigned `.data` moves."""
@@ -139,6 +148,10 @@ class Repeatable:
             for p in m._parameters.values()
             if p is not None
         ]
+
+
+def _nothing() -> None:
+    """There is nothing to undo."""
 
 
 def _changed(what: str, remedy: str) -> RecomputeError:
@@ -162,52 +175,51 @@ class _ChangingState:
         self._attributes = attributes(self._modules)
         self._copied: set[Place] | None = None
 
-    @contextmanager
-    def watched(self, seen: Seen) -> Iterator[None]:
-        """Run a forward inside; afterwards `seen` holds what it saw of what it changed.
+    def look(self) -> dict[Place, Any]:
+        """Give what stands at each place, its version, and a copy if it may change in place."""
+        before = read_state(self._modules, self._attributes)
+        return {
+            place: (tensor, tensor._version, _copy(tensor) if self._may_change(place) else None)
+            if tensor is not None
+            else (None, 0, None)
+            for place, tensor in before.items()
+        }
+
+    def _may_change(self, place: Place) -> bool:
+        return self._copied is None or place in self._copied
+
+    def changed(self, before: dict[Place, Any]) -> dict[Place, Any]:
+        """Give the old values of what the forward changed, in place or by another tensor.
 
         Raises:
             RecomputeError: it changed a tensor in place that no earlier forward changed, so the
                 old value is lost.
         """
-        before = read_state(self._modules, self._attributes)
-        versions = {key: tensor._version for key, tensor in before.items() if tensor is not None}
-        keep = versions if self._copied is None else self._copied & versions.keys()
-        copies = {key: _copy(before[key]) for key in keep}
-        yield
         if self._copied is None:
             self._attributes = attributes(self._modules)
-        in_place = {key for key, version in versions.items() if _version(before[key]) != version}
-        lost = in_place - copies.keys()
-        if lost:
-            module, is_buffer, name = next(iter(lost))
-            kind = "buffer" if is_buffer else "attribute"
-            raise RecomputeError(
-                f"the forward changed {kind} {name!r} of a {type(module).__name__} in place, "
-                "which no forward before it did, so a recompute could not see its old value. Use "
-                "recompute=Recompute.NEVER"
-            )
-        self._copied = in_place | (self._copied or set())
+            self._copied = set()
         now = read_state(self._modules, self._attributes)
-        replaced = {k for k in now.keys() | before.keys() if now.get(k) is not before.get(k)}
-        seen.state = {k: copies.get(k, before.get(k, ABSENT)) for k in in_place | replaced}
-
-    @contextmanager
-    def restored(self, seen: Seen) -> Iterator[None]:
-        """Run a forward again inside, with the state it saw; then put back what was there."""
-        now = {place: holder(place).get(place[2], ABSENT) for place in seen.state}
-        put_state(seen.state)
-        try:
-            yield
-        finally:
-            put_state(now)
+        old: dict[Place, Any] = dict.fromkeys(now.keys() - before.keys(), ABSENT)
+        for place, (tensor, version, copy) in before.items():
+            if tensor is not None and tensor._version != version:
+                if copy is None:
+                    raise _lost(place)
+                self._copied.add(place)
+                old[place] = copy
+            elif now.get(place) is not tensor:
+                old[place] = tensor
+        return old
 
 
-def _copy(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
+def _lost(place: Place) -> RecomputeError:
+    module, is_buffer, name = place
+    kind = "buffer" if is_buffer else "attribute"
+    return RecomputeError(
+        f"the forward changed {kind} {name!r} of a {type(module).__name__} in place, which no "
+        "forward before it did, so a recompute could not see its old value. Use "
+        "recompute=Recompute.NEVER"
+    )
+
+
+def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
-
-
-def _version(tensor: Tensor | None) -> int:
-    assert tensor is not None
-    return tensor._version

@@ -114,6 +114,8 @@ class Run:
     its recomputes.  With `trusts_evaluation`, layers in evaluation mode are taken to draw no
     random numbers until one is seen to.  `claimed` maps the id of each leaf that some stage's
     backward reaches to that stage, and holds the leaf so that the id stays its own.
+    `first_microbatch` is what micro-batch 0 is called among those of all replicas, for the random
+    streams.
     """
 
     inputs: list[Any]
@@ -125,6 +127,7 @@ class Run:
     trace: Trace = Trace.OFF
     resumed: bool = False
     trusts_evaluation: bool = False
+    first_microbatch: int = 0
     targets: list[Any] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     failure: BaseException | None = None

@@ -33,6 +33,7 @@ from .memory import KeptBytes
 from .notes import backward_of, next_node_number, note_failure
 from .random_streams import RefuseRandomness
 from .recompute import Repeatable, Witness, dropping_graph
+from .replicas import Replicas
 from .run import FROM_CALLER, Activation, Gradient, Kept, Run
 
 
@@ -40,17 +41,25 @@ class Stage:
     """Runs the layers of one stage; what it keeps between instructions lives in the `Run`.
 
     `loss` is the user's loss where this stage computes it: as a module it may hold state too.
+    `replicas` are the stage's twins elsewhere, if there are any.
     """
 
     def __init__(
-        self, plan: StagePlan, device: torch.device, loss_index: int, loss: Any = None
+        self,
+        plan: StagePlan,
+        device: torch.device,
+        loss_index: int,
+        loss: Any = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self.plan = plan
+        self._replicas = replicas
         self.device = StageDevice(device)
         layers = [(step.index, step.module) for step in plan.steps]
         if isinstance(loss, nn.Module):
             layers.append((loss_index, loss))
         modules = tuple(module for _, module in layers)
+        self.parameters = list(dict.fromkeys(p for m in modules for p in m.parameters()))
         self.batch_norms = batch_norms(modules)
         self._repeatable = Repeatable(modules, skip=self.batch_norms)
         self._kept_bytes = KeptBytes(plan.index, modules, computes_loss=bool(plan.output))
@@ -89,18 +98,22 @@ class Stage:
         self._kept_bytes.sample(run)
 
     def _prepared_forward(self, run: Run, microbatch: int, kept: Kept) -> dict[int, Activation]:
+        """Run the layers with what recomputation, BatchNorm and tracing need around them."""
         with ExitStack() as context:
             if kept.graph_dropped:
+                kept.seen = self._repeatable.look(kept.inputs)
                 context.enter_context(dropping_graph())
-                kept.seen = context.enter_context(self._repeatable.remembered(kept.inputs))
             elif run.with_grad:
                 self._kept_bytes.watch(run, microbatch, kept, context)
-            moments = run.moments[self.index] if self.batch_norms else {}
-            norms_in_checkpoint = context.enter_context(
-                separate_statistics(self.batch_norms, moments)
-            )
+            if self.batch_norms:
+                in_checkpoint = context.enter_context(
+                    separate_statistics(self.batch_norms, run.moments[self.index])
+                )
             leaving = self._run_layers(run, microbatch, kept)
-        kept.reruns_in_backward |= bool(norms_in_checkpoint)
+        if self.batch_norms:
+            kept.reruns_in_backward |= bool(in_checkpoint)
+        if kept.seen is not None:
+            self._repeatable.note_changes(kept.seen)
         return leaving
 
     def recompute(self, run: Run, microbatch: int) -> None:
@@ -121,9 +134,10 @@ class Stage:
         with ExitStack() as context:
             if run.resumed:
                 context.enter_context(run.caller.entered())
-            context.enter_context(self._repeatable.restored(kept.seen, kept.inputs))
+            context.callback(self._repeatable.put_back(kept.seen, kept.inputs))
             self._kept_bytes.watch(run, microbatch, kept, context)
-            context.enter_context(separate_statistics(self.batch_norms, into=None))
+            if self.batch_norms:
+                context.enter_context(separate_statistics(self.batch_norms, into=None))
             self._run_layers(run, microbatch, kept)
         self._kept_bytes.sample(run)
 
@@ -153,7 +167,15 @@ class Stage:
 
     def commit_statistics(self, run: Run) -> None:
         """Move the BatchNorm running statistics by all micro-batches' moments; free those."""
-        commit_statistics(run.moments.pop(self.index, {}))
+        moments = run.moments.pop(self.index, {})
+        if self._replicas is not None and self._replicas.pools_statistics:
+            moments = self._replicas.pool(moments)
+        commit_statistics(moments)
+
+    def reduce_gradients(self, run: Run) -> None:
+        """Begin to add up the gradients over all replicas; `Engine.drive` waits for the sums."""
+        assert self._replicas is not None
+        self._replicas.begin(self.parameters)
 
     def bring_activation(self, activation: Activation) -> Activation:
         """Bring received values to this stage's device."""
@@ -275,7 +297,9 @@ class Stage:
             kept.output_wants_grad = tuple(leaf.requires_grad for leaf in kept.output)
             run.outputs[microbatch] = unflatten(structure, [leaf.detach() for leaf in kept.output])
             return
-        target = tree_map(lambda t: self.device.bring([t], None)[0], run.targets[microbatch])
+        target = run.targets[microbatch]
+        if not isinstance(target, Tensor) or target.device != self.device.device:
+            target = tree_map(lambda t: self.device.bring([t], None)[0], target)
         run_loss = partial(run.loss, output, target)
         try:
             loss = self._drawing.run(
@@ -289,7 +313,8 @@ class Stage:
         if weight == 0:  # the mean over no real tokens is 0/0; it has no part in the batch's loss
             run.losses[microbatch] = torch.zeros_like(loss.detach())
             return
-        run.losses[microbatch] = loss.detach() * weight
+        if microbatch not in run.losses:  # a recompute has it already
+            run.losses[microbatch] = loss.detach() * weight
         kept.loss = loss
 
     # -- backward -----------------------------------------------------------------------------

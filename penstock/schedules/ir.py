@@ -112,10 +112,40 @@ class CommitStatistics:
     stage: int
 
 
+@dataclass(frozen=True, slots=True)
+class PostReceive:
+    """Get ready for what `stage` will receive from stage `peer` for `microbatch`: an activation,
+    or with `gradient` the gradient of one.
+
+    Roughly: channel[peer -> s].make_room()
+
+    Between processes the transfer then runs while the stage computes; within one there is nothing
+    to do.  Keeps room for the message until its receive takes it.
+    """
+
+    stage: int
+    microbatch: int
+    peer: int
+    gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceGradients:
+    """Add up the gradients of `stage` over all replicas of the pipeline.
+
+    Roughly: g_w = sum over replicas of g_w
+
+    Comes after the last Backward of the stage.  Begins the sums and does not wait for them: they
+    run while other stages still go backward, and are awaited where the program ends.
+    """
+
+    stage: int
+
+
 Compute = Forward | Recompute | Backward
 """What a schedule function may write, or a pass add, that runs layers."""
 Communication = SendActivation | ReceiveActivation | SendGradient | ReceiveGradient
-Instruction = Compute | Communication | CommitStatistics
+Instruction = Compute | Communication | PostReceive | CommitStatistics | ReduceGradients
 Program = tuple[Instruction, ...]
 
 
@@ -138,9 +168,7 @@ class Schedule:
 
     @property
     def num_microbatches(self) -> int:
-        return 1 + max(
-            (i.microbatch for _, i in self if not isinstance(i, CommitStatistics)), default=-1
-        )
+        return 1 + max((i.microbatch for _, i in self if isinstance(i, Compute)), default=-1)
 
     def __iter__(self) -> Iterator[tuple[int, Instruction]]:
         """Yield (rank, instruction), rank by rank, each program in order."""

@@ -11,9 +11,11 @@ from .passes import (
     add_commits,
     add_communication,
     add_recompute,
+    add_reductions,
     backward_half,
     forward_half,
     forwards_first,
+    post_receives,
 )
 from .verify import verify
 
@@ -33,7 +35,7 @@ class Mode(Enum):
     """Forwards only, nothing kept."""
 
 
-def lower(  # noqa: PLR0913 - what a lowered schedule depends on, and nothing else
+def lower(  # noqa: C901, PLR0913 - what a lowered schedule depends on, and nothing else
     function: ScheduleFunction,
     num_stages: int,
     num_microbatches: int,
@@ -42,8 +44,12 @@ def lower(  # noqa: PLR0913 - what a lowered schedule depends on, and nothing el
     recompute: bool,
     committing: Iterable[int],
     mode: Mode,
+    posts: bool = False,
+    reduces: bool = False,
 ) -> Schedule:
     """Call a schedule function, apply the passes that `mode` needs, and prove the result.
+
+    `posts` receives early, as processes want it; `reduces` gradients over replicas.
 
     Raises:
         ScheduleError: the schedule is wrong; see `verify`.
@@ -61,6 +67,10 @@ def lower(  # noqa: PLR0913 - what a lowered schedule depends on, and nothing el
     if recompute and mode is not Mode.EVAL:
         schedule = add_recompute(schedule)
     schedule = add_communication(add_commits(schedule, committing), edges)
+    if reduces and mode is Mode.TRAIN:
+        schedule = add_reductions(schedule)
+    if posts:
+        schedule = post_receives(schedule)
     verify(schedule, edges)
     match mode:
         case Mode.TRAIN:

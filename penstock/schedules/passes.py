@@ -2,6 +2,8 @@
 
     schedule(p, m) -> add_recompute -> add_commits -> add_communication -> verify -> executor
 
+and between processes add_reductions and post_receives before the proof.
+
 Edges are pairs (producer stage, consumer stage); an activation travels along one and its gradient
 comes back along it.  An edge may skip stages.
 """
@@ -13,12 +15,15 @@ from itertools import pairwise
 from .ir import (
     Backward,
     CommitStatistics,
+    Compute,
     Forward,
     Instruction,
+    PostReceive,
     Program,
     ReceiveActivation,
     ReceiveGradient,
     Recompute,
+    ReduceGradients,
     Schedule,
     SendActivation,
     SendGradient,
@@ -106,6 +111,49 @@ def add_communication(schedule: Schedule, edges: Edges) -> Schedule:
     return _rewrite(schedule, rewrite)
 
 
+def add_reductions(schedule: Schedule) -> Schedule:
+    """Add up the gradients of each stage over all replicas right after its last backward."""
+
+    def rewrite(program: Program) -> Iterator[Instruction]:
+        last = {x.stage: n for n, x in enumerate(program) if isinstance(x, Backward)}
+        sending = {x.stage: n for n, x in enumerate(program) if isinstance(x, SendGradient)}
+        ends = {max(n, sending.get(stage, n)): stage for stage, n in last.items()}
+        for n, instruction in enumerate(program):
+            yield instruction
+            if n in ends:
+                yield ReduceGradients(ends[n])
+
+    return _rewrite(schedule, rewrite)
+
+
+def post_receives(schedule: Schedule) -> Schedule:
+    """Post each receive one compute instruction early, so that its transfer overlaps with that.
+
+    1F0 1F1<0 1F1   ->   1F1?0 1F0 1F1<0 1F1
+    """
+
+    def rewrite(program: Program) -> Iterator[Instruction]:
+        room: list[list[Instruction]] = [[]]  # what to post at the start, and before each compute
+        groups: list[list[Instruction]] = [[]]
+        for instruction in program:
+            if isinstance(instruction, Compute):
+                room.append([])
+                groups.append([])
+            elif isinstance(instruction, ReceiveActivation | ReceiveGradient):
+                room[-1].append(_post_of(instruction))
+            groups[-1].append(instruction)
+        for posts, group in zip(room, groups, strict=True):
+            yield from posts
+            yield from group
+
+    return _rewrite(schedule, rewrite)
+
+
+def _post_of(receive: ReceiveActivation | ReceiveGradient) -> PostReceive:
+    gradient = isinstance(receive, ReceiveGradient)
+    return PostReceive(receive.stage, receive.microbatch, receive.peer, gradient)
+
+
 def forwards_first(schedule: Schedule) -> Schedule:
     """Move every forward before every backward, both in the order they had."""
     return _rewrite(schedule, lambda program: sorted(program, key=_is_backward_half))
@@ -122,7 +170,11 @@ def backward_half(schedule: Schedule) -> Schedule:
 
 
 def _is_backward_half(instruction: Instruction) -> bool:
-    return isinstance(instruction, Recompute | Backward | SendGradient | ReceiveGradient)
+    if isinstance(instruction, PostReceive):
+        return instruction.gradient
+    return isinstance(
+        instruction, Recompute | Backward | SendGradient | ReceiveGradient | ReduceGradients
+    )
 
 
 def _rewrite(schedule: Schedule, rewrite: Callable[[Program], Iterable[Instruction]]) -> Schedule:

@@ -5,12 +5,15 @@
     0f3       Forward(0, 3), inputs kept     1F3<0     ReceiveActivation(1, 3, peer=0)
     0R3       Recompute(0, 3)                1B3>0     SendGradient(1, 3, peer=0)
     0B3       Backward(0, 3)                 0B3<1     ReceiveGradient(0, 3, peer=1)
-    0U        CommitStatistics(0)
+    0U        CommitStatistics(0)            1F3?0     PostReceive(1, 3, peer=0, gradient=False)
+    0G        ReduceGradients(0)             0B3?1     PostReceive(0, 3, peer=1, gradient=True)
 
 The first number is the stage that acts, the number after the letter the micro-batch.
 """
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import assert_never
 
 from penstock.errors import ScheduleError
@@ -20,20 +23,23 @@ from .ir import (
     CommitStatistics,
     Forward,
     Instruction,
+    PostReceive,
     ReceiveActivation,
     ReceiveGradient,
     Recompute,
+    ReduceGradients,
     Schedule,
     SendActivation,
     SendGradient,
 )
 
 _WORD = re.compile(
-    r"(?P<stage>\d+)(?:U|(?P<op>[FfRB])(?P<microbatch>\d+)(?:(?P<arrow>[<>])(?P<peer>\d+))?)"
+    r"(?P<stage>\d+)(?:(?P<once>[UG])|"
+    r"(?P<op>[FfRB])(?P<microbatch>\d+)(?:(?P<arrow>[<>?])(?P<peer>\d+))?)"
 )
 
 
-def instruction_to_text(instruction: Instruction) -> str:  # noqa: C901 - one flat match
+def instruction_to_text(instruction: Instruction) -> str:  # noqa: C901, PLR0912 - one flat match
     """Write one instruction as one word."""
     match instruction:
         case Forward(s, i, keep_graph):
@@ -52,17 +58,21 @@ def instruction_to_text(instruction: Instruction) -> str:  # noqa: C901 - one fl
             return f"{s}B{i}<{peer}"
         case CommitStatistics(s):
             return f"{s}U"
+        case PostReceive(s, i, peer, gradient):
+            return f"{s}{'B' if gradient else 'F'}{i}?{peer}"
+        case ReduceGradients(s):
+            return f"{s}G"
         case _:
             assert_never(instruction)
 
 
-_PEER_INSTRUCTIONS: dict[
-    str, type[SendActivation | ReceiveActivation | SendGradient | ReceiveGradient]
-] = {
+_PEER_INSTRUCTIONS: dict[str, Callable[[int, int, int], Instruction]] = {
     "F>": SendActivation,
     "F<": ReceiveActivation,
     "B>": SendGradient,
     "B<": ReceiveGradient,
+    "F?": partial(PostReceive, gradient=False),
+    "B?": partial(PostReceive, gradient=True),
 }
 
 
@@ -79,7 +89,7 @@ def parse_instruction(word: str) -> Instruction:
         )
     stage, op = int(found["stage"]), found["op"]
     if op is None:
-        return CommitStatistics(stage)
+        return CommitStatistics(stage) if found["once"] == "U" else ReduceGradients(stage)
     microbatch = int(found["microbatch"])
     if found["arrow"]:
         kind = _PEER_INSTRUCTIONS.get(op + found["arrow"])

@@ -13,10 +13,12 @@ from .ir import (
     CommitStatistics,
     Forward,
     Instruction,
+    PostReceive,
     Program,
     ReceiveActivation,
     ReceiveGradient,
     Recompute,
+    ReduceGradients,
     Schedule,
     SendActivation,
     SendGradient,
@@ -50,8 +52,9 @@ def verify(
     rank; values are received before use and sent once along each of `edges`, in the same order at
     both ends; a Recompute stands between a Forward that dropped its graph and its Backward; the
     forwards and the backwards of a stage come in micro-batch order (the order in which an unsplit
-    model accumulates gradients and updates buffers); no rank waits for ever; at most `max_live`
-    micro-batches are alive on any stage.
+    model accumulates gradients and updates buffers); receives are posted before they stand,
+    gradients added up over replicas after the last backward, each at most once; no rank waits for
+    ever; at most `max_live` micro-batches are alive on any stage.
 
     Raises:
         ScheduleError: one of these does not hold; shows the schedule with the spot marked.
@@ -144,6 +147,7 @@ class _RankState:
         self._done: set[Instruction] = set()
         self._dropped: set[Pair] = set()
         self._committed: set[int] = set()
+        self._reduced: set[int] = set()
         self._forwards: Counter[int] = Counter()
         self._backwards: Counter[int] = Counter()
 
@@ -152,7 +156,7 @@ class _RankState:
         self._done.add(instruction)
         return problem
 
-    def _problem(self, instruction: Instruction) -> str | None:
+    def _problem(self, instruction: Instruction) -> str | None:  # noqa: C901 - one flat match
         match instruction:
             case Forward(s, i, keep_graph):
                 return self._forward(s, i, keep_graph)
@@ -166,6 +170,10 @@ class _RankState:
                 return self._gradient(s, i, peer)
             case CommitStatistics(s):
                 return self._commit(s)
+            case PostReceive(s, i, peer, gradient):
+                return self._post(s, i, peer, gradient)
+            case ReduceGradients(s):
+                return self._reduce(s)
             case ReceiveActivation() | ReceiveGradient():
                 return None
             case _:
@@ -190,6 +198,8 @@ class _RankState:
         return None
 
     def _backward(self, s: int, i: int) -> str | None:
+        if s in self._reduced:
+            return "a backward runs after the gradients of its stage were added up over replicas"
         if i >= self._forwards[s]:
             return "its Forward has not run"
         if i != self._backwards[s]:
@@ -217,6 +227,18 @@ class _RankState:
         if s in self._committed:
             return "its statistics are committed twice"
         self._committed.add(s)
+        return None
+
+    def _post(self, s: int, i: int, peer: int, gradient: bool) -> str | None:
+        if PostReceive(s, i, peer, gradient) in self._done:
+            return "it is posted twice"
+        receive = (ReceiveGradient if gradient else ReceiveActivation)(s, i, peer)
+        return "its receive stands before it" if receive in self._done else None
+
+    def _reduce(self, s: int) -> str | None:
+        if s in self._reduced:
+            return "its gradients are added up twice"
+        self._reduced.add(s)
         return None
 
     def _missing(self, needed: Iterable[Instruction]) -> str | None:

@@ -19,7 +19,8 @@ PerEdge = Seconds | Mapping[tuple[int, int], Seconds]
 class Costs:
     """Seconds of a stage's forward, backward and recompute of one micro-batch, and of a transfer.
 
-    `transfer_s` is from the end of a send to the earliest end of its receive.
+    `transfer_s` is from the end of a send to the earliest end of its receive, `reduce_s` what
+    adding up a stage's gradients over replicas takes after its last backward.
 
     Raises:
         ConfigError: a cost is negative.
@@ -29,6 +30,7 @@ class Costs:
     backward_s: PerStage
     recompute_s: PerStage
     transfer_s: PerEdge = field(default=0, hash=False)
+    reduce_s: PerStage = 0
 
     def __post_init__(self) -> None:
         for name, value in self._numbers():
@@ -36,7 +38,7 @@ class Costs:
                 raise ConfigError(f"{name} is {value}: no instruction takes less than 0 seconds.")
 
     def _numbers(self) -> Iterator[tuple[str, Seconds]]:
-        for name in ("forward_s", "backward_s", "recompute_s", "transfer_s"):
+        for name in ("forward_s", "backward_s", "recompute_s", "transfer_s", "reduce_s"):
             given: PerStage | PerEdge = getattr(self, name)
             if isinstance(given, Mapping):
                 yield from ((f"{name}[{edge}]", value) for edge, value in given.items())

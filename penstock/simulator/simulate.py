@@ -7,9 +7,11 @@ from penstock.schedules.ir import (
     CommitStatistics,
     Communication,
     Forward,
+    PostReceive,
     ReceiveActivation,
     ReceiveGradient,
     Recompute,
+    ReduceGradients,
     Schedule,
     SendActivation,
     SendGradient,
@@ -21,7 +23,7 @@ from penstock.trace.timeline import Span, Timeline
 from .costs import Costs, per_edge, per_stage
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:  # noqa: C901 - one flat match
     """Price `schedule`: each rank runs its program in order and starts each instruction when free.
 
     A send takes no time; its message arrives `transfer_s` later, and a receive ends no earlier.
@@ -36,6 +38,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     forward_s = per_stage(costs.forward_s, schedule.num_stages, "forward_s")
     backward_s = per_stage(costs.backward_s, schedule.num_stages, "backward_s")
     recompute_s = per_stage(costs.recompute_s, schedule.num_stages, "recompute_s")
+    reduce_s = per_stage(costs.reduce_s, schedule.num_stages, "reduce_s")
     transfer_s = per_edge(costs.transfer_s)
     arrival_s: dict[Message | None, float] = {}
     free_s: list[float] = [0] * schedule.num_ranks
@@ -54,8 +57,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                 arrival_s[sent_message(instruction)] = start + wire_s
             case ReceiveActivation() | ReceiveGradient():
                 end = max(start, arrival_s.pop(awaited_message(instruction)))
-            case CommitStatistics():
+            case CommitStatistics() | PostReceive():
                 pass
+            case ReduceGradients():
+                end = start + reduce_s[instruction.stage]
             case _:
                 assert_never(instruction)
         free_s[rank] = end

@@ -10,9 +10,11 @@ from penstock.schedules.ir import (
     Backward,
     CommitStatistics,
     Forward,
+    PostReceive,
     ReceiveActivation,
     ReceiveGradient,
     Recompute,
+    ReduceGradients,
     SendActivation,
     SendGradient,
 )
@@ -26,9 +28,10 @@ from .units import percent_text, unit_for
 class StageTimes:
     """Seconds of one stage in one step; they add up to the step on a rank with one stage.
 
-    `wait_s` is spent on moving messages: in sends, and in receives after their message was sent
-    (transfer and wake-up).  `bubble_s` is the rest of the step.  A rank with several stages counts
-    idle time for the stage that runs next, and for the one that ran last at the end.
+    `wait_s` is spent on moving messages: in sends, in receives after their message was sent
+    (transfer and wake-up), and in adding up gradients over replicas.  `bubble_s` is the rest of
+    the step.  A rank with several stages counts idle time for the stage that runs next, and for
+    the one that ran last at the end.
     """
 
     stage: int
@@ -131,7 +134,9 @@ class _Totals:
             case SendActivation() | SendGradient() | ReceiveActivation() | ReceiveGradient():
                 self.wait_s += wait_s
                 self.bubble_s += span.duration_s - wait_s
-            case CommitStatistics():
+            case ReduceGradients():
+                self.wait_s += span.duration_s
+            case CommitStatistics() | PostReceive():
                 self.bubble_s += span.duration_s
             case _:
                 assert_never(span.instruction)

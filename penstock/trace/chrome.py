@@ -9,9 +9,11 @@ from penstock.schedules.ir import (
     CommitStatistics,
     Forward,
     Instruction,
+    PostReceive,
     ReceiveActivation,
     ReceiveGradient,
     Recompute,
+    ReduceGradients,
     SendActivation,
     SendGradient,
 )
@@ -89,7 +91,9 @@ def _counters(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
         }
 
 
-def _description(instruction: Instruction) -> tuple[str, str, dict[str, int | bool]]:
+def _description(  # noqa: C901 - one flat match
+    instruction: Instruction,
+) -> tuple[str, str, dict[str, int | bool]]:
     """Give an instruction's category, short name and arguments other than its stage."""
     match instruction:
         case Forward(_, i, keep_graph):
@@ -106,5 +110,13 @@ def _description(instruction: Instruction) -> tuple[str, str, dict[str, int | bo
             return "receive", name, {"microbatch": i, "peer": peer}
         case CommitStatistics():
             return "statistics", "CommitStatistics", {}
+        case PostReceive(_, i, peer, gradient):
+            return (
+                "receive",
+                f"PostReceive {i} from {peer}",
+                {"microbatch": i, "gradient": gradient},
+            )
+        case ReduceGradients():
+            return "reduce", "ReduceGradients", {}
         case _:
             assert_never(instruction)

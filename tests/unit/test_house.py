@@ -18,8 +18,10 @@ LAYERS = (
     {"model"},
     {"costs"},
     {"planner"},
+    {"mesh"},
     {"runtime"},
     {"arguments"},
+    {"cut"},
     {"pipeline"},
     {"equality"},
     {"checkpoint"},
@@ -39,8 +41,9 @@ LAYERS = (
     ┌──────────────────────┘
     └► costs                      WHAT IT COSTS
           └► planner              WHO
+               └► mesh            WHO TAKES PART
                └► runtime         DO
-                    └► arguments
+                    └► arguments  cut
                     └► pipeline   the front door
                          └► equality
     ┌─────────────────────────┘

@@ -15,6 +15,9 @@ from penstock.schedules.walk import Message
 class AbstractChannels(ABC):
     """The messages of one run.  Both sides name a message by the same four values."""
 
+    def post(self, message: Message) -> None:  # noqa: B027 - nothing to do is the usual answer
+        """Get ready for `message`, which will be received soon."""
+
     @abstractmethod
     def send(self, message: Message, payload: Any) -> None:
         """Hand `payload` over; never waits."""

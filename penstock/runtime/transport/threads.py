@@ -2,12 +2,14 @@
 
 import threading
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
 import torch
 
 from penstock.errors import WaitTimeout
+from penstock.runtime.devices import num_cores
 from penstock.runtime.executor import Executor
 from penstock.schedules.ir import Instruction
 from penstock.schedules.text import instruction_to_text
@@ -19,10 +21,15 @@ _ABORT = object()
 
 
 class _Queues(AbstractChannels):
-    """One queue per direction of an edge; messages leave it in the order they were sent."""
+    """One queue per direction of an edge; messages leave it in the order they were sent.
 
-    def __init__(self, work: Work, timeout_s: float) -> None:
+    `turns` are held by ranks that run, and given back while they wait: no more ranks run at once
+    than the cores can carry, for Python's lock makes many that do slower than a few.
+    """
+
+    def __init__(self, work: Work, timeout_s: float, turns: AbstractContextManager[Any]) -> None:
         self._timeout_s = timeout_s
+        self.turns = turns
         self._run = work.run
         messages = (sent_message(instruction) for _, instruction in work.schedule)
         self._queues: dict[tuple[bool, int, int], SimpleQueue[Any]] = {
@@ -33,8 +40,21 @@ class _Queues(AbstractChannels):
         self._queues[message[:3]].put((message[3], payload))
 
     def receive(self, message: Message, instruction: Instruction) -> Any:
+        queue = self._queues[message[:3]]
         try:
-            item = self._queues[message[:3]].get(timeout=self._timeout_s)
+            item = queue.get_nowait()
+        except Empty:
+            item = self._wait(queue, message, instruction)
+        if item is _ABORT:
+            raise Stopped
+        microbatch, payload = item
+        assert microbatch == message[3], "verified: both ends of an edge keep the same order"
+        return payload
+
+    def _wait(self, queue: "SimpleQueue[Any]", message: Message, instruction: Instruction) -> Any:
+        self.turns.__exit__(None, None, None)
+        try:
+            return queue.get(timeout=self._timeout_s)
         except Empty:
             is_gradient, source, target, microbatch = message
             what = "gradient" if is_gradient else "activation"
@@ -44,11 +64,8 @@ class _Queues(AbstractChannels):
                 f"from stage {source}, which did not send it. If one layer may take that long, "
                 "raise timeout_s"
             ) from None
-        if item is _ABORT:
-            raise Stopped
-        microbatch, payload = item
-        assert microbatch == message[3], "verified: both ends of an edge keep the same order"
-        return payload
+        finally:
+            self.turns.__enter__()
 
     def abort(self) -> None:
         """Wake every rank that waits."""
@@ -70,7 +87,7 @@ class ThreadTransport(AbstractTransport):
 
     def drive(self, work: Work) -> None:
         self._start(work.schedule.num_ranks)
-        channels = _Queues(work, self._timeout_s)
+        channels = _Queues(work, self._timeout_s, self._turns(work))
         done: SimpleQueue[None] = SimpleQueue()
         jobs = [
             _Job(work, Executor(rank, program, work.stages, work.run, channels), channels, done)
@@ -93,6 +110,13 @@ class ThreadTransport(AbstractTransport):
             raise
         if work.run.failure is not None:
             _raise_failure(work)
+
+    def _turns(self, work: Work) -> AbstractContextManager[Any]:
+        most = max(1, num_cores() // self._num_threads)
+        on_gpu = any(stage.device.is_cuda for stage in work.stages.values())
+        if on_gpu or work.schedule.num_ranks <= most:
+            return nullcontext()
+        return threading.Semaphore(most)
 
     def close(self) -> None:
         if self._finalizer is not None:
@@ -169,7 +193,7 @@ class _Job:
             self._done.put(None)
 
     def _run(self) -> None:
-        with self._work.caller.entered():
+        with self._work.caller.entered(), self._channels.turns:
             self._executor.execute_all()
         self._executor.finish()
 

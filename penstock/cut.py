@@ -1,0 +1,87 @@
+"""Where a pipeline's layers are cut: as given, by parameter counts, or by measured time."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock.costs.measure import measure_layers
+from penstock.mesh import Mesh
+from penstock.mesh.agreement import require_same
+from penstock.model.layers import Layers
+from penstock.planner.partition import balance
+
+_BY_COUNTS = "balanced by parameter counts"
+
+
+class Cut:
+    """The partition of `layers`, and how it was found."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        num_stages: int,
+        partition: Sequence[int] | None,
+        num_threads: int,
+    ) -> None:
+        self._layers, self._num_threads = layers, num_threads
+        self._can_improve = partition is None and num_stages > 1
+        counts = layers.parameter_counts()
+        self.partition = tuple(partition or balance(counts, num_stages))
+        self.how = "as given" if partition is not None else ""
+        if self._can_improve:
+            self.how = f"{_BY_COUNTS}, until the first batch is measured"
+
+    def measure(self, part: Any) -> bool:
+        """Balance by the measured time of one micro-batch, the first time that one is at hand.
+
+        Returns:
+            Whether the partition is another one now.
+        """
+        if not self._can_improve or part is None:
+            return False
+        self._can_improve = False
+        costs_s = measure_layers(self._layers, part, self._num_threads)
+        before, self.partition = self.partition, balance(costs_s, len(self.partition))
+        stage_s = [sum(costs_s[i] for i in row) for row in _rows(self.partition)]
+        self.how = (
+            f"balanced by measured time: slowest stage {max(stage_s) * 1e3:.3g} ms a micro-batch, "
+            f"{max(stage_s) * len(stage_s) / sum(stage_s):.2f} times the mean"
+        )
+        return self.partition != before
+
+    def settle(self, mesh: Mesh, part: Any, facts: Mapping[str, Any]) -> None:
+        """Decide for all processes of a mesh, for good: each then keeps its own layers only.
+
+        Rank 0 measures if it has a micro-batch and layers with values.
+
+        Raises:
+            ConfigError: the processes differ in their layers, or in other `facts`.
+        """
+        layers = [(step.name, type(step.module).__name__) for step in self._layers]
+        counts = self._layers.parameter_counts()
+        require_same(
+            "Pipeline",
+            {"layers": layers, "parameters": counts, "partition": self.partition, **facts},
+        )
+        modules = [step.module for step in self._layers]
+        tensors = chain.from_iterable(chain(m.parameters(), m.buffers()) for m in modules)
+        if mesh.is_first_rank and not any(t.is_meta for t in tensors):
+            self.measure(part)
+        if self._can_improve:
+            self.how = _BY_COUNTS
+        self._can_improve = False
+        decided: list[Any] = [self.partition, self.how]
+        assert mesh.background is not None
+        mesh.background.run(
+            lambda: dist.broadcast_object_list(decided, src=0), "for the partition of the layers"
+        )
+        self.partition, self.how = decided
+
+
+def _rows(partition: Sequence[int]) -> Iterator[range]:
+    start = 0
+    for count in partition:
+        yield range(start, start + count)
+        start += count

@@ -1,0 +1,36 @@
+"""What all processes must have in common: compared at the start, the first difference named."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock.errors import ConfigError
+
+
+def require_same(where: str, fields: Mapping[str, Any]) -> None:
+    """See that every process gives the same `fields`.
+
+    Raises:
+        ConfigError: on every process alike; names the first field that differs, with each value.
+    """
+    mine = {name: repr(value) for name, value in fields.items()}
+    everyone: list[dict[str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for name in mine:
+        values = [facts[name] if facts is not None else "?" for facts in everyone]
+        if len(set(values)) > 1:
+            raise ConfigError(
+                f"{where}: the processes do not agree on {name}: {_by_value(values)}. Start all "
+                "of them with the same script, arguments and versions"
+            )
+
+
+def _by_value(values: list[str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return "; ".join(
+        f"{value} on rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"
+        for value, who in ranks.items()
+    )

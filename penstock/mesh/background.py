@@ -1,0 +1,106 @@
+"""Threads that wait for the network, so that the main thread can stop waiting when a peer fails.
+
+receives  one message after the other, in the order the program wants them
+sends     until each is delivered; its buffers are free then
+controls  collectives of a few numbers
+"""
+
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from penstock.errors import WaitTimeout
+
+from .watch import Watch
+
+
+class Slot:
+    """Where the outcome of a job appears."""
+
+    def __init__(self) -> None:
+        self._outcome: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
+
+    def succeed(self, result: Any) -> None:
+        self._outcome.put((True, result))
+
+    def fail(self, error: BaseException) -> None:
+        self._outcome.put((False, error))
+
+    def get(self, timeout_s: float) -> Any:
+        """Give the outcome.
+
+        Raises:
+            Empty: there is none within `timeout_s`.
+            BaseException: what the job raised, or the watch found out.
+        """
+        good, outcome = self._outcome.get(timeout=timeout_s)
+        if good:
+            return outcome
+        raise outcome
+
+
+class Background:
+    """The three threads of a process."""
+
+    def __init__(self, watch: Watch, timeout_s: float) -> None:
+        self.watch = watch
+        self.timeout_s = timeout_s
+        self.receives = _Worker("receives", watch)
+        self.sends = _Worker("sends", watch)
+        self.controls = _Worker("controls", watch)
+
+    def wait(self, slot: Slot, what: str) -> Any:
+        """Wait for a job's outcome; `what` completes "rank 1 (stage 1) waited for ...".
+
+        Raises:
+            PeerError: another process failed, or is gone.
+            WaitTimeout: there is no outcome within the deadline.
+        """
+        try:
+            return slot.get(self.timeout_s)
+        except Empty:
+            error = WaitTimeout(self.watch.late(what, self.timeout_s))
+            self.watch.report(error)
+            raise error from None
+        except RuntimeError as error:
+            raise self.watch.explain(error, what) from error
+
+    def run(self, job: Callable[[], Any], what: str) -> Any:
+        """Run a small collective, and wait for it."""
+        return self.wait(self.controls.submit(job), what)
+
+    def close(self) -> None:
+        """End the threads; one that is stuck is left behind."""
+        for worker in (self.receives, self.sends, self.controls):
+            worker.close()
+
+
+class _Worker:
+    """A thread that runs jobs in the order they come."""
+
+    def __init__(self, name: str, watch: Watch) -> None:
+        self._watch = watch
+        self._jobs: SimpleQueue[tuple[Callable[[], Any], Slot] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name=f"penstock-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], Any]) -> Slot:
+        slot = Slot()
+        self._watch.wake_on_failure(slot)
+        self._jobs.put((job, slot))
+        return slot
+
+    def _serve(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, slot = item
+            try:
+                slot.succeed(job())
+            except BaseException as error:
+                slot.fail(error)
+            self._watch.forget(slot)
+            del item, job, slot
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(timeout=5.0)

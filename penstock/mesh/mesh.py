@@ -1,0 +1,232 @@
+"""The mesh: K stages by D replicas, one process for each place, or all in one process.
+
+    rank = replica * K + stage            replica 0:   0 ──► 1 ──► 2
+                                          replica 1:   3 ──► 4 ──► 5
+
+Stages that talk to each other are neighbours in rank, and so mostly on one host.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from platform import python_version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from penstock.errors import ConfigError, MeshError
+
+from .agreement import require_same
+from .background import Background
+from .watch import Watch
+
+REPLICA, STAGE = "replica", "stage"
+DEFAULT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mesh:
+    """Who runs which stage of which replica.
+
+    `stage` and `replica` are this process's place.  `device_mesh` has the axes `replica` and
+    `stage`; it is None where all stages run in this process, each in a thread of its own.
+    """
+
+    num_stages: int
+    num_replicas: int
+    timeout_s: float
+    rank: int = 0
+    device: torch.device | None = None
+    device_mesh: DeviceMesh | None = None
+    watch: Watch | None = None
+    background: Background | None = None
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the stages are in several processes."""
+        return self.device_mesh is not None
+
+    @property
+    def world_size(self) -> int:
+        """Processes that take part."""
+        return self.num_stages * self.num_replicas if self.is_distributed else 1
+
+    @property
+    def stage(self) -> int:
+        """The stage that this process runs; 0 where it runs all."""
+        return self.rank % self.num_stages if self.is_distributed else 0
+
+    @property
+    def replica(self) -> int:
+        """The replica of the pipeline that this process belongs to."""
+        return self.rank // self.num_stages if self.is_distributed else 0
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process is the one that logs and saves."""
+        return self.rank == 0
+
+    def rank_of(self, stage: int) -> int:
+        """Give the rank that runs `stage` of this process's replica."""
+        return self.replica * self.num_stages + stage
+
+    def group(self, axis: str) -> Any:
+        """Give the process group of this process along `axis`."""
+        assert self.device_mesh is not None
+        return self.device_mesh.get_group(axis)
+
+    def close(self) -> None:
+        """Leave the mesh: end its threads and process groups."""
+        if self.background is not None:
+            self.background.close()
+        if self.watch is not None:
+            self.watch.close()
+        if self.is_distributed and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> "Mesh":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        place = f"rank {self.rank} of {self.world_size}: stage {self.stage}"
+        if self.num_replicas > 1:
+            place += f" of replica {self.replica}"
+        where = place if self.is_distributed else "all in this process"
+        return f"Mesh({self.num_stages} stages x {self.num_replicas} replicas, {where})"
+
+
+def init_mesh(
+    num_stages: int | None = None,
+    num_replicas: int = 1,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    device: torch.device | str | None = None,
+) -> Mesh:
+    """Find out who takes part, and give this process its place.
+
+    Under torchrun (or wherever RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) each process
+    runs one stage of one replica: gloo between CPUs, NCCL between GPUs.  Without, this process
+    runs all stages, each in a thread.
+
+    Args:
+        num_stages: K; default: as many as processes divided by `num_replicas`, or 1 without
+            torchrun.
+        num_replicas: D, copies of the pipeline that share each mini-batch's samples.
+        timeout_s: deadline of every wait between processes, in seconds.
+        device: what this process computes on; default: GPU number LOCAL_RANK if there is one, else
+            the CPU.
+
+    Raises:
+        ConfigError: the number of processes is not K x D, or the processes were given different
+            arguments or run different versions of Python, torch or Penstock.
+        MeshError: the processes do not find each other in time.
+    """
+    _check_counts(num_stages, num_replicas)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1 and not dist.is_initialized():
+        if num_replicas != 1:
+            raise ConfigError(
+                f"num_replicas={num_replicas}, but this is a single process; replicas are "
+                "processes: start the script with torchrun --nproc-per-node "
+                f"{num_replicas * (num_stages or 1)}"
+            )
+        return Mesh(num_stages or 1, 1, timeout_s)
+    place = torch.device(device) if device is not None else _default_device()
+    _join(place, timeout_s)
+    world_size = dist.get_world_size()
+    watch = Watch.start(dist.get_rank(), world_size, timeout_s)
+    require_same(
+        "init_mesh",
+        {
+            "num_stages": num_stages,
+            "num_replicas": num_replicas,
+            "timeout_s": timeout_s,
+            "kind of device": place.type,
+            "version of torch": torch.__version__,
+            "version of Penstock": _version(),
+            "version of Python": python_version(),
+        },
+    )
+    stages = num_stages if num_stages is not None else world_size // num_replicas
+    if stages * num_replicas != world_size:
+        raise ConfigError(
+            f"{stages} stages x {num_replicas} replicas are {stages * num_replicas} processes, "
+            f"but {world_size} were started; start {stages * num_replicas} "
+            "(torchrun --nnodes N --nproc-per-node P with N x P as many), or change num_stages or "
+            "num_replicas"
+        )
+    device_mesh = init_device_mesh(
+        place.type, (num_replicas, stages), mesh_dim_names=(REPLICA, STAGE)
+    )
+    watch.name_ranks(
+        [
+            f"stage {rank % stages}" + _of_replica(rank // stages, num_replicas)
+            for rank in range(world_size)
+        ]
+    )
+    return Mesh(
+        stages,
+        num_replicas,
+        timeout_s,
+        rank=dist.get_rank(),
+        device=place,
+        device_mesh=device_mesh,
+        watch=watch,
+        background=Background(watch, timeout_s),
+    )
+
+
+def _of_replica(replica: int, num_replicas: int) -> str:
+    return f" of replica {replica}" if num_replicas > 1 else ""
+
+
+def _check_counts(num_stages: int | None, num_replicas: int) -> None:
+    for name, value in (("num_stages", num_stages), ("num_replicas", num_replicas)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"{name}={value!r}; it must be a whole number of at least 1")
+
+
+def _default_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    if number >= torch.cuda.device_count():
+        raise ConfigError(
+            f"LOCAL_RANK is {number}, but this host has {torch.cuda.device_count()} GPUs; start "
+            "fewer processes per node, or pass device="
+        )
+    return torch.device("cuda", number)
+
+
+def _join(device: torch.device, timeout_s: float) -> None:
+    if dist.is_initialized():
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise MeshError(
+            f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} did not find the "
+            f"others at {address} within {timeout_s:g} s: {_first_line(error)}. See that all "
+            "processes run, that this host reaches that address (MASTER_ADDR, firewall), that the "
+            "port is free on it (MASTER_PORT), and that GLOO_SOCKET_IFNAME names the right "
+            "interface"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def _version() -> str:
+    version: str = sys.modules[__name__.partition(".")[0]].__version__
+    return version

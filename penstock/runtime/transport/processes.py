@@ -1,0 +1,98 @@
+"""Processes: each runs one rank's program; values travel by torch.distributed.
+
+main thread    the program: compute, begin sends, wait for receives that were posted early
+background     receives, one after the other; sends, until they are delivered
+"""
+
+from functools import partial
+
+import torch
+
+from penstock.mesh import Mesh
+from penstock.mesh.background import Background, Slot
+from penstock.model.pytree import from_template, template
+from penstock.runtime.executor import Executor
+from penstock.runtime.run import Activation, Gradient
+from penstock.schedules.ir import Instruction
+from penstock.schedules.text import instruction_to_text
+from penstock.schedules.walk import Message
+
+from .base import AbstractChannels, AbstractTransport, Work
+from .link import Incoming, Outgoing, Parcel
+
+
+class _Peers(AbstractChannels):
+    """The messages of one process; its links to others outlive a run."""
+
+    def __init__(self, mesh: Mesh, background: Background) -> None:
+        self._mesh, self._background = mesh, background
+        self._incoming: dict[tuple[bool, int], Incoming] = {}
+        self._outgoing: dict[tuple[bool, int], Outgoing] = {}
+        self._posted: dict[Message, Slot] = {}
+
+    def post(self, message: Message) -> None:
+        is_gradient, source, _, microbatch = message
+        key = (is_gradient, source)
+        if key not in self._incoming:
+            self._incoming[key] = Incoming(self._mesh, source, channel=int(is_gradient))
+        job = partial(self._incoming[key].receive, microbatch)
+        self._posted[message] = self._background.receives.submit(job)
+
+    def send(self, message: Message, payload: Activation | Gradient) -> None:
+        is_gradient, _, target, microbatch = message
+        key = (is_gradient, target)
+        if key not in self._outgoing:
+            self._outgoing[key] = Outgoing(self._mesh, target, channel=int(is_gradient))
+        self._outgoing[key].send(_pack(payload), microbatch)
+
+    def receive(self, message: Message, instruction: Instruction) -> Activation | Gradient:
+        if message not in self._posted:
+            self.post(message)
+        is_gradient, source, _, microbatch = message
+        what = "gradient" if is_gradient else "activation"
+        parcel: Parcel = self._background.wait(
+            self._posted.pop(message),
+            f"at {instruction_to_text(instruction)} for the {what} of micro-batch {microbatch} "
+            f"from stage {source}",
+        )
+        return _unpack(parcel)
+
+
+def _pack(payload: Activation | Gradient) -> Parcel:
+    if isinstance(payload, Gradient):
+        return Parcel(payload.leaves, None)
+    about = (payload.wants_grad, template(payload.structure), payload.aliases)
+    return Parcel(payload.leaves, about)
+
+
+def _unpack(parcel: Parcel) -> Activation | Gradient:
+    if parcel.about is None:
+        return Gradient(parcel.tensors)
+    wants_grad, form, aliases = parcel.about
+    leaves = tuple(tensor for tensor in parcel.tensors if tensor is not None)
+    return Activation(leaves, wants_grad, from_template(form), aliases)
+
+
+class ProcessTransport(AbstractTransport):
+    """Runs this process's program in the calling thread; the other programs run elsewhere."""
+
+    def __init__(self, mesh: Mesh, num_threads: int) -> None:
+        assert mesh.background is not None
+        self._mesh, self._num_threads = mesh, num_threads
+        self._channels = _Peers(mesh, mesh.background)
+
+    def drive(self, work: Work) -> None:
+        rank = self._mesh.stage
+        program = work.schedule.programs[rank]
+        executor = Executor(rank, program, work.stages, work.run, self._channels)
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(self._num_threads)
+        try:
+            with work.caller.entered():
+                executor.execute_all()
+        finally:
+            torch.set_num_threads(num_threads)
+        executor.finish()
+
+    def close(self) -> None:
+        """The mesh owns what there is to give back."""

@@ -1,0 +1,106 @@
+"""What each process of an equality test runs: train every case, and leave its results in a file.
+
+python -m tests.distributed.equality_job CASES.json FOLDER
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.schedules import ALL_SCHEDULES
+from tests.models import ALL_MODELS, Built, Model
+from tests.reference import split
+
+BY_NAME = {model.name: model for model in ALL_MODELS}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One training run; `num_samples` and `num_microbatches` are of one replica."""
+
+    model: str
+    schedule: str
+    recompute: str
+    num_samples: int
+    num_microbatches: int
+    num_stages: int
+    num_replicas: int = 1
+    steps: int = 3
+
+    def write(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def batches_of(case: Case, model: Model, replica: int) -> list[Any]:
+    """Give a replica's share of the mini-batches: its micro-batches of those of all replicas."""
+    whole = model.batches(case.num_samples * case.num_replicas, case.steps)
+    if case.num_replicas == 1:
+        return whole
+    first = case.num_microbatches * replica
+    shares = []
+    for x, y in whole:
+        parts, _ = split(x, case.num_microbatches * case.num_replicas)
+        wanted, _ = split(y, case.num_microbatches * case.num_replicas)
+        mine = slice(first, first + case.num_microbatches)
+        shares.append((torch.cat(parts[mine]), torch.cat(wanted[mine])))
+    return shares
+
+
+def results(built: Built, losses: list[Tensor]) -> dict[str, Any]:
+    """Gather what a process is left with, by layer number and name."""
+    found: dict[str, Any] = {"losses": losses, "outputs": None}
+    for number, module in enumerate(built.modules):
+        if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+            continue
+        _gather(found, number, module)
+    return found
+
+
+def _gather(found: dict[str, Any], number: int, module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        found[f"gradient {number}.{name}"] = parameter.grad
+    for name, buffer in module.named_buffers():
+        found[f"buffer {number}.{name}"] = buffer
+
+
+def train(case: Case, mesh: penstock.Mesh) -> dict[str, Any]:
+    """Accumulate the gradients of several mini-batches."""
+    model = BY_NAME[case.model]
+    built = model.build()
+    pipe = penstock.Pipeline(
+        built.layers,
+        mesh=mesh,
+        num_microbatches=case.num_microbatches,
+        loss=model.loss,
+        schedule=next(f for f in ALL_SCHEDULES if f.__name__ == case.schedule),
+        recompute=penstock.Recompute(case.recompute),
+        threads_per_stage=1,
+        batch_norm_over_replicas=case.num_replicas > 1,
+    )
+    shares = batches_of(case, model, mesh.replica)
+    losses = [pipe.train_step(*batch) for batch in shares]
+    found = results(built, losses)
+    if model.quiet_in_eval:
+        found["outputs"] = pipe.eval_step(shares[0][0])
+    return found
+
+
+def main() -> None:
+    """Train every case that is asked for."""
+    cases = [Case(**case) for case in json.loads(Path(sys.argv[1]).read_text())]
+    torch.set_num_threads(1)
+    with penstock.init_mesh(
+        cases[0].num_stages, cases[0].num_replicas, timeout_s=60.0, device="cpu"
+    ) as mesh:
+        found = [train(case, mesh) for case in cases]
+        torch.save(found, Path(sys.argv[2]) / f"{mesh.rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

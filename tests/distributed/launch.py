@@ -1,0 +1,87 @@
+"""Start the processes of a job on this machine, and see how each of them ends."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How one process ended; `code` is None if it had to be killed for taking too long."""
+
+    rank: int
+    code: int | None
+    output: str
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Processes that run."""
+
+    processes: list["subprocess.Popen[str]"]
+
+    def wait(self, timeout_s: float) -> list[Ended]:
+        """Wait for all; kill those that do not end in time."""
+        deadline = time.monotonic() + timeout_s
+        ended = []
+        for rank, process in enumerate(self.processes):
+            try:
+                output, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+                ended.append(Ended(rank, process.returncode, output))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                output, _ = process.communicate()
+                ended.append(Ended(rank, None, output))
+        return ended
+
+
+def start(
+    world_size: int, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Job:
+    """Start `python ARGUMENTS` once for each rank, as torchrun would."""
+    port = free_port()
+    common = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size),
+        **(environment or {}),
+    }
+    return Job(
+        [
+            subprocess.Popen(
+                [sys.executable, "-W", "error::UserWarning:penstock", *arguments],
+                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=ROOT,
+            )
+            for rank in range(world_size)
+        ]
+    )
+
+
+def run(world_size: int, arguments: Sequence[str], timeout_s: float = 100.0) -> list[Ended]:
+    """Run a job that must end well."""
+    ended = start(world_size, arguments).wait(timeout_s)
+    bad = [f"--- rank {e.rank}: {e.code}\n{e.output}" for e in ended if e.code != 0]
+    assert not bad, "\n".join(bad)
+    return ended
+
+
+def free_port() -> int:
+    """Find a port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
