@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import schedules as schedules
+    from .checkpoint import export_model as export_model
     from .checkpoint import load_checkpoint as load_checkpoint
     from .checkpoint import save_checkpoint as save_checkpoint
+    from .clip import clip_grad_norm_ as clip_grad_norm_
     from .equality import CheckReport as CheckReport
     from .equality import check as check
     from .errors import PenstockError as PenstockError
@@ -39,6 +41,8 @@ _HOME = {
     "Trace": "penstock.types",
     "Transport": "penstock.types",
     "check": "penstock.equality",
+    "clip_grad_norm_": "penstock.clip",
+    "export_model": "penstock.checkpoint",
     "init_mesh": "penstock.mesh",
     "load_checkpoint": "penstock.checkpoint",
     "save_checkpoint": "penstock.checkpoint",
@@ -57,6 +61,8 @@ __all__ = [
     "Trace",
     "Transport",
     "check",
+    "clip_grad_norm_",
+    "export_model",
     "init_mesh",
     "load_checkpoint",
     "save_checkpoint",

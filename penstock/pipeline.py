@@ -101,7 +101,7 @@ class Pipeline(nn.Module):
         batch_norm_over_replicas: bool = False,
     ) -> None:
         super().__init__()
-        self._layers = as_layers(layers)
+        self._layers, self._mesh = as_layers(layers), mesh
         if mesh is not None:
             num_stages = stages_of_mesh(mesh.num_stages, num_stages, partition)
         self._num_stages = resolve_num_stages(num_stages, partition, len(self._layers))
@@ -147,6 +147,11 @@ class Pipeline(nn.Module):
     def num_stages(self) -> int:
         """K."""
         return self._num_stages
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Who runs what, if that was given."""
+        return self._mesh
 
     @property
     def num_microbatches(self) -> int:

@@ -4,7 +4,8 @@
     optimizer.safetensors   the optimizer's tensors, under "<parameter name>.<state key>"
     state.json              format, digests of the other files, and everything that is no tensor
 
-The folder is written under a hidden name beside its place, forced to the disk, and renamed.
+Many processes write folders model/ and optimizer/ of such files instead, a shard each.  The folder
+is written under a hidden name beside its place, forced to the disk, and renamed.
 """
 
 import hashlib
@@ -12,11 +13,11 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,8 +26,9 @@ from penstock.errors import CheckpointError
 FORMAT = "penstock-checkpoint"
 VERSION = 1
 STATE = "state.json"
-MODEL = "model.safetensors"
-OPTIMIZER = "optimizer.safetensors"
+SUFFIX = ".safetensors"
+MODEL = f"model{SUFFIX}"
+OPTIMIZER = f"optimizer{SUFFIX}"
 UNFINISHED = ".unfinished"
 """How the name of a folder ends while it is being written or deleted."""
 _OTHER_DIGEST = "its digest is not the one noted when it was written"
@@ -45,7 +47,7 @@ def write_folder(
         raise CheckpointError(
             f"{path} exists already and is never overwritten; choose another name"
         )
-    facts = _as_read(facts)
+    facts = jsonable(facts)
     try:
         _write_and_rename(path, tensors, facts)
     except (OSError, SafetensorError) as error:
@@ -63,24 +65,32 @@ def _write_and_rename(
         tempfile.mkdtemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent)
     )
     try:
-        digests = {STATE: _digest_of_facts(facts)}
         for name, content in tensors.items():
             save_file(dict(content), unfinished / name)
-            digests[name] = _digest(unfinished / name)
-        state = {"format": FORMAT, "version": VERSION, "digests": digests, "facts": facts}
-        (unfinished / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-        for file in (*unfinished.iterdir(), unfinished):
-            _force_to_disk(file)
-        unfinished.chmod(0o755)  # mkdtemp makes it private
-        unfinished.rename(path)
-        _force_to_disk(path.parent)
+        finish_folder(unfinished, path, facts)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
 
-def read_facts(path: Path) -> dict[str, Any]:
+def finish_folder(unfinished: Path, path: Path, facts: Mapping[str, Any]) -> None:
+    """Add state.json to a folder that holds all tensors, and give it its name."""
+    files = sorted(file for file in unfinished.rglob("*") if file.is_file())
+    digests = {file.relative_to(unfinished).as_posix(): _digest(file) for file in files}
+    digests[STATE] = _digest_of_facts(facts)
+    state = {"format": FORMAT, "version": VERSION, "digests": digests, "facts": facts}
+    (unfinished / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    for file in (*unfinished.rglob("*"), unfinished):
+        _force_to_disk(file)
+    unfinished.chmod(0o755)  # mkdtemp makes it private
+    unfinished.rename(path)
+    _force_to_disk(path.parent)
+
+
+def read_facts(path: Path, *, check: bool = True) -> dict[str, Any]:
     """Read state.json, and prove by digest that the other files are as they were written.
+
+    With `check` false another process does that.
 
     Raises:
         CheckpointError: not a checkpoint, of another version, incomplete or damaged.
@@ -95,7 +105,7 @@ def read_facts(path: Path) -> dict[str, Any]:
     digests: dict[str, str] = state.get("digests", {})
     if digests.pop(STATE, None) != _digest_of_facts(facts):
         raise _damaged(path, STATE, _OTHER_DIGEST)
-    for name, digest in digests.items():
+    for name, digest in digests.items() if check else ():
         if not (path / name).is_file():
             raise _damaged(path, name, "it is missing")
         if _digest(path / name) != digest:
@@ -121,15 +131,51 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
-    """Read one file of tensors, into CPU memory.
+    """Read a file of tensors, or the folder of shards that stands for it, into CPU memory.
 
     Raises:
         CheckpointError: it is no safetensors file.
     """
-    try:
-        return load_file(path / name)
-    except (OSError, SafetensorError) as error:
-        raise _damaged(path, name, str(error)) from None
+    tensors: dict[str, Tensor] = {}
+    for file in tensor_files(path, name):
+        try:
+            tensors |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise _damaged(path, file.name, str(error)) from None
+    return tensors
+
+
+def read_some(path: Path, name: str, wanted: Container[str]) -> dict[str, Tensor]:
+    """Read like `read_tensors`, but only the tensors whose names are `wanted`.
+
+    Raises:
+        CheckpointError: it is no safetensors file.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in tensor_files(path, name):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                tensors |= {n: opened.get_tensor(n) for n in opened.keys() if n in wanted}  # noqa: SIM118 - it is no dict
+        except (OSError, SafetensorError) as error:
+            raise _damaged(path, file.name, str(error)) from None
+    return tensors
+
+
+def tensor_kinds(path: Path, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Give (type, shape) of each tensor without reading it."""
+    kinds = {}
+    for file in tensor_files(path, name):
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 - it is no dict
+                part = opened.get_slice(key)
+                kinds[key] = (part.get_dtype(), tuple(part.get_shape()))
+    return kinds
+
+
+def tensor_files(path: Path, name: str) -> list[Path]:
+    """Give the files that hold what one process writes as `name`."""
+    shards = path / name.removesuffix(SUFFIX)
+    return sorted(shards.glob(f"*{SUFFIX}")) if shards.is_dir() else [path / name]
 
 
 def remove_folder(path: Path) -> None:
@@ -146,7 +192,7 @@ def _damaged(path: Path, name: str, why: str) -> CheckpointError:
     )
 
 
-def _as_read(facts: Mapping[str, Any]) -> dict[str, Any]:
+def jsonable(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Give the facts as they will be when read back: tuples are lists, all keys strings."""
     try:
         read: dict[str, Any] = json.loads(json.dumps(facts))

@@ -9,10 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
+from penstock.mesh import Mesh
 from penstock.pipeline import Pipeline
 
-from .files import MODEL, OPTIMIZER, read_facts, read_tensors
-from .optimizer_state import check_optimizer, unpack_optimizer
+from .files import MODEL, OPTIMIZER, read_facts, read_some, read_tensors, tensor_kinds
+from .optimizer_state import (
+    check_optimizer,
+    keys_of,
+    only_of,
+    parameter_names,
+    unpack_optimizer,
+)
+from .together import gather_from_stages
 
 _MOST_FAULTS = 100
 
@@ -33,6 +41,9 @@ def load_checkpoint(
             tensor that is missing, unexpected or of another shape or type.
     """
     path = Path(path)
+    mesh = module.mesh if isinstance(module, Pipeline) else None
+    if mesh is not None and mesh.is_distributed:
+        return _load_into_many(path, mesh, module, optimizer)
     facts = read_facts(path)
     tensors = read_tensors(path, MODEL)
     faults = _model_faults(module.state_dict(), tensors)
@@ -46,6 +57,16 @@ def load_checkpoint(
         faults += check_optimizer(optimizer, module, facts["optimizer"], optimizer_tensors)
     if faults:
         raise CheckpointError(_foreign(path, faults))
+    return _put(module, optimizer, facts, tensors, optimizer_tensors)
+
+
+def _put(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    facts: dict[str, Any],
+    tensors: dict[str, Tensor],
+    optimizer_tensors: dict[str, Tensor],
+) -> dict[str, Any]:
     module.load_state_dict(tensors)
     if optimizer is not None:
         unpack_optimizer(optimizer, module, facts["optimizer"], optimizer_tensors)
@@ -55,9 +76,42 @@ def load_checkpoint(
     return state
 
 
+def _load_into_many(
+    path: Path, mesh: Mesh, module: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Any]:
+    """Let each process read what its own stage needs; all of them refuse what one must refuse."""
+    here = module.state_dict()
+    facts, tensors, optimizer_tensors, faults = {}, {}, {}, []
+    try:
+        facts = read_facts(path, check=mesh.is_first_rank)
+        tensors = read_some(path, MODEL, here)
+        faults = [f for f in _model_faults(here, tensors) if not f.endswith(_NOT_IN_MODEL)]
+        if optimizer is not None and facts["optimizer"] is None:
+            raise CheckpointError("it was saved without an optimizer; load it without one")
+        if optimizer is not None:
+            facts["optimizer"] = only_of(facts["optimizer"], parameter_names(module).values())
+            mine = keys_of(parameter_names(module).values(), tensor_kinds(path, OPTIMIZER))
+            optimizer_tensors = read_some(path, OPTIMIZER, mine)
+            faults += check_optimizer(optimizer, module, facts["optimizer"], optimizer_tensors)
+    except CheckpointError as error:
+        faults = [str(error)]
+    parts = gather_from_stages(mesh, (faults, set(here)))
+    faults = [fault for said, _ in parts for fault in said]
+    if not faults:
+        known = set().union(*(names for _, names in parts))
+        there = tensor_kinds(path, MODEL)
+        faults = [f"{name}{_NOT_IN_MODEL}" for name in there if name not in known]
+    if faults:
+        raise CheckpointError(_foreign(path, list(dict.fromkeys(faults))))
+    return _put(module, optimizer, facts, tensors, optimizer_tensors)
+
+
+_NOT_IN_MODEL = " is not in the model"
+
+
 def _model_faults(here: Mapping[str, Any], there: Mapping[str, Tensor]) -> list[str]:
     faults = [f"{name} is missing" for name in here if name not in there]
-    faults += [f"{name} is not in the model" for name in there if name not in here]
+    faults += [f"{name}{_NOT_IN_MODEL}" for name in there if name not in here]
     first_name: dict[tuple[int, torch.Size], str] = {}
     for name in (name for name in here if name in there):
         mine, saved = here[name], there[name]

@@ -1,6 +1,6 @@
 """An optimizer's state by parameter name, so that it does not depend on how the model is cut."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,23 @@ def pack_optimizer(
             target = tensors if isinstance(value, Tensor) else values
             target[f"{names[id(parameter)]}.{key}"] = value
     return tensors, {"kind": type(optimizer).__name__, "groups": groups, "values": values}
+
+
+def only_of(facts: Json, names: Iterable[str]) -> Json:
+    """Give the part of an optimizer's facts that concerns the named parameters."""
+    own = set(names)
+    groups = [
+        {**group, "parameters": [name for name in group["parameters"] if name in own]}
+        for group in facts["groups"]
+    ]
+    values = {k: v for k, v in facts["values"].items() if k.rpartition(".")[0] in own}
+    return {**facts, "groups": groups, "values": values}
+
+
+def keys_of(names: Iterable[str], keys: Iterable[str]) -> set[str]:
+    """Choose the keys "<parameter name>.<state key>" of the named parameters."""
+    own = set(names)
+    return {key for key in keys if key.rpartition(".")[0] in own}
 
 
 def check_optimizer(

@@ -5,13 +5,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
+from penstock.mesh import Mesh
 from penstock.pipeline import Pipeline
 
-from .files import MODEL, OPTIMIZER, write_folder
+from .files import MODEL, OPTIMIZER, UNFINISHED, read_facts, read_tensors, write_folder
 from .optimizer_state import pack_optimizer
+from .together import (
+    MODEL_FOLDER,
+    OPTIMIZER_FOLDER,
+    gather_from_stages,
+    merge_optimizers,
+    write_together,
+)
 
 
 def save_checkpoint(
@@ -27,18 +37,46 @@ def save_checkpoint(
     `load_state_dict` of model.safetensors works.  A pipeline's step count and seed are saved as
     well, for its random streams.  `state` is anything JSON can hold (tuples come back as lists).
 
+    In a mesh of processes all of them call this alike.  Each stage of the first replica writes its
+    own shard; `export_model` makes one file of them.
+
     Raises:
         CheckpointError: `path` exists; `state` is not JSON; the optimizer is not the module's; the
             disk is full or refuses.
     """
+    mesh = module.mesh if isinstance(module, Pipeline) else None
+    if mesh is not None and mesh.is_distributed:
+        _save_from_many(Path(path), mesh, module, optimizer, state)
+        return
     tensors = {MODEL: _storable(module.state_dict())}
-    facts: dict[str, Any] = {"pipeline": None, "optimizer": None, "state": state}
-    if isinstance(module, Pipeline):
-        facts["pipeline"] = {"step": module.step, "seed": module.seed}
+    facts = _facts(module, state)
     if optimizer is not None:
         content, facts["optimizer"] = pack_optimizer(optimizer, module)
         tensors[OPTIMIZER] = _storable(content)
     write_folder(Path(path), tensors, facts)
+
+
+def _facts(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    facts: dict[str, Any] = {"pipeline": None, "optimizer": None, "state": state}
+    if isinstance(module, Pipeline):
+        facts["pipeline"] = {"step": module.step, "seed": module.seed}
+    return facts
+
+
+def _save_from_many(
+    path: Path,
+    mesh: Mesh,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    state: dict[str, Any],
+) -> None:
+    tensors = {MODEL_FOLDER: _storable(module.state_dict())}
+    facts = _facts(module, state)
+    if optimizer is not None:
+        content, mine = pack_optimizer(optimizer, module)
+        tensors[OPTIMIZER_FOLDER] = _storable(content)
+        facts["optimizer"] = merge_optimizers(gather_from_stages(mesh, mine))
+    write_together(mesh, path, tensors, facts)
 
 
 def _storable(tensors: dict[str, Any]) -> dict[str, Tensor]:
@@ -56,3 +94,26 @@ def _storable(tensors: dict[str, Any]) -> dict[str, Tensor]:
         result[name] = plain.clone() if storage in seen else plain
         seen.add(storage)
     return result
+
+
+def export_model(path: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
+    """Write the model of a checkpoint, however many shards it is in, as one safetensors file.
+
+    The unsplit model loads it with a plain `load_state_dict`.
+
+    Raises:
+        CheckpointError: `path` is no checkpoint, or damaged; `file` exists or cannot be written.
+    """
+    target = Path(file)
+    if target.exists():
+        raise CheckpointError(
+            f"{target} exists already and is never overwritten; choose another name"
+        )
+    read_facts(Path(path))
+    unfinished = target.with_name(f".{target.name}{UNFINISHED}")
+    try:
+        save_file(read_tensors(Path(path), MODEL), unfinished)
+        unfinished.rename(target)
+    except (OSError, SafetensorError) as error:
+        unfinished.unlink(missing_ok=True)
+        raise CheckpointError(f"cannot write {target}: {error}") from error

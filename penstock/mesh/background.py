@@ -14,6 +14,9 @@ from penstock.errors import WaitTimeout
 
 from .watch import Watch
 
+_PATIENCE_S = 1.0
+"""How long to wait for a thread to end."""
+
 
 class Slot:
     """Where the outcome of a job appears."""
@@ -71,9 +74,14 @@ class Background:
         return self.wait(self.controls.submit(job), what)
 
     def close(self) -> None:
-        """End the threads; one that is stuck is left behind."""
+        """End the threads, but for one that is stuck in a wait for a peer that failed."""
         for worker in (self.receives, self.sends, self.controls):
             worker.close()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all threads have ended."""
+        return not any(w.is_alive for w in (self.receives, self.sends, self.controls))
 
 
 class _Worker:
@@ -103,4 +111,8 @@ class _Worker:
 
     def close(self) -> None:
         self._jobs.put(None)
-        self._thread.join(timeout=5.0)
+        self._thread.join(timeout=_PATIENCE_S)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()

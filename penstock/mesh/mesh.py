@@ -6,6 +6,8 @@
 Stages that talk to each other are neighbours in rank, and so mostly on one host.
 """
 
+import atexit
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -79,13 +81,19 @@ class Mesh:
         return self.device_mesh.get_group(axis)
 
     def close(self) -> None:
-        """Leave the mesh: end its threads and process groups."""
-        if self.background is not None:
-            self.background.close()
-        if self.watch is not None:
-            self.watch.close()
-        if self.is_distributed and dist.is_initialized():
+        """Leave the mesh: end its threads and process groups; also done when the process ends."""
+        if self.background is None or self.watch is None:
+            return
+        self.background.close()
+        self.watch.close()
+        if self.is_clean and dist.is_initialized():
             dist.destroy_process_group()
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether, once closed, none of its threads still waits for a peer that failed."""
+        threads = (self.background, self.watch)
+        return all(thread is None or thread.has_ended for thread in threads)
 
     def __enter__(self) -> "Mesh":
         return self
@@ -170,7 +178,8 @@ def init_mesh(
             for rank in range(world_size)
         ]
     )
-    return Mesh(
+    background = Background(watch, timeout_s)
+    mesh = Mesh(
         stages,
         num_replicas,
         timeout_s,
@@ -178,8 +187,25 @@ def init_mesh(
         device=place,
         device_mesh=device_mesh,
         watch=watch,
-        background=Background(watch, timeout_s),
+        background=background,
     )
+    atexit.register(_leave, mesh)
+    return mesh
+
+
+def _leave(mesh: Mesh) -> None:
+    """Close the mesh when the process ends.
+
+    A thread that still waits for a peer that failed would crash the interpreter if it woke while
+    that goes down; the process then ends here, and not well.
+    """
+    mesh.close()
+    if mesh.is_clean:
+        return
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _of_replica(replica: int, num_replicas: int) -> str:

@@ -42,7 +42,8 @@ class Failure:
 class Watch:
     """The thread that keeps a process in touch with the others."""
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, place: str, rank: int, world_size: int) -> None:
+        self._place = place
         self.rank, self._world_size = rank, world_size
         self._tick_s = max(_TICK_S, world_size * 1e-3)
         self._store = store
@@ -50,6 +51,10 @@ class Watch:
         self._lock = threading.Lock()
         self._waiting: dict[int, Any] = {}
         self._failure: Failure | None = None
+        self._to_tell: Failure | None = None
+        self._told = threading.Event()
+        self._counts: list[str] = []
+        self._counted = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-watch", daemon=True)
 
@@ -64,7 +69,8 @@ class Watch:
         else:
             store = dist.distributed_c10d._get_default_store()
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        watch = cls(PrefixStore(f"penstock/{attempt}", store), rank, world_size)
+        place = f"{host}:{port}"
+        watch = cls(PrefixStore(f"penstock/{attempt}", store), place, rank, world_size)
         watch._thread.start()
         return watch
 
@@ -84,11 +90,9 @@ class Watch:
             return
         notes = "; ".join(getattr(error, "__notes__", []))
         text = f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
-        try:
-            self._store.compare_set("failed", "", json.dumps([self.rank, text]))
-        except RuntimeError:
-            return  # the store is gone: its host has ended, and everyone sees that
-        time.sleep(_LINGER_TICKS * self._tick_s)
+        self._to_tell = Failure(self.rank, text)
+        if self._told.wait((_LINGER_TICKS + 1) * self._tick_s):
+            time.sleep(_LINGER_TICKS * self._tick_s)
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
@@ -119,7 +123,7 @@ class Watch:
         if isinstance(error, PeerError):
             return error if error.complete else PeerError(f"{error}; {self._waited(what)}")
         deadline = time.monotonic() + _GRACE_S
-        while self._failure is None and time.monotonic() < deadline and self._look():
+        while self._failure is None and time.monotonic() < deadline:
             time.sleep(self._tick_s / 4)
         if self._failure is not None:
             return self._peer_error(self._failure, what)
@@ -139,22 +143,23 @@ class Watch:
 
     def _suspects(self) -> str:
         """Listen for a moment, and name who says nothing."""
-        before = self._counts()
+        before = self._listen()
         time.sleep(_SILENT_TICKS * self._tick_s)
-        after = self._counts()
+        after = self._listen()
+        if before is None or after is None:
+            return (
+                f"Where the processes met ({self._place}) nothing answers any more: the process "
+                f"that keeps it, {self.name(0)} or torchrun's own, was stopped, killed or cut off"
+            )
         silent = [self.name(r) for r in range(self._world_size) if before[r] == after[r]]
-        if silent and len(silent) < self._world_size:
+        if silent:
             return f"No sign of life from {', '.join(silent)}: stopped, killed or cut off"
         return "All processes are alive; one may be busy, or may have gone another way"
 
-    def _counts(self) -> list[str]:
-        keys = [f"alive/{rank}" for rank in range(self._world_size)]
-        try:
-            return [
-                self._store.get(key).decode() if self._store.check([key]) else "" for key in keys
-            ]
-        except RuntimeError:
-            return [""] * self._world_size
+    def _listen(self) -> list[str] | None:
+        """Ask the thread for what everyone said last; None if it gets no answer."""
+        self._counted.clear()
+        return list(self._counts) if self._counted.wait(_SILENT_TICKS * self._tick_s) else None
 
     def _peer_error(self, failure: Failure, what: str) -> PeerError:
         text = f"{self.name(failure.rank)} failed: {failure.text}"
@@ -165,29 +170,38 @@ class Watch:
     # -- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Do all that needs the store: it may stop to answer, and then only this thread hangs."""
         count = 0
         while not self._ended.wait(self._tick_s):
             count += 1
             try:
                 self._store.set(f"alive/{self.rank}", str(count))
-                if not self._look():
-                    return
+                self._say()
+                self._look()
+                if not self._counted.is_set():
+                    self._counts = [self._read(f"alive/{r}") for r in range(self._world_size)]
+                    self._counted.set()
             except RuntimeError:
-                self._tell(Failure(0, "the place where the processes met (MASTER_ADDR) is gone"))
+                self._tell(
+                    Failure(0, f"it kept the place where all met ({self._place}), now gone")
+                )
                 return
 
-    def _look(self) -> bool:
-        """Look whether somebody failed; tell those that wait.  False once somebody did."""
-        if self._failure is not None:
-            return False
-        try:
-            if not self._store.check(["failed"]):
-                return True
-            rank, text = json.loads(self._store.get("failed"))
-        except RuntimeError:
-            return True
-        self._tell(Failure(rank, text))
-        return False
+    def _say(self) -> None:
+        """Pass on that this process fails; the first to say so counts."""
+        if self._to_tell is not None and not self._told.is_set():
+            told = json.dumps([self._to_tell.rank, self._to_tell.text])
+            self._store.compare_set("failed", "", told)
+            self._told.set()
+
+    def _look(self) -> None:
+        """Look whether somebody failed; tell those that wait."""
+        if self._failure is None and self._to_tell is None and (said := self._read("failed")):
+            rank, text = json.loads(said)
+            self._tell(Failure(rank, text))
+
+    def _read(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _tell(self, failure: Failure) -> None:
         with self._lock:
@@ -199,4 +213,9 @@ class Watch:
     def close(self) -> None:
         """End the thread."""
         self._ended.set()
-        self._thread.join(timeout=5.0)
+        self._thread.join(timeout=1.0)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread has ended."""
+        return not self._thread.is_alive()

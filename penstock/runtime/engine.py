@@ -99,6 +99,8 @@ class Engine:
             Stage(plan, device, len(self._layers), self._loss_of(plan), self.crew.replicas)
             for plan, device in mine
         )
+        if self.crew.replicas is not None:
+            self.crew.replicas.start_equal([t for s in self.stages for t in s.tensors])
         self._programs.clear()
 
     def holds(self, layer: int) -> bool:

@@ -19,10 +19,10 @@ from penstock.schedules.ir import (
 )
 from penstock.types import Trace
 
+from .channels import AbstractChannels, Stopped
 from .clock import Clock
 from .run import Run
 from .stage import Stage
-from .transport.base import AbstractChannels, Stopped
 
 
 class Executor:

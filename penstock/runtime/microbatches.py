@@ -143,7 +143,7 @@ def shares(
         return list(raw)
     if total == 0:
         raise BatchError(
-            f"the reduction function gave the weights {list(raw)} for the micro-batches; they must "
+            f"the reduction function gave the micro-batches the weights {list(raw)}; they must "
             "be non-negative numbers, not all zero (is there a real token in the batch?)"
         )
     return [weight / total for weight in raw]

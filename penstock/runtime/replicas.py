@@ -6,6 +6,7 @@ has run, and is awaited where the step ends.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,18 @@ class Replicas:
         self._group = mesh.group("replica")
         self._buckets: list[_Bucket] = []
         self._before: dict[Tensor, Tensor] = {}
+
+    def start_equal(self, tensors: Sequence[Tensor]) -> None:
+        """Give parameters and buffers the values they have in the first replica."""
+        source = self._mesh.stage
+        with torch.no_grad():
+            for tensor in tensors:
+                values = tensor.detach().contiguous()
+                self._run(
+                    partial(dist.broadcast, values, src=source, group=self._group),
+                    "for the first replica's parameters and buffers",
+                )
+                tensor.copy_(values)
 
     def set_aside(self, parameters: Sequence[Tensor]) -> None:
         """Take away gradients of earlier steps, which are sums over all replicas already."""

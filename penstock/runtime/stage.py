@@ -60,6 +60,7 @@ class Stage:
             layers.append((loss_index, loss))
         modules = tuple(module for _, module in layers)
         self.parameters = list(dict.fromkeys(p for m in modules for p in m.parameters()))
+        self.tensors = [*self.parameters, *dict.fromkeys(b for m in modules for b in m.buffers())]
         self.batch_norms = batch_norms(modules)
         self._repeatable = Repeatable(modules, skip=self.batch_norms)
         self._kept_bytes = KeptBytes(plan.index, modules, computes_loss=bool(plan.output))

@@ -73,6 +73,9 @@ def train(case: Case, mesh: penstock.Mesh) -> dict[str, Any]:
     """Accumulate the gradients of several mini-batches."""
     model = BY_NAME[case.model]
     built = model.build()
+    if mesh.replica > 0:  # the pipeline must start all replicas equal
+        for parameter in nn.ModuleList(built.modules).parameters():
+            parameter.data += 1.0
     pipe = penstock.Pipeline(
         built.layers,
         mesh=mesh,
@@ -85,7 +88,8 @@ def train(case: Case, mesh: penstock.Mesh) -> dict[str, Any]:
     )
     shares = batches_of(case, model, mesh.replica)
     losses = [pipe.train_step(*batch) for batch in shares]
-    found = results(built, losses)
+    norm = penstock.clip_grad_norm_(pipe, 0.5)
+    found = results(built, losses) | {"norm": norm}
     if model.quiet_in_eval:
         found["outputs"] = pipe.eval_step(shares[0][0])
     return found

@@ -46,7 +46,11 @@ def unsplit(case: Case) -> dict[str, Any]:
     reference = Unsplit(built.modules, built.forward, case.num_microbatches * case.num_replicas)
     whole = model.batches(case.num_samples * case.num_replicas, case.steps)
     losses = [reference.train_step(x, y, model.loss) for x, y in whole]
-    found = results(built, losses)
+    gradients = [p.grad for m in built.modules for p in m.parameters() if p.grad is not None]
+    norm = torch.stack([g.norm(dtype=torch.float64) for g in gradients]).norm()
+    for gradient in gradients:
+        gradient.mul_(min(1.0, 0.5 / (float(norm) + 1e-6)))
+    found = results(built, losses) | {"norm": norm.float()}
     if model.quiet_in_eval:
         found["outputs"] = reference.evaluate(whole[0][0])
     return found

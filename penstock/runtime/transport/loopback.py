@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 
+from penstock.runtime.channels import AbstractChannels
 from penstock.runtime.executor import Executor
 from penstock.schedules.ir import Instruction
 from penstock.schedules.walk import Message, walk
 
-from .base import AbstractChannels, AbstractTransport, Work
+from .base import AbstractTransport, Work
 
 
 class _Slots(AbstractChannels):

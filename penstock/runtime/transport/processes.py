@@ -11,13 +11,14 @@ import torch
 from penstock.mesh import Mesh
 from penstock.mesh.background import Background, Slot
 from penstock.model.pytree import from_template, template
+from penstock.runtime.channels import AbstractChannels
 from penstock.runtime.executor import Executor
 from penstock.runtime.run import Activation, Gradient
 from penstock.schedules.ir import Instruction
 from penstock.schedules.text import instruction_to_text
 from penstock.schedules.walk import Message
 
-from .base import AbstractChannels, AbstractTransport, Work
+from .base import AbstractTransport, Work
 from .link import Incoming, Outgoing, Parcel
 
 

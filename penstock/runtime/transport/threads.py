@@ -9,13 +9,14 @@ from typing import Any, NoReturn
 import torch
 
 from penstock.errors import WaitTimeout
+from penstock.runtime.channels import AbstractChannels, Stopped
 from penstock.runtime.devices import num_cores
 from penstock.runtime.executor import Executor
 from penstock.schedules.ir import Instruction
 from penstock.schedules.text import instruction_to_text
 from penstock.schedules.walk import Message, sent_message
 
-from .base import AbstractChannels, AbstractTransport, Stopped, Work
+from .base import AbstractTransport, Work
 
 _ABORT = object()
 

@@ -1,0 +1,61 @@
+"""Gradient clipping over all stages, wherever they run."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.pipeline import Pipeline
+
+
+def clip_grad_norm_(pipe: Pipeline, max_norm: float) -> Tensor:
+    """Scale all gradients down so that their norm, over the whole model, is at most `max_norm`.
+
+    The norm is taken of the norms of single gradients in the order of the model's parameters, so
+    it has the same bits for every number of stages and processes; a parameter counts once.  In a
+    mesh of processes all of them call this alike, after `train_step`; replicas hold equal
+    gradients and count once.
+
+    Returns:
+        The norm before clipping, a scalar tensor; the same in every process.
+
+    Raises:
+        ConfigError: `max_norm` is not above 0.
+    """
+    if not max_norm > 0:
+        raise ConfigError(f"max_norm={max_norm!r}; it must be above 0")
+    gradients = [g for g in _gradients(pipe) if g is not None]
+    norms = [float(torch.linalg.vector_norm(_values(g), dtype=torch.float64)) for g in gradients]
+    total = torch.linalg.vector_norm(
+        torch.tensor(_of_all_stages(pipe, norms), dtype=torch.float64)
+    )
+    share = max_norm / (float(total) + 1e-6)
+    if share < 1:
+        for gradient in gradients:
+            gradient.mul_(share)
+    norm: Tensor = total.float()
+    return norm
+
+
+def _gradients(pipe: Pipeline) -> Iterator[Tensor | None]:
+    return (parameter.grad for parameter in pipe.parameters())
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _of_all_stages(pipe: Pipeline, norms: list[float]) -> list[float]:
+    mesh = pipe.mesh
+    if mesh is None or not mesh.is_distributed or mesh.background is None:
+        return norms
+    everyone: list[Any] = [None] * mesh.num_stages
+    group = mesh.group("stage")
+    mesh.background.run(
+        lambda: dist.all_gather_object(everyone, norms, group=group),
+        "for the gradient norms of the other stages",
+    )
+    return [norm for of_stage in everyone for norm in of_stage]

@@ -1,0 +1,31 @@
+"""What an executor sends to and receives from; each transport has its own kind."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from penstock.schedules.ir import Instruction
+from penstock.schedules.walk import Message
+
+
+class AbstractChannels(ABC):
+    """The messages of one run.  Both sides name a message by the same four values."""
+
+    def post(self, message: Message) -> None:  # noqa: B027 - nothing to do is the usual answer
+        """Get ready for `message`, which will be received soon."""
+
+    @abstractmethod
+    def send(self, message: Message, payload: Any) -> None:
+        """Hand `payload` over; never waits."""
+
+    @abstractmethod
+    def receive(self, message: Message, instruction: Instruction) -> Any:
+        """Give the payload of `message`, waiting for it until the deadline.
+
+        Raises:
+            WaitTimeout: it did not come in time.
+            Stopped: another rank failed.
+        """
+
+
+class Stopped(BaseException):
+    """Ends a rank whose peer has failed; never leaves a transport."""
