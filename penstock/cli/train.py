@@ -1,5 +1,6 @@
 """`penstock train`: train what a recipe says, or go on with a run."""
 
+import os
 from pathlib import Path
 
 import click
@@ -54,6 +55,11 @@ def train(
         )
     if resume is not None and run_folder is not None:
         raise click.UsageError("--resume goes on in its own folder; leave out --run-folder")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise click.UsageError(
+            "this command runs in one process so far, and torchrun started "
+            f"{os.environ['WORLD_SIZE']}; run it alone, or write a script with penstock.init_mesh"
+        )
     with Interrupt() as interrupt:  # before the imports, which may swallow a KeyboardInterrupt
         from rich.console import Console
 

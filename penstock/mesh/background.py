@@ -10,12 +10,10 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from penstock.errors import WaitTimeout
-
 from .watch import Watch
 
-_PATIENCE_S = 1.0
-"""How long to wait for a thread to end."""
+_PATIENCE_S, _SHORT_PATIENCE_S = 5.0, 0.1
+"""How long to wait for a thread to end; the second where a peer has failed."""
 
 
 class Slot:
@@ -53,8 +51,10 @@ class Background:
         self.sends = _Worker("sends", watch)
         self.controls = _Worker("controls", watch)
 
-    def wait(self, slot: Slot, what: str) -> Any:
-        """Wait for a job's outcome; `what` completes "rank 1 (stage 1) waited for ...".
+    def wait(self, slot: Slot, what: str, peer: int | None = None) -> Any:
+        """Wait for a job's outcome; `what` completes "rank 1 (stage 1) waited ...".
+
+        `peer` is the only rank the job talks to, if it is only one.
 
         Raises:
             PeerError: another process failed, or is gone.
@@ -63,11 +63,9 @@ class Background:
         try:
             return slot.get(self.timeout_s)
         except Empty:
-            error = WaitTimeout(self.watch.late(what, self.timeout_s))
-            self.watch.report(error)
-            raise error from None
+            raise self.watch.overdue(what, self.timeout_s) from None
         except RuntimeError as error:
-            raise self.watch.explain(error, what) from error
+            raise self.watch.explain(error, what, peer) from error
 
     def run(self, job: Callable[[], Any], what: str) -> Any:
         """Run a small collective, and wait for it."""
@@ -75,8 +73,9 @@ class Background:
 
     def close(self) -> None:
         """End the threads, but for one that is stuck in a wait for a peer that failed."""
+        patience_s = _SHORT_PATIENCE_S if self.watch.knows_failure else _PATIENCE_S
         for worker in (self.receives, self.sends, self.controls):
-            worker.close()
+            worker.close(patience_s)
 
     @property
     def has_ended(self) -> bool:
@@ -109,9 +108,9 @@ class _Worker:
             self._watch.forget(slot)
             del item, job, slot
 
-    def close(self) -> None:
+    def close(self, patience_s: float) -> None:
         self._jobs.put(None)
-        self._thread.join(timeout=_PATIENCE_S)
+        self._thread.join(timeout=patience_s)
 
     @property
     def is_alive(self) -> bool:

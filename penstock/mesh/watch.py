@@ -19,13 +19,13 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from penstock.errors import PeerError
+from penstock.errors import PeerError, WaitTimeout
 
 _TICK_S = 0.2
 """How often a process says that it runs, in a small job; rarer in one of many processes."""
 _SILENT_TICKS = 6
 """A process that has said nothing for so many ticks is suspected."""
-_GRACE_S = 2.0
+_GRACE_TICKS = 3
 """How long to wait for the first culprit's own account after a connection broke."""
 _LINGER_TICKS = 4
 """How long a process that fails stays, so that the others read of it before connections break."""
@@ -118,25 +118,36 @@ class Watch:
         with self._lock:
             self._waiting.pop(id(slot), None)
 
-    def explain(self, error: RuntimeError, what: str) -> BaseException:
-        """Turn what a broken wait raised into who is to blame for it."""
+    def explain(self, error: RuntimeError, what: str, peer: int | None) -> BaseException:
+        """Turn what a broken wait for `peer` raised into who is to blame for it, and tell all.
+
+        The peer may have left because of another's failure; it then stayed long enough for that
+        to be known.
+        """
         if isinstance(error, PeerError):
             return error if error.complete else PeerError(f"{error}; {self._waited(what)}")
-        deadline = time.monotonic() + _GRACE_S
-        while self._failure is None and time.monotonic() < deadline:
-            time.sleep(self._tick_s / 4)
+        self._await_account()
         if self._failure is not None:
             return self._peer_error(self._failure, what)
-        found = PeerError(
-            f"a connection broke while {self._waited(what)}: "
-            f"{str(error).strip().splitlines()[0]}. {self._suspects()}"
-        )
-        self.report(RuntimeError(str(found)))
-        return found
+        who = self._suspects() if peer is None else f"{self.name(peer)} has ended or was killed"
+        reason = str(error).strip().splitlines()[0]
+        found = f"{who}: a connection broke while {self._waited(what)} ({reason})"
+        self.report(RuntimeError(found))
+        return PeerError(found, complete=True)
 
-    def late(self, what: str, timeout_s: float) -> str:
-        """Say that a wait outlived its deadline, and who is silent."""
-        return f"{self._waited(what)} for {timeout_s:g} s. {self._suspects()}"
+    def overdue(self, what: str, timeout_s: float) -> BaseException:
+        """Say that a wait outlived its deadline, and who is silent; tell all."""
+        suspects = self._suspects()
+        if self._failure is not None:
+            return self._peer_error(self._failure, what)
+        error = WaitTimeout(f"{self._waited(what)} for {timeout_s:g} s. {suspects}")
+        self.report(error)
+        return error
+
+    def _await_account(self) -> None:
+        deadline = time.monotonic() + _GRACE_TICKS * self._tick_s
+        while self._failure is None and time.monotonic() < deadline:
+            time.sleep(self._tick_s / 4)
 
     def _waited(self, what: str) -> str:
         return f"{self.name(self.rank)} waited {what}"
@@ -172,7 +183,7 @@ class Watch:
     def _run(self) -> None:
         """Do all that needs the store: it may stop to answer, and then only this thread hangs."""
         count = 0
-        while not self._ended.wait(self._tick_s):
+        while self._failure is None and not self._ended.wait(self._tick_s):
             count += 1
             try:
                 self._store.set(f"alive/{self.rank}", str(count))
@@ -211,9 +222,16 @@ class Watch:
             slot.fail(self._peer_error(failure, ""))
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread; rank 0, which may keep the store, first lets all read of a failure."""
+        if self.knows_failure and self.rank == 0 and not self._ended.is_set():
+            time.sleep(_LINGER_TICKS * self._tick_s)
         self._ended.set()
-        self._thread.join(timeout=1.0)
+        self._thread.join(timeout=4 * self._tick_s)
+
+    @property
+    def knows_failure(self) -> bool:
+        """Whether this process or another one has failed."""
+        return self._failure is not None or self._to_tell is not None
 
     @property
     def has_ended(self) -> bool:

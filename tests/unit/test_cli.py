@@ -141,3 +141,11 @@ def test_check_takes_a_recipe_and_options_over_it(capsys: Captured) -> None:
     options = ["--num-stages", "3", "--schedule", "one_f_one_b", "--recompute", "never"]
     assert run(["check", DIGITS, *options]) == 0
     assert "K=3, M=8" in capsys.readouterr().out
+
+
+def test_train_refuses_to_run_in_many_processes_at_once(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert run(["train", DIGITS]) == 2
+    assert "torchrun started 4" in capsys.readouterr().err

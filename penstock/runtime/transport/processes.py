@@ -55,6 +55,7 @@ class _Peers(AbstractChannels):
             self._posted.pop(message),
             f"at {instruction_to_text(instruction)} for the {what} of micro-batch {microbatch} "
             f"from stage {source}",
+            self._mesh.rank_of(source),
         )
         return _unpack(parcel)
 
