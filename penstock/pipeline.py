@@ -275,14 +275,15 @@ class Pipeline(nn.Module):
             BoundaryError: the outputs of the micro-batches cannot be put together along
                 dimension 0.
         """
-        training = [module for module in self.modules() if module.training]
-        for module in training:
-            module.training = False
-        try:
-            return self._outputs(inputs)
-        finally:
+        with self._engine.one_at_a_time():  # before the modes change: a step may be running
+            training = [module for module in self.modules() if module.training]
             for module in training:
-                module.training = True
+                module.training = False
+            try:
+                return self._outputs(inputs)
+            finally:
+                for module in training:
+                    module.training = True
 
     def forward(self, inputs: Any) -> Any:
         """Give the model's outputs for the whole batch, as the unsplit model does: a drop-in
@@ -297,7 +298,8 @@ class Pipeline(nn.Module):
                 dimension 0.
         """
         if not torch.is_grad_enabled():
-            return self._outputs(inputs)
+            with self._engine.one_at_a_time():
+                return self._outputs(inputs)
         crew = self._engine.crew
         if crew.is_several:
             raise ConfigError(
@@ -315,7 +317,7 @@ class Pipeline(nn.Module):
 
     def _outputs(self, inputs: Any) -> Any:
         crew = self._engine.crew
-        with self._engine.one_at_a_time(), crew.reporting():
+        with crew.reporting():
             batch = crew.cut(inputs, None, self._num_microbatches, None)
             try:
                 with rewound_default_generators(self.devices):

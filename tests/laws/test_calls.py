@@ -51,6 +51,12 @@ class Calls(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.what: Any = lambda: None
+        self.modes: list[bool] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "training" and "modes" in self.__dict__:
+            self.modes.append(value)
+        super().__setattr__(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
         self.what()
@@ -92,6 +98,7 @@ def test_a_call_from_another_thread_is_refused() -> None:
         assert entered.wait(60)
         with pytest.raises(penstock.PenstockError, match="running already"):
             pipe.eval_step(x)
+        assert not inside.modes  # the running step has not seen the other mode
         leave.set()
         first.join()
         pipe.eval_step(x)
