@@ -1,11 +1,12 @@
-"""What may leave a stage."""
+"""What may leave a stage, and what the loss may be."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.errors import BoundaryError
+from penstock.errors import BoundaryError, ConfigError
 from penstock.model.pytree import Structure, opaque_values
 
 
@@ -30,6 +31,25 @@ def check_leaving(leaves: Sequence[Tensor], structure: Structure, stage: int, pe
                 "give. Return one value per sample, or a Python number, or keep its producer and "
                 "its users on one stage"
             )
+
+
+def version_of(tensor: Tensor) -> int:
+    """Count the changes in place; inference tensors do not count them."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def check_still_as_sent(tensor: Tensor, version: int, stage: int) -> None:
+    """Refuse a value that its sender has changed in place since it left.
+
+    Raises:
+        BoundaryError: it has.
+    """
+    if version_of(tensor) != version:
+        raise BoundaryError(
+            f"a tensor of shape {tuple(tensor.shape)} that left stage {stage} was changed in "
+            "place there afterwards (a buffer that a layer returns and moves in place, say); "
+            "later stages would see a later micro-batch's values. Return a copy (x.clone())"
+        )
 
 
 def check_routes(exported: Mapping[int, Sequence[Tensor]], stage: int) -> None:
@@ -83,3 +103,27 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     elements = 1 + sum((n - 1) * stride for n, stride in steps)
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
+
+
+def check_loss(loss: Any, with_grad: bool) -> None:
+    """Refuse a loss that is no scalar, or that nothing can be learnt from.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        got = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else type(loss).__name__
+        )
+        raise ConfigError(
+            f"the loss function returned {got}; it must reduce a micro-batch to one number (a "
+            "tensor of shape ()). Take its mean and use Reduction.MEAN, or its sum and use "
+            "Reduction.SUM"
+        )
+    if with_grad and not loss.requires_grad:
+        raise ConfigError(
+            "the loss depends on no parameter that requires grad, so there is nothing to train; "
+            "check frozen parameters, .detach() and torch.no_grad() in the model and the loss"
+        )

@@ -28,12 +28,14 @@ class Activation:
     """Values on their way to another stage: detached tensors, and which want a gradient.
 
     `aliases` are the places of tensors that share memory with another value, so that a change in
-    place would have to be seen in both.
+    place would have to be seen in both.  `versions` are those the tensors had when they left: a
+    later one means that the sender has changed them in place since.
     """
 
     leaves: tuple[Tensor, ...]
     wants_grad: tuple[bool, ...]
     structure: Structure
+    versions: tuple[int, ...]
     aliases: frozenset[int] = frozenset()
     event: Event | None = None
 

@@ -11,20 +11,28 @@ engine's own sum.
 """
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import BoundaryError, ConfigError, RecomputeError
+from penstock.errors import BoundaryError, RecomputeError
 from penstock.model.layers import MODEL_INPUT, Value, call, join_output
 from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stages import StagePlan
 from penstock.types import Trace
 
 from .batch_norm import batch_norms, commit_statistics, separate_statistics
-from .boundary import check_leaving, check_routes, find_aliases
+from .boundary import (
+    check_leaving,
+    check_loss,
+    check_routes,
+    check_still_as_sent,
+    find_aliases,
+    version_of,
+)
 from .devices import StageDevice
 from .drawing import Drawing, LayerCall
 from .entries import faithful_copy, make_entry
@@ -182,11 +190,12 @@ class Stage:
         """Bring received values to this stage's device."""
         if not self.device.is_cuda and activation.event is None:
             return activation
-        return Activation(
-            tuple(self.device.bring(activation.leaves, activation.event)),
-            activation.wants_grad,
-            activation.structure,
+        here = tuple(self.device.bring(activation.leaves, activation.event))
+        versions = tuple(
+            version if new is old else version_of(new)
+            for new, old, version in zip(here, activation.leaves, activation.versions, strict=True)
         )
+        return replace(activation, leaves=here, versions=versions, event=None)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -194,10 +203,13 @@ class Stage:
         received = run.arrived.pop((self.index, microbatch), {})
         if self.plan.reads_input:
             leaves, structure = flatten((run.inputs[microbatch],))
+            if not run.with_grad:  # layers may change them; each has a version of its own then
+                leaves = [leaf.data for leaf in leaves]
             received[FROM_CALLER] = Activation(
                 tuple(self.device.bring(leaves, None)),
                 tuple(t.requires_grad for t in leaves),
                 structure,
+                tuple(map(version_of, leaves)),
                 find_aliases({FROM_CALLER: leaves}).get(FROM_CALLER, frozenset()),
             )
         return received
@@ -217,7 +229,7 @@ class Stage:
                 raise
             for value in dead:
                 del values[value]
-        self._check_inputs_unchanged(given)
+        self._check_inputs_unchanged(kept, given)
         leaving = self._export(values, given, kept, microbatch)
         if self.plan.output:
             self._finish(run, microbatch, kept, join_output([values[v] for v in self.plan.output]))
@@ -244,6 +256,7 @@ class Stage:
                 tuple(leaf.detach() for leaf in leaves),
                 tuple(leaf.requires_grad for leaf in leaves),
                 structures[peer],
+                tuple(map(version_of, leaves)),
                 aliases.get(peer, frozenset()),
                 self.device.mark(),
             )
@@ -261,6 +274,8 @@ class Stage:
         for peer, activation in kept.received.items():
             kept.entries[peer], inside = [], []
             for place, tensor in enumerate(activation.leaves):
+                if peer != FROM_CALLER:
+                    check_still_as_sent(tensor, activation.versions[place], peer)
                 entry = make_entry(tensor, run.with_grad and activation.wants_grad[place])
                 kept.entries[peer].append(entry)
                 copied = run.with_grad and self._changes_input.get((peer, place), True)
@@ -268,14 +283,23 @@ class Stage:
                 if run.with_grad:
                     alias = place in activation.aliases
                     given.append(
-                        _Given((peer, place), inside[-1], inside[-1]._version, copied, alias)
+                        _Given(
+                            (peer, place),
+                            inside[-1],
+                            inside[-1]._version,
+                            copied,
+                            alias,
+                            entry.tensor,
+                        )
                     )
             names = (MODEL_INPUT,) if peer == FROM_CALLER else self.plan.imports[peer]
             values.update(zip(names, unflatten(activation.structure, inside), strict=True))
         return values, given
 
-    def _check_inputs_unchanged(self, given: "list[_Given]") -> None:
-        for key, tensor, version, copied, is_alias in given:
+    def _check_inputs_unchanged(self, kept: Kept, given: "list[_Given]") -> None:
+        for key, tensor, version, copied, is_alias, sent in given:
+            if copied and key[0] != FROM_CALLER:
+                check_still_as_sent(sent, kept.received[key[0]].versions[key[1]], key[0])
             changed = tensor._version != version
             self._changes_input[key] = self._changes_input.get(key, False) or changed
             if changed and not copied:
@@ -306,7 +330,7 @@ class Stage:
             loss = self._drawing.run(
                 LayerCall(run, microbatch, self._loss_index, _trains(run.loss), kept), run_loss
             )
-            _check_loss(loss, run.with_grad)
+            check_loss(loss, run.with_grad)
         except Exception as error:
             note_failure(error, self.index, "the loss", microbatch)
             raise
@@ -360,26 +384,8 @@ class _Given(NamedTuple):
     version: int
     copied: bool
     is_alias: bool
+    sent: Tensor
 
 
 def _trains(loss: Any) -> bool:
     return loss.training if isinstance(loss, nn.Module) else True
-
-
-def _check_loss(loss: Any, with_grad: bool) -> None:
-    if not isinstance(loss, Tensor) or loss.dim() != 0:
-        got = (
-            f"a tensor of shape {tuple(loss.shape)}"
-            if isinstance(loss, Tensor)
-            else type(loss).__name__
-        )
-        raise ConfigError(
-            f"the loss function returned {got}; it must reduce a micro-batch to one number (a "
-            "tensor of shape ()). Take its mean and use Reduction.MEAN, or its sum and use "
-            "Reduction.SUM"
-        )
-    if with_grad and not loss.requires_grad:
-        raise ConfigError(
-            "the loss depends on no parameter that requires grad, so there is nothing to train; "
-            "check frozen parameters, .detach() and torch.no_grad() in the model and the loss"
-        )

@@ -215,3 +215,50 @@ def test_a_change_in_place_that_another_value_would_show_is_right_or_refused(
 class Join(nn.Module):
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         return (a * b)[:, :3]
+
+
+class Queue(nn.Module):
+    """Give a buffer along with the value, and move the buffer in place at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: Tensor
+        self.register_buffer("rows", torch.zeros(4, 6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            self.rows.mul_(0.5).add_(x.detach().mean(0))
+        return x, self.rows
+
+
+class Look(nn.Module):
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        return (x @ rows.T)[:, :3]
+
+
+@pytest.mark.parametrize("partition", ((2, 1), (1, 2), (1, 1, 1), (3,)), ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_buffer_that_travels_and_moves_in_place_is_right_or_refused(
+    partition: tuple[int, ...], way: dict[str, Any]
+) -> None:
+    def layers() -> list[Any]:
+        return [
+            nn.Linear(6, 6),
+            penstock.Layer(Queue(), outputs=("x", "rows")),
+            penstock.Layer(Look(), inputs=("x", "rows")),
+        ]
+
+    def forward(call: Any, x: Any) -> Any:
+        return call(2, *call(1, call(0, x)))
+
+    made = model(layers, forward)
+    built, twin = made.build(), made.build()
+    ((x, y),) = made.batches(9, count=1)
+    try:
+        with pipeline(made, built, partition=partition, num_microbatches=3, **way) as pipe:
+            found = pipe.train_step(x, y)
+    except (penstock.PenstockError, RuntimeError) as error:
+        assert any(word in str(error) for word in ("in place", "inplace"))
+        return
+    assert same_bits(found, Unsplit(twin.modules, forward, 3).train_step(x, y, made.loss))
+    assert not differences(built.modules, twin.modules)

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from penstock.errors import PeerError
 from penstock.mesh import Mesh
+from penstock.mesh.background import Slot
+from penstock.runtime.boundary import check_still_as_sent, version_of
 
 from .wire import TensorKind, fill, room_for, to_bytes
 
@@ -41,7 +43,7 @@ class Outgoing:
         self._group = mesh.group("stage")
         self._known: dict[bytes, int] = {}
 
-    def send(self, parcel: Parcel, microbatch: int) -> None:
+    def send(self, parcel: Parcel, microbatch: int) -> Slot:
         """Begin to send; keeps the tensors until they are delivered."""
         kinds = [None if t is None else TensorKind.of(t) for t in parcel.tensors]
         description = pickle.dumps((kinds, parcel.about))
@@ -56,8 +58,9 @@ class Outgoing:
             if tensor is not None and kind is not None and kind.num_bytes:
                 buffers.append(to_bytes(tensor, kind))
                 works.append(self._isend(buffers[-1], _VALUES))
+        watched = [(t, version_of(t)) for t in parcel.tensors if t is not None]
         assert self._mesh.background is not None
-        self._mesh.background.sends.submit(lambda: _finish(works, buffers))
+        return self._mesh.background.sends.submit(lambda: self._finish(works, buffers, watched))
 
     def _describe(self, description: bytes) -> tuple[int, Tensor | None]:
         if description in self._known:
@@ -70,11 +73,15 @@ class Outgoing:
     def _isend(self, tensor: Tensor, what: int) -> Any:
         return dist.isend(tensor, self._rank, group=self._group, tag=self._tag + what)
 
-
-def _finish(works: list[Any], buffers: list[Tensor]) -> None:
-    for work in works:
-        work.wait()
-    buffers.clear()
+    def _finish(
+        self, works: list[Any], buffers: list[Tensor], watched: list[tuple[Tensor, int]]
+    ) -> None:
+        for work in works:
+            work.wait()
+        buffers.clear()
+        for tensor, version in watched:
+            check_still_as_sent(tensor, version, self._mesh.stage)
+        watched.clear()
 
 
 class Incoming:

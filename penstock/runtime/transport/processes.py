@@ -11,6 +11,7 @@ import torch
 from penstock.mesh import Mesh
 from penstock.mesh.background import Background, Slot
 from penstock.model.pytree import from_template, template
+from penstock.runtime.boundary import version_of
 from penstock.runtime.channels import AbstractChannels
 from penstock.runtime.executor import Executor
 from penstock.runtime.run import Activation, Gradient
@@ -30,6 +31,7 @@ class _Peers(AbstractChannels):
         self._incoming: dict[tuple[bool, int], Incoming] = {}
         self._outgoing: dict[tuple[bool, int], Outgoing] = {}
         self._posted: dict[Message, Slot] = {}
+        self._sent: list[tuple[Slot, int]] = []
 
     def post(self, message: Message) -> None:
         is_gradient, source, _, microbatch = message
@@ -44,7 +46,7 @@ class _Peers(AbstractChannels):
         key = (is_gradient, target)
         if key not in self._outgoing:
             self._outgoing[key] = Outgoing(self._mesh, target, channel=int(is_gradient))
-        self._outgoing[key].send(_pack(payload), microbatch)
+        self._sent.append((self._outgoing[key].send(_pack(payload), microbatch), target))
 
     def receive(self, message: Message, instruction: Instruction) -> Activation | Gradient:
         if message not in self._posted:
@@ -59,6 +61,13 @@ class _Peers(AbstractChannels):
         )
         return _unpack(parcel)
 
+    def finish(self) -> None:
+        """Wait until all that was sent is delivered."""
+        sent, self._sent = self._sent, []
+        for slot, target in sent:
+            what = f"for stage {target} to take what was sent to it"
+            self._background.wait(slot, what, self._mesh.rank_of(target))
+
 
 def _pack(payload: Activation | Gradient) -> Parcel:
     if isinstance(payload, Gradient):
@@ -72,7 +81,8 @@ def _unpack(parcel: Parcel) -> Activation | Gradient:
         return Gradient(parcel.tensors)
     wants_grad, form, aliases = parcel.about
     leaves = tuple(tensor for tensor in parcel.tensors if tensor is not None)
-    return Activation(leaves, wants_grad, from_template(form), aliases)
+    versions = tuple(map(version_of, leaves))
+    return Activation(leaves, wants_grad, from_template(form), versions, aliases)
 
 
 class ProcessTransport(AbstractTransport):
@@ -92,6 +102,7 @@ class ProcessTransport(AbstractTransport):
         try:
             with work.caller.entered():
                 executor.execute_all()
+            self._channels.finish()
         finally:
             torch.set_num_threads(num_threads)
         executor.finish()
