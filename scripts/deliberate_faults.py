@@ -70,8 +70,8 @@ FAULTS = (
     Fault(
         "every micro-batch weighs 1 / M, whatever its size",
         "penstock/runtime/microbatches.py",
-        "return [size / sum(sizes) for size in sizes]",
-        "return [1 / len(sizes) for size in sizes]",
+        "return [weight / total for weight in raw]",
+        "return [1 / len(raw) for weight in raw]",
         "tests/laws/test_weights.py",
     ),
     Fault(

@@ -20,7 +20,7 @@ from .optimizer_state import (
     parameter_names,
     unpack_optimizer,
 )
-from .together import gather_from_stages
+from .together import gather_from_all
 
 _MOST_FAULTS = 100
 
@@ -93,9 +93,9 @@ def _load_into_many(
             mine = keys_of(parameter_names(module).values(), tensor_kinds(path, OPTIMIZER))
             optimizer_tensors = read_some(path, OPTIMIZER, mine)
             faults += check_optimizer(optimizer, module, facts["optimizer"], optimizer_tensors)
-    except CheckpointError as error:
+    except Exception as error:
         faults = [str(error)]
-    parts = gather_from_stages(mesh, (faults, set(here)))
+    parts = gather_from_all(mesh, (faults, set(here)))
     faults = [fault for said, _ in parts for fault in said]
     if not faults:
         known = set().union(*(names for _, names in parts))

@@ -18,7 +18,7 @@ from .optimizer_state import pack_optimizer
 from .together import (
     MODEL_FOLDER,
     OPTIMIZER_FOLDER,
-    gather_from_stages,
+    gather_from_all,
     merge_optimizers,
     write_together,
 )
@@ -70,12 +70,22 @@ def _save_from_many(
     optimizer: torch.optim.Optimizer | None,
     state: dict[str, Any],
 ) -> None:
-    tensors = {MODEL_FOLDER: _storable(module.state_dict())}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    mine: dict[str, Any] | None = None
+    error: str | None = None
+    try:
+        tensors[MODEL_FOLDER] = _storable(module.state_dict())
+        if optimizer is not None:
+            content, mine = pack_optimizer(optimizer, module)
+            tensors[OPTIMIZER_FOLDER] = _storable(content)
+    except Exception as problem:
+        error = f"rank {mesh.rank}: {problem}"
+    parts = gather_from_all(mesh, (error, mine))
+    if errors := [said for said, _ in parts if said is not None]:
+        raise CheckpointError("; ".join(errors))
     facts = _facts(module, state)
     if optimizer is not None:
-        content, mine = pack_optimizer(optimizer, module)
-        tensors[OPTIMIZER_FOLDER] = _storable(content)
-        facts["optimizer"] = merge_optimizers(gather_from_stages(mesh, mine))
+        facts["optimizer"] = merge_optimizers([part for _, part in parts[: mesh.num_stages]])
     write_together(mesh, path, tensors, facts)
 
 

@@ -36,7 +36,7 @@ def write_together(
     Raises:
         CheckpointError: `path` exists, or a disk refuses; on every process alike.
     """
-    unfinished = _begin(mesh, path)
+    unfinished = _begin(mesh, path, list(tensors))
     error: str | None = None
     try:
         if mesh.replica == 0:
@@ -49,12 +49,12 @@ def write_together(
     _raise_alike(mesh, path, error, unfinished)
 
 
-def _begin(mesh: Mesh, path: Path) -> Path:
-    """Let rank 0 make the hidden folder; give its name to all."""
+def _begin(mesh: Mesh, path: Path, folders: list[str]) -> Path:
+    """Let rank 0 make the hidden folder and those in it; give its name to all."""
     told: list[Any] = [None, None]
     if mesh.is_first_rank:
         try:
-            told[0] = str(_make_unfinished(path))
+            told[0] = str(_make_unfinished(path, folders))
         except (OSError, CheckpointError) as error:
             told[1] = str(error)
     _run(mesh, lambda: dist.broadcast_object_list(told, src=0))
@@ -63,18 +63,19 @@ def _begin(mesh: Mesh, path: Path) -> Path:
     return Path(told[0])
 
 
-def _make_unfinished(path: Path) -> Path:
+def _make_unfinished(path: Path, folders: list[str]) -> Path:
     if path.exists():
         raise CheckpointError(
             f"{path} exists already and is never overwritten; choose another name"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     made = tempfile.mkdtemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent)
+    for folder in folders:
+        (Path(made) / folder).mkdir()
     return Path(made)
 
 
 def _write_shard(mesh: Mesh, folder: Path, content: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     group = mesh.group("stage")
     _run(mesh, lambda: save(content, storage_writer=writer, process_group=group))
@@ -94,11 +95,10 @@ def _raise_alike(mesh: Mesh, path: Path, error: str | None, unfinished: Path) ->
     )
 
 
-def gather_from_stages(mesh: Mesh, mine: Any) -> list[Any]:
-    """Give what each stage of this replica has, in order."""
-    everyone: list[Any] = [None] * mesh.num_stages
-    group = mesh.group("stage")
-    _run(mesh, lambda: dist.all_gather_object(everyone, mine, group=group))
+def gather_from_all(mesh: Mesh, mine: Any) -> list[Any]:
+    """Give what each process has, in the order of ranks."""
+    everyone: list[Any] = [None] * mesh.world_size
+    _run(mesh, lambda: dist.all_gather_object(everyone, mine))
     return everyone
 
 

@@ -119,16 +119,15 @@ def init_mesh(
     """Find out who takes part, and give this process its place.
 
     Under torchrun (or wherever RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) each process
-    runs one stage of one replica: gloo between CPUs, NCCL between GPUs.  Without, this process
-    runs all stages, each in a thread.
+    runs one stage of one replica, on the CPU so far (gloo).  Without, this process runs all
+    stages, each in a thread.
 
     Args:
         num_stages: K; default: as many as processes divided by `num_replicas`, or 1 without
             torchrun.
         num_replicas: D, copies of the pipeline that share each mini-batch's samples.
         timeout_s: deadline of every wait between processes, in seconds.
-        device: what this process computes on; default: GPU number LOCAL_RANK if there is one, else
-            the CPU.
+        device: what this process computes on; between processes only the CPU so far.
 
     Raises:
         ConfigError: the number of processes is not K x D, or the processes were given different
@@ -145,8 +144,13 @@ def init_mesh(
                 f"{num_replicas * (num_stages or 1)}"
             )
         return Mesh(num_stages or 1, 1, timeout_s)
-    place = torch.device(device) if device is not None else _default_device()
-    _join(place, timeout_s)
+    place = torch.device(device or "cpu")
+    if place.type != "cpu":
+        raise ConfigError(
+            f"device={str(place)!r}: stages in several processes run on CPUs so far; for GPUs of "
+            "one host use one process (no torchrun), where each stage has a thread"
+        )
+    _join(timeout_s)
     world_size = dist.get_world_size()
     watch = Watch.start(dist.get_rank(), world_size, timeout_s)
     require_same(
@@ -218,26 +222,11 @@ def _check_counts(num_stages: int | None, num_replicas: int) -> None:
             raise ConfigError(f"{name}={value!r}; it must be a whole number of at least 1")
 
 
-def _default_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    number = int(os.environ.get("LOCAL_RANK", "0"))
-    if number >= torch.cuda.device_count():
-        raise ConfigError(
-            f"LOCAL_RANK is {number}, but this host has {torch.cuda.device_count()} GPUs; start "
-            "fewer processes per node, or pass device="
-        )
-    return torch.device("cuda", number)
-
-
-def _join(device: torch.device, timeout_s: float) -> None:
+def _join(timeout_s: float) -> None:
     if dist.is_initialized():
         return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise MeshError(

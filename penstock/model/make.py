@@ -22,21 +22,33 @@ def move_or_make(step: Step, device: torch.device, seed: int) -> None:
     if not any(tensor.is_meta for tensor in _tensors(step.module)):
         step.module.to(device)
         return
-    for module in step.module.modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if any(tensor.is_meta for tensor in own) and _reset(module) is None:
-            raise ConfigError(
-                f"layer {step.label} was built on the meta device, and its "
-                f"{type(module).__name__} has no reset_parameters() to give its tensors values. "
-                "Add that method, or build the layer on a real device"
-            )
-    step.module.to_empty(device=device)
+    owners = [m for m in step.module.modules() if any(t.is_meta for t in _own(m))]
+    for owner in owners:
+        if _reset(owner) is None or not all(t.is_meta for t in _own(owner)):
+            raise _cannot_make(step, owner)
+    step.module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    versions = {tensor: tensor._version for owner in owners for tensor in _own(owner)}
     with torch.random.fork_rng(devices=[device.index] if device.type == "cuda" else []):
         torch.manual_seed(_init_key(seed, step.index))
-        for module in reversed(list(step.module.modules())):  # a parent may refine its children
-            reset = _reset(module)
-            if reset is not None:
-                reset()
+        for owner in reversed(owners):  # a parent may refine its children
+            reset = _reset(owner)
+            assert reset is not None
+            reset()
+    for owner in owners:
+        if any(versions.get(tensor) == tensor._version for tensor in _own(owner)):
+            raise _cannot_make(step, owner)
+
+
+def _own(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _cannot_make(step: Step, module: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"layer {step.label} was built on the meta device, and its {type(module).__name__} has no "
+        "reset_parameters() that gives all of its parameters and buffers values. Add that method, "
+        "or build the layer on a real device"
+    )
 
 
 def _reset(module: nn.Module) -> Callable[[], None] | None:

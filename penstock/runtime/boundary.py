@@ -82,18 +82,32 @@ def find_aliases(
     known = list(known)
     if sum(map(len, exported.values())) + len(known) < 2:
         return {}
-    spans = [
-        (peer, place, *_span(leaf))
-        for peer, leaves in exported.items()
-        for place, leaf in enumerate(leaves)
-    ]
-    others = [(None, n, *_span(leaf)) for n, leaf in enumerate(known)]
+    places = [(peer, place) for peer, leaves in exported.items() for place in range(len(leaves))]
+    tensors = [exported[peer][place] for peer, place in places]
     found: dict[int, set[int]] = {}
-    for peer, place, start, end in spans:
-        for *other, other_start, other_end in (*spans, *others):
-            if other != [peer, place] and start < other_end and other_start < end:
-                found.setdefault(peer, set()).add(place)
-    return {peer: frozenset(places) for peer, places in found.items()}
+    for n, (peer, place) in enumerate(places):
+        others = [*tensors[:n], *tensors[n + 1 :], *known]
+        if any(_overlap(tensors[n], other) for other in others):
+            found.setdefault(peer, set()).add(place)
+    return {peer: frozenset(of_peer) for peer, of_peer in found.items()}
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors share a byte; where their strides differ, whether they might."""
+    (start, end), (other_start, other_end) = _span(a), _span(b)
+    if start >= other_end or other_start >= end:
+        return False
+    row = a.stride(0) * a.element_size() if a.dim() else 0
+    width, other_width = _row_bytes(a), _row_bytes(b)
+    if not row or a.stride() != b.stride() or max(width, other_width) > row:
+        return True
+    distance = (other_start - start) % row  # slices of the same rows, side by side
+    return distance < width or distance + other_width > row
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    start, end = _span(tensor[:1])
+    return end - start
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -100,7 +100,9 @@ class Engine:
             for plan, device in mine
         )
         if self.crew.replicas is not None:
-            self.crew.replicas.start_equal([t for s in self.stages for t in s.tensors])
+            self.crew.replicas.start_equal(
+                [t for s in self.stages for t in (*s.parameters, *s.buffers)]
+            )
         self._programs.clear()
 
     def holds(self, layer: int) -> bool:

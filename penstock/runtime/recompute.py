@@ -202,9 +202,9 @@ class _ChangingState:
         old: dict[Place, Any] = dict.fromkeys(now.keys() - before.keys(), ABSENT)
         for place, (tensor, version, copy) in before.items():
             if tensor is not None and tensor._version != version:
+                self._copied.add(place)
                 if copy is None:
                     raise _lost(place)
-                self._copied.add(place)
                 old[place] = copy
             elif now.get(place) is not tensor:
                 old[place] = tensor
@@ -216,8 +216,8 @@ def _lost(place: Place) -> RecomputeError:
     kind = "buffer" if is_buffer else "attribute"
     return RecomputeError(
         f"the forward changed {kind} {name!r} of a {type(module).__name__} in place, which no "
-        "forward before it did, so a recompute could not see its old value. Use "
-        "recompute=Recompute.NEVER"
+        "forward before it did, so a recompute could not see its old value. Zero the gradients "
+        "and run the step again: from now on the old value is kept"
     )
 
 

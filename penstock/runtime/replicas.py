@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import ConfigError
 from penstock.mesh import Mesh
@@ -88,28 +89,44 @@ class Replicas:
             now = parameter.grad
             parameter.grad = gradient if now is None else gradient.add_(now)
 
-    def pool(self, moments: MomentsByModule) -> MomentsByModule:
-        """Pool the moments of each BatchNorm layer over all replicas, in their order."""
-        return {module: self._pool(pooled(rows)) for module, rows in moments.items()}
+    def pool(self, moments: MomentsByModule, modules: Sequence[_BatchNorm]) -> MomentsByModule:
+        """Pool the moments of each BatchNorm layer over all replicas, in their order.
 
-    def _pool(self, mine: Moments) -> list[Moments]:
-        count, mean, variance = mine
-        sent = torch.cat(
-            [torch.tensor([float(count)], dtype=torch.float64), mean.cpu(), variance.cpu()]
-        )
+        A layer may have run on some replicas only; all of them take part all the same.
+        """
+        mine = [pooled(moments[m]) if m in moments else None for m in modules]
+        sent = torch.cat([_as_row(m, of) for m, of in zip(modules, mine, strict=True)])
         rows = [torch.empty_like(sent) for _ in range(self._mesh.num_replicas)]
         self._run(
             lambda: dist.all_gather(rows, sent, group=self._group),
             "for the BatchNorm moments of the other replicas",
         )
-        return [
-            (int(row[0]), *(half.to(mean.device) for half in row[1:].split(mean.numel())))
-            for row in rows
-        ]
+        found: MomentsByModule = {}
+        widths = [1 + 2 * module.num_features for module in modules]
+        for row in rows:
+            for module, part in zip(modules, row.split(widths), strict=True):
+                if part[0] > 0:
+                    mean, variance = part[1:].to(_device_of(module)).split(module.num_features)
+                    found.setdefault(module, []).append((int(part[0]), mean, variance))
+        return found
 
     def _run(self, job: Callable[[], Any], what: str) -> None:
         assert self._mesh.background is not None
         self._mesh.background.run(job, what)
+
+
+def _as_row(module: _BatchNorm, moments: Moments | None) -> Tensor:
+    """Write count, means and variances one after the other; zeros for a layer that did not run."""
+    if moments is None:
+        return torch.zeros(1 + 2 * module.num_features, dtype=torch.float64)
+    count, mean, variance = moments
+    number = torch.tensor([float(count)], dtype=torch.float64)
+    return torch.cat([number, mean.cpu(), variance.cpu()])
+
+
+def _device_of(module: _BatchNorm) -> torch.device:
+    assert module.running_mean is not None
+    return module.running_mean.device
 
 
 def _cut(parameters: list[Tensor]) -> Iterator[list[Tensor]]:

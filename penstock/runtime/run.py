@@ -151,6 +151,7 @@ class Run:
         default_factory=lambda: defaultdict(dict)
     )
     claimed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+    stages_claimed: set[int] = field(default_factory=set)
     moments: dict[int, MomentsByModule] = field(default_factory=lambda: defaultdict(dict))
     times_s: dict[int, list[float]] = field(default_factory=dict)
     memory: list[MemorySample] = field(default_factory=list)

@@ -67,8 +67,7 @@ class Stage:
         if isinstance(loss, nn.Module):
             layers.append((loss_index, loss))
         modules = tuple(module for _, module in layers)
-        self.parameters = list(dict.fromkeys(p for m in modules for p in m.parameters()))
-        self.tensors = [*self.parameters, *dict.fromkeys(b for m in modules for b in m.buffers())]
+        self._modules = modules
         self.batch_norms = batch_norms(modules)
         self._repeatable = Repeatable(modules, skip=self.batch_norms)
         self._kept_bytes = KeptBytes(plan.index, modules, computes_loss=bool(plan.output))
@@ -80,6 +79,16 @@ class Stage:
     @property
     def index(self) -> int:
         return self.plan.index
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All parameters that are here now, the loss's included; each once."""
+        return list(dict.fromkeys(p for m in self._modules for p in m.parameters()))
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All buffers that are here now; each once."""
+        return list(dict.fromkeys(b for m in self._modules for b in m.buffers()))
 
     def forget(self) -> None:
         """Forget what was seen of the layers: whether they draw, or change their input."""
@@ -155,7 +164,8 @@ class Stage:
         kept = run.kept.pop((self.index, microbatch))
         roots, gradients = self._roots(run, microbatch, kept)
         if roots:
-            if microbatch == 0:
+            if self.index not in run.stages_claimed:
+                run.stages_claimed.add(self.index)
                 claim_leaves(run, self.index, roots, kept.entry_tensors)
             try:
                 self._run_autograd(run, kept, roots, gradients)
@@ -178,7 +188,7 @@ class Stage:
         """Move the BatchNorm running statistics by all micro-batches' moments; free those."""
         moments = run.moments.pop(self.index, {})
         if self._replicas is not None and self._replicas.pools_statistics:
-            moments = self._replicas.pool(moments)
+            moments = self._replicas.pool(moments, self.batch_norms)
         commit_statistics(moments)
 
     def reduce_gradients(self, run: Run) -> None:
@@ -328,7 +338,10 @@ class Stage:
         run_loss = partial(run.loss, output, target)
         try:
             loss = self._drawing.run(
-                LayerCall(run, microbatch, self._loss_index, _trains(run.loss), kept), run_loss
+                LayerCall(
+                    run, microbatch, self._loss_index, getattr(run.loss, "training", True), kept
+                ),
+                run_loss,
             )
             check_loss(loss, run.with_grad)
         except Exception as error:
@@ -385,7 +398,3 @@ class _Given(NamedTuple):
     copied: bool
     is_alias: bool
     sent: Tensor
-
-
-def _trains(loss: Any) -> bool:
-    return loss.training if isinstance(loss, nn.Module) else True

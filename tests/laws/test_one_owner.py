@@ -262,3 +262,67 @@ def test_a_buffer_that_travels_and_moves_in_place_is_right_or_refused(
         return
     assert same_bits(found, Unsplit(twin.modules, forward, 3).train_step(x, y, made.loss))
     assert not differences(built.modules, twin.modules)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_first_micro_batch_without_weight_hides_no_second_owner(way: dict[str, Any]) -> None:
+    ours = stack()
+
+    def real(target: Tensor) -> Tensor:
+        return (target[:, 0] > -50).sum()
+
+    x, y = batch(6)
+    y[:2] = -100.0  # all of the first micro-batch is padding
+    with (
+        penstock.Pipeline(ours, 2, loss=penalised(ours), reduction=real, **options(way)) as pipe,
+        pytest.raises(penstock.errors.PartitionError, match="both compute"),
+    ):
+        pipe.train_step(x, y)
+
+
+class TwoHalves(nn.Module):
+    """Change one of two inputs in place; they lie side by side in one tensor."""
+
+    def forward(self, halves: tuple[Tensor, Tensor]) -> Tensor:
+        a, b = halves
+        return torch.cat([a.sub_(1.0), b], dim=1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_slices_side_by_side_share_no_memory(way: dict[str, Any]) -> None:
+    whole = torch.randn(6, 6, generator=torch.Generator().manual_seed(2))
+    target = torch.zeros(6, 3)
+    found = []
+    for inputs in ((whole[:, :3], whole[:, 3:]), (whole[:, :3].clone(), whole[:, 3:].clone())):
+        layers = [TwoHalves(), *stack()]
+        with penstock.Pipeline(layers, 2, loss=nn.MSELoss(), **options(way)) as pipe:
+            found.append(pipe.train_step(inputs, target))
+    assert same_bits(*found)
+
+
+class MovesLater(nn.Module):
+    """A buffer that moves in training mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.scale.mul_(0.9)
+        return x * self.scale
+
+
+@pytest.mark.parametrize("way", WITH_RECOMPUTE)
+def test_a_buffer_that_begins_to_move_is_refused_once(way: dict[str, Any]) -> None:
+    layers = [nn.Linear(6, 6), MovesLater(), nn.Linear(6, 3)]
+    x, y = batch()
+    with penstock.Pipeline(layers, 1, loss=nn.MSELoss(), **options(way)) as pipe:
+        layers[1].eval()
+        pipe.train_step(x, y)
+        layers[1].train()
+        if way["schedule"] is gpipe:
+            with pytest.raises(penstock.errors.RecomputeError, match="run the step again"):
+                pipe.train_step(x, y)
+        pipe.train_step(x, y)

@@ -54,7 +54,8 @@ def to_bytes(tensor: Tensor, kind: TensorKind) -> Tensor:
             compact = compact.narrow(dim, 0, 1)
     if compact.is_conj() or compact.is_neg():
         compact = compact.resolve_conj().resolve_neg()
-    return compact.permute(kind.order).contiguous().view(-1).view(torch.uint8)
+    flat = compact.permute(kind.order).contiguous().view(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one value may have stride 0
 
 
 def room_for(kind: TensorKind, device: torch.device) -> tuple[Tensor, Tensor]:
