@@ -166,23 +166,11 @@ def init_mesh(
         },
     )
     stages = num_stages if num_stages is not None else world_size // num_replicas
-    if stages * num_replicas != world_size:
-        raise ConfigError(
-            f"{stages} stages x {num_replicas} replicas are {stages * num_replicas} processes, "
-            f"but {world_size} were started; start {stages * num_replicas} "
-            "(torchrun --nnodes N --nproc-per-node P with N x P as many), or change num_stages or "
-            "num_replicas"
-        )
+    _check_world(stages, num_replicas, world_size)
     device_mesh = init_device_mesh(
         place.type, (num_replicas, stages), mesh_dim_names=(REPLICA, STAGE)
     )
-    watch.name_ranks(
-        [
-            f"stage {rank % stages}" + _of_replica(rank // stages, num_replicas)
-            for rank in range(world_size)
-        ]
-    )
-    background = Background(watch, timeout_s)
+    watch.name_ranks(_names(stages, num_replicas))
     mesh = Mesh(
         stages,
         num_replicas,
@@ -191,7 +179,7 @@ def init_mesh(
         device=place,
         device_mesh=device_mesh,
         watch=watch,
-        background=background,
+        background=Background(watch, timeout_s),
     )
     atexit.register(_leave, mesh)
     return mesh
@@ -212,8 +200,20 @@ def _leave(mesh: Mesh) -> None:
     os._exit(1)
 
 
-def _of_replica(replica: int, num_replicas: int) -> str:
-    return f" of replica {replica}" if num_replicas > 1 else ""
+def _names(num_stages: int, num_replicas: int) -> list[str]:
+    """Say of each rank what it runs, for messages."""
+    of_replica = [f" of replica {r}" if num_replicas > 1 else "" for r in range(num_replicas)]
+    return [f"stage {stage}{which}" for which in of_replica for stage in range(num_stages)]
+
+
+def _check_world(num_stages: int, num_replicas: int, world_size: int) -> None:
+    needed = num_stages * num_replicas
+    if needed != world_size:
+        raise ConfigError(
+            f"{num_stages} stages x {num_replicas} replicas are {needed} processes, but "
+            f"{world_size} were started; start {needed} (torchrun --nnodes N --nproc-per-node P "
+            "with N x P as many), or change num_stages or num_replicas"
+        )
 
 
 def _check_counts(num_stages: int | None, num_replicas: int) -> None:

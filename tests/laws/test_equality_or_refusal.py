@@ -10,24 +10,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.schedules import ALL_SCHEDULES
 from tests.equality import assert_trains_like_unsplit, differences, pipeline, same_bits
 from tests.model_parts import InPlaceAffine
 from tests.models import ALL_MODELS, Built, Model, tokens, vectors
 from tests.reference import Forward, Unsplit, chain
+from tests.ways import WAYS
 
 BY_NAME = {model.name: model for model in ALL_MODELS}
-WAYS = [
-    pytest.param(
-        {"schedule": s, "recompute": r, "transport": t}, id=f"{s.__name__}-{r.value}-{t.name}"
-    )
-    for s, r, t in (
-        (ALL_SCHEDULES[0], penstock.Recompute.STAGE, penstock.Transport.THREADS),
-        (ALL_SCHEDULES[0], penstock.Recompute.NEVER, penstock.Transport.LOOPBACK),
-        (ALL_SCHEDULES[1], penstock.Recompute.STAGE, penstock.Transport.LOOPBACK),
-        (ALL_SCHEDULES[1], penstock.Recompute.NEVER, penstock.Transport.THREADS),
-    )
-]
 
 
 def model(

@@ -10,22 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.schedules import ALL_SCHEDULES
 from tests.equality import assert_trains_like_unsplit, differences, pipeline, same_bits
 from tests.models import ALL_MODELS, Model, vectors
 from tests.reference import Unsplit, chain, stream_key
-
-WAYS = [
-    pytest.param(
-        {"schedule": s, "recompute": r, "transport": t}, id=f"{s.__name__}-{r.value}-{t.name}"
-    )
-    for s, r, t in (
-        (ALL_SCHEDULES[0], penstock.Recompute.STAGE, penstock.Transport.THREADS),
-        (ALL_SCHEDULES[0], penstock.Recompute.NEVER, penstock.Transport.LOOPBACK),
-        (ALL_SCHEDULES[1], penstock.Recompute.STAGE, penstock.Transport.LOOPBACK),
-        (ALL_SCHEDULES[1], penstock.Recompute.NEVER, penstock.Transport.THREADS),
-    )
-]
+from tests.ways import WAYS
 
 
 class Draw(nn.Module):

@@ -1,0 +1,18 @@
+"""The ways to run a pipeline that most laws are tried in: each choice meets each other once."""
+
+import pytest
+
+import penstock
+from penstock.schedules import ALL_SCHEDULES
+
+WAYS = [
+    pytest.param(
+        {"schedule": s, "recompute": r, "transport": t}, id=f"{s.__name__}-{r.value}-{t.name}"
+    )
+    for s, r, t in (
+        (ALL_SCHEDULES[0], penstock.Recompute.STAGE, penstock.Transport.THREADS),
+        (ALL_SCHEDULES[0], penstock.Recompute.NEVER, penstock.Transport.LOOPBACK),
+        (ALL_SCHEDULES[1], penstock.Recompute.STAGE, penstock.Transport.LOOPBACK),
+        (ALL_SCHEDULES[1], penstock.Recompute.NEVER, penstock.Transport.THREADS),
+    )
+]
