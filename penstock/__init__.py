@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import schedules as schedules
+    from .checkpoint import async_save_checkpoint as async_save_checkpoint
     from .checkpoint import export_model as export_model
     from .checkpoint import load_checkpoint as load_checkpoint
     from .checkpoint import save_checkpoint as save_checkpoint
@@ -40,6 +41,7 @@ _HOME = {
     "Timeline": "penstock.trace.timeline",
     "Trace": "penstock.types",
     "Transport": "penstock.types",
+    "async_save_checkpoint": "penstock.checkpoint",
     "check": "penstock.equality",
     "clip_grad_norm_": "penstock.clip",
     "export_model": "penstock.checkpoint",
@@ -60,6 +62,7 @@ __all__ = [
     "Timeline",
     "Trace",
     "Transport",
+    "async_save_checkpoint",
     "check",
     "clip_grad_norm_",
     "export_model",

@@ -1,6 +1,13 @@
 """SAVE AND LOAD: a training state as a folder, keyed by the model's own parameter names."""
 
 from .load import load_checkpoint
-from .save import export_model, save_checkpoint
+from .save import async_save_checkpoint, export_model, save_checkpoint
+from .saving import Saving
 
-__all__ = ["export_model", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "Saving",
+    "async_save_checkpoint",
+    "export_model",
+    "load_checkpoint",
+    "save_checkpoint",
+]

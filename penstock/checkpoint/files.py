@@ -67,21 +67,33 @@ def _write_and_rename(
     try:
         for name, content in tensors.items():
             save_file(dict(content), unfinished / name)
-        finish_folder(unfinished, path, facts)
+        finish_folder(unfinished, path, facts, {})
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
 
-def finish_folder(unfinished: Path, path: Path, facts: Mapping[str, Any]) -> None:
-    """Add state.json to a folder that holds all tensors, and give it its name."""
+def finish_folder(
+    unfinished: Path, path: Path, facts: Mapping[str, Any], digests: Mapping[str, str]
+) -> None:
+    """Add state.json to a folder that holds all tensors, and give it its name.
+
+    `digests` are those of files that their writers have forced to the disk.
+    """
     files = sorted(file for file in unfinished.rglob("*") if file.is_file())
-    digests = {file.relative_to(unfinished).as_posix(): _digest(file) for file in files}
-    digests[STATE] = _digest_of_facts(facts)
-    state = {"format": FORMAT, "version": VERSION, "digests": digests, "facts": facts}
+    names = [file.relative_to(unfinished).as_posix() for file in files]
+    found = {name: digests.get(name) or digest_and_force(unfinished / name) for name in names}
+    if missing := digests.keys() - found.keys():
+        raise CheckpointError(
+            f"{', '.join(sorted(missing))} was written by another process and is not seen here; "
+            "put checkpoints where all hosts see them"
+        )
+    found[STATE] = _digest_of_facts(facts)
+    state = {"format": FORMAT, "version": VERSION, "digests": found, "facts": facts}
     (unfinished / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-    for file in (*unfinished.rglob("*"), unfinished):
-        _force_to_disk(file)
+    folders = [folder for folder in unfinished.rglob("*") if folder.is_dir()]
+    for place in (unfinished / STATE, *folders, unfinished):
+        _force_to_disk(place)
     unfinished.chmod(0o755)  # mkdtemp makes it private
     unfinished.rename(path)
     _force_to_disk(path.parent)
@@ -211,6 +223,12 @@ def _digest_of_facts(facts: Mapping[str, Any]) -> str:
 def _digest(file: Path) -> str:
     with file.open("rb") as stream:
         return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def digest_and_force(file: Path) -> str:
+    """Force a file to the disk; give its digest."""
+    _force_to_disk(file)
+    return _digest(file)
 
 
 def _force_to_disk(path: Path) -> None:

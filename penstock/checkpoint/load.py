@@ -20,7 +20,6 @@ from .optimizer_state import (
     parameter_names,
     unpack_optimizer,
 )
-from .together import gather_from_all
 
 _MOST_FAULTS = 100
 
@@ -95,7 +94,7 @@ def _load_into_many(
             faults += check_optimizer(optimizer, module, facts["optimizer"], optimizer_tensors)
     except Exception as error:
         faults = [str(error)]
-    parts = gather_from_all(mesh, (faults, set(here)))
+    parts = mesh.gather((faults, set(here)), "for the others to load the same checkpoint")
     faults = [fault for said, _ in parts for fault in said]
     if not faults:
         known = set().union(*(names for _, names in parts))

@@ -38,6 +38,32 @@ def pack_optimizer(
     return tensors, {"kind": type(optimizer).__name__, "groups": groups, "values": values}
 
 
+def merge_optimizers(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Make one optimizer's facts of those of all stages.
+
+    Raises:
+        CheckpointError: the stages' optimizers are not of one kind with the same groups.
+    """
+    first = parts[0]
+    for stage, part in enumerate(parts):
+        same = part["kind"] == first["kind"] and len(part["groups"]) == len(first["groups"])
+        if not same:
+            raise CheckpointError(
+                f"the optimizer of stage {stage} is {part['kind']} with {len(part['groups'])} "
+                f"parameter groups, that of stage 0 {first['kind']} with {len(first['groups'])}; "
+                "make the same one on every rank"
+            )
+    groups = [
+        {
+            "parameters": [name for part in parts for name in part["groups"][n]["parameters"]],
+            "options": first["groups"][n]["options"],
+        }
+        for n in range(len(first["groups"]))
+    ]
+    values = {name: value for part in parts for name, value in part["values"].items()}
+    return {"kind": first["kind"], "groups": groups, "values": values}
+
+
 def only_of(facts: Json, names: Iterable[str]) -> Json:
     """Give the part of an optimizer's facts that concerns the named parameters."""
     own = set(names)

@@ -1,6 +1,7 @@
 """Save a model, its optimizer and whatever else a run needs to go on."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,10 @@ from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
 from penstock.pipeline import Pipeline
 
-from .files import MODEL, OPTIMIZER, UNFINISHED, read_facts, read_tensors, write_folder
-from .optimizer_state import pack_optimizer
-from .together import (
-    MODEL_FOLDER,
-    OPTIMIZER_FOLDER,
-    gather_from_all,
-    merge_optimizers,
-    write_together,
-)
+from .files import MODEL, OPTIMIZER, UNFINISHED, jsonable, read_facts, read_tensors, write_folder
+from .optimizer_state import merge_optimizers, pack_optimizer
+from .saving import Saving, in_thread
+from .together import MODEL_FOLDER, OPTIMIZER_FOLDER, begin_together
 
 
 def save_checkpoint(
@@ -35,62 +31,129 @@ def save_checkpoint(
     The tensors go under the model's own names: the unsplit model and a pipeline of any other
     number of stages load them.  A tensor with several names is stored under each, so that a plain
     `load_state_dict` of model.safetensors works.  A pipeline's step count and seed are saved as
-    well, for its random streams.  `state` is anything JSON can hold (tuples come back as lists).
+    well, for its random streams.  `state` is anything JSON can hold (tuples come back as lists),
+    such as a learning-rate scheduler's or a GradScaler's `state_dict()`.
 
     In a mesh of processes all of them call this alike.  Each stage of the first replica writes its
-    own shard; `export_model` makes one file of them.
+    own shard; `export_model` makes one file of them.  All of it must be written within the mesh's
+    `timeout_s`.
 
     Raises:
         CheckpointError: `path` exists; `state` is not JSON; the optimizer is not the module's; the
             disk is full or refuses.
     """
+    content = _collect(module, optimizer, state, copy=False)
+    mesh = _mesh_of(module)
+    if mesh is None:
+        write_folder(Path(path), content.tensors, content.facts)
+    else:
+        begin_together(mesh, Path(path), content.tensors, content.facts).wait()
+
+
+def async_save_checkpoint(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    **state: Any,
+) -> Saving:
+    """Save like `save_checkpoint`, but return as soon as all tensors are copied to CPU memory.
+
+    Training may go on at once: what is written is what was there when this was called.  Until it
+    is written the copy takes as much memory as this process's share of the checkpoint.  Several
+    saves of a mesh of processes are written one after the other.
+
+    Returns:
+        The save under way; `wait()` for it before the process ends, to learn whether it went well.
+
+    Raises:
+        CheckpointError: as `save_checkpoint`; what only shows while writing is raised by `wait()`.
+    """
+    content = _collect(module, optimizer, state, copy=True)
+    mesh = _mesh_of(module)
+    if mesh is None:
+        target = Path(path)
+        return in_thread(target, lambda: write_folder(target, content.tensors, content.facts))
+    return begin_together(mesh, Path(path), content.tensors, content.facts)
+
+
+def _mesh_of(module: nn.Module) -> Mesh | None:
     mesh = module.mesh if isinstance(module, Pipeline) else None
-    if mesh is not None and mesh.is_distributed:
-        _save_from_many(Path(path), mesh, module, optimizer, state)
-        return
-    tensors = {MODEL: _storable(module.state_dict())}
+    return mesh if mesh is not None and mesh.is_distributed else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What this process writes, `tensors[file or folder][name]`, and what describes all of it."""
+
+    tensors: dict[str, dict[str, Tensor]]
+    facts: dict[str, Any]
+
+
+def _collect(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    state: dict[str, Any],
+    *,
+    copy: bool,
+) -> _Content:
+    """Gather what is saved; in a mesh of processes, all of them raise what one of them must.
+
+    Raises:
+        CheckpointError: something cannot be saved.
+    """
+    mesh = _mesh_of(module)
+    if mesh is not None:
+        return _collect_together(mesh, module, optimizer, state, copy=copy)
+    tensors = {MODEL: _storable(module.state_dict(), copy=copy)}
     facts = _facts(module, state)
     if optimizer is not None:
         content, facts["optimizer"] = pack_optimizer(optimizer, module)
-        tensors[OPTIMIZER] = _storable(content)
-    write_folder(Path(path), tensors, facts)
+        tensors[OPTIMIZER] = _storable(content, copy=copy)
+    return _Content(tensors, facts)
 
 
 def _facts(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {"pipeline": None, "optimizer": None, "state": state}
     if isinstance(module, Pipeline):
         facts["pipeline"] = {"step": module.step, "seed": module.seed}
-    return facts
+    return jsonable(facts)
 
 
-def _save_from_many(
-    path: Path,
+def _collect_together(
     mesh: Mesh,
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     state: dict[str, Any],
-) -> None:
+    *,
+    copy: bool,
+) -> _Content:
     tensors: dict[str, dict[str, Tensor]] = {}
     mine: dict[str, Any] | None = None
+    facts: dict[str, Any] = {}
     error: str | None = None
     try:
-        tensors[MODEL_FOLDER] = _storable(module.state_dict())
+        facts = _facts(module, state)
+        tensors[MODEL_FOLDER] = _storable(module.state_dict(), copy=copy)
         if optimizer is not None:
             content, mine = pack_optimizer(optimizer, module)
-            tensors[OPTIMIZER_FOLDER] = _storable(content)
+            tensors[OPTIMIZER_FOLDER] = _storable(content, copy=copy)
     except Exception as problem:
         error = f"rank {mesh.rank}: {problem}"
-    parts = gather_from_all(mesh, (error, mine))
+    parts = mesh.gather((error, mine), "for the others to save the same checkpoint")
     if errors := [said for said, _ in parts if said is not None]:
         raise CheckpointError("; ".join(errors))
-    facts = _facts(module, state)
     if optimizer is not None:
         facts["optimizer"] = merge_optimizers([part for _, part in parts[: mesh.num_stages]])
-    write_together(mesh, path, tensors, facts)
+    if mesh.replica > 0:
+        tensors = {folder: {} for folder in tensors}
+    return _Content(tensors, facts)
 
 
-def _storable(tensors: dict[str, Any]) -> dict[str, Tensor]:
-    """Give contiguous tensors, no two of which share memory, as safetensors wants them."""
+def _storable(tensors: dict[str, Any], *, copy: bool) -> dict[str, Tensor]:
+    """Give contiguous tensors, no two of which share memory, as safetensors wants them.
+
+    With `copy`, none shares memory with the model either, and all are on the CPU.
+    """
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
@@ -101,7 +164,11 @@ def _storable(tensors: dict[str, Any]) -> dict[str, Tensor]:
             )
         storage = tensor.untyped_storage().data_ptr()
         plain = tensor.detach().contiguous()
-        result[name] = plain.clone() if storage in seen else plain
+        if copy and not plain.is_cpu:
+            plain = plain.cpu()
+        elif copy or storage in seen:
+            plain = plain.clone()
+        result[name] = plain
         seen.add(storage)
     return result
 

@@ -1,15 +1,17 @@
-"""Save and load from many processes: each writes and reads the tensors of its own stage.
+"""Save from many processes: each writes the tensors of its own stage.
 
-    model/*.safetensors       one shard a stage, by torch.distributed.checkpoint
+    model/*.safetensors       one shard a process, by torch.distributed.checkpoint
     optimizer/*.safetensors   likewise
     state.json                as ever; rank 0 writes it when all shards are there
 
-The processes of replica 0 write.  The folder has a hidden name until it is complete.
+A save runs in a thread of its own in every process, and over a process group of its own, so that
+training may go on beside it.  The folder has a hidden name until it is complete.
 """
 
 import shutil
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,46 +23,102 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
 
-from .files import UNFINISHED, finish_folder, jsonable
+from .files import UNFINISHED, digest_and_force, finish_folder
+from .saving import Saving
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "model", "optimizer"
 
 Tensors = Mapping[str, Tensor]
 
 
-def write_together(
+def begin_together(
     mesh: Mesh, path: Path, tensors: Mapping[str, Tensors], facts: Mapping[str, Any]
-) -> None:
-    """Write `tensors[folder][name]` of all processes, and rank 0's `facts`, as one folder.
+) -> Saving:
+    """Begin to write `tensors[folder][name]` of all processes, and rank 0's `facts`, as one
+    folder.  The tensors must not change until it is written.
 
-    Raises:
+    Waiting for it raises:
         CheckpointError: `path` exists, or a disk refuses; on every process alike.
+        PeerError: a process failed meanwhile.
     """
-    unfinished = _begin(mesh, path, list(tensors))
-    error: str | None = None
-    try:
-        if mesh.replica == 0:
-            for folder, content in tensors.items():
-                _write_shard(mesh, unfinished / folder, dict(content))
-        if mesh.is_first_rank:
-            finish_folder(unfinished, path, jsonable(facts))
-    except Exception as problem:
-        error = f"rank {mesh.rank}: {problem}"
-    _raise_alike(mesh, path, error, unfinished)
+    background = mesh.background
+    assert background is not None
+    group = background.saving_group()
+    slot = background.saves.submit(partial(_Writing(mesh, group, path).write, tensors, facts))
+    return Saving(path, lambda: background.wait(slot, f"for all to write the checkpoint {path}"))
 
 
-def _begin(mesh: Mesh, path: Path, folders: list[str]) -> Path:
-    """Let rank 0 make the hidden folder and those in it; give its name to all."""
-    told: list[Any] = [None, None]
-    if mesh.is_first_rank:
+class _Writing:
+    """One save, as one process sees it."""
+
+    def __init__(self, mesh: Mesh, group: Any, path: Path) -> None:
+        self._mesh, self._group, self._path = mesh, group, path
+
+    def write(self, tensors: Mapping[str, Tensors], facts: Mapping[str, Any]) -> None:
+        unfinished = self._begin(list(tensors))
+        error: str | None = None
+        digests: dict[str, str] = {}
         try:
-            told[0] = str(_make_unfinished(path, folders))
-        except (OSError, CheckpointError) as error:
-            told[1] = str(error)
-    _run(mesh, lambda: dist.broadcast_object_list(told, src=0))
-    if told[1] is not None:
-        raise CheckpointError(told[1])
-    return Path(told[0])
+            for folder, content in tensors.items():  # each raises on all processes or on none
+                self._write_shard(unfinished / folder, dict(content))
+            digests = self._digests_of_own(unfinished)
+        except Exception as problem:
+            error = self._account(problem)
+        everyone = self._gather((error, digests))
+        errors = [said for said, _ in everyone if said is not None]
+        if not errors:
+            all_digests = {name: digest for _, part in everyone for name, digest in part.items()}
+            errors = self._finish(unfinished, facts, all_digests)
+        if errors:
+            if self._mesh.is_first_rank:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise CheckpointError(
+                f"cannot write the checkpoint {self._path}: {'; '.join(errors)}; nothing is left "
+                "of it. Make room, or choose another place that all processes reach"
+            )
+
+    def _begin(self, folders: list[str]) -> Path:
+        """Let rank 0 make the hidden folder and those in it; give its name to all."""
+        told: list[Any] = [None, None]
+        if self._mesh.is_first_rank:
+            try:
+                told[0] = str(_make_unfinished(self._path, folders))
+            except (OSError, CheckpointError) as error:
+                told[1] = str(error)
+        dist.broadcast_object_list(told, src=0, group=self._group)
+        if told[1] is not None:
+            raise CheckpointError(told[1])
+        return Path(told[0])
+
+    def _write_shard(self, folder: Path, content: dict[str, Any]) -> None:
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        save(content, storage_writer=writer, process_group=self._group)
+
+    def _digests_of_own(self, unfinished: Path) -> dict[str, str]:
+        """Force what this process wrote to its disk, and give the digests."""
+        own = unfinished.glob(f"*/shard-{self._mesh.rank + 1:05d}-*")
+        return {file.relative_to(unfinished).as_posix(): digest_and_force(file) for file in own}
+
+    def _finish(
+        self, unfinished: Path, facts: Mapping[str, Any], digests: dict[str, str]
+    ) -> list[str]:
+        """Let rank 0 complete the folder; give what went wrong."""
+        told: list[str | None] = [None]
+        if self._mesh.is_first_rank:
+            try:
+                finish_folder(unfinished, self._path, facts, digests)
+            except Exception as problem:
+                told = [self._account(problem)]
+        dist.broadcast_object_list(told, src=0, group=self._group)
+        return [said for said in told if said is not None]
+
+    def _account(self, problem: Exception) -> str:
+        return f"rank {self._mesh.rank}: {problem}"
+
+    def _gather(self, mine: Any) -> list[Any]:
+        everyone: list[Any] = [None] * self._mesh.world_size
+        dist.all_gather_object(everyone, mine, group=self._group)
+        return everyone
 
 
 def _make_unfinished(path: Path, folders: list[str]) -> Path:
@@ -70,64 +128,7 @@ def _make_unfinished(path: Path, folders: list[str]) -> Path:
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     made = tempfile.mkdtemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent)
+    Path(made).chmod(0o755)  # mkdtemp makes it private; other processes may be other hosts'
     for folder in folders:
         (Path(made) / folder).mkdir()
     return Path(made)
-
-
-def _write_shard(mesh: Mesh, folder: Path, content: dict[str, Any]) -> None:
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    group = mesh.group("stage")
-    _run(mesh, lambda: save(content, storage_writer=writer, process_group=group))
-
-
-def _raise_alike(mesh: Mesh, path: Path, error: str | None, unfinished: Path) -> None:
-    """Gather what went wrong anywhere; clean up and raise it everywhere."""
-    everyone: list[str | None] = [None] * mesh.world_size
-    _run(mesh, lambda: dist.all_gather_object(everyone, error))
-    errors = [said for said in everyone if said is not None]
-    if not errors:
-        return
-    if mesh.is_first_rank:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    raise CheckpointError(
-        f"cannot write the checkpoint {path}: {'; '.join(errors)}; nothing is left of it"
-    )
-
-
-def gather_from_all(mesh: Mesh, mine: Any) -> list[Any]:
-    """Give what each process has, in the order of ranks."""
-    everyone: list[Any] = [None] * mesh.world_size
-    _run(mesh, lambda: dist.all_gather_object(everyone, mine))
-    return everyone
-
-
-def merge_optimizers(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Make one optimizer's facts of those of all stages.
-
-    Raises:
-        CheckpointError: the stages' optimizers are not of one kind with the same groups.
-    """
-    first = parts[0]
-    for stage, part in enumerate(parts):
-        same = part["kind"] == first["kind"] and len(part["groups"]) == len(first["groups"])
-        if not same:
-            raise CheckpointError(
-                f"the optimizer of stage {stage} is {part['kind']} with {len(part['groups'])} "
-                f"parameter groups, that of stage 0 {first['kind']} with {len(first['groups'])}; "
-                "make the same one on every rank"
-            )
-    groups = [
-        {
-            "parameters": [name for part in parts for name in part["groups"][n]["parameters"]],
-            "options": first["groups"][n]["options"],
-        }
-        for n in range(len(first["groups"]))
-    ]
-    values = {name: value for part in parts for name, value in part["values"].items()}
-    return {"kind": first["kind"], "groups": groups, "values": values}
-
-
-def _run(mesh: Mesh, job: Any) -> None:
-    assert mesh.background is not None
-    mesh.background.run(job, "for the checkpoint to be written and read by all")

@@ -1,11 +1,34 @@
 """What all processes must have in common: compared at the start, the first difference named."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
+
+Outcome = tuple[bool, Any]
+"""(True, result) or (False, the error that was raised)."""
+
+
+def outcome_of(job: Callable[[], Any]) -> Outcome:
+    """Run `job` and keep what came of it, so that it can be told to others."""
+    try:
+        return True, job()
+    except PenstockError as error:
+        return False, error
+
+
+def result_of(outcome: Outcome) -> Any:
+    """Give the result, or raise the error.
+
+    Raises:
+        PenstockError: what the job raised, wherever it ran.
+    """
+    good, value = outcome
+    if not good:
+        raise value
+    return value
 
 
 def require_same(where: str, fields: Mapping[str, Any]) -> None:

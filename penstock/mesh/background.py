@@ -3,12 +3,16 @@
 receives  one message after the other, in the order the program wants them
 sends     until each is delivered; its buffers are free then
 controls  collectives of a few numbers
+saves     checkpoints that are written while training goes on; over a process group of its own
 """
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
+
+import torch.distributed as dist
 
 from .watch import Watch
 
@@ -42,7 +46,7 @@ class Slot:
 
 
 class Background:
-    """The three threads of a process."""
+    """The threads of a process."""
 
     def __init__(self, watch: Watch, timeout_s: float) -> None:
         self.watch = watch
@@ -50,6 +54,20 @@ class Background:
         self.receives = _Worker("receives", watch)
         self.sends = _Worker("sends", watch)
         self.controls = _Worker("controls", watch)
+        self.saves = _Worker("saves", watch)
+        self._saving_group: Any = None
+
+    def saving_group(self) -> Any:
+        """Give the group of all processes that checkpoints are saved over, made at the first call.
+
+        All processes call this alike.
+        """
+        if self._saving_group is None:
+            limit = timedelta(seconds=self.timeout_s)
+            self._saving_group = self.run(
+                lambda: dist.new_group(backend="gloo", timeout=limit), "for all to begin to save"
+            )
+        return self._saving_group
 
     def wait(self, slot: Slot, what: str, peer: int | None = None) -> Any:
         """Wait for a job's outcome; `what` completes "rank 1 (stage 1) waited ...".
@@ -72,7 +90,11 @@ class Background:
         return self.wait(self.controls.submit(job), what)
 
     def close(self) -> None:
-        """End the threads, but for one that is stuck in a wait for a peer that failed."""
+        """End the threads, but for one that is stuck in a wait for a peer that failed.
+
+        A checkpoint that is being written is waited for.
+        """
+        self.saves.close(_SHORT_PATIENCE_S if self.watch.knows_failure else self.timeout_s)
         patience_s = _SHORT_PATIENCE_S if self.watch.knows_failure else _PATIENCE_S
         for worker in (self.receives, self.sends, self.controls):
             worker.close(patience_s)
@@ -80,7 +102,8 @@ class Background:
     @property
     def has_ended(self) -> bool:
         """Whether all threads have ended."""
-        return not any(w.is_alive for w in (self.receives, self.sends, self.controls))
+        workers = (self.receives, self.sends, self.controls, self.saves)
+        return not any(worker.is_alive for worker in workers)
 
 
 class _Worker:

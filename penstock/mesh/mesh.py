@@ -10,6 +10,9 @@ import atexit
 import logging
 import os
 import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from platform import python_version
@@ -21,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import ConfigError, MeshError
 
-from .agreement import require_same
+from .agreement import outcome_of, require_same, result_of
 from .background import Background
 from .watch import Watch
 
@@ -71,6 +74,12 @@ class Mesh:
         """Whether this process is the one that logs and saves."""
         return self.rank == 0
 
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Tell all processes of whatever is raised inside, so that none waits for this one."""
+        with self.watch.reporting() if self.watch is not None else nullcontext():
+            yield
+
     def rank_of(self, stage: int) -> int:
         """Give the rank that runs `stage` of this process's replica."""
         return self.replica * self.num_stages + stage
@@ -79,6 +88,28 @@ class Mesh:
         """Give the process group of this process along `axis`."""
         assert self.device_mesh is not None
         return self.device_mesh.get_group(axis)
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Give every process the values of all, in the order of ranks; only its own where it is
+        alone.  All processes call this alike; `what` completes "rank 1 (stage 1) waited ...".
+        """
+        if self.background is None:
+            return [value]
+        everyone: list[Any] = [None] * self.world_size
+        self.background.run(lambda: dist.all_gather_object(everyone, value), what)
+        return everyone
+
+    def from_first(self, job: Callable[[], Any], what: str) -> Any:
+        """Run `job` on rank 0 only; give its result to all processes, or raise its error on all.
+
+        Raises:
+            PenstockError: what `job` raised.
+        """
+        if self.background is None:
+            return job()
+        told: list[Any] = [outcome_of(job) if self.is_first_rank else None]
+        self.background.run(lambda: dist.broadcast_object_list(told, src=0), what)
+        return result_of(told[0])
 
     def close(self) -> None:
         """Leave the mesh: end its threads and process groups; also done when the process ends."""
@@ -150,21 +181,13 @@ def init_mesh(
             f"device={str(place)!r}: stages in several processes run on CPUs so far; for GPUs of "
             "one host use one process (no torchrun), where each stage has a thread"
         )
-    _join(timeout_s)
+    join(timeout_s)
     world_size = dist.get_world_size()
-    watch = Watch.start(dist.get_rank(), world_size, timeout_s)
-    require_same(
-        "init_mesh",
-        {
-            "num_stages": num_stages,
-            "num_replicas": num_replicas,
-            "timeout_s": timeout_s,
-            "kind of device": place.type,
-            "version of torch": torch.__version__,
-            "version of Penstock": _version(),
-            "version of Python": python_version(),
-        },
-    )
+    with meeting():
+        attempt = told_by_first(uuid.uuid4().hex)
+    watch = Watch.start(dist.get_rank(), world_size, timeout_s, attempt)
+    with meeting():
+        _agree(place, num_stages, num_replicas, timeout_s)
     stages = num_stages if num_stages is not None else world_size // num_replicas
     _check_world(stages, num_replicas, world_size)
     device_mesh = init_device_mesh(
@@ -222,7 +245,52 @@ def _check_counts(num_stages: int | None, num_replicas: int) -> None:
             raise ConfigError(f"{name}={value!r}; it must be a whole number of at least 1")
 
 
-def _join(timeout_s: float) -> None:
+def _agree(
+    place: torch.device, num_stages: int | None, num_replicas: int, timeout_s: float
+) -> None:
+    require_same(
+        "init_mesh",
+        {
+            "num_stages": num_stages,
+            "num_replicas": num_replicas,
+            "timeout_s": timeout_s,
+            "kind of device": place.type,
+            "version of torch": torch.__version__,
+            "version of Penstock": _version(),
+            "version of Python": python_version(),
+        },
+    )
+
+
+@contextmanager
+def meeting() -> Iterator[None]:
+    """Say clearly what happened if a process leaves while all of them meet.
+
+    Raises:
+        MeshError: one did, or fell silent.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise MeshError(
+            f"another process ended, or fell silent, while all of them met: {_first_line(error)}. "
+            "Its own message says why"
+        ) from error
+
+
+def told_by_first(value: Any) -> Any:
+    """Give rank 0's value to all processes that have met; for before there is a mesh."""
+    told = [value]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def join(timeout_s: float) -> None:
+    """Let the processes of a job meet, if they have not.
+
+    Raises:
+        MeshError: they do not find each other in time.
+    """
     if dist.is_initialized():
         return
     try:

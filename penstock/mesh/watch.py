@@ -59,8 +59,12 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="penstock-watch", daemon=True)
 
     @classmethod
-    def start(cls, rank: int, world_size: int, timeout_s: float) -> "Watch":
-        """Begin to watch; call once the processes have met."""
+    def start(cls, rank: int, world_size: int, timeout_s: float, attempt: str) -> "Watch":
+        """Begin to watch; call once the processes have met.
+
+        `attempt` is a name that all of them have, and no earlier attempt at the job had: the store
+        may be the same for all.
+        """
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if host is not None and port is not None:  # a connection that nobody else blocks
             store: Any = TCPStore(
@@ -68,7 +72,6 @@ class Watch:
             )
         else:
             store = dist.distributed_c10d._get_default_store()
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         place = f"{host}:{port}"
         watch = cls(PrefixStore(f"penstock/{attempt}", store), place, rank, world_size)
         watch._thread.start()

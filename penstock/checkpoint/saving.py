@@ -1,0 +1,50 @@
+"""A save that is under way beside the training."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+
+class Saving:
+    """A checkpoint that is being written."""
+
+    def __init__(self, path: Path, wait: Callable[[], None]) -> None:
+        self.path = path
+        """The folder, once it is there."""
+        self._wait: Callable[[], None] | None = wait
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Return when the folder is there.  In a mesh of processes all of them wait alike.
+
+        Raises:
+            CheckpointError: it cannot be written; nothing is left of it.
+            PeerError: another process failed meanwhile.
+            WaitTimeout: it is not there within the mesh's deadline.
+        """
+        wait, self._wait = self._wait, None
+        try:
+            if wait is not None:
+                wait()
+        except BaseException as error:
+            self._error = error
+            raise
+        if self._error is not None:
+            raise self._error
+
+
+def in_thread(path: Path, write: Callable[[], None]) -> Saving:
+    """Begin to write in a thread; the process does not end before it has."""
+    outcome: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            write()
+        except BaseException as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
+
+    threading.Thread(target=run, name="penstock-save", daemon=False).start()
+    return Saving(path, outcome.result)
