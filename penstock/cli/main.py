@@ -1,5 +1,6 @@
 """The command `penstock`: parse, call, print.  Nothing heavy is imported before a command runs."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -42,12 +43,18 @@ def run(arguments: Sequence[str] | None = None) -> int:
         click.echo(f"penstock: {error.format_message().rstrip('.')}{_hint(error)}", err=True)
         return USER_ERROR
     except PenstockError as error:
-        click.echo(f"penstock: {error}{_where(error)}", err=True)
+        click.echo(f"penstock: {_who()}{error}{_where(error)}", err=True)
         return USER_ERROR
     except (click.Abort, KeyboardInterrupt):
-        click.echo("penstock: interrupted", err=True)
+        click.echo(f"penstock: {_who()}interrupted", err=True)
         return INTERRUPTED
     return code if isinstance(code, int) else 0
+
+
+def _who() -> str:
+    """Say which of several processes speaks."""
+    is_one_of_many = os.environ.get("WORLD_SIZE", "1") != "1"
+    return f"rank {os.environ.get('RANK', '?')}: " if is_one_of_many else ""
 
 
 def _where(error: PenstockError) -> str:

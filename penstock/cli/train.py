@@ -1,13 +1,12 @@
 """`penstock train`: train what a recipe says, or go on with a run."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from penstock.train.interrupt import Interrupt
-
-from .options import INTERRUPTED
 
 
 @click.command()
@@ -30,49 +29,100 @@ from .options import INTERRUPTED
     type=click.Path(path_type=Path),
     help="Go on from the newest checkpoint of this run folder; RECIPE may then be left out.",
 )
+@click.option(
+    "--num-processes",
+    type=click.IntRange(min=1),
+    help="Run in so many processes of this host, K x D of them, instead of one.",
+)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="With --num-processes: how often to go on when a process fails.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Write the summary as one line of JSON.")
-def train(
-    recipe: Path | None,
-    overrides: tuple[str, ...],
-    run_folder: Path | None,
-    resume: Path | None,
-    as_json: bool,
-) -> int:
+@click.pass_context
+def train(context: click.Context, /, **_: object) -> int:
     """Train the model of RECIPE, a TOML file, as a pipeline.
 
-    Ctrl-C finishes the step, saves a checkpoint and ends with code 130.  A resumed run goes on bit
-    by bit, also with another number of stages, schedule or recompute policy.
+    Ctrl-C or SIGTERM finishes the step, saves a checkpoint and ends with code 130 or 143.  A
+    resumed run goes on bit by bit, also with another number of stages, schedule or recompute
+    policy, in one process or in many.
 
     \b
     Examples:
       penstock train recipes/digits.toml
       penstock train recipes/digits.toml --set pipeline.schedule=one_f_one_b --set train.epochs=5
       penstock train --resume runs/digits-1 --set pipeline.num_stages=3
+      penstock train recipes/digits.toml --num-processes 2 --max-restarts 3
+      torchrun --nproc-per-node 2 -m penstock train recipes/digits.toml
     """
-    if resume is None and recipe is None:
-        raise click.UsageError(
-            "give a RECIPE, such as recipes/digits.toml, or --resume RUN_FOLDER"
-        )
-    if resume is not None and run_folder is not None:
-        raise click.UsageError("--resume goes on in its own folder; leave out --run-folder")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise click.UsageError(
-            "this command runs in one process so far, and torchrun started "
-            f"{os.environ['WORLD_SIZE']}; run it alone, or write a script with penstock.init_mesh"
-        )
-    with Interrupt() as interrupt:  # before the imports, which may swallow a KeyboardInterrupt
-        from rich.console import Console
+    wish = _Wish(**context.params)
+    wish.check()
+    if wish.num_processes is not None:
+        from .launch import launch
 
-        from penstock.train.command import resume_run, start_run
+        return launch(wish.num_processes, wish.max_restarts, wish.as_arguments())
+    return _train(wish)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wish:
+    """What the command line says."""
+
+    recipe: Path | None
+    overrides: tuple[str, ...]
+    run_folder: Path | None
+    resume: Path | None
+    num_processes: int | None
+    max_restarts: int
+    as_json: bool
+
+    def check(self) -> None:
+        if self.resume is None and self.recipe is None:
+            raise click.UsageError(
+                "give a RECIPE, such as recipes/digits.toml, or --resume RUN_FOLDER"
+            )
+        if self.resume is not None and self.run_folder is not None:
+            raise click.UsageError("--resume goes on in its own folder; leave out --run-folder")
+        if self.num_processes is not None and "WORLD_SIZE" in os.environ:
+            raise click.UsageError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']} says that torchrun started this process "
+                "already; leave out --num-processes"
+            )
+        if self.max_restarts and self.num_processes is None:
+            raise click.UsageError(
+                "--max-restarts needs --num-processes; with torchrun, give it to torchrun"
+            )
+
+    def as_arguments(self) -> list[str]:
+        """Give the command line again, without what concerns the launch."""
+        words = ["train", *([str(self.recipe)] if self.recipe is not None else [])]
+        for override in self.overrides:
+            words += ["--set", override]
+        for name, path in (("--run-folder", self.run_folder), ("--resume", self.resume)):
+            words += [name, str(path)] if path is not None else []
+        return [*words, *(["--json"] if self.as_json else [])]
+
+
+def _train(wish: _Wish) -> int:
+    """Train in this process, which may be one of many; rank 0 speaks for all."""
+    is_one_of_many = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    with Interrupt(is_one_of_many=is_one_of_many) as interrupt:  # before the imports, which may
+        from rich.console import Console  # swallow a KeyboardInterrupt
+
+        from penstock.train.command import Request, resume_run, start_run
         from penstock.train.display import show_summary
 
-        console = Console(stderr=True)
-        if resume is not None:
-            summary = resume_run(resume, recipe, overrides, console, interrupt)
-        else:
-            assert recipe is not None
-            summary = start_run(recipe, overrides, run_folder, console, interrupt)
-    if as_json:
+        console = Console(stderr=True, quiet=not is_first)
+        request = Request(wish.recipe, wish.overrides, wish.resume or wish.run_folder)
+        run = resume_run if wish.resume is not None else start_run
+        summary = run(request, console, interrupt)
+    if not is_first:
+        return 0 if summary.finished else interrupt.exit_code
+    if wish.as_json:
         click.echo(summary.to_json())
     else:
         show_summary(Console(), summary)
@@ -83,4 +133,4 @@ def train(
         f"Go on with: penstock train --resume {summary.run_folder}",
         err=True,
     )
-    return INTERRUPTED
+    return interrupt.exit_code

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.data.digits import Split, load_digits
+from penstock.mesh import Mesh
 from penstock.pipeline import Pipeline
 from penstock.schedules import ALL_SCHEDULES
 from penstock.types import Recompute
@@ -53,14 +54,23 @@ def pipeline_options(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def build_pipeline(recipe: Recipe, model: nn.Sequential, example_inputs: Tensor) -> Pipeline:
-    """Cut the model into stages.
+def build_pipeline(
+    recipe: Recipe, model: nn.Sequential, example_inputs: Tensor, mesh: Mesh
+) -> Pipeline:
+    """Cut the model into stages; each replica of the mesh takes its share of the micro-batches.
 
     Raises:
         PartitionError: the model has too few layers, or another number than the partition says.
     """
+    options = pipeline_options(recipe)
+    options["num_microbatches"] //= mesh.num_replicas
     return Pipeline(
-        model, loss=loss_function, example_inputs=example_inputs, **pipeline_options(recipe)
+        model,
+        loss=loss_function,
+        example_inputs=example_inputs,
+        mesh=mesh,
+        batch_norm_over_replicas=True,
+        **options,
     )
 
 

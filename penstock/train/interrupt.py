@@ -1,22 +1,41 @@
-"""Ctrl-C as a wish: the loop finishes its step, saves and ends; a second Ctrl-C ends at once."""
+"""Ctrl-C and SIGTERM as wishes: the loop finishes its step, saves and ends.
+
+A second Ctrl-C ends at once, but not where several processes must end together; they are told by
+torchrun, which may send a signal twice.
+"""
 
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """While entered, notes SIGINT instead of raising; outside the main thread it does nothing."""
+    """While entered, notes SIGINT and SIGTERM instead of ending; outside the main thread it does
+    nothing.
+    """
 
-    def __init__(self) -> None:
-        self.wanted = False
-        """Whether Ctrl-C was pressed."""
-        self._before: object = None
+    def __init__(self, *, is_one_of_many: bool = False) -> None:
+        self.number = 0
+        """The signal that came, here or in another process; 0 if none did."""
+        self._is_one_of_many = is_one_of_many
+        self._before: dict[int, Any] = {}
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the run should end."""
+        return self.number != 0
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell says of a process that a signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
+        return 128 + (self.number or signal.SIGINT)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._note)
+            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
         return self
 
     def __exit__(
@@ -25,15 +44,16 @@ class Interrupt:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)  # type: ignore[arg-type] # what signal() gave
-            self._before = None
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
 
     def raise_if_wanted(self) -> None:
-        """Raise KeyboardInterrupt if Ctrl-C was pressed; for when there is nothing to save yet."""
+        """Raise KeyboardInterrupt if a signal came; for when there is nothing to save yet."""
         if self.wanted:
             raise KeyboardInterrupt
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.wanted = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.number = number
+        if number == signal.SIGINT and not self._is_one_of_many:
+            signal.signal(number, signal.default_int_handler)

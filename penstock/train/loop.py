@@ -6,17 +6,20 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
-from penstock.checkpoint import load_checkpoint, save_checkpoint
+from penstock.checkpoint import Saving, async_save_checkpoint, load_checkpoint
 from penstock.data.sampler import batch_indices, epoch_order, num_batches
 from penstock.data.shift import epoch_shifts, shift_images
 from penstock.errors import CheckpointError
+from penstock.mesh import Mesh
 from penstock.types import Trace
 
 from .build import build_data, build_model, build_optimizer, build_pipeline
 from .display import Display
 from .interrupt import Interrupt
+from .layout import check_batches, make_mesh, replica_share
 from .learning_rate import warmup_cosine
 from .meter import Meter
 from .position import Position
@@ -27,20 +30,33 @@ from .run_folder import RunFolder
 class Trainer:
     """Owns the model, its pipeline, its optimizer and the position of one run.
 
+    In a mesh of processes each makes a trainer and calls it alike; `mesh` is by default the
+    recipe's, in this process.
+
     Raises:
         PenstockError: the recipe asks for what cannot be built; nothing has run then.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, mesh: Mesh | None = None) -> None:
         self.recipe = recipe
+        self.mesh = mesh if mesh is not None else make_mesh(recipe)
         self.data = build_data(recipe)
+        check_batches(recipe, len(self.data.train))
         self.model = build_model(recipe)
-        example = self.data.train.inputs[: recipe.train.batch_size]
-        self.pipe = build_pipeline(recipe, self.model, example)
+        share = self._share(min(recipe.train.batch_size, len(self.data.train)))
+        self.pipe = build_pipeline(recipe, self.model, self.data.train.inputs[share], self.mesh)
         self.optimizer = build_optimizer(recipe, self.pipe)
         self.position = Position()
         self.meter = Meter(recipe.train.trace_every)
         self._epoch_data: tuple[int, Tensor, Tensor] | None = None
+        self._saving: Saving | None = None
+
+    def _share(self, num_samples: int) -> slice:
+        """Give which samples of a mini-batch are this replica's."""
+        section = self.recipe.pipeline
+        return replica_share(
+            num_samples, section.num_microbatches, section.num_replicas, self.mesh.replica
+        )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -56,31 +72,49 @@ class Trainer:
         Raises:
             CheckpointError: it is damaged or of another model.
         """
-        checkpoints = folder.checkpoints()
-        if checkpoints:
+        newest = self.mesh.from_first(
+            lambda: next(reversed(folder.checkpoints()), None), "for the newest checkpoint"
+        )
+        if newest is not None:
             try:
-                state = load_checkpoint(checkpoints[-1], self.pipe, self.optimizer)
+                state = load_checkpoint(newest, self.pipe, self.optimizer)
                 self.position = _position(state)
             except CheckpointError as error:
                 raise CheckpointError(
-                    f"{error}\nTo resume from the checkpoint before it, delete {checkpoints[-1]}"
+                    f"{error}\nTo resume from the checkpoint before it, delete {newest}"
                 ) from None
         folder.drop_metrics_after(self.position.step)
 
     def run(self, folder: RunFolder, display: Display, interrupt: Interrupt) -> None:
-        """Train to the end, or until `interrupt` is wanted; all is saved when it returns."""
-        while not self.finished and not interrupt.wanted:
+        """Train to the end, or until `interrupt` is wanted in any process; all is saved when it
+        returns.
+        """
+        stopping = self._must_stop(interrupt)
+        while not self.finished and not stopping:
             self._step(folder, display)
             if self.position.batch == self.steps_per_epoch:
                 self._end_epoch(folder, display)
+            stopping = self._must_stop(interrupt)
             due = self.position.step % self.recipe.train.checkpoint_every == 0
-            if due or self.finished or interrupt.wanted:
+            if due or self.finished or stopping:
                 self._save(folder)
+        self._settle(folder)
+
+    def _must_stop(self, interrupt: Interrupt) -> bool:
+        """Agree with the other processes whether to end here; what one was told, all know then."""
+        number = self.mesh.highest(interrupt.number, "for the others to finish their step")
+        interrupt.number = interrupt.number or number
+        return interrupt.wanted
+
+    def raise_if_wanted(self, interrupt: Interrupt) -> None:
+        """End all processes if one of them should; for when there is nothing to save yet."""
+        self._must_stop(interrupt)
+        interrupt.raise_if_wanted()
 
     def _step(self, folder: RunFolder, display: Display) -> None:
-        inputs, targets = self._batch()
+        inputs, targets, num_samples = self._batch()
         rate = self._set_learning_rate()
-        full_batch = len(targets) == self.recipe.train.batch_size
+        full_batch = num_samples == self.recipe.train.batch_size
         self.pipe.trace = self.meter.choose_trace(full_batch=full_batch)
         start_s = time.perf_counter()
         loss = float(self.pipe.train_step(inputs, targets))
@@ -88,22 +122,23 @@ class Trainer:
         self.optimizer.zero_grad()
         took_s = time.perf_counter() - start_s
         timeline = self.pipe.last_timeline if self.pipe.trace is not Trace.OFF else None
-        self.meter.add_step(took_s, len(targets), timeline)
-        self.position = self.position.after_batch(loss, len(targets))
+        self.meter.add_step(took_s, num_samples, timeline)
+        self.position = self.position.after_batch(loss, num_samples)
         if self.position.step % self.recipe.train.log_every == 0:
             self._log(folder, "step", {"loss": loss, "learning_rate": rate})
         display.show_step(self.position, self.meter)
 
-    def _batch(self) -> tuple[Tensor, Tensor]:
-        """Give the inputs and targets at the position."""
+    def _batch(self) -> tuple[Tensor, Tensor, int]:
+        """Give this replica's inputs and targets at the position, and all replicas' samples."""
         epoch, train = self.position.epoch, self.data.train
         if self._epoch_data is None or self._epoch_data[0] != epoch:
             seed, shift = self.recipe.train.seed, self.recipe.data.max_shift
             shifts = epoch_shifts(len(train), seed, epoch, shift)
             self._epoch_data = (epoch, epoch_order(len(train), seed, epoch), shifts)
         _, order, shifts = self._epoch_data
-        chosen = batch_indices(order, self.position.batch, self.recipe.train.batch_size)
-        return shift_images(train.inputs[chosen], shifts[chosen]), train.targets[chosen]
+        whole = batch_indices(order, self.position.batch, self.recipe.train.batch_size)
+        own = whole[self._share(len(whole))]
+        return shift_images(train.inputs[own], shifts[own]), train.targets[own], len(whole)
 
     def _set_learning_rate(self) -> float:
         section = self.recipe.learning_rate
@@ -127,29 +162,47 @@ class Trainer:
         display.show_epoch(self.position, self.meter, train_loss)
 
     def evaluate(self) -> float:
-        """Give the share of test samples whose highest output is the right one."""
+        """Give the share of test samples whose highest output is the right one.
+
+        Each replica judges every D-th sample.  All make the same calls: where one has a sample
+        less it takes the first one too, which does not count.
+        """
         test, size = self.data.test, self.recipe.train.batch_size
+        num_replicas = self.mesh.num_replicas
+        own = torch.arange(len(test))[self.mesh.replica :: num_replicas]
+        known = len(own)
+        padding = -(-len(test) // num_replicas) - known
+        own = torch.cat([own, torch.zeros(padding, dtype=own.dtype)])
         right = 0
-        for inputs, targets in zip(test.inputs.split(size), test.targets.split(size), strict=True):
-            right += int((self.pipe.eval_step(inputs).argmax(dim=1) == targets).sum())
-        return right / len(test)
+        for chosen, counted in zip(
+            own.split(size), torch.arange(len(own)).split(size), strict=True
+        ):
+            hits = self.pipe.eval_step(test.inputs[chosen]).argmax(dim=1) == test.targets[chosen]
+            right += int((hits & (counted < known)).sum())
+        of_all: list[int] = self.mesh.gather(right, "for the others to evaluate")
+        return sum(of_all[:: self.mesh.num_stages if self.mesh.is_distributed else 1]) / len(test)
 
     def _log(self, folder: RunFolder, kind: str, values: Mapping[str, Any]) -> None:
         where = {"kind": kind, "step": self.position.step, "epoch": self.position.epoch}
         folder.append_metrics({**where, **values, "samples_per_s": self.meter.samples_per_s})
 
     def _save(self, folder: RunFolder) -> None:
-        path = folder.checkpoint_path(self.position.step)
-        if path.exists():
-            return
-        save_checkpoint(
-            path,
+        """Begin to save; training goes on beside it."""
+        self._settle(folder)
+        self._saving = async_save_checkpoint(
+            folder.checkpoint_path(self.position.step),
             self.pipe,
             self.optimizer,
             position=asdict(self.position),
             recipe=self.recipe.model_dump(),
         )
-        folder.keep_newest(self.recipe.train.keep_checkpoints)
+
+    def _settle(self, folder: RunFolder) -> None:
+        """Wait for the checkpoint that is being written, then delete those it replaces."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+            folder.keep_newest(self.recipe.train.keep_checkpoints)
 
     def close(self) -> None:
         """End the pipeline's threads."""

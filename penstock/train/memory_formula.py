@@ -33,18 +33,40 @@ def formula_bytes(
     loss: Loss,
     schedule: Schedule,
     recompute: Recompute,
+    *,
+    only: int | None = None,
 ) -> dict[int, int]:
-    """Give the formula's bytes for each stage; `microbatch` is (inputs, targets) of full size."""
+    """Give the formula's bytes for each stage, or for `only` one.
+
+    `microbatch` is (inputs, targets) of full size.  Stages that are not asked for may be on the
+    meta device.
+    """
     value, targets = microbatch
     result = {}
     for number, stage in enumerate(stages):
         last = number == len(stages) - 1
-        entering = value.detach().requires_grad_(number > 0)
+        if only not in (None, number):
+            value = _shape_behind(stage, value)
+            continue
+        entering = _as_leaf(value, wants_grad=number > 0)
         activation_bytes, value = _run(stage, entering, (loss, targets) if last else None)
         input_bytes = _bytes(entering) + (_bytes(targets) if last else 0)
         live = most_live(schedule, number)
         graphs = live if recompute is Recompute.NEVER else 1
         result[number] = live * input_bytes + graphs * activation_bytes
+    return result
+
+
+def _as_leaf(value: Tensor, *, wants_grad: bool) -> Tensor:
+    """Give what enters a stage; where only its shape is known, zeros."""
+    value = torch.zeros_like(value, device="cpu") if value.is_meta else value.detach()
+    return value.requires_grad_(wants_grad)
+
+
+def _shape_behind(stage: nn.Sequential, value: Tensor) -> Tensor:
+    """Give what leaves a stage, without its values."""
+    with torch.no_grad():
+        result: Tensor = copy.deepcopy(stage).to("meta")(value.to("meta"))
     return result
 
 

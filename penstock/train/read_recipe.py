@@ -16,6 +16,7 @@ from .recipe_errors import describe, suggest_place
 FREE_ON_RESUME = frozenset(
     {
         "pipeline.num_stages",
+        "pipeline.num_replicas",
         "pipeline.partition",
         "pipeline.schedule",
         "pipeline.recompute",
@@ -28,7 +29,7 @@ FREE_ON_RESUME = frozenset(
     }
 )
 """Keys that decide how and not what a run computes: any of them may change, and no bit of the
-result does, but that another threads_per_stage may round differently."""
+result does, but that another num_replicas or threads_per_stage may round differently."""
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -76,9 +76,11 @@ class PipelineSection(Section):
     """How the model runs."""
 
     num_stages: Count
-    """K, the parts the model is cut into; each runs in a thread of its own."""
+    """K, the parts the model is cut into; each runs in a thread, or a process, of its own."""
+    num_replicas: Count = 1
+    """D, copies of the pipeline that share the micro-batches; above 1 it takes K x D processes."""
     num_microbatches: Count
-    """M, the parts a batch is cut into."""
+    """M, the parts a batch is cut into; each replica takes M / D of them."""
     partition: Annotated[Literal["auto"] | tuple[int, ...], BeforeValidator(_check_partition)] = (
         "auto"
     )
@@ -95,6 +97,15 @@ class PipelineSection(Section):
     """Give up when a stage has waited so many seconds for another."""
     seed: Seed = 0
     """Decides what the layers draw, such as dropout masks."""
+
+    @model_validator(mode="after")
+    def _replicas_share_microbatches(self) -> Self:
+        if self.num_microbatches % self.num_replicas:
+            raise ValueError(
+                f"pipeline.num_microbatches = {self.num_microbatches} must be a multiple of "
+                f"pipeline.num_replicas = {self.num_replicas}, which share them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _partition_has_num_stages(self) -> Self:

@@ -9,7 +9,7 @@ from penstock.types import Recompute
 from .build import loss_function
 from .loop import Trainer
 from .memory_formula import cut, formula_bytes
-from .run_folder import RunFolder, replace_text
+from .run_folder import RunFolder
 from .summary import StageMemory, Summary
 
 
@@ -32,8 +32,10 @@ def summarise(trainer: Trainer, folder: RunFolder, seconds: float) -> Summary:
 
 def write_timeline(folder: RunFolder, timeline: Timeline) -> str:
     """Write the timeline as JSON, Chrome trace and pictures; say what had to be left out."""
-    replace_text(folder.path / "timeline.json", timeline.to_json())
-    replace_text(folder.path / "timeline.chrome.json", to_chrome(timeline))
+    if not folder.writes:
+        return ""
+    folder.write_text("timeline.json", timeline.to_json())
+    folder.write_text("timeline.chrome.json", to_chrome(timeline))
     try:
         save_picture(timeline, folder.path / "timeline.svg")
         save_picture(timeline, folder.path / "timeline.png")
@@ -43,17 +45,24 @@ def write_timeline(folder: RunFolder, timeline: Timeline) -> str:
 
 
 def _stage_memory(trainer: Trainer) -> tuple[StageMemory, ...]:
-    recipe, pipe, train = trainer.recipe, trainer.pipe, trainer.data.train
+    """Give what each stage keeps; each process of a mesh knows of its own."""
+    recipe, pipe, mesh, train = trainer.recipe, trainer.pipe, trainer.mesh, trainer.data.train
     batch_size = min(recipe.train.batch_size, len(train))
-    size = -(-batch_size // pipe.num_microbatches)
+    size = -(-batch_size // recipe.pipeline.num_microbatches)
     stages = list(cut(trainer.model, pipe.partition))
-    expected = formula_bytes(
+    mine = formula_bytes(
         stages,
         (train.inputs[:size], train.targets[:size]),
         loss_function,
         pipe.schedule_for(),
         Recompute(recipe.pipeline.recompute),
+        only=mesh.stage if mesh.is_distributed else None,
     )
+    expected = {
+        stage: count
+        for part in mesh.gather(mine, "for the memory of the other stages")
+        for stage, count in part.items()
+    }
     return tuple(
         StageMemory(
             stage=number,

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from penstock.cli.main import run
 from penstock.errors import CheckpointError, RecipeError, RunFolderError
-from penstock.train.command import resume_run, start_run
+from penstock.train.command import Request, resume_run, start_run
 from penstock.train.display import Display
 from penstock.train.interrupt import Interrupt
 from penstock.train.loop import Trainer
@@ -52,7 +52,7 @@ def train_until(trainer: Trainer, folder: RunFolder, step: int) -> None:
 
     class Stop(Display):
         def show_step(self, position: Position, meter: Any) -> None:
-            interrupt.wanted = position.step >= step
+            interrupt.number = signal.SIGINT if position.step >= step else 0
 
     trainer.run(folder, Stop(quiet(), 2, 3), interrupt)
     assert trainer.position.step == step
@@ -73,7 +73,7 @@ def curve(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    assert start_run(DIGITS, SMALL, folder, quiet(), Interrupt()).finished
+    assert start_run(Request(DIGITS, SMALL, folder), quiet(), Interrupt()).finished
     return folder
 
 
@@ -94,7 +94,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_for_any_other_layout(
     folder = create(tmp_path / "run", recipe_to_toml(recipe))
     with Trainer(recipe) as trainer:
         train_until(trainer, folder, stop)
-    summary = resume_run(folder.path, None, changes, quiet(), Interrupt())
+    summary = resume_run(Request(None, changes, folder.path), quiet(), Interrupt())
     assert summary.finished and summary.steps == NUM_STEPS
     assert curve(folder.path) == curve(uninterrupted)
     expected, found = weights(uninterrupted, NUM_STEPS), weights(folder.path, NUM_STEPS)
@@ -114,7 +114,7 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(
             path.rename(path.with_name(f".{path.name}.xyz.unfinished"))  # killed while saving
     with folder.metrics_path.open("a") as file:
         file.write('{"kind": "step", "st')
-    assert resume_run(folder.path, None, [], quiet(), Interrupt()).finished
+    assert resume_run(Request(None, [], folder.path), quiet(), Interrupt()).finished
     assert curve(folder.path) == curve(uninterrupted)
     assert all(
         torch.equal(tensor, weights(folder.path, NUM_STEPS)[name])
@@ -125,7 +125,7 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(
 def test_a_run_without_any_checkpoint_starts_again(uninterrupted: Path, tmp_path: Path) -> None:
     folder = create(tmp_path / "run", recipe_to_toml(read_recipe(DIGITS, SMALL)))
     folder.append_metrics({"kind": "step", "step": 1, "loss": 0.0})
-    assert resume_run(folder.path, None, [], quiet(), Interrupt()).steps == NUM_STEPS
+    assert resume_run(Request(None, [], folder.path), quiet(), Interrupt()).steps == NUM_STEPS
     assert curve(folder.path) == curve(uninterrupted)
 
 
@@ -160,17 +160,19 @@ def test_a_run_folder_holds_what_the_run_was(uninterrupted: Path) -> None:
 
 def test_another_number_of_micro_batches_is_refused(uninterrupted: Path) -> None:
     with pytest.raises(RecipeError, match="num_microbatches was 8 and cannot become 4 on resume"):
-        resume_run(uninterrupted, None, ["pipeline.num_microbatches=4"], quiet(), Interrupt())
+        resume_run(
+            Request(None, ["pipeline.num_microbatches=4"], uninterrupted), quiet(), Interrupt()
+        )
 
 
 def test_a_finished_run_cannot_be_resumed(uninterrupted: Path) -> None:
     with pytest.raises(RunFolderError, match="has trained all its 2 epochs"):
-        resume_run(uninterrupted, None, [], quiet(), Interrupt())
+        resume_run(Request(None, [], uninterrupted), quiet(), Interrupt())
 
 
 def test_another_recipe_cannot_take_over_a_run_folder(uninterrupted: Path) -> None:
     with pytest.raises(RecipeError, match=r"model\.width was 4 and cannot become 32 on resume"):
-        resume_run(uninterrupted, DIGITS, [], quiet(), Interrupt())
+        resume_run(Request(DIGITS, [], uninterrupted), quiet(), Interrupt())
 
 
 def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
@@ -180,7 +182,7 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
         train_until(trainer, folder, 4)
     (folder.checkpoint_path(4) / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"damaged.*\nTo resume .*, delete .*step-000004"):
-        resume_run(folder.path, None, [], quiet(), Interrupt())
+        resume_run(Request(None, [], folder.path), quiet(), Interrupt())
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
@@ -222,5 +224,5 @@ def test_a_run_ends_without_threads_left(tmp_path: Path) -> None:
     import threading
 
     before = threading.active_count()
-    start_run(DIGITS, SMALL, tmp_path / "run", quiet(), Interrupt())
+    start_run(Request(DIGITS, SMALL, tmp_path / "run"), quiet(), Interrupt())
     assert threading.active_count() == before

@@ -143,9 +143,39 @@ def test_check_takes_a_recipe_and_options_over_it(capsys: Captured) -> None:
     assert "K=3, M=8" in capsys.readouterr().out
 
 
-def test_train_refuses_to_run_in_many_processes_at_once(
+def test_another_number_of_processes_than_stages_is_said_before_they_meet(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
     assert run(["train", DIGITS]) == 2
-    assert "torchrun started 4" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("penstock: rank 3: pipeline.num_stages = 2 x pipeline.num_replicas = 1")
+    assert "are 2 processes, but 4 were started" in said
+
+
+def test_one_process_cannot_be_two_replicas(capsys: Captured) -> None:
+    assert run(["train", DIGITS, "--set", "pipeline.num_replicas=2"]) == 2
+    assert "are 4 processes, and this is one; start them with --num-processes 4" in (
+        capsys.readouterr().err
+    )
+
+
+def test_replicas_must_share_the_micro_batches(capsys: Captured) -> None:
+    assert run(["train", DIGITS, "--set", "pipeline.num_replicas=3"]) == 2
+    assert "num_microbatches = 8 must be a multiple of pipeline.num_replicas = 3" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_process_of_torchrun_starts_no_others(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run(["train", DIGITS, "--num-processes", "2"]) == 2
+    assert "leave out --num-processes" in capsys.readouterr().err
+
+
+def test_restarts_without_processes_are_torchruns_business(capsys: Captured) -> None:
+    assert run(["train", DIGITS, "--max-restarts", "2"]) == 2
+    assert "--max-restarts needs --num-processes" in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""How the processes of a job meet: torch.distributed's rendezvous, with an answer to restarts.
+
+torchrun's own process keeps the store that all of them meet at, and keeps it when it starts them
+again; addresses that an earlier attempt left there would be taken for this one's.  So rank 0 first
+gives the attempt a name:
+
+    hello/<rank>   each process: a word that nobody used before
+    echo/<rank>    rank 0: that word, and the name of the attempt
+    ready/<rank>   the process: the name, which it believes since rank 0 knows its word
+"""
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from penstock.errors import MeshError
+
+_PAUSE_S = 0.02
+_MOST_NAMED = 8
+
+
+def join(timeout_s: float) -> None:
+    """Let the processes of a job meet, if they have not.
+
+    Raises:
+        MeshError: they do not find each other in time.
+    """
+    if dist.is_initialized():
+        return
+    limit = timedelta(seconds=timeout_s)
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            dist.init_process_group("gloo", timeout=limit)
+            return
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, is_master=False, timeout=limit)
+        attempt = name_attempt(PrefixStore("penstock/meeting", store), rank, world_size, timeout_s)
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore(f"penstock/{attempt}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=limit,
+        )
+    except (RuntimeError, ValueError) as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise MeshError(
+            f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} did not find the "
+            f"others at {place} within {timeout_s:g} s: {first_line(error)}. See that all "
+            "processes run, that this host reaches that address (MASTER_ADDR, firewall), that the "
+            "port is free on it (MASTER_PORT), and that GLOO_SOCKET_IFNAME names the right "
+            "interface"
+        ) from error
+
+
+def name_attempt(store: Any, rank: int, world_size: int, timeout_s: float) -> str:
+    """Agree on a name that no earlier attempt at the job had; the store may hold its words.
+
+    Raises:
+        RuntimeError: some process does not come in time; says which.
+    """
+    deadline = time.monotonic() + timeout_s
+    if rank > 0:
+        word = uuid.uuid4().hex
+        store.set(f"hello/{rank}", word)
+        while not (answer := _read(store, f"echo/{rank}")).startswith(word):
+            _pause(deadline, "rank 0 did not answer")
+        name = answer.removeprefix(word)
+        store.set(f"ready/{rank}", name)
+        return name
+    name = uuid.uuid4().hex
+    answered: dict[int, str] = {}
+    missing = set(range(1, world_size))
+    while missing:
+        for other in sorted(missing):
+            word = _read(store, f"hello/{other}")
+            if word and answered.get(other) != word:
+                store.set(f"echo/{other}", word + name)
+                answered[other] = word
+            elif _read(store, f"ready/{other}") == name:
+                missing.remove(other)
+        if missing:
+            some = ", ".join(map(str, sorted(missing)[:_MOST_NAMED]))
+            _pause(deadline, f"rank {some} did not come")
+    return name
+
+
+def _read(store: Any, key: str) -> str:
+    text: str = store.get(key).decode() if store.check([key]) else ""
+    return text
+
+
+def _pause(deadline: float, otherwise: str) -> None:
+    if time.monotonic() > deadline:
+        raise RuntimeError(otherwise)
+    time.sleep(_PAUSE_S)
+
+
+@contextmanager
+def meeting() -> Iterator[None]:
+    """Say clearly what happened if a process leaves while all of them meet.
+
+    Raises:
+        MeshError: one did, or fell silent.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise MeshError(
+            f"another process ended, or fell silent, while all of them met: {first_line(error)}. "
+            "Its own message says why"
+        ) from error
+
+
+def told_by_first(value: Any) -> Any:
+    """Give rank 0's value to all processes that have met; for before there is a mesh."""
+    told = [value]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def first_line(error: BaseException) -> str:
+    """Give the first line of what an error says; those of torch go on with a stack of C++."""
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,128 @@
+"""Which stages and replicas the processes of a run take: K x D of them, or one with K threads."""
+
+import os
+
+from penstock.errors import RecipeError
+from penstock.mesh import Mesh, init_mesh
+from penstock.runtime.microbatches import microbatch_sizes
+
+from .recipe import Recipe
+
+
+def num_processes() -> int:
+    """Count the processes that torchrun, or whoever set its variables, started; 1 without."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def process_rank() -> int:
+    """Give this process's number among them."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def make_mesh(recipe: Recipe) -> Mesh:
+    """Let the processes of the run meet.
+
+    Raises:
+        RecipeError: the recipe asks for another number of processes.
+        MeshError: they do not find each other in time.
+    """
+    check_layout(recipe, num_processes())
+    section = recipe.pipeline
+    return init_mesh(section.num_stages, section.num_replicas, timeout_s=section.timeout_s)
+
+
+def check_layout(recipe: Recipe, world_size: int) -> None:
+    """See that the recipe's stages and replicas are what `world_size` processes can run.
+
+    Raises:
+        RecipeError: they are not; says how many are needed.
+    """
+    if _fits(recipe, world_size):
+        return
+    section = recipe.pipeline
+    needed = section.num_stages * section.num_replicas
+    asked = (
+        f"pipeline.num_stages = {section.num_stages} x pipeline.num_replicas = "
+        f"{section.num_replicas} are {needed} processes"
+    )
+    if world_size == 1:
+        raise RecipeError(
+            f"{asked}, and this is one; start them with --num-processes {needed} or torchrun "
+            f"--nproc-per-node {needed}, or --set pipeline.num_replicas=1 to run in one"
+        )
+    raise RecipeError(
+        f"{asked}, but {world_size} were started; start {needed}, or --set "
+        f"pipeline.num_stages={world_size // section.num_replicas or world_size} (and "
+        f"pipeline.num_replicas) so that they are {world_size}"
+    )
+
+
+def refit(recipe: Recipe, world_size: int, num_layers: int) -> Recipe:
+    """Fit a run that goes on to the processes that are there now, with as few changes as possible.
+
+    Keeps the number of replicas if it can: the result then stays the same to the bit.
+
+    Raises:
+        RecipeError: `world_size` processes cannot share the work.
+    """
+    if _fits(recipe, world_size):
+        return recipe
+    section = recipe.pipeline
+    if world_size == 1:
+        return _with(recipe, section.num_stages, 1)
+    for num_replicas in range(section.num_replicas, 0, -1):
+        num_stages, rest = divmod(world_size, num_replicas)
+        shared = section.num_microbatches % num_replicas == 0
+        if not rest and shared and num_stages <= num_layers:
+            return _with(recipe, num_stages, num_replicas)
+    raise RecipeError(
+        f"{world_size} processes cannot go on with this run: its model has {num_layers} layers, "
+        f"so at most {num_layers} stages, and its {section.num_microbatches} micro-batches can be "
+        f"shared by at most {section.num_replicas} replicas as before. Start fewer processes, or "
+        "set pipeline.num_stages and pipeline.num_replicas yourself"
+    )
+
+
+def _fits(recipe: Recipe, world_size: int) -> bool:
+    section = recipe.pipeline
+    if world_size == 1:
+        return section.num_replicas == 1
+    return section.num_stages * section.num_replicas == world_size
+
+
+def _with(recipe: Recipe, num_stages: int, num_replicas: int) -> Recipe:
+    section = recipe.pipeline
+    changes: dict[str, object] = {"num_stages": num_stages, "num_replicas": num_replicas}
+    if num_stages != section.num_stages:
+        changes["partition"] = "auto"
+    return recipe.model_copy(update={"pipeline": section.model_copy(update=changes)})
+
+
+def replica_share(
+    num_samples: int, num_microbatches: int, num_replicas: int, replica: int
+) -> slice:
+    """Give which samples of a mini-batch a replica takes: whole micro-batches, in order.
+
+    `num_microbatches`, a multiple of `num_replicas`, is that of the whole mini-batch: the samples
+    of each micro-batch are the same for any number of replicas.
+    """
+    sizes = microbatch_sizes(num_samples, num_microbatches)
+    share, more = divmod(len(sizes), num_replicas)
+    ends = [(r + 1) * share + min(r + 1, more) for r in range(num_replicas)]
+    first, end = ends[replica - 1] if replica else 0, ends[replica]
+    return slice(sum(sizes[:first]), sum(sizes[:end]))
+
+
+def check_batches(recipe: Recipe, num_samples: int) -> None:
+    """See that every mini-batch of an epoch has a sample for each replica.
+
+    Raises:
+        RecipeError: the last one has too few.
+    """
+    size, num_replicas = recipe.train.batch_size, recipe.pipeline.num_replicas
+    last = num_samples % size or size
+    if last < num_replicas:
+        raise RecipeError(
+            f"train.batch_size = {size} leaves {last} of {num_samples} samples for the last step "
+            f"of an epoch, fewer than the {num_replicas} replicas; choose another batch size"
+        )
