@@ -32,7 +32,13 @@ for command in (check, simulate, train):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 well, 1 "different", 2 the user's mistake, 130 Ctrl-C."""
-    sys.exit(run(arguments))
+    code = run(arguments)
+    if "penstock.mesh.threads" in sys.modules:  # other commands start without torch
+        from penstock.mesh.threads import end_now, is_any_left
+
+        if is_any_left():
+            end_now(code)
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .threads import THREAD_PREFIX
 from .watch import Watch
 
 _PATIENCE_S, _SHORT_PATIENCE_S = 5.0, 0.1
@@ -112,7 +113,9 @@ class _Worker:
     def __init__(self, name: str, watch: Watch) -> None:
         self._watch = watch
         self._jobs: SimpleQueue[tuple[Callable[[], Any], Slot] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name=f"penstock-{name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve, name=f"{THREAD_PREFIX}{name}", daemon=True
+        )
         self._thread.start()
 
     def submit(self, job: Callable[[], Any]) -> Slot:

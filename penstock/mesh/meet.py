@@ -9,10 +9,13 @@ gives the attempt a name:
     ready/<rank>   the process: the name, which it believes since rank 0 knows its word
 """
 
+import atexit
 import os
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -22,7 +25,10 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from penstock.errors import MeshError
 
+from .threads import THREAD_PREFIX, end_now
+
 _PAUSE_S = 0.02
+_MARGIN_S = 5.0
 _MOST_NAMED = 8
 
 
@@ -34,22 +40,8 @@ def join(timeout_s: float) -> None:
     """
     if dist.is_initialized():
         return
-    limit = timedelta(seconds=timeout_s)
     try:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            dist.init_process_group("gloo", timeout=limit)
-            return
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(address, port, is_master=False, timeout=limit)
-        attempt = name_attempt(PrefixStore("penstock/meeting", store), rank, world_size, timeout_s)
-        dist.init_process_group(
-            "gloo",
-            store=PrefixStore(f"penstock/{attempt}", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=limit,
-        )
+        _within(timeout_s + _MARGIN_S, lambda: _meet(timeout_s))
     except (RuntimeError, ValueError) as error:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise MeshError(
@@ -59,6 +51,48 @@ def join(timeout_s: float) -> None:
             "port is free on it (MASTER_PORT), and that GLOO_SOCKET_IFNAME names the right "
             "interface"
         ) from error
+
+
+def _meet(timeout_s: float) -> None:
+    limit = timedelta(seconds=timeout_s)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group("gloo", timeout=limit)
+        return
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False, timeout=limit)
+    attempt = name_attempt(PrefixStore("penstock/meeting", store), rank, world_size, timeout_s)
+    dist.init_process_group(
+        "gloo",
+        store=PrefixStore(f"penstock/{attempt}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=limit,
+    )
+
+
+def _within(seconds: float, job: Callable[[], None]) -> None:
+    """Run a job that may wait for ever: what is reached may be another program, which is silent.
+
+    Raises:
+        RuntimeError: it has not ended in time; its thread is left behind.
+    """
+    outcome: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            job()
+        except BaseException as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
+
+    threading.Thread(target=run, name=f"{THREAD_PREFIX}meeting", daemon=True).start()
+    try:
+        outcome.result(seconds)
+    except TimeoutError:
+        atexit.register(end_now, 1)
+        raise RuntimeError("what answers there does not speak as rank 0 would") from None
 
 
 def name_attempt(store: Any, rank: int, world_size: int, timeout_s: float) -> str:

@@ -7,7 +7,6 @@ Stages that talk to each other are neighbours in rank, and so mostly on one host
 """
 
 import atexit
-import logging
 import os
 import sys
 import uuid
@@ -26,6 +25,7 @@ from penstock.errors import ConfigError
 from .agreement import outcome_of, require_same, result_of
 from .background import Background
 from .meet import join, meeting, told_by_first
+from .threads import end_now
 from .watch import Watch
 
 REPLICA, STAGE = "replica", "stage"
@@ -223,12 +223,8 @@ def _leave(mesh: Mesh) -> None:
     that goes down; the process then ends here, and not well.
     """
     mesh.close()
-    if mesh.is_clean:
-        return
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    if not mesh.is_clean:
+        end_now(1)
 
 
 def _names(num_stages: int, num_replicas: int) -> list[str]:

@@ -21,6 +21,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from penstock.errors import PeerError, WaitTimeout
 
+from .threads import THREAD_PREFIX
+
 _TICK_S = 0.2
 """How often a process says that it runs, in a small job; rarer in one of many processes."""
 _SILENT_TICKS = 6
@@ -56,7 +58,9 @@ class Watch:
         self._counts: list[str] = []
         self._counted = threading.Event()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="penstock-watch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"{THREAD_PREFIX}watch", daemon=True
+        )
 
     @classmethod
     def start(cls, rank: int, world_size: int, timeout_s: float, attempt: str) -> "Watch":

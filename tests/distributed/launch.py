@@ -43,9 +43,13 @@ class Job:
 
 
 def start(
-    world_size: int, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    world_size: int,
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    *,
+    only: Sequence[int] | None = None,
 ) -> Job:
-    """Start `python ARGUMENTS` once for each rank, as torchrun would."""
+    """Start `python ARGUMENTS` once for each rank, as torchrun would, or for some ranks `only`."""
     port = free_port()
     common = {
         **os.environ,
@@ -66,14 +70,19 @@ def start(
                 text=True,
                 cwd=ROOT,
             )
-            for rank in range(world_size)
+            for rank in (range(world_size) if only is None else only)
         ]
     )
 
 
-def run(world_size: int, arguments: Sequence[str], timeout_s: float = 100.0) -> list[Ended]:
+def run(
+    world_size: int,
+    arguments: Sequence[str],
+    timeout_s: float = 100.0,
+    environment: Mapping[str, str] | None = None,
+) -> list[Ended]:
     """Run a job that must end well."""
-    ended = start(world_size, arguments).wait(timeout_s)
+    ended = start(world_size, arguments, environment).wait(timeout_s)
     bad = [f"--- rank {e.rank}: {e.code}\n{e.output}" for e in ended if e.code != 0]
     assert not bad, "\n".join(bad)
     return ended

@@ -1,11 +1,18 @@
-"""A process that fails, dies or stops: all others end soon, and each names it."""
+"""A process that fails, dies or stops: all others end soon, each names it, and nothing is lost."""
 
 import signal
 import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
 
 import pytest
+import torch
 
-from tests.distributed.launch import Ended, start
+import penstock
+from penstock.checkpoint.files import read_tensors
+from tests.distributed.fault_job import FAULTY_STEP, STEPS, newest, train
+from tests.distributed.launch import Ended, run, start
 
 KINDS = (
     "Forward",
@@ -17,6 +24,7 @@ KINDS = (
     "ReceiveGradient",
     "PostReceive",
     "CommitStatistics",
+    "Save",
 )
 LACKS = {
     (0, "ReceiveActivation"),
@@ -25,25 +33,41 @@ LACKS = {
     (2, "ReceiveGradient"),
 }
 """What the first and the last stage never do."""
+ACTIONS = ("raise", "kill", "stop")
 FAULTS = [
     pytest.param(rank, kind, action, id=f"{action}-{kind}-{rank}")
     for rank in range(3)
     for kind in KINDS
-    for action in ("raise", "kill", "stop")
+    for action in ACTIONS
     if (rank, kind) not in LACKS
 ]
-QUICK = FAULTS[::9]
+QUICK = FAULTS[::17]
+OF_REPLICAS = [
+    pytest.param(rank, kind, action, id=f"{action}-{kind}-{rank}")
+    for rank in (0, 3)
+    for kind in ("ReduceGradients", "CommitStatistics", "Save")
+    for action in ACTIONS
+]
+THREE = {"NUM_LAYERS": "3"}
+TWO = {"NUM_LAYERS": "2"}
+MODULE = "tests.distributed.fault_job"
 
 
-def end_with(
-    rank: int, kind: str, action: str, *, world: int = 3, replicas: int = 1
-) -> list[Ended]:
-    """Run the job; give how the processes ended, and how long after the first one."""
-    arguments = ["-m", "tests.distributed.fault_job", str(rank), kind, action, str(replicas)]
-    job = start(world, arguments)
+def names(num_stages: int, num_replicas: int) -> list[str]:
+    """Say how each rank is called in messages."""
+    of = [f" of replica {r}" if num_replicas > 1 else "" for r in range(num_replicas)]
+    stages = [f"stage {s}{which}" for which in of for s in range(num_stages)]
+    return [f"rank {rank} ({stage})" for rank, stage in enumerate(stages)]
+
+
+def end_with(fault: tuple[int, str, str], folder: Path, *, replicas: int = 1) -> list[Ended]:
+    """Run the job with a fault; give how its processes ended."""
+    rank, kind, action = fault
+    world, environment = (3, THREE) if replicas == 1 else (4, TWO)
+    arguments = ["-m", MODULE, str(rank), kind, action, str(replicas), str(folder)]
+    job = start(world, arguments, environment)
     began = time.monotonic()
-    others = [p for r, p in enumerate(job.processes) if r != rank]
-    for process in others:
+    for process in (p for r, p in enumerate(job.processes) if r != rank):
         process.wait(60)
     assert time.monotonic() - began < 60
     if action == "stop":
@@ -51,24 +75,117 @@ def end_with(
     return job.wait(30)
 
 
-@pytest.mark.parametrize(("rank", "kind", "action"), QUICK)
-def test_a_fault_ends_all_processes_and_is_named(rank: int, kind: str, action: str) -> None:
-    check(rank, kind, action)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rank", "kind", "action"), [f for f in FAULTS if f not in QUICK])
-def test_every_fault_ends_all_processes_and_is_named(rank: int, kind: str, action: str) -> None:
-    check(rank, kind, action)
-
-
-def check(rank: int, kind: str, action: str) -> None:
-    ended = end_with(rank, kind, action)
+def check_ends(ended: list[Ended], fault: tuple[int, str, str], called: list[str]) -> None:
+    """See that every process ended, and that each other one named the culprit."""
+    rank, kind, action = fault
     for process in ended:
         if process.rank == rank:
             assert process.code != 0
             continue
         assert process.code == 1, process.output
         assert "ENDED" in process.output, process.output
-        assert f"rank {rank} (stage {rank})" in process.output, process.output
-        assert f"rank {process.rank} (stage {process.rank}) waited" in process.output
+        if (kind, action) == ("Save", "raise"):  # refused by all alike: nothing is broken
+            assert "ENDED CheckpointError" in process.output, process.output
+            assert f"rank {rank}: " in process.output, process.output
+            continue
+        assert called[rank] in process.output, process.output
+        assert f"{called[process.rank]} waited" in process.output, process.output
+
+
+def weights(checkpoint: Path | None) -> dict[str, torch.Tensor]:
+    assert checkpoint is not None and checkpoint.name == f"step-{STEPS}"
+    return {
+        name: tensor
+        for file in ("model.safetensors", "optimizer.safetensors")
+        for name, tensor in read_tensors(checkpoint, file).items()
+    }
+
+
+def go_on_here(num_stages: int) -> Callable[[Path], None]:
+    """Give what finishes a run in this process, with a thread for each stage."""
+
+    def finish(folder: Path) -> None:
+        assert train(penstock.init_mesh(num_stages), 3, folder) in (
+            FAULTY_STEP - 2,
+            FAULTY_STEP - 1,
+        )
+
+    return finish
+
+
+def go_on_in_processes(world: int, replicas: int = 1) -> Callable[[Path], None]:
+    """Give what finishes a run in so many processes."""
+    environment = THREE if replicas == 1 else TWO
+    job = ["-m", MODULE, "none", "none", "none", str(replicas)]
+    return lambda folder: assert_all_well(run(world, [*job, str(folder)], environment=environment))
+
+
+def assert_all_well(ended: list[Ended]) -> None:
+    assert all("ENDED" not in process.output for process in ended)
+
+
+WAYS_ON = (go_on_in_processes(3), go_on_here(1), go_on_in_processes(2), go_on_here(3))
+"""Layouts that a broken run goes on with, in turn."""
+TURN = count()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """Train without any fault."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(penstock.init_mesh(1), 3, folder)
+    return weights(newest(folder))
+
+
+@pytest.fixture(scope="module")
+def expected_of_replicas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    folder = tmp_path_factory.mktemp("replicas")
+    go_on_in_processes(4, 2)(folder)
+    return weights(newest(folder))
+
+
+def check(
+    fault: tuple[int, str, str],
+    folder: Path,
+    expected: dict[str, torch.Tensor],
+    go_on: Callable[[Path], None],
+    *,
+    replicas: int = 1,
+) -> None:
+    ended = end_with(fault, folder, replicas=replicas)
+    check_ends(ended, fault, names(3 if replicas == 1 else 2, replicas))
+    left = newest(folder)
+    assert left is not None and left.name < f"step-{STEPS}"
+    go_on(folder)
+    found = weights(newest(folder))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("rank", "kind", "action"), QUICK)
+def test_a_fault_ends_all_is_named_and_costs_nothing(
+    rank: int, kind: str, action: str, expected: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    check((rank, kind, action), tmp_path, expected, WAYS_ON[next(TURN) % len(WAYS_ON)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "kind", "action"), [f for f in FAULTS if f not in QUICK])
+def test_every_fault_ends_all_is_named_and_costs_nothing(
+    rank: int, kind: str, action: str, expected: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    check((rank, kind, action), tmp_path, expected, WAYS_ON[next(TURN) % len(WAYS_ON)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "kind", "action"), OF_REPLICAS)
+def test_a_fault_of_one_replica_too(
+    rank: int,
+    kind: str,
+    action: str,
+    expected_of_replicas: dict[str, torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    """Go on with fewer stages: replicas stay, and so do all bits."""
+    go_on = go_on_in_processes(2, 2)
+    check((rank, kind, action), tmp_path, expected_of_replicas, go_on, replicas=2)

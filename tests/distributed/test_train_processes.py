@@ -1,0 +1,268 @@
+"""`penstock train` in many processes is the run of one process, whatever happens to them."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.checkpoint.files import read_tensors
+from penstock.train.run_folder import RunFolder
+from tests.distributed.launch import ROOT, Ended, free_port, start
+
+DIGITS = str(ROOT / "recipes" / "digits.toml")
+SMALL = (
+    "model.num_blocks=1",
+    "model.width=4",
+    "train.epochs=2",
+    "train.batch_size=500",  # three steps an epoch, the last one smaller
+    "train.log_every=1",
+    "train.checkpoint_every=2",
+    "train.keep_checkpoints=9",
+    "learning_rate.warmup_epochs=1",
+)
+NUM_STEPS = 6
+TRAIN = ("-m", "penstock")
+TORCHRUN = ("-m", "torch.distributed.run")
+
+
+def faulty(action: str, ranks: str, step: int) -> tuple[str, ...]:
+    """Give the command that goes wrong at a step."""
+    return ("-m", "tests.distributed.train_job", action, ranks, str(step))
+
+
+def words(*changes: str, recipe: str = DIGITS) -> list[str]:
+    return ["train", recipe, *(w for change in (*SMALL, *changes) for w in ("--set", change))]
+
+
+def begin(arguments: Sequence[str], folder: Path) -> "subprocess.Popen[str]":
+    """Start a command in `folder`; its output is one stream."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def outcome(process: "subprocess.Popen[str]", timeout_s: float = 100.0) -> tuple[int, str]:
+    try:
+        said, _ = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+    return process.returncode, said
+
+
+def run(arguments: Sequence[str], folder: Path, code: int = 0) -> str:
+    ended, said = outcome(begin(arguments, folder))
+    assert ended == code, said
+    return said
+
+
+def elastic(job: Sequence[str], *, processes: int, restarts: int = 1) -> list[str]:
+    """Give a torchrun command for one host."""
+    counts = ("--nproc-per-node", str(processes), "--max-restarts", str(restarts))
+    return [*TORCHRUN, "--standalone", *counts, *job]
+
+
+def curve(folder: Path) -> list[dict[str, Any]]:
+    """Read the metrics but for those that a clock decides."""
+    lines = RunFolder(folder).read_metrics()
+    return [{k: v for k, v in line.items() if k != "samples_per_s"} for line in lines]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in curve(folder) if line["kind"] == "step"]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Read the model and optimizer tensors of the newest checkpoint."""
+    newest = RunFolder(folder).checkpoints()[-1]
+    assert newest.name == f"step-{NUM_STEPS:06d}"
+    return {
+        name: tensor
+        for file in ("model.safetensors", "optimizer.safetensors")
+        for name, tensor in read_tensors(newest, file).items()
+    }
+
+
+def assert_same_run(folder: Path, expected: Path) -> None:
+    assert curve(folder) == curve(expected)
+    ours, theirs = weights(folder), weights(expected)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train in one process, never interrupted."""
+    folder = tmp_path_factory.mktemp("one")
+    run([*TRAIN, *words()], folder)
+    return folder / "runs" / "digits-1"
+
+
+@pytest.fixture(scope="module")
+def two_replicas(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train as two stages in two replicas, never interrupted."""
+    folder = tmp_path_factory.mktemp("replicas")
+    run([*TRAIN, *words("pipeline.num_replicas=2"), "--num-processes", "4"], folder)
+    return folder / "runs" / "digits-1"
+
+
+def test_a_killed_process_is_started_again_and_the_run_goes_on_bit_by_bit(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    said = run(elastic([*faulty("kill", "1", 4), *words()], processes=2), tmp_path)
+    assert "rank 1 (stage 1)" in said  # the other one says who was lost
+    assert f"resuming {Path('runs/digits-1')} after step 2" in said
+    assert_same_run(tmp_path / "runs" / "digits-1", uninterrupted)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["digits-1"]
+
+
+def test_sigterm_saves_on_all_processes_and_any_other_number_goes_on(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    job = [*faulty("term", "0", 3), *words()]
+    ended, said = outcome(begin(elastic(job, processes=2), tmp_path))
+    assert ended != 0
+    assert "interrupted after step 3; everything is saved" in said, said
+    again = ["train", "--resume", "runs/digits-1", "--num-processes", "3"]
+    said = run([*TRAIN, *again], tmp_path)
+    assert "after step 3, as 3 stages x 1 replicas (before: 2 x 1)" in said
+    assert_same_run(tmp_path / "runs" / "digits-1", uninterrupted)
+
+
+def test_sigterm_to_the_command_reaches_its_processes(tmp_path: Path) -> None:
+    job = [*TRAIN, *words("train.epochs=2000"), "--run-folder", "run", "--num-processes", "2"]
+    process = begin(job, tmp_path)
+    assert process.stdout is not None
+    said_so_far = list(takewhile(lambda line: not line.startswith("epoch"), process.stdout))
+    process.send_signal(signal.SIGTERM)
+    code, said = outcome(process)
+    assert code == 128 + signal.SIGTERM, (said_so_far, said)
+    assert "Traceback" not in said
+    assert said.splitlines()[-1].endswith("Go on with: penstock train --resume run")
+    folder = RunFolder(tmp_path / "run")
+    done = max(line["step"] for line in folder.read_metrics())
+    assert folder.checkpoints()[-1] == folder.checkpoint_path(done)
+
+
+def test_every_process_refuses_a_run_folder_that_is_taken(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    before = sorted(uninterrupted.rglob("*"))
+    arguments = [*TRAIN, *words(), "--run-folder", str(uninterrupted)]
+    ended = start(2, arguments).wait(60)
+    for process in ended:
+        assert process.code == 2, process.output
+        assert f"penstock: rank {process.rank}: the run folder" in process.output
+        assert "never overwritten" in process.output
+    assert sorted(uninterrupted.rglob("*")) == before
+
+
+def refused(ended: list[Ended], *parts: str) -> None:
+    for process in ended:
+        assert process.code == 2, process.output
+        assert "Traceback" not in process.output, process.output
+        for part in parts:
+            assert part in process.output, process.output
+
+
+def test_processes_with_other_seeds_are_refused_everywhere(tmp_path: Path) -> None:
+    job = start(2, ["-m", "tests.distributed.differing_job", *words("train.epochs=3")])
+    refused(job.wait(60), "do not agree on seed: 0 on rank 0; 1 on rank 1")
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """Give a port that something else listens on."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+def test_a_port_in_use_is_an_error_on_every_process(taken_port: int, tmp_path: Path) -> None:
+    arguments = [*TRAIN, *words("pipeline.timeout_s=4", "pipeline.num_stages=2")]
+    job = start(2, arguments, {"MASTER_PORT": str(taken_port)})
+    ended = job.wait(80)
+    refused(ended, f"did not find the others at 127.0.0.1:{taken_port} within 4 s")
+    assert "in use" in ended[0].output
+
+
+def test_an_unreachable_peer_is_named_in_time(tmp_path: Path) -> None:
+    arguments = [*TRAIN, *words("pipeline.timeout_s=4", "pipeline.num_stages=3")]
+    job = start(3, arguments, only=(0, 2))
+    refused(job.wait(80), "did not find the others", "within 4 s")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("action", "rank"), [("raise", 0), ("raise", 1), ("kill", 0)])
+def test_other_faults_too(action: str, rank: int, uninterrupted: Path, tmp_path: Path) -> None:
+    job = [*faulty(action, str(rank), 6), *words()]
+    said = run(elastic(job, processes=2), tmp_path)
+    assert f"resuming {Path('runs/digits-1')} after step 4" in said
+    assert_same_run(tmp_path / "runs" / "digits-1", uninterrupted)
+
+
+@pytest.mark.slow
+def test_a_stopped_process_is_noticed_and_replaced(uninterrupted: Path, tmp_path: Path) -> None:
+    job = [*faulty("stop", "1", 5), *words("pipeline.timeout_s=5")]
+    said = run(elastic(job, processes=2), tmp_path)
+    assert "No sign of life from rank 1 (stage 1)" in said
+    assert_same_run(tmp_path / "runs" / "digits-1", uninterrupted)
+
+
+@pytest.mark.slow
+def test_a_lost_host_leaves_fewer_processes_which_go_on(
+    two_replicas: Path, tmp_path: Path
+) -> None:
+    """Two hosts of two processes; one is lost: K shrinks to 1, D stays, and so do all bits."""
+    command = [
+        *(*TORCHRUN, "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "2"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"),
+        *("--rdzv-id", "lost-host"),
+        *("--rdzv-conf", "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"),
+        *(*faulty("lose", "2,3", 4), *words("pipeline.num_replicas=2")),
+    ]
+    first = begin(command, tmp_path)
+    time.sleep(1.0)  # the first one keeps the store, so it must be the one that stays
+    second = begin(command, tmp_path)
+    code, said = outcome(first)
+    outcome(second)
+    assert code == 0, said
+    assert "resuming runs/digits-1 after step 2, as 1 stages x 2 replicas (before: 2 x 2)" in said
+    assert_same_run(tmp_path / "runs" / "digits-1", two_replicas)
+
+
+@pytest.mark.slow
+def test_replicas_train_the_same_model_but_for_rounding(
+    uninterrupted: Path, two_replicas: Path, tmp_path: Path
+) -> None:
+    ours, theirs = curve(two_replicas), curve(uninterrupted)
+    losses = [
+        [line["loss"] for line in lines if line["kind"] == "step"] for lines in (ours, theirs)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    again = ["train", "--resume", str(two_replicas), "--json"]
+    run([*TRAIN, *again], tmp_path, code=2)  # it is finished
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_with_what_two_replicas_began(tmp_path: Path) -> None:
+    job = [*faulty("term", "1", 3), *words("pipeline.num_replicas=2")]
+    outcome(begin(elastic(job, processes=4), tmp_path))
+    said = run([*TRAIN, "train", "--resume", "runs/digits-1", "--json"], tmp_path)
+    summary = json.loads(said.splitlines()[-1])
+    assert summary["finished"] and summary["steps"] == NUM_STEPS

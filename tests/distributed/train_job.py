@@ -1,0 +1,52 @@
+"""What each process of a training test runs: `penstock train ...`, with a fault at one step.
+
+    python -m tests.distributed.train_job ACTION RANK STEP train RECIPE ...
+
+In the first attempt, process RANK kills itself, is stopped, or raises before it trains step STEP;
+or its parent, torchrun, is told to end (term) or killed with all its processes (lose).
+"""
+
+import os
+import signal
+import sys
+
+from penstock.cli.main import main
+from penstock.train.display import Display
+from penstock.train.loop import Trainer
+from penstock.train.run_folder import RunFolder
+
+
+def go_wrong(action: str) -> None:
+    """Do what ACTION says."""
+    match action:
+        case "raise":
+            raise ValueError("injected")
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "term":
+            os.kill(os.getppid(), signal.SIGTERM)
+        case "lose":
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def inject(action: str, step: int) -> None:
+    """Let the trainer of this process go wrong at a step."""
+    train = Trainer._step
+
+    def faulty(self: Trainer, folder: RunFolder, display: Display) -> None:
+        if self.position.step == step - 1:
+            go_wrong(action)
+        train(self, folder, display)
+
+    Trainer._step = faulty  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    action, ranks, step = sys.argv[1:4]
+    is_first_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if is_first_attempt and os.environ.get("RANK", "0") in ranks.split(","):
+        inject(action, int(step))
+    main(sys.argv[4:])
