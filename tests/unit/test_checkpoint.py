@@ -339,3 +339,48 @@ def test_a_file_of_another_maker_under_a_true_digest_is_still_refused(tmp_path: 
     save_file({"other": torch.zeros(1)}, tmp_path / "c" / "model.safetensors")
     with pytest.raises(CheckpointError, match="its digest is not the one noted"):
         penstock.load_checkpoint(tmp_path / "c", nn.Linear(2, 2))
+
+
+def test_a_save_beside_the_training_holds_what_was_there_when_it_began(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    before = copy_of(model)
+    saving = penstock.async_save_checkpoint(tmp_path / "c", model, optimizer, note=1)
+    for _ in range(3):
+        train_step(model, optimizer)
+    saving.wait()
+    saving.wait()  # once more is harmless
+    assert saving.path == tmp_path / "c"
+    twin = small()
+    fresh = torch.optim.AdamW(twin.parameters())
+    assert penstock.load_checkpoint(tmp_path / "c", twin, fresh) == {"note": 1}
+    assert all(torch.equal(before[name], tensor) for name, tensor in twin.state_dict().items())
+    for _ in range(3):
+        train_step(twin, fresh)
+    assert equal(model, twin)
+
+
+def test_a_save_that_goes_wrong_says_so_when_waited_for(tmp_path: Path) -> None:
+    model = small()
+    penstock.save_checkpoint(tmp_path / "c", model)
+    saving = penstock.async_save_checkpoint(tmp_path / "c", model)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="exists already"):
+            saving.wait()
+
+
+def test_schedulers_and_scalers_are_state_like_any_other(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+    train_step(model, optimizer)
+    scheduler.step()
+    penstock.save_checkpoint(tmp_path / "c", model, optimizer, scheduler=scheduler.state_dict())
+    twin = small()
+    fresh = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    later = torch.optim.lr_scheduler.CosineAnnealingLR(fresh, T_max=10)
+    later.load_state_dict(penstock.load_checkpoint(tmp_path / "c", twin, fresh)["scheduler"])
+    for a, b in ((model, optimizer), (twin, fresh)):
+        train_step(a, b)
+    scheduler.step()
+    later.step()
+    assert equal(model, twin)
+    assert scheduler.get_last_lr() == later.get_last_lr()

@@ -1,0 +1,95 @@
+"""Stages and replicas are fitted to the processes that are there, and share out every batch."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import RecipeError
+from penstock.runtime.microbatches import microbatch_sizes
+from penstock.train.layout import check_batches, check_layout, refit, replica_share
+from penstock.train.read_recipe import read_recipe
+from penstock.train.recipe import Recipe
+
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
+NUM_LAYERS = 11
+
+
+def recipe(stages: int, replicas: int, *changes: str) -> Recipe:
+    layout = (f"pipeline.num_stages={stages}", f"pipeline.num_replicas={replicas}")
+    return read_recipe(DIGITS, [*layout, *changes])
+
+
+@pytest.mark.parametrize(
+    ("before", "world", "after"),
+    [
+        ((2, 2), 4, (2, 2)),
+        ((2, 2), 2, (1, 2)),  # the number of replicas decides rounding, so it stays
+        ((2, 2), 3, (3, 1)),
+        ((2, 2), 6, (3, 2)),
+        ((2, 2), 1, (2, 1)),  # one process, a thread for each stage
+        ((4, 1), 2, (2, 1)),
+        ((1, 4), 2, (1, 2)),
+        ((1, 4), 12, (3, 4)),
+        ((2, 8), 12, (3, 4)),
+    ],
+)
+def test_a_run_goes_on_with_the_processes_that_are_there(
+    before: tuple[int, int], world: int, after: tuple[int, int]
+) -> None:
+    found = refit(recipe(*before), world, NUM_LAYERS).pipeline
+    assert (found.num_stages, found.num_replicas) == after
+
+
+def test_a_partition_goes_with_its_number_of_stages() -> None:
+    old = recipe(2, 1, "pipeline.partition=[5, 6]")
+    assert refit(old, 2, NUM_LAYERS).pipeline.partition == (5, 6)
+    assert refit(old, 3, NUM_LAYERS).pipeline.partition == "auto"
+
+
+def test_processes_that_cannot_share_the_work_are_told_why() -> None:
+    with pytest.raises(RecipeError, match=r"13 processes cannot go on .* has 11 layers"):
+        refit(recipe(2, 1), 13, NUM_LAYERS)
+
+
+@pytest.mark.parametrize(("stages", "replicas", "world"), [(2, 1, 1), (3, 1, 3), (2, 2, 4)])
+def test_a_layout_that_fits_is_left_alone(stages: int, replicas: int, world: int) -> None:
+    check_layout(recipe(stages, replicas), world)
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "world", "said"),
+    [
+        (2, 2, 1, "4 processes, and this is one; start them with --num-processes 4"),
+        (2, 2, 3, "are 4 processes, but 3 were started; start 4"),
+        (2, 1, 4, "are 2 processes, but 4 were started"),
+    ],
+)
+def test_a_layout_that_does_not_fit_says_what_would(
+    stages: int, replicas: int, world: int, said: str
+) -> None:
+    with pytest.raises(RecipeError, match=said):
+        check_layout(recipe(stages, replicas), world)
+
+
+@given(
+    st.integers(1, 5).flatmap(
+        lambda d: st.tuples(st.integers(d, 60), st.integers(1, 6).map(lambda n: n * d), st.just(d))
+    )
+)
+def test_replicas_take_whole_micro_batches_in_order(case: tuple[int, int, int]) -> None:
+    num_samples, num_microbatches, num_replicas = case
+    shares = [replica_share(*case, replica) for replica in range(num_replicas)]
+    assert shares[0].start == 0 and shares[-1].stop == num_samples
+    assert all(a.stop == b.start for a, b in pairwise(shares))
+    sizes = [microbatch_sizes(s.stop - s.start, num_microbatches // num_replicas) for s in shares]
+    assert [n for part in sizes for n in part] == microbatch_sizes(num_samples, num_microbatches)
+
+
+def test_a_last_batch_smaller_than_the_replicas_is_refused() -> None:
+    wanted = recipe(1, 4, "train.batch_size=8")
+    check_batches(wanted, 20)
+    with pytest.raises(RecipeError, match=r"leaves 2 of 18 samples .* fewer than the 4 replicas"):
+        check_batches(wanted, 18)
