@@ -61,9 +61,10 @@ class Cut:
         """
         layers = [(step.name, type(step.module).__name__) for step in self._layers]
         counts = self._layers.parameter_counts()
-        require_same(
-            "Pipeline",
-            {"layers": layers, "parameters": counts, "partition": self.partition, **facts},
+        same = {"layers": layers, "parameters": counts, "partition": self.partition, **facts}
+        assert mesh.background is not None
+        mesh.background.run(
+            lambda: require_same("Pipeline", same), "for the others to make the same pipeline"
         )
         modules = [step.module for step in self._layers]
         tensors = chain.from_iterable(chain(m.parameters(), m.buffers()) for m in modules)
@@ -73,7 +74,6 @@ class Cut:
             self.how = _BY_COUNTS
         self._can_improve = False
         decided: list[Any] = [self.partition, self.how]
-        assert mesh.background is not None
         mesh.background.run(
             lambda: dist.broadcast_object_list(decided, src=0), "for the partition of the layers"
         )

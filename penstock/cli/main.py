@@ -10,6 +10,7 @@ from penstock import __version__
 from penstock.errors import PenstockError
 
 from .check import check
+from .doctor import doctor
 from .options import INTERRUPTED, USER_ERROR
 from .simulate import simulate
 from .train import train
@@ -26,7 +27,7 @@ def penstock() -> None:
     """
 
 
-for command in (check, simulate, train):
+for command in (check, doctor, simulate, train):
     penstock.add_command(command)
 
 

@@ -21,14 +21,14 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", sys.path.copy())
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["check"], ["simulate"]])
+@pytest.mark.parametrize("command", [[], ["train"], ["check"], ["doctor"], ["simulate"]])
 def test_every_command_has_help_with_an_example(command: list[str], capsys: Captured) -> None:
     assert run([*command, "--help"]) == 0
     assert f"penstock {' '.join(command)}" in capsys.readouterr().out.split("Example")[1]
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--help", "train --help", "check --help", "simulate --json"]
+    "arguments", ["--help", "train --help", "check --help", "doctor --help", "simulate --json"]
 )
 def test_a_command_without_tensors_imports_nothing_heavy(arguments: str) -> None:
     program = (
@@ -78,6 +78,7 @@ def test_python_m_penstock_is_the_same_command() -> None:
             ["check", "os:getcwd"],
             "os:getcwd returned a str; return (layers, inputs, targets, loss)",
         ),
+        (["doctor", "--timeout", "0"], "0.0 is not in the range x>=1"),
         (["simulate", "--schedule", "gpip"], "'gpip' is not one of 'gpipe', 'one_f_one_b'"),
         (["simulate", "--num-stages", "0"], "0 is not in the range x>=1"),
     ],

@@ -25,6 +25,7 @@ LAYERS = (
     {"pipeline"},
     {"equality", "clip"},
     {"checkpoint"},
+    {"doctor"},
     {"zoo", "data"},
     {"train"},
     {"__init__"},
@@ -48,6 +49,7 @@ LAYERS = (
                          └► equality  clip
     ┌─────────────────────────┘
     └► checkpoint
+          └► doctor               BEFORE IT RUNS
           └► data   zoo           zoo: plain modules, so it takes nothing at all
                └► train
                     └► __init__   the public names, found when asked for

@@ -1,0 +1,205 @@
+"""How fast messages travel: every edge measured by itself, in both directions.
+
+Each message goes as those of training do: torch.distributed over gloo, in the mesh's group, from a
+thread of the mesh, so that every wait has the mesh's deadline.
+
+    source                      target
+    a number: 0, ping       ──►
+                            ◄── its clock
+    a number: bytes to come ──►
+    that many bytes         ──►
+                            ◄── its clock
+    a number: -1, the end   ──►
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.mesh import Mesh
+
+ALL_PAIRS_UP_TO = 8
+"""Beyond so many ranks, only neighbours and the closing pair of the ring are measured."""
+_TAG = 64
+_PINGS, _PINGS_S = 20, 0.3
+_SIZES = tuple(4**n * 64 * 1024 for n in range(4))
+"""Bytes of the large messages: tried in turn until one takes long."""
+_LARGE_S, _LARGE_TIMES, _ALL_LARGE_S = 0.1, 5, 0.5
+_LEAST_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What one direction between two ranks gave.
+
+    `latency_s` is half of a small message's way there and back, `bytes_per_s` that of a message of
+    `num_bytes`; `clock_s` is how far the target's clock is ahead of the source's.
+    """
+
+    source: int
+    target: int
+    latency_s: float
+    bytes_per_s: float
+    num_bytes: int
+    clock_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """What a sum over all ranks takes: of one number, and of `num_bytes`."""
+
+    small_s: float
+    large_s: float
+    num_bytes: int
+
+
+def pairs(world_size: int) -> list[tuple[int, int]]:
+    """Give the (source, target) to measure: all, or neighbours and both ends; both directions."""
+    if world_size <= ALL_PAIRS_UP_TO:
+        ways = [(a, b) for a in range(world_size) for b in range(a + 1, world_size)]
+    else:
+        ways = [*((a, a + 1) for a in range(world_size - 1)), (world_size - 1, 0)]
+    return [pair for a, b in ways for pair in ((a, b), (b, a))]
+
+
+def measure_edges(mesh: Mesh) -> tuple[Edge, ...]:
+    """Measure all pairs, one after the other; gives the same on every rank.
+
+    Raises:
+        PeerError: another process failed, or is gone.
+        WaitTimeout: a message did not arrive within the mesh's deadline.
+    """
+    mine = []
+    for source, target in pairs(mesh.world_size):
+        edge = f"rank {source} ──► rank {target}"
+        background = mesh.background
+        assert background is not None
+        background.run(dist.barrier, f"for its turn, before {edge} is measured")
+        if mesh.rank not in (source, target):
+            continue
+        peer = target if mesh.rank == source else source
+        line = _Line(peer, mesh.group("stage"))
+        job = partial(_lead, line, source) if mesh.rank == source else partial(_follow, line)
+        what = f"for messages of rank {peer}, while {edge} was measured"
+        found = background.wait(background.controls.submit(job), what, peer)
+        mine += [found] if found is not None else []
+    everyone: list[Any] = [None] * mesh.world_size
+    _run(mesh, lambda: dist.all_gather_object(everyone, mine), "for what others measured")
+    return tuple(sorted((e for of_rank in everyone for e in of_rank), key=_by_ends))
+
+
+def measure_all_reduce(mesh: Mesh, slowest_bytes_per_s: float) -> AllReduce:
+    """Time sums over all ranks, of as many bytes as the slowest edge carries in a short while."""
+    affordable = int(slowest_bytes_per_s * _LARGE_S)
+    num_bytes = max(_LEAST_BYTES, min(_SIZES[-1], affordable)) // 4 * 4
+    small, large = (partial(_sum_s, torch.zeros(n // 4)) for n in (4, num_bytes))
+    what = "for the others to take part in an all-reduce"
+    times = [[_run(mesh, job, what) for _ in range(_LARGE_TIMES)] for job in (small, large)]
+    return AllReduce(median(times[0]), median(times[1]), num_bytes)
+
+
+def clocks_s(edges: tuple[Edge, ...], world_size: int) -> tuple[float, ...]:
+    """Give how far each rank's clock is ahead of that of rank 0, from neighbour to neighbour."""
+    step_s = {e.source: e.clock_s for e in edges if e.target == e.source + 1}
+    ahead = [0.0]
+    for rank in range(world_size - 1):
+        ahead.append(ahead[-1] + step_s[rank])
+    return tuple(ahead)
+
+
+class _Line:
+    """Both directions to one peer."""
+
+    def __init__(self, peer: int, group: Any) -> None:
+        self._way = {"group": group, "tag": _TAG}
+        self.peer = peer
+
+    def send(self, tensor: torch.Tensor) -> None:
+        work = dist.isend(tensor, self.peer, **self._way)
+        assert work is not None
+        work.wait()
+
+    def receive(self, tensor: torch.Tensor) -> torch.Tensor:
+        work = dist.irecv(tensor, self.peer, **self._way)
+        assert work is not None
+        work.wait()
+        return tensor
+
+
+def _lead(line: _Line, source: int) -> Edge:
+    """Do the source's part, and measure."""
+    pings = list(_pings(line))
+    latency_s = median(took_s for took_s, _ in pings) / 2
+    times_s: list[float] = []
+    num_bytes = 0
+    began = time.perf_counter()
+    for num_bytes in _SIZES:
+        times_s = [_exchange(line, torch.zeros(num_bytes, dtype=torch.uint8))[0]]
+        if times_s[0] > _LARGE_S:
+            break
+    payload = torch.zeros(num_bytes, dtype=torch.uint8)
+    while len(times_s) < _LARGE_TIMES and time.perf_counter() - began < _ALL_LARGE_S:
+        times_s.append(_exchange(line, payload)[0])
+    line.send(torch.tensor([-1]))
+    took_s = median(times_s)
+    on_the_way_s = max(took_s - 2 * latency_s, took_s / 10)
+    _, clock_s = min(pings)
+    return Edge(source, line.peer, latency_s, num_bytes / on_the_way_s, num_bytes, clock_s)
+
+
+def _pings(line: _Line) -> Iterator[tuple[float, float]]:
+    """Send small messages; yields the seconds there and back, and the peer's clock."""
+    nothing = torch.zeros(0, dtype=torch.uint8)
+    _exchange(line, nothing)  # the first one may have to connect
+    began = time.perf_counter()
+    for count in range(_PINGS):
+        if count and time.perf_counter() - began > _PINGS_S:
+            return
+        yield _exchange(line, nothing)
+
+
+def _exchange(line: _Line, payload: torch.Tensor) -> tuple[float, float]:
+    """Send a message and wait for the answer; gives the seconds, and how far the peer's clock is
+    ahead, in seconds.
+    """
+    answer = torch.zeros(1, dtype=torch.float64)
+    clock_s, began = time.time(), time.perf_counter()
+    line.send(torch.tensor([payload.numel()]))
+    if payload.numel():
+        line.send(payload)
+    line.receive(answer)
+    took_s = time.perf_counter() - began
+    return took_s, answer.item() - (clock_s + took_s / 2)
+
+
+def _follow(line: _Line) -> None:
+    """Do the target's part."""
+    room = torch.zeros(0, dtype=torch.uint8)
+    number = torch.zeros(1, dtype=torch.int64)
+    while (num_bytes := int(line.receive(number).item())) >= 0:
+        if num_bytes > room.numel():
+            room = torch.zeros(num_bytes, dtype=torch.uint8)
+        if num_bytes:
+            line.receive(room[:num_bytes])
+        line.send(torch.tensor([time.time()], dtype=torch.float64))
+
+
+def _sum_s(tensor: torch.Tensor) -> float:
+    began = time.perf_counter()
+    dist.all_reduce(tensor)
+    return time.perf_counter() - began
+
+
+def _run(mesh: Mesh, job: Any, what: str) -> Any:
+    assert mesh.background is not None
+    return mesh.background.run(job, what)
+
+
+def _by_ends(edge: Edge) -> tuple[int, int]:
+    return edge.source, edge.target

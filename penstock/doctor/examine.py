@@ -1,0 +1,168 @@
+"""The examination, in its order: settings, meeting, mesh, edges, a step.  Stops where going on
+would only hang.
+"""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.errors import ConfigError, MeshError, PenstockError
+from penstock.mesh import Mesh, init_mesh
+
+from .edges import clocks_s, measure_all_reduce, measure_edges
+from .facts import RankFacts, gather_facts
+from .finding import Finding, error, has_error, merged, softened
+from .folders import check_folders
+from .host import this_host
+from .meeting import Meeting
+from .report import Report, check_edges
+from .self_test import run_alone, run_together
+from .settings import (
+    Environment,
+    Place,
+    check_gloo,
+    check_place,
+    check_start,
+    check_threads,
+    gloo_address,
+    read_place,
+)
+from .together import check_clocks, check_together
+
+Show = Callable[[Report], None]
+"""Writes a report; called once in every process."""
+
+
+def examine(environment: Environment, timeout_s: float, show: Show) -> int:
+    """Examine this process, or together with the others the job it is part of.
+
+    Every wait for another process ends after `timeout_s` seconds at the latest.
+
+    Returns:
+        The exit code: 0 if training can work, 1 if it cannot, 2 if the job was started wrongly.
+
+    Raises:
+        ConfigError: the processes were given different options.
+    """
+    found = check_start(environment)
+    if has_error(found):
+        return _stop(found, show)
+    place = read_place(environment)
+    if place is None:
+        return _examine_alone(environment, found, show)
+    host = this_host()
+    found += check_place(place, environment, host)
+    if has_error(found):
+        return _stop(found, show, place)
+    found += [*check_gloo(environment, host), *check_threads(environment, host)]
+    mine = gather_facts(place.rank, gloo_address(environment, host), found, _check_folders())
+    try:
+        meeting = Meeting(place, timeout_s)
+        ranks = meeting.exchange(mine)
+    except MeshError as failure:
+        return _stop([*found, _of(failure, "the meeting of the processes")], show, place)
+    report = _examine_job(place, ranks, timeout_s)
+    if place.rank == 0:
+        show(report)
+        meeting.leave()
+    else:
+        show(replace(report, is_said=meeting.leave()))
+    return report.exit_code
+
+
+def _stop(found: Sequence[Finding], show: Show, place: Place | None = None) -> int:
+    """Say why this process cannot even meet the others."""
+    rank, world_size = (place.rank, place.world_size) if place is not None else (0, 1)
+    report = Report(rank=rank, world_size=world_size, findings=merged(found), stopped=True)
+    show(report)
+    return report.exit_code
+
+
+def _examine_alone(environment: Environment, found: list[Finding], show: Show) -> int:
+    host = this_host()
+    found += [*softened(check_gloo(environment, host)), *check_threads(environment, host)]
+    mine = gather_facts(0, gloo_address(environment, host), found, _check_folders())
+    found += [*mine.others, *check_together([mine])]
+    tests = []
+    for device in ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]:
+        test, wrong = run_alone(device)
+        tests.append(test)
+        found += wrong
+    report = Report(
+        rank=0, world_size=1, findings=merged(found), ranks=(mine,), self_tests=tuple(tests)
+    )
+    show(report)
+    return report.exit_code
+
+
+def _check_folders() -> list[Finding]:
+    return list(check_folders(Path("runs"), Path(tempfile.gettempdir())))
+
+
+def _examine_job(place: Place, ranks: tuple[RankFacts, ...], timeout_s: float) -> Report:
+    """Go on with everyone's facts, which are the same on all ranks."""
+    before = [*_findings(ranks, "settings"), *check_together(ranks)]
+    found = [*before, *_findings(ranks, "others")]
+    results = _Results()
+    if not has_error(before):
+        try:
+            with init_mesh(timeout_s=timeout_s) as mesh:
+                _examine_mesh(mesh, results)
+        except ConfigError:
+            raise
+        except (PenstockError, RuntimeError) as failure:
+            what = "the job broke off" if results.has_begun else "gloo connects no processes"
+            results.findings.append(_of(failure, what))
+    return Report(
+        rank=place.rank,
+        world_size=place.world_size,
+        findings=merged([*found, *results.findings]),
+        ranks=ranks,
+        stopped=not results.has_begun,
+        **results.measured,
+    )
+
+
+@dataclass(slots=True)
+class _Results:
+    """What the mesh gave so far; it may break at any point."""
+
+    has_begun: bool = False
+    findings: list[Finding] = field(default_factory=list)
+    measured: dict[str, Any] = field(default_factory=dict)
+
+
+def _examine_mesh(mesh: Mesh, results: _Results) -> None:
+    assert mesh.watch is not None
+    results.has_begun = True
+    with mesh.watch.reporting():
+        edges = results.measured["edges"] = measure_edges(mesh)
+        results.findings += check_edges(edges)
+        clocks = results.measured["clocks_s"] = clocks_s(edges, mesh.world_size)
+        results.findings += check_clocks(clocks)
+        slowest = min(edge.bytes_per_s for edge in edges)
+        results.measured["all_reduce"] = measure_all_reduce(mesh, slowest)
+        test, wrong = run_together(mesh)
+        results.measured["self_tests"] = (test,)
+        results.findings += wrong
+
+
+def _findings(ranks: Sequence[RankFacts], which: str) -> list[Finding]:
+    """Collect the findings of all ranks, each with the rank that has it."""
+    return [
+        Finding.from_dict(finding.to_dict() | {"ranks": [facts.rank]})
+        for facts in ranks
+        for finding in getattr(facts, which)
+    ]
+
+
+def _of(failure: Exception, what: str) -> Finding:
+    """Make a finding of an error: of Penstock's, which says all by itself, or of torch's."""
+    if isinstance(failure, PenstockError):
+        return error(what, str(failure), "")
+    reason = str(failure).strip().partition("\n")[0]
+    return error(what, f"{type(failure).__name__}: {reason}", "See what the other ranks say")

@@ -1,0 +1,181 @@
+"""A tiny pipeline against the unsplit model, here and over the mesh: to the bit."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.equality import check
+from penstock.equality.unsplit import run_unsplit
+from penstock.mesh import Mesh
+from penstock.model.layers import as_layers
+from penstock.pipeline import Pipeline
+from penstock.types import Reduction
+
+from .finding import Finding, error, named, warning
+
+_WIDTH, _BATCH, _NUM_MICROBATCHES = 16, 14, 4
+_CLOSE = 1e-4
+"""Losses that differ by less, relatively, differ by rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """What was compared, in a line, and whether no bit differed."""
+
+    equal: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One rank's loss over the mesh, the unsplit model's there, and how many of the gradients of
+    its stage differ between the two.
+    """
+
+    loss: float
+    unsplit_loss: float
+    differing: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether no bit differs."""
+        return self.loss == self.unsplit_loss and not self.differing
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the losses differ by rounding at most."""
+        return abs(self.loss - self.unsplit_loss) <= _CLOSE * abs(self.unsplit_loss)
+
+
+def layers_for(num_stages: int) -> list[nn.Module]:
+    """Make two layers a stage, with BatchNorm and dropout; equal at every call."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return [
+            layer
+            for _ in range(num_stages)
+            for layer in (
+                nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.BatchNorm1d(_WIDTH)),
+                nn.Sequential(nn.Tanh(), nn.Dropout(0.1)),
+            )
+        ]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Draw inputs and targets; equal at every call."""
+    generator = torch.Generator().manual_seed(1)
+    inputs, targets = torch.randn(2, _BATCH, _WIDTH, generator=generator)
+    return inputs, targets
+
+
+def run_alone(device: str) -> tuple[SelfTest, list[Finding]]:
+    """Compare a pipeline of two stages in this process with the unsplit model, on `device`."""
+    inputs, targets = batch()
+    try:
+        report = check(
+            layers_for(2),
+            inputs,
+            targets,
+            loss=nn.functional.mse_loss,
+            num_stages=2,
+            num_microbatches=_NUM_MICROBATCHES,
+            threads_per_stage=1,
+            devices=device,
+        )
+        equal, verdict = report.equal, report.verdict
+    except Exception as failure:  # a torch that does not fit the machine fails in ways of its own
+        reason = str(failure).strip().partition("\n")[0]
+        equal, verdict = False, f"FAILED: {type(failure).__name__}: {reason}"
+    test = SelfTest(equal, f"{device}: {verdict}")
+    return test, _unless(test)
+
+
+def run_together(mesh: Mesh) -> tuple[SelfTest, list[Finding]]:
+    """Run a training step over the mesh; each rank compares with the unsplit model.
+
+    Gives the same on every rank.
+
+    Raises:
+        PeerError: another process failed, or is gone.
+    """
+    layers, (inputs, targets) = layers_for(mesh.num_stages), batch()
+    unsplit = as_layers(copy.deepcopy(layers))
+    loss = nn.functional.mse_loss
+    pipe = Pipeline(
+        layers,
+        mesh=mesh,
+        partition=[2] * mesh.num_stages,
+        num_microbatches=_NUM_MICROBATCHES,
+        loss=loss,
+        threads_per_stage=1,
+    )
+    found = pipe.train_step(inputs, targets)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        expected = run_unsplit(unsplit, (inputs, targets), loss, Reduction.MEAN, pipe).tensors
+    finally:
+        torch.set_num_threads(threads)
+    theirs = expected["loss", "loss"]
+    assert theirs is not None
+    differing = sum(
+        not _same(parameter.grad, expected["gradient", name])
+        for name, parameter in pipe.named_parameters()
+    )
+    pipe.close()
+    everyone: list[Any] = [None] * mesh.world_size
+    mine = Outcome(float(found), float(theirs), differing)
+    assert mesh.background is not None
+    mesh.background.run(
+        lambda: dist.all_gather_object(everyone, mine), "for the others' losses to compare"
+    )
+    return judge(everyone)
+
+
+def judge(everyone: Sequence[Outcome]) -> tuple[SelfTest, list[Finding]]:
+    """Compare what the ranks got over the mesh with what the unsplit model gives them."""
+    losses = {outcome.loss for outcome in everyone}
+    apart = [n for n, outcome in enumerate(everyone) if not outcome.equal]
+    if not apart and len(losses) == 1:
+        return SelfTest(
+            True,
+            f"EQUAL: {len(everyone)} processes, {_NUM_MICROBATCHES} micro-batches: the loss "
+            f"{losses.pop():.6f} is the same on every rank and the unsplit model's, and so is "
+            "every gradient; 0 bits differ",
+        ), []
+    if len(losses) == 1 and all(outcome.is_close for outcome in everyone):
+        text = f"differs by rounding from the unsplit model as {named(apart)} would run it"
+        why = "processors of several kinds round differently, so that results depend on which host"
+        return SelfTest(False, text), [
+            warning(
+                f"a training step over the mesh {text}",
+                f"{why} runs which stage",
+                "Use hosts with the same processors where every bit counts",
+            )
+        ]
+    pairs = (f"{o.loss:.9g} ({o.unsplit_loss:.9g}) on rank {r}" for r, o in enumerate(everyone))
+    text = f"DIFFERENT: the loss over the mesh (and the unsplit model's) is {', '.join(pairs)}"
+    test = SelfTest(False, text)
+    return test, _unless(test)
+
+
+def _same(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    return ours is not None and theirs is not None and torch.equal(ours, theirs)
+
+
+def _unless(test: SelfTest) -> list[Finding]:
+    if test.equal:
+        return []
+    return [
+        error(
+            "the self-test",
+            test.text,
+            "See that this build of torch fits the machine, and report this with the output of "
+            "penstock doctor --json",
+        )
+    ]

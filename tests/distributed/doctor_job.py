@@ -1,0 +1,27 @@
+"""The doctor in a process of a broken job.
+
+python -m tests.distributed.doctor_job dies RANK SECONDS      killed before the training step
+python -m tests.distributed.doctor_job as RANK,RANK,... SECONDS    with these ranks instead
+"""
+
+import os
+import signal
+import sys
+
+from penstock.cli.main import main
+from penstock.doctor import examine
+
+
+def die(*_: object) -> None:
+    """End at once, without a word."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    how, who, timeout_s = sys.argv[1:]
+    rank = os.environ["RANK"]
+    if how == "as":
+        os.environ["RANK"] = who.split(",")[int(rank)]
+    elif rank == who:
+        sys.modules[examine.__module__].run_together = die  # type: ignore[attr-defined]
+    main(["doctor", "--timeout", timeout_s, "--json"])

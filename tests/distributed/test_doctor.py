@@ -1,0 +1,97 @@
+"""The doctor of a job: what it measures, and that a broken job ends with a reason, not a hang."""
+
+import json
+import signal
+from typing import Any
+
+import pytest
+
+from tests.distributed.launch import Ended, run, start
+
+DOCTOR = ["-m", "penstock", "doctor"]
+JOB = ["-m", "tests.distributed.doctor_job"]
+
+
+def report(ended: Ended) -> dict[str, Any]:
+    """Read the JSON among what rank 0 wrote."""
+    (line,) = (line for line in ended.output.splitlines() if line.startswith("{"))
+    return json.loads(line)
+
+
+def test_three_processes_measure_every_edge_and_train_a_step_together() -> None:
+    first, *others = run(3, [*DOCTOR, "--json"])
+    assert [ended.output for ended in others] == ["", ""]
+    found = report(first)
+    assert [facts["rank"] for facts in found["ranks"]] == [0, 1, 2]
+    assert found["ranks"][1]["torch"]
+    edges = {(edge["source"], edge["target"]): edge for edge in found["edges"]}
+    assert edges.keys() == {(a, b) for a in range(3) for b in range(3) if a != b}
+    assert all(e["latency_s"] > 0 and e["bytes_per_s"] > 0 for e in edges.values())
+    least = min(edges, key=lambda ends: edges[ends]["bytes_per_s"])
+    assert tuple(found["slowest"]) == least
+    assert found["all_reduce"]["num_bytes"] > 0
+    assert len(found["clocks_s"]) == 3
+    (test,) = found["self_tests"]
+    assert test["equal"] and "3 processes" in test["text"]
+    assert not [f for f in found["findings"] if f["severity"] == "error"]
+
+
+def test_the_report_is_tables_and_lines_of_rank_0() -> None:
+    first, second = run(2, [*DOCTOR])
+    assert second.output == ""
+    for words in ("processes", "versions", "edges", "slowest edge: rank ", "all-reduce: "):
+        assert words in first.output
+    assert "self-test: EQUAL: 2 processes" in first.output
+    assert "training can work" in first.output.splitlines()[-1]
+
+
+def test_a_rank_that_does_not_come_is_named_by_those_that_wait() -> None:
+    job = start(2, [*DOCTOR, "--timeout", "6"], {"WORLD_SIZE": "3"})
+    for ended in job.wait(60):
+        assert ended.code == 2
+        assert "rank 2 of 3 did not come to 127.0.0.1:" in ended.output
+        assert "Traceback" not in ended.output
+
+
+def test_where_rank_0_does_not_come_the_others_say_that_nobody_is_there() -> None:
+    for ended in start(2, [*JOB, "as", "1,2", "2"], {"WORLD_SIZE": "3"}).wait(60):
+        assert ended.code == 2
+        assert f"rank {ended.rank + 1} reached nobody at 127.0.0.1:" in ended.output
+        assert "Traceback" not in ended.output
+
+
+def test_a_rank_that_two_processes_have_is_named_by_all() -> None:
+    for ended in start(3, [*JOB, "as", "0,1,1", "30"]).wait(60):
+        assert ended.code == 2
+        assert "RANK=1 was given to two processes: " in ended.output
+
+
+def test_an_interface_that_is_not_there_stops_all_before_anything_runs() -> None:
+    job = start(3, DOCTOR, {"GLOO_SOCKET_IFNAME": "nowhere7"})
+    first, *others = job.wait(60)
+    assert [ended.code for ended in (first, *others)] == [2, 2, 2]
+    assert "ranks 0 to 2: GLOO_SOCKET_IFNAME=nowhere7" in first.output
+    assert "one of " in first.output and "lo (127.0.0.1)" in first.output
+    assert "edges" not in first.output
+    assert all("with what rank 0 found" in ended.output for ended in others)
+
+
+@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_process_that_dies_on_the_way_is_named(rank: int) -> None:
+    ended = start(3, [*JOB, "dies", str(rank), "20"]).wait(90)
+    assert ended[rank].code == -signal.SIGKILL
+    assert [e.code for e in ended if e.rank != rank] == [1, 1]
+    found = report(ended[0])
+    assert len(found["edges"]) == 6 and found["self_tests"] == []
+    (error,) = (f for f in found["findings"] if f["severity"] == "error")
+    assert f"rank {rank} (stage {rank})" in error["why"]
+
+
+@pytest.mark.slow
+def test_where_rank_0_dies_the_others_speak_for_themselves() -> None:
+    first, *others = start(3, [*JOB, "dies", "0", "20"]).wait(90)
+    assert first.code == -signal.SIGKILL
+    for ended in others:
+        assert ended.code == 1
+        assert f"penstock: rank {ended.rank}: error: the job broke off" in ended.output
+        assert "rank 0 (stage 0)" in ended.output
