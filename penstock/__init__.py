@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .model.layers import Layer as Layer
     from .model.layers import Layers as Layers
     from .pipeline import Pipeline as Pipeline
+    from .scaler import GradScaler as GradScaler
     from .trace.timeline import Timeline as Timeline
     from .types import Recompute as Recompute
     from .types import Reduction as Reduction
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "CheckReport": "penstock.equality",
+    "GradScaler": "penstock.scaler",
     "Layer": "penstock.model.layers",
     "Layers": "penstock.model.layers",
     "Mesh": "penstock.mesh",
@@ -50,6 +52,7 @@ _HOME = {
 
 __all__ = [
     "CheckReport",
+    "GradScaler",
     "Layer",
     "Layers",
     "Mesh",
