@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .types import Reduction as Reduction
     from .types import Trace as Trace
     from .types import Transport as Transport
+    from .zero import zero_optimizer as zero_optimizer
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ _HOME = {
     "init_mesh": "penstock.mesh",
     "load_checkpoint": "penstock.checkpoint",
     "save_checkpoint": "penstock.checkpoint",
+    "zero_optimizer": "penstock.zero",
 }
 
 __all__ = [
@@ -70,6 +72,7 @@ __all__ = [
     "load_checkpoint",
     "save_checkpoint",
     "schedules",
+    "zero_optimizer",
 ]
 
 

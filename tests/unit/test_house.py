@@ -23,7 +23,7 @@ LAYERS = (
     {"arguments"},
     {"cut"},
     {"pipeline"},
-    {"equality", "clip", "scaler"},
+    {"equality", "clip", "scaler", "zero"},
     {"checkpoint"},
     {"zoo", "data"},
     {"train"},
@@ -45,7 +45,7 @@ LAYERS = (
                └► runtime         DO
                     └► arguments  cut
                     └► pipeline   the front door
-                         └► equality  clip  scaler
+                         └► equality  clip  scaler  zero
     ┌─────────────────────────┘
     └► checkpoint
           └► data   zoo           zoo: plain modules, so it takes nothing at all
