@@ -4,9 +4,9 @@
     step           each replica steps its share of the parameters ──► its twins copy them
 
 A parameter's state lives on one replica.  Torch's ZeroRedundancyOptimizer is not used: it refuses
-a stage without parameters or with two types of them, sends one parameter at a time (400 small ones
-take a hundred times as long), and computes and waits in one call, so that an error in computing
-would pass for a connection that broke.
+a stage without parameters or with two types of them, sends one parameter at a time, which is slow
+for many small ones, and computes and waits in one call, so that an error in computing would pass
+for a connection that broke.
 """
 
 from collections import defaultdict

@@ -47,6 +47,22 @@ def test_gradients_come_back_from_a_power_of_two_to_the_unscaled_bits(
         assert not differences(built.modules, twin.modules)
 
 
+def test_a_scaler_scales_a_loss_over_the_modules_outputs_too() -> None:
+    model = BY_NAME["mlp"]
+    built, twin = model.build(), model.build()
+    ((inputs, targets),) = model.batches(7, 1)
+    with (
+        pipeline(model, built, **options()) as pipe,
+        pipeline(model, twin, **options()) as unscaled,
+    ):
+        scaler = penstock.GradScaler(pipe)
+        scaler.scale(model.loss(pipe(inputs), targets)).backward()
+        model.loss(unscaled(inputs), targets).backward()
+        assert differences(built.modules, twin.modules)
+        scaler.unscale_(descent(pipe))
+        assert not differences(built.modules, twin.modules)
+
+
 def scaled(scale: float) -> Weigh:
     """Weigh micro-batches as ever, times the scale."""
 
