@@ -64,8 +64,9 @@ def test_the_state_is_shared_out_evenly(by_rank: list[Any]) -> None:
             shares = [sum(case["sharded"]["bytes"]) for case in same_case]
             assert sum(shares) == sum(plain)
             assert max(shares) <= sum(plain) / len(shares) + max(plain, default=0), shares
-            if len(by_rank) == 2 and "mixed" in same_case[0]["case"]:
-                assert max(shares) < 0.55 * sum(plain), shares
+            case = same_case[0]["case"]
+            if len(by_rank) == 2 and "mixed" in case and "Adagrad" not in case:
+                assert max(shares) < 0.55 * sum(plain), shares  # it has state for a frozen one
 
 
 def test_a_state_goes_on_in_shares(by_rank: list[Any]) -> None:
@@ -84,3 +85,10 @@ def test_replicas_that_give_other_parameters_are_one_error(tmp_path: Path) -> No
     errors = call(zero_job.differing, (1, 2), tmp_path, ends_well=False)
     assert len(set(errors)) == 1
     assert "replica 1 gives it 11" in errors[0]
+
+
+def test_an_optimizer_that_fails_on_one_replica_is_named_by_the_others(tmp_path: Path) -> None:
+    healthy, failed = call(zero_job.failing, (1, 2), tmp_path, ends_well=False)
+    assert failed == "RuntimeError: boom"
+    assert healthy.startswith("PeerError: rank 1 (stage 0 of replica 1) failed: RuntimeError")
+    assert "waited for the parameters that the other replicas step" in healthy

@@ -179,3 +179,21 @@ def differing(mesh: penstock.Mesh) -> str:
     except ConfigError as error:
         return str(error)
     return "nothing was refused"
+
+
+def failing(mesh: penstock.Mesh) -> str:
+    """Let the optimizer of one replica fail in its step; give each rank's error."""
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if mesh.replica == 1:
+                raise RuntimeError("boom")
+            return super().step(closure)
+
+    pipe = pipeline(mesh, "mixed")
+    optimizer = penstock.zero_optimizer(pipe, Failing, lr=0.1)
+    try:
+        train(pipe, optimizer, range(1), scaled=False)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing failed"
