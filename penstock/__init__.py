@@ -21,16 +21,19 @@ if TYPE_CHECKING:
     from .model.layers import Layer as Layer
     from .model.layers import Layers as Layers
     from .pipeline import Pipeline as Pipeline
+    from .scaler import GradScaler as GradScaler
     from .trace.timeline import Timeline as Timeline
     from .types import Recompute as Recompute
     from .types import Reduction as Reduction
     from .types import Trace as Trace
     from .types import Transport as Transport
+    from .zero import zero_optimizer as zero_optimizer
 
 __version__ = "0.1.0"
 
 _HOME = {
     "CheckReport": "penstock.equality",
+    "GradScaler": "penstock.scaler",
     "Layer": "penstock.model.layers",
     "Layers": "penstock.model.layers",
     "Mesh": "penstock.mesh",
@@ -48,10 +51,12 @@ _HOME = {
     "init_mesh": "penstock.mesh",
     "load_checkpoint": "penstock.checkpoint",
     "save_checkpoint": "penstock.checkpoint",
+    "zero_optimizer": "penstock.zero",
 }
 
 __all__ = [
     "CheckReport",
+    "GradScaler",
     "Layer",
     "Layers",
     "Mesh",
@@ -70,6 +75,7 @@ __all__ = [
     "load_checkpoint",
     "save_checkpoint",
     "schedules",
+    "zero_optimizer",
 ]
 
 

@@ -1,6 +1,8 @@
 """Check and complete what the front door was given, before anything is built."""
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -78,6 +80,20 @@ def check_targets(targets: Any) -> None:
                 f"a target of shape {tuple(leaf.shape)} requires grad; train_step computes no "
                 "gradients of targets. Give target.detach(), or pass it with the inputs"
             )
+
+
+def check_loss_scale(loss_scale: Any) -> float:
+    """Give `loss_scale` as a float, if gradients can be divided by it again.
+
+    Raises:
+        ConfigError: it is no number, not above 0, or not finite.
+    """
+    if not isinstance(loss_scale, Real) or not 0 < float(loss_scale) < math.inf:
+        raise ConfigError(
+            f"loss_scale={loss_scale!r}; it must be a finite number above 0, such as "
+            "GradScaler.get_scale() gives"
+        )
+    return float(loss_scale)
 
 
 def resolve_devices(devices: Devices, num_stages: int) -> list[torch.device]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from penstock.arguments import (
     Devices,
     check_count,
+    check_loss_scale,
     check_targets,
     resolve_devices,
     resolve_num_stages,
@@ -23,8 +24,9 @@ from penstock.runtime.caller import CallerContext
 from penstock.runtime.crew import Batch
 from penstock.runtime.devices import num_cores
 from penstock.runtime.engine import Engine, Execution
+from penstock.runtime.handshake import Call
 from penstock.runtime.input_gradients import accumulate_into_inputs
-from penstock.runtime.microbatches import batch_size, gather, microbatch_sizes, split
+from penstock.runtime.microbatches import first_microbatch, gather
 from penstock.runtime.module_form import run_as_module
 from penstock.runtime.random_streams import rewound_default_generators
 from penstock.runtime.record import Record
@@ -65,7 +67,8 @@ class Pipeline(nn.Module):
         threads_per_stage: intra-op threads of each stage on the CPU; default: the cores divided
             among the stages.  Some kernels round differently for another count.
         transport: worker threads, or everything in the calling thread.
-        trace: what to record of each step, in `last_timeline`.
+        trace: what to record of each step, in `last_timeline`; between processes the strongest
+            that any of them asks for, of all stages of the own replica.
         timeout_s: deadline of every wait between stages, in seconds; between processes the
             mesh's counts.
         mesh: who runs what (`penstock.init_mesh`).  In a mesh of processes each makes the same
@@ -133,13 +136,13 @@ class Pipeline(nn.Module):
         if mesh is not None and mesh.is_distributed:
             facts = {"num_microbatches": num_microbatches, "seed": seed, "how": self._choices}
             with self._engine.crew.reporting():
-                self._cut.settle(mesh, self._first_part(example_inputs), facts)
+                self._cut.settle(mesh, first_microbatch(example_inputs, num_microbatches), facts)
             devices = mesh.device
         self._engine.cut(self._cut.partition, resolve_devices(devices, self._num_stages))
         for step in self._layers:
             if self._engine.holds(step.index):
                 self._modules[step.name] = step.module
-        self._measure_once(self._first_part(example_inputs))
+        self._measure_once(first_microbatch(example_inputs, num_microbatches))
 
     # -- what it is -----------------------------------------------------------------------------
 
@@ -219,7 +222,7 @@ class Pipeline(nn.Module):
 
     # -- a training step ------------------------------------------------------------------------
 
-    def train_step(self, inputs: Any, targets: Any = None) -> Tensor:
+    def train_step(self, inputs: Any, targets: Any = None, *, loss_scale: float = 1.0) -> Tensor:
         """Run one synchronous step: forwards, losses and backwards of all micro-batches.
 
         Args:
@@ -227,14 +230,18 @@ class Pipeline(nn.Module):
                 first layer as its one argument.  Values that are no tensors go to every
                 micro-batch.
             targets: likewise, of the same N; None if the loss needs none.
+            loss_scale: multiplies all gradients, so that small ones are not lost in float16; see
+                `penstock.GradScaler`.  The same on every process.
 
         Returns:
-            The loss of the mini-batch, a detached scalar tensor.  Gradients are added to `.grad`
-            of the parameters (and of inputs that require it); activations are freed.
+            The loss of the mini-batch, a detached scalar tensor, not scaled.  Gradients are added
+            to `.grad` of the parameters (and of inputs that require it); activations are freed.
 
         Raises:
             BatchError: inputs and targets cannot be cut into the same micro-batches.
-            ConfigError: there is no loss, it is no scalar, or nothing wants a gradient.
+            ConfigError: there is no loss, it is no scalar, nothing wants a gradient, or
+                `loss_scale` is not above 0.
+            MeshError: the processes do not make the same call.
             PenstockError: the pipeline is running already, in another thread or around this call.
             Exception: whatever a layer raised, with stage, layer and micro-batch noted.
                 Gradients are then incomplete: zero them.
@@ -250,11 +257,13 @@ class Pipeline(nn.Module):
         check_targets(targets)
         crew, reduction = self._engine.crew, self._objective.reduction
         with self._engine.one_at_a_time(), crew.reporting():
-            batch = crew.cut(inputs, targets, self._num_microbatches, reduction)
+            scale = check_loss_scale(loss_scale)
+            call = Call(self._num_microbatches, reduction, scale, self.trace)
+            batch = crew.cut(inputs, targets, call)
             self._measure_once(batch.inputs[0])
             run = self._new_run("train", self.step, batch, with_grad=True)
             run.targets, run.loss = batch.targets, self._objective.loss
-            run.weights = batch.weights
+            run.weights, run.loss_scale = batch.weights, scale
             self.step += 1
             self._engine.drive(run, Mode.TRAIN)
             self._note(run, Mode.TRAIN)
@@ -307,7 +316,7 @@ class Pipeline(nn.Module):
                 "several; use train_step with loss=, or eval_step for outputs"
             )
         with self._engine.one_at_a_time():
-            batch = crew.cut(inputs, None, self._num_microbatches, None)
+            batch = crew.cut(inputs, None, Call(self._num_microbatches, trace=self.trace))
             self._measure_once(batch.inputs[0])
             run = self._new_run("train", self.step, batch, with_grad=True)
             self.step += 1
@@ -318,7 +327,7 @@ class Pipeline(nn.Module):
     def _outputs(self, inputs: Any) -> Any:
         crew = self._engine.crew
         with crew.reporting():
-            batch = crew.cut(inputs, None, self._num_microbatches, None)
+            batch = crew.cut(inputs, None, Call(self._num_microbatches))
             try:
                 with rewound_default_generators(self.devices):
                     run = self._drive_evaluation(batch, trusting=not crew.is_several)
@@ -347,15 +356,9 @@ class Pipeline(nn.Module):
             phase=phase,
             step=step,
             seed=self.seed,
-            trace=self.trace,
+            trace=batch.trace,
             first_microbatch=batch.first,
         )
-
-    def _first_part(self, inputs: Any) -> Any:
-        if inputs is None:
-            return None
-        sizes = microbatch_sizes(batch_size(inputs, "inputs"), self._num_microbatches)
-        return split(inputs, sizes)[0]
 
     def _measure_once(self, part: Any) -> None:
         if self._cut.measure(part):
@@ -364,12 +367,7 @@ class Pipeline(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Pipeline":
         """Move or cast the layers (`to`, `half`); a stage then runs where its parameters are."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        devices = list(self.devices)
-        for stage in self._engine.stages:
-            tensors = (t for step in stage.plan.steps for t in _tensors(step.module))
-            nowhere = torch.empty(0, device=stage.device.device)
-            devices[stage.index] = next((t.device for t in tensors), fn(nowhere).device)
-        self._engine.cut(self.partition, devices)
+        self._engine.cut(self.partition, self._engine.devices_after(fn))
         return self
 
     def close(self) -> None:
@@ -389,8 +387,3 @@ class _Objective:
 
     loss: LossFunction | None
     reduction: Reduction | Callable[[Any], Any]
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()

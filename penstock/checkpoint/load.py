@@ -16,6 +16,7 @@ from .files import MODEL, OPTIMIZER, read_facts, read_some, read_tensors, tensor
 from .optimizer_state import (
     check_optimizer,
     keys_of,
+    names_of_share,
     only_of,
     parameter_names,
     unpack_optimizer,
@@ -89,7 +90,7 @@ def _load_into_many(
             raise CheckpointError("it was saved without an optimizer; load it without one")
         if optimizer is not None:
             facts["optimizer"] = only_of(facts["optimizer"], parameter_names(module).values())
-            mine = keys_of(parameter_names(module).values(), tensor_kinds(path, OPTIMIZER))
+            mine = keys_of(names_of_share(optimizer, module), tensor_kinds(path, OPTIMIZER))
             optimizer_tensors = read_some(path, OPTIMIZER, mine)
             faults += check_optimizer(optimizer, module, facts["optimizer"], optimizer_tensors)
     except Exception as error:

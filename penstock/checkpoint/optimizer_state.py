@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
+from penstock.zero import share_of
 
 Json = dict[str, Any]
 
@@ -21,9 +22,12 @@ def pack_optimizer(
 ) -> tuple[dict[str, Tensor], Json]:
     """Split an optimizer's state into tensors by "<parameter name>.<state key>" and JSON values.
 
+    One whose state is shared out over replicas gives this replica's share.
+
     Raises:
         CheckpointError: a parameter is not the module's, or a value is neither tensor nor JSON.
     """
+    optimizer = share_of(optimizer)
     names = parameter_names(module)
     groups = [
         {"parameters": _group_names(group, names), "options": _options(group)}
@@ -39,18 +43,18 @@ def pack_optimizer(
 
 
 def merge_optimizers(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Make one optimizer's facts of those of all stages.
+    """Make one optimizer's facts of those of all processes.
 
     Raises:
-        CheckpointError: the stages' optimizers are not of one kind with the same groups.
+        CheckpointError: their optimizers are not of one kind with the same groups.
     """
     first = parts[0]
-    for stage, part in enumerate(parts):
+    for rank, part in enumerate(parts):
         same = part["kind"] == first["kind"] and len(part["groups"]) == len(first["groups"])
         if not same:
             raise CheckpointError(
-                f"the optimizer of stage {stage} is {part['kind']} with {len(part['groups'])} "
-                f"parameter groups, that of stage 0 {first['kind']} with {len(first['groups'])}; "
+                f"the optimizer of rank {rank} is {part['kind']} with {len(part['groups'])} "
+                f"parameter groups, that of rank 0 {first['kind']} with {len(first['groups'])}; "
                 "make the same one on every rank"
             )
     groups = [
@@ -75,6 +79,13 @@ def only_of(facts: Json, names: Iterable[str]) -> Json:
     return {**facts, "groups": groups, "values": values}
 
 
+def names_of_share(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:
+    """Name the parameters whose state `optimizer` holds in this process."""
+    names = parameter_names(module)
+    groups = share_of(optimizer).param_groups
+    return [name for group in groups for name in _group_names(group, names)]
+
+
 def keys_of(names: Iterable[str], keys: Iterable[str]) -> set[str]:
     """Choose the keys "<parameter name>.<state key>" of the named parameters."""
     own = set(names)
@@ -85,7 +96,7 @@ def check_optimizer(
     optimizer: torch.optim.Optimizer, module: nn.Module, facts: Json, tensors: Mapping[str, Tensor]
 ) -> list[str]:
     """List what keeps a saved state from being loaded into `optimizer`; empty if nothing does."""
-    kind = type(optimizer).__name__
+    kind = type(share_of(optimizer)).__name__
     if facts["kind"] != kind:
         return [f"the optimizer is {kind}, the saved one {facts['kind']}"]
     names = parameter_names(module)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
 from penstock.pipeline import Pipeline
+from penstock.zero import is_sharded
 
 from .files import MODEL, OPTIMIZER, UNFINISHED, jsonable, read_facts, read_tensors, write_folder
 from .optimizer_state import merge_optimizers, pack_optimizer
@@ -35,7 +36,8 @@ def save_checkpoint(
     such as a learning-rate scheduler's or a GradScaler's `state_dict()`.
 
     In a mesh of processes all of them call this alike.  Each stage of the first replica writes its
-    own shard; `export_model` makes one file of them.  All of it must be written within the mesh's
+    own shard, and each replica the optimizer state that it alone holds (`zero_optimizer`);
+    `export_model` makes one file of the model's.  All of it must be written within the mesh's
     `timeout_s`.
 
     Raises:
@@ -142,10 +144,16 @@ def _collect_together(
     parts = mesh.gather((error, mine), "for the others to save the same checkpoint")
     if errors := [said for said, _ in parts if said is not None]:
         raise CheckpointError("; ".join(errors))
+    is_shared = optimizer is not None and is_sharded(optimizer)
     if optimizer is not None:
-        facts["optimizer"] = merge_optimizers([part for _, part in parts[: mesh.num_stages]])
-    if mesh.replica > 0:
-        tensors = {folder: {} for folder in tensors}
+        facts["optimizer"] = merge_optimizers(
+            [part for _, part in (parts if is_shared else parts[: mesh.num_stages])]
+        )
+    if mesh.replica > 0:  # the first replica writes what all replicas hold
+        tensors = {
+            folder: content if is_shared and folder == OPTIMIZER_FOLDER else {}
+            for folder, content in tensors.items()
+        }
     return _Content(tensors, facts)
 
 

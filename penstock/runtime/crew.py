@@ -4,8 +4,8 @@ alone      this process runs all stages; there is nothing to agree on
 together   each process runs one stage: a few numbers go round before and after every step
 """
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,11 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import BatchError, MeshError
+from penstock.errors import BatchError
 from penstock.mesh import Mesh
 from penstock.model.pytree import flatten, from_template, template, unflatten
-from penstock.types import Reduction
+from penstock.types import Reduction, Trace
 
+from .handshake import (
+    Call,
+    Reduce,
+    Said,
+    check_same_call,
+    num_samples,
+    strength,
+    strongest_trace,
+)
 from .microbatches import (
     batch_size,
     loss_weights,
@@ -30,9 +39,9 @@ from .microbatches import (
 )
 from .replicas import Replicas
 from .run import Run
+from .shared_trace import Noted, clock_name, put_together
 from .transport.wire import TensorKind, fill, room_for, to_bytes
 
-Reduce = Reduction | Callable[[Any], Any]
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -40,7 +49,8 @@ _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class Batch:
     """A mini-batch cut into micro-batches, as one process sees it.
 
-    `first` is the number of this replica's first micro-batch among those of all replicas.
+    `first` is the number of this replica's first micro-batch among those of all replicas, `trace`
+    what all processes record.
     """
 
     sizes: list[int]
@@ -48,6 +58,7 @@ class Batch:
     targets: list[Any]
     weights: list[float]
     first: int = 0
+    trace: Trace = Trace.OFF
 
 
 class Crew(ABC):
@@ -58,13 +69,12 @@ class Crew(ABC):
         """Tell whether this process runs `stage`."""
 
     @abstractmethod
-    def cut(
-        self, inputs: Any, targets: Any, num_microbatches: int, reduction: Reduce | None
-    ) -> Batch:
-        """Cut a batch into micro-batches, all processes alike; `reduction` None: without weights.
+    def cut(self, inputs: Any, targets: Any, call: Call) -> Batch:
+        """Cut a batch into micro-batches, all processes alike.
 
         Raises:
             BatchError: inputs and targets do not fit together, or are missing where needed.
+            MeshError: the processes do not ask for the same.
         """
 
     @abstractmethod
@@ -74,6 +84,10 @@ class Crew(ABC):
     @abstractmethod
     def outputs(self, outputs: Any) -> Any:
         """Give the last stage's outputs on every process."""
+
+    def noted(self, run: Run) -> Noted:
+        """Give what a traced run noted on all stages of this replica."""
+        return Noted(None, 0.0, run.times_s, run.memory)
 
     def reporting(self) -> AbstractContextManager[None]:
         """Tell the others of whatever is raised inside."""
@@ -96,18 +110,16 @@ class Alone(Crew):
     def runs(self, stage: int) -> bool:
         return True
 
-    def cut(
-        self, inputs: Any, targets: Any, num_microbatches: int, reduction: Reduce | None
-    ) -> Batch:
-        num_samples = batch_size(inputs, "inputs")
+    def cut(self, inputs: Any, targets: Any, call: Call) -> Batch:
+        num_inputs = batch_size(inputs, "inputs")
         if targets is not None:
             num_targets = batch_size(targets, "targets")
-            if num_targets != num_samples:
-                raise _unequal(num_samples, num_targets)
-        sizes = microbatch_sizes(num_samples, num_microbatches)
+            if num_targets != num_inputs:
+                raise _unequal(num_inputs, num_targets)
+        sizes = microbatch_sizes(num_inputs, call.num_microbatches)
         parts = split(targets, sizes)
-        weights = loss_weights(reduction, parts, sizes) if reduction is not None else []
-        return Batch(sizes, split(inputs, sizes), parts, weights)
+        weights = [] if call.reduction is None else loss_weights(call.reduction, parts, sizes)
+        return Batch(sizes, split(inputs, sizes), parts, weights, trace=call.trace)
 
     def loss(self, run: Run) -> Tensor:
         return _sum(run)
@@ -126,6 +138,7 @@ class Together(Crew):
         if mesh.num_replicas > 1:
             self._replicas = Replicas(mesh, pools_statistics=pools_statistics)
         self._calls = 0
+        self._agreed_s = 0.0
 
     @property
     def replicas(self) -> Replicas | None:
@@ -145,91 +158,71 @@ class Together(Crew):
     def _is_last(self) -> bool:
         return self._mesh.stage == self._mesh.num_stages - 1
 
-    def cut(
-        self, inputs: Any, targets: Any, num_microbatches: int, reduction: Reduce | None
-    ) -> Batch:
+    def cut(self, inputs: Any, targets: Any, call: Call) -> Batch:
         self._calls += 1
-        mine = [
-            float(reduction is not None),
-            float(self._calls),
-            -1.0 if inputs is None else float(batch_size(inputs, "inputs")),
-            -1.0 if targets is None else float(batch_size(targets, "targets")),
-            self._raw_total(targets, num_microbatches, reduction),
-        ]
-        everyone = self._gather(mine)
-        self._check_calls(everyone)
-        counts = [self._num_samples(everyone, replica) for replica in range(self._num_replicas)]
-        sizes = microbatch_sizes(counts[self._mesh.replica], num_microbatches)
+        everyone = self._exchange(
+            Said(
+                trains=float(call.reduction is not None),
+                number=float(self._calls),
+                num_inputs=-1.0 if inputs is None else float(batch_size(inputs, "inputs")),
+                num_targets=-1.0 if targets is None else float(batch_size(targets, "targets")),
+                raw_total=self._raw_total(targets, call),
+                loss_scale=call.loss_scale,
+                trace=strength(call.trace),
+            )
+        )
+        check_same_call(everyone)
+        mesh, wanted = self._mesh, call.num_microbatches
+        counts = [num_samples(everyone, r, mesh.num_stages) for r in range(mesh.num_replicas)]
+        sizes = microbatch_sizes(counts[mesh.replica], wanted)
         parts: list[Any] = [None] * len(sizes) if targets is None else split(targets, sizes)
-        weights: list[float] = []
-        if reduction is not None and self._is_last:
-            known = reduction is Reduction.MEAN
-            total = float(sum(counts)) if known else sum(row[4] for row in everyone)
-            weights = shares(reduction, raw_weights(reduction, parts, sizes), total)
         return Batch(
             sizes,
             [None] * len(sizes) if inputs is None else split(inputs, sizes),
             parts,
-            weights,
-            sum(min(n, num_microbatches) for n in counts[: self._mesh.replica]),
+            self._weights(call.reduction, parts, sizes, counts, everyone),
+            sum(min(n, wanted) for n in counts[: mesh.replica]),
+            strongest_trace(everyone),
         )
 
-    @property
-    def _num_replicas(self) -> int:
-        return self._mesh.num_replicas
+    def _weights(
+        self,
+        reduction: Reduce | None,
+        parts: list[Any],
+        sizes: list[int],
+        counts: list[int],
+        everyone: list[Said],
+    ) -> list[float]:
+        if reduction is None or not self._is_last:
+            return []
+        known = reduction is Reduction.MEAN
+        total = float(sum(counts)) if known else sum(said.raw_total for said in everyone)
+        return shares(reduction, raw_weights(reduction, parts, sizes), total)
 
-    def _raw_total(self, targets: Any, num_microbatches: int, reduction: Reduce | None) -> float:
-        if isinstance(reduction, Reduction | None) or not self._is_last:
+    def _raw_total(self, targets: Any, call: Call) -> float:
+        if isinstance(call.reduction, Reduction | None) or not self._is_last:
             return 0.0
-        sizes = microbatch_sizes(batch_size(targets, "targets"), num_microbatches)
-        return sum(raw_weights(reduction, split(targets, sizes), sizes))
+        sizes = microbatch_sizes(batch_size(targets, "targets"), call.num_microbatches)
+        return sum(raw_weights(call.reduction, split(targets, sizes), sizes))
 
-    def _check_calls(self, everyone: list[list[float]]) -> None:
-        for rank, (trains, calls, *_) in enumerate(everyone):
-            if trains != everyone[0][0] or calls != everyone[0][1]:
-                did = [
-                    f"rank {r} began call {row[1]:.0f}, {'train_step' if row[0] else 'eval_step'}"
-                    for r, row in ((0, everyone[0]), (rank, everyone[rank]))
-                ]
-                raise MeshError(
-                    f"the processes do not do the same: {' and '.join(did)}. Every process must "
-                    "make every call, in the same order (no `if rank == 0` around a step)"
-                )
-
-    def _num_samples(self, everyone: list[list[float]], replica: int) -> int:
-        """Give N of a replica, seen alike by all processes."""
-        first = replica * self._mesh.num_stages
-        rows = everyone[first : first + self._mesh.num_stages]
-        if rows[0][2] < 0:
-            raise BatchError(
-                f"rank {first} runs stage 0{self._of(replica)} and was given no inputs; give them "
-                "on every rank, or at least there"
-            )
-        num_samples = int(rows[0][2])
-        for rank, row in enumerate(rows, start=first):
-            for what, number in (("inputs", row[2]), ("targets", row[3])):
-                if number not in (-1.0, float(num_samples)):
-                    raise BatchError(
-                        f"rank {first} was given {num_samples} inputs, rank {rank} {number:.0f} "
-                        f"{what}; all ranks of a replica must be given the same mini-batch"
-                    )
-        if rows[-1][3] < 0 and any(row[3] >= 0 for row in rows):
-            raise BatchError(
-                f"rank {first + len(rows) - 1} runs the last stage{self._of(replica)} and was "
-                "given no targets; give them on every rank, or at least there"
-            )
-        return num_samples
-
-    def _of(self, replica: int) -> str:
-        return f" of replica {replica}" if self._num_replicas > 1 else ""
-
-    def _gather(self, mine: list[float]) -> list[list[float]]:
+    def _exchange(self, mine: Said) -> list[Said]:
         sent = torch.tensor(mine, dtype=torch.float64)
         rows = [torch.empty_like(sent) for _ in range(self._mesh.world_size)]
         self._background.run(
             lambda: dist.all_gather(rows, sent), "for the others to begin the same call"
         )
-        return [row.tolist() for row in rows]
+        self._agreed_s = time.perf_counter()
+        return [Said(*row.tolist()) for row in rows]
+
+    def noted(self, run: Run) -> Noted:
+        mine = Noted(clock_name(), self._agreed_s, run.times_s, run.memory)
+        parts: list[Any] = [None] * self._mesh.num_stages
+        group = self._mesh.group("stage")
+        self._background.run(
+            lambda: dist.all_gather_object(parts, mine, group=group),
+            "for what the other stages traced",
+        )
+        return put_together(parts, mine)
 
     def loss(self, run: Run) -> Tensor:
         values_and_counts = torch.zeros(2, len(_LOSS_TYPES), dtype=torch.float64)

@@ -1,14 +1,14 @@
 """The stages of a pipeline in this process, their programs, and what drives them."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.mesh import Mesh
@@ -105,6 +105,17 @@ class Engine:
             )
         self._programs.clear()
 
+    def devices_after(self, move: Callable[[Tensor], Tensor]) -> list[torch.device]:
+        """Say where each stage is once its layers' tensors were moved; without any, where `move`
+        puts one.
+        """
+        devices = list(self.devices)
+        for stage in self.stages:
+            tensors = (t for step in stage.plan.steps for t in _tensors(step.module))
+            nowhere = torch.empty(0, device=stage.device.device)
+            devices[stage.index] = next((t.device for t in tensors), move(nowhere).device)
+        return devices
+
     def holds(self, layer: int) -> bool:
         """Tell whether layer number `layer` runs in this process."""
         return any(step.index == layer for stage in self.stages for step in stage.plan.steps)
@@ -175,10 +186,11 @@ class Engine:
                 stage.device.make_caller_wait()
 
     def record(self, run: Run, mode: Mode) -> Record | None:
-        """Give what a traced run noted; None if it was not traced."""
+        """Give what a traced run noted on all stages; None if it was not traced."""
         if run.trace is Trace.OFF:
             return None
-        return Record(self.program(mode, len(run.inputs)), run.times_s, run.memory)
+        noted = self.crew.noted(run)
+        return Record(self.program(mode, len(run.inputs)), noted.times_s, noted.memory)
 
     def describe(self) -> Iterator[str]:
         """Give one line a stage: device, layers, parameters."""
@@ -218,6 +230,11 @@ class _Turn:
             yield
         finally:
             self._lock.release()
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 def _kinds(steps: Sequence[Step]) -> Iterator[tuple[str, int]]:

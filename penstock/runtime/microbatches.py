@@ -62,6 +62,13 @@ def split(value: Any, sizes: Sequence[int]) -> list[Any]:
     return [unflatten(structure, list(row)) for row in zip(*pieces, strict=True)]
 
 
+def first_microbatch(value: Any, num_microbatches: int) -> Any:
+    """Give the first micro-batch of a mini-batch; None of None."""
+    if value is None:
+        return None
+    return split(value, microbatch_sizes(batch_size(value, "inputs"), num_microbatches))[0]
+
+
 def _split_tensor(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     parts = list(tensor.detach().split(list(sizes)))
     return [part.requires_grad_() for part in parts] if tensor.requires_grad else parts

@@ -64,7 +64,7 @@ class Replicas:
         Raises:
             ConfigError: a gradient is sparse.
         """
-        for bucket in _cut([p for p in parameters if p.requires_grad]):
+        for bucket in cut_into_buckets([p for p in parameters if p.requires_grad]):
             has_gradient = torch.tensor([p.grad is not None for p in bucket], dtype=torch.float32)
             has_gradient = has_gradient.to(bucket[0].device)
             flat = torch.cat([_flat_gradient(p) for p in bucket])
@@ -129,7 +129,7 @@ def _device_of(module: _BatchNorm) -> torch.device:
     return module.running_mean.device
 
 
-def _cut(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+def cut_into_buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
     """Cut parameters into buckets of one type and device, the last ones first."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in reversed(parameters):

@@ -110,7 +110,8 @@ class Run:
 
     `inputs[i]` and `targets[i]` belong to micro-batch i.  With `loss`, the last stage computes it
     and `losses[i]` holds the weighted, detached result; without, `outputs[i]` holds the model's
-    output and `output_gradients[i]` what its backward starts from.
+    output and `output_gradients[i]` what its backward starts from.  `loss_scale` multiplies what
+    backwards start from, and so all gradients, but not `losses`.
 
     `caller` is what the forwards run under; a `resumed` run has left it, and enters it again for
     its recomputes.  With `trusts_evaluation`, layers in evaluation mode are taken to draw no
@@ -132,6 +133,7 @@ class Run:
     first_microbatch: int = 0
     targets: list[Any] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
+    loss_scale: float = 1.0
     failure: BaseException | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -161,6 +163,10 @@ class Run:
     def with_grad(self) -> bool:
         """Whether backward passes will follow."""
         return self.caller.with_grad
+
+    def loss_gradient(self, microbatch: int) -> float:
+        """Give what the backward of a micro-batch's loss starts from."""
+        return self.weights[microbatch] * self.loss_scale
 
     def fail(self, error: BaseException) -> None:
         """Remember the first exception; every rank stops at its next instruction."""

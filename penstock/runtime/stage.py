@@ -368,7 +368,7 @@ class Stage:
             found = run.output_gradients[microbatch]
             pairs += zip(kept.output, self.device.bring(found, None), strict=True)
         if kept.loss is not None:
-            pairs.append((kept.loss, torch.full_like(kept.loss, run.weights[microbatch])))
+            pairs.append((kept.loss, torch.full_like(kept.loss, run.loss_gradient(microbatch))))
         live = [(root, g) for root, g in pairs if g is not None and root.requires_grad]
         return [root for root, _ in live], [g for _, g in live]
 

@@ -1,5 +1,7 @@
 """The words of a recipe turned into what they name: model, samples, pipeline, optimizer."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +11,10 @@ from torch.nn import functional as F
 from penstock.data.digits import Split, load_digits
 from penstock.mesh import Mesh
 from penstock.pipeline import Pipeline
+from penstock.scaler import GradScaler
 from penstock.schedules import ALL_SCHEDULES
 from penstock.types import Recompute
+from penstock.zero import zero_optimizer
 from penstock.zoo.residual import residual_network
 
 from .recipe import SGD, AdamW, Recipe
@@ -74,22 +78,40 @@ def build_pipeline(
     )
 
 
-def build_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(recipe: Recipe, pipe: Pipeline) -> torch.optim.Optimizer:
     """Make the optimizer over all parameters; the loop sets its learning rate in every step."""
+    make: Callable[..., torch.optim.Optimizer]
     match recipe.optimizer:
         case AdamW() as o:
-            return torch.optim.AdamW(
-                model.parameters(),
+            make = partial(
+                torch.optim.AdamW,
                 lr=o.lr,
                 betas=(o.beta1, o.beta2),
                 eps=o.eps,
                 weight_decay=o.weight_decay,
             )
         case SGD() as o:
-            return torch.optim.SGD(
-                model.parameters(),
+            make = partial(
+                torch.optim.SGD,
                 lr=o.lr,
                 momentum=o.momentum,
                 nesterov=o.nesterov,
                 weight_decay=o.weight_decay,
             )
+    if recipe.pipeline.shard_optimizer:
+        return zero_optimizer(pipe, make)
+    return make(pipe.parameters())
+
+
+def build_scaler(recipe: Recipe, pipe: Pipeline) -> GradScaler:
+    """Make what scales the loss; it does nothing unless the precision needs it."""
+    return GradScaler(pipe, enabled=recipe.train.precision == "float16")
+
+
+def autocast(recipe: Recipe, pipe: Pipeline) -> torch.autocast:
+    """Give the context in which the model runs at the recipe's precision."""
+    precision: torch.dtype = getattr(torch, recipe.train.precision)
+    is_lower = precision is not torch.float32
+    return torch.autocast(
+        pipe.devices[0].type, precision if is_lower else torch.bfloat16, enabled=is_lower
+    )

@@ -10,13 +10,21 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint import Saving, async_save_checkpoint, load_checkpoint
+from penstock.clip import clip_grad_norm_
 from penstock.data.sampler import batch_indices, epoch_order, num_batches
 from penstock.data.shift import epoch_shifts, shift_images
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
 from penstock.types import Trace
 
-from .build import build_data, build_model, build_optimizer, build_pipeline
+from .build import (
+    autocast,
+    build_data,
+    build_model,
+    build_optimizer,
+    build_pipeline,
+    build_scaler,
+)
 from .display import Display
 from .interrupt import Interrupt
 from .layout import check_batches, make_mesh, replica_share
@@ -46,6 +54,7 @@ class Trainer:
         share = self._share(min(recipe.train.batch_size, len(self.data.train)))
         self.pipe = build_pipeline(recipe, self.model, self.data.train.inputs[share], self.mesh)
         self.optimizer = build_optimizer(recipe, self.pipe)
+        self.scaler = build_scaler(recipe, self.pipe)
         self.position = Position()
         self.meter = Meter(recipe.train.trace_every)
         self._epoch_data: tuple[int, Tensor, Tensor] | None = None
@@ -79,6 +88,8 @@ class Trainer:
             try:
                 state = load_checkpoint(newest, self.pipe, self.optimizer)
                 self.position = _position(state)
+                if self.scaler.is_enabled():
+                    self.scaler.load_state_dict(state["scaler"])
             except CheckpointError as error:
                 raise CheckpointError(
                     f"{error}\nTo resume from the checkpoint before it, delete {newest}"
@@ -117,9 +128,7 @@ class Trainer:
         full_batch = num_samples == self.recipe.train.batch_size
         self.pipe.trace = self.meter.choose_trace(full_batch=full_batch)
         start_s = time.perf_counter()
-        loss = float(self.pipe.train_step(inputs, targets))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        loss = self._update(inputs, targets)
         took_s = time.perf_counter() - start_s
         timeline = self.pipe.last_timeline if self.pipe.trace is not Trace.OFF else None
         self.meter.add_step(took_s, num_samples, timeline)
@@ -127,6 +136,18 @@ class Trainer:
         if self.position.step % self.recipe.train.log_every == 0:
             self._log(folder, "step", {"loss": loss, "learning_rate": rate})
         display.show_step(self.position, self.meter)
+
+    def _update(self, inputs: Tensor, targets: Tensor) -> float:
+        """Run a step and move the weights; give the loss."""
+        with autocast(self.recipe, self.pipe):
+            loss = self.pipe.train_step(inputs, targets, loss_scale=self.scaler.get_scale())
+        if self.recipe.train.max_grad_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            clip_grad_norm_(self.pipe, self.recipe.train.max_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return float(loss)
 
     def _batch(self) -> tuple[Tensor, Tensor, int]:
         """Give this replica's inputs and targets at the position, and all replicas' samples."""
@@ -177,7 +198,9 @@ class Trainer:
         for chosen, counted in zip(
             own.split(size), torch.arange(len(own)).split(size), strict=True
         ):
-            hits = self.pipe.eval_step(test.inputs[chosen]).argmax(dim=1) == test.targets[chosen]
+            with autocast(self.recipe, self.pipe):
+                outputs = self.pipe.eval_step(test.inputs[chosen])
+            hits = outputs.argmax(dim=1) == test.targets[chosen]
             right += int((hits & (counted < known)).sum())
         of_all: list[int] = self.mesh.gather(right, "for the others to evaluate")
         return sum(of_all[:: self.mesh.num_stages if self.mesh.is_distributed else 1]) / len(test)
@@ -195,6 +218,7 @@ class Trainer:
             self.optimizer,
             position=asdict(self.position),
             recipe=self.recipe.model_dump(),
+            scaler=self.scaler.state_dict(),
         )
 
     def _settle(self, folder: RunFolder) -> None:

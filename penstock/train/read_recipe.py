@@ -17,6 +17,7 @@ FREE_ON_RESUME = frozenset(
     {
         "pipeline.num_stages",
         "pipeline.num_replicas",
+        "pipeline.shard_optimizer",
         "pipeline.partition",
         "pipeline.schedule",
         "pipeline.recompute",
@@ -55,7 +56,8 @@ def recipe_to_toml(recipe: Recipe) -> str:
     """Write a recipe with every key, defaults included; `read_recipe` reads it back."""
     sections = []
     for section, keys in recipe.model_dump().items():
-        lines = [f"{key} = {_toml_value(value)}" for key, value in keys.items()]
+        given = {key: value for key, value in keys.items() if value is not None}
+        lines = [f"{key} = {_toml_value(value)}" for key, value in given.items()]
         sections.append("\n".join([f"[{section}]", *lines]))
     return "\n\n".join(sections) + "\n"
 

@@ -14,6 +14,7 @@ from penstock.types import Recompute
 
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0)]
+PRECISIONS = ("float32", "bfloat16", "float16")
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -81,6 +82,8 @@ class PipelineSection(Section):
     """D, copies of the pipeline that share the micro-batches; above 1 it takes K x D processes."""
     num_microbatches: Count
     """M, the parts a batch is cut into; each replica takes M / D of them."""
+    shard_optimizer: bool = False
+    """Let the replicas share out the optimizer's state (ZeRO, stage 1): less memory, same bits."""
     partition: Annotated[Literal["auto"] | tuple[int, ...], BeforeValidator(_check_partition)] = (
         "auto"
     )
@@ -172,6 +175,10 @@ class TrainSection(Section):
     """How often every training sample is seen."""
     batch_size: Count
     """Samples of a step, N; the last step of an epoch takes what is left."""
+    precision: Annotated[str, AfterValidator(_one_of(list(PRECISIONS)))] = "float32"
+    """What operators compute in where autocast finds it safe; float16 scales the loss."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    """Scale gradients down to this norm over the whole model; left out: never."""
     seed: Seed = 0
     """Decides the initial weights, the order of the samples and their shifts."""
     checkpoint_every: Count = 100

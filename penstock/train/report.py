@@ -6,7 +6,7 @@ from penstock.trace.picture import save_picture
 from penstock.trace.timeline import Timeline
 from penstock.types import Recompute
 
-from .build import loss_function
+from .build import autocast, loss_function
 from .loop import Trainer
 from .memory_formula import cut, formula_bytes
 from .run_folder import RunFolder
@@ -50,14 +50,15 @@ def _stage_memory(trainer: Trainer) -> tuple[StageMemory, ...]:
     batch_size = min(recipe.train.batch_size, len(train))
     size = -(-batch_size // recipe.pipeline.num_microbatches)
     stages = list(cut(trainer.model, pipe.partition))
-    mine = formula_bytes(
-        stages,
-        (train.inputs[:size], train.targets[:size]),
-        loss_function,
-        pipe.schedule_for(),
-        Recompute(recipe.pipeline.recompute),
-        only=mesh.stage if mesh.is_distributed else None,
-    )
+    with autocast(recipe, pipe):
+        mine = formula_bytes(
+            stages,
+            (train.inputs[:size], train.targets[:size]),
+            loss_function,
+            pipe.schedule_for(),
+            Recompute(recipe.pipeline.recompute),
+            only=mesh.stage if mesh.is_distributed else None,
+        )
     expected = {
         stage: count
         for part in mesh.gather(mine, "for the memory of the other stages")

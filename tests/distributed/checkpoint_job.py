@@ -3,9 +3,11 @@
     python -m tests.distributed.checkpoint_job STAGES REPLICAS save FOLDER
     python -m tests.distributed.checkpoint_job STAGES REPLICAS load FOLDER,FOLDER,...
 
-Both train two steps before and two after the checkpoint, and print the later losses as hex.
+Both train two steps before and two after the checkpoint, and print the later losses as hex.  With
+SHARED=1 in the environment replicas share out the optimizer's state.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,10 @@ class Run:
             seed=seed,
             batch_norm_over_replicas=mesh.num_replicas > 1,
         )
-        self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=0.05)
+        if os.environ.get("SHARED") == "1":
+            self.optimizer = penstock.zero_optimizer(self.pipe, torch.optim.AdamW, lr=0.05)
+        else:
+            self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=0.05)
 
     def step(self) -> float:
         """Train one step; give its loss."""

@@ -5,6 +5,7 @@ python -m tests.distributed.equality_job CASES.json FOLDER
 
 import json
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,17 @@ class Case:
     num_stages: int
     num_replicas: int = 1
     steps: int = 3
+    autocast: str = ""
 
     def write(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def precision(self) -> AbstractContextManager[Any]:
+        """What to train under: autocast to the type of that name, or nothing."""
+        if not self.autocast:
+            return nullcontext()
+        return torch.autocast("cpu", getattr(torch, self.autocast))
 
 
 def batches_of(case: Case, model: Model, replica: int) -> list[Any]:
@@ -102,7 +111,10 @@ def main() -> None:
     with penstock.init_mesh(
         cases[0].num_stages, cases[0].num_replicas, timeout_s=60.0, device="cpu"
     ) as mesh:
-        found = [train(case, mesh) for case in cases]
+        found = []
+        for case in cases:
+            with case.precision:
+                found.append(train(case, mesh))
         torch.save(found, Path(sys.argv[2]) / f"{mesh.rank}.pt")
 
 

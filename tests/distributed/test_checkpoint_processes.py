@@ -10,14 +10,24 @@ import penstock
 from tests.distributed.checkpoint_job import Run, finish, layers
 from tests.distributed.launch import run
 
-LAYOUTS = ((1, 1), (2, 1), (4, 1), (2, 2))
+LAYOUTS = ((1, 1, ""), (2, 1, ""), (4, 1, ""), (2, 2, ""), (2, 2, "1"))
+"""Stages, replicas, and whether these share out the optimizer's state."""
 
 
-def losses(stages: int, replicas: int, action: str, folders: list[Path]) -> list[list[float]]:
+def losses(
+    stages: int, replicas: int, action: str, folders: list[Path], shared: str = ""
+) -> list[list[float]]:
     """Run the job; all ranks must say the same."""
     names = ",".join(map(str, folders))
-    module = "tests.distributed.checkpoint_job"
-    ended = run(stages * replicas, ["-m", module, str(stages), str(replicas), action, names])
+    arguments = [
+        "-m",
+        "tests.distributed.checkpoint_job",
+        str(stages),
+        str(replicas),
+        action,
+        names,
+    ]
+    ended = run(stages * replicas, arguments, environment={"SHARED": shared})
     lines = [[x for x in e.output.splitlines() if x.startswith("LOSSES")] for e in ended]
     assert all(said == lines[0] for said in lines)
     assert len(lines[0]) == len(folders)
@@ -49,15 +59,31 @@ def test_one_process_saves_and_two_load_it_or_say_what_does_not_fit(tmp_path: Pa
     assert losses(2, 1, "load", [tmp_path / "one"]) == [expected]
 
 
+def test_optimizer_state_that_replicas_share_out_is_saved_whole(tmp_path: Path) -> None:
+    """Go on as one replica of another number of stages, and back: the rounding of D alone."""
+    (expected,) = losses(1, 2, "save", [tmp_path / "shared"], shared="1")
+    assert losses(1, 2, "load", [tmp_path / "shared"]) == [expected]
+    here = Run(penstock.init_mesh(3), seed=5)
+    penstock.load_checkpoint(tmp_path / "shared", here.pipe, here.optimizer)
+    found = [float.fromhex(word) for word in finish(here).split()]
+    here.pipe.close()
+    assert same(found, expected, bits=False)
+
+
 @pytest.mark.slow
 def test_every_layout_loads_every_other(tmp_path: Path) -> None:
-    folders = [tmp_path / f"{stages}x{replicas}" for stages, replicas in LAYOUTS]
+    folders = [tmp_path / f"{stages}x{replicas}{shared}" for stages, replicas, shared in LAYOUTS]
     saved = [
-        losses(*layout, "save", [folder])[0]
-        for layout, folder in zip(LAYOUTS, folders, strict=True)
+        losses(stages, replicas, "save", [folder], shared)[0]
+        for (stages, replicas, shared), folder in zip(LAYOUTS, folders, strict=True)
     ]
     assert all(same(row, saved[0], bits=False) for row in saved)
-    for layout in LAYOUTS:
-        found = losses(*layout, "load", folders)
-        for (_, replicas), before, after in zip(LAYOUTS, saved, found, strict=True):
-            assert same(before, after, bits=replicas == layout[1]), (layout, before, after)
+    for stages, replicas, shared in LAYOUTS:
+        found = losses(stages, replicas, "load", folders, shared)
+        for (_, of_saved, _), before, after in zip(LAYOUTS, saved, found, strict=True):
+            assert same(before, after, bits=of_saved == replicas), (
+                stages,
+                replicas,
+                before,
+                after,
+            )

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,19 @@ def unsplit(case: Case) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_stages", (1, 2, 3, pytest.param(4, marks=pytest.mark.slow)))
 def test_processes_give_the_unsplit_models_bits(num_stages: int, tmp_path: Path) -> None:
-    chosen = list(cases(num_stages, 1, FEW))
+    check_bits(list(cases(num_stages, 1, FEW)), tmp_path)
+
+
+def test_processes_give_the_unsplit_models_bits_under_autocast(tmp_path: Path) -> None:
+    names = ("mlp", "convolutions", "transformer", "fan_out", "changing_buffers")
+    pairs = product(("bfloat16", "float16"), cases(2, 1, names))
+    check_bits([replace(case, autocast=kind) for kind, case in pairs], tmp_path)
+
+
+def check_bits(chosen: list[Case], tmp_path: Path) -> None:
     for case, *by_rank in zip(chosen, *trained(chosen, tmp_path), strict=True):
-        expected = unsplit(case)
+        with case.precision:
+            expected = unsplit(case)
         assert set().union(*by_rank) == expected.keys()
         for name, value in (item for found in by_rank for item in found.items()):
             ours, theirs = tree_leaves(value), tree_leaves(expected[name])

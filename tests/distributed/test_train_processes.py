@@ -260,6 +260,17 @@ def test_replicas_train_the_same_model_but_for_rounding(
 
 
 @pytest.mark.slow
+def test_replicas_that_share_out_the_optimizer_train_the_same_bits(tmp_path: Path) -> None:
+    """In float16, with clipped gradients, and killed on the way."""
+    changes = ("pipeline.num_replicas=2", "train.precision=float16", "train.max_grad_norm=0.5")
+    run([*TRAIN, *words(*changes), "--num-processes", "4", "--run-folder", "whole"], tmp_path)
+    job = [*faulty("kill", "2", 4), *words(*changes, "pipeline.shard_optimizer=true")]
+    said = run(elastic(job, processes=4), tmp_path)
+    assert f"resuming {Path('runs/digits-1')} after step 2" in said
+    assert_same_run(tmp_path / "runs" / "digits-1", tmp_path / "whole")
+
+
+@pytest.mark.slow
 def test_one_process_goes_on_with_what_two_replicas_began(tmp_path: Path) -> None:
     job = [*faulty("term", "1", 3), *words("pipeline.num_replicas=2")]
     outcome(begin(elastic(job, processes=4), tmp_path))

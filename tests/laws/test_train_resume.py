@@ -102,6 +102,24 @@ def test_a_resumed_run_is_the_uninterrupted_one_for_any_other_layout(
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_a_run_of_lower_precision_goes_on_bit_by_bit_with_its_loss_scale(
+    precision: str, tmp_path: Path
+) -> None:
+    changes = [*SMALL, f"train.precision={precision}", "train.max_grad_norm=0.5"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert start_run(Request(DIGITS, changes, whole), quiet(), Interrupt()).finished
+    recipe = read_recipe(DIGITS, changes)
+    folder = create(broken, recipe_to_toml(recipe))
+    with Trainer(recipe) as trainer:
+        train_until(trainer, folder, 4)
+    layout = ["pipeline.num_stages=3", "pipeline.schedule=one_f_one_b"]
+    assert resume_run(Request(None, layout, broken), quiet(), Interrupt()).finished
+    assert curve(broken) == curve(whole)
+    expected, found = weights(whole, NUM_STEPS), weights(broken, NUM_STEPS)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
 def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(
     uninterrupted: Path, tmp_path: Path
 ) -> None:

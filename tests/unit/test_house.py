@@ -23,7 +23,7 @@ LAYERS = (
     {"arguments"},
     {"cut"},
     {"pipeline"},
-    {"equality", "clip"},
+    {"equality", "clip", "scaler", "zero"},
     {"checkpoint"},
     {"doctor"},
     {"zoo", "data"},
@@ -46,7 +46,7 @@ LAYERS = (
                └► runtime         DO
                     └► arguments  cut
                     └► pipeline   the front door
-                         └► equality  clip
+                         └► equality  clip  scaler  zero
     ┌─────────────────────────┘
     └► checkpoint
           └► doctor               BEFORE IT RUNS

@@ -1,0 +1,61 @@
+"""One timeline of all stages of a replica, from what each process noted by its own clock.
+
+Processes on one host read the same clock.  Between hosts, times are set side by side by the moment
+at which each process had heard from all others before the step.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.trace.timeline import MemorySample
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What one process noted of a traced step.
+
+    `clock` names what it reads the time from: two of one name are the same; None is nobody's
+    else.  `agreed_s` is when it had heard from all others.
+    """
+
+    clock: str | None
+    agreed_s: float
+    times_s: dict[int, list[float]]
+    memory: list[MemorySample]
+
+    def by_the_clock_of(self, other: "Noted") -> "Noted":
+        """Give the same with the times that `other` would have noted."""
+        if self.clock is not None and self.clock == other.clock:
+            return self
+        later_s = other.agreed_s - self.agreed_s
+        return Noted(
+            other.clock,
+            other.agreed_s,
+            {rank: [time_s + later_s for time_s in times] for rank, times in self.times_s.items()},
+            [replace(sample, time_s=sample.time_s + later_s) for sample in self.memory],
+        )
+
+
+def put_together(parts: Sequence[Noted], mine: Noted) -> Noted:
+    """Put what all noted together, by this process's clock."""
+    aligned = [part.by_the_clock_of(mine) for part in parts]
+    return replace(
+        mine,
+        times_s={rank: times for part in aligned for rank, times in part.times_s.items()},
+        memory=[sample for part in aligned for sample in part.memory],
+    )
+
+
+def clock_name() -> str | None:
+    """Name the clock behind time.perf_counter, the same for all processes of a host that share it;
+    None if that cannot be known.
+    """
+    namespace = ""
+    with suppress(OSError):
+        namespace = str(Path("/proc/self/ns/time").readlink())
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + namespace
+    except OSError:
+        return None

@@ -1,0 +1,78 @@
+"""Loss scaling for float16: torch's scaler, with one decision for all processes of a mesh."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.pipeline import Pipeline
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Keeps small float16 gradients from vanishing: torch.amp.GradScaler for a pipeline.
+
+        scaler = penstock.GradScaler(pipe)
+        with torch.autocast("cpu", torch.float16):
+            loss = pipe.train_step(inputs, targets, loss_scale=scaler.get_scale())
+        scaler.unscale_(optimizer)  # only if something looks at the gradients, such as clipping
+        penstock.clip_grad_norm_(pipe, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    Where an optimizer of any process finds an inf or a nan in its gradients, those of all
+    processes skip the step, and all scales shrink alike.  In a mesh of processes each makes a
+    scaler, and calls `unscale_`, `step` and `update` as all others do; a stage without parameters
+    too.  All else is torch's, `state_dict` included: plain numbers, equal on every process.
+
+    Args:
+        pipe: whose gradients it scales.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
+
+    Raises:
+        PeerError: by `unscale_` and `step`: another process failed, or is gone.
+        WaitTimeout: likewise: the others do not come to the same call within the deadline.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        self._place = pipe.devices[0]
+        super().__init__(
+            self._place.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        self._mesh = pipe.mesh
+        self.scale(torch.zeros((), device=self._place))  # or torch knows no scale yet
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        """Do as torch does, which calls this wherever it looks for inf and nan; then tell all."""
+        mesh = self._mesh
+        if mesh is None or mesh.watch is None or mesh.background is None:
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            return found or {found_inf.device: found_inf}  # torch wants to see one, even of nobody
+        with mesh.watch.reporting():
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        anywhere = torch.tensor([float(any(found.values()))])
+        mesh.background.run(
+            lambda: dist.all_reduce(anywhere, op=dist.ReduceOp.MAX),
+            "for the others to look for inf and nan in their gradients",
+        )
+        return {found_inf.device: found_inf.fill_(float(anywhere))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.scale(torch.zeros((), device=self._place))
