@@ -87,8 +87,8 @@ def _load_into_many(
         tensors = read_some(path, MODEL, here)
         faults = [f for f in _model_faults(here, tensors) if not f.endswith(_NOT_IN_MODEL)]
         if optimizer is not None and facts["optimizer"] is None:
-            raise CheckpointError("it was saved without an optimizer; load it without one")
-        if optimizer is not None:
+            faults.append("it was saved without an optimizer; load it without one")
+        elif optimizer is not None:
             facts["optimizer"] = only_of(facts["optimizer"], parameter_names(module).values())
             mine = keys_of(names_of_share(optimizer, module), tensor_kinds(path, OPTIMIZER))
             optimizer_tensors = read_some(path, OPTIMIZER, mine)

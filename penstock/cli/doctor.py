@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .options import num_processes_option, refuse_inside_torchrun
+
 if TYPE_CHECKING:
     from penstock.doctor import Report
 
@@ -19,8 +21,9 @@ if TYPE_CHECKING:
     metavar="SECONDS",
     help="Deadline of every wait for another process; at least 1.",
 )
+@num_processes_option
 @click.option("--json", "as_json", is_flag=True, help="Write the report as one line of JSON.")
-def doctor(timeout_s: float, as_json: bool) -> int:
+def doctor(timeout_s: float, num_processes: int | None, as_json: bool) -> int:
     """Examine a job before it runs: settings, versions, devices, links, and a step of training.
 
     Alone it examines this machine and compares a tiny pipeline with the unsplit model.  Under
@@ -33,8 +36,15 @@ def doctor(timeout_s: float, as_json: bool) -> int:
     \b
     Examples:
       penstock doctor
+      penstock doctor --num-processes 2
       torchrun --nproc-per-node 4 -m penstock doctor --timeout 20
     """
+    if num_processes is not None:
+        from .launch import launch
+
+        refuse_inside_torchrun()
+        words = ["doctor", "--timeout", str(timeout_s), *(["--json"] if as_json else [])]
+        return launch(num_processes, 0, words)
     from penstock.doctor import examine
 
     return examine(os.environ, timeout_s, lambda report: _write(report, as_json))

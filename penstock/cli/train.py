@@ -8,6 +8,8 @@ import click
 
 from penstock.train.interrupt import Interrupt
 
+from .options import num_processes_option, refuse_inside_torchrun
+
 
 @click.command()
 @click.argument("recipe", required=False, type=click.Path(path_type=Path))
@@ -29,11 +31,7 @@ from penstock.train.interrupt import Interrupt
     type=click.Path(path_type=Path),
     help="Go on from the newest checkpoint of this run folder; RECIPE may then be left out.",
 )
-@click.option(
-    "--num-processes",
-    type=click.IntRange(min=1),
-    help="Run in so many processes of this host, K x D of them, instead of one.",
-)
+@num_processes_option
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
@@ -86,11 +84,8 @@ class _Wish:
             )
         if self.resume is not None and self.run_folder is not None:
             raise click.UsageError("--resume goes on in its own folder; leave out --run-folder")
-        if self.num_processes is not None and "WORLD_SIZE" in os.environ:
-            raise click.UsageError(
-                f"WORLD_SIZE={os.environ['WORLD_SIZE']} says that torchrun started this process "
-                "already; leave out --num-processes"
-            )
+        if self.num_processes is not None:
+            refuse_inside_torchrun()
         if self.max_restarts and self.num_processes is None:
             raise click.UsageError(
                 "--max-restarts needs --num-processes; with torchrun, give it to torchrun"

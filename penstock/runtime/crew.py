@@ -98,6 +98,10 @@ class Crew(ABC):
         """The other replicas of the stages that run here; None if there are none."""
         return None
 
+    def rank_of(self, stage: int) -> int:
+        """Give the process that runs `stage` of this process's replica."""
+        return 0
+
     @property
     def is_several(self) -> bool:
         """Whether other processes take part."""
@@ -153,6 +157,9 @@ class Together(Crew):
 
     def runs(self, stage: int) -> bool:
         return stage == self._mesh.stage
+
+    def rank_of(self, stage: int) -> int:
+        return self._mesh.rank_of(stage)
 
     @property
     def _is_last(self) -> bool:

@@ -68,6 +68,7 @@ class Engine:
         self._transport = how.make_transport()
         self._in_caller = make_transport(Transport.LOOPBACK, how.num_threads, how.timeout_s)
         self._programs: dict[tuple[Mode, int], Schedule] = {}
+        self._plans: tuple[StagePlan, ...] = ()
         self._edges: frozenset[tuple[int, int]] = frozenset()
         self._committing: tuple[int, ...] = ()
         self.partition: tuple[int, ...] = ()
@@ -84,6 +85,7 @@ class Engine:
         check_partition(partition, len(self._layers))
         check_sharing(self._layers, stage_of_layers(partition))
         plans = plan_stages(self._layers, partition)
+        self._plans = tuple(plans)
         self._edges = frozenset((plan.index, peer) for plan in plans for peer in plan.exports)
         self._committing = tuple(p.index for p in plans if batch_norms(self._modules_of(p)))
         mine = [(p, d) for p, d in zip(plans, devices, strict=True) if self.crew.runs(p.index)]
@@ -193,14 +195,16 @@ class Engine:
         return Record(self.program(mode, len(run.inputs)), noted.times_s, noted.memory)
 
     def describe(self) -> Iterator[str]:
-        """Give one line a stage: device, layers, parameters."""
-        for stage in self.stages:
-            steps = stage.plan.steps
+        """Give one line a stage: where it runs, layers, parameters."""
+        here = {stage.index: str(stage.device.device) for stage in self.stages}
+        for plan in self._plans:
+            steps = plan.steps
+            where = here.get(plan.index, f"rank {self.crew.rank_of(plan.index)}")
             parameters = {id(p): p.numel() for step in steps for p in step.module.parameters()}
             kinds = [f"{kind} x{count}" if count > 1 else kind for kind, count in _kinds(steps)]
             span = steps[0].name if len(steps) == 1 else f"{steps[0].name} to {steps[-1].name}"
             yield (
-                f"  stage {stage.index} on {stage.device.device}: layers {span} "
+                f"  stage {plan.index} on {where}: layers {span} "
                 f"({', '.join(kinds)}), {sum(parameters.values()):,} parameters"
             )
 

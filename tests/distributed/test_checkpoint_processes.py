@@ -8,7 +8,7 @@ from torch import nn
 
 import penstock
 from tests.distributed.checkpoint_job import Run, finish, layers
-from tests.distributed.launch import run
+from tests.distributed.launch import run, start
 
 LAYOUTS = ((1, 1, ""), (2, 1, ""), (4, 1, ""), (2, 2, ""), (2, 2, "1"))
 """Stages, replicas, and whether these share out the optimizer's state."""
@@ -57,6 +57,25 @@ def test_one_process_saves_and_two_load_it_or_say_what_does_not_fit(tmp_path: Pa
     expected = [float.fromhex(word) for word in finish(here).split()]
     here.pipe.close()
     assert losses(2, 1, "load", [tmp_path / "one"]) == [expected]
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_all_with_names_and_shapes(
+    tmp_path: Path,
+) -> None:
+    other = layers()
+    other[2] = nn.Sequential(nn.Linear(8, 9), nn.Tanh())
+    other[3] = nn.Linear(9, 3, bias=False)
+    penstock.save_checkpoint(tmp_path / "other", nn.Sequential(*other))
+    job = ["-m", "tests.distributed.checkpoint_job", "2", "1", "load", str(tmp_path / "other")]
+    for process in start(2, job).wait(60):
+        assert process.code == 1
+        assert "penstock.errors.CheckpointError" in process.output, process.output
+        for fault in (
+            "2.0.weight is float32 [9, 8], the model's is float32 [8, 8]",
+            "3.weight is float32 [3, 9], the model's is float32 [3, 8]",
+            "3.bias is missing",
+        ):
+            assert fault in process.output, process.output
 
 
 def test_optimizer_state_that_replicas_share_out_is_saved_whole(tmp_path: Path) -> None:

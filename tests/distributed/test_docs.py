@@ -3,15 +3,26 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.launch import ROOT, run
 
 
+def code_of(page: str) -> str:
+    """Give the code blocks of a page, one after the other."""
+    text = (ROOT / "docs" / page).read_text()
+    return "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+
+
+def test_the_code_about_checkpoints_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code_of("failure.md"), "failure.md", "exec"), {})
+    assert (tmp_path / "checkpoints" / "step-1" / "state.json").is_file()
+
+
 def test_the_guides_code_gives_the_same_losses_in_one_process_and_in_two(tmp_path: Path) -> None:
-    blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "processes.md").read_text(), re.DOTALL
-    )
     script = tmp_path / "train.py"
-    script.write_text("\n".join(blocks))
+    script.write_text(code_of("processes.md"))
     outputs = [run(world_size, [str(script)])[0].output for world_size in (1, 2)]
     lines = [[line for line in text.splitlines() if ": loss " in line] for text in outputs]
     assert len(lines[0]) == 9

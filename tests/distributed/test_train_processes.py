@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -179,9 +180,28 @@ def refused(ended: list[Ended], *parts: str) -> None:
             assert part in process.output, process.output
 
 
-def test_processes_with_other_seeds_are_refused_everywhere(tmp_path: Path) -> None:
-    job = start(2, ["-m", "tests.distributed.differing_job", *words("train.epochs=3")])
-    refused(job.wait(60), "do not agree on seed: 0 on rank 0; 1 on rank 1")
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("seed", "do not agree on seed: 0 on rank 0; 1 on rank 1"),
+        ("version", "do not agree on version of Penstock: '0.0.0' on rank 0; '0.0.1' on rank 1"),
+    ],
+)
+def test_processes_that_differ_are_refused_everywhere(what: str, said: str) -> None:
+    job = start(2, ["-m", "tests.distributed.differing_job", what, *words("train.epochs=3")])
+    refused(job.wait(60), said)
+
+
+def test_a_checkpoint_with_a_missing_file_is_refused_everywhere(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(uninterrupted, copy)
+    broken = RunFolder(copy).checkpoints()[-1] / "optimizer.safetensors"
+    broken.unlink()
+    ended = start(2, [*TRAIN, "train", "--resume", str(copy)]).wait(60)
+    refused(ended, "optimizer.safetensors is damaged: it is missing", "delete")
+    assert (copy / "metrics.jsonl").read_text() == (uninterrupted / "metrics.jsonl").read_text()
 
 
 @pytest.fixture
