@@ -131,11 +131,11 @@ def test_a_killed_process_is_started_again_and_the_run_goes_on_bit_by_bit(
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["digits-1"]
 
 
-def test_sigterm_saves_on_all_processes_and_any_other_number_goes_on(
+def test_sigterm_to_one_process_saves_on_all_and_any_other_number_goes_on(
     uninterrupted: Path, tmp_path: Path
 ) -> None:
-    job = [*faulty("term", "0", 3), *words()]
-    ended, said = outcome(begin(elastic(job, processes=2), tmp_path))
+    job = [*faulty("term", "1", 3), *words()]
+    ended, said = outcome(begin(elastic(job, processes=2, restarts=0), tmp_path))
     assert ended != 0
     assert "interrupted after step 3; everything is saved" in said, said
     again = ["train", "--resume", "runs/digits-1", "--num-processes", "3"]
@@ -293,7 +293,7 @@ def test_replicas_that_share_out_the_optimizer_train_the_same_bits(tmp_path: Pat
 @pytest.mark.slow
 def test_one_process_goes_on_with_what_two_replicas_began(tmp_path: Path) -> None:
     job = [*faulty("term", "1", 3), *words("pipeline.num_replicas=2")]
-    outcome(begin(elastic(job, processes=4), tmp_path))
+    outcome(begin(elastic(job, processes=4, restarts=0), tmp_path))
     said = run([*TRAIN, "train", "--resume", "runs/digits-1", "--json"], tmp_path)
     summary = json.loads(said.splitlines()[-1])
     assert summary["finished"] and summary["steps"] == NUM_STEPS

@@ -2,8 +2,8 @@
 
     python -m tests.distributed.train_job ACTION RANK STEP train RECIPE ...
 
-In the first attempt, process RANK kills itself, is stopped, or raises before it trains step STEP;
-or its parent, torchrun, is told to end (term) or killed with all its processes (lose).
+In the first attempt, process RANK kills itself, is stopped, raises or is told to end (term) before
+it trains step STEP; or its parent, torchrun, is killed with it (lose).
 """
 
 import os
@@ -26,7 +26,7 @@ def go_wrong(action: str) -> None:
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "term":
-            os.kill(os.getppid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
         case "lose":
             os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -120,6 +120,18 @@ def test_a_run_of_lower_precision_goes_on_bit_by_bit_with_its_loss_scale(
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+def test_a_resumed_run_remembers_its_loss_scale(tmp_path: Path) -> None:
+    recipe = read_recipe(DIGITS, [*SMALL, "train.precision=float16"])
+    folder = create(tmp_path / "run", recipe_to_toml(recipe))
+    with Trainer(recipe) as trainer:
+        trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 512.0})
+        train_until(trainer, folder, 2)
+    with Trainer(recipe) as later:
+        assert later.scaler.get_scale() != 512.0
+        later.resume(folder)
+        assert later.scaler.get_scale() == 512.0
+
+
 def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(
     uninterrupted: Path, tmp_path: Path
 ) -> None:
