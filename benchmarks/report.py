@@ -19,6 +19,7 @@ import penstock
 
 _T = TypeVar("_T")
 MOST_LOAD = 0.5
+PEERS = ("torchgpipe", "deepspeed")
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
@@ -87,11 +88,14 @@ def machine() -> dict[str, str]:
         "penstock": penstock.__version__,
         "date": f"{datetime.now(UTC):%Y-%m}",
     }
+    return facts | {peer: _version(peer) for peer in PEERS}
+
+
+def _version(package: str) -> str:
     try:
-        facts["torchgpipe"] = version("torchgpipe")
+        return version(package)
     except PackageNotFoundError:
-        facts["torchgpipe"] = "not installed"
-    return facts
+        return "not installed"
 
 
 def _cpu_info() -> str:

@@ -1,7 +1,7 @@
 """Who runs: each contestant trains the same model on the same batch, one step at a call."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,10 @@ from benchmarks.blocks import transformer
 from penstock import Pipeline, Recompute, schedules
 
 NUM_STAGES = 2
+MOST_ERROR = 1e-4
+"""Of a gradient, relative to its largest value: orders of addition differ, and nothing else."""
+Gradients = dict[str, Tensor]
+"""The gradient of every parameter, by the name it has in the unsplit model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +49,28 @@ class Work:
 class Contestant(Protocol):
     """One way to run a training step."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
 
     def step(self) -> float:
         """Run zero_grad and one training step; give the seconds it took."""
 
+    def gradients(self) -> Gradients:
+        """Give what the last step left."""
+
     def close(self) -> None:
         """End what it started."""
+
+
+def gradients_of(layers: Mapping[int, nn.Module]) -> Gradients:
+    """Give the gradients of layers, which are known by their places in the model."""
+    return {
+        f"{place}.{name}": parameter.grad
+        for place, layer in layers.items()
+        for name, parameter in layer.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 class InProcess:
@@ -60,7 +79,7 @@ class InProcess:
     def __init__(
         self,
         name: str,
-        model: nn.Module,
+        model: nn.Sequential,
         run_step: Callable[[], Any],
         close: Callable[[], None] | None = None,
     ) -> None:
@@ -72,6 +91,9 @@ class InProcess:
         self._model.zero_grad()
         self._run_step()
         return time.perf_counter() - start_s
+
+    def gradients(self) -> Gradients:
+        return gradients_of(dict(enumerate(self._model)))
 
     def close(self) -> None:
         if self._close is not None:
@@ -96,8 +118,9 @@ def plain(work: Work, num_microbatches: int) -> InProcess:
 
 def penstock(work: Work, num_microbatches: int, schedule: Any, name: str) -> InProcess:
     """Penstock: a worker thread for each stage, each with one intra-op thread."""
+    model = work.model()
     pipe = Pipeline(
-        work.model(),
+        model,
         partition=work.per_stage,
         num_microbatches=num_microbatches,
         loss=mse_loss,
@@ -107,29 +130,57 @@ def penstock(work: Work, num_microbatches: int, schedule: Any, name: str) -> InP
         devices="cpu",
     )
     inputs, targets = work.data()
-    return InProcess(name, pipe, lambda: pipe.train_step(inputs, targets), pipe.close)
+    return InProcess(name, model, lambda: pipe.train_step(inputs, targets), pipe.close)
 
 
 def torchgpipe(work: Work, num_microbatches: int) -> InProcess:
     """The torchgpipe package, without checkpointing; its loss is over the gathered output."""
     from torchgpipe import GPipe  # a peer, not a dependency
 
-    model = GPipe(
-        work.model(),
+    model = work.model()
+    pipe = GPipe(
+        model,
         work.per_stage,
         devices=["cpu"] * NUM_STAGES,
         chunks=num_microbatches,
         checkpoint="never",
     )
     inputs, targets = work.data()
-    return InProcess("torchgpipe", model, lambda: mse_loss(model(inputs), targets).backward())
+    return InProcess("torchgpipe", model, lambda: mse_loss(pipe(inputs), targets).backward())
 
 
 def in_process(work: Work, num_microbatches: int, *, with_torchgpipe: bool) -> list[InProcess]:
     """Give the contestants of this process; plain torch first."""
     found = [
         plain(work, num_microbatches),
-        penstock(work, num_microbatches, schedules.gpipe, "Penstock gpipe"),
-        penstock(work, num_microbatches, schedules.one_f_one_b, "Penstock one_f_one_b"),
+        penstock(work, num_microbatches, schedules.gpipe, "Penstock gpipe, threads"),
+        penstock(work, num_microbatches, schedules.one_f_one_b, "Penstock one_f_one_b, threads"),
     ]
     return [*found, torchgpipe(work, num_microbatches)] if with_torchgpipe else found
+
+
+def check(contestants: Sequence[Contestant]) -> None:
+    """Run two steps of each, and compare what the second one left with the first contestant's.
+
+    Raises:
+        AssertionError: a contestant computes something else.
+    """
+    expected: Gradients = {}
+    for contestant in contestants:
+        contestant.step()
+        contestant.step()
+        found = contestant.gradients()
+        expected = expected or {name: gradient.clone() for name, gradient in found.items()}
+        if expected.keys() != found.keys():
+            lacking = ", ".join(sorted(expected.keys() ^ found.keys()))
+            raise AssertionError(
+                f"{contestant.name} has no gradient of, or one too many: {lacking}"
+            )
+        for name, gradient in found.items():
+            scale = float(expected[name].abs().max())
+            error = float((gradient - expected[name]).abs().max())
+            if not error <= MOST_ERROR * scale:
+                raise AssertionError(
+                    f"{contestant.name} computes another gradient of {name} than "
+                    f"{contestants[0].name}: off by {error:.1e}, its values are up to {scale:.1e}"
+                )

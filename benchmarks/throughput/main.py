@@ -1,8 +1,8 @@
 """How close a pipeline of two stages comes to the ideal speed-up, beside its peers."""
 
 import argparse
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,8 +20,15 @@ from benchmarks.report import (
     progress,
     publish,
 )
-from benchmarks.throughput.contestants import NUM_STAGES, Work, in_process
-from benchmarks.throughput.torch_peer import SCHEDULES, TorchPeer
+from benchmarks.throughput import deepspeed_peer, penstock_processes, torch_peer
+from benchmarks.throughput.contestants import (
+    NUM_STAGES,
+    Contestant,
+    Work,
+    check,
+    in_process,
+)
+from benchmarks.throughput.processes import OfProcesses, Prepare, Processes
 
 COLUMNS = (
     Column("M", "num_microbatches"),
@@ -33,6 +40,70 @@ COLUMNS = (
     Column("share of ideal by rounds", "round_share", ".3f"),
 )
 SMALLEST = Work(dim=16, num_heads=2, batch=4, tokens=4)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A package whose stages are processes, and the contestants that it runs."""
+
+    package: str
+    prepare: Prepare
+    names: tuple[str, ...]
+
+
+PEERS = (
+    Peer("penstock", penstock_processes.prepare, penstock_processes.NAMES),
+    Peer("torch.distributed.pipelining", torch_peer.prepare, torch_peer.NAMES),
+    Peer("deepspeed", deepspeed_peer.prepare, deepspeed_peer.NAMES),
+)
+
+
+class Running:
+    """The peers whose processes run, and why others do not."""
+
+    def __init__(self, work: Work, counts: tuple[int, ...]) -> None:
+        self._running: list[tuple[Peer, Processes]] = []
+        self.notes: list[str] = []
+        for peer in PEERS:
+            try:
+                self._running.append((peer, _start(peer, work, counts)))
+            except (RuntimeError, ImportError) as error:
+                self.notes.append(f"{peer.package} is left out: {error}.")
+
+    def contestants(self, num_microbatches: int) -> list[Contestant]:
+        """Give what they can run."""
+        return [
+            OfProcesses(name, num_microbatches, processes)
+            for peer, processes in self._running
+            for name in peer.names
+        ]
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _peer, processes in self._running:
+            processes.close()
+
+
+def _start(peer: Peer, work: Work, counts: tuple[int, ...]) -> Processes:
+    """Start a peer's processes, and let each of its contestants run a step.
+
+    Raises:
+        ImportError: the peer is not installed.
+        RuntimeError: it does not run.
+    """
+    if find_spec(peer.package) is None:  # not imported: that is for its own processes
+        raise ImportError("it is not installed")
+    processes = Processes(peer.prepare, work, counts)
+    try:
+        for name in peer.names:
+            for count in counts:
+                processes.step((name, count))
+    except BaseException:
+        processes.close()
+        raise
+    return processes
 
 
 def ideal(num_microbatches: int) -> float:
@@ -64,32 +135,20 @@ def rows(num_microbatches: int, seconds: dict[str, tuple[float, ...]]) -> list[d
 
 
 def measure(
-    work: Work, num_microbatches: int, rounds: int, peer: TorchPeer | None
+    work: Work, num_microbatches: int, rounds: int, running: Running
 ) -> list[dict[str, Any]]:
     """Let all contestants run in turn, round after round."""
     progress(f"M = {num_microbatches}")
     here = in_process(work, num_microbatches, with_torchgpipe=missing("torchgpipe") is None)
-    steps: dict[str, Callable[[], float]] = {c.name: c.step for c in here}
-    if peer is not None:
-        for name in SCHEDULES:
-            steps[f"torch {name}"] = partial(peer.step, name, num_microbatches)
+    everyone: list[Contestant] = [*here, *running.contestants(num_microbatches)]
     try:
-        found = interleaved(list(steps.values()), rounds)
+        check(everyone)
+        found = interleaved([contestant.step for contestant in everyone], rounds)
     finally:
         for contestant in here:
             contestant.close()
-    return rows(num_microbatches, dict(zip(steps, found, strict=True)))
-
-
-def start_peer(work: Work, all_num_microbatches: tuple[int, ...]) -> tuple[TorchPeer | None, str]:
-    """Start torch.distributed.pipelining, or say why that is not possible."""
-    why = missing("torch.distributed.pipelining")
-    if why is None:
-        try:
-            return TorchPeer(work, all_num_microbatches), ""
-        except (RuntimeError, OSError, EOFError) as error:
-            why = f"{type(error).__name__}: {error}"
-    return None, f"torch.distributed.pipelining is left out: {why}."
+    names = [contestant.name for contestant in everyone]
+    return rows(num_microbatches, dict(zip(names, found, strict=True)))
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -99,23 +158,17 @@ def run(options: argparse.Namespace) -> Report:
     work = SMALLEST if options.smallest else Work()
     all_counts: tuple[int, ...] = (2,) if options.smallest else options.num_microbatches
     rounds = 2 if options.smallest else options.rounds
-    peer, note = start_peer(work, all_counts)
-    notes = [note] if note else []
     why = missing("torchgpipe")
-    if why is not None:
-        notes.append(f"torchgpipe is left out: {why}.")
-    try:
-        table = [row for m in all_counts for row in measure(work, m, rounds, peer)]
-    finally:
-        if peer is not None:
-            peer.close()
+    notes = [] if why is None else [f"torchgpipe is left out: {why}."]
+    with Running(work, all_counts) as running:
+        table = [row for m in all_counts for row in measure(work, m, rounds, running)]
     settings = {
         "K": NUM_STAGES,
         "rounds": rounds,
         "threads per stage": 1,
         "load before": f"{load.before:.2f}",
     }
-    return Report(COLUMNS, tuple(table), settings, (*notes, *load.notes))
+    return Report(COLUMNS, tuple(table), settings, (*notes, *running.notes, *load.notes))
 
 
 def main(arguments: list[str] | None = None) -> None:

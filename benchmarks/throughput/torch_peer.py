@@ -1,118 +1,68 @@
-"""torch.distributed.pipelining as a contestant: one gloo process a stage, alive the whole run."""
+"""torch.distributed.pipelining, one process a stage; or two stages a process, interleaved."""
 
-import os
-import tempfile
-import time
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch import multiprocessing
+from torch import nn
 from torch.nn.functional import mse_loss
 
 from benchmarks.throughput.contestants import NUM_STAGES, Work
+from benchmarks.throughput.processes import Key, Part
 
-SCHEDULES = ("ScheduleGPipe", "Schedule1F1B")
-
-
-class TorchPeer:
-    """The processes; a step of any schedule is one message to each and one answer from each.
-
-    Between steps they wait for a message and use no core.
-    """
-
-    def __init__(self, work: Work, all_num_microbatches: tuple[int, ...]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory()
-        store = str(Path(self._folder.name) / "store")
-        self._processes, self._pipes = [], []
-        for rank in range(NUM_STAGES):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, store, work, all_num_microbatches, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
-        self._ask(None)
-
-    def _ask(self, order: tuple[str, int] | None) -> list[float]:
-        for pipe in self._pipes:
-            pipe.send(order)
-        answers = [pipe.recv() for pipe in self._pipes]  # EOFError: a process ended early
-        for answer in answers:
-            if isinstance(answer, str):
-                raise RuntimeError(answer)
-        return answers
-
-    def step(self, schedule: str, num_microbatches: int) -> float:
-        """Run zero_grad and a step; give the seconds of the slower process."""
-        return max(self._ask((schedule, num_microbatches)))
-
-    def close(self) -> None:
-        """End the processes."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(timeout=10)
-            if process.is_alive():
-                process.kill()
-        self._folder.cleanup()
+STAGES_PER_PROCESS = {"ScheduleGPipe": 1, "Schedule1F1B": 1, "ScheduleInterleaved1F1B": 2}
+PREFIX = "torch "
+NAMES = tuple(PREFIX + schedule for schedule in STAGES_PER_PROCESS)
 
 
-def _serve(rank: int, store: str, work: Work, counts: tuple[int, ...], pipe: Connection) -> None:
-    try:
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_STAGES
-        )
-        steps = _Steps(rank, work, counts)
-        pipe.recv()
-        pipe.send(0.0)
-        while True:
-            pipe.send(steps.run(*pipe.recv()))
-    except EOFError:
-        pass
-    except Exception as error:
-        pipe.send(f"{type(error).__name__}: {error}")
-    os._exit(0)  # leaving the group needs the other process, which may have left already
+def prepare(rank: int, work: Work, counts: tuple[int, ...]) -> dict[Key, Part]:
+    """Make the schedules of every number of micro-batches; those of a kind share their layers."""
+    dist.init_process_group("gloo")
+    parts = {}
+    for schedule, per_process in STAGES_PER_PROCESS.items():
+        mine = _own_stages(work, rank, per_process)
+        for count in counts:
+            parts[PREFIX + schedule, count] = _part(schedule, count, mine, rank, work)
+    return parts
 
 
-class _Steps:
-    """One stage and, for every number of micro-batches, its schedules."""
+def _own_stages(work: Work, rank: int, per_process: int) -> dict[int, nn.Sequential]:
+    """Cut the model into `per_process` stages a process; process 0 has stages 0, 2, ..."""
+    num_stages = NUM_STAGES * per_process
+    layers, size = list(work.model()), work.num_blocks // num_stages
+    return {
+        stage: nn.Sequential(*layers[stage * size : (stage + 1) * size])
+        for stage in range(rank, num_stages, NUM_STAGES)
+    }
 
-    def __init__(self, rank: int, work: Work, counts: tuple[int, ...]) -> None:
-        self._module = _part(work, rank)
-        self._inputs, self._targets = work.data()
-        self._rank = rank
-        self._schedules = {
-            (name, count): self._schedule(name, count) for name in SCHEDULES for count in counts
-        }
 
-    def _schedule(self, name: str, num_microbatches: int) -> Any:
-        from torch.distributed import pipelining
+def _part(
+    schedule: str, num_microbatches: int, mine: dict[int, nn.Sequential], rank: int, work: Work
+) -> Part:
+    from torch.distributed import pipelining
 
-        stage = pipelining.PipelineStage(self._module, self._rank, NUM_STAGES, torch.device("cpu"))
-        return getattr(pipelining, name)(stage, num_microbatches, loss_fn=mse_loss)
+    num_stages, size = NUM_STAGES * len(mine), work.num_blocks // (NUM_STAGES * len(mine))
+    stages = [
+        pipelining.PipelineStage(module, stage, num_stages, torch.device("cpu"))
+        for stage, module in mine.items()
+    ]
+    of_several = STAGES_PER_PROCESS[schedule] > 1
+    run: Any = getattr(pipelining, schedule)(
+        stages if of_several else stages[0], num_microbatches, loss_fn=mse_loss
+    )
+    inputs, targets = work.data()
 
-    def run(self, name: str, num_microbatches: int) -> float:
-        """Run zero_grad and a step; both processes start together."""
-        schedule = self._schedules[name, num_microbatches]
-        is_first = self._rank == 0
-        dist.barrier()
-        start_s = time.perf_counter()
-        self._module.zero_grad()
-        if is_first:
-            schedule.step(self._inputs, return_outputs=False)
+    def run_step() -> None:
+        for module in mine.values():
+            module.zero_grad()
+        if rank == 0:
+            run.step(inputs, return_outputs=False)
         else:
-            schedule.step(target=self._targets, losses=[], return_outputs=False)
-        return time.perf_counter() - start_s
+            run.step(target=targets, losses=[], return_outputs=False)
 
-
-def _part(work: Work, rank: int) -> torch.nn.Sequential:
-    layers = list(work.model())
-    start = sum(work.per_stage[:rank])
-    return torch.nn.Sequential(*layers[start : start + work.per_stage[rank]])
+    layers = {
+        stage * size + place: layer
+        for stage, module in mine.items()
+        for place, layer in enumerate(module)
+    }
+    return Part(run_step, layers)

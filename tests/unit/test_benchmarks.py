@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.report import BEGIN, END, Column, Report, publish
+from benchmarks.throughput.contestants import InProcess, Work, check, plain
+from benchmarks.throughput.main import SMALLEST
+from benchmarks.throughput.processes import Key, Part, Processes
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = sorted(path.parent for path in (ROOT / "benchmarks").glob("*/main.py"))
@@ -40,6 +43,8 @@ def test_every_benchmark_runs_and_prints_its_table(folder: Path, tmp_path: Path)
     assert len({line.count("|") for line in table}) == 1
     assert {"hardware", "torch", "Python", "date"} <= figures["machine"].keys()
     assert "hardware: " in done.stdout
+    left_out = [note for note in figures["notes"] if "left out" in note]
+    assert not [note for note in left_out if "penstock" in note or "torch.dist" in note]
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
@@ -77,3 +82,22 @@ def test_updating_a_readme_replaces_what_stands_between_the_marks_only(
     assert text.endswith(f"{END}\nafter\n")
     assert "old" not in text
     assert str(report) in capsys.readouterr().out
+
+
+def test_a_contestant_that_computes_something_else_is_refused() -> None:
+    first, twice = plain(SMALLEST, 2), SMALLEST.model()
+    inputs, targets = SMALLEST.data()
+    other = InProcess("other", twice, lambda: (twice(inputs) - targets).square().sum().backward())
+    check([first, plain(SMALLEST, 4)])
+    with pytest.raises(AssertionError, match="other computes another gradient of 0"):
+        check([first, other])
+
+
+def cannot_run(rank: int, work: Work, counts: tuple[int, ...]) -> dict[Key, Part]:
+    """Fail as a peer does that is too old, say."""
+    raise ImportError(f"process {rank} finds no such module")
+
+
+def test_a_peer_that_does_not_run_says_why() -> None:
+    with pytest.raises(RuntimeError, match="rank 1: ImportError: process 1 finds no such module"):
+        Processes(cannot_run, SMALLEST, (2,))

@@ -1,0 +1,40 @@
+"""Penstock with one process a stage, as under torchrun."""
+
+from torch.nn.functional import mse_loss
+
+from benchmarks.throughput.contestants import NUM_STAGES, Work
+from benchmarks.throughput.processes import Key, Part
+from penstock import Mesh, Pipeline, Recompute, init_mesh, schedules
+
+SCHEDULES = {
+    "Penstock gpipe, processes": schedules.gpipe,
+    "Penstock one_f_one_b, processes": schedules.one_f_one_b,
+}
+NAMES = tuple(SCHEDULES)
+
+
+def prepare(rank: int, work: Work, counts: tuple[int, ...]) -> dict[Key, Part]:
+    """Make a pipeline for each schedule and number of micro-batches."""
+    mesh = init_mesh(num_stages=NUM_STAGES)
+    return {(name, count): _part(name, count, mesh, work) for name in NAMES for count in counts}
+
+
+def _part(name: str, num_microbatches: int, mesh: Mesh, work: Work) -> Part:
+    layers = dict(enumerate(work.model()))
+    pipe = Pipeline(
+        list(layers.values()),
+        mesh=mesh,
+        partition=work.per_stage,
+        num_microbatches=num_microbatches,
+        loss=mse_loss,
+        schedule=SCHEDULES[name],
+        recompute=Recompute.NEVER,
+        threads_per_stage=1,
+    )
+    inputs, targets = work.data()
+
+    def run_step() -> None:
+        pipe.zero_grad()
+        pipe.train_step(inputs, targets)
+
+    return Part(run_step, layers)
