@@ -4,10 +4,13 @@ main thread    the program: compute, begin sends, wait for receives that were po
 background     receives, one after the other; sends, until they are delivered
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 
+from penstock.errors import PenstockError
 from penstock.mesh import Mesh
 from penstock.mesh.background import Background, Slot
 from penstock.model.pytree import from_template, template
@@ -38,7 +41,9 @@ class _Peers(AbstractChannels):
         key = (is_gradient, source)
         if key not in self._incoming:
             self._incoming[key] = Incoming(self._mesh, source, channel=int(is_gradient))
-        job = partial(self._incoming[key].receive, microbatch)
+        incoming = self._incoming[key]
+        with self._explaining(f"to begin to receive from stage {source}", source):
+            job = partial(incoming.receive, incoming.post(microbatch))
         self._posted[message] = self._background.receives.submit(job)
 
     def send(self, message: Message, payload: Activation | Gradient) -> None:
@@ -46,7 +51,20 @@ class _Peers(AbstractChannels):
         key = (is_gradient, target)
         if key not in self._outgoing:
             self._outgoing[key] = Outgoing(self._mesh, target, channel=int(is_gradient))
-        self._sent.append((self._outgoing[key].send(_pack(payload), microbatch), target))
+        with self._explaining(f"to begin to send to stage {target}", target):
+            slot = self._outgoing[key].send(_pack(payload), microbatch)
+        self._sent.append((slot, target))
+
+    @contextmanager
+    def _explaining(self, what: str, stage: int) -> Iterator[None]:
+        """Say who is to blame when a connection to `stage` is found broken."""
+        try:
+            yield
+        except PenstockError:
+            raise
+        except RuntimeError as error:
+            rank = self._mesh.rank_of(stage)
+            raise self._background.watch.explain(error, what, rank) from error
 
     def receive(self, message: Message, instruction: Instruction) -> Activation | Gradient:
         if message not in self._posted:
@@ -67,6 +85,10 @@ class _Peers(AbstractChannels):
         for slot, target in sent:
             what = f"for stage {target} to take what was sent to it"
             self._background.wait(slot, what, self._mesh.rank_of(target))
+        for incoming in self._incoming.values():
+            incoming.end_run()
+        for outgoing in self._outgoing.values():
+            outgoing.end_run()
 
 
 def _pack(payload: Activation | Gradient) -> Parcel:
