@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -62,10 +63,14 @@ class _Writing:
             for folder, content in tensors.items():  # each raises on all processes or on none
                 self._write_shard(unfinished / folder, dict(content))
             digests = self._digests_of_own(unfinished)
+        except CheckpointException as failed:  # no Exception to torch; all processes raise it
+            error = "; ".join(
+                f"rank {r}: {problem}" for r, (problem, _) in failed.failures.items()
+            )
         except Exception as problem:
             error = self._account(problem)
         everyone = self._gather((error, digests))
-        errors = [said for said, _ in everyone if said is not None]
+        errors = list(dict.fromkeys(said for said, _ in everyone if said is not None))
         if not errors:
             all_digests = {name: digest for _, part in everyone for name, digest in part.items()}
             errors = self._finish(unfinished, facts, all_digests)
