@@ -137,6 +137,8 @@ class Watch:
         if self._failure is not None:
             return self._peer_error(self._failure, what)
         who = self._suspects() if peer is None else f"{self.name(peer)} has ended or was killed"
+        if self._failure is not None:  # the account came while this one looked for suspects
+            return self._peer_error(self._failure, what)
         reason = str(error).strip().splitlines()[0]
         found = f"{who}: a connection broke while {self._waited(what)} ({reason})"
         self.report(RuntimeError(found))
