@@ -12,9 +12,20 @@ from benchmarks.report import BEGIN, END, Column, Report, publish
 from benchmarks.throughput.contestants import InProcess, Work, check, plain
 from benchmarks.throughput.main import SMALLEST
 from benchmarks.throughput.processes import Key, Part, Processes
+from benchmarks.two_hosts.hosts import why_not
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = sorted(path.parent for path in (ROOT / "benchmarks").glob("*/main.py"))
+
+
+NO_HOSTS = why_not()
+MARKS: dict[str, list[pytest.MarkDecorator]] = {
+    "two_hosts": [
+        pytest.mark.skipif(NO_HOSTS is not None, reason=NO_HOSTS or ""),
+        pytest.mark.slow,
+    ]
+}
+"""Marks of the benchmarks that do not run everywhere, or not within seconds."""
 
 
 @pytest.fixture
@@ -25,7 +36,10 @@ def report() -> Report:
     return Report(columns, rows, {"rounds": 3}, ("A note.",))
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "folder",
+    [pytest.param(path, id=path.name, marks=MARKS.get(path.name, [])) for path in FOLDERS],
+)
 def test_every_benchmark_runs_and_prints_its_table(folder: Path, tmp_path: Path) -> None:
     written = tmp_path / "figures.json"
     program = ["-W", "error", "-m", f"benchmarks.{folder.name}.main"]
@@ -59,7 +73,7 @@ def test_every_benchmark_says_what_it_claims_and_holds_a_measured_table(folder: 
 
 
 def test_there_is_a_benchmark_for_each_claim() -> None:
-    assert [folder.name for folder in FOLDERS] == ["memory", "overhead", "throughput"]
+    assert [folder.name for folder in FOLDERS] == ["memory", "overhead", "throughput", "two_hosts"]
 
 
 def test_a_table_is_aligned_markdown(report: Report) -> None:
