@@ -48,11 +48,6 @@ class Interrupt:
             signal.signal(number, handler)
         self._before = {}
 
-    def raise_if_wanted(self) -> None:
-        """Raise KeyboardInterrupt if a signal came; for when there is nothing to save yet."""
-        if self.wanted:
-            raise KeyboardInterrupt
-
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = number
         if number == signal.SIGINT and not self._is_one_of_many:

@@ -101,15 +101,18 @@ class Trainer:
         self._settle(folder)
 
     def _must_stop(self, interrupt: Interrupt) -> bool:
-        """Agree with the other processes whether to end here; what one was told, all know then."""
+        """Agree with the other processes whether to end here; what one was told, all know then.
+
+        A signal that comes during the agreement is for the next one: the others do not know of it.
+        """
         number = self.mesh.highest(interrupt.number, "for the others to finish their step")
         interrupt.number = interrupt.number or number
-        return interrupt.wanted
+        return number != 0
 
     def raise_if_wanted(self, interrupt: Interrupt) -> None:
         """End all processes if one of them should; for when there is nothing to save yet."""
-        self._must_stop(interrupt)
-        interrupt.raise_if_wanted()
+        if self._must_stop(interrupt):
+            raise KeyboardInterrupt
 
     def _step(self, folder: RunFolder, display: Display) -> None:
         inputs, targets, num_samples = self._batch()

@@ -1,0 +1,31 @@
+"""`penstock train ...`, where process 1 gets SIGTERM just after it told the others to go on.
+
+python -m tests.distributed.late_signal_job AGREEMENT train RECIPE ...
+"""
+
+import os
+import signal
+import sys
+
+from penstock.cli.main import main
+from penstock.mesh import Mesh
+
+
+def inject(agreement: int) -> None:
+    """Send the signal during the agreement of that number; 0 is the one before the first step."""
+    highest = Mesh.highest
+    left = iter([*[False] * agreement, True])
+
+    def late(self: Mesh, value: int, what: str) -> int:
+        found = highest(self, value, what)
+        if next(left, False):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    Mesh.highest = late  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    if os.environ["RANK"] == "1":
+        inject(int(sys.argv[1]))
+    main(sys.argv[2:])
