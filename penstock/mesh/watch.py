@@ -137,7 +137,7 @@ class Watch:
         if self._failure is not None:
             return self._peer_error(self._failure, what)
         who = self._suspects() if peer is None else f"{self.name(peer)} has ended or was killed"
-        if self._failure is not None:  # the account came while this one looked for suspects
+        if self._failure is not None and not who:
             return self._peer_error(self._failure, what)
         reason = str(error).strip().splitlines()[0]
         found = f"{who}: a connection broke while {self._waited(what)} ({reason})"
@@ -162,11 +162,13 @@ class Watch:
         return f"{self.name(self.rank)} waited {what}"
 
     def _suspects(self) -> str:
-        """Listen for a moment, and name who says nothing."""
+        """Listen for a moment, and name who says nothing; "" if a failure is told meanwhile."""
         before = self._listen()
         time.sleep(_SILENT_TICKS * self._tick_s)
         after = self._listen()
         if before is None or after is None:
+            if self._failure is not None:  # the thread has ended, since it knows
+                return ""
             return (
                 f"Where the processes met ({self._place}) nothing answers any more: the process "
                 f"that keeps it, {self.name(0)} or torchrun's own, was stopped, killed or cut off"
