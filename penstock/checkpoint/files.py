@@ -43,10 +43,7 @@ def write_folder(
         CheckpointError: `path` exists, `facts` holds what JSON cannot, or the disk is full or
             refuses; nothing is left behind.
     """
-    if path.exists():
-        raise CheckpointError(
-            f"{path} exists already and is never overwritten; choose another name"
-        )
+    refuse_existing(path)
     facts = jsonable(facts)
     try:
         _write_and_rename(path, tensors, facts)
@@ -55,6 +52,18 @@ def write_folder(
             f"cannot write the checkpoint {path}: {error}; nothing is left of it. "
             "Make room, or choose another place"
         ) from error
+
+
+def refuse_existing(path: Path) -> None:
+    """See that nothing is overwritten.
+
+    Raises:
+        CheckpointError: something is at `path`.
+    """
+    if path.exists():
+        raise CheckpointError(
+            f"{path} exists already and is never overwritten; choose another name"
+        )
 
 
 def _write_and_rename(
@@ -80,6 +89,7 @@ def finish_folder(
 
     `digests` are those of files that their writers have forced to the disk.
     """
+    facts = jsonable(facts)  # as it will be read, for its digest
     files = sorted(file for file in unfinished.rglob("*") if file.is_file())
     names = [file.relative_to(unfinished).as_posix() for file in files]
     found = {name: digests.get(name) or digest_and_force(unfinished / name) for name in names}

@@ -82,6 +82,7 @@ def _load_into_many(
     """Let each process read what its own stage needs; all of them refuse what one must refuse."""
     here = module.state_dict()
     facts, tensors, optimizer_tensors, faults = {}, {}, {}, []
+    problem: str | None = None
     try:
         facts = read_facts(path, check=mesh.is_first_rank)
         tensors = read_some(path, MODEL, here)
@@ -94,11 +95,14 @@ def _load_into_many(
             optimizer_tensors = read_some(path, OPTIMIZER, mine)
             faults += check_optimizer(optimizer, module, facts["optimizer"], optimizer_tensors)
     except Exception as error:
-        faults = [str(error)]
-    parts = mesh.gather((faults, set(here)), "for the others to load the same checkpoint")
-    faults = [fault for said, _ in parts for fault in said]
+        problem = str(error)
+    mesh.begin_call("load_checkpoint")
+    parts = mesh.gather((problem, faults, set(here)), "for the others to load the same checkpoint")
+    if problems := [said for said, _, _ in parts if said is not None]:
+        raise CheckpointError("; ".join(dict.fromkeys(problems)))
+    faults = [fault for _, said, _ in parts for fault in said]
     if not faults:
-        known = set().union(*(names for _, names in parts))
+        known = set().union(*(names for _, _, names in parts))
         there = tensor_kinds(path, MODEL)
         faults = [f"{name}{_NOT_IN_MODEL}" for name in there if name not in known]
     if faults:
@@ -117,6 +121,9 @@ def _model_faults(here: Mapping[str, Any], there: Mapping[str, Tensor]) -> list[
         mine, saved = here[name], there[name]
         if mine.shape != saved.shape or mine.dtype != saved.dtype:
             faults.append(f"{name} is {_kind(saved)}, the model's is {_kind(mine)}")
+        if mine.is_meta:
+            faults.append(f"{name} has no memory in the model: it is on the meta device")
+            continue
         first = first_name.setdefault((mine.data_ptr(), mine.shape), name)
         if first != name and not torch.equal(there[first], saved):
             faults.append(f"{name} and {first} are one tensor in the model but differ")

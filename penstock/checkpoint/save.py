@@ -15,7 +15,16 @@ from penstock.mesh import Mesh
 from penstock.pipeline import Pipeline
 from penstock.zero import is_sharded
 
-from .files import MODEL, OPTIMIZER, UNFINISHED, jsonable, read_facts, read_tensors, write_folder
+from .files import (
+    MODEL,
+    OPTIMIZER,
+    UNFINISHED,
+    jsonable,
+    read_facts,
+    read_tensors,
+    refuse_existing,
+    write_folder,
+)
 from .optimizer_state import merge_optimizers, pack_optimizer
 from .saving import Saving, in_thread
 from .together import MODEL_FOLDER, OPTIMIZER_FOLDER, begin_together
@@ -44,12 +53,13 @@ def save_checkpoint(
         CheckpointError: `path` exists; `state` is not JSON; the optimizer is not the module's; the
             disk is full or refuses.
     """
-    content = _collect(module, optimizer, state, copy=False)
+    target = Path(path).absolute()
+    content = _collect(target, module, optimizer, state, copy=False)
     mesh = _mesh_of(module)
     if mesh is None:
-        write_folder(Path(path), content.tensors, content.facts)
+        write_folder(target, content.tensors, content.facts)
     else:
-        begin_together(mesh, Path(path), content.tensors, content.facts).wait()
+        begin_together(mesh, target, content.tensors, content.facts).wait()
 
 
 def async_save_checkpoint(
@@ -70,12 +80,12 @@ def async_save_checkpoint(
     Raises:
         CheckpointError: as `save_checkpoint`; what only shows while writing is raised by `wait()`.
     """
-    content = _collect(module, optimizer, state, copy=True)
+    target = Path(path).absolute()  # the process may go elsewhere meanwhile
+    content = _collect(target, module, optimizer, state, copy=True)
     mesh = _mesh_of(module)
     if mesh is None:
-        target = Path(path)
         return in_thread(target, lambda: write_folder(target, content.tensors, content.facts))
-    return begin_together(mesh, Path(path), content.tensors, content.facts)
+    return begin_together(mesh, target, content.tensors, content.facts)
 
 
 def _mesh_of(module: nn.Module) -> Mesh | None:
@@ -92,6 +102,7 @@ class _Content:
 
 
 def _collect(
+    target: Path,
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     state: dict[str, Any],
@@ -105,7 +116,8 @@ def _collect(
     """
     mesh = _mesh_of(module)
     if mesh is not None:
-        return _collect_together(mesh, module, optimizer, state, copy=copy)
+        return _collect_together(target, mesh, module, optimizer, state, copy=copy)
+    refuse_existing(target)
     tensors = {MODEL: _storable(module.state_dict(), copy=copy)}
     facts = _facts(module, state)
     if optimizer is not None:
@@ -122,6 +134,7 @@ def _facts(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _collect_together(
+    target: Path,
     mesh: Mesh,
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -133,27 +146,34 @@ def _collect_together(
     mine: dict[str, Any] | None = None
     facts: dict[str, Any] = {}
     error: str | None = None
+    is_shared = optimizer is not None and is_sharded(optimizer)
+    is_first_replica = mesh.replica == 0  # which writes what all replicas hold
     try:
+        if mesh.is_first_rank:
+            refuse_existing(target)
         facts = _facts(module, state)
-        tensors[MODEL_FOLDER] = _storable(module.state_dict(), copy=copy)
+        model = module.state_dict() if is_first_replica else {}
+        tensors[MODEL_FOLDER] = _storable(model, copy=copy)
         if optimizer is not None:
             content, mine = pack_optimizer(optimizer, module)
-            tensors[OPTIMIZER_FOLDER] = _storable(content, copy=copy)
+            own = content if is_first_replica or is_shared else {}
+            tensors[OPTIMIZER_FOLDER] = _storable(own, copy=copy)
     except Exception as problem:
         error = f"rank {mesh.rank}: {problem}"
+    mesh.begin_call("save_checkpoint")
     parts = mesh.gather((error, mine), "for the others to save the same checkpoint")
     if errors := [said for said, _ in parts if said is not None]:
         raise CheckpointError("; ".join(errors))
-    is_shared = optimizer is not None and is_sharded(optimizer)
+    without = [str(rank) for rank, (_, part) in enumerate(parts) if part is None]
+    if without and len(without) < len(parts):
+        raise CheckpointError(
+            f"rank {', '.join(without)} saves without an optimizer, the others with one; give one "
+            "on every rank (penstock.zero_optimizer makes one for a stage without parameters too)"
+        )
     if optimizer is not None:
         facts["optimizer"] = merge_optimizers(
             [part for _, part in (parts if is_shared else parts[: mesh.num_stages])]
         )
-    if mesh.replica > 0:  # the first replica writes what all replicas hold
-        tensors = {
-            folder: content if is_shared and folder == OPTIMIZER_FOLDER else {}
-            for folder, content in tensors.items()
-        }
     return _Content(tensors, facts)
 
 

@@ -13,7 +13,7 @@ class Saving:
         self.path = path
         """The folder, once it is there."""
         self._wait: Callable[[], None] | None = wait
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     def wait(self) -> None:
         """Return when the folder is there.  In a mesh of processes all of them wait alike.
@@ -23,15 +23,16 @@ class Saving:
             PeerError: another process failed meanwhile.
             WaitTimeout: it is not there within the mesh's deadline.
         """
-        wait, self._wait = self._wait, None
-        try:
-            if wait is not None:
-                wait()
-        except BaseException as error:
-            self._error = error
-            raise
         if self._error is not None:
             raise self._error
+        if self._wait is None:
+            return
+        try:
+            self._wait()
+        except Exception as error:  # an interrupt is no outcome
+            self._error = error
+            raise
+        self._wait = None
 
 
 def in_thread(path: Path, write: Callable[[], None]) -> Saving:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
 
-from .files import UNFINISHED, digest_and_force, finish_folder
+from .files import UNFINISHED, digest_and_force, finish_folder, refuse_existing
 from .saving import Saving
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "model", "optimizer"
@@ -127,10 +127,7 @@ class _Writing:
 
 
 def _make_unfinished(path: Path, folders: list[str]) -> Path:
-    if path.exists():
-        raise CheckpointError(
-            f"{path} exists already and is never overwritten; choose another name"
-        )
+    refuse_existing(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     made = tempfile.mkdtemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent)
     Path(made).chmod(0o755)  # mkdtemp makes it private; other processes may be other hosts'

@@ -114,7 +114,11 @@ def _train(wish: _Wish) -> int:
         console = Console(stderr=True, quiet=not is_first)
         request = Request(wish.recipe, wish.overrides, wish.resume or wish.run_folder)
         run = resume_run if wish.resume is not None else start_run
-        summary = run(request, console, interrupt)
+        try:
+            summary = run(request, console, interrupt)
+        except KeyboardInterrupt:
+            click.echo("penstock: interrupted; nothing was begun since the last save", err=True)
+            return interrupt.exit_code
     if not is_first:
         return 0 if summary.finished else interrupt.exit_code
     if wish.as_json:

@@ -1,11 +1,15 @@
 """What all processes must have in common: compared at the start, the first difference named."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, MeshError, PenstockError
+
+CALLS = ("eval_step", "train_step", "save_checkpoint", "load_checkpoint", "clip_grad_norm_")
+"""What all processes do together; each begins with a row of numbers, the first its place here."""
+ROW_WIDTH = 7
 
 Outcome = tuple[bool, Any]
 """(True, result) or (False, the error that was raised)."""
@@ -29,6 +33,21 @@ def result_of(outcome: Outcome) -> Any:
     if not good:
         raise value
     return value
+
+
+def check_same_kind(rows: Sequence[Sequence[float]]) -> None:
+    """See that all processes begin the same kind of call.
+
+    Raises:
+        MeshError: they do not; on every process alike.
+    """
+    for rank, row in enumerate(rows):
+        if row[0] != rows[0][0]:
+            began = [f"rank {r} began {CALLS[int(rows[r][0])]}" for r in (0, rank)]
+            raise MeshError(
+                f"the processes do not do the same: {' and '.join(began)}. Every process must "
+                "make every call, in the same order (no `if rank == 0` around a step or a save)"
+            )
 
 
 def require_same(where: str, fields: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from platform import python_version
@@ -22,7 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import ConfigError
 
-from .agreement import outcome_of, require_same, result_of
+from .agreement import (
+    CALLS,
+    ROW_WIDTH,
+    check_same_kind,
+    outcome_of,
+    require_same,
+    result_of,
+)
 from .background import Background
 from .meet import join, meeting, told_by_first
 from .threads import end_now
@@ -88,6 +95,32 @@ class Mesh:
         """Give the process group of this process along `axis`."""
         assert self.device_mesh is not None
         return self.device_mesh.get_group(axis)
+
+    def exchange(self, row: Sequence[float]) -> list[list[float]]:
+        """Begin a call together with all processes; give the rows of all, in the order of ranks.
+
+        Raises:
+            MeshError: they begin different kinds of calls.
+        """
+        sent = torch.tensor([*row, *[0.0] * (ROW_WIDTH - len(row))], dtype=torch.float64)
+        if self.background is None:
+            return [sent.tolist()]
+        rows = [torch.empty_like(sent) for _ in range(self.world_size)]
+        self.background.run(
+            lambda: dist.all_gather(rows, sent), "for the others to begin the same call"
+        )
+        numbers = [found.tolist() for found in rows]
+        check_same_kind(numbers)
+        return numbers
+
+    def begin_call(self, kind: str) -> None:
+        """See that all processes make a call of this kind; one of `agreement.CALLS`.
+
+        Raises:
+            MeshError: they do not.
+        """
+        with self.reporting():
+            self.exchange([float(CALLS.index(kind))])
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Give every process the values of all, in the order of ranks; only its own where it is

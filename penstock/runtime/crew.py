@@ -213,13 +213,9 @@ class Together(Crew):
         return sum(raw_weights(call.reduction, split(targets, sizes), sizes))
 
     def _exchange(self, mine: Said) -> list[Said]:
-        sent = torch.tensor(mine, dtype=torch.float64)
-        rows = [torch.empty_like(sent) for _ in range(self._mesh.world_size)]
-        self._background.run(
-            lambda: dist.all_gather(rows, sent), "for the others to begin the same call"
-        )
+        rows = self._mesh.exchange(mine)
         self._agreed_s = time.perf_counter()
-        return [Said(*row.tolist()) for row in rows]
+        return [Said(*row) for row in rows]
 
     def noted(self, run: Run) -> Noted:
         mine = Noted(clock_name(), self._agreed_s, run.times_s, run.memory)

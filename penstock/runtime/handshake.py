@@ -27,7 +27,10 @@ class Call:
 
 
 class Said(NamedTuple):
-    """What one process says, all in numbers; -1 samples where it was given none."""
+    """What one process says, all in numbers; -1 samples where it was given none.
+
+    `trains`, 1 or 0, is the call's place in `mesh.agreement.CALLS`.
+    """
 
     trains: float
     number: float
@@ -56,14 +59,11 @@ def check_same_call(everyone: Sequence[Said]) -> None:
     """
     for rank, said in enumerate(everyone):
         first = everyone[0]
-        if said[:2] != first[:2]:
-            did = [
-                f"rank {r} began call {s.number:.0f}, {'train_step' if s.trains else 'eval_step'}"
-                for r, s in ((0, first), (rank, said))
-            ]
+        if said.number != first.number:
             raise MeshError(
-                f"the processes do not do the same: {' and '.join(did)}. Every process must "
-                "make every call, in the same order (no `if rank == 0` around a step)"
+                f"the processes do not do the same: for rank 0 this is call {first.number:.0f}, "
+                f"for rank {rank} call {said.number:.0f}. Every process must make every call, in "
+                "the same order (no `if rank == 0` around a step)"
             )
         if said.loss_scale != first.loss_scale:
             raise MeshError(

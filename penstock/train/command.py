@@ -4,6 +4,7 @@ In a job of many processes each of them calls these alike; rank 0 alone writes t
 but for the shards of checkpoints, and the others see it on a disk that all hosts share.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from penstock.errors import RunFolderError
+from penstock.errors import RecipeError, RunFolderError
 from penstock.mesh import Mesh
 from penstock.mesh.meet import join, meeting, told_by_first
 
@@ -31,6 +32,7 @@ from .run_folder import (
     check_free,
     create,
     create_numbered,
+    numbered,
     open_existing,
 )
 from .summary import Summary
@@ -64,25 +66,24 @@ def start_run(request: Request, console: Console, interrupt: Interrupt) -> Summa
     recipe = read_recipe(request.recipe_path, request.overrides)
     begun = _begun_before(request, recipe)
     if begun is not None:
-        go_on = Request(request.recipe_path, request.overrides, begun)
-        return resume_run(go_on, console, interrupt, refits=True)
+        return _go_on(begun, recipe, console, interrupt)
     check_layout(recipe, num_processes())
     if request.run_folder is not None:
         check_free(request.run_folder)
     with make_mesh(recipe) as mesh, mesh.reporting(), Trainer(recipe, mesh) as trainer:
         trainer.raise_if_wanted(interrupt)
-        path = mesh.from_first(lambda: _create(request, recipe).path, "for the run folder")
+        names = mesh.gather(job_name(), "for the others to begin the run")
+        jobs = [name for name in names if name is not None]
+        path = mesh.from_first(lambda: _create(request, recipe, jobs).path, "for the run folder")
         folder = _seen_by_all(mesh, path)
         return _run(trainer, folder, console, interrupt)
 
 
-def resume_run(
-    request: Request, console: Console, interrupt: Interrupt, *, refits: bool = False
-) -> Summary:
+def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summary:
     """Go on from the newest checkpoint of a run folder, bit by bit as if it had never stopped.
 
     Stages and replicas are fitted to the processes that are there, unless the request says how
-    many; with `refits`, even then.
+    many.
 
     Raises:
         RunFolderError: it is no run folder, or the run is finished.
@@ -96,7 +97,7 @@ def resume_run(
     old = read_recipe(folder.recipe_path)
     new = read_recipe(request.recipe_path or folder.recipe_path, request.overrides)
     check_resumable(old, new)
-    if refits or not _says_layout(request.overrides):
+    if not _says_layout(request.overrides):
         new = refit(new, num_processes(), _num_layers(new))
     with make_mesh(new) as mesh, mesh.reporting(), Trainer(new, mesh) as trainer:
         trainer.raise_if_wanted(interrupt)
@@ -107,13 +108,63 @@ def resume_run(
                 f"{folder.path} has trained all its {new.train.epochs} epochs; there is nothing "
                 "to resume. Start a new run for more"
             )
-        folder.write_recipe(recipe_to_toml(new))
-        console.print(
-            f"resuming {folder.path} after step {trainer.position.step}{_as_layout(old, new)}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        _say_how(console, folder, trainer, old)
         return _run(trainer, folder, console, interrupt)
+
+
+def _go_on(path: Path, wanted: Recipe, console: Console, interrupt: Interrupt) -> Summary:
+    """Go on with a run that an earlier attempt of this job began, whatever is left to do.
+
+    A process that is started again takes the run as it was begun, but for its layout: the user
+    may be writing the next recipe already.
+    """
+    old = read_recipe(RunFolder(path).recipe_path)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        _check_same_job(path, old, wanted)
+    new = refit(_with_layout_of(wanted, old), num_processes(), _num_layers(old))
+    with make_mesh(new) as mesh, mesh.reporting(), Trainer(new, mesh) as trainer:
+        trainer.raise_if_wanted(interrupt)
+        folder = _seen_by_all(mesh, path)
+        for warning in trainer.resume(folder, falls_back=True):
+            console.print(warning, highlight=False, markup=False, soft_wrap=True)
+        if trainer.finished:
+            console.print(
+                f"{path}, which this job began, has trained all its epochs",
+                highlight=False,
+                soft_wrap=True,
+            )
+            return summarise(trainer, folder, seconds=0.0)
+        _say_how(console, folder, trainer, old)
+        return _run(trainer, folder, console, interrupt)
+
+
+def _check_same_job(path: Path, old: Recipe, wanted: Recipe) -> None:
+    try:
+        check_resumable(old, wanted)
+    except RecipeError as error:
+        raise RecipeError(
+            f"{error}\nThe torchrun job {job_name()} began {path}, so this one goes on with it; a "
+            "new run needs another --rdzv-id"
+        ) from None
+
+
+def _with_layout_of(wanted: Recipe, run: Recipe) -> Recipe:
+    keys = ("num_stages", "num_replicas", "partition")
+    layout = {key: getattr(wanted.pipeline, key) for key in keys}
+    if run.pipeline.num_microbatches % wanted.pipeline.num_replicas:
+        return run
+    return run.model_copy(update={"pipeline": run.pipeline.model_copy(update=layout)})
+
+
+def _say_how(console: Console, folder: RunFolder, trainer: Trainer, old: Recipe) -> None:
+    """Note the recipe as it is run now, and say where the run goes on."""
+    folder.write_recipe(recipe_to_toml(trainer.recipe))
+    layout = _as_layout(old, trainer.recipe)
+    console.print(
+        f"resuming {folder.path} after step {trainer.position.step}{layout}",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _begun_before(request: Request, recipe: Recipe) -> Path | None:
@@ -122,7 +173,8 @@ def _begun_before(request: Request, recipe: Recipe) -> Path | None:
         return None
     assert request.recipe_path is not None
     wanted = request.run_folder
-    places = [wanted] if wanted is not None else RUNS.glob(f"{request.recipe_path.stem}-*")
+    stem = request.recipe_path.stem
+    places = [wanted] if wanted is not None else numbered(RUNS, stem)
     begun = begun_by(job_name(), places)
     if num_processes() == 1:
         return begun
@@ -132,12 +184,12 @@ def _begun_before(request: Request, recipe: Recipe) -> Path | None:
     return told
 
 
-def _create(request: Request, recipe: Recipe) -> RunFolder:
+def _create(request: Request, recipe: Recipe, jobs: list[str]) -> RunFolder:
     toml = recipe_to_toml(recipe)
     if request.run_folder is not None:
-        return create(request.run_folder, toml, job_name())
+        return create(request.run_folder, toml, jobs)
     assert request.recipe_path is not None
-    return create_numbered(RUNS, request.recipe_path.stem, toml, job_name())
+    return create_numbered(RUNS, request.recipe_path.stem, toml, jobs)
 
 
 def _seen_by_all(mesh: Mesh, path: Path) -> RunFolder:

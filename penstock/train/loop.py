@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -75,26 +76,45 @@ class Trainer:
     def finished(self) -> bool:
         return self.position.epoch >= self.recipe.train.epochs
 
-    def resume(self, folder: RunFolder) -> None:
+    def resume(self, folder: RunFolder, *, falls_back: bool = False) -> list[str]:
         """Stand where the newest checkpoint of `folder` stands; at the start if there is none.
+
+        With `falls_back`, one that cannot be loaded is set aside for the one before it.
+
+        Returns:
+            What was set aside, and why.
 
         Raises:
             CheckpointError: it is damaged or of another model.
         """
-        newest = self.mesh.from_first(
+        warnings = []
+        while (newest := self._newest(folder)) is not None:
+            try:
+                self._load(newest)
+                break
+            except CheckpointError as error:
+                if not falls_back:
+                    raise CheckpointError(
+                        f"{error}\nTo resume from the checkpoint before it, delete {newest}"
+                    ) from None
+                warnings.append(f"{newest} is set aside: {error}")
+                folder.set_aside(newest)
+        folder.remove_unfinished()
+        folder.drop_metrics_after(self.position.step)
+        return warnings
+
+    def _newest(self, folder: RunFolder) -> Path | None:
+        """Give the newest checkpoint, as rank 0 sees it."""
+        found: Path | None = self.mesh.from_first(
             lambda: next(reversed(folder.checkpoints()), None), "for the newest checkpoint"
         )
-        if newest is not None:
-            try:
-                state = load_checkpoint(newest, self.pipe, self.optimizer)
-                self.position = _position(state)
-                if self.scaler.is_enabled():
-                    self.scaler.load_state_dict(state["scaler"])
-            except CheckpointError as error:
-                raise CheckpointError(
-                    f"{error}\nTo resume from the checkpoint before it, delete {newest}"
-                ) from None
-        folder.drop_metrics_after(self.position.step)
+        return found
+
+    def _load(self, checkpoint: Path) -> None:
+        state = load_checkpoint(checkpoint, self.pipe, self.optimizer)
+        self.position = _position(state)
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
 
     def run(self, folder: RunFolder, display: Display, interrupt: Interrupt) -> None:
         """Train to the end, or until `interrupt` is wanted in any process; all is saved when it

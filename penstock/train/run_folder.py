@@ -1,7 +1,7 @@
 """What a run leaves behind, in one folder that is never overwritten.
 
 recipe.toml             the recipe with every key
-job                     the torchrun job that began the run, if one did
+job                     what torchrun calls the job that began the run, on each of its hosts
 metrics.jsonl           one JSON object a line: kind "step" and kind "epoch"
 checkpoints/step-000120 the newest few; a folder is there whole or not at all
 timeline.json, .svg, .png, .chrome.json     one traced step
@@ -9,8 +9,10 @@ timeline.json, .svg, .png, .chrome.json     one traced step
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ METRICS = "metrics.jsonl"
 JOB = "job"
 CHECKPOINTS = "checkpoints"
 _PREFIX = "step-"
+_CHECKPOINT = re.compile(rf"{_PREFIX}(\d+)")
 
 Metrics = Mapping[str, Any]
 
@@ -57,8 +60,11 @@ class RunFolder:
         """Add one line to metrics.jsonl."""
         if not self.writes:
             return
-        with self.metrics_path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
+        try:
+            with self.metrics_path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(metrics) + "\n")
+        except OSError as error:
+            raise RunFolderError(f"cannot write {self.metrics_path}: {error.strerror}") from error
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of metrics.jsonl; a last line that a crash cut short is left out."""
@@ -83,15 +89,30 @@ class RunFolder:
 
     def checkpoints(self) -> list[Path]:
         """List the complete checkpoints, oldest first."""
-        found = (self.path / CHECKPOINTS).glob(f"{_PREFIX}*")
-        return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
+        found = {
+            int(match[1]): path
+            for path in (self.path / CHECKPOINTS).glob(f"{_PREFIX}*")
+            if (match := _CHECKPOINT.fullmatch(path.name)) is not None
+        }
+        return [found[step] for step in sorted(found)]
 
-    def keep_newest(self, count: int) -> None:
-        """Delete all checkpoints but the newest `count`, and what an interrupted save left."""
+    def set_aside(self, checkpoint: Path) -> None:
+        """Rename a checkpoint that cannot be read, so that it is not found again."""
+        if self.writes:
+            checkpoint.rename(checkpoint.with_name(f"damaged-{checkpoint.name}"))
+
+    def keep_newest(self, number: int) -> None:
+        """Delete all checkpoints but the newest `number`, and what an interrupted save left."""
         if not self.writes:
             return
-        for path in self.checkpoints()[:-count]:
+        for path in self.checkpoints()[:-number]:
             remove_folder(path)
+        self.remove_unfinished()
+
+    def remove_unfinished(self) -> None:
+        """Delete what interrupted saves left; call when none is under way."""
+        if not self.writes:
+            return
         for path in (self.path / CHECKPOINTS).glob(f".*{UNFINISHED}"):
             remove_folder(path)
 
@@ -114,8 +135,8 @@ def check_free(path: Path) -> None:
     )
 
 
-def create(path: Path, toml: str, job: str | None = None) -> RunFolder:
-    """Make the run folder `path` with its copy of the recipe; `job` is what torchrun calls it.
+def create(path: Path, toml: str, jobs: Iterable[str] = ()) -> RunFolder:
+    """Make the run folder `path` with its copy of the recipe; `jobs` is what torchrun calls it.
 
     Raises:
         RunFolderError: `path` exists, or cannot be made.
@@ -129,33 +150,44 @@ def create(path: Path, toml: str, job: str | None = None) -> RunFolder:
     except OSError as error:
         raise RunFolderError(f"cannot make the run folder {path}: {error.strerror}") from None
     folder = RunFolder(path)
-    if job is not None:
-        folder.write_text(JOB, job + "\n")
+    if names := list(dict.fromkeys(jobs)):
+        folder.write_text(JOB, "\n".join(names) + "\n")
     folder.write_recipe(toml)
     return folder
 
 
-def create_numbered(parent: Path, name: str, toml: str, job: str | None = None) -> RunFolder:
+def create_numbered(parent: Path, name: str, toml: str, jobs: Iterable[str] = ()) -> RunFolder:
     """Make the first free one of parent/name-1, parent/name-2 and so on."""
-    number = 1
-    while (parent / f"{name}-{number}").exists():
-        number += 1
-    return create(parent / f"{name}-{number}", toml, job)
+    for path in (parent / f"{name}-{number}" for number in count(1)):
+        if path.exists():
+            continue
+        try:
+            return create(path, toml, jobs)
+        except RunFolderError:
+            if not path.exists():
+                raise  # else another job was faster
+    raise AssertionError  # there is always a next number
+
+
+def numbered(parent: Path, name: str) -> list[Path]:
+    """List what `create_numbered` has made."""
+    pattern = re.compile(rf"{re.escape(name)}-\d+")
+    return [path for path in parent.glob("*") if pattern.fullmatch(path.name) is not None]
 
 
 def begun_by(job: str | None, candidates: Iterable[Path]) -> Path | None:
     """Give the newest of the `candidates` that the torchrun job `job` began; None if none is."""
     if job is None:
         return None
-    folders = [path for path in candidates if _job_of(path) == job]
+    folders = [path for path in candidates if (path / RECIPE).is_file() and job in _jobs_of(path)]
     return max(folders, key=lambda path: (path / JOB).stat().st_mtime, default=None)
 
 
-def _job_of(path: Path) -> str | None:
+def _jobs_of(path: Path) -> list[str]:
     try:
-        return (path / JOB).read_text(encoding="utf-8").rstrip("\n")
+        return (path / JOB).read_text(encoding="utf-8").splitlines()
     except OSError:
-        return None
+        return []
 
 
 def open_existing(path: Path, *, writes: bool = True) -> RunFolder:

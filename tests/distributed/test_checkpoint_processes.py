@@ -7,6 +7,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import penstock
+from tests.distributed import odd_saves
+from tests.distributed.call import call
 from tests.distributed.checkpoint_job import Run, finish, layers
 from tests.distributed.launch import run, start
 
@@ -76,6 +78,17 @@ def test_a_checkpoint_of_another_model_is_refused_by_all_with_names_and_shapes(
             "3.bias is missing",
         ):
             assert fault in process.output, process.output
+
+
+def test_what_cannot_be_saved_together_is_one_error_on_all(tmp_path: Path) -> None:
+    """Only one rank has an optimizer; then only one rank saves."""
+    first, second = call(odd_saves.work, (2, 1), tmp_path, folder_for_saves=str(tmp_path))
+    assert first[0] == second[0]
+    assert first[0].startswith("CheckpointError: rank 1 saves without an optimizer")
+    assert first[1] == second[1] == "dict of numbers came back"
+    both = "rank 0 began save_checkpoint and rank 1 began train_step"
+    assert all(both in said for said in (first[2], second[2])), (first[2], second[2])
+    assert {path.name for path in tmp_path.glob("*save*")} == {"save-2"}
 
 
 def test_optimizer_state_that_replicas_share_out_is_saved_whole(tmp_path: Path) -> None:

@@ -237,6 +237,20 @@ def test_other_faults_too(action: str, rank: int, uninterrupted: Path, tmp_path:
 
 
 @pytest.mark.slow
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    """The recipe is being edited meanwhile, too; a restart takes the run as it was begun."""
+    recipe = tmp_path / "mine.toml"
+    shutil.copy(DIGITS, recipe)
+    job = [*faulty("damage", "0", 6), *words(recipe="mine.toml")]
+    said = run(elastic(job, processes=2), tmp_path)
+    assert "step-000004 is set aside: " in said and "is damaged" in said
+    assert f"resuming {Path('runs/mine-1')} after step 2" in said
+    assert_same_run(tmp_path / "runs" / "mine-1", uninterrupted)
+
+
+@pytest.mark.slow
 def test_a_stopped_process_is_noticed_and_replaced(uninterrupted: Path, tmp_path: Path) -> None:
     job = [*faulty("stop", "1", 5), *words("pipeline.timeout_s=5")]
     said = run(elastic(job, processes=2), tmp_path)

@@ -3,12 +3,14 @@
     python -m tests.distributed.train_job ACTION RANK STEP train RECIPE ...
 
 In the first attempt, process RANK kills itself, is stopped, raises or is told to end (term) before
-it trains step STEP; or its parent, torchrun, is killed with it (lose).
+it trains step STEP; or its parent, torchrun, is killed with it (lose); or it is killed after the
+newest checkpoint was damaged and the recipe edited (damage).
 """
 
 import os
 import signal
 import sys
+from pathlib import Path
 
 from penstock.cli.main import main
 from penstock.train.display import Display
@@ -27,6 +29,11 @@ def go_wrong(action: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         case "term":
             os.kill(os.getpid(), signal.SIGTERM)
+        case "damage":
+            Path("mine.toml").write_text(Path("mine.toml").read_text().replace("0.005", "0.05"))
+            newest = RunFolder(Path("runs/mine-1")).checkpoints()[-1]
+            next(newest.rglob("*.safetensors")).write_bytes(b"")
+            os.kill(os.getpid(), signal.SIGKILL)
         case "lose":
             os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)

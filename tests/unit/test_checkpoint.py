@@ -361,11 +361,13 @@ def test_a_save_beside_the_training_holds_what_was_there_when_it_began(tmp_path:
 
 def test_a_save_that_goes_wrong_says_so_when_waited_for(tmp_path: Path) -> None:
     model = small()
-    penstock.save_checkpoint(tmp_path / "c", model)
-    saving = penstock.async_save_checkpoint(tmp_path / "c", model)
+    saving = penstock.async_save_checkpoint(Path("/proc/no-place/c"), model)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="exists already"):
+        with pytest.raises(CheckpointError, match="cannot write the checkpoint"):
             saving.wait()
+    penstock.save_checkpoint(tmp_path / "c", model)
+    with pytest.raises(CheckpointError, match="exists already"):
+        penstock.async_save_checkpoint(tmp_path / "c", model)
 
 
 def test_schedulers_and_scalers_are_state_like_any_other(tmp_path: Path) -> None:

@@ -49,8 +49,9 @@ def test_a_job_is_called_as_torchrun_calls_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_job_finds_the_newest_folder_it_began(tmp_path: Path) -> None:
-    for name, job in (("a", "one"), ("b", "two"), ("c", "one"), ("d", None)):
-        create(tmp_path / name, "", job)
+    for name, jobs in (("a", ["one"]), ("b", ["two", "2"]), ("c", ["one"]), ("d", [])):
+        create(tmp_path / name, "", jobs)
     assert begun_by("two", tmp_path.iterdir()) == tmp_path / "b"
+    assert begun_by("2", tmp_path.iterdir()) == tmp_path / "b"
     assert begun_by("three", tmp_path.iterdir()) is None
     assert begun_by(None, tmp_path.iterdir()) is None

@@ -10,6 +10,7 @@ from penstock.train.run_folder import (
     check_free,
     create,
     create_numbered,
+    numbered,
     open_existing,
 )
 
@@ -92,3 +93,15 @@ def test_a_new_recipe_replaces_the_old_one_whole(folder: RunFolder) -> None:
     folder.write_recipe("other")
     assert [path.name for path in folder.path.iterdir()] == ["recipe.toml"]
     assert folder.recipe_path.read_text() == "other"
+
+
+def test_only_numbered_folders_are_checkpoints_and_runs(tmp_path: Path) -> None:
+    folder = create(tmp_path / "a[1]-1", "")
+    for name in ("step-000004", "step-000004-good", "step-12", "step-x", "damaged-step-000006"):
+        (folder.path / "checkpoints" / name).mkdir(parents=True)
+    assert [path.name for path in folder.checkpoints()] == ["step-000004", "step-12"]
+    folder.set_aside(folder.checkpoints()[-1])
+    assert [path.name for path in folder.checkpoints()] == ["step-000004"]
+    assert (folder.path / "checkpoints" / "damaged-step-12").is_dir()
+    create(tmp_path / "a[1]-large-1", "")
+    assert numbered(tmp_path, "a[1]") == [folder.path]
