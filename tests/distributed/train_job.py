@@ -10,6 +10,7 @@ newest checkpoint was damaged and the recipe edited (damage).
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from penstock.cli.main import main
@@ -31,7 +32,9 @@ def go_wrong(action: str) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         case "damage":
             Path("mine.toml").write_text(Path("mine.toml").read_text().replace("0.005", "0.05"))
-            newest = RunFolder(Path("runs/mine-1")).checkpoints()[-1]
+            folder = RunFolder(Path("runs/mine-1"))
+            while not (newest := folder.checkpoint_path(4)).is_dir():
+                time.sleep(0.1)  # it is being written
             next(newest.rglob("*.safetensors")).write_bytes(b"")
             os.kill(os.getpid(), signal.SIGKILL)
         case "lose":
