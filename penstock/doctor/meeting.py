@@ -96,7 +96,7 @@ class Meeting:
             deadline = time.monotonic() + self._timeout_s
             while self._store.add("arrived", 0) < self._place.world_size:
                 if self._store.check(["stop"]):
-                    raise MeshError(self._store.get("stop").decode())
+                    raise self._stopped(self._store.get("stop").decode())
                 if time.monotonic() > deadline:
                     raise self._stop(self._absent())
                 time.sleep(_ASK_S)
@@ -134,6 +134,10 @@ class Meeting:
 
     def _stop(self, why: str) -> MeshError:
         self._store.set("stop", why)
+        return self._stopped(why)
+
+    def _stopped(self, why: str) -> MeshError:
+        """End the meeting here; who keeps the store first lets the others read why."""
         if self._place.keeps_store:
             time.sleep(_LINGER_S)
         return MeshError(why)
