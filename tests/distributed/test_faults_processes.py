@@ -3,7 +3,7 @@
 import signal
 import time
 from collections.abc import Callable
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 
 import pytest
@@ -41,12 +41,12 @@ FAULTS = [
     for action in ACTIONS
     if (rank, kind) not in LACKS
 ]
-QUICK = FAULTS[::17]
+QUICK = FAULTS[::39]
 OF_REPLICAS = [
     pytest.param(rank, kind, action, id=f"{action}-{kind}-{rank}")
-    for rank in (0, 3)
-    for kind in ("ReduceGradients", "CommitStatistics", "Save")
+    for rank, kind in product((0, 3), ("ReduceGradients", "CommitStatistics", "Save"))
     for action in ACTIONS
+    if (rank, kind) not in ((0, "CommitStatistics"), (3, "Save"))
 ]
 THREE = {"NUM_LAYERS": "3"}
 TWO = {"NUM_LAYERS": "2"}
@@ -124,7 +124,7 @@ def assert_all_well(ended: list[Ended]) -> None:
     assert all("ENDED" not in process.output for process in ended)
 
 
-WAYS_ON = (go_on_in_processes(3), go_on_here(1), go_on_in_processes(2), go_on_here(3))
+WAYS_ON = (go_on_here(1), go_on_in_processes(2), go_on_here(3), go_on_here(2))
 """Layouts that a broken run goes on with, in turn."""
 TURN = count()
 

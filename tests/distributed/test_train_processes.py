@@ -150,6 +150,7 @@ def test_sigterm_to_one_process_saves_on_all_and_any_other_number_goes_on(
     assert_same_run(tmp_path / "runs" / "digits-1", uninterrupted)
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_command_reaches_its_processes(tmp_path: Path) -> None:
     job = [*TRAIN, *words("train.epochs=2000"), "--run-folder", "run", "--num-processes", "2"]
     process = begin(job, tmp_path)
@@ -219,6 +220,7 @@ def taken_port() -> Iterator[int]:
         yield other.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_an_error_on_every_process(taken_port: int, tmp_path: Path) -> None:
     arguments = [*TRAIN, *words("pipeline.timeout_s=4", "pipeline.num_stages=2")]
     job = start(2, arguments, {"MASTER_PORT": str(taken_port)})
@@ -227,6 +229,7 @@ def test_a_port_in_use_is_an_error_on_every_process(taken_port: int, tmp_path: P
     assert "in use" in ended[0].output
 
 
+@pytest.mark.slow
 def test_an_unreachable_peer_is_named_in_time(tmp_path: Path) -> None:
     arguments = [*TRAIN, *words("pipeline.timeout_s=4", "pipeline.num_stages=3")]
     job = start(3, arguments, only=(0, 2))
