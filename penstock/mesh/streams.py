@@ -1,9 +1,6 @@
-"""Streams: bytes from one process to another, in order, each on a TCP connection of its own.
+"""Streams: the connections over which stages send each other values, made when first used.
 
-    sender      what the kernel takes leaves at once, in the calling thread; the rest by a thread
-    receiver    reads what the kernel holds, and waits for the rest
-
-So a small message costs one call on either side, and wakes only a receiver that waits for it.
+Between hosts a connection is TCP; on one host a local socket, which costs half as much.
 """
 
 import hmac
@@ -11,175 +8,38 @@ import os
 import secrets
 import socket
 import struct
-import time
-from collections import deque
-from collections.abc import Callable
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
-from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
+from selectors import EVENT_READ
 from typing import Any
 
 import torch.distributed as dist
 
-from .background import Background, Slot, Worker
+from .background import Background
+from .flows import Alarm, Inflow, Outflow, Readiness
 
 _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"!{_SECRET_BYTES}sII")
 _HELLO_S = 5.0
 """Whoever connects and does not say in time where from is turned away."""
-_MOST_PARTS = 256
-"""Pieces of memory in one call; systems allow 1024."""
-
-
-class Alarm:
-    """Wakes those who wait for a peer when a process has failed; a slot that the watch fails."""
-
-    def __init__(self) -> None:
-        self.socket, self._bell = socket.socketpair()
-        self._error: BaseException | None = None
-
-    def fail(self, error: BaseException) -> None:
-        """Ring for ever."""
-        self._error = error
-        self._bell.send(b"!")
-
-    def check(self) -> None:
-        """Raise what has happened, if something has."""
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        """Give back what it holds; nobody waits any more."""
-        self.socket.close()
-        self._bell.close()
-
-
-class _Readiness:
-    """Waits until a socket can be read or written."""
-
-    def __init__(self, on: socket.socket, event: int, alarm: Alarm) -> None:
-        self._selector, self._alarm = DefaultSelector(), alarm
-        self._selector.register(on, event)
-        self._selector.register(alarm.socket, EVENT_READ)
-
-    def wait(self, deadline: float | None) -> None:
-        """Wait until it is ready; `deadline` by `time.monotonic`, in seconds.
-
-        Raises:
-            TimeoutError: it is not, by then.
-            PeerError: a process has failed.
-        """
-        timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not self._selector.select(timeout_s):
-            raise TimeoutError
-        self._alarm.check()
-
-    def close(self) -> None:
-        self._selector.close()
-
-
-class Inflow:
-    """The receiving end; used by one thread at a time."""
-
-    def __init__(self, connection: socket.socket, alarm: Alarm) -> None:
-        self._connection = connection
-        self._ready = _Readiness(connection, EVENT_READ, alarm)
-
-    def read(self, room: "memoryview[int]", deadline: float | None) -> None:
-        """Fill `room`, waiting as long as it takes, or until `deadline`.
-
-        Raises:
-            TimeoutError: the bytes did not come in time.
-            ConnectionError: it broke.
-            PeerError: a process has failed.
-        """
-        while room:
-            try:
-                count = self._connection.recv_into(room)
-            except BlockingIOError:
-                self._ready.wait(deadline)
-                continue
-            except OSError as error:
-                raise ConnectionError(str(error)) from error
-            if count == 0:
-                raise ConnectionError("connection closed by peer")
-            room = room[count:]
-
-    def close(self) -> None:
-        self._ready.close()
-        self._connection.close()
-
-
-class Outflow:
-    """The sending end; used by one thread."""
-
-    def __init__(
-        self, connection: socket.socket, alarm: Alarm, make_worker: Callable[[], Worker]
-    ) -> None:
-        self._connection = connection
-        self._ready = _Readiness(connection, EVENT_WRITE, alarm)
-        self._make_worker = make_worker
-        self._worker: Worker | None = None
-        self._waiting: deque[None] = deque()
-
-    def write(self, parts: "list[memoryview[int]]", then: Callable[[], Any]) -> Slot | None:
-        """Send `parts`, none of them empty.
-
-        Returns:
-            None if all has left; else where the outcome appears of sending the rest from a thread,
-            which keeps the memory and calls `then` at the end.
-
-        Raises:
-            ConnectionError: it broke.
-        """
-        rest = parts if self._waiting else self._push(parts)
-        if not rest:
-            return None
-        if self._worker is None:
-            self._worker = self._make_worker()
-        self._waiting.append(None)
-        return self._worker.submit(partial(self._finish, rest, then))
-
-    def _push(self, parts: "list[memoryview[int]]") -> "list[memoryview[int]]":
-        """Send what the kernel takes; give the rest."""
-        while parts:
-            try:
-                count = self._connection.sendmsg(parts[:_MOST_PARTS])
-            except BlockingIOError:
-                break
-            except OSError as error:
-                raise ConnectionError(str(error)) from error
-            parts = _behind(parts, count)
-        return parts
-
-    def _finish(self, rest: "list[memoryview[int]]", then: Callable[[], Any]) -> None:
-        while rest:
-            self._ready.wait(None)
-            rest = self._push(rest)
-        self._waiting.popleft()
-        then()
-
-    def close(self) -> None:
-        self._ready.close()
-        self._connection.close()
-
-
-def _behind(parts: "list[memoryview[int]]", count: int) -> "list[memoryview[int]]":
-    """Give what comes after the first `count` bytes."""
-    for n, part in enumerate(parts):
-        if count < len(part):
-            return [part[count:], *parts[n + 1 :]]
-        count -= len(part)
-    return []
+_LOCAL_BUFFER_BYTES = 1 << 22
+"""What a local socket holds before its sender has to wait, if the system allows so much."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """Where a process listens, and the word that lets others in."""
+    """Where a process listens, and the word that lets others in.
+
+    `local` is the name by which processes of the same host find it, where the system has such
+    names; nobody answers to it elsewhere.
+    """
 
     host: str
     port: int
+    local: str | None
     secret: bytes
 
 
@@ -191,10 +51,14 @@ class Streams:
         self._rank, self._background = rank, background
         self._alarm = Alarm()
         background.watch.wake_on_failure(self._alarm)
-        self._listener = _listen()
-        self._knock = _Readiness(self._listener, EVENT_READ, self._alarm)
+        listener, local = _listen(), _listen_locally()
+        self._listeners = [listener] if local is None else [listener, local]
+        self._knock = Readiness(self._listeners, EVENT_READ, self._alarm)
         self._mine = _Address(
-            _own_host(), self._listener.getsockname()[1], secrets.token_bytes(_SECRET_BYTES)
+            _own_host(),
+            listener.getsockname()[1],
+            None if local is None else local.getsockname().decode(),
+            secrets.token_bytes(_SECRET_BYTES),
         )
         self._everyone: list[Any] = [None] * dist.get_world_size()
         background.run(
@@ -233,9 +97,7 @@ class Streams:
     def _connect(self, rank: int, channel: int) -> socket.socket:
         address: _Address = self._everyone[rank]
         try:
-            connection = socket.create_connection(
-                (address.host, address.port), self._background.timeout_s
-            )
+            connection = _reach(address, self._background.timeout_s)
             connection.sendall(_HELLO.pack(address.secret, self._rank, channel))
         except OSError as error:
             raise ConnectionError(
@@ -245,12 +107,13 @@ class Streams:
         return _set_up(connection)
 
     def _accept(self, deadline: float | None) -> None:
-        """Let the next one in that knows the word."""
-        try:
-            connection, _ = self._listener.accept()
-        except BlockingIOError:
-            self._knock.wait(deadline)
-            return
+        """Let those in who knock and know the word; wait until somebody knocks."""
+        self._knock.wait(deadline)
+        for listener in self._listeners:
+            with suppress(BlockingIOError):
+                self._welcome(listener.accept()[0])
+
+    def _welcome(self, connection: socket.socket) -> None:
         secret, rank, channel = _HELLO.unpack(_hello(connection))
         if hmac.compare_digest(secret, self._mine.secret):
             self._inflows[rank, channel] = Inflow(_set_up(connection), self._alarm)
@@ -263,7 +126,8 @@ class Streams:
         for stream in streams:
             stream.close()
         self._knock.close()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         self._alarm.close()
 
 
@@ -279,10 +143,41 @@ def _hello(connection: socket.socket) -> bytes:
     return said if len(said) == _HELLO.size else bytes(_HELLO.size)
 
 
+def _reach(address: _Address, timeout_s: float) -> socket.socket:
+    """Connect by the local name, or by TCP where nobody answers to that."""
+    if address.local is not None and _has_local_names():
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(address.local.encode())
+        except OSError:
+            connection.close()
+        else:
+            return connection
+    return socket.create_connection((address.host, address.port), timeout_s)
+
+
 def _set_up(connection: socket.socket) -> socket.socket:
     connection.setblocking(False)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if connection.family == socket.AF_UNIX:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_BUFFER_BYTES)
+    else:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
+
+
+def _has_local_names() -> bool:
+    return sys.platform == "linux"  # sockets named in a space of their own, not by a file
+
+
+def _listen_locally() -> socket.socket | None:
+    """Listen under a name that only this host knows, if there are such names."""
+    if not _has_local_names():
+        return None
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0penstock-{secrets.token_hex()}")
+    listener.listen()
+    listener.setblocking(False)
+    return listener
 
 
 def _listen() -> socket.socket:
@@ -296,10 +191,15 @@ def _listen() -> socket.socket:
 
 
 def _own_host() -> str:
-    """Find a name by which the others reach this host: its address on the way to where all met.
+    """Find a name by which the others reach this host.
 
-    If that leads nowhere, the place is on this host, and its name is this host's.
+    It is the address of the interface that gloo was told to use, else that on the way to where all
+    met.  If neither leads anywhere, the place is on this host, and its name is this host's.
     """
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if chosen:
+        with suppress(OSError):  # no such interface, or none with such an address
+            return _address_of(chosen)
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host is None or port is None:
         host, port = socket.gethostname(), "1"
@@ -312,6 +212,22 @@ def _own_host() -> str:
             own: str = probe.getsockname()[0]
             return host if ip_address(own.partition("%")[0]).is_loopback else own
     return "localhost"
+
+
+def _address_of(interface: str) -> str:
+    """Give the IPv4 address of a network interface, on Linux.
+
+    Raises:
+        OSError: there is none.
+    """
+    if sys.platform != "linux":
+        raise OSError
+    import fcntl
+
+    ask_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        found = fcntl.ioctl(probe.fileno(), ask_address, struct.pack("256s", interface.encode()))
+    return socket.inet_ntoa(found[20:24])
 
 
 def _addresses(host: str, port: str) -> "list[tuple[Any, ...]]":

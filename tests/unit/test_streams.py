@@ -1,6 +1,7 @@
 """Streams carry bytes in order, never block their sender, and wake who waits in vain."""
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from torch._C._distributed_c10d import HashStore
 
 from penstock.errors import PeerError
 from penstock.mesh.background import Background, Worker
-from penstock.mesh.streams import Alarm, Inflow, Outflow, Streams
+from penstock.mesh.flows import Alarm, Inflow, Outflow
+from penstock.mesh.streams import Streams, _own_host
 from penstock.mesh.watch import Watch
 
 MEGABYTES = 1 << 20
@@ -25,7 +27,7 @@ def some_bytes(count: int) -> bytes:
 
 def read(inflow: Inflow, count: int, timeout_s: float = 30.0) -> bytes:
     room = bytearray(count)
-    inflow.read(memoryview(room), time.monotonic() + timeout_s)
+    inflow.read(room, time.monotonic() + timeout_s)
     return bytes(room)
 
 
@@ -48,7 +50,10 @@ class Pair:
 
     def send(self, *parts: bytes) -> bool:
         """Send; tell whether all has left at once."""
-        return self.outflow.write([memoryview(p) for p in parts], lambda: None) is None
+        rest = self.outflow.write(list(parts))
+        if rest:
+            self.outflow.write_later(rest, lambda: None)
+        return not rest
 
 
 @pytest.fixture
@@ -137,14 +142,32 @@ def streams(background: Background) -> Iterator[Streams]:
 
 def test_streams_are_found_by_rank_and_number(streams: Streams) -> None:
     for channel in (1, 0):
-        streams.outflow(0, channel).write([memoryview(b"number %d" % channel)], lambda: None)
+        assert not streams.outflow(0, channel).write([b"number %d" % channel])
     for channel in (0, 1):
         inflow = streams.inflow(0, channel, time.monotonic() + 30.0)
         assert read(inflow, 8) == b"number %d" % channel
 
 
+def test_between_hosts_a_stream_is_tcp(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.mesh.streams._has_local_names", lambda: False)
+    outflow, large = streams.outflow(0, 0), some_bytes(3 * MEGABYTES)
+    assert outflow._connection.family in (socket.AF_INET, socket.AF_INET6)
+    rest = outflow.write([large])
+    if rest:
+        outflow.write_later(rest, lambda: None)
+    assert read(streams.inflow(0, 0, time.monotonic() + 30.0), len(large)) == large
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="interfaces are asked for their address")
+def test_the_interface_that_gloo_was_told_to_use_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,other")
+    assert _own_host() == "127.0.0.1"
+
+
 def test_who_does_not_know_the_word_is_turned_away(streams: Streams) -> None:
-    port = streams._listener.getsockname()[1]
+    port = streams._listeners[0].getsockname()[1]
     for said in (b"", b"hello?", bytes(24)):
         with socket.create_connection(("localhost", port)) as stranger:
             stranger.sendall(said)

@@ -10,9 +10,8 @@ Both ends number the descriptions they have seen alike, so a header travels once
 import pickle
 import struct
 import time
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +19,10 @@ from torch import Tensor
 from penstock.errors import PeerError
 from penstock.mesh import Mesh
 from penstock.mesh.background import Slot
-from penstock.mesh.streams import Inflow
+from penstock.mesh.flows import Inflow
 from penstock.runtime.boundary import check_still_as_sent, version_of
 
-from .wire import TensorKind, fill, memory_of, room_for, to_bytes
+from .wire import TensorKind, fill, memory_of, memory_to_fill, room_for
 
 _MOST_DESCRIPTIONS = 256
 """Beyond so many, both ends forget all and number anew."""
@@ -33,8 +32,7 @@ _LARGE_BYTES = 1 << 20
 """A larger message does not wait in the kernel until it is wanted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parcel:
+class Parcel(NamedTuple):
     """What crosses: tensors, None where there is none, and what else the other side must know.
 
     `is_plain`: an `about` that is equal to this one is the same in every respect.
@@ -57,15 +55,17 @@ class Outgoing:
 
     def send(self, parcel: Parcel, microbatch: int) -> Slot | None:
         """Send, or begin to; give the slot of what is still to come, which keeps the tensors."""
-        kinds = tuple(None if t is None else TensorKind.of(t) for t in parcel.tensors)
+        kinds = tuple([None if t is None else TensorKind.of(t) for t in parcel.tensors])
         number, header = self._describe(kinds, parcel)
-        control = _CONTROL.pack(number, len(header), microbatch)
-        parts = [memoryview(control + header)]
+        parts: list[Any] = [_CONTROL.pack(number, len(header), microbatch) + header]
         for tensor, kind in zip(parcel.tensors, kinds, strict=True):
             if tensor is not None and kind is not None and kind.num_bytes:
-                parts.append(memory_of(to_bytes(tensor, kind)))
+                parts.append(memory_of(tensor, kind))
+        rest = self._outflow.write(parts)
+        if not rest:
+            return None
         watched = [(t, version_of(t)) for t in parcel.tensors if t is not None]
-        return self._outflow.write(parts, partial(self._check, watched))
+        return self._outflow.write_later(rest, partial(self._check, watched))
 
     def _describe(self, kinds: _Kinds, parcel: Parcel) -> tuple[int, bytes]:
         """Number a description; give it along if the other side does not know it."""
@@ -140,7 +140,7 @@ class Incoming:
 
 def _read(inflow: Inflow, size: int, deadline: float | None) -> bytearray:
     room = bytearray(size)
-    inflow.read(memoryview(room), deadline)
+    inflow.read(room, deadline)
     return room
 
 
@@ -149,5 +149,5 @@ def _read_tensor(
 ) -> Tensor:
     received, tensor = room_for(kind, device)
     if kind.num_bytes:
-        inflow.read(memory_of(received), deadline)
+        inflow.read(memory_to_fill(received), deadline)
     return fill(tensor, received, kind)

@@ -4,9 +4,8 @@ main thread    the program: compute, send, receive
 background     receives of large messages, that were posted early; the rest of large sends
 """
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -88,8 +87,7 @@ class _Peers(AbstractChannels):
             self._background.wait(slot, _WHAT_SENDS.format(target), self._mesh.rank_of(target))
 
 
-@dataclass(frozen=True, slots=True)
-class _About:
+class _About(NamedTuple):
     """All of an activation but its tensors."""
 
     wants_grad: tuple[bool, ...]

@@ -4,10 +4,11 @@ The order in which kernels add depends on strides, and on how far data lies from
 start; so a tensor arrives with both as it left.
 """
 
+from ctypes import c_char
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +16,7 @@ from torch import Tensor
 CACHE_LINE_BYTES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class TensorKind:
+class TensorKind(NamedTuple):
     """All of a tensor but its values; `distance` is in bytes behind a cache line's start."""
 
     dtype: torch.dtype
@@ -26,12 +26,8 @@ class TensorKind:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorKind":
-        return cls(
-            tensor.dtype,
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.data_ptr() % CACHE_LINE_BYTES,
-        )
+        distance = tensor.data_ptr() % CACHE_LINE_BYTES
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), distance)
 
     @property
     def num_bytes(self) -> int:
@@ -114,10 +110,22 @@ def _aligned(kind: TensorKind, layout: _Layout, device: torch.device) -> Tensor:
     return values.as_strided(kind.shape, kind.strides, values.storage_offset())
 
 
-def memory_of(values: Tensor) -> "memoryview[int]":
-    """Give the memory of values on the CPU that have no gaps, as bytes."""
-    array: Any = values.numpy()
-    return memoryview(array)
+def memory_of(tensor: Tensor, kind: TensorKind) -> Any:
+    """Give the memory of a tensor on the CPU as bytes to send: a copy only if there are gaps."""
+    if not _layout(kind).is_dense or tensor.is_conj() or tensor.is_neg():
+        tensor = to_bytes(tensor, kind)
+    return _bytes_at(tensor, kind.num_bytes)
+
+
+def memory_to_fill(received: Tensor) -> Any:
+    """Give the memory of the bytes of `room_for`, to receive into."""
+    return _bytes_at(received, received.numel())
+
+
+def _bytes_at(tensor: Tensor, num_bytes: int) -> Any:
+    memory: Any = (c_char * num_bytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # lives as long as this view of it
+    return memory
 
 
 def fill(tensor: Tensor, received: Tensor, kind: TensorKind) -> Tensor:
