@@ -1,7 +1,7 @@
 """How fast messages travel: every edge measured by itself, in both directions.
 
-Each message goes as those of training do: torch.distributed over gloo, in the mesh's group, from a
-thread of the mesh, so that every wait has the mesh's deadline.
+Each message goes as those of training do, on a stream of its own to each peer, and from a thread
+of the mesh, so that every wait has the mesh's deadline.
 
     source                      target
     a number: 0, ping       ──►
@@ -12,6 +12,7 @@ thread of the mesh, so that every wait has the mesh's deadline.
     a number: -1, the end   ──►
 """
 
+import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +27,9 @@ from penstock.mesh import Mesh
 
 ALL_PAIRS_UP_TO = 8
 """Beyond so many ranks, only neighbours and the closing pair of the ring are measured."""
-_TAG = 64
+_CHANNEL = 2**32 - 1
+"""The number of the streams; training counts its own from 0."""
+_NUMBER, _CLOCK = struct.Struct("!q"), struct.Struct("!d")
 _PINGS, _PINGS_S = 20, 0.3
 _SIZES = tuple(4**n * 64 * 1024 for n in range(4))
 """Bytes of the large messages: tried in turn until one takes long."""
@@ -84,8 +87,7 @@ def measure_edges(mesh: Mesh) -> tuple[Edge, ...]:
         if mesh.rank not in (source, target):
             continue
         peer = target if mesh.rank == source else source
-        line = _Line(peer, mesh.group("stage"))
-        job = partial(_lead, line, source) if mesh.rank == source else partial(_follow, line)
+        job = partial(_lead if mesh.rank == source else _follow, mesh, peer)
         what = f"for messages of rank {peer}, while {edge} was measured"
         found = background.wait(background.controls.submit(job), what, peer)
         mine += [found] if found is not None else []
@@ -116,46 +118,51 @@ def clocks_s(edges: tuple[Edge, ...], world_size: int) -> tuple[float, ...]:
 class _Line:
     """Both directions to one peer."""
 
-    def __init__(self, peer: int, group: Any) -> None:
-        self._way = {"group": group, "tag": _TAG}
-        self.peer = peer
+    def __init__(self, mesh: Mesh, peer: int) -> None:
+        assert mesh.streams is not None
+        self._timeout_s = mesh.timeout_s
+        self._outflow = mesh.streams.outflow(peer, _CHANNEL)
+        self._inflow = mesh.streams.inflow(peer, _CHANNEL, self._deadline)
 
-    def send(self, tensor: torch.Tensor) -> None:
-        work = dist.isend(tensor, self.peer, **self._way)
-        assert work is not None
-        work.wait()
+    @property
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout_s
 
-    def receive(self, tensor: torch.Tensor) -> torch.Tensor:
-        work = dist.irecv(tensor, self.peer, **self._way)
-        assert work is not None
-        work.wait()
-        return tensor
+    def send(self, message: bytes) -> None:
+        rest = self._outflow.write([message])
+        if rest:
+            self._outflow.write_later(rest, lambda: None).get(self._timeout_s)
+
+    def receive(self, room: bytearray) -> bytearray:
+        self._inflow.read(room, self._deadline)
+        return room
 
 
-def _lead(line: _Line, source: int) -> Edge:
+def _lead(mesh: Mesh, peer: int) -> Edge:
     """Do the source's part, and measure."""
+    line = _Line(mesh, peer)
     pings = list(_pings(line))
     latency_s = median(took_s for took_s, _ in pings) / 2
     times_s: list[float] = []
     num_bytes = 0
     began = time.perf_counter()
     for num_bytes in _SIZES:
-        times_s = [_exchange(line, torch.zeros(num_bytes, dtype=torch.uint8))[0]]
+        times_s = [_exchange(line, bytes(num_bytes))[0]]
         if times_s[0] > _LARGE_S:
             break
-    payload = torch.zeros(num_bytes, dtype=torch.uint8)
+    payload = bytes(num_bytes)
     while len(times_s) < _LARGE_TIMES and time.perf_counter() - began < _ALL_LARGE_S:
         times_s.append(_exchange(line, payload)[0])
-    line.send(torch.tensor([-1]))
+    line.send(_NUMBER.pack(-1))
     took_s = median(times_s)
     on_the_way_s = max(took_s - 2 * latency_s, took_s / 10)
     _, clock_s = min(pings)
-    return Edge(source, line.peer, latency_s, num_bytes / on_the_way_s, num_bytes, clock_s)
+    return Edge(mesh.rank, peer, latency_s, num_bytes / on_the_way_s, num_bytes, clock_s)
 
 
 def _pings(line: _Line) -> Iterator[tuple[float, float]]:
     """Send small messages; yields the seconds there and back, and the peer's clock."""
-    nothing = torch.zeros(0, dtype=torch.uint8)
+    nothing = b""
     _exchange(line, nothing)  # the first one may have to connect
     began = time.perf_counter()
     for count in range(_PINGS):
@@ -164,30 +171,26 @@ def _pings(line: _Line) -> Iterator[tuple[float, float]]:
         yield _exchange(line, nothing)
 
 
-def _exchange(line: _Line, payload: torch.Tensor) -> tuple[float, float]:
+def _exchange(line: _Line, payload: bytes) -> tuple[float, float]:
     """Send a message and wait for the answer; gives the seconds, and how far the peer's clock is
     ahead, in seconds.
     """
-    answer = torch.zeros(1, dtype=torch.float64)
     clock_s, began = time.time(), time.perf_counter()
-    line.send(torch.tensor([payload.numel()]))
-    if payload.numel():
+    line.send(_NUMBER.pack(len(payload)))
+    if payload:
         line.send(payload)
-    line.receive(answer)
+    (peers_clock_s,) = _CLOCK.unpack(line.receive(bytearray(_CLOCK.size)))
     took_s = time.perf_counter() - began
-    return took_s, answer.item() - (clock_s + took_s / 2)
+    return took_s, peers_clock_s - (clock_s + took_s / 2)
 
 
-def _follow(line: _Line) -> None:
+def _follow(mesh: Mesh, peer: int) -> None:
     """Do the target's part."""
-    room = torch.zeros(0, dtype=torch.uint8)
-    number = torch.zeros(1, dtype=torch.int64)
-    while (num_bytes := int(line.receive(number).item())) >= 0:
-        if num_bytes > room.numel():
-            room = torch.zeros(num_bytes, dtype=torch.uint8)
+    line = _Line(mesh, peer)
+    while (num_bytes := _NUMBER.unpack(line.receive(bytearray(_NUMBER.size)))[0]) >= 0:
         if num_bytes:
-            line.receive(room[:num_bytes])
-        line.send(torch.tensor([time.time()], dtype=torch.float64))
+            line.receive(bytearray(num_bytes))
+        line.send(_CLOCK.pack(time.time()))
 
 
 def _sum_s(tensor: torch.Tensor) -> float:

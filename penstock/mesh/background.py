@@ -1,9 +1,9 @@
 """Threads that wait for the network, so that the main thread can stop waiting when a peer fails.
 
-receives  one message after the other, in the order the program wants them
-sends     until each is delivered; its buffers are free then
-controls  collectives of a few numbers
-saves     checkpoints that are written while training goes on; over a process group of its own
+controls   collectives of a few numbers
+receives   large messages, one after the other, in the order the program wants them
+sends-R-C  what the kernel does not take at once for stream C to rank R
+saves      checkpoints that are written while training goes on; over a process group of its own
 """
 
 import threading
@@ -14,9 +14,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from penstock.errors import PeerError
+
 from .threads import THREAD_PREFIX
 from .watch import Watch
 
+WAIT_FAILURES = (Empty, TimeoutError, ConnectionError, PeerError)
+"""What waiting for another process may raise; `Background.blame` says more."""
 _PATIENCE_S, _SHORT_PATIENCE_S = 5.0, 0.1
 """How long to wait for a thread to end; the second where a peer has failed."""
 
@@ -47,15 +51,15 @@ class Slot:
 
 
 class Background:
-    """The threads of a process."""
+    """The threads of a process that wait for others."""
 
     def __init__(self, watch: Watch, timeout_s: float) -> None:
         self.watch = watch
         self.timeout_s = timeout_s
-        self.receives = _Worker("receives", watch)
-        self.sends = _Worker("sends", watch)
-        self.controls = _Worker("controls", watch)
-        self.saves = _Worker("saves", watch)
+        self._workers: list[Worker] = []
+        self.receives = self.new_worker("receives")
+        self.controls = self.new_worker("controls")
+        self.saves = self.new_worker("saves")
         self._saving_group: Any = None
 
     def saving_group(self) -> Any:
@@ -70,10 +74,13 @@ class Background:
             )
         return self._saving_group
 
-    def wait(self, slot: Slot, what: str, peer: int | None = None) -> Any:
-        """Wait for a job's outcome; `what` completes "rank 1 (stage 1) waited ...".
+    def new_worker(self, name: str) -> "Worker":
+        """Start one more thread; it ends with the others."""
+        self._workers.append(Worker(name, self.watch))
+        return self._workers[-1]
 
-        `peer` is the only rank the job talks to, if it is only one.
+    def wait(self, slot: Slot, what: str, peer: int | None = None) -> Any:
+        """Wait for a job's outcome; `what` and `peer` are as in `blame`.
 
         Raises:
             PeerError: another process failed, or is gone.
@@ -81,10 +88,18 @@ class Background:
         """
         try:
             return slot.get(self.timeout_s)
-        except Empty:
-            raise self.watch.overdue(what, self.timeout_s) from None
-        except RuntimeError as error:
-            raise self.watch.explain(error, what, peer) from error
+        except (*WAIT_FAILURES, RuntimeError) as error:
+            raise self.blame(error, what, peer) from error
+
+    def blame(self, error: Exception, what: str, peer: int | None) -> BaseException:
+        """Turn what ended a wait into who is to blame for it, and tell all.
+
+        `what` completes "rank 1 (stage 1) waited ...".  `peer` is the only rank that was waited
+        for, if it is only one.
+        """
+        if isinstance(error, Empty | TimeoutError):
+            return self.watch.overdue(what, self.timeout_s)
+        return self.watch.explain(error, what, peer)
 
     def run(self, job: Callable[[], Any], what: str) -> Any:
         """Run a small collective, and wait for it."""
@@ -97,17 +112,16 @@ class Background:
         """
         self.saves.close(_SHORT_PATIENCE_S if self.watch.knows_failure else self.timeout_s)
         patience_s = _SHORT_PATIENCE_S if self.watch.knows_failure else _PATIENCE_S
-        for worker in (self.receives, self.sends, self.controls):
+        for worker in self._workers:
             worker.close(patience_s)
 
     @property
     def has_ended(self) -> bool:
         """Whether all threads have ended."""
-        workers = (self.receives, self.sends, self.controls, self.saves)
-        return not any(worker.is_alive for worker in workers)
+        return not any(worker.is_alive for worker in self._workers)
 
 
-class _Worker:
+class Worker:
     """A thread that runs jobs in the order they come."""
 
     def __init__(self, name: str, watch: Watch) -> None:

@@ -32,6 +32,7 @@ from .agreement import (
 )
 from .background import Background
 from .meet import join, meeting, told_by_first
+from .streams import Streams
 from .threads import end_now
 from .watch import Watch
 
@@ -55,6 +56,7 @@ class Mesh:
     device_mesh: DeviceMesh | None = None
     watch: Watch | None = None
     background: Background | None = None
+    streams: Streams | None = None
 
     @property
     def is_distributed(self) -> bool:
@@ -158,6 +160,8 @@ class Mesh:
             return
         self.background.close()
         self.watch.close()
+        if self.is_clean and self.streams is not None:
+            self.streams.close()
         if self.is_clean and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -235,6 +239,7 @@ def init_mesh(
         place.type, (num_replicas, stages), mesh_dim_names=(REPLICA, STAGE)
     )
     watch.name_ranks(_names(stages, num_replicas))
+    background = Background(watch, timeout_s)
     mesh = Mesh(
         stages,
         num_replicas,
@@ -243,7 +248,8 @@ def init_mesh(
         device=place,
         device_mesh=device_mesh,
         watch=watch,
-        background=Background(watch, timeout_s),
+        background=background,
+        streams=Streams(dist.get_rank(), background),
     )
     atexit.register(_leave, mesh)
     return mesh

@@ -125,7 +125,7 @@ class Watch:
         with self._lock:
             self._waiting.pop(id(slot), None)
 
-    def explain(self, error: RuntimeError, what: str, peer: int | None) -> BaseException:
+    def explain(self, error: Exception, what: str, peer: int | None) -> BaseException:
         """Turn what a broken wait for `peer` raised into who is to blame for it, and tell all.
 
         The peer may have left because of another's failure; it then stayed long enough for that

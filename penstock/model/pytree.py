@@ -80,6 +80,17 @@ def _num_leaves(structure: Structure) -> int:
             return 0
 
 
+def is_plain(structure: Structure) -> bool:
+    """Tell whether it is nothing but tensors in tuples and lists: equal ones are then alike."""
+    match structure:
+        case Leaf():
+            return True
+        case Node(rebuild, children):
+            return rebuild in (tuple, list) and all(map(is_plain, children))
+        case Constant():
+            return False
+
+
 def tree_map(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Replace every tensor in a value by what `function` makes of it."""
     leaves, structure = flatten(value)

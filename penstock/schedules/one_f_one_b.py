@@ -1,6 +1,6 @@
 """1F1B: GPipe's length with at most p - s live micro-batches on stage s (PipeDream-Flush)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .ir import Backward, Forward, Instruction, Schedule
 
@@ -12,9 +12,13 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
                     stage 1 | F0 F1 B0 F2 B1 F3 B2 B3
                     stage 2 | F0 B0 F1 B1 F2 B2 F3 B3
     """
+    return alternating([num_stages - stage - 1 for stage in range(num_stages)], num_microbatches)
 
-    def program(stage: int) -> Iterator[Instruction]:
-        warmup = min(num_stages - stage - 1, num_microbatches)
+
+def alternating(warmups: Sequence[int], num_microbatches: int) -> Schedule:
+    """Begin each stage with `warmups[stage]` forwards, then alternate, then drain."""
+
+    def program(stage: int, warmup: int) -> Iterator[Instruction]:
         for i in range(warmup):
             yield Forward(stage, i)
         for i in range(num_microbatches - warmup):
@@ -23,4 +27,9 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
         for i in range(num_microbatches - warmup, num_microbatches):
             yield Backward(stage, i)
 
-    return Schedule(tuple(tuple(program(stage)) for stage in range(num_stages)))
+    return Schedule(
+        tuple(
+            tuple(program(stage, min(warmup, num_microbatches)))
+            for stage, warmup in enumerate(warmups)
+        )
+    )

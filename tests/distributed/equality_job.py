@@ -15,10 +15,32 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.schedules import ALL_SCHEDULES
-from tests.models import ALL_MODELS, Built, Model
+from tests.models import ALL_MODELS, Built, Model, vectors
 from tests.reference import split
 
-BY_NAME = {model.name: model for model in ALL_MODELS}
+
+class Widen(nn.Module):
+    """Give each sample 40,000 rows: (n, 8) -> (n, 40000, 8), more than a megabyte each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(1) * torch.linspace(0.1, 1.0, 40_000).unsqueeze(1)
+
+
+class Narrow(nn.Module):
+    """Give the mean over the rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+def large_messages() -> list[Any]:
+    """Make layers between which a micro-batch is larger than what waits in the kernel."""
+    first, last = (nn.Linear(6, 8), Widen()), (Narrow(), nn.Linear(8, 3))
+    return [*first, nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), *last]
+
+
+LARGE = Model("large_messages", large_messages, vectors, nn.functional.mse_loss)
+BY_NAME = {model.name: model for model in (*ALL_MODELS, LARGE)}
 
 
 @dataclass(frozen=True, slots=True)

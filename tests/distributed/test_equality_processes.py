@@ -20,7 +20,7 @@ from tests.reference import Unsplit
 
 FEW = (
     *("transformer", "structures", "fan_out", "batch_norms", "changing_buffers", "channels_last"),
-    *("odd_addresses", "randomness", "frozen_middle"),
+    *("odd_addresses", "randomness", "frozen_middle", "large_messages"),
 )
 WAYS = list(product([s.__name__ for s in ALL_SCHEDULES], [r.value for r in Recompute]))
 

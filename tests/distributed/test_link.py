@@ -1,4 +1,4 @@
-"""An edge keeps its messages apart, whatever their kinds and however far ahead they are posted."""
+"""An edge keeps its messages apart, whatever their kinds and however far ahead they are sent."""
 
 from pathlib import Path
 

@@ -8,6 +8,7 @@ from penstock.schedules import (
     Backward,
     Forward,
     Schedule,
+    eager_1f1b,
     gpipe,
     one_f_one_b,
     parse,
@@ -51,6 +52,14 @@ def test_1f1b_warms_up_alternates_and_drains() -> None:
         rank 0 | 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
         rank 1 | 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
         rank 2 | 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
+    """)
+
+
+def test_eager_1f1b_runs_nearly_twice_as_far_ahead() -> None:
+    assert words(eager_1f1b(3, 6)) == grid("""
+        rank 0 | 0F0 0F1 0F2 0F3 0F4 0B0 0F5 0B1 0B2 0B3 0B4 0B5
+        rank 1 | 1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5
+        rank 2 | 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4 2F5 2B5
     """)
 
 

@@ -11,7 +11,9 @@ from penstock.schedules import (
     ReceiveActivation,
     Schedule,
     SendActivation,
+    eager_1f1b,
     gpipe,
+    one_f_one_b,
     parse,
 )
 from penstock.schedules.passes import add_commits, add_communication, add_recompute, chain_edges
@@ -101,6 +103,13 @@ class TestExactTimes:
         assert found["0R0"] == (2, 3)
         assert found["0B0<1"] == (3, 6)
         assert found["0B0"] == (6, 8)
+
+    @pytest.mark.parametrize("num_stages", [2, 3, 4])
+    def test_running_ahead_hides_transfers(self, num_stages):
+        costs = Costs(forward_s=1, backward_s=2, recompute_s=1, transfer_s=Fraction(1, 2))
+        step_s = [simulate(s(num_stages, 16), costs).step_s for s in (gpipe, eager_1f1b)]
+        assert step_s == [3 * (16 + num_stages - 1) + num_stages - 1] * 2  # fill and drain only
+        assert simulate(one_f_one_b(num_stages, 16), costs).step_s > step_s[1]
 
     def test_an_edge_that_skips_a_stage_is_priced_on_its_own(self):
         edges = chain_edges(3) | {(0, 2)}

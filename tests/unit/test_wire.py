@@ -17,6 +17,7 @@ TENSORS = {
     "one value, expanded": BASE[7].expand(3, 4),
     "one value": BASE[9:10],
     "empty": BASE[:0].view(0, 3),
+    "empty, expanded": BASE[:1].view(1, 1).expand(3, 0),
     "numbers": torch.arange(6).view(2, 3),
     "truths": torch.tensor([True, False, True]),
     "bfloat16": BASE.bfloat16().view(6, 40).t(),

@@ -2,243 +2,152 @@
 
     control   3 numbers: which description, its bytes if it is new, the micro-batch
     header    a new description: kinds of tensors, structure around them, which want a gradient
-    values    one message for each tensor
+    values    the bytes of each tensor
 
-Both ends number the descriptions they have seen alike, so a header travels once for each.  A
-micro-batch that was described alike in two runs is guessed to be so in the next, by both ends: the
-receiver makes room for its values early, and they arrive without a question.  Where the guess is
-wrong, the sender fills that room with zeros first.
+Both ends number the descriptions they have seen alike, so a header travels once for each.
 """
 
 import pickle
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import struct
+import time
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import PeerError
 from penstock.mesh import Mesh
 from penstock.mesh.background import Slot
+from penstock.mesh.flows import Inflow
 from penstock.runtime.boundary import check_still_as_sent, version_of
 
-from .wire import TensorKind, fill, room_for, to_bytes
+from .wire import TensorKind, fill, memory_of, memory_to_fill, room_for
 
 _MOST_DESCRIPTIONS = 256
-"""After so many, both ends forget all that they know; numbers go on."""
-_CONTROL, _HEADER, _GUESSED, _VALUES = range(4)
-"""Tags; values that room was made for early have one of their own, since order counts in each."""
-_T = TypeVar("_T")
-
-Kinds = tuple[TensorKind | None, ...]
-Room = list[tuple[Any, Tensor, Tensor, TensorKind] | None]
-"""Where the values of a message come to: for each tensor the receive, the bytes, the tensor."""
+"""Beyond so many, both ends forget all and number anew."""
+_CONTROL = struct.Struct("!IIq")
+_Kinds = tuple[TensorKind | None, ...]
+_LARGE_BYTES = 1 << 20
+"""A larger message does not wait in the kernel until it is wanted."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Guess:
-    """What a micro-batch is expected to be: the number of its description, and its tensors."""
+class Parcel(NamedTuple):
+    """What crosses: tensors, None where there is none, and what else the other side must know.
 
-    number: int
-    kinds: Kinds
-
-
-class _History:
-    """What messages were, kept alike by both ends."""
-
-    def __init__(self) -> None:
-        self.kinds: dict[int, Kinds] = {}
-        """Of each description that both ends know, by number."""
-        self._seen: dict[int, tuple[int, int]] = {}
-        self._guesses: dict[int, _Guess] = {}
-
-    def learn(self, number: int, kinds: Kinds) -> None:
-        """Note a new description."""
-        if number % _MOST_DESCRIPTIONS == 0:
-            self.kinds.clear()
-        self.kinds[number] = kinds
-
-    def note(self, microbatch: int, number: int) -> None:
-        """Note what a micro-batch turned out to be."""
-        _, last = self._seen.get(microbatch, (-1, -2))
-        self._seen[microbatch] = (last, number)
-
-    def guess(self, microbatch: int) -> _Guess | None:
-        """Say what a micro-batch of this run will be, if that can be guessed."""
-        return self._guesses.get(microbatch)
-
-    def end_run(self) -> None:
-        """Guess what the next run will be like; both ends have seen the same now."""
-        self._guesses = {
-            microbatch: _Guess(last, self.kinds[last])
-            for microbatch, (before, last) in self._seen.items()
-            if before == last and last in self.kinds
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """What crosses: tensors, None where there is none, and what else the other side must know."""
+    `is_plain`: an `about` that is equal to this one is the same in every respect.
+    """
 
     tensors: tuple[Tensor | None, ...]
     about: Any
+    is_plain: bool = False
 
 
 class Outgoing:
     """The sending end."""
 
     def __init__(self, mesh: Mesh, peer: int, channel: int) -> None:
-        self._mesh, self._rank, self._tag = mesh, mesh.rank_of(peer), channel * 4
-        self._group = mesh.group("stage")
+        assert mesh.streams is not None
+        self._stage = mesh.stage
+        self._outflow = mesh.streams.outflow(mesh.rank_of(peer), channel)
         self._known: dict[bytes, int] = {}
-        self._count = 0
-        self._history = _History()
+        self._plain: dict[tuple[_Kinds, Any] | None, int] = {}
 
-    def send(self, parcel: Parcel, microbatch: int) -> Slot:
-        """Begin to send; keeps the tensors until they are delivered."""
-        kinds = tuple(None if t is None else TensorKind.of(t) for t in parcel.tensors)
-        number, header = self._describe(kinds, parcel.about)
-        control = torch.tensor([number, len(header), microbatch])
-        buffers = [control]
-        works = [self._isend(control, _CONTROL)]
-        if header:
-            buffers.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-            works.append(self._isend(buffers[-1], _HEADER))
-        guess = self._history.guess(microbatch)
-        is_guessed = guess is not None and guess.number == number
-        if guess is not None and not is_guessed:
-            for _, kind in _with_values(guess.kinds, guess.kinds):
-                buffers.append(torch.zeros(kind.num_bytes, dtype=torch.uint8))
-                works.append(self._isend(buffers[-1], _GUESSED))
-        for tensor, kind in _with_values(parcel.tensors, kinds):
-            buffers.append(to_bytes(tensor, kind))
-            works.append(self._isend(buffers[-1], _GUESSED if is_guessed else _VALUES))
-        self._history.note(microbatch, number)
+    def send(self, parcel: Parcel, microbatch: int) -> Slot | None:
+        """Send, or begin to; give the slot of what is still to come, which keeps the tensors."""
+        kinds = tuple([None if t is None else TensorKind.of(t) for t in parcel.tensors])
+        number, header = self._describe(kinds, parcel)
+        parts: list[Any] = [_CONTROL.pack(number, len(header), microbatch) + header]
+        for tensor, kind in zip(parcel.tensors, kinds, strict=True):
+            if tensor is not None and kind is not None and kind.num_bytes:
+                parts.append(memory_of(tensor, kind))
+        rest = self._outflow.write(parts)
+        if not rest:
+            return None
         watched = [(t, version_of(t)) for t in parcel.tensors if t is not None]
-        assert self._mesh.background is not None
-        return self._mesh.background.sends.submit(lambda: self._finish(works, buffers, watched))
+        return self._outflow.write_later(rest, partial(self._check, watched))
 
-    def end_run(self) -> None:
-        """Note that all messages of a run are sent."""
-        self._history.end_run()
-
-    def _describe(self, kinds: Kinds, about: Any) -> tuple[int, bytes]:
+    def _describe(self, kinds: _Kinds, parcel: Parcel) -> tuple[int, bytes]:
         """Number a description; give it along if the other side does not know it."""
-        description = pickle.dumps((kinds, about))
-        if description in self._known:
-            return self._known[description], b""
-        if len(self._known) == _MOST_DESCRIPTIONS:
-            self._known.clear()
-        number = self._known[description] = self._count
-        self._count += 1
-        self._history.learn(number, kinds)
-        return number, description
+        quick = (kinds, parcel.about) if parcel.is_plain else None
+        number = self._plain.get(quick)
+        if number is not None:
+            return number, b""
+        description, header = pickle.dumps((kinds, parcel.about)), b""
+        if description not in self._known:
+            if len(self._known) == _MOST_DESCRIPTIONS:
+                self._known.clear()
+                self._plain.clear()
+            self._known[description], header = len(self._known), description
+        number = self._known[description]
+        if quick is not None:
+            self._plain[quick] = number
+        return number, header
 
-    def _isend(self, tensor: Tensor, what: int) -> Any:
-        return dist.isend(tensor, self._rank, group=self._group, tag=self._tag + what)
-
-    def _finish(
-        self, works: list[Any], buffers: list[Tensor], watched: list[tuple[Tensor, int]]
-    ) -> None:
-        for work in works:
-            work.wait()
-        buffers.clear()
+    def _check(self, watched: list[tuple[Tensor, int]]) -> None:
         for tensor, version in watched:
-            check_still_as_sent(tensor, version, self._mesh.stage)
+            check_still_as_sent(tensor, version, self._stage)
         watched.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class Posted:
-    """A message that is waited for, with the room that was made for what it is guessed to be."""
-
-    microbatch: int
-    control: Tensor
-    work: Any
-    guess: _Guess | None
-    room: Room
-
-
 class Incoming:
-    """The receiving end: messages are posted by one thread, and received by another, in order."""
+    """The receiving end; used by one thread at a time."""
 
     def __init__(self, mesh: Mesh, peer: int, channel: int) -> None:
-        self._rank, self._tag = mesh.rank_of(peer), channel * 4
-        self._group = mesh.group("stage")
+        assert mesh.streams is not None
+        self._streams, self._rank, self._channel = mesh.streams, mesh.rank_of(peer), channel
         self._device = mesh.device or torch.device("cpu")
-        self._abouts: dict[int, Any] = {}
-        self._history = _History()
+        self._inflow: Inflow | None = None
+        self._known: list[Any] = []
+        self._last_bytes = 0
 
-    def post(self, microbatch: int) -> Posted:
-        """Begin to wait for the next message."""
-        control = torch.empty(3, dtype=torch.int64)
-        work = self._irecv(control, _CONTROL)
-        guess = self._history.guess(microbatch)
-        room = [] if guess is None else self._make_room(guess.kinds, _GUESSED)
-        return Posted(microbatch, control, work, guess, room)
+    @property
+    def expects_much(self) -> bool:
+        """Whether the next message had better be read while others are computed on."""
+        return self._last_bytes > _LARGE_BYTES
 
-    def receive(self, posted: Posted) -> Parcel:
-        """Wait until a message is there.
+    def receive(self, microbatch: int, timeout_s: float | None = None) -> Parcel:
+        """Wait for the next message.
 
         Raises:
+            TimeoutError: it is not there within `timeout_s`.
             PeerError: it is of another micro-batch: the processes run different schedules.
+            ConnectionError: the connection broke.
         """
-        posted.work.wait()
-        number, header_bytes, sent = posted.control.tolist()
-        if sent != posted.microbatch:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if self._inflow is None:  # the first message is always received by the main thread
+            self._inflow = self._streams.inflow(self._rank, self._channel, deadline)
+        inflow = self._inflow
+        number, header_bytes, sent = _CONTROL.unpack(_read(inflow, _CONTROL.size, deadline))
+        if sent != microbatch:
             raise PeerError(
-                f"rank {self._rank} sent micro-batch {sent} where {posted.microbatch} was due: "
-                "the processes do not run the same schedule on the same batch"
+                f"rank {self._rank} sent micro-batch {sent} where {microbatch} was due: the "
+                "processes do not run the same schedule on the same batch"
             )
         if header_bytes:
-            self._learn(number, header_bytes)
-        self._history.note(posted.microbatch, number)
-        tensors = [_arrived(item) for item in posted.room]
-        if posted.guess is None or posted.guess.number != number:
-            room = self._make_room(self._history.kinds[number], _VALUES)
-            tensors = [_arrived(item) for item in room]
-        return Parcel(tuple(tensors), self._abouts[number])
-
-    def end_run(self) -> None:
-        """Note that all messages of a run are received."""
-        self._history.end_run()
-
-    def _learn(self, number: int, header_bytes: int) -> None:
-        header = torch.empty(header_bytes, dtype=torch.uint8)
-        self._irecv(header, _HEADER).wait()
-        kinds, about = pickle.loads(header.numpy().tobytes())  # written by our own peer
-        self._history.learn(number, kinds)
-        self._abouts = {n: a for n, a in self._abouts.items() if n in self._history.kinds}
-        self._abouts[number] = about
-
-    def _make_room(self, kinds: Kinds, what: int) -> Room:
-        room: Room = []
-        for kind in kinds:
-            if kind is None:
-                room.append(None)
-                continue
-            received, tensor = room_for(kind, self._device)
-            work = self._irecv(received, what) if kind.num_bytes else None
-            room.append((work, received, tensor, kind))
-        return room
-
-    def _irecv(self, tensor: Tensor, what: int) -> Any:
-        return dist.irecv(tensor, self._rank, group=self._group, tag=self._tag + what)
+            if number == 0:
+                self._known.clear()
+            header = _read(inflow, header_bytes, deadline)
+            self._known.append(pickle.loads(header))  # written by our own peer
+        kinds, about = self._known[number]
+        tensors = tuple(
+            None if kind is None else _read_tensor(inflow, kind, self._device, deadline)
+            for kind in kinds
+        )
+        self._last_bytes = sum(kind.num_bytes for kind in kinds if kind is not None)
+        return Parcel(tensors, about)
 
 
-def _with_values(tensors: Iterable[_T | None], kinds: Kinds) -> Iterator[tuple[_T, TensorKind]]:
-    """Yield those that have values, which travel, with their kinds."""
-    for tensor, kind in zip(tensors, kinds, strict=True):
-        if tensor is not None and kind is not None and kind.num_bytes:
-            yield tensor, kind
+def _read(inflow: Inflow, size: int, deadline: float | None) -> bytearray:
+    room = bytearray(size)
+    inflow.read(room, deadline)
+    return room
 
 
-def _arrived(item: tuple[Any, Tensor, Tensor, TensorKind] | None) -> Tensor | None:
-    if item is None:
-        return None
-    work, received, tensor, kind = item
-    if work is not None:
-        work.wait()
+def _read_tensor(
+    inflow: Inflow, kind: TensorKind, device: torch.device, deadline: float | None
+) -> Tensor:
+    received, tensor = room_for(kind, device)
+    if kind.num_bytes:
+        inflow.read(memory_to_fill(received), deadline)
     return fill(tensor, received, kind)

@@ -1,19 +1,17 @@
-"""Processes: each runs one rank's program; values travel by torch.distributed.
+"""Processes: each runs one rank's program; values travel by streams.
 
-main thread    the program: compute, begin sends, wait for receives that were posted early
-background     receives, one after the other; sends, until they are delivered
+main thread    the program: compute, send, receive
+background     receives of large messages, that were posted early; the rest of large sends
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
-from penstock.errors import PenstockError
 from penstock.mesh import Mesh
-from penstock.mesh.background import Background, Slot
-from penstock.model.pytree import from_template, template
+from penstock.mesh.background import WAIT_FAILURES, Background, Slot
+from penstock.model.pytree import Structure, from_template, is_plain, template
 from penstock.runtime.boundary import version_of
 from penstock.runtime.channels import AbstractChannels
 from penstock.runtime.executor import Executor
@@ -24,6 +22,8 @@ from penstock.schedules.walk import Message
 
 from .base import AbstractTransport, Work
 from .link import Incoming, Outgoing, Parcel
+
+_WHAT_SENDS = "for stage {} to take what was sent to it"
 
 
 class _Peers(AbstractChannels):
@@ -37,74 +37,85 @@ class _Peers(AbstractChannels):
         self._sent: list[tuple[Slot, int]] = []
 
     def post(self, message: Message) -> None:
-        is_gradient, source, _, microbatch = message
-        key = (is_gradient, source)
-        if key not in self._incoming:
-            self._incoming[key] = Incoming(self._mesh, source, channel=int(is_gradient))
-        incoming = self._incoming[key]
-        with self._explaining(f"to begin to receive from stage {source}", source):
-            job = partial(incoming.receive, incoming.post(microbatch))
-        self._posted[message] = self._background.receives.submit(job)
+        incoming = self._incoming_of(message)
+        if incoming.expects_much:  # of one link, at most one message is under way
+            job = partial(incoming.receive, message[3])
+            self._posted[message] = self._background.receives.submit(job)
 
     def send(self, message: Message, payload: Activation | Gradient) -> None:
         is_gradient, _, target, microbatch = message
+        try:
+            slot = self._outgoing_to(target, is_gradient).send(_pack(payload), microbatch)
+        except WAIT_FAILURES as error:
+            what, peer = _WHAT_SENDS.format(target), self._mesh.rank_of(target)
+            raise self._background.blame(error, what, peer) from error
+        if slot is not None:
+            self._sent.append((slot, target))
+
+    def receive(self, message: Message, instruction: Instruction) -> Activation | Gradient:
+        is_gradient, source, _, microbatch = message
+        posted, timeout_s = self._posted.pop(message, None), self._background.timeout_s
+        try:
+            if posted is None:
+                return _unpack(self._incoming_of(message).receive(microbatch, timeout_s))
+            return _unpack(posted.get(timeout_s))
+        except WAIT_FAILURES as error:
+            what = (
+                f"at {instruction_to_text(instruction)} for the "
+                f"{'gradient' if is_gradient else 'activation'} of micro-batch {microbatch} "
+                f"from stage {source}"
+            )
+            raise self._background.blame(error, what, self._mesh.rank_of(source)) from error
+
+    def _incoming_of(self, message: Message) -> Incoming:
+        is_gradient, source, _, _ = message
+        key = (is_gradient, source)
+        if key not in self._incoming:
+            self._incoming[key] = Incoming(self._mesh, source, channel=int(is_gradient))
+        return self._incoming[key]
+
+    def _outgoing_to(self, target: int, is_gradient: bool) -> Outgoing:
         key = (is_gradient, target)
         if key not in self._outgoing:
             self._outgoing[key] = Outgoing(self._mesh, target, channel=int(is_gradient))
-        with self._explaining(f"to begin to send to stage {target}", target):
-            slot = self._outgoing[key].send(_pack(payload), microbatch)
-        self._sent.append((slot, target))
-
-    @contextmanager
-    def _explaining(self, what: str, stage: int) -> Iterator[None]:
-        """Say who is to blame when a connection to `stage` is found broken."""
-        try:
-            yield
-        except PenstockError:
-            raise
-        except RuntimeError as error:
-            rank = self._mesh.rank_of(stage)
-            raise self._background.watch.explain(error, what, rank) from error
-
-    def receive(self, message: Message, instruction: Instruction) -> Activation | Gradient:
-        if message not in self._posted:
-            self.post(message)
-        is_gradient, source, _, microbatch = message
-        what = "gradient" if is_gradient else "activation"
-        parcel: Parcel = self._background.wait(
-            self._posted.pop(message),
-            f"at {instruction_to_text(instruction)} for the {what} of micro-batch {microbatch} "
-            f"from stage {source}",
-            self._mesh.rank_of(source),
-        )
-        return _unpack(parcel)
+        return self._outgoing[key]
 
     def finish(self) -> None:
-        """Wait until all that was sent is delivered."""
+        """Wait until all that was sent has left."""
         sent, self._sent = self._sent, []
         for slot, target in sent:
-            what = f"for stage {target} to take what was sent to it"
-            self._background.wait(slot, what, self._mesh.rank_of(target))
-        for incoming in self._incoming.values():
-            incoming.end_run()
-        for outgoing in self._outgoing.values():
-            outgoing.end_run()
+            self._background.wait(slot, _WHAT_SENDS.format(target), self._mesh.rank_of(target))
+
+
+class _About(NamedTuple):
+    """All of an activation but its tensors."""
+
+    wants_grad: tuple[bool, ...]
+    structure: Structure
+    aliases: frozenset[int]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _about, (self.wants_grad, template(self.structure), self.aliases)
+
+
+def _about(wants_grad: tuple[bool, ...], form: Any, aliases: frozenset[int]) -> _About:
+    return _About(wants_grad, from_template(form), aliases)
 
 
 def _pack(payload: Activation | Gradient) -> Parcel:
     if isinstance(payload, Gradient):
-        return Parcel(payload.leaves, None)
-    about = (payload.wants_grad, template(payload.structure), payload.aliases)
-    return Parcel(payload.leaves, about)
+        return Parcel(payload.leaves, None, is_plain=True)
+    about = _About(payload.wants_grad, payload.structure, payload.aliases)
+    return Parcel(payload.leaves, about, is_plain=is_plain(payload.structure))
 
 
 def _unpack(parcel: Parcel) -> Activation | Gradient:
     if parcel.about is None:
         return Gradient(parcel.tensors)
-    wants_grad, form, aliases = parcel.about
+    about: _About = parcel.about
     leaves = tuple(tensor for tensor in parcel.tensors if tensor is not None)
     versions = tuple(map(version_of, leaves))
-    return Activation(leaves, wants_grad, from_template(form), versions, aliases)
+    return Activation(leaves, about.wants_grad, about.structure, versions, about.aliases)
 
 
 class ProcessTransport(AbstractTransport):

@@ -4,7 +4,11 @@ The order in which kernels add depends on strides, and on how far data lies from
 start; so a tensor arrives with both as it left.
 """
 
+from ctypes import c_char
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +16,7 @@ from torch import Tensor
 CACHE_LINE_BYTES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class TensorKind:
+class TensorKind(NamedTuple):
     """All of a tensor but its values; `distance` is in bytes behind a cache line's start."""
 
     dtype: torch.dtype
@@ -23,38 +26,62 @@ class TensorKind:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorKind":
-        return cls(
-            tensor.dtype,
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.data_ptr() % CACHE_LINE_BYTES,
-        )
-
-    @property
-    def compact_shape(self) -> tuple[int, ...]:
-        """The shape without repetition: an expanded dimension counts once."""
-        return tuple(1 if s == 0 else n for n, s in zip(self.shape, self.strides, strict=True))
+        distance = tensor.data_ptr() % CACHE_LINE_BYTES
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), distance)
 
     @property
     def num_bytes(self) -> int:
         """Bytes that travel."""
-        return _product(self.compact_shape) * self.dtype.itemsize
+        return _layout(self).num_bytes
 
-    @property
-    def order(self) -> list[int]:
-        """Dimensions from the widest stride to the narrowest."""
-        return sorted(range(len(self.shape)), key=lambda d: (-self.strides[d], d))
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How values lie in memory.
+
+    `shape` is without repetition: an expanded dimension counts once.  `order` are the dimensions
+    from the widest stride to the narrowest.  `span` counts values from the first to the last one;
+    `is_dense` says that each of them is the tensor's.
+    """
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    span: int
+    is_dense: bool
+    is_expanded: bool
+    num_values: int
+    num_bytes: int
+
+
+@lru_cache(maxsize=1024)
+def _layout(kind: TensorKind) -> _Layout:
+    pairs = list(zip(kind.shape, kind.strides, strict=True))
+    shape = tuple(min(size, 1) if stride == 0 else size for size, stride in pairs)
+    order = tuple(sorted(range(len(shape)), key=lambda d: (-kind.strides[d], d)))
+    num_values, is_dense = 1, True
+    for dim in reversed(order):
+        is_dense = is_dense and (shape[dim] <= 1 or kind.strides[dim] == num_values)
+        num_values *= shape[dim]
+    return _Layout(
+        shape,
+        order,
+        1 + sum((size - 1) * stride for size, stride in pairs if size > 1),
+        is_dense,
+        shape != kind.shape,
+        prod(shape),
+        prod(shape) * kind.dtype.itemsize,
+    )
 
 
 def to_bytes(tensor: Tensor, kind: TensorKind) -> Tensor:
     """Give a tensor's values as bytes, in the order of its memory; a view if there are no gaps."""
-    compact = tensor.detach()
-    for dim, stride in enumerate(kind.strides):
-        if stride == 0:
-            compact = compact.narrow(dim, 0, 1)
-    if compact.is_conj() or compact.is_neg():
-        compact = compact.resolve_conj().resolve_neg()
-    flat = compact.permute(kind.order).contiguous().view(-1)
+    layout, plain = _layout(kind), tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    elif layout.is_dense:
+        return plain.as_strided((layout.num_values,), (1,)).view(torch.uint8)
+    compact = _without_repetition(plain, kind)
+    flat = compact.permute(layout.order).contiguous().view(-1)
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one value may have stride 0
 
 
@@ -63,44 +90,58 @@ def room_for(kind: TensorKind, device: torch.device) -> tuple[Tensor, Tensor]:
 
     Where the tensor has gaps between its values the bytes lie elsewhere; `fill` moves them.
     """
-    size = tuple(kind.compact_shape[d] for d in kind.order)
-    span = 1 + sum(
-        (n - 1) * s for n, s in zip(kind.compact_shape, kind.strides, strict=True) if n > 1
-    )
-    item = kind.dtype.itemsize
-    base = torch.empty(max(span, 1) * item + CACHE_LINE_BYTES, dtype=torch.uint8, device=device)
+    layout = _layout(kind)
+    tensor = _aligned(kind, layout, device)
+    if layout.is_dense:
+        return tensor.as_strided((layout.num_values,), (1,)).view(torch.uint8), tensor
+    return torch.empty(layout.num_bytes, dtype=torch.uint8, device=device), tensor
+
+
+def _aligned(kind: TensorKind, layout: _Layout, device: torch.device) -> Tensor:
+    """Make a tensor that begins as far from a cache line's start as the one that was sent."""
+    if layout.num_bytes == 0 or not layout.is_expanded:
+        tensor = torch.empty_strided(kind.shape, kind.strides, dtype=kind.dtype, device=device)
+        if layout.num_bytes == 0 or tensor.data_ptr() % CACHE_LINE_BYTES == kind.distance:
+            return tensor
+    num_bytes = layout.span * kind.dtype.itemsize
+    base = torch.empty(num_bytes + CACHE_LINE_BYTES, dtype=torch.uint8, device=device)
     start = (kind.distance - base.data_ptr()) % CACHE_LINE_BYTES
-    if kind.num_bytes == 0:
-        return base[:0], torch.empty_strided(
-            kind.shape, kind.strides, dtype=kind.dtype, device=device
-        )
-    values = base[start : start + span * item].view(kind.dtype)
-    tensor = values.as_strided(kind.shape, kind.strides, values.storage_offset())
-    if span == _product(size):
-        return values.view(torch.uint8), tensor
-    return torch.empty(kind.num_bytes, dtype=torch.uint8, device=device), tensor
+    values = base[start : start + num_bytes].view(kind.dtype)
+    return values.as_strided(kind.shape, kind.strides, values.storage_offset())
+
+
+def memory_of(tensor: Tensor, kind: TensorKind) -> Any:
+    """Give the memory of a tensor on the CPU as bytes to send: a copy only if there are gaps."""
+    if not _layout(kind).is_dense or tensor.is_conj() or tensor.is_neg():
+        tensor = to_bytes(tensor, kind)
+    return _bytes_at(tensor, kind.num_bytes)
+
+
+def memory_to_fill(received: Tensor) -> Any:
+    """Give the memory of the bytes of `room_for`, to receive into."""
+    return _bytes_at(received, received.numel())
+
+
+def _bytes_at(tensor: Tensor, num_bytes: int) -> Any:
+    memory: Any = (c_char * num_bytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # lives as long as this view of it
+    return memory
 
 
 def fill(tensor: Tensor, received: Tensor, kind: TensorKind) -> Tensor:
     """Move received bytes into their tensor, if they are not there already."""
-    if (
-        kind.num_bytes == 0
-        or received.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-    ):
+    layout = _layout(kind)
+    if layout.is_dense or layout.num_bytes == 0:
         return tensor
-    size = tuple(kind.compact_shape[d] for d in kind.order)
-    back = [kind.order.index(d) for d in range(len(kind.order))]
+    back = [layout.order.index(dim) for dim in range(len(layout.order))]
+    size = [layout.shape[dim] for dim in layout.order]
     compact = received.view(kind.dtype).view(size).permute(back)
-    target = tensor
-    for dim, stride in enumerate(kind.strides):
-        if stride == 0:
-            target = target.narrow(dim, 0, 1)
-    target.copy_(compact)
+    _without_repetition(tensor, kind).copy_(compact)
     return tensor
 
 
-def _product(numbers: tuple[int, ...]) -> int:
-    product = 1
-    for number in numbers:
-        product *= number
-    return product
+def _without_repetition(tensor: Tensor, kind: TensorKind) -> Tensor:
+    for dim, stride in enumerate(kind.strides):
+        if stride == 0 and kind.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

@@ -1,0 +1,237 @@
+"""Streams: the connections over which stages send each other values, made when first used.
+
+Between hosts a connection is TCP; on one host a local socket, which costs half as much.
+"""
+
+import hmac
+import os
+import secrets
+import socket
+import struct
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from ipaddress import ip_address
+from selectors import EVENT_READ
+from typing import Any
+
+import torch.distributed as dist
+
+from .background import Background
+from .flows import Alarm, Inflow, Outflow, Readiness
+
+_SECRET_BYTES = 16
+_HELLO = struct.Struct(f"!{_SECRET_BYTES}sII")
+_HELLO_S = 5.0
+"""Whoever connects and does not say in time where from is turned away."""
+_LOCAL_BUFFER_BYTES = 1 << 22
+"""What a local socket holds before its sender has to wait, if the system allows so much."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """Where a process listens, and the word that lets others in.
+
+    `local` is the name by which processes of the same host find it, where the system has such
+    names; nobody answers to it elsewhere.
+    """
+
+    host: str
+    port: int
+    local: str | None
+    secret: bytes
+
+
+class Streams:
+    """The connections of one process, made when they are first used."""
+
+    def __init__(self, rank: int, background: Background) -> None:
+        """Begin to listen, and learn where the others do; call on every process."""
+        self._rank, self._background = rank, background
+        self._alarm = Alarm()
+        background.watch.wake_on_failure(self._alarm)
+        listener, local = _listen(), _listen_locally()
+        self._listeners = [listener] if local is None else [listener, local]
+        self._knock = Readiness(self._listeners, EVENT_READ, self._alarm)
+        self._mine = _Address(
+            _own_host(),
+            listener.getsockname()[1],
+            None if local is None else local.getsockname().decode(),
+            secrets.token_bytes(_SECRET_BYTES),
+        )
+        self._everyone: list[Any] = [None] * dist.get_world_size()
+        background.run(
+            lambda: dist.all_gather_object(self._everyone, self._mine),
+            "for the others' addresses",
+        )
+        self._inflows: dict[tuple[int, int], Inflow] = {}
+        self._outflows: dict[tuple[int, int], Outflow] = {}
+
+    def outflow(self, rank: int, channel: int) -> Outflow:
+        """Give the stream number `channel` to `rank`.
+
+        Raises:
+            ConnectionError: that process cannot be reached.
+        """
+        key = (rank, channel)
+        if key not in self._outflows:
+            name = f"sends-{rank}-{channel}"
+            make_worker = partial(self._background.new_worker, name)
+            self._outflows[key] = Outflow(self._connect(*key), self._alarm, make_worker)
+        return self._outflows[key]
+
+    def inflow(self, rank: int, channel: int, deadline: float | None) -> Inflow:
+        """Give the stream number `channel` from `rank`, waiting until that process opens it.
+
+        Only one thread may wait here.
+
+        Raises:
+            TimeoutError: it does not, by `deadline`.
+            PeerError: a process has failed.
+        """
+        while (rank, channel) not in self._inflows:
+            self._accept(deadline)
+        return self._inflows[rank, channel]
+
+    def _connect(self, rank: int, channel: int) -> socket.socket:
+        address: _Address = self._everyone[rank]
+        try:
+            connection = _reach(address, self._background.timeout_s)
+            connection.sendall(_HELLO.pack(address.secret, self._rank, channel))
+        except OSError as error:
+            raise ConnectionError(
+                f"no connection to {address.host}:{address.port}, where rank {rank} listens: "
+                f"{error}"
+            ) from error
+        return _set_up(connection)
+
+    def _accept(self, deadline: float | None) -> None:
+        """Let those in who knock and know the word; wait until somebody knocks."""
+        self._knock.wait(deadline)
+        for listener in self._listeners:
+            with suppress(BlockingIOError):
+                self._welcome(listener.accept()[0])
+
+    def _welcome(self, connection: socket.socket) -> None:
+        secret, rank, channel = _HELLO.unpack(_hello(connection))
+        if hmac.compare_digest(secret, self._mine.secret):
+            self._inflows[rank, channel] = Inflow(_set_up(connection), self._alarm)
+        else:
+            connection.close()
+
+    def close(self) -> None:
+        """Close all connections; call when nobody waits for one any more."""
+        streams: list[Inflow | Outflow] = [*self._inflows.values(), *self._outflows.values()]
+        for stream in streams:
+            stream.close()
+        self._knock.close()
+        for listener in self._listeners:
+            listener.close()
+        self._alarm.close()
+
+
+def _hello(connection: socket.socket) -> bytes:
+    """Give what the other side says first; only zeros if it says too little."""
+    said = b""
+    try:
+        connection.settimeout(_HELLO_S)
+        while len(said) < _HELLO.size and (more := connection.recv(_HELLO.size - len(said))):
+            said += more
+    except OSError:
+        pass
+    return said if len(said) == _HELLO.size else bytes(_HELLO.size)
+
+
+def _reach(address: _Address, timeout_s: float) -> socket.socket:
+    """Connect by the local name, or by TCP where nobody answers to that."""
+    if address.local is not None and _has_local_names():
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(address.local.encode())
+        except OSError:
+            connection.close()
+        else:
+            return connection
+    return socket.create_connection((address.host, address.port), timeout_s)
+
+
+def _set_up(connection: socket.socket) -> socket.socket:
+    connection.setblocking(False)
+    if connection.family == socket.AF_UNIX:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_BUFFER_BYTES)
+    else:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _has_local_names() -> bool:
+    return sys.platform == "linux"  # sockets named in a space of their own, not by a file
+
+
+def _listen_locally() -> socket.socket | None:
+    """Listen under a name that only this host knows, if there are such names."""
+    if not _has_local_names():
+        return None
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0penstock-{secrets.token_hex()}")
+    listener.listen()
+    listener.setblocking(False)
+    return listener
+
+
+def _listen() -> socket.socket:
+    """Listen on all addresses, as the store where the processes met does."""
+    if socket.has_dualstack_ipv6():
+        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    else:
+        listener = socket.create_server(("", 0))
+    listener.setblocking(False)
+    return listener
+
+
+def _own_host() -> str:
+    """Find a name by which the others reach this host.
+
+    It is the address of the interface that gloo was told to use, else that on the way to where all
+    met.  If neither leads anywhere, the place is on this host, and its name is this host's.
+    """
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if chosen:
+        with suppress(OSError):  # no such interface, or none with such an address
+            return _address_of(chosen)
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if host is None or port is None:
+        host, port = socket.gethostname(), "1"
+    for family, kind, _, _, address in _addresses(host, port):
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.connect(address)  # sends nothing
+            except OSError:
+                continue
+            own: str = probe.getsockname()[0]
+            return host if ip_address(own.partition("%")[0]).is_loopback else own
+    return "localhost"
+
+
+def _address_of(interface: str) -> str:
+    """Give the IPv4 address of a network interface, on Linux.
+
+    Raises:
+        OSError: there is none.
+    """
+    if sys.platform != "linux":
+        raise OSError
+    import fcntl
+
+    ask_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        found = fcntl.ioctl(probe.fileno(), ask_address, struct.pack("256s", interface.encode()))
+    return socket.inet_ntoa(found[20:24])
+
+
+def _addresses(host: str, port: str) -> "list[tuple[Any, ...]]":
+    try:
+        return list(socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM))
+    except OSError:
+        return []

@@ -1,0 +1,20 @@
+"""Eager 1F1B: forwards run ahead, so that no stage waits for a message on its way."""
+
+from .ir import Schedule
+from .one_f_one_b import alternating
+
+
+def eager_1f1b(num_stages: int, num_microbatches: int) -> Schedule:
+    """Alternate as 1F1B does, nearly twice as many forwards ahead: 2(p - s) - 1 on stage s.
+
+    In 1F1B each stage needs what its neighbours send the moment they have it; here an activation
+    has a whole turn of the stage before it to arrive, for p - s - 1 more live micro-batches.
+    From Zhuang et al. 2022, "On Optimizing the Communication of Model Parallelism", section 4.
+
+    p = 3, m = 4:   stage 0 | F0 F1 F2 F3 B0 B1 B2 B3
+                    stage 1 | F0 F1 F2 B0 F3 B1 B2 B3
+                    stage 2 | F0 B0 F1 B1 F2 B2 F3 B3
+    """
+    return alternating(
+        [2 * (num_stages - stage - 1) for stage in range(num_stages)], num_microbatches
+    )
