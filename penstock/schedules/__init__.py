@@ -1,6 +1,7 @@
 """WHEN: schedules as data.  Start at ir.py; a schedule is one file; passes rewrite schedules."""
 
 from .gpipe import gpipe
+from .interleaved_1f1b import interleaved_1f1b
 from .ir import (
     Backward,
     CommitStatistics,
@@ -19,7 +20,10 @@ from .one_f_one_b import one_f_one_b
 from .text import parse
 
 ALL_SCHEDULES = (gpipe, one_f_one_b)
-"""Every schedule function; a law that holds for schedules is tested on each of them."""
+"""Every schedule function that takes any number of stages, one to a rank.
+
+A law that holds for schedules is tested on each of them, and on `interleaved_1f1b`.
+"""
 
 __all__ = [
     "ALL_SCHEDULES",
@@ -36,6 +40,7 @@ __all__ = [
     "SendActivation",
     "SendGradient",
     "gpipe",
+    "interleaved_1f1b",
     "one_f_one_b",
     "parse",
 ]
