@@ -79,7 +79,10 @@ def test_python_m_penstock_is_the_same_command() -> None:
             "os:getcwd returned a str; return (layers, inputs, targets, loss)",
         ),
         (["doctor", "--timeout", "0"], "0.0 is not in the range x>=1"),
-        (["simulate", "--schedule", "gpip"], "'gpip' is not one of 'gpipe', 'one_f_one_b'"),
+        (
+            ["simulate", "--schedule", "gpip"],
+            "'gpip' is not one of 'gpipe', 'one_f_one_b', 'interleaved_1f1b'",
+        ),
         (["simulate", "--num-stages", "0"], "0 is not in the range x>=1"),
     ],
 )
