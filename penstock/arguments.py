@@ -11,6 +11,7 @@ from penstock.errors import ConfigError, PartitionError
 from penstock.model.pytree import flatten
 from penstock.model.stages import check_partition
 from penstock.runtime.devices import with_index
+from penstock.schedules.lower import ScheduleFunction, schedule_of, stage_ranks
 
 Devices = Sequence[torch.device | str | int] | torch.device | str | None
 
@@ -42,19 +43,34 @@ def resolve_num_stages(
     return num_stages
 
 
-def stages_of_mesh(of_mesh: int, num_stages: int | None, partition: Sequence[int] | None) -> int:
-    """Take K from the mesh.
+def stages_of_mesh(
+    num_ranks: int,
+    num_stages: int | None,
+    partition: Sequence[int] | None,
+    schedule: ScheduleFunction,
+) -> int:
+    """Decide K: as asked, else as many as the schedule has on the ranks of the mesh."""
+    per_rank: int = getattr(schedule, "stages_per_rank", 1)
+    return num_stages if num_stages is not None else len(partition or ()) or num_ranks * per_rank
+
+
+def resolve_ranks(
+    schedule: ScheduleFunction, num_stages: int, num_microbatches: int, of_mesh: int | None
+) -> tuple[int, ...]:
+    """Ask the schedule for the rank of each stage; `of_mesh` is how many ranks there are, if set.
 
     Raises:
-        ConfigError: `num_stages` or `partition` says otherwise.
+        ConfigError: the schedule is of another size, or for another number of ranks.
     """
-    said = num_stages if num_stages is not None else len(partition or ()) or of_mesh
-    if said != of_mesh:
+    found = schedule_of(schedule, num_stages, num_microbatches)
+    if of_mesh not in (None, found.num_ranks):
         raise ConfigError(
-            f"the mesh has {of_mesh} stages, num_stages or partition asks for {said}; leave out "
-            "num_stages, and give init_mesh the number you want"
+            f"the mesh has {of_mesh} ranks a pipeline, the schedule runs {num_stages} stages on "
+            f"{found.num_ranks}; leave out num_stages and partition, give init_mesh "
+            f"num_stages={found.num_ranks}, or run several stages on a rank "
+            "(schedule=schedules.interleaved_1f1b(stages_per_rank=...))"
         )
-    return of_mesh
+    return stage_ranks(found)
 
 
 def check_count(name: str, value: int) -> int:
@@ -96,8 +112,8 @@ def check_loss_scale(loss_scale: Any) -> float:
     return float(loss_scale)
 
 
-def resolve_devices(devices: Devices, num_stages: int) -> list[torch.device]:
-    """Give each stage its device: as asked, else the visible GPUs in turn, else the CPU.
+def resolve_devices(devices: Devices, ranks: Sequence[int]) -> list[torch.device]:
+    """Give each stage its device: as asked, else the visible GPUs rank by rank, else the CPU.
 
     Raises:
         ConfigError: there are not as many as stages.
@@ -105,9 +121,9 @@ def resolve_devices(devices: Devices, num_stages: int) -> list[torch.device]:
     if devices is None:
         gpus = torch.cuda.device_count()
         return [
-            torch.device("cuda", s % gpus) if gpus else torch.device("cpu")
-            for s in range(num_stages)
+            torch.device("cuda", rank % gpus) if gpus else torch.device("cpu") for rank in ranks
         ]
+    num_stages = len(ranks)
     if isinstance(devices, str | torch.device):
         return [with_index(torch.device(devices))] * num_stages
     if len(devices) != num_stages:

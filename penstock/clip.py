@@ -1,6 +1,7 @@
 """Gradient clipping over all stages, wherever they run."""
 
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -27,28 +28,36 @@ def clip_grad_norm_(pipe: Pipeline, max_norm: float) -> Tensor:
     """
     if not max_norm > 0:
         raise ConfigError(f"max_norm={max_norm!r}; it must be above 0")
-    gradients = [g for g in _gradients(pipe) if g is not None]
-    norms = [float(torch.linalg.vector_norm(_values(g), dtype=torch.float64)) for g in gradients]
-    total = torch.linalg.vector_norm(
-        torch.tensor(_of_all_stages(pipe, norms), dtype=torch.float64)
-    )
+    gradients = list(_gradients(pipe))
+    norms = [
+        (layer, float(torch.linalg.vector_norm(_values(g), dtype=torch.float64)))
+        for layer, g in gradients
+    ]
+    in_order = [norm for _, norm in sorted(_of_all_stages(pipe, norms), key=itemgetter(0))]
+    total = torch.linalg.vector_norm(torch.tensor(in_order, dtype=torch.float64))
     share = max_norm / (float(total) + 1e-6)
     if share < 1:
-        for gradient in gradients:
+        for _, gradient in gradients:
             gradient.mul_(share)
     norm: Tensor = total.float()
     return norm
 
 
-def _gradients(pipe: Pipeline) -> Iterator[Tensor | None]:
-    return (parameter.grad for parameter in pipe.parameters())
+def _gradients(pipe: Pipeline) -> Iterator[tuple[int, Tensor]]:
+    """Give each gradient that is here, with the number of the first layer that it belongs to."""
+    here, layers = set(pipe.parameters()), enumerate(pipe)
+    for layer, parameter in ((n, p) for n, module in layers for p in module.parameters()):
+        if parameter in here:
+            here.remove(parameter)
+            if parameter.grad is not None:
+                yield layer, parameter.grad
 
 
 def _values(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def _of_all_stages(pipe: Pipeline, norms: list[float]) -> list[float]:
+def _of_all_stages(pipe: Pipeline, norms: list[tuple[int, float]]) -> list[tuple[int, float]]:
     mesh = pipe.mesh
     if mesh is None or not mesh.is_distributed or mesh.background is None:
         return norms
@@ -59,4 +68,4 @@ def _of_all_stages(pipe: Pipeline, norms: list[float]) -> list[float]:
         lambda: dist.all_gather_object(everyone, norms, group=group),
         "for the gradient norms of the other stages",
     )
-    return [norm for of_stage in everyone for norm in of_stage]
+    return [pair for of_process in everyone for pair in of_process]

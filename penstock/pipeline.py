@@ -14,6 +14,7 @@ from penstock.arguments import (
     check_targets,
     resolve_devices,
     resolve_num_stages,
+    resolve_ranks,
     stages_of_mesh,
 )
 from penstock.cut import Cut
@@ -59,20 +60,22 @@ class Pipeline(nn.Module):
         reduction: how `loss` reduces over what it is given; or a function target -> weight, such
             as the number of real tokens.  Micro-batch losses are weighted so that they sum to the
             loss of the mini-batch.
-        schedule: a function (num_stages, num_microbatches) -> Schedule.
+        schedule: a function (num_stages, num_microbatches) -> Schedule, which also says which
+            rank, a thread or a process, runs which stages.
         recompute: which activations to compute twice instead of keeping.
-        devices: one per stage, or one for all; default: the visible GPUs in turn, else the CPU.
+        devices: one per stage, or one for all; default: the visible GPUs in turn, one for each
+            rank's stages, else the CPU.
         seed: of the layers' random streams.
         example_inputs: a batch to balance the layers with.
         threads_per_stage: intra-op threads of each stage on the CPU; default: the cores divided
-            among the stages.  Some kernels round differently for another count.
+            among the ranks.  Some kernels round differently for another count.
         transport: worker threads, or everything in the calling thread.
         trace: what to record of each step, in `last_timeline`; between processes the strongest
             that any of them asks for, of all stages of the own replica.
         timeout_s: deadline of every wait between stages, in seconds; between processes the
             mesh's counts.
         mesh: who runs what (`penstock.init_mesh`).  In a mesh of processes each makes the same
-            pipeline and the same calls; each holds the layers of its own stage, and the others
+            pipeline and the same calls; each holds the layers of its own stages, and the others
             lose their memory (they move to the meta device).  Layers built on the meta device get
             values where they run, from their `reset_parameters` and `seed`.
         batch_norm_over_replicas: pool BatchNorm's moments over the replicas of the mesh too.
@@ -106,12 +109,15 @@ class Pipeline(nn.Module):
         super().__init__()
         self._layers, self._mesh = as_layers(layers), mesh
         if mesh is not None:
-            num_stages = stages_of_mesh(mesh.num_stages, num_stages, partition)
+            num_stages = stages_of_mesh(mesh.num_stages, num_stages, partition, schedule)
         self._num_stages = resolve_num_stages(num_stages, partition, len(self._layers))
         self._num_microbatches = check_count("num_microbatches", num_microbatches)
-        threads = threads_per_stage or max(1, num_cores() // self._num_stages)
+        in_mesh = mesh.num_stages if mesh is not None else None
+        ranks = resolve_ranks(schedule, self._num_stages, num_microbatches, in_mesh)
+        threads = threads_per_stage or max(1, num_cores() // (1 + max(ranks)))
         how = Execution(
             schedule=schedule,
+            ranks=ranks,
             recompute=recompute,
             transport=transport,
             num_threads=check_count("threads_per_stage", threads),
@@ -138,7 +144,7 @@ class Pipeline(nn.Module):
             with self._engine.crew.reporting():
                 self._cut.settle(mesh, first_microbatch(example_inputs, num_microbatches), facts)
             devices = mesh.device
-        self._engine.cut(self._cut.partition, resolve_devices(devices, self._num_stages))
+        self._engine.cut(self._cut.partition, resolve_devices(devices, ranks))
         for step in self._layers:
             if self._engine.holds(step.index):
                 self._modules[step.name] = step.module

@@ -194,7 +194,7 @@ class ShardedOptimizer(Optimizer):
             if theirs != everyone[0]:
                 counts = [sum(map(len, said)) for said in (everyone[0], theirs)]
                 raise ConfigError(
-                    f"replica 0 gives the optimizer of stage {self._mesh.stage} {counts[0]} "
+                    f"replica 0 gives the optimizer of its rank {self._mesh.stage} {counts[0]} "
                     f"parameters, replica {replica} gives it {counts[1]}, or others, or others of "
                     "them frozen, or in other groups; give it the same on every replica"
                 )

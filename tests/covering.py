@@ -6,13 +6,13 @@ from itertools import combinations, product
 from typing import Any
 
 import penstock
-from penstock.schedules import ALL_SCHEDULES
+from tests.every_schedule import EVERY_SCHEDULE
 
 FACTORS: dict[str, Sequence[Any]] = {
     "num_microbatches": (1, 2, 3, 4, 8),
     "num_stages": (1, 2, 3, 4),
     "even": (True, False),
-    "schedule": ALL_SCHEDULES,
+    "schedule": EVERY_SCHEDULE,
     "recompute": tuple(penstock.Recompute),
     "transport": tuple(penstock.Transport),
     "autocast": (False, True),

@@ -11,6 +11,7 @@ from torch.nn.functional import mse_loss
 
 from benchmarks.blocks import transformer
 from penstock import Pipeline, Recompute, schedules
+from penstock.schedules.lower import ScheduleFunction
 
 NUM_STAGES = 2
 MOST_ERROR = 1e-4
@@ -42,8 +43,13 @@ class Work:
 
     @property
     def per_stage(self) -> list[int]:
-        """Layers of each stage."""
-        return [self.num_blocks // NUM_STAGES] * NUM_STAGES
+        """Layers of each stage, one on each rank."""
+        return self.cut(1)
+
+    def cut(self, stages_per_rank: int) -> list[int]:
+        """Give the layers of each stage."""
+        num_stages = NUM_STAGES * stages_per_rank
+        return [self.num_blocks // num_stages] * num_stages
 
 
 class Contestant(Protocol):
@@ -116,21 +122,37 @@ def plain(work: Work, num_microbatches: int) -> InProcess:
     return InProcess("plain torch, 1 thread", model, run_step)
 
 
-def penstock(work: Work, num_microbatches: int, schedule: Any, name: str) -> InProcess:
-    """Penstock: a worker thread for each stage, each with one intra-op thread."""
-    model = work.model()
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A schedule of Penstock's, and how many stages it runs on each rank."""
+
+    schedule: ScheduleFunction
+    stages_per_rank: int = 1
+
+
+WAYS = {
+    "gpipe": Way(schedules.gpipe),
+    "one_f_one_b": Way(schedules.one_f_one_b),
+    "interleaved_1f1b": Way(schedules.interleaved_1f1b(stages_per_rank=2), 2),
+}
+
+
+def penstock(work: Work, num_microbatches: int, name: str) -> InProcess:
+    """Penstock: a worker thread for each rank's stages, with one intra-op thread."""
+    model, way = work.model(), WAYS[name]
     pipe = Pipeline(
         model,
-        partition=work.per_stage,
+        partition=work.cut(way.stages_per_rank),
         num_microbatches=num_microbatches,
         loss=mse_loss,
-        schedule=schedule,
+        schedule=way.schedule,
         recompute=Recompute.NEVER,
         threads_per_stage=1,
         devices="cpu",
     )
     inputs, targets = work.data()
-    return InProcess(name, model, lambda: pipe.train_step(inputs, targets), pipe.close)
+    title = f"Penstock {name}, threads"
+    return InProcess(title, model, lambda: pipe.train_step(inputs, targets), pipe.close)
 
 
 def torchgpipe(work: Work, num_microbatches: int) -> InProcess:
@@ -153,8 +175,7 @@ def in_process(work: Work, num_microbatches: int, *, with_torchgpipe: bool) -> l
     """Give the contestants of this process; plain torch first."""
     found = [
         plain(work, num_microbatches),
-        penstock(work, num_microbatches, schedules.gpipe, "Penstock gpipe, threads"),
-        penstock(work, num_microbatches, schedules.one_f_one_b, "Penstock one_f_one_b, threads"),
+        *(penstock(work, num_microbatches, name) for name in WAYS),
     ]
     return [*found, torchgpipe(work, num_microbatches)] if with_torchgpipe else found
 

@@ -1,16 +1,13 @@
-"""Penstock with one process a stage, as under torchrun."""
+"""Penstock with one process a stage, as under torchrun; or two stages a process, interleaved."""
 
 from torch.nn.functional import mse_loss
 
-from benchmarks.throughput.contestants import NUM_STAGES, Work
+from benchmarks.throughput.contestants import NUM_STAGES, WAYS, Work
 from benchmarks.throughput.processes import Key, Part
-from penstock import Mesh, Pipeline, Recompute, init_mesh, schedules
+from penstock import Mesh, Pipeline, Recompute, init_mesh
 
-SCHEDULES = {
-    "Penstock gpipe, processes": schedules.gpipe,
-    "Penstock one_f_one_b, processes": schedules.one_f_one_b,
-}
-NAMES = tuple(SCHEDULES)
+_WAYS = {f"Penstock {name}, processes": way for name, way in WAYS.items()}
+NAMES = tuple(_WAYS)
 
 
 def prepare(rank: int, work: Work, counts: tuple[int, ...]) -> dict[Key, Part]:
@@ -20,14 +17,14 @@ def prepare(rank: int, work: Work, counts: tuple[int, ...]) -> dict[Key, Part]:
 
 
 def _part(name: str, num_microbatches: int, mesh: Mesh, work: Work) -> Part:
-    layers = dict(enumerate(work.model()))
+    layers, way = dict(enumerate(work.model())), _WAYS[name]
     pipe = Pipeline(
         list(layers.values()),
         mesh=mesh,
-        partition=work.per_stage,
+        partition=work.cut(way.stages_per_rank),
         num_microbatches=num_microbatches,
         loss=mse_loss,
-        schedule=SCHEDULES[name],
+        schedule=way.schedule,
         recompute=Recompute.NEVER,
         threads_per_stage=1,
     )

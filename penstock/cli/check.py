@@ -2,12 +2,15 @@
 
 import click
 
-from .options import SCHEDULE_NAMES
+from penstock.schedules.names import SCHEDULE_NAMES
+
+from .options import stages_per_rank_option
 
 
 @click.command()
 @click.argument("target")
 @click.option("--num-stages", type=click.IntRange(min=1), help="K.  [default: the recipe's, or 2]")
+@stages_per_rank_option
 @click.option(
     "--num-microbatches", type=click.IntRange(min=1), help="M.  [default: the recipe's, or 4]"
 )
@@ -18,9 +21,10 @@ from .options import SCHEDULE_NAMES
     "--recompute", type=click.Choice(["stage", "never"]), help="[default: the recipe's, or stage]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Write the report as JSON.")
-def check(
+def check(  # noqa: PLR0913 - one for each option
     target: str,
     num_stages: int | None,
+    stages_per_rank: int | None,
     num_microbatches: int | None,
     schedule: str | None,
     recompute: str | None,
@@ -44,6 +48,7 @@ def check(
 
     given = {
         "num_stages": num_stages,
+        "stages_per_rank": stages_per_rank,
         "num_microbatches": num_microbatches,
         "schedule": schedule,
         "recompute": recompute,

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.schedules.names import named_schedule
 from penstock.train.build import build_data, build_model, loss_function, pipeline_options
 from penstock.train.read_recipe import read_recipe
 from penstock.types import Recompute
-
-from .options import SCHEDULES
 
 CheckArguments = tuple[tuple[Any, Any, Any], dict[str, Any]]
 """(layers, inputs, targets) and the keyword arguments of `penstock.check`."""
 
 _DEFAULTS: Mapping[str, Any] = {
     "num_stages": 2,
+    "stages_per_rank": 1,
     "num_microbatches": 4,
     "schedule": "gpipe",
     "recompute": "stage",
@@ -59,7 +59,9 @@ def _from_function(target: str, given: Mapping[str, Any]) -> CheckArguments:
         )
     layers, inputs, targets, loss = result
     options = {**_DEFAULTS, **given, "loss": loss}
-    options["schedule"] = SCHEDULES[options["schedule"]]
+    options["schedule"] = named_schedule(
+        options["schedule"], options["num_stages"], options.pop("stages_per_rank")
+    )
     options["recompute"] = Recompute(options["recompute"])
     return (layers, inputs, targets), options
 

@@ -4,11 +4,6 @@ import os
 
 import click
 
-from penstock.schedules import ALL_SCHEDULES
-
-SCHEDULES = {function.__name__: function for function in ALL_SCHEDULES}
-SCHEDULE_NAMES = tuple(SCHEDULES)
-
 USER_ERROR = 2
 INTERRUPTED = 130
 
@@ -16,6 +11,12 @@ num_processes_option = click.option(
     "--num-processes",
     type=click.IntRange(min=1),
     help="Run in so many processes of this host instead of one; to train, K x D of them.",
+)
+
+stages_per_rank_option = click.option(
+    "--stages-per-rank",
+    type=click.IntRange(min=1),
+    help="Stages in each thread, with interleaved_1f1b at least 2.",
 )
 
 

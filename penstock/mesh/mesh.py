@@ -44,8 +44,9 @@ DEFAULT_TIMEOUT_S = 600.0
 class Mesh:
     """Who runs which stage of which replica.
 
-    `stage` and `replica` are this process's place.  `device_mesh` has the axes `replica` and
-    `stage`; it is None where all stages run in this process, each in a thread of its own.
+    `stage` and `replica` are this process's place.  Where a schedule runs several stages on each
+    rank, `num_stages` counts ranks, and `stage` is the first of this one's.  `device_mesh` has the
+    axes `replica` and `stage`; it is None where all stages run in this process, in threads.
     """
 
     num_stages: int
@@ -70,7 +71,7 @@ class Mesh:
 
     @property
     def stage(self) -> int:
-        """The stage that this process runs; 0 where it runs all."""
+        """The stage that this process runs, or the first of several; 0 where it runs all."""
         return self.rank % self.num_stages if self.is_distributed else 0
 
     @property
@@ -89,9 +90,14 @@ class Mesh:
         with self.watch.reporting() if self.watch is not None else nullcontext():
             yield
 
-    def rank_of(self, stage: int) -> int:
-        """Give the rank that runs `stage` of this process's replica."""
-        return self.replica * self.num_stages + stage
+    def rank_of(self, place: int) -> int:
+        """Give the rank at `place` along the stages of this process's replica."""
+        return self.replica * self.num_stages + place
+
+    def name_stages(self, places: Sequence[int]) -> None:
+        """Name the processes by the stages they run, in messages; `places[stage]` says who."""
+        if self.watch is not None:
+            self.watch.name_ranks(_names(places, self.num_replicas))
 
     def group(self, axis: str) -> Any:
         """Give the process group of this process along `axis`."""
@@ -199,7 +205,8 @@ def init_mesh(
     stages, each in a thread.
 
     Args:
-        num_stages: K; default: as many as processes divided by `num_replicas`, or 1 without
+        num_stages: K, processes of a replica, each with a stage, or with several if the schedule
+            says so; default: as many as processes divided by `num_replicas`, or 1 without
             torchrun.
         num_replicas: D, copies of the pipeline that share each mini-batch's samples.
         timeout_s: deadline of every wait between processes, in seconds.
@@ -238,7 +245,7 @@ def init_mesh(
     device_mesh = init_device_mesh(
         place.type, (num_replicas, stages), mesh_dim_names=(REPLICA, STAGE)
     )
-    watch.name_ranks(_names(stages, num_replicas))
+    watch.name_ranks(_names(range(stages), num_replicas))
     background = Background(watch, timeout_s)
     mesh = Mesh(
         stages,
@@ -266,10 +273,18 @@ def _leave(mesh: Mesh) -> None:
         end_now(1)
 
 
-def _names(num_stages: int, num_replicas: int) -> list[str]:
-    """Say of each rank what it runs, for messages."""
+def _names(places: Sequence[int], num_replicas: int) -> list[str]:
+    """Say of each rank which stages it runs, for messages."""
+    of_place = [
+        [str(stage) for stage, place in enumerate(places) if place == wanted]
+        for wanted in range(1 + max(places))
+    ]
     of_replica = [f" of replica {r}" if num_replicas > 1 else "" for r in range(num_replicas)]
-    return [f"stage {stage}{which}" for which in of_replica for stage in range(num_stages)]
+    return [
+        f"stage{'s' if len(stages) > 1 else ''} {' and '.join(stages)}{which}"
+        for which in of_replica
+        for stages in of_place
+    ]
 
 
 def _check_world(num_stages: int, num_replicas: int, world_size: int) -> None:

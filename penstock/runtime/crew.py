@@ -1,7 +1,7 @@
 """Who takes part in a step, and what they must agree on before it begins and share when it ends.
 
 alone      this process runs all stages; there is nothing to agree on
-together   each process runs one stage: a few numbers go round before and after every step
+together   each process runs one rank's stages: a few numbers go round before and after every step
 """
 
 import time
@@ -133,11 +133,12 @@ class Alone(Crew):
 
 
 class Together(Crew):
-    """Each process runs one stage of one replica."""
+    """Each process runs the stages of one rank of one replica; `ranks[stage]` says whose."""
 
-    def __init__(self, mesh: Mesh, *, pools_statistics: bool) -> None:
+    def __init__(self, mesh: Mesh, ranks: tuple[int, ...], *, pools_statistics: bool) -> None:
         assert mesh.background is not None
-        self._mesh, self._background = mesh, mesh.background
+        self._mesh, self._background, self._ranks = mesh, mesh.background, ranks
+        mesh.name_stages(ranks)
         self._replicas: Replicas | None = None
         if mesh.num_replicas > 1:
             self._replicas = Replicas(mesh, pools_statistics=pools_statistics)
@@ -156,14 +157,15 @@ class Together(Crew):
         return self._background.watch.reporting()
 
     def runs(self, stage: int) -> bool:
-        return stage == self._mesh.stage
+        return self._ranks[stage] == self._mesh.stage
 
     def rank_of(self, stage: int) -> int:
-        return self._mesh.rank_of(stage)
+        return self._mesh.rank_of(self._ranks[stage])
 
     @property
     def _is_last(self) -> bool:
-        return self._mesh.stage == self._mesh.num_stages - 1
+        """Whether the last stage runs here, and so the loss."""
+        return self.runs(len(self._ranks) - 1)
 
     def cut(self, inputs: Any, targets: Any, call: Call) -> Batch:
         self._calls += 1
@@ -180,7 +182,7 @@ class Together(Crew):
         )
         check_same_call(everyone)
         mesh, wanted = self._mesh, call.num_microbatches
-        counts = [num_samples(everyone, r, mesh.num_stages) for r in range(mesh.num_replicas)]
+        counts = [num_samples(everyone, r, self._ranks) for r in range(mesh.num_replicas)]
         sizes = microbatch_sizes(counts[mesh.replica], wanted)
         parts: list[Any] = [None] * len(sizes) if targets is None else split(targets, sizes)
         return Batch(
@@ -242,7 +244,7 @@ class Together(Crew):
         return loss
 
     def outputs(self, outputs: Any) -> Any:
-        last = self._mesh.rank_of(self._mesh.num_stages - 1)
+        last = self.rank_of(len(self._ranks) - 1)
         leaves, structure = flatten(outputs) if self._is_last else ([], None)
         facts: list[Any] = [None]
         if structure is not None:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.mesh import Mesh
 from penstock.model.layers import Layers, Step, check_sharing
 from penstock.model.make import empty, move_or_make
 from penstock.model.stages import StagePlan, check_partition, plan_stages, stage_of_layers
 from penstock.schedules.ir import Schedule
-from penstock.schedules.lower import Mode, ScheduleFunction, lower
+from penstock.schedules.lower import Mode, ScheduleFunction, lower, stage_ranks
 from penstock.types import Recompute, Trace, Transport
 
 from .batch_norm import batch_norms
@@ -33,9 +33,10 @@ from .transport.processes import ProcessTransport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """How an engine runs its stages."""
+    """How an engine runs its stages; `ranks[stage]` is who runs a stage, as the schedule says."""
 
     schedule: ScheduleFunction
+    ranks: tuple[int, ...]
     recompute: Recompute
     transport: Transport
     num_threads: int
@@ -47,13 +48,13 @@ class Execution:
     def make_transport(self) -> AbstractTransport:
         """Make what moves values between the stages."""
         if self.mesh is not None and self.mesh.is_distributed:
-            return ProcessTransport(self.mesh, self.num_threads)
+            return ProcessTransport(self.mesh, self.ranks, self.num_threads)
         return make_transport(self.transport, self.num_threads, self.timeout_s)
 
     def make_crew(self) -> Crew:
         """Make what the processes agree through."""
         if self.mesh is not None and self.mesh.is_distributed:
-            return Together(self.mesh, pools_statistics=self.pools_statistics)
+            return Together(self.mesh, self.ranks, pools_statistics=self.pools_statistics)
         return Alone()
 
 
@@ -135,10 +136,11 @@ class Engine:
 
         Raises:
             ScheduleError: the schedule is wrong.
+            ConfigError: for this number of micro-batches it runs a stage on another rank.
         """
         key = (mode, num_microbatches)
         if key not in self._programs:
-            self._programs[key] = lower(
+            found = lower(
                 self._how.schedule,
                 len(self.partition),
                 num_microbatches,
@@ -149,6 +151,14 @@ class Engine:
                 posts=len(self.stages) < len(self.partition),
                 reduces=self.crew.replicas is not None,
             )
+            if stage_ranks(found) != self._how.ranks:
+                raise ConfigError(
+                    f"with {num_microbatches} micro-batches the schedule runs the stages on ranks "
+                    f"{list(stage_ranks(found))}, and the pipeline has them on "
+                    f"{list(self._how.ranks)}; let it deal out the stages alike for every number "
+                    "of micro-batches (a small batch runs as fewer)"
+                )
+            self._programs[key] = found
         return self._programs[key]
 
     def one_at_a_time(self) -> AbstractContextManager[None]:

@@ -74,31 +74,33 @@ def check_same_call(everyone: Sequence[Said]) -> None:
             )
 
 
-def num_samples(everyone: Sequence[Said], replica: int, num_stages: int) -> int:
-    """Give N of a replica.
+def num_samples(everyone: Sequence[Said], replica: int, ranks: Sequence[int]) -> int:
+    """Give N of a replica; `ranks[stage]` is who of its processes runs a stage.
 
     Raises:
         BatchError: its processes were given different batches, or none where one is needed.
     """
-    first = replica * num_stages
-    rows = everyone[first : first + num_stages]
-    of_replica = f" of replica {replica}" if len(everyone) > num_stages else ""
-    if rows[0].num_inputs < 0:
+    num_ranks = 1 + max(ranks)
+    first, last = (replica * num_ranks + ranks[stage] for stage in (0, -1))
+    of_replica = f" of replica {replica}" if len(everyone) > num_ranks else ""
+    if everyone[first].num_inputs < 0:
         raise BatchError(
             f"rank {first} runs stage 0{of_replica} and was given no inputs; give them on every "
             "rank, or at least there"
         )
-    count = int(rows[0].num_inputs)
-    for rank, row in enumerate(rows, start=first):
+    count = int(everyone[first].num_inputs)
+    start = replica * num_ranks
+    rows = everyone[start : start + num_ranks]
+    for rank, row in enumerate(rows, start):
         for what, number in (("inputs", row.num_inputs), ("targets", row.num_targets)):
             if number not in (-1.0, float(count)):
                 raise BatchError(
                     f"rank {first} was given {count} inputs, rank {rank} {number:.0f} {what}; all "
                     "ranks of a replica must be given the same mini-batch"
                 )
-    if rows[-1].num_targets < 0 and any(row.num_targets >= 0 for row in rows):
+    if everyone[last].num_targets < 0 and any(row.num_targets >= 0 for row in rows):
         raise BatchError(
-            f"rank {first + num_stages - 1} runs the last stage{of_replica} and was given no "
+            f"rank {last} runs the last stage{of_replica} and was given no "
             "targets; give them on every rank, or at least there"
         )
     return count

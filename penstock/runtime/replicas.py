@@ -31,7 +31,7 @@ class _Bucket:
 
 
 class Replicas:
-    """This process's stage and its twins in the other replicas."""
+    """This process's stages and their twins in the other replicas."""
 
     def __init__(self, mesh: Mesh, *, pools_statistics: bool) -> None:
         self._mesh = mesh

@@ -2,6 +2,7 @@
 
 from .eager_1f1b import eager_1f1b
 from .gpipe import gpipe
+from .interleaved_1f1b import interleaved_1f1b
 from .ir import (
     Backward,
     CommitStatistics,
@@ -16,11 +17,9 @@ from .ir import (
     SendActivation,
     SendGradient,
 )
+from .names import ALL_SCHEDULES
 from .one_f_one_b import one_f_one_b
 from .text import parse
-
-ALL_SCHEDULES = (gpipe, one_f_one_b, eager_1f1b)
-"""Every schedule function; a law that holds for schedules is tested on each of them."""
 
 __all__ = [
     "ALL_SCHEDULES",
@@ -38,6 +37,7 @@ __all__ = [
     "SendGradient",
     "eager_1f1b",
     "gpipe",
+    "interleaved_1f1b",
     "one_f_one_b",
     "parse",
 ]

@@ -20,6 +20,11 @@ from .passes import (
 from .verify import verify
 
 ScheduleFunction = Callable[[int, int], Schedule]
+"""(num_stages, num_microbatches) -> Schedule.
+
+Where a rank runs several stages, `stages_per_rank` of the function says how many, so that the
+number of stages follows from that of the ranks.
+"""
 
 
 class Mode(Enum):
@@ -35,7 +40,34 @@ class Mode(Enum):
     """Forwards only, nothing kept."""
 
 
-def lower(  # noqa: C901, PLR0913 - what a lowered schedule depends on, and nothing else
+def schedule_of(function: ScheduleFunction, num_stages: int, num_microbatches: int) -> Schedule:
+    """Call a schedule function.
+
+    Raises:
+        ConfigError: it gives a schedule of another size than asked for.
+    """
+    if isinstance(function, type):
+        raise ConfigError(
+            f"schedule={function.__name__} is a class, which makes schedule functions: write "
+            f"schedule={function.__name__}()"
+        )
+    schedule = function(num_stages, num_microbatches)
+    if (schedule.num_stages, schedule.num_microbatches) != (num_stages, num_microbatches):
+        raise ConfigError(
+            f"the schedule function was asked for {num_stages} stages and {num_microbatches} "
+            f"micro-batches, and gave {schedule.num_stages} and "
+            f"{schedule.num_microbatches}:\n{schedule}"
+        )
+    return schedule
+
+
+def stage_ranks(schedule: Schedule) -> tuple[int, ...]:
+    """Give the rank of each stage; 0 of one that `verify` will miss."""
+    ranks = schedule.rank_of()
+    return tuple(ranks.get(stage, 0) for stage in range(schedule.num_stages))
+
+
+def lower(  # noqa: PLR0913 - what a lowered schedule depends on, and nothing else
     function: ScheduleFunction,
     num_stages: int,
     num_microbatches: int,
@@ -55,13 +87,7 @@ def lower(  # noqa: C901, PLR0913 - what a lowered schedule depends on, and noth
         ScheduleError: the schedule is wrong; see `verify`.
         ConfigError: the function gives a schedule of another size than asked for.
     """
-    schedule = function(num_stages, num_microbatches)
-    if (schedule.num_stages, schedule.num_microbatches) != (num_stages, num_microbatches):
-        raise ConfigError(
-            f"the schedule function was asked for {num_stages} stages and {num_microbatches} "
-            f"micro-batches, and gave {schedule.num_stages} and "
-            f"{schedule.num_microbatches}:\n{schedule}"
-        )
+    schedule = schedule_of(function, num_stages, num_microbatches)
     if mode is not Mode.TRAIN:
         schedule = forwards_first(schedule)
     if recompute and mode is not Mode.EVAL:

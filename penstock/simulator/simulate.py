@@ -26,7 +26,8 @@ from .costs import Costs, per_edge, per_stage
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:  # noqa: C901 - one flat match
     """Price `schedule`: each rank runs its program in order and starts each instruction when free.
 
-    A send takes no time; its message arrives `transfer_s` later, and a receive ends no earlier.
+    A send takes no time; its message arrives `transfer_s` later (at once on the same rank), and a
+    receive ends no earlier.
     A schedule without any communication is taken for a chain in which every stage feeds the next.
     The step begins at 0 seconds; exact costs (ints, Fractions) give exact times.
 
@@ -39,7 +40,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:  # noqa: C901 - one 
     backward_s = per_stage(costs.backward_s, schedule.num_stages, "backward_s")
     recompute_s = per_stage(costs.recompute_s, schedule.num_stages, "recompute_s")
     reduce_s = per_stage(costs.reduce_s, schedule.num_stages, "reduce_s")
-    transfer_s = per_edge(costs.transfer_s)
+    transfer_s, ranks = per_edge(costs.transfer_s), schedule.rank_of()
     arrival_s: dict[Message | None, float] = {}
     free_s: list[float] = [0] * schedule.num_ranks
     spans: list[list[Span]] = [[] for _ in schedule.programs]
@@ -52,8 +53,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:  # noqa: C901 - one 
                 end = start + recompute_s[instruction.stage]
             case Backward():
                 end = start + backward_s[instruction.stage]
-            case SendActivation() | SendGradient():
-                wire_s = transfer_s(instruction.stage, instruction.peer)
+            case SendActivation(stage, _, peer) | SendGradient(stage, _, peer):
+                wire_s = 0 if ranks[peer] == rank else transfer_s(stage, peer)
                 arrival_s[sent_message(instruction)] = start + wire_s
             case ReceiveActivation() | ReceiveGradient():
                 end = max(start, arrival_s.pop(awaited_message(instruction)))

@@ -74,8 +74,9 @@ class Breakdown:
 
     @property
     def ideal_utilisation(self) -> float:
-        """The m / (m + p - 1) of p equal ranks, m micro-batches and messages that take no time."""
-        return share(self.num_microbatches, self.num_microbatches + self.num_ranks - 1)
+        """The v m / (v m + p - 1) of p equal ranks, v stages each, and messages without delay."""
+        work = self.num_microbatches * len(self.stages)
+        return share(work, work + self.num_ranks * (self.num_ranks - 1))
 
     @property
     def share_of_ideal(self) -> float:

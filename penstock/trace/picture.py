@@ -164,7 +164,7 @@ def _draw_lanes(axes: "Axes", scale: _Scale, timeline: Timeline) -> None:
     for kind, look in _LOOKS.items():
         spans = [span for span in timeline.spans if isinstance(span.instruction, kind)]
         if spans:
-            _draw_kind(axes, scale, spans, look)
+            _draw_kind(axes, scale, spans, look, many=timeline.schedule.num_stages > len(ranks))
             drawn.append(look)
     waits = [
         (span.rank, scale.box(span.end_s - wait_s, span.end_s))
@@ -177,12 +177,20 @@ def _draw_lanes(axes: "Axes", scale: _Scale, timeline: Timeline) -> None:
     _draw_legend(axes, [*drawn, *([_WAIT] if waits else []), _IDLE])
 
 
-def _draw_kind(axes: "Axes", scale: _Scale, spans: list[Span], look: _Look) -> None:
-    """Draw the boxes of one kind, and their micro-batch numbers if they can be read."""
+def _draw_kind(axes: "Axes", scale: _Scale, spans: list[Span], look: _Look, *, many: bool) -> None:
+    """Draw the boxes of one kind, and their micro-batch numbers if they can be read; where ranks
+    have `many` stages, stage:micro-batch.
+    """
     typical = median(scale.points(span.duration_s) for span in spans)
     boxes = [(span.rank, scale.box(span.start_s, span.end_s)) for span in spans]
     _draw_boxes(axes, boxes, look, edge_points=min(0.7, 0.12 * typical))
-    numbers = [str(s.instruction.microbatch) for s in spans if isinstance(s.instruction, Compute)]
+    numbers = [
+        f"{s.instruction.stage}:{s.instruction.microbatch}"
+        if many
+        else f"{s.instruction.microbatch}"
+        for s in spans
+        if isinstance(s.instruction, Compute)
+    ]
     size = min(8.5, (typical - 2) / max(map(len, numbers)) / _DIGIT_EMS)
     if size < _LEAST_FONT_POINTS:
         return

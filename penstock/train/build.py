@@ -12,7 +12,7 @@ from penstock.data.digits import Split, load_digits
 from penstock.mesh import Mesh
 from penstock.pipeline import Pipeline
 from penstock.scaler import GradScaler
-from penstock.schedules import ALL_SCHEDULES
+from penstock.schedules.names import named_schedule
 from penstock.types import Recompute
 from penstock.zero import zero_optimizer
 from penstock.zoo.residual import residual_network
@@ -50,7 +50,7 @@ def pipeline_options(recipe: Recipe) -> dict[str, Any]:
         "num_stages": section.num_stages if auto else None,
         "partition": None if auto else section.partition,
         "num_microbatches": section.num_microbatches,
-        "schedule": next(f for f in ALL_SCHEDULES if f.__name__ == section.schedule),
+        "schedule": named_schedule(section.schedule, section.num_stages, section.stages_per_rank),
         "recompute": Recompute(section.recompute),
         "seed": section.seed,
         "threads_per_stage": section.threads_per_stage,

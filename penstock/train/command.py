@@ -38,7 +38,7 @@ from .run_folder import (
 from .summary import Summary
 
 RUNS = Path("runs")
-_LAYOUT_KEYS = ("pipeline.num_stages", "pipeline.num_replicas")
+_LAYOUT_KEYS = ("pipeline.num_stages", "pipeline.stages_per_rank", "pipeline.num_replicas")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def _check_same_job(path: Path, old: Recipe, wanted: Recipe) -> None:
 
 
 def _with_layout_of(wanted: Recipe, run: Recipe) -> Recipe:
-    keys = ("num_stages", "num_replicas", "partition")
+    keys = ("num_stages", "stages_per_rank", "schedule", "num_replicas", "partition")
     layout = {key: getattr(wanted.pipeline, key) for key in keys}
     if run.pipeline.num_microbatches % wanted.pipeline.num_replicas:
         return run

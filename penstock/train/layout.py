@@ -28,7 +28,7 @@ def make_mesh(recipe: Recipe) -> Mesh:
     """
     check_layout(recipe, num_processes())
     section = recipe.pipeline
-    return init_mesh(section.num_stages, section.num_replicas, timeout_s=section.timeout_s)
+    return init_mesh(section.num_ranks, section.num_replicas, timeout_s=section.timeout_s)
 
 
 def check_layout(recipe: Recipe, world_size: int) -> None:
@@ -40,19 +40,21 @@ def check_layout(recipe: Recipe, world_size: int) -> None:
     if _fits(recipe, world_size):
         return
     section = recipe.pipeline
-    needed = section.num_stages * section.num_replicas
-    asked = (
-        f"pipeline.num_stages = {section.num_stages} x pipeline.num_replicas = "
-        f"{section.num_replicas} are {needed} processes"
+    needed = section.num_ranks * section.num_replicas
+    per_rank = section.stages_per_rank
+    stages = f"pipeline.num_stages = {section.num_stages}" + (
+        f" / pipeline.stages_per_rank = {per_rank}" if per_rank > 1 else ""
     )
+    asked = f"{stages} x pipeline.num_replicas = {section.num_replicas} are {needed} processes"
     if world_size == 1:
         raise RecipeError(
             f"{asked}, and this is one; start them with --num-processes {needed} or torchrun "
             f"--nproc-per-node {needed}, or --set pipeline.num_replicas=1 to run in one"
         )
+    fitting = (world_size // section.num_replicas or world_size) * per_rank
     raise RecipeError(
         f"{asked}, but {world_size} were started; start {needed}, or --set "
-        f"pipeline.num_stages={world_size // section.num_replicas or world_size} (and "
+        f"pipeline.num_stages={fitting} (and "
         f"pipeline.num_replicas) so that they are {world_size}"
     )
 
@@ -71,7 +73,8 @@ def refit(recipe: Recipe, world_size: int, num_layers: int) -> Recipe:
     if world_size == 1:
         return _with(recipe, section.num_stages, 1)
     for num_replicas in range(section.num_replicas, 0, -1):
-        num_stages, rest = divmod(world_size, num_replicas)
+        num_ranks, rest = divmod(world_size, num_replicas)
+        num_stages = num_ranks * section.stages_per_rank
         shared = section.num_microbatches % num_replicas == 0
         if not rest and shared and num_stages <= num_layers:
             return _with(recipe, num_stages, num_replicas)
@@ -87,7 +90,7 @@ def _fits(recipe: Recipe, world_size: int) -> bool:
     section = recipe.pipeline
     if world_size == 1:
         return section.num_replicas == 1
-    return section.num_stages * section.num_replicas == world_size
+    return section.num_ranks * section.num_replicas == world_size
 
 
 def _with(recipe: Recipe, num_stages: int, num_replicas: int) -> Recipe:

@@ -14,7 +14,7 @@ Huang et al. 2019, section 2.3: O(N + L/K * N/M).  Written out for stage s:
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -34,9 +34,9 @@ def formula_bytes(
     schedule: Schedule,
     recompute: Recompute,
     *,
-    only: int | None = None,
+    only: Collection[int] | None = None,
 ) -> dict[int, int]:
-    """Give the formula's bytes for each stage, or for `only` one.
+    """Give the formula's bytes for each stage, or for those in `only`.
 
     `microbatch` is (inputs, targets) of full size.  Stages that are not asked for may be on the
     meta device.
@@ -45,7 +45,7 @@ def formula_bytes(
     result = {}
     for number, stage in enumerate(stages):
         last = number == len(stages) - 1
-        if only not in (None, number):
+        if only is not None and number not in only:
             value = _shape_behind(stage, value)
             continue
         entering = _as_leaf(value, wants_grad=number > 0)

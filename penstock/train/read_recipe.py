@@ -16,6 +16,7 @@ from .recipe_errors import describe, suggest_place
 FREE_ON_RESUME = frozenset(
     {
         "pipeline.num_stages",
+        "pipeline.stages_per_rank",
         "pipeline.num_replicas",
         "pipeline.shard_optimizer",
         "pipeline.partition",

@@ -9,7 +9,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from penstock.schedules import ALL_SCHEDULES
+from penstock.errors import ConfigError
+from penstock.schedules.names import SCHEDULE_NAMES, named_schedule
 from penstock.types import Recompute
 
 Count = Annotated[int, Field(ge=1)]
@@ -77,9 +78,11 @@ class PipelineSection(Section):
     """How the model runs."""
 
     num_stages: Count
-    """K, the parts the model is cut into; each runs in a thread, or a process, of its own."""
+    """K, the parts the model is cut into."""
+    stages_per_rank: Count = 1
+    """Stages in each thread or process, with the schedule interleaved_1f1b: smaller bubbles."""
     num_replicas: Count = 1
-    """D, copies of the pipeline that share the micro-batches; above 1 it takes K x D processes."""
+    """D, copies of the pipeline that share the micro-batches; above 1 they are processes."""
     num_microbatches: Count
     """M, the parts a batch is cut into; each replica takes M / D of them."""
     shard_optimizer: bool = False
@@ -88,9 +91,7 @@ class PipelineSection(Section):
         "auto"
     )
     """Layers of each stage, such as [5, 8]; auto: balanced by measured time."""
-    schedule: Annotated[str, AfterValidator(_one_of([f.__name__ for f in ALL_SCHEDULES]))] = (
-        "gpipe"
-    )
+    schedule: Annotated[str, AfterValidator(_one_of(list(SCHEDULE_NAMES)))] = "gpipe"
     """In which order a stage does its forwards and backwards."""
     recompute: Annotated[str, AfterValidator(_one_of([r.value for r in Recompute]))] = "stage"
     """stage: keep only what enters a stage, run its forward twice; never: keep everything."""
@@ -108,6 +109,22 @@ class PipelineSection(Section):
                 f"pipeline.num_microbatches = {self.num_microbatches} must be a multiple of "
                 f"pipeline.num_replicas = {self.num_replicas}, which share them"
             )
+        return self
+
+    @property
+    def num_ranks(self) -> int:
+        """Threads or processes of a replica."""
+        return self.num_stages // self.stages_per_rank
+
+    @model_validator(mode="after")
+    def _schedule_fits_the_stages(self) -> Self:
+        try:
+            named_schedule(self.schedule, self.num_stages, self.stages_per_rank)
+        except ConfigError as error:
+            raise ValueError(
+                f'pipeline.schedule = "{self.schedule}" with pipeline.num_stages = '
+                f"{self.num_stages} and pipeline.stages_per_rank = {self.stages_per_rank}: {error}"
+            ) from None
         return self
 
     @model_validator(mode="after")

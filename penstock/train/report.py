@@ -45,19 +45,20 @@ def write_timeline(folder: RunFolder, timeline: Timeline) -> str:
 
 
 def _stage_memory(trainer: Trainer) -> tuple[StageMemory, ...]:
-    """Give what each stage keeps; each process of a mesh knows of its own."""
+    """Give what each stage keeps; each process of a mesh knows of its own stages."""
     recipe, pipe, mesh, train = trainer.recipe, trainer.pipe, trainer.mesh, trainer.data.train
     batch_size = min(recipe.train.batch_size, len(train))
     size = -(-batch_size // recipe.pipeline.num_microbatches)
-    stages = list(cut(trainer.model, pipe.partition))
+    stages, schedule = list(cut(trainer.model, pipe.partition)), pipe.schedule_for()
+    own = {x.stage for x in schedule.programs[mesh.stage]} if mesh.is_distributed else None
     with autocast(recipe, pipe):
         mine = formula_bytes(
             stages,
             (train.inputs[:size], train.targets[:size]),
             loss_function,
-            pipe.schedule_for(),
+            schedule,
             Recompute(recipe.pipeline.recompute),
-            only=mesh.stage if mesh.is_distributed else None,
+            only=own,
         )
     expected = {
         stage: count

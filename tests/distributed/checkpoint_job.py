@@ -4,7 +4,8 @@
     python -m tests.distributed.checkpoint_job STAGES REPLICAS load FOLDER,FOLDER,...
 
 Both train two steps before and two after the checkpoint, and print the later losses as hex.  With
-SHARED=1 in the environment replicas share out the optimizer's state.
+SHARED=1 in the environment replicas share out the optimizer's state; with STAGES_PER_RANK each
+process runs so many stages, and STAGES counts processes.
 """
 
 import os
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock import schedules
 
 MICROBATCHES = 4  # of all replicas
 
@@ -42,10 +44,11 @@ class Run:
     """A pipeline and its optimizer."""
 
     def __init__(self, mesh: penstock.Mesh, seed: int = 0) -> None:
-        self.mesh = mesh
+        self.mesh, per_rank = mesh, int(os.environ.get("STAGES_PER_RANK", "1"))
         self.pipe = penstock.Pipeline(
             layers(),
             mesh=mesh,
+            schedule=schedules.interleaved_1f1b(per_rank) if per_rank > 1 else schedules.gpipe,
             num_microbatches=MICROBATCHES // mesh.num_replicas,
             loss=nn.MSELoss(),
             threads_per_stage=1,

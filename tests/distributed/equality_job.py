@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.schedules import ALL_SCHEDULES
+from penstock.schedules import ALL_SCHEDULES, interleaved_1f1b
+from penstock.schedules.lower import ScheduleFunction
 from tests.models import ALL_MODELS, Built, Model, vectors
 from tests.reference import split
 
@@ -45,7 +46,10 @@ BY_NAME = {model.name: model for model in (*ALL_MODELS, LARGE)}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One training run; `num_samples` and `num_microbatches` are of one replica."""
+    """One training run; `num_samples` and `num_microbatches` are of one replica.
+
+    `num_stages` counts processes; `stages_per_rank` of the stages run in each.
+    """
 
     model: str
     schedule: str
@@ -56,9 +60,17 @@ class Case:
     num_replicas: int = 1
     steps: int = 3
     autocast: str = ""
+    stages_per_rank: int = 1
 
     def write(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def schedule_function(self) -> ScheduleFunction:
+        """What the pipeline takes."""
+        if self.schedule == "interleaved_1f1b":
+            return interleaved_1f1b(self.stages_per_rank)
+        return next(f for f in ALL_SCHEDULES if f.__name__ == self.schedule)
 
     @property
     def precision(self) -> AbstractContextManager[Any]:
@@ -112,7 +124,7 @@ def train(case: Case, mesh: penstock.Mesh) -> dict[str, Any]:
         mesh=mesh,
         num_microbatches=case.num_microbatches,
         loss=model.loss,
-        schedule=next(f for f in ALL_SCHEDULES if f.__name__ == case.schedule),
+        schedule=case.schedule_function,
         recompute=penstock.Recompute(case.recompute),
         threads_per_stage=1,
         batch_norm_over_replicas=case.num_replicas > 1,

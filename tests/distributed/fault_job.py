@@ -4,7 +4,8 @@
 
 In the third step, process RANK raises, is killed (kill -9) or is stopped (SIGSTOP): at the second
 instruction of KIND, or the only one; or, with KIND Save, while it writes the checkpoint after that
-step.  With RANK none it goes on from the newest checkpoint in FOLDER, to the end.
+step.  With RANK none it goes on from the newest checkpoint in FOLDER, to the end.  STAGES_PER_RANK
+in the environment: how many stages each process runs.
 """
 
 import os
@@ -18,6 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 import penstock
+from penstock import schedules
 from penstock.runtime.executor import Executor
 from penstock.schedules import ir
 
@@ -75,8 +77,14 @@ def train(mesh: penstock.Mesh, num_layers: int, folder: Path) -> int:
         nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.2))
         for _ in range(num_layers)
     ]
+    per_rank = int(os.environ.get("STAGES_PER_RANK", "1"))
     pipe = penstock.Pipeline(
-        layers, mesh=mesh, num_microbatches=3, loss=nn.MSELoss(), threads_per_stage=1
+        layers,
+        mesh=mesh,
+        schedule=schedules.interleaved_1f1b(per_rank) if per_rank > 1 else schedules.gpipe,
+        num_microbatches=3,
+        loss=nn.MSELoss(),
+        threads_per_stage=1,
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
     begun_at = newest(folder)

@@ -17,7 +17,13 @@ LAYOUTS = ((1, 1, ""), (2, 1, ""), (4, 1, ""), (2, 2, ""), (2, 2, "1"))
 
 
 def losses(
-    stages: int, replicas: int, action: str, folders: list[Path], shared: str = ""
+    stages: int,
+    replicas: int,
+    action: str,
+    folders: list[Path],
+    shared: str = "",
+    *,
+    stages_per_rank: int = 1,
 ) -> list[list[float]]:
     """Run the job; all ranks must say the same."""
     names = ",".join(map(str, folders))
@@ -29,7 +35,8 @@ def losses(
         action,
         names,
     ]
-    ended = run(stages * replicas, arguments, environment={"SHARED": shared})
+    environment = {"SHARED": shared, "STAGES_PER_RANK": str(stages_per_rank)}
+    ended = run(stages * replicas, arguments, environment=environment)
     lines = [[x for x in e.output.splitlines() if x.startswith("LOSSES")] for e in ended]
     assert all(said == lines[0] for said in lines)
     assert len(lines[0]) == len(folders)
@@ -100,6 +107,35 @@ def test_optimizer_state_that_replicas_share_out_is_saved_whole(tmp_path: Path) 
     found = [float.fromhex(word) for word in finish(here).split()]
     here.pipe.close()
     assert same(found, expected, bits=False)
+
+
+def test_two_processes_of_two_stages_save_and_one_process_goes_on_bit_by_bit(
+    tmp_path: Path,
+) -> None:
+    """Stages 0 and 2 are one process's, 1 and 3 the other's: neither holds neighbours."""
+    (expected,) = losses(2, 1, "save", [tmp_path / "four"], stages_per_rank=2)
+    here = Run(penstock.init_mesh(3), seed=5)
+    penstock.load_checkpoint(tmp_path / "four", here.pipe, here.optimizer)
+    assert [float.fromhex(word) for word in finish(here).split()] == expected
+    here.pipe.close()
+
+
+@pytest.mark.slow
+def test_processes_of_two_stages_load_what_one_process_saved(tmp_path: Path) -> None:
+    here = Run(penstock.init_mesh(1))
+    here.step(), here.step()
+    penstock.save_checkpoint(tmp_path / "one", here.pipe, here.optimizer, note="hello")
+    expected = [float.fromhex(word) for word in finish(here).split()]
+    here.pipe.close()
+    assert losses(2, 1, "load", [tmp_path / "one"], stages_per_rank=2) == [expected]
+
+
+@pytest.mark.slow
+def test_replicas_of_several_stages_share_out_the_optimizers_state(tmp_path: Path) -> None:
+    (expected,) = losses(2, 2, "save", [tmp_path / "eight"], "1", stages_per_rank=2)
+    for stages, per_rank in ((2, 2), (1, 4), (2, 1)):
+        found = losses(stages, 2, "load", [tmp_path / "eight"], "1", stages_per_rank=per_rank)
+        assert found == [expected]
 
 
 @pytest.mark.slow

@@ -30,6 +30,15 @@ def cases(num_stages: int, num_replicas: int, names: tuple[str, ...]) -> Iterato
         yield Case(name, schedule, recompute, 7, 3, num_stages, num_replicas)
 
 
+def interleaved_cases(
+    num_ranks: int, stages_per_rank: int, num_replicas: int, names: tuple[str, ...]
+) -> Iterator[Case]:
+    """Yield cases of several stages in each process; three micro-batches are no whole groups."""
+    for name, recompute in product(names, Recompute):
+        case = Case(name, "interleaved_1f1b", recompute.value, 7, 3, num_ranks, num_replicas)
+        yield replace(case, stages_per_rank=stages_per_rank)
+
+
 def trained(world: list[Case], tmp_path: Path) -> list[list[dict[str, Any]]]:
     """Run the cases in processes; give the results by rank and case."""
     (tmp_path / "cases.json").write_text(json.dumps([case.write() for case in world]))
@@ -68,6 +77,17 @@ def test_processes_give_the_unsplit_models_bits_under_autocast(tmp_path: Path) -
     check_bits([replace(case, autocast=kind) for kind, case in pairs], tmp_path)
 
 
+@pytest.mark.parametrize(
+    "num_ranks, stages_per_rank",
+    ((2, 2), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((1, 3), (2, 3), (3, 2)))),
+)
+def test_several_stages_in_each_process_give_the_unsplit_models_bits(
+    num_ranks: int, stages_per_rank: int, tmp_path: Path
+) -> None:
+    names = [n for n in FEW if len(BY_NAME[n].layers()) >= num_ranks * stages_per_rank]
+    check_bits(list(interleaved_cases(num_ranks, stages_per_rank, 1, tuple(names))), tmp_path)
+
+
 def check_bits(chosen: list[Case], tmp_path: Path) -> None:
     for case, *by_rank in zip(chosen, *trained(chosen, tmp_path), strict=True):
         with case.precision:
@@ -89,7 +109,16 @@ REPLICATED = ("transformer", "batch_norms", "randomness", "frozen_middle")
 def test_two_replicas_give_one_pipelines_gradients_but_for_rounding(
     num_stages: int, tmp_path: Path
 ) -> None:
-    chosen = list(cases(num_stages, 2, REPLICATED))
+    check_replicas(list(cases(num_stages, 2, REPLICATED)), tmp_path)
+
+
+@pytest.mark.slow
+def test_two_replicas_of_several_stages_in_each_process(tmp_path: Path) -> None:
+    check_replicas(list(interleaved_cases(2, 2, 2, REPLICATED)), tmp_path)
+
+
+def check_replicas(chosen: list[Case], tmp_path: Path) -> None:
+    num_stages = chosen[0].num_stages
     for case, *by_rank in zip(chosen, *trained(chosen, tmp_path), strict=True):
         expected = unsplit(case)
         for rank, found in enumerate(by_rank):

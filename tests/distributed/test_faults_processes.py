@@ -178,6 +178,17 @@ def test_every_fault_ends_all_is_named_and_costs_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("kind", "action"), [("Backward", "kill"), ("SendActivation", "raise")])
+def test_a_fault_where_processes_run_several_stages_names_them(
+    kind: str, action: str, tmp_path: Path
+) -> None:
+    arguments = ["-m", MODULE, "1", kind, action, "1", str(tmp_path)]
+    environment = {"NUM_LAYERS": "4", "STAGES_PER_RANK": "2"}
+    ended = start(2, arguments, environment).wait(60)
+    check_ends(ended, (1, kind, action), ["rank 0 (stages 0 and 2)", "rank 1 (stages 1 and 3)"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "kind", "action"), OF_REPLICAS)
 def test_a_fault_of_one_replica_too(
     rank: int,

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import penstock
-from penstock.schedules import ALL_SCHEDULES
 from tests.equality import differences, pipeline
+from tests.every_schedule import EVERY_SCHEDULE
 from tests.models import ALL_MODELS, Model
 
 OF_A_STEP = ("convolutions", "batch_norms", "frozen_batch_norm", "channels_last", "randomness")
@@ -19,7 +19,7 @@ MODELS = [model for model in ALL_MODELS if model.name not in OF_A_STEP]
 MOVED_BY_EVALUATION = ("changing_buffers", "changing_attributes")
 """Models whose layers change at every call, also of the unsplit model in evaluation mode."""
 EVALUATED = [m for m in ALL_MODELS if m.quiet_in_eval and m.name not in MOVED_BY_EVALUATION]
-WAYS = list(product(ALL_SCHEDULES, penstock.Recompute))
+WAYS = list(product(EVERY_SCHEDULE, penstock.Recompute))
 M, STEPS, SAMPLES = 3, 3, 6
 
 

@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.schedules import ALL_SCHEDULES
 from tests.equality import assert_trains_like_unsplit
+from tests.every_schedule import EVERY_SCHEDULE
 from tests.models import Model, images
 
 EVERY_WAY = [
     pytest.param(
         {"schedule": s, "recompute": r, "transport": t}, id=f"{s.__name__}-{r.value}-{t.name}"
     )
-    for s in ALL_SCHEDULES
+    for s in EVERY_SCHEDULE
     for r in penstock.Recompute
     for t in penstock.Transport
 ]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.schedules import ALL_SCHEDULES
+from tests.every_schedule import EVERY_SCHEDULE
 from tests.reference import Unsplit, chain
 
 NUM_STAGES, NUM_MICROBATCHES = 3, 4
@@ -16,7 +16,7 @@ WAYS = [
     pytest.param(
         {"schedule": s, "transport": t, "recompute": r}, id=f"{s.__name__}-{t.name}-{r.value}"
     )
-    for s in ALL_SCHEDULES
+    for s in EVERY_SCHEDULE
     for t in penstock.Transport
     for r in penstock.Recompute
 ]
@@ -147,7 +147,7 @@ def test_a_fault_in_a_layer(where: str, stage: int, microbatch: int, way: dict[s
     with make(layers, F.mse_loss, **way) as pipe:
         pipe.train_step(*batch())
         call = microbatch + 1
-        if where == "forward" and recomputed and way["schedule"] is not ALL_SCHEDULES[0]:
+        if where == "forward" and recomputed and way["schedule"] is not EVERY_SCHEDULE[0]:
             call = 1  # recomputes come between the forwards here, so only the first call is sure
         faulty.arm(where, call)
         with pytest.raises(Fault, match=where) as caught:

@@ -5,11 +5,12 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.schedules import ALL_SCHEDULES, gpipe, one_f_one_b
+from penstock.schedules import gpipe, one_f_one_b
 from penstock.schedules.lower import ScheduleFunction
 from penstock.train.build import loss_function
 from penstock.train.memory_formula import cut, formula_bytes, most_live
 from penstock.zoo.residual import residual_network
+from tests.every_schedule import EVERY_SCHEDULE
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -18,7 +19,7 @@ def test_gpipe_keeps_m_micro_batches_and_1f1b_those_on_their_way(stage: int) -> 
     assert most_live(one_f_one_b(4, 8), stage) == 4 - stage
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES)
+@pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
 @pytest.mark.parametrize("recompute", list(penstock.Recompute))
 @pytest.mark.parametrize("partition", [[8], [3, 5], [2, 1, 5]])
 def test_a_pipeline_keeps_what_the_formula_says(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.schedules import ALL_SCHEDULES
+from tests.every_schedule import EVERY_SCHEDULE
 from tests.reference import Loss, Unsplit, Weigh, chain, mean, shares_of, total, whole_batch_step
 
 PADDING = 0
@@ -78,7 +78,7 @@ def step(loss: Loss, modules: list[nn.Module], batch: Any, **options: Any) -> Te
     return result
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=lambda s: s.__name__)
 @pytest.mark.parametrize("num_samples, num_microbatches", SIZES)
 @pytest.mark.parametrize("loss, reduction, weigh", REDUCTIONS)
 def test_weighted_losses_equal_the_unsplit_ones_in_every_bit(

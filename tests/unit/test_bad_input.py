@@ -36,11 +36,11 @@ def refused_step(
     y: Any = None,
     **options: Any,
 ) -> Exception:
-    """Check that a step is refused, and that no parameter has a gradient then."""
+    """Check that a pipeline or its step is refused, and that no parameter has a gradient then."""
     modules = layers() if modules is None else modules
     x = torch.randn(4, 6) if x is None else x
     y = torch.randn(4, 3) if y is None else y
-    with make(modules, **options) as pipe, pytest.raises(kind, match=message) as caught:
+    with pytest.raises(kind, match=message) as caught, make(modules, **options) as pipe:
         pipe.train_step(x, y)
     assert all(p.grad is None for module in modules for p in module.parameters())
     return caught.value

@@ -79,7 +79,11 @@ def test_python_m_penstock_is_the_same_command() -> None:
             "os:getcwd returned a str; return (layers, inputs, targets, loss)",
         ),
         (["doctor", "--timeout", "0"], "0.0 is not in the range x>=1"),
-        (["simulate", "--schedule", "gpip"], "'gpip' is not one of 'gpipe', 'one_f_one_b'"),
+        (
+            ["simulate", "--schedule", "gpip"],
+            "'gpip' is not one of 'gpipe', 'one_f_one_b', 'interleaved_1f1b'",
+        ),
+        (["simulate", "--schedule", "interleaved_1f1b"], "stages per rank is 1; make it 2 or"),
         (["simulate", "--num-stages", "0"], "0 is not in the range x>=1"),
     ],
 )
@@ -142,6 +146,9 @@ def test_check_takes_a_recipe_and_options_over_it(capsys: Captured) -> None:
     options = ["--num-stages", "3", "--schedule", "one_f_one_b", "--recompute", "never"]
     assert run(["check", DIGITS, *options]) == 0
     assert "K=3, M=8" in capsys.readouterr().out
+    options = ["--num-stages", "4", "--schedule", "interleaved_1f1b", "--stages-per-rank", "2"]
+    assert run(["check", DIGITS, *options]) == 0
+    assert "K=4, M=8" in capsys.readouterr().out
 
 
 def test_another_number_of_processes_than_stages_is_said_before_they_meet(

@@ -43,6 +43,41 @@ def test_a_run_goes_on_with_the_processes_that_are_there(
     assert (found.num_stages, found.num_replicas) == after
 
 
+INTERLEAVED = ("pipeline.schedule=interleaved_1f1b", "pipeline.stages_per_rank=2")
+
+
+@pytest.mark.parametrize(
+    ("before", "world", "after"),
+    [((4, 1), 2, (4, 1)), ((8, 1), 2, (4, 1)), ((4, 2), 8, (8, 2)), ((4, 1), 1, (4, 1))],
+)
+def test_a_run_with_several_stages_a_process_goes_on_with_as_many(
+    before: tuple[int, int], world: int, after: tuple[int, int]
+) -> None:
+    found = refit(recipe(*before, *INTERLEAVED), world, NUM_LAYERS).pipeline
+    assert (found.num_stages, found.num_replicas) == after
+    assert found.stages_per_rank == 2
+
+
+def test_several_stages_a_process_take_fewer_processes() -> None:
+    check_layout(recipe(4, 2, *INTERLEAVED), 4)
+    said = "num_stages = 4 / pipeline.stages_per_rank = 2 x .* are 4 processes, but 8 were"
+    with pytest.raises(RecipeError, match=said):
+        check_layout(recipe(4, 2, *INTERLEAVED), 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (INTERLEAVED[:1], "stages per rank is 1; make it 2 or more"),
+        (INTERLEAVED[1:], "gpipe runs one stage on each rank, and stages per rank is 2"),
+        ((*INTERLEAVED[:1], "pipeline.stages_per_rank=3"), "4 stages, 3 per rank, leave a rank"),
+    ],
+)
+def test_stages_a_rank_must_fit_the_schedule(changes: tuple[str, ...], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        recipe(4, 1, *changes)
+
+
 def test_a_partition_goes_with_its_number_of_stages() -> None:
     old = recipe(2, 1, "pipeline.partition=[5, 6]")
     assert refit(old, 2, NUM_LAYERS).pipeline.partition == (5, 6)

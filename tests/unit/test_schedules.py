@@ -4,7 +4,6 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedules import (
-    ALL_SCHEDULES,
     Backward,
     Forward,
     Schedule,
@@ -25,6 +24,7 @@ from penstock.schedules.passes import (
 )
 from penstock.schedules.verify import verify
 from penstock.schedules.walk import walk
+from tests.every_schedule import EVERY_SCHEDULE
 
 SIZES = [(p, m) for p in range(1, 6) for m in (1, 2, 3, 4, 8)]
 """(stages, micro-batches), fewer micro-batches than stages included."""
@@ -112,7 +112,7 @@ def test_forwards_first_gives_two_halves() -> None:
 
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("recompute", (True, False))
-@pytest.mark.parametrize("function", ALL_SCHEDULES)
+@pytest.mark.parametrize("function", EVERY_SCHEDULE)
 def test_every_lowered_schedule_reads_back_from_its_text(
     function: ScheduleFunction, recompute: bool, mode: Mode
 ) -> None:
@@ -123,7 +123,7 @@ def test_every_lowered_schedule_reads_back_from_its_text(
         assert parse(str(lowered)) == lowered
 
 
-@pytest.mark.parametrize("function", ALL_SCHEDULES)
+@pytest.mark.parametrize("function", EVERY_SCHEDULE)
 def test_every_pair_runs_once_forward_and_once_backward(function: ScheduleFunction) -> None:
     for p, m in SIZES:
         instructions = [instruction for _, instruction in function(p, m)]
@@ -141,7 +141,7 @@ def test_1f1b_keeps_at_most_p_minus_s_microbatches_and_gpipe_all(p: int, m: int)
     assert verify(add_communication(gpipe(p, m), edges), edges).peak_live == (m,) * p
 
 
-@pytest.mark.parametrize("function", ALL_SCHEDULES)
+@pytest.mark.parametrize("function", EVERY_SCHEDULE)
 def test_a_walk_visits_every_instruction_once_and_receives_after_sends(
     function: ScheduleFunction,
 ) -> None:

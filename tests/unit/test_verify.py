@@ -3,10 +3,11 @@
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.schedules import ALL_SCHEDULES, parse
+from penstock.schedules import parse
 from penstock.schedules.lower import ScheduleFunction
 from penstock.schedules.passes import add_communication, chain_edges
 from penstock.schedules.verify import verify
+from tests.every_schedule import EVERY_SCHEDULE
 
 WRONG = {
     "a forward is missing": (
@@ -141,7 +142,7 @@ def test_too_many_live_microbatches_are_refused() -> None:
         verify(parse("rank 0 | 0F0 0F1 0F2 0B0 0B1 0B2"), frozenset(), max_live=2)
 
 
-@pytest.mark.parametrize("function", ALL_SCHEDULES)
+@pytest.mark.parametrize("function", EVERY_SCHEDULE)
 def test_every_schedule_is_proved_for_chains_and_skips(function: ScheduleFunction) -> None:
     for p in range(1, 6):
         for m in (1, 2, 3, 8):

@@ -46,10 +46,11 @@ class Parcel(NamedTuple):
 class Outgoing:
     """The sending end."""
 
-    def __init__(self, mesh: Mesh, peer: int, channel: int) -> None:
+    def __init__(self, mesh: Mesh, stage: int, rank: int, channel: int) -> None:
+        """Send for `stage`, to the process `rank`."""
         assert mesh.streams is not None
-        self._stage = mesh.stage
-        self._outflow = mesh.streams.outflow(mesh.rank_of(peer), channel)
+        self._stage = stage
+        self._outflow = mesh.streams.outflow(rank, channel)
         self._known: dict[bytes, int] = {}
         self._plain: dict[tuple[_Kinds, Any] | None, int] = {}
 
@@ -93,9 +94,9 @@ class Outgoing:
 class Incoming:
     """The receiving end; used by one thread at a time."""
 
-    def __init__(self, mesh: Mesh, peer: int, channel: int) -> None:
+    def __init__(self, mesh: Mesh, rank: int, channel: int) -> None:
         assert mesh.streams is not None
-        self._streams, self._rank, self._channel = mesh.streams, mesh.rank_of(peer), channel
+        self._streams, self._rank, self._channel = mesh.streams, rank, channel
         self._device = mesh.device or torch.device("cpu")
         self._inflow: Inflow | None = None
         self._known: list[Any] = []

@@ -4,6 +4,7 @@ main thread    the program: compute, send, receive
 background     receives of large messages, that were posted early; the rest of large sends
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,33 +28,46 @@ _WHAT_SENDS = "for stage {} to take what was sent to it"
 
 
 class _Peers(AbstractChannels):
-    """The messages of one process; its links to others outlive a run."""
+    """The messages of one process; its links to others outlive a run.
 
-    def __init__(self, mesh: Mesh, background: Background) -> None:
+    What one of its stages sends to another stays here.
+    """
+
+    def __init__(self, mesh: Mesh, background: Background, ranks: Sequence[int]) -> None:
         self._mesh, self._background = mesh, background
-        self._incoming: dict[tuple[bool, int], Incoming] = {}
-        self._outgoing: dict[tuple[bool, int], Outgoing] = {}
+        self._ranks = [mesh.rank_of(rank) for rank in ranks]
+        self._incoming: dict[tuple[int, int], Incoming] = {}
+        self._outgoing: dict[tuple[int, int], Outgoing] = {}
+        self._staying: dict[Message, Activation | Gradient] = {}
         self._posted: dict[Message, Slot] = {}
         self._sent: list[tuple[Slot, int]] = []
 
     def post(self, message: Message) -> None:
+        if self._ranks[message[1]] == self._mesh.rank:
+            return
         incoming = self._incoming_of(message)
         if incoming.expects_much:  # of one link, at most one message is under way
             job = partial(incoming.receive, message[3])
             self._posted[message] = self._background.receives.submit(job)
 
     def send(self, message: Message, payload: Activation | Gradient) -> None:
-        is_gradient, _, target, microbatch = message
+        _, _, target, microbatch = message
+        peer = self._ranks[target]
+        if peer == self._mesh.rank:
+            self._staying[message] = payload
+            return
         try:
-            slot = self._outgoing_to(target, is_gradient).send(_pack(payload), microbatch)
+            slot = self._outgoing_of(message).send(_pack(payload), microbatch)
         except WAIT_FAILURES as error:
-            what, peer = _WHAT_SENDS.format(target), self._mesh.rank_of(target)
+            what = _WHAT_SENDS.format(target)
             raise self._background.blame(error, what, peer) from error
         if slot is not None:
             self._sent.append((slot, target))
 
     def receive(self, message: Message, instruction: Instruction) -> Activation | Gradient:
         is_gradient, source, _, microbatch = message
+        if self._ranks[source] == self._mesh.rank:
+            return self._staying.pop(message)
         posted, timeout_s = self._posted.pop(message, None), self._background.timeout_s
         try:
             if posted is None:
@@ -65,26 +79,36 @@ class _Peers(AbstractChannels):
                 f"{'gradient' if is_gradient else 'activation'} of micro-batch {microbatch} "
                 f"from stage {source}"
             )
-            raise self._background.blame(error, what, self._mesh.rank_of(source)) from error
+            raise self._background.blame(error, what, self._ranks[source]) from error
 
     def _incoming_of(self, message: Message) -> Incoming:
-        is_gradient, source, _, _ = message
-        key = (is_gradient, source)
+        _, source, target, _ = message
+        key = (source, target)
         if key not in self._incoming:
-            self._incoming[key] = Incoming(self._mesh, source, channel=int(is_gradient))
+            rank = self._ranks[source]
+            self._incoming[key] = Incoming(self._mesh, rank, _channel(source, target))
         return self._incoming[key]
 
-    def _outgoing_to(self, target: int, is_gradient: bool) -> Outgoing:
-        key = (is_gradient, target)
+    def _outgoing_of(self, message: Message) -> Outgoing:
+        _, source, target, _ = message
+        key = (source, target)
         if key not in self._outgoing:
-            self._outgoing[key] = Outgoing(self._mesh, target, channel=int(is_gradient))
+            rank, channel = self._ranks[target], _channel(source, target)
+            self._outgoing[key] = Outgoing(self._mesh, source, rank, channel)
         return self._outgoing[key]
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
         sent, self._sent = self._sent, []
         for slot, target in sent:
-            self._background.wait(slot, _WHAT_SENDS.format(target), self._mesh.rank_of(target))
+            self._background.wait(slot, _WHAT_SENDS.format(target), self._ranks[target])
+
+
+def _channel(source: int, target: int) -> int:
+    """Number what goes from one stage to another, alike at both ends: activations if `source` is
+    the lower one, else gradients.
+    """
+    return (source << 16) + target
 
 
 class _About(NamedTuple):
@@ -121,10 +145,10 @@ def _unpack(parcel: Parcel) -> Activation | Gradient:
 class ProcessTransport(AbstractTransport):
     """Runs this process's program in the calling thread; the other programs run elsewhere."""
 
-    def __init__(self, mesh: Mesh, num_threads: int) -> None:
+    def __init__(self, mesh: Mesh, ranks: Sequence[int], num_threads: int) -> None:
         assert mesh.background is not None
         self._mesh, self._num_threads = mesh, num_threads
-        self._channels = _Peers(mesh, mesh.background)
+        self._channels = _Peers(mesh, mesh.background, ranks)
 
     def drive(self, work: Work) -> None:
         rank = self._mesh.stage

@@ -1,0 +1,84 @@
+"""Interleaved 1F1B: v stages on each rank, for a bubble v times smaller (Narayanan et al. 2021).
+
+Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, section 2.2.
+"""
+
+from dataclasses import dataclass
+
+from penstock.errors import ConfigError
+
+from .ir import Backward, Forward, Instruction, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class interleaved_1f1b:
+    """Alternate one forward with one backward on R ranks; rank r runs stages r, r + R, and so on.
+
+        Pipeline(layers, num_stages=4, schedule=schedules.interleaved_1f1b(stages_per_rank=2))
+
+    Calling it makes the schedule.  p = 4 stages, v = 2 of them on each of R = 2 ranks, m = 4:
+
+    rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
+    rank 1 | 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+
+    A rank takes R micro-batches through one of its stages, then the same ones through the next,
+    and starts with 2 (R - r - 1) + (v - 1) R forwards.  The bubble is (R - 1) / (v m) of the work:
+    1F1B's divided by v.  For that a micro-batch crosses about v times as many borders, and the
+    first rank keeps 1 + (R - 1) / (v R) times what 1F1B's keeps.
+
+    Any m works.  Where R does not divide it, the schedule is that of the next multiple of R with
+    the micro-batches beyond m struck out: no rank waits for what it did not wait for there.
+    """
+
+    stages_per_rank: int = 2
+
+    def __post_init__(self) -> None:
+        count = self.stages_per_rank
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ConfigError(
+                f"stages_per_rank={count!r}; it must be a whole number of at least 1"
+            )
+
+    def __call__(self, num_stages: int, num_microbatches: int) -> Schedule:
+        """Make the schedule.
+
+        Raises:
+            ConfigError: the stages cannot be dealt out to ranks evenly.
+        """
+        num_ranks, rest = divmod(num_stages, self.stages_per_rank)
+        if rest or not num_ranks:
+            raise ConfigError(
+                f"num_stages={num_stages} is not a multiple of stages_per_rank="
+                f"{self.stages_per_rank}; num_stages counts the stages of all ranks: choose "
+                f"{self.stages_per_rank * max(1, num_ranks)} or "
+                f"{self.stages_per_rank * (num_ranks + 1)} stages, or another stages_per_rank"
+            )
+        return Schedule(
+            tuple(self._program(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
+        )
+
+    def _program(
+        self, rank: int, num_ranks: int, num_microbatches: int
+    ) -> tuple[Instruction, ...]:
+        whole = -(-num_microbatches // num_ranks) * num_ranks
+        forwards = [
+            Forward(rank + n * num_ranks, first + i)
+            for first in range(0, whole, num_ranks)
+            for n in range(self.stages_per_rank)
+            for i in range(num_ranks)
+        ]
+        backwards = [
+            Backward(rank + n * num_ranks, first + i)
+            for first in range(0, whole, num_ranks)
+            for n in reversed(range(self.stages_per_rank))
+            for i in range(num_ranks)
+        ]
+        warmup = 2 * (num_ranks - rank - 1) + (self.stages_per_rank - 1) * num_ranks
+        warmup = min(warmup, len(forwards))
+        steady = zip(forwards[warmup:], backwards, strict=False)
+        order = [
+            *forwards[:warmup],
+            *(instruction for pair in steady for instruction in pair),
+            *backwards[len(forwards) - warmup :],
+        ]
+        return tuple(x for x in order if x.microbatch < num_microbatches)

@@ -1,0 +1,182 @@
+"""Interleaved 1F1B: its grid, its laws for any ranks, stages and micro-batches, and its errors."""
+
+import copy
+import pickle
+from fractions import Fraction
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import penstock
+from penstock.errors import ConfigError
+from penstock.schedules import Forward, Schedule, interleaved_1f1b, one_f_one_b, parse
+from penstock.schedules.lower import Mode, lower
+from penstock.schedules.passes import chain_edges
+from penstock.simulator import UNIT_COSTS, Costs, simulate
+from penstock.trace.grid import render_grid
+
+FORWARD_S, BACKWARD_S = 1, 2
+SIZES = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 20))
+"""Ranks, stages on each, micro-batches: also fewer than ranks, and no multiple of them."""
+
+
+def test_a_rank_takes_a_group_of_micro_batches_through_one_stage_after_the_other() -> None:
+    assert interleaved_1f1b(stages_per_rank=2)(4, 4) == parse("""
+        rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
+        rank 1 | 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+    """)
+
+
+def test_of_an_incomplete_group_the_missing_micro_batches_are_struck_out() -> None:
+    assert interleaved_1f1b(stages_per_rank=2)(4, 3) == parse("""
+        rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 2B1 2F2 0B0 0B1 2B2 0B2
+        rank 1 | 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1B1 3F2 3B2 1B2
+    """)
+
+
+def test_a_single_rank_runs_all_stages() -> None:
+    assert interleaved_1f1b(stages_per_rank=2)(2, 2) == parse(
+        "rank 0 | 0F0 1F0 1B0 0F1 0B0 1F1 1B1 0B1"
+    )
+
+
+@given(SIZES)
+def test_every_size_is_proved_free_of_deadlock_and_exact(sizes: tuple[int, int, int]) -> None:
+    num_ranks, stages_per_rank, num_microbatches = sizes
+    num_stages = num_ranks * stages_per_rank
+    schedule = interleaved_1f1b(stages_per_rank)(num_stages, num_microbatches)
+    assert schedule.num_ranks == num_ranks
+    assert schedule.rank_of() == {stage: stage % num_ranks for stage in range(num_stages)}
+    skips = {(0, stage) for stage in range(2, num_stages)} | chain_edges(num_stages)
+    for mode in Mode:
+        lower(
+            interleaved_1f1b(stages_per_rank),
+            num_stages,
+            num_microbatches,
+            edges=frozenset(skips),
+            recompute=True,
+            committing=range(num_stages),
+            mode=mode,
+            posts=True,
+            reduces=True,
+        )
+
+
+@given(SIZES)
+def test_the_bubble_is_that_of_1f1b_divided_by_the_stages_of_a_rank(
+    sizes: tuple[int, int, int],
+) -> None:
+    num_ranks, stages_per_rank, groups = sizes
+    num_microbatches = num_ranks * groups
+    schedule = interleaved_1f1b(stages_per_rank)(num_ranks * stages_per_rank, num_microbatches)
+    timeline = simulate(schedule, UNIT_COSTS)
+    work_s = (FORWARD_S + BACKWARD_S) * stages_per_rank * num_microbatches
+    idle_s = (FORWARD_S + BACKWARD_S) * (num_ranks - 1)
+    assert timeline.step_s == work_s + idle_s
+    assert timeline.bubble == Fraction(idle_s, work_s + idle_s)
+    assert timeline.breakdown().share_of_ideal == 1
+
+
+@given(SIZES)
+def test_no_step_is_longer_than_that_of_1f1b(sizes: tuple[int, int, int]) -> None:
+    num_ranks, stages_per_rank, num_microbatches = sizes
+    schedule = interleaved_1f1b(stages_per_rank)(num_ranks * stages_per_rank, num_microbatches)
+    whole = Costs(forward_s=stages_per_rank, backward_s=2 * stages_per_rank, recompute_s=1)
+    longest_s = simulate(one_f_one_b(num_ranks, num_microbatches), whole).step_s
+    assert simulate(schedule, UNIT_COSTS).step_s <= longest_s
+
+
+@pytest.mark.parametrize("num_ranks, stages_per_rank", [(2, 2), (3, 2), (4, 3)])
+def test_the_first_rank_keeps_as_many_as_it_warms_up_with_and_one(
+    num_ranks: int, stages_per_rank: int
+) -> None:
+    schedule = interleaved_1f1b(stages_per_rank)(num_ranks * stages_per_rank, 8 * num_ranks)
+    steps = (1 if isinstance(x, Forward) else -1 for x in schedule.programs[0])
+    warmup = 2 * (num_ranks - 1) + (stages_per_rank - 1) * num_ranks
+    assert max(accumulate(steps)) == warmup + 1
+
+
+def test_the_simulator_prices_no_transfer_within_a_rank() -> None:
+    slow = Costs(forward_s=1, backward_s=2, recompute_s=1, transfer_s=100)
+    assert simulate(interleaved_1f1b(3)(3, 4), slow).step_s == 3 * 4 * 3
+
+
+def test_the_grid_names_the_stage_of_each_box() -> None:
+    grid = render_grid(simulate(interleaved_1f1b(2)(4, 2), UNIT_COSTS), 120)
+    assert "0F1" in grid and "2F0" in grid and "rank 2" not in grid
+
+
+def test_a_schedule_function_is_a_value() -> None:
+    function = interleaved_1f1b(stages_per_rank=3)
+    assert function == interleaved_1f1b(3) != interleaved_1f1b(2)
+    assert pickle.loads(pickle.dumps(function)) == copy.deepcopy(function) == function
+    assert str(function) == "interleaved_1f1b(stages_per_rank=3)"
+    assert f"schedule={function}" in repr(pipeline(function, num_stages=3))
+
+
+@pytest.mark.parametrize("count", (0, -1, 1.5, True, "2"))
+def test_the_stages_of_a_rank_are_a_whole_number(count: object) -> None:
+    with pytest.raises(ConfigError, match="must be a whole number of at least 1"):
+        interleaved_1f1b(count)  # type: ignore[arg-type]
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(4, 4) for _ in range(6)]
+
+
+def pipeline(schedule: object, **options: object) -> penstock.Pipeline:
+    return penstock.Pipeline(
+        layers(),
+        loss=nn.functional.mse_loss,
+        num_microbatches=3,
+        schedule=schedule,  # type: ignore[arg-type]
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def test_stages_that_cannot_be_dealt_out_are_refused_with_what_could_be() -> None:
+    with pytest.raises(ConfigError, match=r"num_stages=5 is not a multiple.*choose 4 or 6 stages"):
+        pipeline(interleaved_1f1b(2), num_stages=5)
+
+
+def test_a_class_in_place_of_a_schedule_function_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"write schedule=interleaved_1f1b\(\)"):
+        pipeline(interleaved_1f1b, num_stages=4)
+
+
+def test_a_mesh_of_ranks_holds_as_many_stages_as_the_schedule_says() -> None:
+    mesh = penstock.init_mesh(2)
+    for options in ({}, {"num_stages": 6}, {"partition": [1] * 6}):
+        assert pipeline(interleaved_1f1b(3), mesh=mesh, **options).num_stages == 6
+    assert pipeline(one_f_one_b, mesh=mesh).num_stages == 2
+
+
+@pytest.mark.parametrize(
+    "schedule, num_stages, ranks", [(interleaved_1f1b(2), 6, 3), (one_f_one_b, 4, 4)]
+)
+def test_a_schedule_for_another_number_of_ranks_than_the_mesh_has_is_refused(
+    schedule: object, num_stages: int, ranks: int
+) -> None:
+    said = f"the mesh has 2 ranks a pipeline, the schedule runs {num_stages} stages on {ranks}"
+    with pytest.raises(ConfigError, match=said):
+        pipeline(schedule, mesh=penstock.init_mesh(2), num_stages=num_stages)
+
+
+def test_a_rank_per_thread_and_cores_divided_among_ranks() -> None:
+    cores = penstock.runtime.devices.num_cores()
+    assert pipeline(interleaved_1f1b(3), num_stages=6).threads_per_stage == max(1, cores // 2)
+
+
+def test_a_schedule_that_deals_out_stages_differently_for_a_small_batch_is_refused() -> None:
+    def moody(num_stages: int, num_microbatches: int) -> Schedule:
+        return interleaved_1f1b(2 if num_microbatches == 3 else 1)(num_stages, num_microbatches)
+
+    with pipeline(moody, num_stages=4) as pipe:
+        pipe.train_step(torch.randn(6, 4), torch.randn(6, 4))
+        with pytest.raises(ConfigError, match=r"with 2 micro-batches .* ranks \[0, 1, 2, 3\]"):
+            pipe.train_step(torch.randn(2, 4), torch.randn(2, 4))
