@@ -133,6 +133,7 @@ class Way:
 WAYS = {
     "gpipe": Way(schedules.gpipe),
     "one_f_one_b": Way(schedules.one_f_one_b),
+    "eager_1f1b": Way(schedules.eager_1f1b),
     "interleaved_1f1b": Way(schedules.interleaved_1f1b(stages_per_rank=2), 2),
 }
 

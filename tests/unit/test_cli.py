@@ -81,7 +81,7 @@ def test_python_m_penstock_is_the_same_command() -> None:
         (["doctor", "--timeout", "0"], "0.0 is not in the range x>=1"),
         (
             ["simulate", "--schedule", "gpip"],
-            "'gpip' is not one of 'gpipe', 'one_f_one_b', 'interleaved_1f1b'",
+            "'gpip' is not one of 'gpipe', 'one_f_one_b', 'eager_1f1b', 'interleaved_1f1b'",
         ),
         (["simulate", "--schedule", "interleaved_1f1b"], "stages per rank is 1; make it 2 or"),
         (["simulate", "--num-stages", "0"], "0 is not in the range x>=1"),
