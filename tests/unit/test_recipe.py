@@ -71,7 +71,8 @@ def test_an_unknown_key_is_named_with_the_nearest_one(override: str, message: st
         ("optimizer.name=adam", 'optimizer.name = "adam" must be "adamw" or "sgd"; did you mean'),
         (
             "pipeline.schedule=gpip",
-            '"gpip" must be "gpipe" or "one_f_one_b" or "eager_1f1b" or "interleaved_1f1b"; did you mean gpipe?',
+            '"gpip" must be "gpipe" or "one_f_one_b" or "eager_1f1b" or "interleaved_1f1b"; '
+            "did you mean gpipe?",
         ),
         ("pipeline.recompute=always", '"always" must be "stage" or "never"'),
         (
