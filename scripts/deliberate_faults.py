@@ -280,6 +280,22 @@ FAULTS = (
         "one_name",
     ),
     Fault(
+        "edges between the same two processes share a connection",
+        "penstock/runtime/transport/processes.py",
+        "return (source << 16) + target",
+        "return int(source > target)",
+        "tests/distributed/test_equality_processes.py",
+        "any_rank and ranks0",
+    ),
+    Fault(
+        "the warm-up of interleaved 1F1B is 1F1B's",
+        "penstock/schedules/interleaved_1f1b.py",
+        "warmup = 2 * (num_ranks - rank - 1) + (self.stages_per_rank - 1) * num_ranks",
+        "warmup = num_ranks - rank - 1",
+        "tests/unit/test_interleaved.py",
+        "free_of_deadlock",
+    ),
+    Fault(
         "a process that fails tells nobody",
         "penstock/mesh/watch.py",
         'self._store.compare_set("failed", "", told)',

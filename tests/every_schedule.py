@@ -1,6 +1,10 @@
 """Every schedule, each for any number of stages: what the laws are tried on."""
 
-from penstock.schedules import ALL_SCHEDULES, Schedule, interleaved_1f1b
+from dataclasses import dataclass
+from itertools import count
+
+from penstock.schedules import ALL_SCHEDULES, Backward, Forward, Schedule, interleaved_1f1b
+from penstock.schedules.ir import Instruction
 
 
 def interleaved(num_stages: int, num_microbatches: int) -> Schedule:
@@ -10,3 +14,48 @@ def interleaved(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 EVERY_SCHEDULE = (*ALL_SCHEDULES, interleaved)
+
+
+Progress = dict[tuple[int, bool], int]
+"""How many forwards (False) and backwards (True) of each stage are done."""
+
+
+def ready_in(done: Progress, num_stages: int, num_microbatches: int) -> list[tuple[int, bool]]:
+    """List whose next forward or backward has all it needs."""
+
+    def is_ready(stage: int, is_backward: bool) -> bool:
+        number = done[stage, is_backward]
+        if number == num_microbatches:
+            return False
+        if not is_backward:
+            return stage == 0 or done[stage - 1, False] > number
+        is_last = stage == num_stages - 1
+        return done[stage, False] > number and (is_last or done[stage + 1, True] > number)
+
+    return [place for place in done if is_ready(*place)]
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """Stages on ranks as `ranks[stage]` says; each rank does what is ready, in its own order.
+
+    Even ranks prefer the first stage and forwards; odd ones, half as fast, the last stage and
+    backwards: they want what was sent later before what was sent earlier.
+    """
+
+    ranks: tuple[int, ...]
+
+    def __call__(self, num_stages: int, num_microbatches: int) -> Schedule:
+        done = {(stage, backward): 0 for stage in range(num_stages) for backward in (False, True)}
+        programs: list[list[Instruction]] = [[] for _ in range(1 + max(self.ranks))]
+        rounds = count()
+        while ready := ready_in(done, num_stages, num_microbatches):
+            idle = next(rounds) % 2
+            for rank, program in enumerate(programs):
+                own = [place for place in ready if self.ranks[place[0]] == rank]
+                if own and not (rank % 2 and idle):
+                    stage, backward = max(own) if rank % 2 else min(own)
+                    kind = Backward if backward else Forward
+                    program.append(kind(stage, done[stage, backward]))
+                    done[stage, backward] += 1
+        return Schedule(tuple(map(tuple, programs)))

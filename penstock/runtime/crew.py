@@ -138,7 +138,6 @@ class Together(Crew):
     def __init__(self, mesh: Mesh, ranks: tuple[int, ...], *, pools_statistics: bool) -> None:
         assert mesh.background is not None
         self._mesh, self._background, self._ranks = mesh, mesh.background, ranks
-        mesh.name_stages(ranks)
         self._replicas: Replicas | None = None
         if mesh.num_replicas > 1:
             self._replicas = Replicas(mesh, pools_statistics=pools_statistics)
@@ -154,6 +153,7 @@ class Together(Crew):
         return True
 
     def reporting(self) -> AbstractContextManager[None]:
+        self._mesh.name_stages(self._ranks)  # another pipeline may have dealt them out otherwise
         return self._background.watch.reporting()
 
     def runs(self, stage: int) -> bool:

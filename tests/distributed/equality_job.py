@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.schedules import ALL_SCHEDULES, interleaved_1f1b
 from penstock.schedules.lower import ScheduleFunction
+from tests.every_schedule import Dealt
 from tests.models import ALL_MODELS, Built, Model, vectors
 from tests.reference import split
 
@@ -48,7 +49,8 @@ BY_NAME = {model.name: model for model in (*ALL_MODELS, LARGE)}
 class Case:
     """One training run; `num_samples` and `num_microbatches` are of one replica.
 
-    `num_stages` counts processes; `stages_per_rank` of the stages run in each.
+    `num_stages` counts processes; `stages_per_rank` of the stages run in each, or those that
+    `ranks` gives it, in the schedule "dealt".
     """
 
     model: str
@@ -61,6 +63,7 @@ class Case:
     steps: int = 3
     autocast: str = ""
     stages_per_rank: int = 1
+    ranks: tuple[int, ...] = ()
 
     def write(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,6 +73,8 @@ class Case:
         """What the pipeline takes."""
         if self.schedule == "interleaved_1f1b":
             return interleaved_1f1b(self.stages_per_rank)
+        if self.schedule == "dealt":
+            return Dealt(tuple(self.ranks))
         return next(f for f in ALL_SCHEDULES if f.__name__ == self.schedule)
 
     @property
@@ -121,6 +126,7 @@ def train(case: Case, mesh: penstock.Mesh) -> dict[str, Any]:
             parameter.data += 1.0
     pipe = penstock.Pipeline(
         built.layers,
+        num_stages=len(case.ranks) or None,
         mesh=mesh,
         num_microbatches=case.num_microbatches,
         loss=model.loss,

@@ -88,6 +88,19 @@ def test_several_stages_in_each_process_give_the_unsplit_models_bits(
     check_bits(list(interleaved_cases(num_ranks, stages_per_rank, 1, tuple(names))), tmp_path)
 
 
+@pytest.mark.parametrize(
+    "ranks", ((0, 1, 0, 1, 0), pytest.param((0, 1, 1, 0), marks=pytest.mark.slow))
+)
+def test_any_stages_may_run_on_any_rank(ranks: tuple[int, ...], tmp_path: Path) -> None:
+    """Also the first and the last one on the same rank, and neighbours."""
+    names = ("transformer", "structures", "fan_out", "batch_norms", "large_messages")
+    chosen = [
+        Case(name, "dealt", recompute.value, 7, 3, num_stages=2, ranks=ranks)
+        for name, recompute in product(names, Recompute)
+    ]
+    check_bits(chosen, tmp_path)
+
+
 def check_bits(chosen: list[Case], tmp_path: Path) -> None:
     for case, *by_rank in zip(chosen, *trained(chosen, tmp_path), strict=True):
         with case.precision:

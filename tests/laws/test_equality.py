@@ -13,7 +13,7 @@ from penstock.schedules.passes import add_communication, chain_edges
 from penstock.schedules.verify import verify
 from tests.covering import Run, all_runs, covering_runs
 from tests.equality import assert_trains_like_unsplit, differences, pipeline, same_bits
-from tests.every_schedule import EVERY_SCHEDULE
+from tests.every_schedule import EVERY_SCHEDULE, ready_in
 from tests.models import ALL_MODELS, Model
 from tests.reference import Unsplit
 
@@ -83,15 +83,6 @@ def test_training_equals_the_unsplit_model_for_any_partition(data: st.DataObject
     )
 
 
-def _ready(position: tuple[int, bool], done: dict[tuple[int, bool], int], last_stage: int) -> bool:
-    """Tell whether the next forward or backward of a stage has all it needs."""
-    stage, is_backward = position
-    number = done[position]
-    if not is_backward:
-        return stage == 0 or done[stage - 1, False] > number
-    return done[stage, False] > number and (stage == last_stage or done[stage + 1, True] > number)
-
-
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     """Draw a valid schedule: any order in which all operands exist, micro-batches ascending, with
@@ -102,11 +93,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     done = {(stage, backward): 0 for stage in range(num_stages) for backward in (False, True)}
     programs: list[list[Instruction]] = [[] for _ in range(1 + max(rank_of))]
     while True:
-        ready = [
-            p
-            for p in done
-            if done[p] < num_microbatches and _ready(p, done, last_stage=num_stages - 1)
-        ]
+        ready = ready_in(done, num_stages, num_microbatches)
         if not ready:
             return Schedule(tuple(map(tuple, programs)))
         stage, backward = draw(st.sampled_from(ready))
