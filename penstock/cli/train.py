@@ -3,12 +3,16 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from penstock.train.interrupt import Interrupt
 
 from .options import num_processes_option, refuse_inside_torchrun
+
+if TYPE_CHECKING:
+    from penstock.train.command import Request
 
 
 @click.command()
@@ -59,8 +63,12 @@ def train(context: click.Context, /, **_: object) -> int:
     wish = _Wish(**context.params)
     wish.check()
     if wish.num_processes is not None:
+        from penstock.train.command import check_resume, check_start
+
         from .launch import launch
 
+        check = check_resume if wish.resume is not None else check_start
+        check(wish.request, wish.num_processes)
         return launch(wish.num_processes, wish.max_restarts, wish.as_arguments())
     return _train(wish)
 
@@ -91,6 +99,13 @@ class _Wish:
                 "--max-restarts needs --num-processes; with torchrun, give it to torchrun"
             )
 
+    @property
+    def request(self) -> "Request":
+        """What the run is to be."""
+        from penstock.train.command import Request
+
+        return Request(self.recipe, self.overrides, self.resume or self.run_folder)
+
     def as_arguments(self) -> list[str]:
         """Give the command line again, without what concerns the launch."""
         words = ["train", *([str(self.recipe)] if self.recipe is not None else [])]
@@ -108,14 +123,13 @@ def _train(wish: _Wish) -> int:
     with Interrupt(is_one_of_many=is_one_of_many) as interrupt:  # before the imports, which may
         from rich.console import Console  # swallow a KeyboardInterrupt
 
-        from penstock.train.command import Request, resume_run, start_run
+        from penstock.train.command import resume_run, start_run
         from penstock.train.display import show_summary
 
         console = Console(stderr=True, quiet=not is_first)
-        request = Request(wish.recipe, wish.overrides, wish.resume or wish.run_folder)
         run = resume_run if wish.resume is not None else start_run
         try:
-            summary = run(request, console, interrupt)
+            summary = run(wish.request, console, interrupt)
         except KeyboardInterrupt:
             click.echo("penstock: interrupted; nothing was begun since the last save", err=True)
             return interrupt.exit_code

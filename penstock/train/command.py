@@ -6,7 +6,8 @@ but for the shards of checkpoints, and the others see it on a disk that all host
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,8 +76,30 @@ def start_run(request: Request, console: Console, interrupt: Interrupt) -> Summa
         names = mesh.gather(job_name(), "for the others to begin the run")
         jobs = [name for name in names if name is not None]
         path = mesh.from_first(lambda: _create(request, recipe, jobs).path, "for the run folder")
-        folder = _seen_by_all(mesh, path)
-        return _run(trainer, folder, console, interrupt)
+        with _opened(mesh, path) as folder:
+            return _run(trainer, folder, console, interrupt)
+
+
+def check_start(request: Request, num_processes: int) -> None:
+    """Find a user's mistakes before so many processes are started to begin a run.
+
+    Raises:
+        RecipeError, RunFolderError: as `start_run`.
+    """
+    assert request.recipe_path is not None
+    check_layout(read_recipe(request.recipe_path, request.overrides), num_processes)
+    if request.run_folder is not None:
+        check_free(request.run_folder)
+
+
+def check_resume(request: Request, num_processes: int) -> None:
+    """Find a user's mistakes before so many processes are started to go on with a run.
+
+    Raises:
+        RecipeError, RunFolderError: as `resume_run`.
+    """
+    _, new = _old_and_new(request, num_processes)
+    check_layout(new, num_processes)
 
 
 def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summary:
@@ -93,23 +116,30 @@ def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summ
         KeyboardInterrupt: `interrupt` was wanted before anything was begun.
     """
     assert request.run_folder is not None
+    old, new = _old_and_new(request, num_processes())
+    with make_mesh(new) as mesh, mesh.reporting(), Trainer(new, mesh) as trainer:
+        trainer.raise_if_wanted(interrupt)
+        with _opened(mesh, request.run_folder) as folder:
+            trainer.resume(folder)
+            if trainer.finished:
+                raise RunFolderError(
+                    f"{folder.path} has trained all its {new.train.epochs} epochs; there is "
+                    "nothing to resume. Start a new run for more"
+                )
+            _say_how(console, folder, trainer, old)
+            return _run(trainer, folder, console, interrupt)
+
+
+def _old_and_new(request: Request, num_processes: int) -> tuple[Recipe, Recipe]:
+    """Read the recipe of the run to resume, and make that by which so many processes go on."""
+    assert request.run_folder is not None
     folder = open_existing(request.run_folder)
     old = read_recipe(folder.recipe_path)
     new = read_recipe(request.recipe_path or folder.recipe_path, request.overrides)
     check_resumable(old, new)
     if not _says_layout(request.overrides):
-        new = refit(new, num_processes(), _num_layers(new))
-    with make_mesh(new) as mesh, mesh.reporting(), Trainer(new, mesh) as trainer:
-        trainer.raise_if_wanted(interrupt)
-        folder = _seen_by_all(mesh, folder.path)
-        trainer.resume(folder)
-        if trainer.finished:
-            raise RunFolderError(
-                f"{folder.path} has trained all its {new.train.epochs} epochs; there is nothing "
-                "to resume. Start a new run for more"
-            )
-        _say_how(console, folder, trainer, old)
-        return _run(trainer, folder, console, interrupt)
+        new = refit(new, num_processes, _num_layers(new))
+    return old, new
 
 
 def _go_on(path: Path, wanted: Recipe, console: Console, interrupt: Interrupt) -> Summary:
@@ -124,18 +154,18 @@ def _go_on(path: Path, wanted: Recipe, console: Console, interrupt: Interrupt) -
     new = refit(_with_layout_of(wanted, old), num_processes(), _num_layers(old))
     with make_mesh(new) as mesh, mesh.reporting(), Trainer(new, mesh) as trainer:
         trainer.raise_if_wanted(interrupt)
-        folder = _seen_by_all(mesh, path)
-        for warning in trainer.resume(folder, falls_back=True):
-            console.print(warning, highlight=False, markup=False, soft_wrap=True)
-        if trainer.finished:
-            console.print(
-                f"{path}, which this job began, has trained all its epochs",
-                highlight=False,
-                soft_wrap=True,
-            )
-            return summarise(trainer, folder, seconds=0.0)
-        _say_how(console, folder, trainer, old)
-        return _run(trainer, folder, console, interrupt)
+        with _opened(mesh, path) as folder:
+            for warning in trainer.resume(folder, falls_back=True):
+                console.print(warning, highlight=False, markup=False, soft_wrap=True)
+            if trainer.finished:
+                console.print(
+                    f"{path}, which this job began, has trained all its epochs",
+                    highlight=False,
+                    soft_wrap=True,
+                )
+                return summarise(trainer, folder, seconds=0.0)
+            _say_how(console, folder, trainer, old)
+            return _run(trainer, folder, console, interrupt)
 
 
 def _check_same_job(path: Path, old: Recipe, wanted: Recipe) -> None:
@@ -192,11 +222,12 @@ def _create(request: Request, recipe: Recipe, jobs: list[str]) -> RunFolder:
     return create_numbered(RUNS, request.recipe_path.stem, toml, jobs)
 
 
-def _seen_by_all(mesh: Mesh, path: Path) -> RunFolder:
-    """Open the run folder in every process.
+@contextmanager
+def _opened(mesh: Mesh, path: Path) -> Iterator[RunFolder]:
+    """Open the run folder in every process, and keep other jobs out of it.
 
     Raises:
-        RunFolderError: a process does not see it; on all of them alike.
+        RunFolderError: a process does not see it, or another job trains there; on all alike.
     """
     folder = RunFolder(path, writes=mesh.is_first_rank)
     sees = mesh.gather(folder.recipe_path.is_file(), "for the others to open the run folder")
@@ -206,7 +237,15 @@ def _seen_by_all(mesh: Mesh, path: Path) -> RunFolder:
             f"the run folder {path} is not seen by rank {', '.join(blind)}; put it on a disk that "
             "all hosts share (--run-folder), and start all processes in the same folder"
         )
-    return folder
+    with ExitStack() as held:
+        mesh.from_first(lambda: _lock(folder, held), "to have the run folder for themselves")
+        yield folder
+
+
+def _lock(folder: RunFolder, held: ExitStack) -> None:
+    lock = folder.lock()
+    if lock is not None:
+        held.callback(lock.release)
 
 
 def _says_layout(overrides: Sequence[str]) -> bool:

@@ -1,6 +1,6 @@
 """What is made of a run when it ends: its summary, and the traced step in every form."""
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, RunFolderError
 from penstock.trace.chrome import to_chrome
 from penstock.trace.picture import save_picture
 from penstock.trace.timeline import Timeline
@@ -34,13 +34,13 @@ def write_timeline(folder: RunFolder, timeline: Timeline) -> str:
     """Write the timeline as JSON, Chrome trace and pictures; say what had to be left out."""
     if not folder.writes:
         return ""
-    folder.write_text("timeline.json", timeline.to_json())
-    folder.write_text("timeline.chrome.json", to_chrome(timeline))
     try:
+        folder.write_text("timeline.json", timeline.to_json())
+        folder.write_text("timeline.chrome.json", to_chrome(timeline))
         save_picture(timeline, folder.path / "timeline.svg")
         save_picture(timeline, folder.path / "timeline.png")
-    except ConfigError as error:
-        return f"no pictures of the timeline: {error}"
+    except (ConfigError, RunFolderError, OSError) as error:
+        return f"not all of the timeline is kept: {error}"
     return ""
 
 

@@ -5,6 +5,7 @@ job                     what torchrun calls the job that began the run, on each 
 metrics.jsonl           one JSON object a line: kind "step" and kind "epoch"
 checkpoints/step-000120 the newest few; a folder is there whole or not at all
 timeline.json, .svg, .png, .chrome.json     one traced step
+.lock                   held while a job trains here; the system frees it when the process ends
 """
 
 import json
@@ -16,11 +17,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from penstock.checkpoint.files import UNFINISHED, remove_folder
 from penstock.errors import RunFolderError
 
 RECIPE = "recipe.toml"
 METRICS = "metrics.jsonl"
+_LOCK = ".lock"
 JOB = "job"
 CHECKPOINTS = "checkpoints"
 _PREFIX = "step-"
@@ -46,6 +50,23 @@ class RunFolder:
     @property
     def metrics_path(self) -> Path:
         return self.path / METRICS
+
+    def lock(self) -> FileLock | None:
+        """Keep other jobs out until it is released; None where files cannot be locked.
+
+        Raises:
+            RunFolderError: another job trains here.
+        """
+        lock = FileLock(self.path / _LOCK, timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise RunFolderError(
+                f"another job trains in {self.path}; let it end, or stop it, before you go on here"
+            ) from None
+        except (OSError, NotImplementedError):
+            return None
+        return lock
 
     def write_recipe(self, toml: str) -> None:
         """Write the recipe copy; a reader sees the old one or the new one, never a part."""
@@ -206,10 +227,17 @@ def open_existing(path: Path, *, writes: bool = True) -> RunFolder:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file in one step: readers see the old text or the new one."""
+    """Write a file in one step: readers see the old text or the new one.
+
+    Raises:
+        RunFolderError: it cannot be written.
+    """
     unfinished = path.with_name(f".{path.name}{UNFINISHED}")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError as error:
+        raise RunFolderError(f"cannot write {path}: {error.strerror}") from error

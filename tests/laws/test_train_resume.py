@@ -176,7 +176,8 @@ def test_the_loss_of_an_epoch_is_the_mean_over_its_samples(uninterrupted: Path) 
 
 
 def test_a_run_folder_holds_what_the_run_was(uninterrupted: Path) -> None:
-    assert {path.name for path in uninterrupted.iterdir()} == {
+    names = {path.name for path in uninterrupted.iterdir()}
+    assert names - {".lock"} == {
         "recipe.toml",
         "metrics.jsonl",
         "checkpoints",
@@ -193,6 +194,14 @@ def test_another_number_of_micro_batches_is_refused(uninterrupted: Path) -> None
         resume_run(
             Request(None, ["pipeline.num_microbatches=4"], uninterrupted), quiet(), Interrupt()
         )
+
+
+def test_a_run_that_trains_cannot_be_resumed_by_another_job(uninterrupted: Path) -> None:
+    lock = RunFolder(uninterrupted).lock()
+    assert lock is not None
+    with pytest.raises(RunFolderError, match="another job trains in"):
+        resume_run(Request(None, [], uninterrupted), quiet(), Interrupt())
+    lock.release()
 
 
 def test_a_finished_run_cannot_be_resumed(uninterrupted: Path) -> None:

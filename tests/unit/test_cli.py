@@ -67,6 +67,11 @@ def test_python_m_penstock_is_the_same_command() -> None:
             "partition=[1, 2] holds 3 layers",
         ),
         (["train", DIGITS, "--run-folder", "."], ". exists already and is no run folder"),
+        (
+            ["train", DIGITS, "--num-processes", "2", "--set", "pipeline.num_stages=3"],
+            "pipeline.num_stages = 3",  # found before any process is started, so only said once
+        ),
+        (["train", "--resume", "no", "--num-processes", "2"], "cannot resume: no does not exist"),
         (["train", "--resume", "no"], "cannot resume: no does not exist"),
         (["train", "--resume", "a", "--run-folder", "b"], "leave out --run-folder"),
         (["check", "no.toml"], "there is no recipe no.toml"),

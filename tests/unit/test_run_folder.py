@@ -105,3 +105,20 @@ def test_only_numbered_folders_are_checkpoints_and_runs(tmp_path: Path) -> None:
     assert (folder.path / "checkpoints" / "damaged-step-12").is_dir()
     create(tmp_path / "a[1]-large-1", "")
     assert numbered(tmp_path, "a[1]") == [folder.path]
+
+
+def test_two_jobs_cannot_train_in_one_folder(folder: RunFolder) -> None:
+    lock = folder.lock()
+    assert lock is not None
+    with pytest.raises(RunFolderError, match="another job trains in"):
+        folder.lock()
+    lock.release()
+    again = folder.lock()
+    assert again is not None
+    again.release()
+
+
+def test_a_file_that_cannot_be_written_is_named(folder: RunFolder) -> None:
+    (folder.path / "taken.json").mkdir()
+    with pytest.raises(RunFolderError, match=r"cannot write .*taken\.json"):
+        folder.write_text("taken.json", "{}")
