@@ -60,7 +60,8 @@ def resolve_ranks(
     """Ask the schedule for the rank of each stage; `of_mesh` is how many ranks there are, if set.
 
     Raises:
-        ConfigError: the schedule is of another size, or for another number of ranks.
+        ConfigError: the schedule is of another size, for another number of ranks, or leaves one of
+            them without a stage.
     """
     found = schedule_of(schedule, num_stages, num_microbatches)
     if of_mesh not in (None, found.num_ranks):
@@ -70,7 +71,14 @@ def resolve_ranks(
             f"num_stages={found.num_ranks}, or run several stages on a rank "
             "(schedule=schedules.interleaved_1f1b(stages_per_rank=...))"
         )
-    return stage_ranks(found)
+    ranks = stage_ranks(found)
+    idle = sorted(set(range(found.num_ranks)) - set(ranks))
+    if of_mesh is not None and idle:
+        raise ConfigError(
+            f"the schedule gives rank {', '.join(map(str, idle))} of the mesh no stage; give each "
+            f"rank one, or start fewer processes:\n{found}"
+        )
+    return ranks
 
 
 def check_count(name: str, value: int) -> int:

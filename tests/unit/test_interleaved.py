@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import penstock
+from penstock.arguments import resolve_devices
 from penstock.errors import ConfigError
 from penstock.schedules import Forward, Schedule, interleaved_1f1b, one_f_one_b, parse
-from penstock.schedules.lower import Mode, lower
+from penstock.schedules.lower import Mode, lower, stage_ranks
 from penstock.schedules.passes import chain_edges
 from penstock.simulator import UNIT_COSTS, Costs, simulate
 from penstock.trace.grid import render_grid
@@ -165,6 +166,24 @@ def test_a_schedule_for_another_number_of_ranks_than_the_mesh_has_is_refused(
     said = f"the mesh has 2 ranks a pipeline, the schedule runs {num_stages} stages on {ranks}"
     with pytest.raises(ConfigError, match=said):
         pipeline(schedule, mesh=penstock.init_mesh(2), num_stages=num_stages)
+
+
+def test_a_rank_of_the_mesh_without_a_stage_is_refused() -> None:
+    with pytest.raises(ConfigError, match="gives rank 1 of the mesh no stage"):
+        pipeline(
+            lambda k, m: Schedule((*one_f_one_b(1, m).programs, ())),
+            mesh=penstock.init_mesh(2),
+            num_stages=1,
+        )
+
+
+def test_by_default_the_stages_of_a_rank_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    ranks = stage_ranks(interleaved_1f1b(2)(6, 3))
+    assert [str(device) for device in resolve_devices(None, ranks)] == [
+        *("cuda:0", "cuda:1", "cuda:0"),
+        *("cuda:0", "cuda:1", "cuda:0"),
+    ]
 
 
 def test_a_rank_per_thread_and_cores_divided_among_ranks() -> None:
