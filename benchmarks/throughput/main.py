@@ -20,7 +20,7 @@ from benchmarks.report import (
     progress,
     publish,
 )
-from benchmarks.throughput import deepspeed_peer, penstock_processes, torch_peer
+from benchmarks.throughput import deepspeed_peer, limit, penstock_processes, torch_peer
 from benchmarks.throughput.contestants import (
     NUM_STAGES,
     Contestant,
@@ -49,9 +49,11 @@ class Peer:
     package: str
     prepare: Prepare
     names: tuple[str, ...]
+    lacks_bubble: bool = False
 
 
 PEERS = (
+    Peer("torch", limit.prepare, limit.NAMES, lacks_bubble=True),
     Peer("penstock", penstock_processes.prepare, penstock_processes.NAMES),
     Peer("torch.distributed.pipelining", torch_peer.prepare, torch_peer.NAMES),
     Peer("deepspeed", deepspeed_peer.prepare, deepspeed_peer.NAMES),
@@ -73,7 +75,7 @@ class Running:
     def contestants(self, num_microbatches: int) -> list[Contestant]:
         """Give what they can run."""
         return [
-            OfProcesses(name, num_microbatches, processes)
+            OfProcesses(name, num_microbatches, processes, peer.lacks_bubble)
             for peer, processes in self._running
             for name in peer.names
         ]

@@ -120,14 +120,21 @@ class Processes:
 
 @dataclass(frozen=True, slots=True)
 class OfProcesses:
-    """One of the contestants that a peer's processes run."""
+    """One of the contestants that a peer's processes run.
+
+    One that leaves out the bubble is given it: its time is that of M micro-batches, and counts as
+    that of M + K - 1.
+    """
 
     name: str
     num_microbatches: int
     processes: Processes
+    lacks_bubble: bool = False
 
     def step(self) -> float:
-        return self.processes.step((self.name, self.num_microbatches))
+        seconds = self.processes.step((self.name, self.num_microbatches))
+        bubble = (NUM_STAGES - 1) / self.num_microbatches if self.lacks_bubble else 0.0
+        return seconds * (1 + bubble)
 
     def gradients(self) -> Gradients:
         return self.processes.gradients((self.name, self.num_microbatches))
