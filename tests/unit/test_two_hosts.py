@@ -151,10 +151,17 @@ def on_host(hosts: TwoHosts, number: int, *command: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+HEARS_CTRL_C = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs are started without it
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
 @needs_hosts
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_hosts_are_removed_after_ctrl_c(number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "benchmarks.two_hosts.main", "--smallest"]
+    command = [sys.executable, "-c", HEARS_CTRL_C, "-m", "benchmarks.two_hosts.main", "--smallest"]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
         name = f"penstock-{process.pid}-a"
