@@ -10,6 +10,7 @@ layers of this stage use as well is a root inside the graph: what arrives for it
 engine's own sum.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import BoundaryError, RecomputeError
-from penstock.model.layers import MODEL_INPUT, Value, call, join_output
+from penstock.model.layers import MODEL_INPUT, Step, Value, join_output
 from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stages import StagePlan
 from penstock.types import Trace
@@ -170,7 +171,7 @@ class Stage:
             try:
                 self._run_autograd(run, kept, roots, gradients)
             except Exception as error:
-                where = backward_of(error, self.plan.steps, kept.layer_marks)
+                where = backward_of(error, kept.layer_marks)
                 note_failure(error, self.index, where, microbatch)
                 raise
         for peer, entries in kept.entries.items():
@@ -228,17 +229,17 @@ class Stage:
         """Run all layers on what was received; note roots and loss in `kept`."""
         values, given = self._enter(run, kept)
         kept.layer_marks = []
-        for step, dead in zip(self.plan.steps, self.plan.dead_after, strict=True):
-            kept.layer_marks.append(next_node_number())
-            arguments = [values[v] for v in step.inputs]
+
+        def perform(step: Step, function: Callable[[], Any]) -> Any:
+            kept.layer_marks.append((next_node_number(), step))
             this_call = LayerCall(run, microbatch, step.index, step.module.training, kept)
             try:
-                values.update(self._drawing.run(this_call, partial(call, step, arguments)))
+                return self._drawing.run(this_call, function)
             except Exception as error:
                 note_failure(error, self.index, f"layer {step.label}", microbatch)
                 raise
-            for value in dead:
-                del values[value]
+
+        self.plan.run(values, perform)
         self._check_inputs_unchanged(kept, given)
         leaving = self._export(values, given, kept, microbatch)
         if self.plan.output:
