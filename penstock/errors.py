@@ -8,9 +8,9 @@
     ├── ScheduleError (ValueError)    a schedule that is incomplete, unordered or never ends
     ├── BoundaryError (TypeError)     a value that cannot cross a stage boundary
     ├── RandomnessError               random numbers drawn where they cannot be reproduced
-    ├── CaptureError                  a model that cannot be cut, or does not run as it was recorded
+    ├── CaptureError                  a model that cannot be cut, or runs otherwise than recorded
     │   ├── CutError (ConfigError)    blocks and cuts that cannot work
-    │   ├── GlueError                 code between blocks that went another way, or cannot be followed
+    │   ├── GlueError                 code between blocks that went another way
     │   ├── RouteError                a value that a stage needs, and that was not sent to it
     │   └── CheckError                a cut model whose outputs or gradients are not the model's
     ├── RecomputeError                a forward that cannot be run a second time with equal results

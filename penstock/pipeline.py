@@ -13,6 +13,7 @@ from penstock.arguments import (
     check_loss_scale,
     check_targets,
     resolve_devices,
+    resolve_layers,
     resolve_num_stages,
     resolve_ranks,
     stages_of_mesh,
@@ -20,7 +21,7 @@ from penstock.arguments import (
 from penstock.cut import Cut
 from penstock.errors import ConfigError, RandomnessError
 from penstock.mesh import Mesh
-from penstock.model.layers import Layer, Layers, as_layers
+from penstock.model.layers import Layer, Layers
 from penstock.runtime.caller import CallerContext
 from penstock.runtime.crew import Batch
 from penstock.runtime.devices import num_cores
@@ -107,7 +108,7 @@ class Pipeline(nn.Module):
         batch_norm_over_replicas: bool = False,
     ) -> None:
         super().__init__()
-        self._layers, self._mesh = as_layers(layers), mesh
+        self._layers, self._mesh = resolve_layers(layers, example_inputs), mesh
         if mesh is not None:
             num_stages = stages_of_mesh(mesh.num_stages, num_stages, partition, schedule)
         self._num_stages = resolve_num_stages(num_stages, partition, len(self._layers))
@@ -145,9 +146,9 @@ class Pipeline(nn.Module):
                 self._cut.settle(mesh, first_microbatch(example_inputs, num_microbatches), facts)
             devices = mesh.device
         self._engine.cut(self._cut.partition, resolve_devices(devices, ranks))
-        for step in self._layers:
-            if self._engine.holds(step.index):
-                self._modules[step.name] = step.module
+        modules, parameters = self._layers.named_tensors(self._engine.holds)
+        self._modules.update(modules)
+        self._parameters.update(parameters)
         self._measure_once(first_microbatch(example_inputs, num_microbatches))
 
     # -- what it is -----------------------------------------------------------------------------

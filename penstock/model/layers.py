@@ -1,6 +1,6 @@
 """The model as data: an ordered list of layers, and which values each of them reads and gives."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ Value = tuple[int, int]
 
 MODEL_INPUT: Value = (-1, 0)
 _INPUT_NAME = "input"
+Named = tuple[dict[str, nn.Module], dict[str, nn.Parameter | None]]
+"""Modules and parameters by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,10 @@ class Layers:
             seen |= new.keys()
             counts.append(sum(new.values()))
         return tuple(counts)
+
+    def named_tensors(self, holds: Callable[[int], bool]) -> "Named":
+        """Give the modules and parameters of the layers for which `holds`, under their names."""
+        return {step.name: step.module for step in self.steps if holds(step.index)}, {}
 
     def run(self, inputs: Any) -> Any:
         """Run all layers, one after the other, as the unsplit model does."""

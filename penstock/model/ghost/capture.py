@@ -82,11 +82,22 @@ class Cut:
             [of_mode.events for of_mode in captured.recorded], self.stage_of, len(partition)
         )
         self.sends = sends(self.holders, len(partition))
-        self._names = {id(module): name for name, module in captured.blocks.items()}
+        self._names: dict[int, str] = {}
 
     @property
     def num_stages(self) -> int:
         return len(self.partition)
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The blocks by the id of their module; those of a copy are its own."""
+        if not self._names:
+            watch(self.captured.blocks.values())
+            self._names = {id(module): name for name, module in self.captured.blocks.items()}
+        return self._names
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_names": {}}
 
     def wanted(self, stage: int) -> frozenset[ValueId] | None:
         """Give the values that a stage sends on; None: whatever is alive."""
@@ -103,7 +114,7 @@ class Cut:
     ) -> Replay:
         """Make the pass of a stage on one micro-batch; `run_stage` runs it."""
         return Replay(
-            self._names,
+            self.names,
             stage,
             self.stage_of,
             received=received,
