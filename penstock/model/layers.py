@@ -77,6 +77,15 @@ class Layers:
             counts.append(sum(new.values()))
         return tuple(counts)
 
+    def check_sharing(self, stage_of: Sequence[int]) -> None:
+        """Refuse a parameter or buffer that layers on different stages share.
+
+        Raises:
+            PartitionError: names the two layers and the tensor, and the partitions that would
+                work.
+        """
+        check_sharing(self, stage_of, lambda module: [*_parameters(module), *_buffers(module)])
+
     def named_tensors(self, holds: Callable[[int], bool]) -> "Named":
         """Give the modules and parameters of the layers for which `holds`, under their names."""
         return {step.name: step.module for step in self.steps if holds(step.index)}, {}
@@ -195,19 +204,27 @@ def _known_value(value: str, known: dict[str, Value], layer: str) -> Value:
     return known[value]
 
 
-def check_sharing(layers: Layers, stage_of: Sequence[int]) -> None:
-    """Refuse a parameter or buffer that layers on different stages share.
+def _parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return list(module.named_parameters())
+
+
+def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return list(module.named_buffers())
+
+
+def check_sharing(
+    layers: Layers,
+    stage_of: Sequence[int],
+    tensors_of: Callable[[nn.Module], list[tuple[str, Tensor]]] = _buffers,
+) -> None:
+    """Refuse a tensor of `tensors_of` that layers on different stages share.
 
     Raises:
         PartitionError: names the two layers and the tensor, and the partitions that would work.
     """
     owner: dict[int, tuple[Step, str]] = {}
     for step in layers:
-        tensors: list[tuple[str, Tensor]] = [
-            *step.module.named_parameters(),
-            *step.module.named_buffers(),
-        ]
-        for name, tensor in tensors:
+        for name, tensor in tensors_of(step.module):
             first, first_name = owner.setdefault(id(tensor), (step, name))
             if stage_of[first.index] != stage_of[step.index]:
                 raise PartitionError(

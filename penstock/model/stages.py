@@ -40,6 +40,11 @@ class StagePlan:
     output: tuple[Value, ...]
     dead_after: tuple[tuple[Value, ...], ...]
 
+    @property
+    def any_shape(self) -> bool:
+        """Whether values without a batch dimension may cross."""
+        return False
+
     def run(self, values: dict[Value, Any], perform: Perform) -> None:
         """Run the stage's part of the model: from its imports in `values` to its exports there."""
         for step, dead in zip(self.steps, self.dead_after, strict=True):

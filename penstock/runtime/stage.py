@@ -254,7 +254,7 @@ class Stage:
         try:
             for peer, exported in self.plan.exports.items():
                 leaves, structure = flatten(tuple(values[v] for v in exported))
-                check_leaving(leaves, structure, self.index, peer)
+                check_leaving(leaves, structure, self.index, peer, any_shape=self.plan.any_shape)
                 kept.exported[peer], structures[peer] = leaves, structure
             if len(structures) > 1:
                 check_routes(kept.exported, self.index)

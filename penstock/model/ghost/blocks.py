@@ -14,6 +14,7 @@ from .ghost import CURRENT, Ghost, ghosts_in
 _LARGE_SHARE = 1 / 32
 """A module that holds lists of blocks is opened if it has more than so much of all parameters."""
 _LISTS = (nn.ModuleList, nn.ModuleDict)
+_PARTS_OF_BLOCKS = ("torch.distributed", "penstock.")
 
 
 def find_blocks(
@@ -151,11 +152,14 @@ def _unwatched(part: Any) -> Any:
 
 
 def _observers(module: nn.Module) -> dict[int, Any]:
-    """Give the forward hooks that look at a block from outside; not those of torch.distributed."""
+    """Give the forward hooks that look at a block from outside.
+
+    Those of torch.distributed, and our own, belong to the block: they run where it runs.
+    """
     return {
         number: hook
         for number, hook in module._forward_hooks.items()
-        if not getattr(hook, "__module__", "").startswith("torch.distributed")
+        if not getattr(hook, "__module__", "").startswith(_PARTS_OF_BLOCKS)
     }
 
 

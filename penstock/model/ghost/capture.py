@@ -17,7 +17,8 @@ from .ghost import Ghost
 from .passes import Perform, plainly
 from .record import Event, Recording, SideChannel
 from .replay import Replay
-from .routes import Call, calls_of, holders, sends, stages_of_calls
+from .routes import Call, calls_of, holders, sends, stages_of_calls, stages_of_events
+from .tied import Tied, find_tied
 from .values import START, Header, Info, Told, ValueId
 
 ROUTED, EVERYWHERE = "first", "everywhere"
@@ -81,12 +82,34 @@ class Cut:
         self.holders = holders(
             [of_mode.events for of_mode in captured.recorded], self.stage_of, len(partition)
         )
+        self.tied = self._find_tied()
+        self.holders.update({tied.value: tied.stages for tied in self.tied})
         self.sends = sends(self.holders, len(partition))
         self._names: dict[int, str] = {}
+
+    def _find_tied(self) -> tuple[Tied, ...]:
+        captured, num_stages = self.captured, len(self.partition)
+        on_stages = [
+            (event, stages[event.key])
+            for of_mode in captured.recorded
+            for stages in [stages_of_events(of_mode.events, self.stage_of, num_stages)]
+            for event in of_mode.events
+        ]
+        return find_tied(captured.model, captured.blocks, self.stage_of, on_stages)
 
     @property
     def num_stages(self) -> int:
         return len(self.partition)
+
+    def borrowed(self, stage: int) -> tuple[Tied, ...]:
+        """Give the parameters that a stage uses, or passes on, and that have their home before."""
+        if self.captured.decides:  # what crosses goes from stage to stage
+            return tuple(t for t in self.tied if t.stages[0] < stage <= t.stages[-1])
+        return tuple(t for t in self.tied if stage in t.stages[1:])
+
+    def lent(self, stage: int) -> tuple[Tied, ...]:
+        """Give the parameters that have their home on a stage, and others use."""
+        return tuple(tied for tied in self.tied if tied.stages[0] == stage)
 
     @property
     def names(self) -> dict[int, str]:
@@ -120,9 +143,54 @@ class Cut:
             received=received,
             header=header,
             wanted=self.wanted(stage),
+            lent={number: received[v] for number, v in self._places(stage).items()},
+            borrowers=self._borrowers(stage),
             perform=perform,
             sees_all=self.captured.needs_all,
         )
+
+    def leaving(self, replay: Replay, stage: int) -> dict[ValueId, Tensor]:
+        """Give what a stage may send on after its pass: values, and parameters with them."""
+        found = replay.leaving()
+        model = self.captured.model
+        found.update((t.value, model.get_parameter(t.names[0])) for t in self.lent(stage))
+        for tied in self.borrowed(stage):
+            if stage < tied.stages[-1]:
+                found[tied.value] = replay.received[tied.value]
+        return found
+
+    def _places(self, stage: int) -> dict[int, ValueId]:
+        """Give what is sent for each parameter, by the parameter's id, under all of its names."""
+        model = self.captured.model
+        return {
+            id(model.get_parameter(name)): tied.value
+            for tied in self.borrowed(stage)
+            for name in tied.names
+        }
+
+    def _borrowers(self, stage: int) -> frozenset[str]:
+        away = self._places(stage)
+        return frozenset(
+            name
+            for name, block in self.captured.blocks.items()
+            if away and any(id(p) in away for p in block.parameters())
+        )
+
+    def parameters_of(self, stage: int) -> dict[str, nn.Parameter]:
+        """Give the parameters that a stage has: of its blocks, of code between them, as home."""
+        captured, away = self.captured, {n for t in self.borrowed(stage) for n in t.names}
+        names = {name for call, at in self.stage_of.items() if at == stage for name in [call[0]]}
+        found = {
+            f"{block}.{name}": parameter
+            for block in sorted(names)
+            for name, parameter in captured.blocks[block].named_parameters()
+        }
+        for of_mode in captured.recorded:
+            stages = stages_of_events(of_mode.events, self.stage_of, self.num_stages)
+            for event in of_mode.events:
+                if stages[event.key] == stage:
+                    found.update((n, captured.model.get_parameter(n)) for n in event.parameters)
+        return {name: parameter for name, parameter in found.items() if name not in away}
 
     def run(self, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a pass; give the model's output if it is the last stage's."""

@@ -1,13 +1,13 @@
 """A captured model as layers: each block call is one, and a stage runs the model's own forward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
 from torch import Tensor, nn
 
-from penstock.model.layers import MODEL_INPUT, Layers, Named, Step, Value
+from penstock.model.layers import MODEL_INPUT, Layers, Named, Step, Value, check_sharing
 from penstock.model.pytree import Sealed
 from penstock.model.stages import Perform, StagePlan, plan_stages
 
@@ -52,6 +52,10 @@ class CapturedLayers(Layers):
     def output(self) -> tuple[Value, ...]:
         return (OUTPUT,)
 
+    def check_sharing(self, stage_of: Sequence[int]) -> None:
+        """Refuse a buffer that blocks on different stages share; parameters are sent."""
+        check_sharing(self, stage_of)
+
     def named_tensors(self, holds: Callable[[int], bool]) -> Named:
         model = self.captured.model
         return dict(model.named_children()), dict(model._parameters)
@@ -67,6 +71,10 @@ class CapturedStage(StagePlan):
 
     cut: Cut
 
+    @property
+    def any_shape(self) -> bool:
+        return True
+
     def run(self, values: dict[Value, Any], perform: Perform) -> None:
         received: dict[ValueId, Tensor] = {}
         header: Header = {}
@@ -81,7 +89,8 @@ class CapturedStage(StagePlan):
         if self.output:
             values[OUTPUT] = output
             return
-        sealed, leaving = SealedHeader(replay.header), replay.leaving()
+        sealed = SealedHeader(replay.header)
+        leaving = self.cut.leaving(replay, self.index)
         for peer, bundles in self.exports.items():
             names = self.cut.sends[self.index].get(peer, ())
             if self.cut.captured.decides:

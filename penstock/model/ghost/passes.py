@@ -20,7 +20,7 @@ from penstock.errors import GlueError
 from penstock.model.pytree import flatten, unflatten
 
 from .ghost import CURRENT, METADATA, QUESTIONS, Ghost, answer, ghosts_in, map_tensors
-from .values import START, EventKey, Header, Info, Told, ValueId
+from .values import START, EventKey, Header, Info, Told, ValueId, told_structure
 
 Perform = Callable[[EventKey, Callable[[], Any]], Any]
 """(event, function) -> the function's result: how a block call or a random operation is run."""
@@ -127,7 +127,7 @@ class Pass(ABC):
         ghosts = ghosts_in(args, kwargs)
         versions = [_version(self.real(ghost)) for ghost in ghosts]
         real_args, real_kwargs = self._unwrapped(args), self._unwrapped(kwargs)
-        with self._natively():
+        with self._natively(key):
             if key.number == 0 or function in RANDOM:
                 result = self._perform(key, lambda: function(*real_args, **real_kwargs))
             else:
@@ -140,7 +140,7 @@ class Pass(ABC):
             ghost = leaf if type(leaf) is Ghost else known.get(id(leaf))
             given.append(self.given(key, place, leaf) if ghost is None else ghost)
         infos = tuple(ghost.info for ghost in given)
-        self.header[key] = Told(name, structure, infos, changed)
+        self.header[key] = Told(name, told_structure(structure, key), infos, changed)
         return unflatten(structure, given)
 
     def given(self, key: EventKey, place: int, tensor: Tensor) -> Ghost:
@@ -171,7 +171,7 @@ class Pass(ABC):
         return tuple(changed)
 
     @contextmanager
-    def _natively(self) -> Iterator[None]:
+    def _natively(self, key: EventKey) -> Iterator[None]:
         self.is_inside = True
         try:
             yield

@@ -6,7 +6,8 @@ the next stage's block    the pass ends
 """
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from penstock.model.pytree import unflatten
 
 from .ghost import Ghost, ghosts_in
 from .passes import Pass, Perform, calling_line, plainly
+from .tied import Lent
 from .values import EventKey, Header, ValueId
 
 
@@ -33,6 +35,8 @@ class Replay(Pass):
         received: values that other stages sent.
         header: what happened on the stages before.
         wanted: values that later stages need; None keeps all that Python still refers to.
+        lent: what was sent for parameters that have their home on another stage, by their id.
+        borrowers: the blocks that use those.
     """
 
     def __init__(  # noqa: PLR0913 - one argument for each line of its docstring
@@ -44,13 +48,17 @@ class Replay(Pass):
         received: Mapping[ValueId, Tensor],
         header: Header,
         wanted: Collection[ValueId] | None,
+        lent: Mapping[int, Tensor] | None = None,
+        borrowers: Collection[str] = (),
         perform: Perform = plainly,
         sees_all: bool = False,
     ) -> None:
         super().__init__(names, perform=perform, sees_all=sees_all)
         self._stage, self._stage_of = stage, stage_of
-        self._received, self._wanted = received, wanted
+        self.received, self._wanted = received, wanted
         self.header = dict(header)
+        self._lent = Lent(lent) if lent else None
+        self._borrowers = borrowers
         self._is_own = stage == 0
         self._held: dict[ValueId, Tensor] = dict(received)
         self._alive: list[weakref.ref[Ghost]] = []
@@ -112,6 +120,19 @@ class Replay(Pass):
             )
         return ghost.here
 
+    def _unwrapped(self, value: Any) -> Any:
+        real = super()._unwrapped(value)
+        return real if self._lent is None else self._lent.replaced(real)
+
+    @contextmanager
+    def _natively(self, key: EventKey) -> Iterator[None]:
+        with super()._natively(key):
+            if self._lent is None or key.number or key.block not in self._borrowers:
+                yield
+                return
+            with self._lent:
+                yield
+
     def _end(self) -> None:
         """Leave the model's forward, with what Python still refers to."""
         ghosts = [ghost for ref in self._alive if (ghost := ref()) is not None]
@@ -148,7 +169,7 @@ class Replay(Pass):
         if told.changed or any(info.value.event != key for info in told.infos):
             ghosts = ghosts_in(args, kwargs)
         for number, info in told.changed:
-            ghosts[number].info, ghosts[number].here = info, self._received.get(info.value)
+            ghosts[number].info, ghosts[number].here = info, self.received.get(info.value)
         known = {ghost.info.value: ghost for ghost in ghosts}
         given = []
         for info in told.infos:
@@ -157,7 +178,7 @@ class Replay(Pass):
         return unflatten(told.structure, given)
 
     def stand_in(self, info: Any) -> Ghost:
-        ghost = Ghost.standing_for(info, self._received.get(info.value))
+        ghost = Ghost.standing_for(info, self.received.get(info.value))
         if ghost.here is not None and self._wanted is None:
             self._alive.append(weakref.ref(ghost))
         return ghost

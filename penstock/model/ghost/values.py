@@ -6,7 +6,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.model.pytree import Structure, from_template, template
+from penstock.errors import CutError
+from penstock.model.pytree import (
+    Constant,
+    Leaf,
+    Node,
+    Sealed,
+    Structure,
+    from_template,
+    opaque_values,
+    template,
+)
 
 
 class EventKey(NamedTuple):
@@ -95,6 +105,44 @@ def _told(
     name: str, form: Any, infos: tuple[Info, ...], changed: tuple[tuple[int, Info], ...]
 ) -> Told:
     return Told(name, from_template(form), infos, changed)
+
+
+class LeftBehind(Sealed):
+    """Stands on later stages for an object that stayed where it was made.
+
+    Raises:
+        CutError: whatever is asked of it (E7).
+    """
+
+    def __init__(self, kind: str, maker: EventKey) -> None:
+        self.__dict__.update(kind=kind, maker=maker)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # as copies and pickles ask
+            raise AttributeError(name)
+        raise self._error()
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise self._error()
+
+    __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = _refuse
+
+    def _error(self) -> CutError:
+        return CutError(
+            f"{self.maker} gave a {self.kind}, which a later stage uses; only tensors, numbers, "
+            "None, and tuples, lists, dicts and dataclasses of them cross stages. Switch it off "
+            "(use_cache=False, say), or keep its users on one stage"
+        )
+
+
+def told_structure(structure: Structure, maker: EventKey) -> Structure:
+    """Give the structure of a result as other stages are told it: without opaque objects."""
+    if isinstance(structure, Leaf) or not any(True for _ in opaque_values(structure)):
+        return structure
+    if isinstance(structure, Node):
+        parts = tuple(told_structure(part, maker) for part in structure.children)
+        return Node(structure.rebuild, parts)
+    return Constant(LeftBehind(type(structure.value).__name__, maker))
 
 
 Header = dict[EventKey, Told]
