@@ -108,7 +108,9 @@ class Pipeline(nn.Module):
         batch_norm_over_replicas: bool = False,
     ) -> None:
         super().__init__()
-        self._layers, self._mesh = resolve_layers(layers, example_inputs), mesh
+        in_processes = mesh is not None and mesh.is_distributed
+        self._layers = resolve_layers(layers, example_inputs, in_processes=in_processes)
+        self._mesh = mesh
         if mesh is not None:
             num_stages = stages_of_mesh(mesh.num_stages, num_stages, partition, schedule)
         self._num_stages = resolve_num_stages(num_stages, partition, len(self._layers))

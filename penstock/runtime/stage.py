@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from .boundary import (
 )
 from .devices import StageDevice
 from .drawing import Drawing, LayerCall
-from .entries import faithful_copy, make_entry
+from .entries import Given, faithful_copy, make_entry
 from .leaves import claim_leaves
 from .memory import KeptBytes
 from .notes import backward_of, next_node_number, note_failure
@@ -247,7 +247,7 @@ class Stage:
         return leaving
 
     def _export(
-        self, values: dict[Value, Any], given: "list[_Given]", kept: Kept, microbatch: int
+        self, values: dict[Value, Any], given: "list[Given]", kept: Kept, microbatch: int
     ) -> dict[int, Activation]:
         """Gather the leaves that other stages need; give the activations to send."""
         structures = {}
@@ -274,14 +274,14 @@ class Stage:
             for peer, leaves in kept.exported.items()
         }
 
-    def _enter(self, run: Run, kept: Kept) -> tuple[dict[Value, Any], "list[_Given]"]:
+    def _enter(self, run: Run, kept: Kept) -> tuple[dict[Value, Any], "list[Given]"]:
         """Make leaves of this stage's own graph from what arrived, and name their values.
 
         A layer that changes its input in place gets a copy; every input is copied once, to find
         out.
         """
         values: dict[Value, Any] = {}
-        given: list[_Given] = []
+        given: list[Given] = []
         for peer, activation in kept.received.items():
             kept.entries[peer], inside = [], []
             for place, tensor in enumerate(activation.leaves):
@@ -294,7 +294,7 @@ class Stage:
                 if run.with_grad:
                     alias = place in activation.aliases
                     given.append(
-                        _Given(
+                        Given(
                             (peer, place),
                             inside[-1],
                             inside[-1]._version,
@@ -307,7 +307,7 @@ class Stage:
             values.update(zip(names, unflatten(activation.structure, inside), strict=True))
         return values, given
 
-    def _check_inputs_unchanged(self, kept: Kept, given: "list[_Given]") -> None:
+    def _check_inputs_unchanged(self, kept: Kept, given: "list[Given]") -> None:
         for key, tensor, version, copied, is_alias, sent in given:
             if copied and key[0] != FROM_CALLER:
                 check_still_as_sent(sent, kept.received[key[0]].versions[key[1]], key[0])
@@ -388,14 +388,3 @@ class Stage:
                 context.enter_context(separate_statistics(self.batch_norms, into=None))
                 context.enter_context(RefuseRandomness())  # type: ignore[no-untyped-call]  # torch
             torch.autograd.backward(roots, gradients)
-
-
-class _Given(NamedTuple):
-    """A tensor given to the layers: where from, its version then, whether it is a copy."""
-
-    key: tuple[int, int]
-    tensor: Tensor
-    version: int
-    copied: bool
-    is_alias: bool
-    sent: Tensor
