@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import ConfigError, PartitionError
+from penstock.errors import ConfigError, CutError, PartitionError
 from penstock.model.ghost.capture import capture
 from penstock.model.ghost.layers import CapturedLayers
 from penstock.model.layers import Layers, as_layers
@@ -40,15 +40,20 @@ def resolve_layers(model: Any, example_inputs: Any, *, in_processes: bool) -> La
     if example_inputs is None:
         raise ConfigError(
             f"{type(model).__name__} is no nn.Sequential, so that it has to be run once to see "
-            "what its blocks are; give example_inputs=, a small batch"
+            "what its blocks are; give example_inputs=, a small batch, or its layers as a list"
         )
     return CapturedLayers.of(capture(model, example_inputs))
 
 
 def resolve_num_stages(
-    num_stages: int | None, partition: Sequence[int] | None, num_layers: int
+    num_stages: int | None,
+    partition: Sequence[int] | None,
+    num_layers: int,
+    names: Sequence[str] = (),
 ) -> int:
     """Decide K from what was given of `num_stages` and `partition`.
+
+    `names` are the blocks of a captured model, for a message.
 
     Raises:
         PartitionError: neither is given, both disagree, or the layers are too few.
@@ -64,6 +69,11 @@ def resolve_num_stages(
     if num_stages is None:
         raise PartitionError("give num_stages=K, or partition=[layers per stage, ...]")
     check_count("num_stages", num_stages)
+    if num_stages > num_layers and len(names):
+        raise CutError(
+            f"{num_stages} stages asked, {num_layers} block calls found: {', '.join(names)}. Name "
+            "finer blocks (capture(..., blocks=['encoder.layer.*'])), or ask for fewer stages"
+        )
     if num_stages > num_layers:
         raise PartitionError(
             f"num_stages={num_stages}, but the model has only {num_layers} layers; choose at most "

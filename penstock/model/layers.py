@@ -67,6 +67,11 @@ class Layers:
     def output(self) -> tuple[Value, ...]:
         return self.steps[-1].outputs
 
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """Names of the blocks of a captured model; none of a chain."""
+        return ()
+
     def parameter_counts(self) -> tuple[int, ...]:
         """Parameters of each layer; one that layers share is counted in the first of them."""
         seen: set[int] = set()

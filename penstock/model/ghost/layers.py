@@ -52,6 +52,10 @@ class CapturedLayers(Layers):
     def output(self) -> tuple[Value, ...]:
         return (OUTPUT,)
 
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        return tuple(step.name for step in self.steps)
+
     def check_sharing(self, stage_of: Sequence[int]) -> None:
         """Refuse a buffer that blocks on different stages share; parameters are sent."""
         check_sharing(self, stage_of)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError, GlueError
-from penstock.model.pytree import flatten, opaque_values
+from penstock.model.pytree import flatten
 
 from .ghost import METADATA, QUESTIONS, Ghost, ghosts_in, map_tensors
 from .passes import RANDOM, Pass, calling_line
-from .values import START, EventKey, Info, Told, ValueId
+from .values import START, EventKey, Info, Told, ValueId, left_behind
 
 END = EventKey("", 0, -1)
 """What uses the values that the model gives."""
@@ -89,7 +89,7 @@ class Recording(Pass):
         told = self.header[key]
         for info in (*told.infos, *(info for _, info in told.changed)):
             self.infos[info.value] = info
-        self.opaque += [(key, type(value).__name__) for value in opaque_values(told.structure)]
+        self.opaque += [(key, kind) for kind in left_behind(told.structure)]
         self.events.append(
             Event(
                 key,
@@ -184,8 +184,8 @@ class Recording(Pass):
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return super().operation(function, args, kwargs)
-        except NotImplementedError as error:
-            if not self._on_meta:
+        except RuntimeError as error:  # NotImplementedError is one
+            if not self._on_meta or "meta" not in str(error):
                 raise
             raise GlueError(
                 f"the code between blocks asks for values at {calling_line()}, and the model has "

@@ -1,5 +1,6 @@
 """Names for what happens between blocks, and what is known of a tensor without its values."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -133,6 +134,15 @@ class LeftBehind(Sealed):
             "None, and tuples, lists, dicts and dataclasses of them cross stages. Switch it off "
             "(use_cache=False, say), or keep its users on one stage"
         )
+
+
+def left_behind(structure: Structure) -> Iterator[str]:
+    """Yield the kinds of the objects that a told structure lacks."""
+    if isinstance(structure, Node):
+        for part in structure.children:
+            yield from left_behind(part)
+    elif isinstance(structure, Constant) and isinstance(structure.value, LeftBehind):
+        yield structure.value.__dict__["kind"]
 
 
 def told_structure(structure: Structure, maker: EventKey) -> Structure:
