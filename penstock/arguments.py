@@ -6,8 +6,12 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch import nn
 
-from penstock.errors import ConfigError, PartitionError
+from penstock.errors import ConfigError, CutError, PartitionError
+from penstock.model.ghost.capture import capture
+from penstock.model.ghost.layers import CapturedLayers
+from penstock.model.layers import Layers, as_layers
 from penstock.model.pytree import flatten
 from penstock.model.stages import check_partition
 from penstock.runtime.devices import with_index
@@ -16,10 +20,40 @@ from penstock.schedules.lower import ScheduleFunction, schedule_of, stage_ranks
 Devices = Sequence[torch.device | str | int] | torch.device | str | None
 
 
+def resolve_layers(model: Any, example_inputs: Any, *, in_processes: bool) -> Layers:
+    """Give a model as layers; one that is no chain is captured.
+
+    Raises:
+        ConfigError: it is no model, or there are no example inputs to capture it with.
+        CutError: it has no blocks, or they cannot be kept apart.
+    """
+    is_chain = isinstance(model, nn.Sequential | nn.ModuleList)
+    if not isinstance(model, nn.Module | CapturedLayers) or is_chain:
+        return as_layers(model)
+    if in_processes:
+        raise ConfigError(
+            f"{type(model).__name__} is no list of layers; such a model runs in one process so "
+            "far, with a thread for each stage. Leave out mesh=, or give its layers as a list"
+        )
+    if isinstance(model, CapturedLayers):
+        return model
+    if example_inputs is None:
+        raise ConfigError(
+            f"{type(model).__name__} is no nn.Sequential, so that it has to be run once to see "
+            "what its blocks are; give example_inputs=, a small batch, or its layers as a list"
+        )
+    return CapturedLayers.of(capture(model, example_inputs))
+
+
 def resolve_num_stages(
-    num_stages: int | None, partition: Sequence[int] | None, num_layers: int
+    num_stages: int | None,
+    partition: Sequence[int] | None,
+    num_layers: int,
+    names: Sequence[str] = (),
 ) -> int:
     """Decide K from what was given of `num_stages` and `partition`.
+
+    `names` are the blocks of a captured model, for a message.
 
     Raises:
         PartitionError: neither is given, both disagree, or the layers are too few.
@@ -35,6 +69,11 @@ def resolve_num_stages(
     if num_stages is None:
         raise PartitionError("give num_stages=K, or partition=[layers per stage, ...]")
     check_count("num_stages", num_stages)
+    if num_stages > num_layers and len(names):
+        raise CutError(
+            f"{num_stages} stages asked, {num_layers} block calls found: {', '.join(names)}. Name "
+            "finer blocks (capture(..., blocks=['encoder.layer.*'])), or ask for fewer stages"
+        )
     if num_stages > num_layers:
         raise PartitionError(
             f"num_stages={num_stages}, but the model has only {num_layers} layers; choose at most "

@@ -8,6 +8,11 @@
     ├── ScheduleError (ValueError)    a schedule that is incomplete, unordered or never ends
     ├── BoundaryError (TypeError)     a value that cannot cross a stage boundary
     ├── RandomnessError               random numbers drawn where they cannot be reproduced
+    ├── CaptureError                  a model that cannot be cut, or runs otherwise than recorded
+    │   ├── CutError (ConfigError)    blocks and cuts that cannot work
+    │   ├── GlueError                 code between blocks that went another way
+    │   ├── RouteError                a value that a stage needs, and that was not sent to it
+    │   └── CheckError                a cut model whose outputs or gradients are not the model's
     ├── RecomputeError                a forward that cannot be run a second time with equal results
     ├── WaitTimeout (TimeoutError)    a wait that outlived its deadline
     ├── MeshError                     processes that do not find each other, or lose each other
@@ -50,6 +55,26 @@ class BoundaryError(PenstockError, TypeError):
 
 class RandomnessError(PenstockError, RuntimeError):
     """Random numbers were drawn where they cannot be reproduced for another number of stages."""
+
+
+class CaptureError(PenstockError):
+    """A model cannot be cut into stages, or does not run as it did when it was recorded."""
+
+
+class CutError(CaptureError, ConfigError):
+    """The blocks or the cuts of a captured model cannot work."""
+
+
+class GlueError(CaptureError, RuntimeError):
+    """The code between blocks went another way than on an earlier stage, or cannot be followed."""
+
+
+class RouteError(CaptureError, RuntimeError):
+    """A stage needs a value that was not sent to it."""
+
+
+class CheckError(CaptureError, AssertionError):
+    """The outputs or gradients of a cut model are not those of the model."""
 
 
 class RecomputeError(PenstockError, RuntimeError):

@@ -13,6 +13,7 @@ from penstock.arguments import (
     check_loss_scale,
     check_targets,
     resolve_devices,
+    resolve_layers,
     resolve_num_stages,
     resolve_ranks,
     stages_of_mesh,
@@ -20,7 +21,7 @@ from penstock.arguments import (
 from penstock.cut import Cut
 from penstock.errors import ConfigError, RandomnessError
 from penstock.mesh import Mesh
-from penstock.model.layers import Layer, Layers, as_layers
+from penstock.model.layers import Layer, Layers
 from penstock.runtime.caller import CallerContext
 from penstock.runtime.crew import Batch
 from penstock.runtime.devices import num_cores
@@ -49,8 +50,8 @@ class Pipeline(nn.Module):
     sides).
 
     Args:
-        layers: an nn.Sequential, or a list of modules and `penstock.Layer`s; used as they are,
-            not copied.
+        layers: an nn.Sequential, or a list of modules and `penstock.Layer`s; or any nn.Module with
+            `example_inputs`, whose own forward then runs (in one process so far).  Not copied.
         num_stages: K.  Layers are balanced by measured forward and backward time: of
             `example_inputs` now, else of the first batch; until then by parameter counts.
         partition: layers per stage, instead of `num_stages`.
@@ -66,7 +67,7 @@ class Pipeline(nn.Module):
         devices: one per stage, or one for all; default: the visible GPUs in turn, one for each
             rank's stages, else the CPU.
         seed: of the layers' random streams.
-        example_inputs: a batch to balance the layers with.
+        example_inputs: a batch to balance the layers with; to find a module's blocks with.
         threads_per_stage: intra-op threads of each stage on the CPU; default: the cores divided
             among the ranks.  Some kernels round differently for another count.
         transport: worker threads, or everything in the calling thread.
@@ -87,7 +88,7 @@ class Pipeline(nn.Module):
 
     def __init__(  # noqa: PLR0913 - the front door: each a keyword with a default
         self,
-        layers: "nn.Sequential | Sequence[nn.Module | Layer] | Layers",
+        layers: "nn.Module | Sequence[nn.Module | Layer] | Layers",
         num_stages: int | None = None,
         *,
         partition: Sequence[int] | None = None,
@@ -107,10 +108,13 @@ class Pipeline(nn.Module):
         batch_norm_over_replicas: bool = False,
     ) -> None:
         super().__init__()
-        self._layers, self._mesh = as_layers(layers), mesh
+        in_processes = mesh is not None and mesh.is_distributed
+        self._layers = resolve_layers(layers, example_inputs, in_processes=in_processes)
+        self._mesh = mesh
         if mesh is not None:
             num_stages = stages_of_mesh(mesh.num_stages, num_stages, partition, schedule)
-        self._num_stages = resolve_num_stages(num_stages, partition, len(self._layers))
+        names = self._layers.block_names
+        self._num_stages = resolve_num_stages(num_stages, partition, len(self._layers), names)
         self._num_microbatches = check_count("num_microbatches", num_microbatches)
         in_mesh = mesh.num_stages if mesh is not None else None
         ranks = resolve_ranks(schedule, self._num_stages, num_microbatches, in_mesh)
@@ -145,9 +149,9 @@ class Pipeline(nn.Module):
                 self._cut.settle(mesh, first_microbatch(example_inputs, num_microbatches), facts)
             devices = mesh.device
         self._engine.cut(self._cut.partition, resolve_devices(devices, ranks))
-        for step in self._layers:
-            if self._engine.holds(step.index):
-                self._modules[step.name] = step.module
+        modules, parameters = self._layers.named_tensors(self._engine.holds)
+        self._modules.update(modules)
+        self._parameters.update(parameters)
         self._measure_once(first_microbatch(example_inputs, num_microbatches))
 
     # -- what it is -----------------------------------------------------------------------------
@@ -233,8 +237,8 @@ class Pipeline(nn.Module):
 
         Args:
             inputs: a tensor, or any nest of containers of tensors, of shape (N, ...); goes to the
-                first layer as its one argument.  Values that are no tensors go to every
-                micro-batch.
+                first layer as its one argument, to a module as a dict of keyword arguments or a
+                tuple.  Values that are no tensors go to every micro-batch.
             targets: likewise, of the same N; None if the loss needs none.
             loss_scale: multiplies all gradients, so that small ones are not lost in float16; see
                 `penstock.GradScaler`.  The same on every process.

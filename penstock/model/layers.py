@@ -1,6 +1,6 @@
 """The model as data: an ordered list of layers, and which values each of them reads and gives."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ Value = tuple[int, int]
 
 MODEL_INPUT: Value = (-1, 0)
 _INPUT_NAME = "input"
+Named = tuple[dict[str, nn.Module], dict[str, nn.Parameter | None]]
+"""Modules and parameters by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,11 @@ class Layers:
     def output(self) -> tuple[Value, ...]:
         return self.steps[-1].outputs
 
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """Names of the blocks of a captured model; none of a chain."""
+        return ()
+
     def parameter_counts(self) -> tuple[int, ...]:
         """Parameters of each layer; one that layers share is counted in the first of them."""
         seen: set[int] = set()
@@ -74,6 +81,19 @@ class Layers:
             seen |= new.keys()
             counts.append(sum(new.values()))
         return tuple(counts)
+
+    def check_sharing(self, stage_of: Sequence[int]) -> None:
+        """Refuse a parameter or buffer that layers on different stages share.
+
+        Raises:
+            PartitionError: names the two layers and the tensor, and the partitions that would
+                work.
+        """
+        check_sharing(self, stage_of, lambda module: [*_parameters(module), *_buffers(module)])
+
+    def named_tensors(self, holds: Callable[[int], bool]) -> "Named":
+        """Give the modules and parameters of the layers for which `holds`, under their names."""
+        return {step.name: step.module for step in self.steps if holds(step.index)}, {}
 
     def run(self, inputs: Any) -> Any:
         """Run all layers, one after the other, as the unsplit model does."""
@@ -189,19 +209,27 @@ def _known_value(value: str, known: dict[str, Value], layer: str) -> Value:
     return known[value]
 
 
-def check_sharing(layers: Layers, stage_of: Sequence[int]) -> None:
-    """Refuse a parameter or buffer that layers on different stages share.
+def _parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return list(module.named_parameters())
+
+
+def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return list(module.named_buffers())
+
+
+def check_sharing(
+    layers: Layers,
+    stage_of: Sequence[int],
+    tensors_of: Callable[[nn.Module], list[tuple[str, Tensor]]] = _buffers,
+) -> None:
+    """Refuse a tensor of `tensors_of` that layers on different stages share.
 
     Raises:
         PartitionError: names the two layers and the tensor, and the partitions that would work.
     """
     owner: dict[int, tuple[Step, str]] = {}
     for step in layers:
-        tensors: list[tuple[str, Tensor]] = [
-            *step.module.named_parameters(),
-            *step.module.named_buffers(),
-        ]
-        for name, tensor in tensors:
+        for name, tensor in tensors_of(step.module):
             first, first_name = owner.setdefault(id(tensor), (step, name))
             if stage_of[first.index] != stage_of[step.index]:
                 raise PartitionError(

@@ -38,6 +38,10 @@ class Node:
     children: tuple["Structure", ...]
 
 
+class Sealed:
+    """Base of what crosses stages as it is, and holds no tensor."""
+
+
 Structure = Leaf | Constant | Node
 
 
@@ -98,7 +102,7 @@ def tree_map(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 _PLAIN = (
-    *(type(None), bool, int, float, complex, str, bytes, Enum, slice, range, Number),
+    *(type(None), bool, int, float, complex, str, bytes, Enum, slice, range, Number, Sealed),
     *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 

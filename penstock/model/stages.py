@@ -9,12 +9,18 @@ behind, which is the order in which an unsplit backward pass adds the same terms
                                                0 ◄── 1 ◄── 3      gradient
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial, singledispatch
 from itertools import pairwise
+from typing import Any
 
 from penstock.errors import PartitionError
 
-from .layers import MODEL_INPUT, Layers, Step, Value
+from .layers import MODEL_INPUT, Layers, Step, Value, call
+
+Perform = Callable[[Step, Callable[[], Any]], Any]
+"""(step, function) -> the function's result: how a stage runs one layer's call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,19 @@ class StagePlan:
     exports: dict[int, tuple[Value, ...]]
     output: tuple[Value, ...]
     dead_after: tuple[tuple[Value, ...], ...]
+
+    @property
+    def any_shape(self) -> bool:
+        """Whether values without a batch dimension may cross."""
+        return False
+
+    def run(self, values: dict[Value, Any], perform: Perform) -> None:
+        """Run the stage's part of the model: from its imports in `values` to its exports there."""
+        for step, dead in zip(self.steps, self.dead_after, strict=True):
+            arguments = [values[v] for v in step.inputs]
+            values.update(perform(step, partial(call, step, arguments)))
+            for value in dead:
+                del values[value]
 
 
 def stage_of_layers(partition: tuple[int, ...]) -> tuple[int, ...]:
@@ -58,6 +77,7 @@ def check_partition(partition: tuple[int, ...], num_layers: int) -> None:
         )
 
 
+@singledispatch
 def plan_stages(layers: Layers, partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
     """Cut the layers into stages and route every value that lives across a cut."""
     stage_of = stage_of_layers(partition)

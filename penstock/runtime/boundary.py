@@ -10,8 +10,13 @@ from penstock.errors import BoundaryError, ConfigError
 from penstock.model.pytree import Structure, opaque_values
 
 
-def check_leaving(leaves: Sequence[Tensor], structure: Structure, stage: int, peer: int) -> None:
+def check_leaving(
+    leaves: Sequence[Tensor], structure: Structure, stage: int, peer: int, *, any_shape: bool
+) -> None:
     """Refuse values that would not be the same on the other side of a cut.
+
+    With `any_shape` the sender knows that values without a batch dimension belong to one
+    micro-batch, as in code between the blocks of a model that runs as it is.
 
     Raises:
         BoundaryError: a tensor has no batch dimension, or a tensor could hide in an object.
@@ -24,7 +29,7 @@ def check_leaving(leaves: Sequence[Tensor], structure: Structure, stage: int, pe
             "that use it on one stage"
         )
     for leaf in leaves:
-        if leaf.dim() == 0:
+        if leaf.dim() == 0 and not any_shape:
             raise BoundaryError(
                 f"a tensor without a batch dimension (shape ()) leaves stage {stage} for stage "
                 f"{peer}: a value reduced over a micro-batch is not what the whole batch would "

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.mesh import Mesh
-from penstock.model.layers import Layers, Step, check_sharing
+from penstock.model.layers import Layers, Step
 from penstock.model.make import empty, move_or_make
 from penstock.model.stages import StagePlan, check_partition, plan_stages, stage_of_layers
 from penstock.schedules.ir import Schedule
@@ -84,7 +84,7 @@ class Engine:
             PartitionError: the partition does not fit the layers.
         """
         check_partition(partition, len(self._layers))
-        check_sharing(self._layers, stage_of_layers(partition))
+        self._layers.check_sharing(stage_of_layers(partition))
         plans = plan_stages(self._layers, partition)
         self._plans = tuple(plans)
         self._edges = frozenset((plan.index, peer) for plan in plans for peer in plan.exports)

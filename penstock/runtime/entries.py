@@ -1,6 +1,6 @@
 """How a tensor from another stage becomes a leaf of this stage's own autograd graph."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,6 +8,17 @@ from torch import Tensor
 from .run import Entry
 
 _CACHE_LINE_BYTES = 64
+
+
+class Given(NamedTuple):
+    """A tensor given to the layers: where from, its version then, whether it is a copy."""
+
+    key: tuple[int, int]
+    tensor: Tensor
+    version: int
+    copied: bool
+    is_alias: bool
+    sent: Tensor
 
 
 def make_entry(tensor: Tensor, wants_grad: bool) -> Entry:

@@ -96,7 +96,15 @@ def gather(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
                     "the micro-batches cannot be put together. Return one value per sample, or "
                     "use train_step with loss="
                 )
-    rows = zip(*(leaves for leaves, _ in flat), strict=True)
+    rows = list(zip(*(leaves for leaves, _ in flat), strict=True))
+    for row in rows:
+        if any(leaf.shape[1:] != row[0].shape[1:] for leaf in row):
+            raise BoundaryError(
+                f"the model's outputs for the micro-batches have tensors of shapes "
+                f"{', '.join(str(tuple(leaf.shape)) for leaf in row)}, which cannot be put "
+                "together along dimension 0. Return one row per sample, or use train_step with "
+                "loss="
+            )
     return unflatten(flat[0][1], [torch.cat(row) if len(row) > 1 else row[0] for row in rows])
 
 

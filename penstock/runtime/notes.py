@@ -21,19 +21,20 @@ def next_node_number() -> int:
     return number
 
 
-def backward_of(error: BaseException, steps: Sequence[Step], marks: Sequence[int]) -> str:
+def backward_of(error: BaseException, marks: Sequence[tuple[int, Step]]) -> str:
     """Name the layer whose backward raised, as nearly as it can be known.
 
-    `marks[n]` is the number that autograd would have given the next node when layer n began.  A
-    Python function's node stands in the traceback; for a node of torch's own only the stage is
-    known.
+    `marks` holds, for each layer that ran, the number that autograd would have given the next node
+    when it began.  A Python function's node stands in the traceback; for a node of torch's own
+    only the stage is known.
     """
+    numbers, steps = [number for number, _ in marks], [step for _, step in marks]
     for node in _nodes(error):
-        position = bisect_right(marks, node._sequence_nr()) - 1
-        if 0 <= position < len(steps):
+        position = bisect_right(numbers, node._sequence_nr()) - 1
+        if position >= 0:
             return f"the backward of layer {steps[position].label}"
-        if position >= len(steps):
-            return "the backward of the loss"
+    if not steps:
+        return "the backward of no layer"
     if len(steps) == 1:
         return f"the backward of layer {steps[0].label}"
     return f"the backward of one of the layers {steps[0].label} to {steps[-1].label}"

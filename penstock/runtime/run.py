@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock.model.layers import Step
 from penstock.model.pytree import Structure
 from penstock.trace.timeline import MemorySample
 from penstock.types import Trace
@@ -85,7 +86,7 @@ class Kept:
     output_wants_grad: tuple[bool, ...] = ()
     loss: Tensor | None = None
     seen: Seen | None = None
-    layer_marks: list[int] = field(default_factory=list)
+    layer_marks: list[tuple[int, Step]] = field(default_factory=list)
 
     @property
     def inputs(self) -> list[Tensor]:

@@ -10,16 +10,17 @@ layers of this stage use as well is a root inside the graph: what arrives for it
 engine's own sum.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import BoundaryError, RecomputeError
-from penstock.model.layers import MODEL_INPUT, Value, call, join_output
+from penstock.model.layers import MODEL_INPUT, Step, Value, join_output
 from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stages import StagePlan
 from penstock.types import Trace
@@ -35,7 +36,7 @@ from .boundary import (
 )
 from .devices import StageDevice
 from .drawing import Drawing, LayerCall
-from .entries import faithful_copy, make_entry
+from .entries import Given, faithful_copy, make_entry
 from .leaves import claim_leaves
 from .memory import KeptBytes
 from .notes import backward_of, next_node_number, note_failure
@@ -170,7 +171,7 @@ class Stage:
             try:
                 self._run_autograd(run, kept, roots, gradients)
             except Exception as error:
-                where = backward_of(error, self.plan.steps, kept.layer_marks)
+                where = backward_of(error, kept.layer_marks)
                 note_failure(error, self.index, where, microbatch)
                 raise
         for peer, entries in kept.entries.items():
@@ -228,17 +229,17 @@ class Stage:
         """Run all layers on what was received; note roots and loss in `kept`."""
         values, given = self._enter(run, kept)
         kept.layer_marks = []
-        for step, dead in zip(self.plan.steps, self.plan.dead_after, strict=True):
-            kept.layer_marks.append(next_node_number())
-            arguments = [values[v] for v in step.inputs]
+
+        def perform(step: Step, function: Callable[[], Any]) -> Any:
+            kept.layer_marks.append((next_node_number(), step))
             this_call = LayerCall(run, microbatch, step.index, step.module.training, kept)
             try:
-                values.update(self._drawing.run(this_call, partial(call, step, arguments)))
+                return self._drawing.run(this_call, function)
             except Exception as error:
                 note_failure(error, self.index, f"layer {step.label}", microbatch)
                 raise
-            for value in dead:
-                del values[value]
+
+        self.plan.run(values, perform)
         self._check_inputs_unchanged(kept, given)
         leaving = self._export(values, given, kept, microbatch)
         if self.plan.output:
@@ -246,14 +247,14 @@ class Stage:
         return leaving
 
     def _export(
-        self, values: dict[Value, Any], given: "list[_Given]", kept: Kept, microbatch: int
+        self, values: dict[Value, Any], given: "list[Given]", kept: Kept, microbatch: int
     ) -> dict[int, Activation]:
         """Gather the leaves that other stages need; give the activations to send."""
         structures = {}
         try:
             for peer, exported in self.plan.exports.items():
                 leaves, structure = flatten(tuple(values[v] for v in exported))
-                check_leaving(leaves, structure, self.index, peer)
+                check_leaving(leaves, structure, self.index, peer, any_shape=self.plan.any_shape)
                 kept.exported[peer], structures[peer] = leaves, structure
             if len(structures) > 1:
                 check_routes(kept.exported, self.index)
@@ -273,14 +274,14 @@ class Stage:
             for peer, leaves in kept.exported.items()
         }
 
-    def _enter(self, run: Run, kept: Kept) -> tuple[dict[Value, Any], "list[_Given]"]:
+    def _enter(self, run: Run, kept: Kept) -> tuple[dict[Value, Any], "list[Given]"]:
         """Make leaves of this stage's own graph from what arrived, and name their values.
 
         A layer that changes its input in place gets a copy; every input is copied once, to find
         out.
         """
         values: dict[Value, Any] = {}
-        given: list[_Given] = []
+        given: list[Given] = []
         for peer, activation in kept.received.items():
             kept.entries[peer], inside = [], []
             for place, tensor in enumerate(activation.leaves):
@@ -293,7 +294,7 @@ class Stage:
                 if run.with_grad:
                     alias = place in activation.aliases
                     given.append(
-                        _Given(
+                        Given(
                             (peer, place),
                             inside[-1],
                             inside[-1]._version,
@@ -306,7 +307,7 @@ class Stage:
             values.update(zip(names, unflatten(activation.structure, inside), strict=True))
         return values, given
 
-    def _check_inputs_unchanged(self, kept: Kept, given: "list[_Given]") -> None:
+    def _check_inputs_unchanged(self, kept: Kept, given: "list[Given]") -> None:
         for key, tensor, version, copied, is_alias, sent in given:
             if copied and key[0] != FROM_CALLER:
                 check_still_as_sent(sent, kept.received[key[0]].versions[key[1]], key[0])
@@ -387,14 +388,3 @@ class Stage:
                 context.enter_context(separate_statistics(self.batch_norms, into=None))
                 context.enter_context(RefuseRandomness())  # type: ignore[no-untyped-call]  # torch
             torch.autograd.backward(roots, gradients)
-
-
-class _Given(NamedTuple):
-    """A tensor given to the layers: where from, its version then, whether it is a copy."""
-
-    key: tuple[int, int]
-    tensor: Tensor
-    version: int
-    copied: bool
-    is_alias: bool
-    sent: Tensor

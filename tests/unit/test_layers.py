@@ -6,7 +6,7 @@ from torch import nn
 
 from penstock import Layer
 from penstock.errors import ConfigError, PartitionError
-from penstock.model.layers import as_layers, check_sharing
+from penstock.model.layers import as_layers
 from penstock.model.stages import plan_stages
 
 
@@ -77,6 +77,6 @@ def test_a_tied_weight_may_not_lie_across_a_cut() -> None:
     embedding, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
     head.weight = embedding.weight
     layers = as_layers([embedding, nn.ReLU(), head])
-    check_sharing(layers, (0, 0, 0))
+    layers.check_sharing((0, 0, 0))
     with pytest.raises(PartitionError, match=r"0\.weight is 2\.weight"):
-        check_sharing(layers, (0, 0, 1))
+        layers.check_sharing((0, 0, 1))

@@ -1,0 +1,11 @@
+"""Any nn.Module cut into stages, by running its own forward with other stages' blocks left out.
+
+values      what an operation is called, and what is known of a tensor without its values
+ghost       a tensor without values: it stands for what another stage holds
+passes      one execution of the model's forward, operation by operation
+record      a pass that runs everything, and notes who gives and who uses what
+replay      a pass of one stage: it runs its own part, and is told the rest
+blocks      which modules a cut may lie before
+routes      which stages hold a value
+capture     the model as data
+"""

@@ -1,0 +1,213 @@
+"""Blocks: the modules whose calls a cut may lie before, and how their calls are noticed."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import CutError
+
+from .ghost import CURRENT, Ghost, ghosts_in
+
+_LARGE_SHARE = 1 / 32
+"""A module that holds lists of blocks is opened if it has more than so much of all parameters."""
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+_PARTS_OF_BLOCKS = ("torch.distributed", "penstock.")
+
+
+def find_blocks(
+    model: nn.Module, patterns: Sequence[str] | None, opened: Iterable[type] = ()
+) -> dict[str, nn.Module]:
+    """Choose the blocks of a model, by name, in the order in which they are registered.
+
+    Entries of lists are blocks, and so are other modules with parameters that hold no lists, or
+    little.  Modules without parameters are none: their operations lie between blocks.  `opened`
+    are kinds of modules that are not to be blocks; their children are.
+
+    Raises:
+        CutError: a pattern fits no module, or one inside another that fits.
+    """
+    if patterns is not None:
+        return _matching(model, patterns)
+    kinds = tuple(opened)
+    total = sum(p.numel() for p in model.parameters()) or 1
+    return dict(_chosen(model, "", kinds, total * _LARGE_SHARE, in_list=False))
+
+
+def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    named = [(name, module) for name, module in model.named_modules() if name]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name, _ in named):
+            raise CutError(
+                f"blocks={list(patterns)}: no module of {type(model).__name__} is called "
+                f"{pattern!r}; there are {_some(name for name, _ in named)}"
+            )
+    found = {n: m for n, m in named if any(fnmatchcase(n, pattern) for pattern in patterns)}
+    for name in found:
+        outer = next((other for other in found if name.startswith(f"{other}.")), None)
+        if outer is not None:
+            raise CutError(
+                f"blocks={list(patterns)} name {outer!r} and {name!r} inside it; name one of them"
+            )
+    return found
+
+
+def _chosen(
+    module: nn.Module, prefix: str, opened: tuple[type, ...], large: float, *, in_list: bool
+) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        count = sum(p.numel() for p in child.parameters())
+        if not count:
+            continue
+        is_list = isinstance(child, _LISTS)
+        if is_list or _is_opened(child, count, opened, large, in_list=in_list):
+            yield from _chosen(child, f"{path}.", opened, large, in_list=is_list)
+        else:
+            yield path, child
+
+
+def _is_opened(
+    module: nn.Module, count: int, opened: tuple[type, ...], large: float, *, in_list: bool
+) -> bool:
+    """Whether a module's parts are blocks, and not itself."""
+    if type(module) in opened and any(True for _ in module.children()):
+        return True
+    return count > large and _holds_blocks(module) and (not in_list or _is_a_list(module, count))
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    return any(
+        (isinstance(part, _LISTS) or (isinstance(part, nn.Sequential) and len(part) > 1))
+        and any(True for _ in part.parameters())
+        for part in module.modules()
+    )
+
+
+def _is_a_list(module: nn.Module, count: int) -> bool:
+    """Whether most of an entry of a list is a list of alike modules itself, as stages of Swin."""
+    return any(
+        isinstance(part, nn.ModuleList | nn.Sequential)
+        and len(part) > 1
+        and 2 * sum(p.numel() for p in part.parameters()) > count
+        and len({type(entry) for entry in part}) < len(part)
+        for part in module.modules()
+    )
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = list(names)
+    return ", ".join(shown[:12]) + (f" and {len(shown) - 12} more" if len(shown) > 12 else "")
+
+
+# -- noticing calls ---------------------------------------------------------------------------
+
+_WATCHED: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def watch(blocks: Iterable[nn.Module]) -> None:
+    """Let each block's calls go to the pass that is under way; there is no other change.
+
+    A block's class becomes a subclass of its own, with the same name.
+    """
+    for block in blocks:
+        kind = type(block)
+        if kind not in _WATCHED.values():
+            block.__class__ = _WATCHED.setdefault(kind, _watched(kind))
+
+
+def original_class(module: nn.Module) -> type:
+    """Give the class that a module had before it was watched."""
+    kind = type(module)
+    return kind.__mro__[1] if kind in _WATCHED.values() else kind
+
+
+def _watched(kind: type[nn.Module]) -> type[nn.Module]:
+    native: Callable[..., Any] = kind.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        current = CURRENT.get()
+        if current is None or current.is_inside or not current.knows(self):
+            return native(self, *args, **kwargs)
+        if not _observers(self):
+            return current.block_call(self, lambda *a, **k: native(self, *a, **k), args, kwargs)
+        return _observed_call(current, self, native, args, kwargs)
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        """Pickle and copy it as what it was; a copy is watched when it is captured itself."""
+        return _unwatched(kind.__reduce_ex__(self, protocol))
+
+    names = {"__call__": call, "__reduce_ex__": reduce, "__module__": kind.__module__}
+    watched = type(kind.__name__, (kind,), names)
+    watched.__qualname__ = kind.__qualname__
+    return watched
+
+
+def _unwatched(part: Any) -> Any:
+    if isinstance(part, tuple):
+        return tuple(_unwatched(entry) for entry in part)
+    return part.__mro__[1] if isinstance(part, type) and part in _WATCHED.values() else part
+
+
+def _observers(module: nn.Module) -> dict[int, Any]:
+    """Give the forward hooks that look at a block from outside.
+
+    Those of torch.distributed, and our own, belong to the block: they run where it runs.
+    """
+    return {
+        number: hook
+        for number, hook in module._forward_hooks.items()
+        if not getattr(hook, "__module__", "").startswith(_PARTS_OF_BLOCKS)
+    }
+
+
+def _observed_call(
+    current: Any, module: nn.Module, native: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Call a block, and its hooks on what stands for its result: so they run on every stage."""
+    hooks, outside = module._forward_hooks, _observers(module)
+    within = type(hooks)((n, hook) for n, hook in hooks.items() if n not in outside)
+
+    def without(*a: Any, **k: Any) -> Any:
+        module._forward_hooks = within
+        try:
+            return native(module, *a, **k)
+        finally:
+            module._forward_hooks = hooks
+
+    result = current.block_call(module, without, args, kwargs)
+    for number, hook in outside.items():
+        if number in module._forward_hooks_with_kwargs:
+            changed = hook(module, args, kwargs, result)
+        else:
+            changed = hook(module, args, result)
+        result = result if changed is None else changed
+    return result
+
+
+# -- functions of the user's own --------------------------------------------------------------
+
+_apply = torch.autograd.Function.__dict__["apply"].__func__
+
+
+def _routed_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """Handle a custom autograd function that is applied to ghosts between blocks."""
+    current = CURRENT.get()
+    if current is None or current.is_inside or not ghosts_in(args):
+        return _apply(cls, *args, **kwargs)
+
+    def function(*a: Any, **k: Any) -> Any:
+        return _apply(cls, *a, **k)
+
+    function.__name__ = f"{cls.__name__}.apply"
+    return current.operation(function, args, kwargs)
+
+
+def watch_functions() -> None:
+    """Let custom autograd functions go to the pass that is under way, where ghosts take part."""
+    setattr(torch.autograd.Function, "apply", classmethod(_routed_apply))  # noqa: B010 - typed as one
+
+
+__all__ = ["Ghost", "find_blocks", "original_class", "watch", "watch_functions"]

@@ -1,0 +1,364 @@
+"""The model as data: its block calls in order, and the values between them."""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import CutError
+from penstock.model.pytree import flatten, unflatten
+
+from .blocks import find_blocks, original_class, watch, watch_functions
+from .ghost import Ghost
+from .passes import Perform, plainly
+from .record import Event, Recording, SideChannel
+from .replay import Replay
+from .routes import Call, calls_of, holders, sends, stages_of_calls, stages_of_events
+from .tied import Tied, find_tied
+from .values import START, Header, Info, Told, ValueId
+
+ROUTED, EVERYWHERE = "first", "everywhere"
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a recording in one mode, training or evaluation, has shown."""
+
+    training: bool
+    events: tuple[Event, ...]
+    infos: Mapping[ValueId, Info]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Captured:
+    """A model, its blocks, and what happened when it was run on the example inputs.
+
+    `calls` are the block calls in the order of their execution.  `inputs` says whether the model's
+    inputs are given to the first stage only, and travel, or to every stage.  With `decides`, code
+    between blocks has looked at values, so that the model may take other ways.
+    """
+
+    model: nn.Module
+    blocks: Mapping[str, nn.Module]
+    calls: tuple[Call, ...]
+    recorded: tuple[Recorded, ...]
+    inputs: str
+    decides: bool
+    needs_all: bool
+    warnings: tuple[str, ...]
+
+    def parameter_counts(self) -> tuple[int, ...]:
+        """Parameters of each call's block; one met before is not counted again."""
+        seen: set[int] = set()
+        counts = []
+        for block, _ in self.calls:
+            new = {id(p): p.numel() for p in self.blocks[block].parameters() if id(p) not in seen}
+            seen |= new.keys()
+            counts.append(sum(new.values()))
+        return tuple(counts)
+
+    def live_bytes(self) -> tuple[int, ...]:
+        """Give the bytes that would cross a cut before each call, in the mode that sends more."""
+        return tuple(
+            max(_crossing(of_mode, call, self.calls) for of_mode in self.recorded)
+            for call in range(len(self.calls))
+        )
+
+    def cut(self, partition: Sequence[int]) -> "Cut":
+        """Cut into stages of so many calls each."""
+        return Cut(self, tuple(partition))
+
+
+class Cut:
+    """A captured model cut into stages."""
+
+    def __init__(self, captured: Captured, partition: tuple[int, ...]) -> None:
+        self.captured, self.partition = captured, partition
+        self.stage_of = stages_of_calls(captured.calls, partition)
+        self.holders = holders(
+            [of_mode.events for of_mode in captured.recorded], self.stage_of, len(partition)
+        )
+        self.tied = self._find_tied()
+        self.holders.update({tied.value: tied.stages for tied in self.tied})
+        self.sends = sends(self.holders, len(partition))
+        self._names: dict[int, str] = {}
+
+    def _find_tied(self) -> tuple[Tied, ...]:
+        captured, num_stages = self.captured, len(self.partition)
+        on_stages = [
+            (event, stages[event.key])
+            for of_mode in captured.recorded
+            for stages in [stages_of_events(of_mode.events, self.stage_of, num_stages)]
+            for event in of_mode.events
+        ]
+        return find_tied(captured.model, captured.blocks, self.stage_of, on_stages)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.partition)
+
+    def borrowed(self, stage: int) -> tuple[Tied, ...]:
+        """Give the parameters that a stage uses, or passes on, and that have their home before."""
+        if self.captured.decides:  # what crosses goes from stage to stage
+            return tuple(t for t in self.tied if t.stages[0] < stage <= t.stages[-1])
+        return tuple(t for t in self.tied if stage in t.stages[1:])
+
+    def lent(self, stage: int) -> tuple[Tied, ...]:
+        """Give the parameters that have their home on a stage, and others use."""
+        return tuple(tied for tied in self.tied if tied.stages[0] == stage)
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The blocks by the id of their module; those of a copy are its own."""
+        if not self._names:
+            watch(self.captured.blocks.values())
+            self._names = {id(module): name for name, module in self.captured.blocks.items()}
+        return self._names
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_names": {}}
+
+    def wanted(self, stage: int) -> frozenset[ValueId] | None:
+        """Give the values that a stage sends on; None: whatever is alive."""
+        if self.captured.decides:
+            return None
+        return frozenset(v for values in self.sends[stage].values() for v in values)
+
+    def replay(
+        self,
+        stage: int,
+        received: Mapping[ValueId, Tensor],
+        header: Header,
+        perform: Perform = plainly,
+    ) -> Replay:
+        """Make the pass of a stage on one micro-batch; `run_stage` runs it."""
+        return Replay(
+            self.names,
+            stage,
+            self.stage_of,
+            received=received,
+            header=header,
+            wanted=self.wanted(stage),
+            lent={number: received[v] for number, v in self._places(stage).items()},
+            borrowers=self._borrowers(stage),
+            perform=perform,
+            sees_all=self.captured.needs_all,
+        )
+
+    def leaving(self, replay: Replay, stage: int) -> dict[ValueId, Tensor]:
+        """Give what a stage may send on after its pass: values, and parameters with them."""
+        found = replay.leaving()
+        model = self.captured.model
+        found.update((t.value, model.get_parameter(t.names[0])) for t in self.lent(stage))
+        for tied in self.borrowed(stage):
+            if stage < tied.stages[-1]:
+                found[tied.value] = replay.received[tied.value]
+        return found
+
+    def _places(self, stage: int) -> dict[int, ValueId]:
+        """Give what is sent for each parameter, by the parameter's id, under all of its names."""
+        model = self.captured.model
+        return {
+            id(model.get_parameter(name)): tied.value
+            for tied in self.borrowed(stage)
+            for name in tied.names
+        }
+
+    def _borrowers(self, stage: int) -> frozenset[str]:
+        away = self._places(stage)
+        return frozenset(
+            name
+            for name, block in self.captured.blocks.items()
+            if away and any(id(p) in away for p in block.parameters())
+        )
+
+    def parameters_of(self, stage: int) -> dict[str, nn.Parameter]:
+        """Give the parameters that a stage has: of its blocks, of code between them, as home."""
+        captured, away = self.captured, {n for t in self.borrowed(stage) for n in t.names}
+        names = {name for call, at in self.stage_of.items() if at == stage for name in [call[0]]}
+        found = {
+            f"{block}.{name}": parameter
+            for block in sorted(names)
+            for name, parameter in captured.blocks[block].named_parameters()
+        }
+        for of_mode in captured.recorded:
+            stages = stages_of_events(of_mode.events, self.stage_of, self.num_stages)
+            for event in of_mode.events:
+                if stages[event.key] == stage:
+                    found.update((n, captured.model.get_parameter(n)) for n in event.parameters)
+        return {name: parameter for name, parameter in found.items() if name not in away}
+
+    def run(self, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a pass; give the model's output if it is the last stage's."""
+        if self.captured.inputs == ROUTED:
+            args, kwargs = _routed(replay, args, kwargs)
+        return replay.run(self.captured.model, args, kwargs)
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    blocks: Sequence[str] | None = None,
+    inputs: str = ROUTED,
+) -> Captured:
+    """Run a model on example inputs, and note its block calls and the values between them.
+
+    The model may be on the meta device: nothing then needs memory.  Buffers, random states and
+    modes are as before.
+
+    Args:
+        model: any module.
+        example_inputs: what it is called with: a dict of keyword arguments, a tuple of positional
+            ones, or a single value.
+        blocks: patterns of names of modules that a cut may lie before; default: entries of lists.
+        inputs: "first": the model's inputs are given to the first stage and travel on from there;
+            "everywhere": every stage is given them.
+
+    Raises:
+        CutError: a pattern fits nothing; a tensor passes between blocks on a side way; there is no
+            block.
+        GlueError: the code between blocks cannot be followed.
+    """
+    if inputs not in (ROUTED, EVERYWHERE):
+        raise CutError(f"inputs={inputs!r}; choose {ROUTED!r} or {EVERYWHERE!r}")
+    watch_functions()
+    args, kwargs = as_call(example_inputs)
+    opened: list[type] = []
+    while True:
+        found = find_blocks(model, blocks, opened)
+        if not found:
+            raise CutError(f"{type(model).__name__} has no parameters, and so no blocks to cut at")
+        try:
+            return _capture(model, found, args, kwargs, inputs, opened)
+        except SideChannel as error:
+            kind = original_class(found[error.block])
+            has_parts = any(True for _ in found[error.block].children())
+            if blocks is not None or kind in opened or not has_parts:
+                raise
+            opened.append(kind)
+
+
+def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give inputs as positional and keyword arguments."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, tuple):
+        return example_inputs, {}
+    return (example_inputs,), {}
+
+
+def _capture(
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inputs: str,
+    opened: Sequence[type],
+) -> Captured:
+    watch(blocks.values())
+    names = {id(module): name for name, module in blocks.items()}
+    parameters = {id(p): name for name, p in model.named_parameters()}
+    on_meta = any(p.is_meta for p in model.parameters())
+    recordings = []
+    for training in (True, False):
+        recording = Recording(names, parameters, on_meta=on_meta)
+        with _as_it_was(model, training=training), torch.no_grad():
+            given = (args, kwargs)
+            if inputs == ROUTED:
+                given = _routed(recording, args, kwargs)
+                recording.note_inputs(recording.header[START])
+            recording.run(model, *given)
+        recordings.append((training, recording))
+    calls = list(dict.fromkeys(c for _, r in recordings for c in calls_of(r.events)))
+    if len(recordings) == 2:
+        calls = _merged(*(calls_of(r.events) for _, r in recordings))
+    return Captured(
+        model,
+        {name: blocks[name] for name in dict.fromkeys(name for name, _ in calls)},
+        tuple(calls),
+        tuple(Recorded(t, tuple(r.events), dict(r.infos)) for t, r in recordings),
+        inputs,
+        decides=any(event.decides for _, r in recordings for event in r.events),
+        needs_all=any(r.needs_all for _, r in recordings),
+        warnings=tuple(_warnings([r for _, r in recordings], opened)),
+    )
+
+
+def _merged(first: list[Call], second: list[Call]) -> list[Call]:
+    """Put two orders together: what one mode leaves out stays where the other has it."""
+    merged, known = list(first), set(first)
+    for place, call in enumerate(second):
+        if call not in known:
+            before = second[place - 1] if place else None
+            merged.insert(merged.index(before) + 1 if before in merged else 0, call)
+            known.add(call)
+    return merged
+
+
+def _warnings(recordings: Sequence[Recording], opened: Sequence[type]) -> Iterator[str]:
+    for kind in opened:
+        yield f"{kind.__name__} was opened: a tensor leaves it on a side way"
+    seen = set()
+    for recording in recordings:
+        for key, kind_name in recording.opaque:
+            if (key.block, kind_name) not in seen:
+                seen.add((key.block, kind_name))
+                yield (
+                    f"{key} returns a {kind_name}, which cannot cross stages: keep its users on "
+                    "one stage"
+                )
+
+
+def _routed(
+    run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give ghosts for the model's inputs; on a later stage, those that the header tells of."""
+    told = run.header.get(START)
+    if told is None:
+        leaves, structure = flatten((args, kwargs))
+        ghosts = [run.given(START, place, leaf) for place, leaf in enumerate(leaves)]
+        told = Told("inputs", structure, tuple(ghost.info for ghost in ghosts), ())
+        run.header[START] = told
+    else:
+        ghosts = [run.stand_in(info) for info in told.infos]
+    routed_args, routed_kwargs = unflatten(told.structure, ghosts)
+    return routed_args, routed_kwargs
+
+
+def _crossing(recorded: Recorded, cut: int, calls: Sequence[Call]) -> int:
+    """Sum the bytes of values that are given before a call and used at it or later."""
+    stage_of = {call: int(place >= cut) for place, call in enumerate(calls)}
+    held = holders([recorded.events], stage_of, 2)
+    return sum(recorded.infos[value].num_bytes for value, at in held.items() if at == (0, 1))
+
+
+@contextmanager
+def _as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Run the model in one mode, and leave it as it was: modes, buffers, random states."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    with ExitStack() as after:
+        after.callback(random.setstate, random.getstate())
+        after.callback(torch.set_rng_state, torch.get_rng_state())
+        after.callback(_put_back, modes, buffers)
+        if model.training != training:
+            model.train(training)
+        yield
+
+
+def _put_back(
+    modes: Sequence[tuple[nn.Module, bool]], buffers: Sequence[tuple[Tensor, Tensor]]
+) -> None:
+    for module, mode in modes:
+        module.training = mode
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+
+__all__ = ["Captured", "Cut", "Ghost", "as_call", "capture"]

@@ -1,0 +1,148 @@
+"""A tensor without values, which stands for what another stage holds, or this one will use.
+
+Every operation on one goes to the pass that is under way; what is asked of its shape, type and
+device is answered at once.
+"""
+
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from penstock.model.pytree import flatten, unflatten
+
+from .values import Info
+
+if TYPE_CHECKING:
+    from .passes import Pass
+
+CURRENT: "ContextVar[Pass | None]" = ContextVar("penstock_pass", default=None)
+"""The pass that is under way in this thread."""
+
+
+class Ghost(Tensor):
+    """A meta tensor that knows what it stands for; `here` is that tensor, if this stage has it."""
+
+    info: Info
+    here: Tensor | None
+    __hash__: ClassVar[Any] = Tensor.__hash__
+
+    @classmethod
+    def standing_for(cls, info: Info, real: Tensor | None) -> "Ghost":
+        """Make one."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if info.strides is None:
+                bare = torch.empty(info.shape, dtype=info.dtype, device="meta")
+            else:
+                bare = torch.empty_strided(
+                    info.shape, info.strides, dtype=info.dtype, device="meta"
+                )
+            ghost = bare.as_subclass(cls)
+        ghost.info, ghost.here = info, real
+        return ghost
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        current = CURRENT.get()
+        if current is None:
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            return current.operation(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch types it as an instance's method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        current = CURRENT.get()
+        if current is not None and not current.is_answering:
+            raise current.below_torch_function(func)
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **(kwargs or {}))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbind(0))
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes what is of no use here
+        return f"Ghost({self.info.value}, shape {self.info.shape})"
+
+
+def ghosts_in(*values: Any) -> list[Ghost]:
+    """List the ghosts in nested values, each once, in the order of first sight."""
+    found: dict[int, Ghost] = {}
+    for value in values:
+        _find(value, found)
+    return list(found.values())
+
+
+def _find(value: Any, found: dict[int, Ghost]) -> None:
+    kind = type(value)
+    if kind is Ghost:
+        found.setdefault(id(value), value)
+    elif kind is tuple or kind is list or kind is dict:
+        for part in value.values() if kind is dict else value:
+            _find(part, found)
+    elif kind not in _PLAIN and not isinstance(value, Tensor):
+        found.update((id(leaf), leaf) for leaf in flatten(value)[0] if type(leaf) is Ghost)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Replace every tensor in nested values; what holds none is given back as it is."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        return function(value)
+    if kind is tuple:
+        return tuple([map_tensors(function, part) for part in value])
+    if kind is list:
+        return [map_tensors(function, part) for part in value]
+    if kind is dict:
+        return {key: map_tensors(function, part) for key, part in value.items()}
+    leaves, structure = flatten(value)
+    return unflatten(structure, [function(leaf) for leaf in leaves]) if leaves else value
+
+
+_PLAIN = frozenset((type(None), bool, int, float, complex, str, torch.dtype, torch.device, slice))
+
+
+def _getters(*names: str) -> dict[Any, str]:
+    return {getattr(Tensor, name).__get__: name for name in names if hasattr(Tensor, name)}
+
+
+QUESTIONS: dict[Any, str] = {
+    **_getters("shape", "dtype", "ndim", "device", "requires_grad", "is_leaf", "layout"),
+    **_getters("grad_fn", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_sparse"),
+    **_getters("is_quantized", "is_nested", "is_mkldnn", "names", "itemsize", "nbytes"),
+}
+"""What is asked of a tensor as an attribute, and says nothing of its values."""
+METADATA = frozenset(
+    (
+        *(Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.is_floating_point),
+        *(Tensor.is_contiguous, Tensor.element_size, Tensor.get_device, Tensor.is_complex),
+        *(Tensor.ndimension, Tensor.nelement, Tensor.is_signed, Tensor.__len__, Tensor.type),
+        *(Tensor.storage_offset, Tensor.is_inference, Tensor.is_same_size, Tensor.is_shared),
+        *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor),
+    )
+)
+"""The same, as a call."""
+
+
+def answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Answer a question of `QUESTIONS` or `METADATA` about a ghost."""
+    ghost = args[0]
+    match QUESTIONS.get(function):
+        case "device":
+            return ghost.info.device
+        case "requires_grad":
+            return ghost.info.requires_grad
+        case "is_cuda" | "is_cpu" | "is_mps" | "is_xpu" as name:
+            return ghost.info.device.type == name.removeprefix("is_")
+        case "is_meta":
+            return False
+        case "grad_fn" if ghost.here is None:
+            return None
+    if ghost.here is not None:
+        args = tuple(part.here if type(part) is Ghost else part for part in args)
+    return function(*args, **kwargs)

@@ -1,0 +1,167 @@
+"""A captured model as layers: each block call is one, and a stage runs the model's own forward."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+from torch import Tensor, nn
+
+from penstock.model.layers import MODEL_INPUT, Layers, Named, Step, Value, check_sharing
+from penstock.model.pytree import Sealed
+from penstock.model.stages import Perform, StagePlan, plan_stages
+
+from .capture import ROUTED, Captured, Cut, as_call
+from .values import EventKey, Header, ValueId
+
+OUTPUT: Value = (-2, 0)
+"""The model's output."""
+
+
+class SealedHeader(Sealed):
+    """What happened on the stages before, as it travels."""
+
+    def __init__(self, header: Header) -> None:
+        self.header = header
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What one stage hands to another: values by name; to the next one also what has happened."""
+
+    header: SealedHeader | None
+    values: dict[ValueId, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedLayers(Layers):
+    """The block calls of a captured model."""
+
+    captured: Captured
+
+    @classmethod
+    def of(cls, captured: Captured) -> "CapturedLayers":
+        """Make each block call a layer."""
+        steps = []
+        for index, (block, number) in enumerate(captured.calls):
+            name = block if number == 0 else f"{block} (call {number + 1})"
+            steps.append(Step(index, name, captured.blocks[block], (), ((index, 0),)))
+        return cls(tuple(steps), captured)
+
+    @property
+    def output(self) -> tuple[Value, ...]:
+        return (OUTPUT,)
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        return tuple(step.name for step in self.steps)
+
+    def check_sharing(self, stage_of: Sequence[int]) -> None:
+        """Refuse a buffer that blocks on different stages share; parameters are sent."""
+        check_sharing(self, stage_of)
+
+    def named_tensors(self, holds: Callable[[int], bool]) -> Named:
+        model = self.captured.model
+        return dict(model.named_children()), dict(model._parameters)
+
+    def run(self, inputs: Any) -> Any:
+        args, kwargs = as_call(inputs)
+        return self.captured.model(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStage(StagePlan):
+    """One stage of a captured model: its imports and exports are bundles."""
+
+    cut: Cut
+
+    @property
+    def any_shape(self) -> bool:
+        return True
+
+    def run(self, values: dict[Value, Any], perform: Perform) -> None:
+        received: dict[ValueId, Tensor] = {}
+        header: Header = {}
+        for bundles in self.imports.values():
+            for bundle in map(values.pop, bundles):
+                received.update(bundle.values)
+                if bundle.header is not None:
+                    header = bundle.header.header
+        args, kwargs = as_call(values[MODEL_INPUT]) if self.reads_input else ((), {})
+        replay = self.cut.replay(self.index, received, header, self._performing(perform))
+        output = self.cut.run(replay, args, kwargs)
+        if self.output:
+            values[OUTPUT] = output
+            return
+        sealed = SealedHeader(replay.header)
+        leaving = self.cut.leaving(replay, self.index)
+        for peer, bundles in self.exports.items():
+            names = self.cut.sends[self.index].get(peer, ())
+            if self.cut.captured.decides:
+                names = tuple(leaving)
+            sent = {name: leaving[name] for name in names if name in leaving}
+            values[bundles[0]] = Bundle(sealed if peer == self.index + 1 else None, sent)
+
+    def _performing(self, perform: Perform) -> Any:
+        by_call = {}
+        for step, call in zip(self.steps, self._calls(), strict=True):
+            by_call[call] = step
+
+        def run_event(key: EventKey, function: Any) -> Any:
+            if key.number:
+                return perform(_between(key, len(self.cut.captured.calls)), function)
+            step = by_call.get((key.block, key.call)) or by_call[key.block, 0]
+            return perform(step, function)
+
+        return run_event
+
+    def _calls(self) -> list[tuple[str, int]]:
+        return [self.cut.captured.calls[step.index] for step in self.steps]
+
+
+def _between(key: EventKey, num_calls: int) -> Step:
+    """Make a layer of an operation between blocks that draws random numbers.
+
+    Its number, and so its stream, depends on where it stands, and not on the cuts.
+    """
+    return Step(num_calls + 1 + crc32(repr(tuple(key)).encode()), str(key), _NO_MODULE, (), ())
+
+
+_NO_MODULE = nn.Identity()
+
+
+@plan_stages.register
+def _(layers: CapturedLayers, partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
+    cut, num_stages = layers.captured.cut(partition), len(partition)
+    starts = [sum(partition[:stage]) for stage in range(num_stages)]
+    return tuple(
+        _plan_stage(layers, cut, stage, starts[stage], partition[stage])
+        for stage in range(num_stages)
+    )
+
+
+def _plan_stage(
+    layers: CapturedLayers, cut: Cut, stage: int, start: int, count: int
+) -> CapturedStage:
+    last = cut.num_stages - 1
+    return CapturedStage(
+        index=stage,
+        steps=layers.steps[start : start + count],
+        reads_input=stage == 0 or layers.captured.inputs != ROUTED,
+        imports=_bundles([(p, stage) for p in range(stage) if _feeds(cut, p, stage)], 0),
+        exports=_bundles([(stage, p) for p in range(last, stage, -1) if _feeds(cut, stage, p)], 1),
+        output=(OUTPUT,) if stage == last else (),
+        dead_after=(),
+        cut=cut,
+    )
+
+
+def _feeds(cut: Cut, source: int, target: int) -> bool:
+    """Whether a stage sends another one anything; its header goes to the next one in any case."""
+    if target == source + 1:
+        return True
+    return not cut.captured.decides and target in cut.sends[source]
+
+
+def _bundles(edges: list[tuple[int, int]], of: int) -> dict[int, tuple[Value, ...]]:
+    return {edge[of]: ((-3 - edge[0], edge[1]),) for edge in edges}

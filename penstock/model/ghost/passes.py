@@ -1,0 +1,244 @@
+"""One execution of a model's own forward, as a row of events.
+
+block call                      event 0 of that call      runs natively inside
+operation on a routed tensor    event n after the call    between blocks: residual sums, masks
+anything else between blocks    no event                  runs on every stage alike
+"""
+
+import sys
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from penstock.errors import GlueError
+from penstock.model.pytree import flatten, unflatten
+
+from .ghost import CURRENT, METADATA, QUESTIONS, Ghost, answer, ghosts_in, map_tensors
+from .values import START, EventKey, Header, Info, Told, ValueId, told_structure
+
+Perform = Callable[[EventKey, Callable[[], Any]], Any]
+"""(event, function) -> the function's result: how a block call or a random operation is run."""
+
+RANDOM = frozenset(
+    (
+        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like),
+        *(torch.randn_like, torch.bernoulli, torch.normal, torch.multinomial),
+        *(nn.functional.dropout, Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_),
+        *(Tensor.random_, Tensor.exponential_, Tensor.bernoulli, Tensor.multinomial),
+    )
+)
+"""Operations that draw: between blocks, too, they are events, so that only one stage draws."""
+
+
+def plainly(key: EventKey, function: Callable[[], Any]) -> Any:
+    """Run an event as it is."""
+    return function()
+
+
+class Pass(ABC):
+    """One execution of a model's forward; `names` are its blocks, by the id of their module."""
+
+    def __init__(
+        self, names: Mapping[int, str], *, perform: Perform = plainly, sees_all: bool = False
+    ) -> None:
+        self._names, self._perform = names, perform
+        self._sees_all = sees_all
+        self._calls: Counter[str] = Counter()
+        self._last = START
+        self._number = 0
+        self.is_answering = False
+        self.is_inside = False
+        """Whether a block or an operation is run natively; nothing in it is an event."""
+        self.header: Header = {}
+
+    # -- what the model's forward comes by ----------------------------------------------------
+
+    def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle an operation on ghosts."""
+        if self.is_inside:  # a ghost hid in an object
+            return function(*self._unwrapped(args), **self._unwrapped(kwargs))
+        if function in QUESTIONS or function in METADATA:
+            self.is_answering = True
+            try:
+                return answer(function, args, kwargs)
+            finally:
+                self.is_answering = False
+        key = self._next_key()
+        name = getattr(function, "__name__", str(function))
+        return self.event(key, name, function, args, kwargs)
+
+    def block_call(
+        self, module: nn.Module, native: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Handle a call of one of the blocks."""
+        block = self._names[id(module)]
+        key = EventKey(block, self._calls[block], 0)
+        self._calls[block] += 1
+        self._last, self._number = key, 0
+        return self.event(key, block, native, args, kwargs)
+
+    @abstractmethod
+    def event(
+        self,
+        key: EventKey,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run an event, or replay it."""
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether a module is a block of this pass."""
+        return id(module) in self._names
+
+    def run(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Execute the model; give its output with its real tensors."""
+        token = CURRENT.set(self)
+        try:
+            if not self._sees_all:
+                return self.ended(model(*args, **kwargs))
+            with _Everything(self):
+                return self.ended(model(*args, **kwargs))
+        finally:
+            CURRENT.reset(token)
+
+    def ended(self, output: Any) -> Any:
+        """Give the model's output with real tensors for ghosts."""
+        return self._unwrapped(output)
+
+    # -- running an event ---------------------------------------------------------------------
+
+    def execute(
+        self,
+        key: EventKey,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run an event on real tensors; give its result as ghosts, and note it in the header."""
+        ghosts = ghosts_in(args, kwargs)
+        versions = [_version(self.real(ghost)) for ghost in ghosts]
+        real_args, real_kwargs = self._unwrapped(args), self._unwrapped(kwargs)
+        with self._natively(key):
+            if key.number == 0 or function in RANDOM:
+                result = self._perform(key, lambda: function(*real_args, **real_kwargs))
+            else:
+                result = function(*real_args, **real_kwargs)
+        changed = self._note_changes(key, ghosts, versions)
+        known = {id(ghost.here): ghost for ghost in ghosts}
+        leaves, structure = flatten(result)
+        given = []
+        for place, leaf in enumerate(leaves):
+            ghost = leaf if type(leaf) is Ghost else known.get(id(leaf))
+            given.append(self.given(key, place, leaf) if ghost is None else ghost)
+        infos = tuple(ghost.info for ghost in given)
+        self.header[key] = Told(name, told_structure(structure, key), infos, changed)
+        return unflatten(structure, given)
+
+    def given(self, key: EventKey, place: int, tensor: Tensor) -> Ghost:
+        """Make the ghost of a tensor that an event gave."""
+        return Ghost.standing_for(self.describe(tensor, ValueId(key, place)), tensor)
+
+    def describe(self, tensor: Tensor, value: ValueId) -> Info:
+        """Say what is known of a tensor without its values."""
+        return Info.of(tensor, value)
+
+    def real(self, ghost: Ghost) -> Tensor:
+        """Give the tensor that a ghost stands for, which must be here."""
+        assert ghost.here is not None
+        return ghost.here
+
+    def _unwrapped(self, value: Any) -> Any:
+        return map_tensors(lambda t: self.real(t) if type(t) is Ghost else t, value)
+
+    def _note_changes(
+        self, key: EventKey, ghosts: list[Ghost], versions: list[int]
+    ) -> tuple[tuple[int, Info], ...]:
+        changed = []
+        for number, (ghost, version) in enumerate(zip(ghosts, versions, strict=True)):
+            tensor = self.real(ghost)
+            if _version(tensor) != version:
+                ghost.info = self.describe(tensor, ValueId(key, -1 - number))
+                changed.append((number, ghost.info))
+        return tuple(changed)
+
+    @contextmanager
+    def _natively(self, key: EventKey) -> Iterator[None]:
+        self.is_inside = True
+        try:
+            yield
+        finally:
+            self.is_inside = False
+
+    # -- what concerns operations without ghosts ----------------------------------------------
+
+    def unrouted(
+        self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Handle an operation between blocks that no ghost takes part in."""
+        if function in RANDOM and not _does_nothing(function, args, kwargs):
+            key = self._next_key()
+            return self.event(key, function.__name__, function, args, kwargs)
+        return function(*args, **kwargs)
+
+    def inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle an operation inside a block or another operation."""
+        return function(*args, **kwargs)
+
+    def _next_key(self) -> EventKey:
+        self._number += 1
+        return EventKey(self._last.block, self._last.call, self._number)
+
+    def below_torch_function(self, function: Any) -> GlueError:
+        """Say that an operation was reached that passes cannot follow (E5)."""
+        name = getattr(getattr(function, "overloadpacket", function), "__name__", str(function))
+        return GlueError(
+            f"aten.{name} reached a routed value inside jit.script, vmap or C++, after "
+            f"{self._last} ({calling_line()}). Put that code into an nn.Module of its own and "
+            "name it in blocks="
+        )
+
+
+class _Everything(TorchFunctionMode):
+    """Shows a pass the operations, too, that no ghost takes part in."""
+
+    def __init__(self, current: Pass) -> None:
+        super().__init__()
+        self._pass = current
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, Ghost) for kind in types):
+            return func(*args, **kwargs)
+        if self._pass.is_inside:
+            return self._pass.inside(func, args, kwargs)
+        return self._pass.unrouted(func, types, args, kwargs)
+
+
+def _does_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if function is not nn.functional.dropout:
+        return False
+    return not kwargs.get("training", args[2] if len(args) > 2 else True)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def calling_line() -> str:
+    """Give the file and line of the model's code that is being run."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("torch.", "penstock.")) and module != "torch":
+            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]  # None at the end
+    return "unknown line"

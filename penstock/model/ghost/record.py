@@ -1,0 +1,232 @@
+"""A pass that runs everything, and notes which event gives and which uses each value."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import CutError, GlueError
+from penstock.model.pytree import flatten
+
+from .ghost import METADATA, QUESTIONS, Ghost, ghosts_in, map_tensors
+from .passes import RANDOM, Pass, calling_line
+from .values import START, EventKey, Info, Told, ValueId, left_behind
+
+END = EventKey("", 0, -1)
+"""What uses the values that the model gives."""
+_MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What happened: `uses` and `gives` are values, `changes` pairs of one before and after.
+
+    `parameters` are the names of those that an operation between blocks read.  `decides` tells
+    that it turned values into a Python number, on which the model's path may depend.
+    """
+
+    key: EventKey
+    name: str
+    uses: tuple[ValueId, ...]
+    gives: tuple[ValueId, ...]
+    changes: tuple[tuple[ValueId, ValueId], ...]
+    parameters: tuple[str, ...] = ()
+    decides: bool = False
+
+
+class Recording(Pass):
+    """Runs the whole model, and keeps a list of its events.
+
+    Args:
+        names: the blocks, by the id of their module.
+        parameters: names of the model's parameters, by id.
+        on_meta: the model has no values; tensors join it on the meta device where they meet it.
+
+    Raises:
+        CutError: a tensor passes from block to block on a side way (E2).
+    """
+
+    def __init__(
+        self, names: Mapping[int, str], parameters: Mapping[int, str], *, on_meta: bool
+    ) -> None:
+        super().__init__(names, sees_all=True)
+        self._parameters, self._on_meta = parameters, on_meta
+        self.events: list[Event] = []
+        self.infos: dict[ValueId, Info] = {}
+        self.needs_all = False
+        """Whether an operation without routed tensors was an event; replays must see it too."""
+        self.opaque: list[tuple[EventKey, str]] = []
+        self._kept: list[Tensor] = []
+        self._given_in: tuple[frozenset[int], EventKey] = (frozenset(), START)
+        self._inner: dict[int, tuple[weakref.ref[Tensor], EventKey]] = {}
+
+    def note_inputs(self, told: Told) -> None:
+        """Note that the model's inputs are routed."""
+        gives = tuple(info.value for info in told.infos)
+        self.events.append(Event(START, told.name, (), gives, ()))
+        self.infos.update((info.value, info) for info in told.infos)
+
+    def event(
+        self,
+        key: EventKey,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if self._on_meta:
+            function, args, kwargs = self._on_one_device(key, function, args, kwargs)
+        tensors = list(_tensors(args, kwargs))
+        self._check_sideways([t for t in tensors if type(t) is not Ghost], key)
+        ghosts = ghosts_in(args, kwargs)
+        before = [ghost.info.value for ghost in ghosts]
+        reals = (self.real(t) if type(t) is Ghost else t for t in tensors)
+        self._given_in = frozenset(map(id, reals)), key
+        result = self.execute(key, name, function, args, kwargs)
+        told = self.header[key]
+        for info in (*told.infos, *(info for _, info in told.changed)):
+            self.infos[info.value] = info
+        self.opaque += [(key, kind) for kind in left_behind(told.structure)]
+        self.events.append(
+            Event(
+                key,
+                name,
+                tuple(before),
+                tuple(i.value for i in told.infos if i.value.event == key),
+                tuple((before[n], info.value) for n, info in told.changed),
+                self._read_here(tensors) if key.number else (),
+                decides=key.number > 0 and isinstance(result, bool | int | float | list),
+            )
+        )
+        if key.number and not ghosts:
+            self.needs_all = True
+        return result
+
+    def unrouted(
+        self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        tensors = list(_tensors(args, kwargs))
+        self._check_sideways(tensors, None)
+        asks = function in QUESTIONS or function in METADATA
+        if not asks and function not in RANDOM and self._read_here(tensors):
+            name = getattr(function, "__name__", str(function))
+            return self.event(self._next_key(), name, function, args, kwargs)
+        if self._on_meta and not asks and any(t.is_meta for t in tensors):
+            function, args, kwargs = _joined(function, args, kwargs)
+        return super().unrouted(function, types, args, kwargs)
+
+    def given(self, key: EventKey, place: int, tensor: Tensor) -> Ghost:
+        self._inner.pop(id(tensor), None)
+        self._kept.append(tensor)  # so that no other tensor gets its id
+        return super().given(key, place, tensor)
+
+    def describe(self, tensor: Tensor, value: ValueId) -> Info:
+        return Info.of(tensor, value, torch.device("cpu") if self._on_meta else None)
+
+    def ended(self, output: Any) -> Any:
+        self._check_sideways([t for t in _tensors(output) if type(t) is not Ghost], None)
+        uses = tuple(ghost.info.value for ghost in ghosts_in(output))
+        self.events.append(Event(END, "output", uses, (), ()))
+        return super().ended(output)
+
+    def inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Watch an operation inside a block: what it makes must not reach another one."""
+        given, key = self._given_in
+        tensors = list(_tensors(args, kwargs))
+        if key.number == 0:
+            self._check_sideways([t for t in tensors if id(t) not in given], key)
+        result = function(*args, **kwargs)
+        if key.number == 0 and any(
+            id(t) in given or id(t) in self._inner or isinstance(t, nn.Parameter) for t in tensors
+        ):
+            old = {id(t) for t in tensors}
+            for tensor in _tensors(result):
+                if id(tensor) not in old and not isinstance(tensor, nn.Parameter):
+                    self._inner[id(tensor)] = weakref.ref(tensor), key
+        return result
+
+    def _check_sideways(self, tensors: list[Tensor], user: EventKey | None) -> None:
+        """Refuse a tensor made inside a block that was not returned, met elsewhere (E2)."""
+        for tensor in tensors:
+            found = self._inner.get(id(tensor))
+            if found is None or found[0]() is not tensor or found[1] == user:
+                continue
+            maker = found[1].block
+            where = f"'{user.block}'" if user is not None else "the code between blocks"
+            raise SideChannel(
+                f"a tensor made inside '{maker}' reaches {where} through an attribute, a global "
+                f"or a hook, not through a return value (first use: {calling_line()}). Return it "
+                f"from the block, or keep both on one stage: together=['{maker}', "
+                f"'{user.block if user is not None else '...'}']",
+                maker,
+            )
+
+    def _read_here(self, tensors: list[Tensor]) -> tuple[str, ...]:
+        return tuple(self._parameters[id(t)] for t in tensors if id(t) in self._parameters)
+
+    # -- without values -----------------------------------------------------------------------
+
+    def _on_one_device(
+        self, key: EventKey, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Bring the tensors of an event to the meta device, if one of them or the block is."""
+        reals = [self.real(t) if type(t) is Ghost else t for t in _tensors(args, kwargs)]
+        if key.number == 0 or any(t.is_meta for t in reals):
+            for ghost in ghosts_in(args, kwargs):
+                if not self.real(ghost).is_meta:
+                    ghost.here = self.real(ghost).to("meta")
+            return _joined(function, args, kwargs)
+        return function, args, kwargs
+
+    def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return super().operation(function, args, kwargs)
+        except RuntimeError as error:  # NotImplementedError is one
+            if not self._on_meta or "meta" not in str(error):
+                raise
+            raise GlueError(
+                f"the code between blocks asks for values at {calling_line()}, and the model has "
+                f"none yet ({error}). Capture it with its weights, or with example inputs that do "
+                "not lead there"
+            ) from error
+
+
+class SideChannel(CutError):
+    """A block's tensor was met elsewhere; `block` made it."""
+
+    def __init__(self, message: str, block: str) -> None:
+        super().__init__(message)
+        self.block = block
+
+
+def _tensors(*values: Any) -> Iterator[Tensor]:
+    for value in values:
+        yield from flatten(value)[0]
+
+
+def _joined(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Move tensors to the meta device; leave out a move away from it."""
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor if type(tensor) is Ghost or tensor.is_meta else tensor.to("meta")
+
+    if function in _MOVES:
+        stays = [a for a in args[1:] if not isinstance(a, torch.device | str)]
+        kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+        if not stays and not kwargs:
+            return _same, args[:1], {}
+        return Tensor.to, (args[0], *stays), kwargs
+    return (
+        function,
+        tuple(map_tensors(move, part) for part in args),
+        {name: map_tensors(move, part) for name, part in kwargs.items()},
+    )
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,187 @@
+"""A pass of one stage: it runs its own part of the model, and is told what happened elsewhere.
+
+before its first block    calls and operations give ghosts, as the header says
+its own part              runs, on what it received and what it gives
+the next stage's block    the pass ends
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from penstock.errors import GlueError, RouteError
+from penstock.model.pytree import unflatten
+
+from .ghost import Ghost, ghosts_in
+from .passes import Pass, Perform, calling_line, plainly
+from .tied import Lent
+from .values import EventKey, Header, ValueId
+
+
+class _StageEnd(BaseException):
+    """Leaves the model's forward; no `except Exception` of the model's may catch it."""
+
+
+class Replay(Pass):
+    """One stage's execution of the model on one micro-batch.
+
+    Args:
+        names: the blocks, by the id of their module.
+        stage: which stage this is.
+        stage_of: the stage of each call.
+        received: values that other stages sent.
+        header: what happened on the stages before.
+        wanted: values that later stages need; None keeps all that Python still refers to.
+        lent: what was sent for parameters that have their home on another stage, by their id.
+        borrowers: the blocks that use those.
+    """
+
+    def __init__(  # noqa: PLR0913 - one argument for each line of its docstring
+        self,
+        names: Mapping[int, str],
+        stage: int,
+        stage_of: Mapping[tuple[str, int], int],
+        *,
+        received: Mapping[ValueId, Tensor],
+        header: Header,
+        wanted: Collection[ValueId] | None,
+        lent: Mapping[int, Tensor] | None = None,
+        borrowers: Collection[str] = (),
+        perform: Perform = plainly,
+        sees_all: bool = False,
+    ) -> None:
+        super().__init__(names, perform=perform, sees_all=sees_all)
+        self._stage, self._stage_of = stage, stage_of
+        self.received, self._wanted = received, wanted
+        self.header = dict(header)
+        self._lent = Lent(lent) if lent else None
+        self._borrowers = borrowers
+        self._is_own = stage == 0
+        self._held: dict[ValueId, Tensor] = dict(received)
+        self._alive: list[weakref.ref[Ghost]] = []
+        self._doing = _START_TEXT
+
+    def run(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Execute the stage's part; None where the stage is not the last one."""
+        try:
+            return super().run(model, args, kwargs)
+        except _StageEnd:
+            return None
+
+    def leaving(self) -> dict[ValueId, Tensor]:
+        """Give the values that later stages need, once the pass has ended."""
+        if self._wanted is not None:
+            return {value: self._held[value] for value in self._wanted if value in self._held}
+        return dict(self._leaving)
+
+    def event(
+        self,
+        key: EventKey,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if key.number == 0:
+            stage = self._stage_of.get((key.block, key.call))
+            if stage is None:  # called more often than when it was recorded
+                stage = self._stage_of[key.block, 0]
+            if stage > self._stage:
+                self._end()
+            self._is_own = self._is_own or stage == self._stage
+        if not self._is_own:
+            return self._replay(key, name, args, kwargs)
+        self._doing = str(key) if key.number == 0 else f"'{name}', {key}"
+        return self.execute(key, name, function, args, kwargs)
+
+    def given(self, key: EventKey, place: int, tensor: Tensor) -> Ghost:
+        ghost = super().given(key, place, tensor)
+        self._hold(ghost)
+        return ghost
+
+    def ended(self, output: Any) -> Any:
+        self._doing = "the model's output"
+        return super().ended(output)
+
+    def real(self, ghost: Ghost) -> Tensor:
+        """Give the tensor that a ghost stands for.
+
+        Raises:
+            RouteError: it is on another stage, and nobody sent it (E4).
+        """
+        if ghost.here is None:
+            raise RouteError(
+                f"stage {self._stage} needs {ghost.info.value} for {self._doing}, but the plan "
+                "does not send it there: the model took another path than with the example "
+                "inputs. Give examples that take this path too"
+            )
+        return ghost.here
+
+    def _unwrapped(self, value: Any) -> Any:
+        real = super()._unwrapped(value)
+        return real if self._lent is None else self._lent.replaced(real)
+
+    @contextmanager
+    def _natively(self, key: EventKey) -> Iterator[None]:
+        with super()._natively(key):
+            if self._lent is None or key.number or key.block not in self._borrowers:
+                yield
+                return
+            with self._lent:
+                yield
+
+    def _end(self) -> None:
+        """Leave the model's forward, with what Python still refers to."""
+        ghosts = [ghost for ref in self._alive if (ghost := ref()) is not None]
+        self._leaving = {g.info.value: g.here for g in ghosts if g.here is not None}
+        raise _StageEnd
+
+    def _hold(self, ghost: Ghost) -> None:
+        assert ghost.here is not None
+        if self._wanted is None:
+            self._alive.append(weakref.ref(ghost))
+        elif ghost.info.value in self._wanted:
+            self._held[ghost.info.value] = ghost.here
+
+    def _note_changes(self, key: EventKey, ghosts: list[Ghost], versions: list[int]) -> Any:
+        changed = super()._note_changes(key, ghosts, versions)
+        for number, _ in changed:
+            self._hold(ghosts[number])
+        return changed
+
+    def _replay(
+        self, key: EventKey, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Give what an event on another stage gave."""
+        told = self.header.get(key)
+        if told is None or told.name != name:
+            other = "nothing" if told is None else f"'{told.name}'"
+            raise GlueError(
+                f"stage {self._stage}: the code between blocks ran '{name}' as {key}, where an "
+                f"earlier stage ran {other} ({calling_line()}). It must depend on the model's "
+                "inputs only: look for a rank, the time, NumPy's random numbers, or state that "
+                "an earlier step left"
+            )
+        ghosts: list[Ghost] = []
+        if told.changed or any(info.value.event != key for info in told.infos):
+            ghosts = ghosts_in(args, kwargs)
+        for number, info in told.changed:
+            ghosts[number].info, ghosts[number].here = info, self.received.get(info.value)
+        known = {ghost.info.value: ghost for ghost in ghosts}
+        given = []
+        for info in told.infos:
+            ghost = known.get(info.value)
+            given.append(self.stand_in(info) if ghost is None else ghost)
+        return unflatten(told.structure, given)
+
+    def stand_in(self, info: Any) -> Ghost:
+        ghost = Ghost.standing_for(info, self.received.get(info.value))
+        if ghost.here is not None and self._wanted is None:
+            self._alive.append(weakref.ref(ghost))
+        return ghost
+
+
+_START_TEXT = "the model's first operation"

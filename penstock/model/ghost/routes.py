@@ -1,0 +1,60 @@
+"""Which stages hold each value: from the events of a recording and the cuts."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from .record import END, Event
+from .values import EventKey, ValueId
+
+Call = tuple[str, int]
+"""A block's name and the number of its call."""
+
+
+def calls_of(events: Iterable[Event]) -> list[Call]:
+    """List the block calls in the order of their execution."""
+    return [(e.key.block, e.key.call) for e in events if e.key.number == 0 and e.key.block]
+
+
+def stages_of_calls(calls: Sequence[Call], partition: Sequence[int]) -> dict[Call, int]:
+    """Give the stage of each call where stage s runs `partition[s]` calls."""
+    stages = [stage for stage, count in enumerate(partition) for _ in range(count)]
+    return dict(zip(calls, stages, strict=True))
+
+
+def stages_of_events(
+    events: Iterable[Event], stage_of: Mapping[Call, int], num_stages: int
+) -> dict[EventKey, int]:
+    """Give the stage of each event: that of the last call before it."""
+    found, stage = {}, 0
+    for event in events:
+        if event.key == END:
+            stage = num_stages - 1
+        elif event.key.number == 0 and event.key.block:
+            stage = max(stage, stage_of.get((event.key.block, event.key.call), stage))
+        found[event.key] = stage
+    return found
+
+
+def holders(
+    recordings: Iterable[Sequence[Event]], stage_of: Mapping[Call, int], num_stages: int
+) -> dict[ValueId, tuple[int, ...]]:
+    """Give the stages that hold each value in any recording, its producer first."""
+    found: dict[ValueId, set[int]] = {}
+    for events in recordings:
+        stages = stages_of_events(events, stage_of, num_stages)
+        for event in events:
+            stage = stages[event.key]
+            for value in (*event.gives, *event.uses, *(new for _, new in event.changes)):
+                found.setdefault(value, set()).add(stage)
+    return {value: tuple(sorted(stages)) for value, stages in found.items()}
+
+
+def sends(
+    held: Mapping[ValueId, tuple[int, ...]], num_stages: int
+) -> list[dict[int, tuple[ValueId, ...]]]:
+    """Give what each stage sends to whom: a value goes from holder to holder."""
+    out: list[dict[int, list[ValueId]]] = [{} for _ in range(num_stages)]
+    for value, stages in held.items():
+        for source, target in pairwise(stages):
+            out[source].setdefault(target, []).append(value)
+    return [{peer: tuple(values) for peer, values in sorted(of.items())} for of in out]

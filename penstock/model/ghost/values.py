@@ -1,0 +1,159 @@
+"""Names for what happens between blocks, and what is known of a tensor without its values."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import CutError
+from penstock.model.pytree import (
+    Constant,
+    Leaf,
+    Node,
+    Sealed,
+    Structure,
+    from_template,
+    opaque_values,
+    template,
+)
+
+
+class EventKey(NamedTuple):
+    """An operation of the model's forward, named by the call of a block before it.
+
+    `number` 0 is that call itself, n the nth operation after it.  What comes before all calls is
+    counted from `START`.
+    """
+
+    block: str
+    call: int
+    number: int
+
+    def __str__(self) -> str:
+        if self.block == START.block:
+            place = "the start"
+        else:
+            place = f"'{self.block}'" + (f" (call {self.call + 1})" if self.call else "")
+        return place if self.number == 0 else f"operation {self.number} after {place}"
+
+
+START = EventKey("", 0, 0)
+"""The model's own inputs, where they are routed."""
+
+
+class ValueId(NamedTuple):
+    """A tensor that an operation gave: the number of it among the tensors of the result.
+
+    A negative place, -1 - i, is argument number i after the operation changed it in place.
+    """
+
+    event: EventKey
+    place: int
+
+    def __str__(self) -> str:
+        if self.place < 0:
+            return f"argument {-1 - self.place} changed by {self.event}"
+        return f"output {self.place} of {self.event}" if self.place else f"output of {self.event}"
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """All of a tensor but its values; `strides` is None where the layout has none."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    value: ValueId
+
+    @classmethod
+    def of(cls, tensor: Tensor, value: ValueId, device: torch.device | None = None) -> "Info":
+        """Describe a tensor; `device` is where it will be if it is on the meta device now."""
+        where = device if device is not None and tensor.is_meta else tensor.device
+        strides = tuple(tensor.stride()) if tensor.layout is torch.strided else None
+        return cls(tuple(tensor.shape), strides, tensor.dtype, where, tensor.requires_grad, value)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all values."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What other stages must know of an operation: its result without the tensors' values.
+
+    `structure` has a place for each of `infos`; `changed` are the arguments that were changed in
+    place, by their number among the routed ones.
+    """
+
+    name: str
+    structure: Structure
+    infos: tuple[Info, ...]
+    changed: tuple[tuple[int, Info], ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _told, (self.name, template(self.structure), self.infos, self.changed)
+
+
+def _told(
+    name: str, form: Any, infos: tuple[Info, ...], changed: tuple[tuple[int, Info], ...]
+) -> Told:
+    return Told(name, from_template(form), infos, changed)
+
+
+class LeftBehind(Sealed):
+    """Stands on later stages for an object that stayed where it was made.
+
+    Raises:
+        CutError: whatever is asked of it (E7).
+    """
+
+    def __init__(self, kind: str, maker: EventKey) -> None:
+        self.__dict__.update(kind=kind, maker=maker)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # as copies and pickles ask
+            raise AttributeError(name)
+        raise self._error()
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise self._error()
+
+    __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = _refuse
+
+    def _error(self) -> CutError:
+        return CutError(
+            f"{self.maker} gave a {self.kind}, which a later stage uses; only tensors, numbers, "
+            "None, and tuples, lists, dicts and dataclasses of them cross stages. Switch it off "
+            "(use_cache=False, say), or keep its users on one stage"
+        )
+
+
+def left_behind(structure: Structure) -> Iterator[str]:
+    """Yield the kinds of the objects that a told structure lacks."""
+    if isinstance(structure, Node):
+        for part in structure.children:
+            yield from left_behind(part)
+    elif isinstance(structure, Constant) and isinstance(structure.value, LeftBehind):
+        yield structure.value.__dict__["kind"]
+
+
+def told_structure(structure: Structure, maker: EventKey) -> Structure:
+    """Give the structure of a result as other stages are told it: without opaque objects."""
+    if isinstance(structure, Leaf) or not any(True for _ in opaque_values(structure)):
+        return structure
+    if isinstance(structure, Node):
+        parts = tuple(told_structure(part, maker) for part in structure.children)
+        return Node(structure.rebuild, parts)
+    return Constant(LeftBehind(type(structure.value).__name__, maker))
+
+
+Header = dict[EventKey, Told]
+"""All that happened on the stages before."""

@@ -1,0 +1,128 @@
+"""Any module, cut at random places, computes what it computes whole, to the bit."""
+
+import copy
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import Pipeline, Recompute, schedules
+from penstock.model.ghost.capture import as_call, capture
+from penstock.model.ghost.layers import CapturedLayers
+from penstock.model.pytree import flatten
+from tests.any_models import REQUIRED, AnyModel
+
+FEW = ("gpt2", "llama", "t5", "whisper, layers dropped", "resnet", "unet", "branching")
+"""What differs most, for every run; all others are among the slow ones."""
+EVERY = [
+    pytest.param(m, id=m.name, marks=[] if m.name in FEW else pytest.mark.slow) for m in REQUIRED
+]
+WAYS = [
+    (1, schedules.gpipe, Recompute.NEVER),
+    (2, schedules.one_f_one_b, Recompute.NEVER),
+    (3, schedules.gpipe, Recompute.STAGE),
+    (4, schedules.eager_1f1b, Recompute.STAGE),
+]
+BATCH, MICROBATCHES = 4, 3
+
+
+def loss(output: Any, _target: Tensor) -> Tensor:
+    """Give a number that depends on everything that the model gives."""
+    parts = [t for t in flatten(output)[0] if t.is_floating_point() and t.dim()]
+    return torch.stack([part.float().square().mean() for part in parts]).sum()
+
+
+def random_cut(num_layers: int, num_stages: int) -> list[int]:
+    draw = random.Random(num_layers * num_stages)
+    cuts = sorted(draw.sample(range(1, num_layers), num_stages - 1))
+    return [b - a for a, b in pairwise([0, *cuts, num_layers])]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        other = found[name]
+        same = other is value if value is None else other is not None and torch.equal(other, value)
+        assert same, name
+
+
+def parts_of(inputs: Any, sizes: list[int]) -> list[Any]:
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+
+    def part(value: Any, start: int, size: int) -> Any:
+        return value[start : start + size] if isinstance(value, Tensor) else value
+
+    if isinstance(inputs, dict):
+        return [
+            {name: part(value, start, size) for name, value in inputs.items()}
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+    return [part(inputs, start, size) for start, size in zip(starts, sizes, strict=True)]
+
+
+@pytest.mark.parametrize("model", EVERY)
+def test_without_dropout_gradients_are_the_models(model: AnyModel) -> None:
+    whole, inputs_of = model.make()
+    whole.eval()
+    inputs, target = inputs_of(BATCH), torch.zeros(BATCH)
+    cut = copy.deepcopy(whole)
+    sizes = [2, 1, 1]
+    for part, size in zip(parts_of(inputs, sizes), sizes, strict=True):
+        args, kwargs = as_call(part)
+        (loss(whole(*args, **kwargs), target) * (size / BATCH)).backward()
+    layers = CapturedLayers.of(capture(cut, inputs))
+    pipe = make_pipeline(layers, 3, schedules.one_f_one_b, Recompute.NEVER)
+    with pipe:
+        pipe.train_step(inputs, target)
+    assert_equal(gradients(cut), gradients(whole))
+
+
+@pytest.mark.parametrize("model", EVERY)
+def test_in_training_nothing_depends_on_the_cuts(model: AnyModel) -> None:
+    expected: tuple[Any, ...] | None = None
+    for num_stages, schedule, recompute in WAYS:
+        found = train(model, num_stages, schedule, recompute)
+        expected = expected or found
+        assert found[0] == expected[0]
+        assert_equal(found[1], expected[1])
+        assert_equal(found[2], expected[2])
+
+
+def train(
+    model: AnyModel, num_stages: int, schedule: Callable[..., Any], recompute: Recompute
+) -> tuple[list[float], dict[str, Tensor | None], dict[str, Tensor]]:
+    """Train for three steps, of two sizes; give losses, gradients and buffers."""
+    made, inputs_of = model.make()
+    made.train()
+    layers = CapturedLayers.of(capture(made, inputs_of(BATCH)))
+    losses = []
+    with make_pipeline(layers, num_stages, schedule, recompute) as pipe:
+        for batch in (BATCH, BATCH, 2):
+            losses.append(float(pipe.train_step(inputs_of(batch), torch.zeros(batch))))
+    return losses, gradients(made), buffers(made)
+
+
+def make_pipeline(
+    layers: CapturedLayers, num_stages: int, schedule: Callable[..., Any], recompute: Recompute
+) -> Pipeline:
+    return Pipeline(
+        layers,
+        partition=random_cut(len(layers), num_stages),
+        num_microbatches=MICROBATCHES,
+        loss=loss,
+        schedule=schedule,
+        recompute=recompute,
+        threads_per_stage=1,
+    )
