@@ -44,11 +44,15 @@ def clip_grad_norm_(pipe: Pipeline, max_norm: float) -> Tensor:
 
 
 def _gradients(pipe: Pipeline) -> Iterator[tuple[int, Tensor]]:
-    """Give each gradient that is here, with the number of the first layer that it belongs to."""
-    here, layers = set(pipe.parameters()), enumerate(pipe)
-    for layer, parameter in ((n, p) for n, module in layers for p in module.parameters()):
+    """Give each gradient that is here, with the number of the first layer that it belongs to.
+
+    What belongs to no layer, as a parameter that a captured model's own code reads, comes last.
+    """
+    here, layers = dict.fromkeys(pipe.parameters()), enumerate(pipe)
+    in_layers = [(n, p) for n, module in layers for p in module.parameters()]
+    for layer, parameter in (*in_layers, *((len(pipe), p) for p in list(here))):
         if parameter in here:
-            here.remove(parameter)
+            del here[parameter]
             if parameter.grad is not None:
                 yield layer, parameter.grad
 

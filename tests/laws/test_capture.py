@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import penstock
 from penstock import Pipeline, Recompute, schedules
 from penstock.model.ghost.capture import as_call, capture
 from penstock.model.ghost.layers import CapturedLayers
@@ -126,3 +127,20 @@ def make_pipeline(
         recompute=recompute,
         threads_per_stage=1,
     )
+
+
+def test_all_gradients_are_clipped_also_of_parameters_between_blocks() -> None:
+    model = next(m for m in REQUIRED if m.name == "branching")
+    whole, inputs_of = model.make()
+    cut = copy.deepcopy(whole)
+    inputs = inputs_of(BATCH)
+    loss(whole(inputs), inputs).backward()
+    pipe = Pipeline(cut, num_stages=3, example_inputs=inputs, loss=loss, threads_per_stage=1)
+    with pipe:
+        pipe.train_step(inputs, inputs)
+        found = penstock.clip_grad_norm_(pipe, 1e-3)
+    expected = nn.utils.clip_grad_norm_(whole.parameters(), 1e-3)
+    torch.testing.assert_close(found, expected)
+    assert cut.scale.grad is not None
+    for mine, theirs in zip(cut.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)

@@ -1,6 +1,7 @@
 """What cannot be cut is said before training, with the remedy; odd models that can be are cut."""
 
 import copy
+import random
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,16 @@ class ByThread(Chain):
     def between(self, x: Tensor, number: int) -> Tensor:
         other = number == 0 and threading.current_thread().name.endswith("-1")
         return x * 2 if other else x + 1
+
+
+class Drawing(Chain):
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        return x * random.random()
+
+
+class DrawingInside(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.random()
 
 
 class Mapped(Chain):
@@ -137,6 +148,16 @@ def test_a_tensor_on_a_side_way_is_refused_where_it_is_met() -> None:
 def test_code_that_goes_another_way_on_another_stage_is_refused() -> None:
     with pipeline(ByThread()) as pipe, pytest.raises(GlueError, match=r"test_capture_errors\.py"):
         pipe.train_step(inputs(), inputs())
+
+
+def test_random_numbers_between_blocks_that_are_not_torchs_are_refused() -> None:
+    with pytest.raises(CutError, match=r"Python's or NumPy's random numbers before 'blocks\.1'"):
+        capture(Drawing(), inputs())
+    inside = Chain()
+    inside.blocks[1] = DrawingInside(WIDTH, WIDTH)
+    state = random.getstate()
+    assert len(capture(inside, inputs()).calls) == 3
+    assert random.getstate() == state
 
 
 def test_code_that_cannot_be_followed_is_refused() -> None:

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -344,6 +345,7 @@ def _as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     with ExitStack() as after:
         after.callback(random.setstate, random.getstate())
+        after.callback(numpy.random.set_state, numpy.random.get_state())
         after.callback(torch.set_rng_state, torch.get_rng_state())
         after.callback(_put_back, modes, buffers)
         if model.training != training:

@@ -1,10 +1,12 @@
 """A pass that runs everything, and notes which event gives and which uses each value."""
 
+import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -61,6 +63,7 @@ class Recording(Pass):
         self.opaque: list[tuple[EventKey, str]] = []
         self._kept: list[Tensor] = []
         self._given_in: tuple[frozenset[int], EventKey] = (frozenset(), START)
+        self._outer_state = _random_states()
         self._inner: dict[int, tuple[weakref.ref[Tensor], EventKey]] = {}
 
     def note_inputs(self, told: Told) -> None:
@@ -83,9 +86,13 @@ class Recording(Pass):
         self._check_sideways([t for t in tensors if type(t) is not Ghost], key)
         ghosts = ghosts_in(args, kwargs)
         before = [ghost.info.value for ghost in ghosts]
+        if key.number == 0:
+            self._check_drawn(key)
         reals = (self.real(t) if type(t) is Ghost else t for t in tensors)
         self._given_in = frozenset(map(id, reals)), key
         result = self.execute(key, name, function, args, kwargs)
+        if key.number == 0:
+            self._outer_state = _random_states()
         told = self.header[key]
         for info in (*told.infos, *(info for _, info in told.changed)):
             self.infos[info.value] = info
@@ -127,6 +134,7 @@ class Recording(Pass):
         return Info.of(tensor, value, torch.device("cpu") if self._on_meta else None)
 
     def ended(self, output: Any) -> Any:
+        self._check_drawn(None)
         self._check_sideways([t for t in _tensors(output) if type(t) is not Ghost], None)
         uses = tuple(ghost.info.value for ghost in ghosts_in(output))
         self.events.append(Event(END, "output", uses, (), ()))
@@ -164,6 +172,16 @@ class Recording(Pass):
                 maker,
             )
 
+    def _check_drawn(self, before: EventKey | None) -> None:
+        """Refuse code between blocks that draws random numbers that are not torch's."""
+        if _random_states() != self._outer_state:
+            where = "at its end" if before is None else f"before {before}"
+            raise CutError(
+                f"the code between blocks draws from Python's or NumPy's random numbers {where}; "
+                "every stage runs that code, and each would draw others. Draw by torch, or inside "
+                "a block"
+            )
+
     def _read_here(self, tensors: list[Tensor]) -> tuple[str, ...]:
         return tuple(self._parameters[id(t)] for t in tensors if id(t) in self._parameters)
 
@@ -192,6 +210,13 @@ class Recording(Pass):
                 f"none yet ({error}). Capture it with its weights, or with example inputs that do "
                 "not lead there"
             ) from error
+
+
+def _random_states() -> tuple[Any, ...]:
+    state: Any = numpy.random.get_state()
+    return random.getstate(), *(
+        part.tobytes() if hasattr(part, "tobytes") else part for part in state
+    )
 
 
 class SideChannel(CutError):
