@@ -108,9 +108,7 @@ class Pipeline(nn.Module):
         batch_norm_over_replicas: bool = False,
     ) -> None:
         super().__init__()
-        in_processes = mesh is not None and mesh.is_distributed
-        self._layers = resolve_layers(layers, example_inputs, in_processes=in_processes)
-        self._mesh = mesh
+        self._layers, self._mesh = resolve_layers(layers, example_inputs), mesh
         if mesh is not None:
             num_stages = stages_of_mesh(mesh.num_stages, num_stages, partition, schedule)
         names = self._layers.block_names
