@@ -51,7 +51,7 @@ class Pipeline(nn.Module):
 
     Args:
         layers: an nn.Sequential, or a list of modules and `penstock.Layer`s; or any nn.Module with
-            `example_inputs`, whose own forward then runs (in one process so far).  Not copied.
+            `example_inputs`, whose own forward then runs.  Used as they are, not copied.
         num_stages: K.  Layers are balanced by measured forward and backward time: of
             `example_inputs` now, else of the first batch; until then by parameter counts.
         partition: layers per stage, instead of `num_stages`.
