@@ -20,7 +20,7 @@ from penstock.schedules.lower import ScheduleFunction, schedule_of, stage_ranks
 Devices = Sequence[torch.device | str | int] | torch.device | str | None
 
 
-def resolve_layers(model: Any, example_inputs: Any, *, in_processes: bool) -> Layers:
+def resolve_layers(model: Any, example_inputs: Any) -> Layers:
     """Give a model as layers; one that is no chain is captured.
 
     Raises:
@@ -30,11 +30,6 @@ def resolve_layers(model: Any, example_inputs: Any, *, in_processes: bool) -> La
     is_chain = isinstance(model, nn.Sequential | nn.ModuleList)
     if not isinstance(model, nn.Module | CapturedLayers) or is_chain:
         return as_layers(model)
-    if in_processes:
-        raise ConfigError(
-            f"{type(model).__name__} is no list of layers; such a model runs in one process so "
-            "far, with a thread for each stage. Leave out mesh=, or give its layers as a list"
-        )
     if isinstance(model, CapturedLayers):
         return model
     if example_inputs is None:

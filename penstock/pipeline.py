@@ -51,7 +51,7 @@ class Pipeline(nn.Module):
 
     Args:
         layers: an nn.Sequential, or a list of modules and `penstock.Layer`s; or any nn.Module with
-            `example_inputs`, whose own forward then runs (in one process so far).  Not copied.
+            `example_inputs`, whose own forward then runs.  Used as they are, not copied.
         num_stages: K.  Layers are balanced by measured forward and backward time: of
             `example_inputs` now, else of the first batch; until then by parameter counts.
         partition: layers per stage, instead of `num_stages`.
@@ -108,9 +108,7 @@ class Pipeline(nn.Module):
         batch_norm_over_replicas: bool = False,
     ) -> None:
         super().__init__()
-        in_processes = mesh is not None and mesh.is_distributed
-        self._layers = resolve_layers(layers, example_inputs, in_processes=in_processes)
-        self._mesh = mesh
+        self._layers, self._mesh = resolve_layers(layers, example_inputs), mesh
         if mesh is not None:
             num_stages = stages_of_mesh(mesh.num_stages, num_stages, partition, schedule)
         names = self._layers.block_names

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PartitionError
+
+if TYPE_CHECKING:
+    from .stages import StagePlan
 
 Value = tuple[int, int]
 """(number of the layer that gives it, place among its outputs); the model's input is (-1, 0)."""
@@ -81,6 +84,13 @@ class Layers:
             seen |= new.keys()
             counts.append(sum(new.values()))
         return tuple(counts)
+
+    def keep_only(self, plans: "Sequence[StagePlan]") -> None:
+        """Give back the memory of all layers but those of `plans`; their shapes stay."""
+        kept = {step.index for plan in plans for step in plan.steps}
+        for step in self.steps:
+            if step.index not in kept:
+                step.module.to("meta")
 
     def check_sharing(self, stage_of: Sequence[int]) -> None:
         """Refuse a parameter or buffer that layers on different stages share.

@@ -56,11 +56,6 @@ def _reset(module: nn.Module) -> Callable[[], None] | None:
     return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
 
 
-def empty(module: nn.Module) -> None:
-    """Give back the memory of a layer that runs elsewhere; its shapes stay."""
-    module.to("meta")
-
-
 def _init_key(seed: int, layer: int) -> int:
     return (seed * 0x9E3779B97F4A7C15 + layer * 0xBF58476D1CE4E5B9) & (2**63 - 1)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError, PenstockError
 from penstock.mesh import Mesh
 from penstock.model.layers import Layers, Step
-from penstock.model.make import empty, move_or_make
+from penstock.model.make import move_or_make
 from penstock.model.stages import StagePlan, check_partition, plan_stages, stage_of_layers
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode, ScheduleFunction, lower, stage_ranks
@@ -93,10 +93,7 @@ class Engine:
         for plan, device in mine:
             for step in plan.steps:
                 move_or_make(step, device, self._how.seed)
-        for plan in plans:
-            if not self.crew.runs(plan.index):
-                for step in plan.steps:
-                    empty(step.module)
+        self._layers.keep_only([plan for plan, _ in mine])
         self.partition, self.devices = partition, tuple(devices)
         self.stages = tuple(
             Stage(plan, device, len(self._layers), self._loss_of(plan), self.crew.replicas)

@@ -1,9 +1,7 @@
 """Any module, cut at random places, computes what it computes whole, to the bit."""
 
 import copy
-import random
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,8 +12,16 @@ import penstock
 from penstock import Pipeline, Recompute, schedules
 from penstock.model.ghost.capture import as_call, capture
 from penstock.model.ghost.layers import CapturedLayers
-from penstock.model.pytree import flatten
 from tests.any_models import REQUIRED, AnyModel
+from tests.capturing import (
+    BATCH,
+    MICROBATCHES,
+    assert_equal,
+    buffers,
+    gradients,
+    loss,
+    random_cut,
+)
 
 FEW = ("gpt2", "llama", "t5", "whisper, layers dropped", "resnet", "unet", "branching")
 """What differs most, for every run; all others are among the slow ones."""
@@ -28,35 +34,6 @@ WAYS = [
     (3, schedules.gpipe, Recompute.STAGE),
     (4, schedules.eager_1f1b, Recompute.STAGE),
 ]
-BATCH, MICROBATCHES = 4, 3
-
-
-def loss(output: Any, _target: Tensor) -> Tensor:
-    """Give a number that depends on everything that the model gives."""
-    parts = [t for t in flatten(output)[0] if t.is_floating_point() and t.dim()]
-    return torch.stack([part.float().square().mean() for part in parts]).sum()
-
-
-def random_cut(num_layers: int, num_stages: int) -> list[int]:
-    draw = random.Random(num_layers * num_stages)
-    cuts = sorted(draw.sample(range(1, num_layers), num_stages - 1))
-    return [b - a for a, b in pairwise([0, *cuts, num_layers])]
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-
-
-def buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer.clone() for name, buffer in model.named_buffers()}
-
-
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        other = found[name]
-        same = other is value if value is None else other is not None and torch.equal(other, value)
-        assert same, name
 
 
 def parts_of(inputs: Any, sizes: list[int]) -> list[Any]:

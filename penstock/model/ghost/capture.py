@@ -19,7 +19,7 @@ from .passes import Perform, plainly
 from .record import Event, Recording, SideChannel
 from .replay import Replay
 from .routes import Call, calls_of, holders, sends, stages_of_calls, stages_of_events
-from .tied import Tied, find_tied
+from .tied import Tied, find_tensor, find_tied
 from .values import START, Header, Info, Told, ValueId
 
 ROUTED, EVERYWHERE = "first", "everywhere"
@@ -51,16 +51,24 @@ class Captured:
     decides: bool
     needs_all: bool
     warnings: tuple[str, ...]
+    parameters: Mapping[str, str]
+    """The first name of each parameter, by all of its names."""
+    sizes: Mapping[str, int]
+    """Values of each parameter, by its first name."""
 
     def parameter_counts(self) -> tuple[int, ...]:
         """Parameters of each call's block; one met before is not counted again."""
-        seen: set[int] = set()
+        seen: set[str] = set()
         counts = []
         for block, _ in self.calls:
-            new = {id(p): p.numel() for p in self.blocks[block].parameters() if id(p) not in seen}
-            seen |= new.keys()
-            counts.append(sum(new.values()))
+            new = {self.parameters[name] for name in self.names_in(block)} - seen
+            seen |= new
+            counts.append(sum(self.sizes[name] for name in new))
         return tuple(counts)
+
+    def names_in(self, block: str) -> tuple[str, ...]:
+        """Give the names of a block's parameters."""
+        return tuple(name for name in self.parameters if name.startswith(f"{block}."))
 
     def live_bytes(self) -> tuple[int, ...]:
         """Give the bytes that would cross a cut before each call, in the mode that sends more."""
@@ -96,7 +104,7 @@ class Cut:
             for stages in [stages_of_events(of_mode.events, self.stage_of, num_stages)]
             for event in of_mode.events
         ]
-        return find_tied(captured.model, captured.blocks, self.stage_of, on_stages)
+        return find_tied(captured.parameters, captured.names_in, self.stage_of, on_stages)
 
     @property
     def num_stages(self) -> int:
@@ -153,8 +161,7 @@ class Cut:
     def leaving(self, replay: Replay, stage: int) -> dict[ValueId, Tensor]:
         """Give what a stage may send on after its pass: values, and parameters with them."""
         found = replay.leaving()
-        model = self.captured.model
-        found.update((t.value, model.get_parameter(t.names[0])) for t in self.lent(stage))
+        found.update((t.value, self._parameter_at(t, stage)) for t in self.lent(stage))
         for tied in self.borrowed(stage):
             if stage < tied.stages[-1]:
                 found[tied.value] = replay.received[tied.value]
@@ -164,34 +171,37 @@ class Cut:
         """Give what is sent for each parameter, by the parameter's id, under all of its names."""
         model = self.captured.model
         return {
-            id(model.get_parameter(name)): tied.value
+            id(place): tied.value
             for tied in self.borrowed(stage)
             for name in tied.names
+            if (place := find_tensor(model, name)) is not None
         }
 
+    def _parameter_at(self, tied: Tied, stage: int) -> Tensor:
+        """Give a parameter at its home; only some of its names may be there."""
+        own = self.parameters_of(stage)
+        return next(own[name] for name in tied.names if name in own)
+
     def _borrowers(self, stage: int) -> frozenset[str]:
-        away = self._places(stage)
-        return frozenset(
-            name
-            for name, block in self.captured.blocks.items()
-            if away and any(id(p) in away for p in block.parameters())
-        )
+        away = {name for tied in self.borrowed(stage) for name in tied.names}
+        names_in = self.captured.names_in
+        return frozenset(b for b in self.captured.blocks if away.intersection(names_in(b)))
 
     def parameters_of(self, stage: int) -> dict[str, nn.Parameter]:
         """Give the parameters that a stage has: of its blocks, of code between them, as home."""
+        found = {name: find_tensor(self.captured.model, name) for name in self.names_of(stage)}
+        return {name: p for name, p in found.items() if isinstance(p, nn.Parameter)}
+
+    def names_of(self, stage: int) -> tuple[str, ...]:
+        """Give the names of the parameters that a stage has."""
         captured, away = self.captured, {n for t in self.borrowed(stage) for n in t.names}
-        names = {name for call, at in self.stage_of.items() if at == stage for name in [call[0]]}
-        found = {
-            f"{block}.{name}": parameter
-            for block in sorted(names)
-            for name, parameter in captured.blocks[block].named_parameters()
-        }
+        blocks = dict.fromkeys(block for (block, _), at in self.stage_of.items() if at == stage)
+        found = [name for block in blocks for name in captured.names_in(block)]
         for of_mode in captured.recorded:
             stages = stages_of_events(of_mode.events, self.stage_of, self.num_stages)
-            for event in of_mode.events:
-                if stages[event.key] == stage:
-                    found.update((n, captured.model.get_parameter(n)) for n in event.parameters)
-        return {name: parameter for name, parameter in found.items() if name not in away}
+            found += [n for e in of_mode.events if stages[e.key] == stage for n in e.parameters]
+        first = {captured.parameters[name] for name in found if name not in away}
+        return tuple(name for name, known_as in captured.parameters.items() if known_as in first)
 
     def run(self, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a pass; give the model's output if it is the last stage's."""
@@ -287,7 +297,17 @@ def _capture(
         decides=any(event.decides for _, r in recordings for event in r.events),
         needs_all=any(r.needs_all for _, r in recordings),
         warnings=tuple(_warnings([r for _, r in recordings], opened)),
+        parameters=_first_names(model),
+        sizes={name: parameter.numel() for name, parameter in model.named_parameters()},
     )
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def _merged(first: list[Call], second: list[Call]) -> list[Call]:

@@ -12,6 +12,7 @@ from penstock.model.pytree import Sealed
 from penstock.model.stages import Perform, StagePlan, plan_stages
 
 from .capture import ROUTED, Captured, Cut, as_call
+from .tied import empty_buffers, release
 from .values import EventKey, Header, ValueId
 
 OUTPUT: Value = (-2, 0)
@@ -55,6 +56,18 @@ class CapturedLayers(Layers):
     @property
     def block_names(self) -> tuple[str, ...]:
         return tuple(step.name for step in self.steps)
+
+    def keep_only(self, plans: Sequence[StagePlan]) -> None:
+        """Give back the memory of the parameters of all stages but those of `plans`."""
+        own = [plan for plan in plans if isinstance(plan, CapturedStage)]
+        if not own or len(own) == own[0].cut.num_stages:
+            return
+        kept = {name for plan in own for name in plan.cut.names_of(plan.index)}
+        release(self.captured.model, kept)
+        mine = {step.index for plan in own for step in plan.steps}
+        for step in self.steps:
+            if step.index not in mine:
+                empty_buffers(step.module)
 
     def check_sharing(self, stage_of: Sequence[int]) -> None:
         """Refuse a buffer that blocks on different stages share; parameters are sent."""

@@ -5,10 +5,11 @@ whose gradient comes back for each micro-batch; so the terms add up in the order
 unsplit backward pass adds them, and there is one parameter to an optimizer and in checkpoints.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -36,30 +37,59 @@ class Tied:
 
 
 def find_tied(
-    model: nn.Module,
-    blocks: Mapping[str, nn.Module],
+    parameters: Mapping[str, str],
+    names_in: Callable[[str], Iterable[str]],
     stage_of: Mapping[Call, int],
     stages: Iterable[tuple[Event, int]],
 ) -> tuple[Tied, ...]:
     """Find the parameters that blocks, or code between them, use on several stages.
 
-    `stages` are the recorded events with the stages they run on.
+    `parameters` gives the first name of each parameter by all of its names, `names_in` the names
+    in a block; `stages` are the recorded events with the stages they run on.
     """
-    users: dict[int, set[int]] = {}
+    users: dict[str, set[int]] = {}
     for (block, _), stage in stage_of.items():
-        for parameter in blocks[block].parameters():
-            users.setdefault(id(parameter), set()).add(stage)
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        for name in names_in(block):
+            users.setdefault(parameters[name], set()).add(stage)
     for event, stage in stages:
         for name in event.parameters:
-            users.setdefault(id(model.get_parameter(name)), set()).add(stage)
+            users.setdefault(parameters[name], set()).add(stage)
     return tuple(
-        Tied(tuple(found), tuple(sorted(users[number])))
-        for number, found in names.items()
-        if len(users.get(number, ())) > 1
+        Tied(tuple(n for n, first in parameters.items() if first == name), tuple(sorted(found)))
+        for name, found in users.items()
+        if len(found) > 1
     )
+
+
+def find_tensor(model: nn.Module, name: str) -> Tensor | None:
+    """Give the parameter called `name`, or what stands in its place on a stage that borrows it."""
+    path, _, last = name.rpartition(".")
+    owner = model.get_submodule(path)
+    found: Tensor | None = owner.__dict__.get(last, owner._parameters.get(last))
+    return found
+
+
+def release(model: nn.Module, kept: Collection[str]) -> None:
+    """Give back the memory of all parameters but the `kept` ones.
+
+    A tensor without values takes the place of each: it has the shape and type that code between
+    blocks may ask for, and is no parameter.
+    """
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if name in kept:
+            continue
+        path, _, last = name.rpartition(".")
+        owner = model.get_submodule(path)
+        owner._parameters[last] = None
+        owner.__dict__[last] = torch.empty_like(parameter, device="meta", requires_grad=False)
+
+
+def empty_buffers(module: nn.Module) -> None:
+    """Give back the memory of a block's buffers."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = torch.empty_like(buffer, device="meta")
 
 
 class Lent(TorchFunctionMode):
