@@ -93,6 +93,23 @@ def test_a_message_larger_than_the_kernel_takes_arrives_whole_and_in_order(pair:
     assert read(pair.inflow, len(larger)) == larger
 
 
+def test_nothing_leaves_before_what_waits_to_be_sent(pair: Pair) -> None:
+    class Idle:
+        """A thread that does not come to its job."""
+
+        def submit(self, job: object) -> None:
+            self.job = job
+
+    here, there = socket.socketpair()
+    here.setblocking(False)
+    outflow = Outflow(here, pair.alarm, lambda: Idle())  # type: ignore[arg-type,return-value]
+    outflow.write_later(outflow.write([bytes(MEGABYTES)]), lambda: None)
+    there.recv(MEGABYTES)  # there is room again
+    assert outflow.write([b"behind"]) == [b"behind"]
+    outflow.close()
+    there.close()
+
+
 def test_more_parts_than_one_call_takes_arrive_in_order(pair: Pair) -> None:
     parts = [bytes([n % 256]) * (n % 5 + 1) for n in range(1500)]
     pair.send(*parts)
