@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.model.ghost.capture import as_call
+from penstock.model.ghost.cut import Cut
+from penstock.model.ghost.inputs import as_call
 from penstock.model.ghost.layers import CapturedLayers
 from penstock.model.ghost.values import EventKey
 from penstock.model.layers import MODEL_INPUT, Layers, Step, Value, call
@@ -48,7 +49,7 @@ def _measure_all(layers: Layers, inputs: Any) -> tuple[float, ...]:
 def _(layers: CapturedLayers, inputs: Any) -> tuple[float, ...]:
     """Measure the calls of blocks as the model makes them; backwards are taken to cost two."""
     found = {step.index: float("inf") for step in layers}
-    whole = layers.captured.cut((len(layers),))
+    whole = Cut(layers.captured, (len(layers),))
     args, kwargs = as_call(tree_map(partial(_outer, device=None), inputs))
 
     def timed(key: EventKey, function: Callable[[], Any]) -> Any:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Pipeline, Recompute, schedules
-from penstock.model.ghost.capture import as_call, capture
+from penstock.model.ghost.capture import capture
+from penstock.model.ghost.inputs import as_call
 from penstock.model.ghost.layers import CapturedLayers
 from tests.any_models import REQUIRED, AnyModel
 from tests.capturing import (

@@ -8,4 +8,7 @@ replay      a pass of one stage: it runs its own part, and is told the rest
 blocks      which modules a cut may lie before
 routes      which stages hold a value
 capture     the model as data
+cut         the model cut into stages
+tied        weights that several stages use
+layers      a captured model as layers, for all that follows
 """

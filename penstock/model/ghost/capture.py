@@ -11,18 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError
-from penstock.model.pytree import flatten, unflatten
 
 from .blocks import find_blocks, original_class, watch, watch_functions
-from .ghost import Ghost
-from .passes import Perform, plainly
+from .inputs import EVERYWHERE, ROUTED, as_call, routed
 from .record import Event, Recording, SideChannel
-from .replay import Replay
-from .routes import Call, calls_of, holders, sends, stages_of_calls, stages_of_events
-from .tied import Tied, find_tensor, find_tied
-from .values import START, Header, Info, Told, ValueId
-
-ROUTED, EVERYWHERE = "first", "everywhere"
+from .routes import Call, calls_of, holders
+from .values import START, Info, ValueId
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,138 +71,6 @@ class Captured:
             for call in range(len(self.calls))
         )
 
-    def cut(self, partition: Sequence[int]) -> "Cut":
-        """Cut into stages of so many calls each."""
-        return Cut(self, tuple(partition))
-
-
-class Cut:
-    """A captured model cut into stages."""
-
-    def __init__(self, captured: Captured, partition: tuple[int, ...]) -> None:
-        self.captured, self.partition = captured, partition
-        self.stage_of = stages_of_calls(captured.calls, partition)
-        self.holders = holders(
-            [of_mode.events for of_mode in captured.recorded], self.stage_of, len(partition)
-        )
-        self.tied = self._find_tied()
-        self.holders.update({tied.value: tied.stages for tied in self.tied})
-        self.sends = sends(self.holders, len(partition))
-        self._names: dict[int, str] = {}
-
-    def _find_tied(self) -> tuple[Tied, ...]:
-        captured, num_stages = self.captured, len(self.partition)
-        on_stages = [
-            (event, stages[event.key])
-            for of_mode in captured.recorded
-            for stages in [stages_of_events(of_mode.events, self.stage_of, num_stages)]
-            for event in of_mode.events
-        ]
-        return find_tied(captured.parameters, captured.names_in, self.stage_of, on_stages)
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.partition)
-
-    def borrowed(self, stage: int) -> tuple[Tied, ...]:
-        """Give the parameters that a stage uses, or passes on, and that have their home before."""
-        if self.captured.decides:  # what crosses goes from stage to stage
-            return tuple(t for t in self.tied if t.stages[0] < stage <= t.stages[-1])
-        return tuple(t for t in self.tied if stage in t.stages[1:])
-
-    def lent(self, stage: int) -> tuple[Tied, ...]:
-        """Give the parameters that have their home on a stage, and others use."""
-        return tuple(tied for tied in self.tied if tied.stages[0] == stage)
-
-    @property
-    def names(self) -> dict[int, str]:
-        """The blocks by the id of their module; those of a copy are its own."""
-        if not self._names:
-            watch(self.captured.blocks.values())
-            self._names = {id(module): name for name, module in self.captured.blocks.items()}
-        return self._names
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_names": {}}
-
-    def wanted(self, stage: int) -> frozenset[ValueId] | None:
-        """Give the values that a stage sends on; None: whatever is alive."""
-        if self.captured.decides:
-            return None
-        return frozenset(v for values in self.sends[stage].values() for v in values)
-
-    def replay(
-        self,
-        stage: int,
-        received: Mapping[ValueId, Tensor],
-        header: Header,
-        perform: Perform = plainly,
-    ) -> Replay:
-        """Make the pass of a stage on one micro-batch; `run_stage` runs it."""
-        return Replay(
-            self.names,
-            stage,
-            self.stage_of,
-            received=received,
-            header=header,
-            wanted=self.wanted(stage),
-            lent={number: received[v] for number, v in self._places(stage).items()},
-            borrowers=self._borrowers(stage),
-            perform=perform,
-            sees_all=self.captured.needs_all,
-        )
-
-    def leaving(self, replay: Replay, stage: int) -> dict[ValueId, Tensor]:
-        """Give what a stage may send on after its pass: values, and parameters with them."""
-        found = replay.leaving()
-        found.update((t.value, self._parameter_at(t, stage)) for t in self.lent(stage))
-        for tied in self.borrowed(stage):
-            if stage < tied.stages[-1]:
-                found[tied.value] = replay.received[tied.value]
-        return found
-
-    def _places(self, stage: int) -> dict[int, ValueId]:
-        """Give what is sent for each parameter, by the parameter's id, under all of its names."""
-        model = self.captured.model
-        return {
-            id(place): tied.value
-            for tied in self.borrowed(stage)
-            for name in tied.names
-            if (place := find_tensor(model, name)) is not None
-        }
-
-    def _parameter_at(self, tied: Tied, stage: int) -> Tensor:
-        """Give a parameter at its home; only some of its names may be there."""
-        own = self.parameters_of(stage)
-        return next(own[name] for name in tied.names if name in own)
-
-    def _borrowers(self, stage: int) -> frozenset[str]:
-        away = {name for tied in self.borrowed(stage) for name in tied.names}
-        names_in = self.captured.names_in
-        return frozenset(b for b in self.captured.blocks if away.intersection(names_in(b)))
-
-    def parameters_of(self, stage: int) -> dict[str, nn.Parameter]:
-        """Give the parameters that a stage has: of its blocks, of code between them, as home."""
-        found = {name: find_tensor(self.captured.model, name) for name in self.names_of(stage)}
-        return {name: p for name, p in found.items() if isinstance(p, nn.Parameter)}
-
-    def names_of(self, stage: int) -> tuple[str, ...]:
-        """Give the names of the parameters that a stage has."""
-        captured, away = self.captured, {n for t in self.borrowed(stage) for n in t.names}
-        blocks = dict.fromkeys(block for (block, _), at in self.stage_of.items() if at == stage)
-        found = [name for block in blocks for name in captured.names_in(block)]
-        for of_mode in captured.recorded:
-            stages = stages_of_events(of_mode.events, self.stage_of, self.num_stages)
-            found += [n for e in of_mode.events if stages[e.key] == stage for n in e.parameters]
-        first = {captured.parameters[name] for name in found if name not in away}
-        return tuple(name for name, known_as in captured.parameters.items() if known_as in first)
-
-    def run(self, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a pass; give the model's output if it is the last stage's."""
-        if self.captured.inputs == ROUTED:
-            args, kwargs = _routed(replay, args, kwargs)
-        return replay.run(self.captured.model, args, kwargs)
-
 
 def capture(
     model: nn.Module,
@@ -254,15 +116,6 @@ def capture(
             opened.append(kind)
 
 
-def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give inputs as positional and keyword arguments."""
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, tuple):
-        return example_inputs, {}
-    return (example_inputs,), {}
-
-
 def _capture(
     model: nn.Module,
     blocks: dict[str, nn.Module],
@@ -281,7 +134,7 @@ def _capture(
         with _as_it_was(model, training=training), torch.no_grad():
             given = (args, kwargs)
             if inputs == ROUTED:
-                given = _routed(recording, args, kwargs)
+                given = routed(recording, args, kwargs)
                 recording.note_inputs(recording.header[START])
             recording.run(model, *given)
         recordings.append((training, recording))
@@ -335,22 +188,6 @@ def _warnings(recordings: Sequence[Recording], opened: Sequence[type]) -> Iterat
                 )
 
 
-def _routed(
-    run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give ghosts for the model's inputs; on a later stage, those that the header tells of."""
-    told = run.header.get(START)
-    if told is None:
-        leaves, structure = flatten((args, kwargs))
-        ghosts = [run.given(START, place, leaf) for place, leaf in enumerate(leaves)]
-        told = Told("inputs", structure, tuple(ghost.info for ghost in ghosts), ())
-        run.header[START] = told
-    else:
-        ghosts = [run.stand_in(info) for info in told.infos]
-    routed_args, routed_kwargs = unflatten(told.structure, ghosts)
-    return routed_args, routed_kwargs
-
-
 def _crossing(recorded: Recorded, cut: int, calls: Sequence[Call]) -> int:
     """Sum the bytes of values that are given before a call and used at it or later."""
     stage_of = {call: int(place >= cut) for place, call in enumerate(calls)}
@@ -381,6 +218,3 @@ def _put_back(
     with torch.no_grad():
         for buffer, value in buffers:
             buffer.copy_(value)
-
-
-__all__ = ["Captured", "Cut", "Ghost", "as_call", "capture"]

@@ -11,7 +11,9 @@ from penstock.model.layers import MODEL_INPUT, Layers, Named, Step, Value, check
 from penstock.model.pytree import Sealed
 from penstock.model.stages import Perform, StagePlan, plan_stages
 
-from .capture import ROUTED, Captured, Cut, as_call
+from .capture import Captured
+from .cut import Cut
+from .inputs import ROUTED, as_call
 from .tied import empty_buffers, release
 from .values import EventKey, Header, ValueId
 
@@ -116,9 +118,7 @@ class CapturedStage(StagePlan):
             values[bundles[0]] = Bundle(sealed if peer == self.index + 1 else None, sent)
 
     def _performing(self, perform: Perform) -> Any:
-        by_call = {}
-        for step, call in zip(self.steps, self._calls(), strict=True):
-            by_call[call] = step
+        by_call = dict(zip(self._calls(), self.steps, strict=True))
 
         def run_event(key: EventKey, function: Any) -> Any:
             if key.number:
@@ -145,7 +145,7 @@ _NO_MODULE = nn.Identity()
 
 @plan_stages.register
 def _(layers: CapturedLayers, partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
-    cut, num_stages = layers.captured.cut(partition), len(partition)
+    cut, num_stages = Cut(layers.captured, partition), len(partition)
     starts = [sum(partition[:stage]) for stage in range(num_stages)]
     return tuple(
         _plan_stage(layers, cut, stage, starts[stage], partition[stage])

@@ -1,0 +1,161 @@
+"""A captured model cut into stages: who runs what, and what each sends to whom."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from .blocks import watch
+from .capture import Captured
+from .inputs import ROUTED, routed
+from .passes import Perform, plainly
+from .replay import Replay
+from .routes import holders, sends, stages_of_calls, stages_of_events
+from .tied import Tied, find_tensor, find_tied
+from .values import Header, ValueId
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is the same for every micro-batch of a stage.
+
+    `places` gives what is sent for each borrowed parameter, by the id of what stands in its place
+    here; `lent` are parameters that others borrow, `passed_on` what a later stage borrows too.
+    """
+
+    wanted: frozenset[ValueId] | None
+    places: Mapping[int, ValueId]
+    borrowers: frozenset[str]
+    lent: Mapping[ValueId, Tensor]
+    passed_on: tuple[ValueId, ...]
+
+
+class Cut:
+    """A captured model cut into stages."""
+
+    def __init__(self, captured: Captured, partition: tuple[int, ...]) -> None:
+        self.captured, self.partition = captured, partition
+        self.stage_of = stages_of_calls(captured.calls, partition)
+        self.holders = holders(
+            [of_mode.events for of_mode in captured.recorded], self.stage_of, len(partition)
+        )
+        self.tied = self._find_tied()
+        self.holders.update({tied.value: tied.stages for tied in self.tied})
+        self.sends = sends(self.holders, len(partition))
+        self._names: dict[int, str] = {}
+        self._parts: dict[int, _Part] = {}
+
+    def _find_tied(self) -> tuple[Tied, ...]:
+        captured, num_stages = self.captured, len(self.partition)
+        on_stages = [
+            (event, stages[event.key])
+            for of_mode in captured.recorded
+            for stages in [stages_of_events(of_mode.events, self.stage_of, num_stages)]
+            for event in of_mode.events
+        ]
+        return find_tied(captured.parameters, captured.names_in, self.stage_of, on_stages)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.partition)
+
+    def borrowed(self, stage: int) -> tuple[Tied, ...]:
+        """Give the parameters that a stage uses, or passes on, and that have their home before."""
+        if self.captured.decides:  # what crosses goes from stage to stage
+            return tuple(t for t in self.tied if t.stages[0] < stage <= t.stages[-1])
+        return tuple(t for t in self.tied if stage in t.stages[1:])
+
+    def lent(self, stage: int) -> tuple[Tied, ...]:
+        """Give the parameters that have their home on a stage, and others use."""
+        return tuple(tied for tied in self.tied if tied.stages[0] == stage)
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The blocks by the id of their module; those of a copy are its own."""
+        if not self._names:
+            watch(self.captured.blocks.values())
+            self._names = {id(module): name for name, module in self.captured.blocks.items()}
+        return self._names
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_names": {}, "_parts": {}}
+
+    def wanted(self, stage: int) -> frozenset[ValueId] | None:
+        """Give the values that a stage sends on; None: whatever is alive."""
+        if self.captured.decides:
+            return None
+        return frozenset(v for values in self.sends[stage].values() for v in values)
+
+    def replay(
+        self,
+        stage: int,
+        received: Mapping[ValueId, Tensor],
+        header: Header,
+        perform: Perform = plainly,
+    ) -> Replay:
+        """Make the pass of a stage on one micro-batch; `run_stage` runs it."""
+        part = self._part(stage)
+        return Replay(
+            self.names,
+            stage,
+            self.stage_of,
+            received=received,
+            header=header,
+            wanted=part.wanted,
+            lent={number: received[value] for number, value in part.places.items()},
+            borrowers=part.borrowers,
+            perform=perform,
+            sees_all=self.captured.needs_all,
+        )
+
+    def leaving(self, replay: Replay, stage: int) -> dict[ValueId, Tensor]:
+        """Give what a stage may send on after its pass: values, and parameters with them."""
+        part = self._part(stage)
+        passed_on = {value: replay.received[value] for value in part.passed_on}
+        return {**replay.leaving(), **part.lent, **passed_on}
+
+    def _part(self, stage: int) -> _Part:
+        """Give what is the same for every micro-batch of a stage."""
+        if stage not in self._parts:
+            self._parts[stage] = self._make_part(stage)
+        return self._parts[stage]
+
+    def _make_part(self, stage: int) -> _Part:
+        model, borrowed = self.captured.model, self.borrowed(stage)
+        own = self.parameters_of(stage)
+        away = {name for tied in borrowed for name in tied.names}
+        found = ((tied.value, find_tensor(model, n)) for tied in borrowed for n in tied.names)
+        return _Part(
+            wanted=self.wanted(stage),
+            places={id(place): value for value, place in found if place is not None},
+            borrowers=frozenset(
+                block
+                for block in self.captured.blocks
+                if away.intersection(self.captured.names_in(block))
+            ),
+            lent={t.value: next(own[n] for n in t.names if n in own) for t in self.lent(stage)},
+            passed_on=tuple(tied.value for tied in borrowed if stage < tied.stages[-1]),
+        )
+
+    def parameters_of(self, stage: int) -> dict[str, nn.Parameter]:
+        """Give the parameters that a stage has: of its blocks, of code between them, as home."""
+        found = {name: find_tensor(self.captured.model, name) for name in self.names_of(stage)}
+        return {name: p for name, p in found.items() if isinstance(p, nn.Parameter)}
+
+    def names_of(self, stage: int) -> tuple[str, ...]:
+        """Give the names of the parameters that a stage has."""
+        captured, away = self.captured, {n for t in self.borrowed(stage) for n in t.names}
+        blocks = dict.fromkeys(block for (block, _), at in self.stage_of.items() if at == stage)
+        found = [name for block in blocks for name in captured.names_in(block)]
+        for of_mode in captured.recorded:
+            stages = stages_of_events(of_mode.events, self.stage_of, self.num_stages)
+            found += [n for e in of_mode.events if stages[e.key] == stage for n in e.parameters]
+        first = {captured.parameters[name] for name in found if name not in away}
+        return tuple(name for name, known_as in captured.parameters.items() if known_as in first)
+
+    def run(self, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a pass; give the model's output if it is the last stage's."""
+        if self.captured.inputs == ROUTED:
+            args, kwargs = routed(replay, args, kwargs)
+        return replay.run(self.captured.model, args, kwargs)
