@@ -6,38 +6,14 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import nn
 
 from penstock.errors import ConfigError, CutError, PartitionError
-from penstock.model.ghost.capture import capture
-from penstock.model.ghost.layers import CapturedLayers
-from penstock.model.layers import Layers, as_layers
 from penstock.model.pytree import flatten
 from penstock.model.stages import check_partition
 from penstock.runtime.devices import with_index
 from penstock.schedules.lower import ScheduleFunction, schedule_of, stage_ranks
 
 Devices = Sequence[torch.device | str | int] | torch.device | str | None
-
-
-def resolve_layers(model: Any, example_inputs: Any) -> Layers:
-    """Give a model as layers; one that is no chain is captured.
-
-    Raises:
-        ConfigError: it is no model, or there are no example inputs to capture it with.
-        CutError: it has no blocks, or they cannot be kept apart.
-    """
-    is_chain = isinstance(model, nn.Sequential | nn.ModuleList)
-    if not isinstance(model, nn.Module | CapturedLayers) or is_chain:
-        return as_layers(model)
-    if isinstance(model, CapturedLayers):
-        return model
-    if example_inputs is None:
-        raise ConfigError(
-            f"{type(model).__name__} is no nn.Sequential, so that it has to be run once to see "
-            "what its blocks are; give example_inputs=, a small batch, or its layers as a list"
-        )
-    return CapturedLayers.of(capture(model, example_inputs))
 
 
 def resolve_num_stages(

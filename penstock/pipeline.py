@@ -13,7 +13,6 @@ from penstock.arguments import (
     check_loss_scale,
     check_targets,
     resolve_devices,
-    resolve_layers,
     resolve_num_stages,
     resolve_ranks,
     stages_of_mesh,
@@ -21,7 +20,7 @@ from penstock.arguments import (
 from penstock.cut import Cut
 from penstock.errors import ConfigError, RandomnessError
 from penstock.mesh import Mesh
-from penstock.model.layers import Layer, Layers
+from penstock.model.layers import Layer, Layers, as_layers
 from penstock.runtime.caller import CallerContext
 from penstock.runtime.crew import Batch
 from penstock.runtime.devices import num_cores
@@ -50,8 +49,8 @@ class Pipeline(nn.Module):
     sides).
 
     Args:
-        layers: an nn.Sequential, or a list of modules and `penstock.Layer`s; or any nn.Module with
-            `example_inputs`, whose own forward then runs.  Used as they are, not copied.
+        layers: an nn.Sequential, or a list of modules and `penstock.Layer`s; used as they are,
+            not copied.
         num_stages: K.  Layers are balanced by measured forward and backward time: of
             `example_inputs` now, else of the first batch; until then by parameter counts.
         partition: layers per stage, instead of `num_stages`.
@@ -67,7 +66,7 @@ class Pipeline(nn.Module):
         devices: one per stage, or one for all; default: the visible GPUs in turn, one for each
             rank's stages, else the CPU.
         seed: of the layers' random streams.
-        example_inputs: a batch to balance the layers with; to find a module's blocks with.
+        example_inputs: a batch to balance the layers with.
         threads_per_stage: intra-op threads of each stage on the CPU; default: the cores divided
             among the ranks.  Some kernels round differently for another count.
         transport: worker threads, or everything in the calling thread.
@@ -88,7 +87,7 @@ class Pipeline(nn.Module):
 
     def __init__(  # noqa: PLR0913 - the front door: each a keyword with a default
         self,
-        layers: "nn.Module | Sequence[nn.Module | Layer] | Layers",
+        layers: "nn.Sequential | Sequence[nn.Module | Layer] | Layers",
         num_stages: int | None = None,
         *,
         partition: Sequence[int] | None = None,
@@ -108,7 +107,7 @@ class Pipeline(nn.Module):
         batch_norm_over_replicas: bool = False,
     ) -> None:
         super().__init__()
-        self._layers, self._mesh = resolve_layers(layers, example_inputs), mesh
+        self._layers, self._mesh = as_layers(layers), mesh
         if mesh is not None:
             num_stages = stages_of_mesh(mesh.num_stages, num_stages, partition, schedule)
         names = self._layers.block_names
@@ -235,8 +234,8 @@ class Pipeline(nn.Module):
 
         Args:
             inputs: a tensor, or any nest of containers of tensors, of shape (N, ...); goes to the
-                first layer as its one argument, to a module as a dict of keyword arguments or a
-                tuple.  Values that are no tensors go to every micro-batch.
+                first layer as its one argument.  Values that are no tensors go to every
+                micro-batch.
             targets: likewise, of the same N; None if the loss needs none.
             loss_scale: multiplies all gradients, so that small ones are not lost in float16; see
                 `penstock.GradScaler`.  The same on every process.

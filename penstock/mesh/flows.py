@@ -58,6 +58,14 @@ class Readiness:
             self._selector.register(one, event)
         self._selector.register(alarm.socket, EVENT_READ)
 
+    def add(self, one: socket.socket) -> None:
+        """Wait for one more socket to have something to read."""
+        self._selector.register(one, EVENT_READ)
+
+    def drop(self, one: socket.socket) -> None:
+        """Wait for it no longer."""
+        self._selector.unregister(one)
+
     def wait(self, deadline: float | None) -> None:
         """Wait until it is ready; `deadline` by `time.monotonic`, in seconds.
 

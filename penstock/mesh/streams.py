@@ -3,7 +3,6 @@
 Between hosts a connection is TCP; on one host a local socket, which costs half as much.
 """
 
-import hmac
 import os
 import secrets
 import socket
@@ -13,18 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
-from selectors import EVENT_READ
 from typing import Any
 
 import torch.distributed as dist
 
 from .background import Background
-from .flows import Alarm, Inflow, Outflow, Readiness
+from .flows import Alarm, Inflow, Outflow
+from .guests import HELLO, SECRET_BYTES, Guests
 
-_SECRET_BYTES = 16
-_HELLO = struct.Struct(f"!{_SECRET_BYTES}sII")
-_HELLO_S = 5.0
-"""Whoever connects and does not say in time where from is turned away."""
 _LOCAL_BUFFER_BYTES = 1 << 22
 """What a local socket holds before its sender has to wait, if the system allows so much."""
 
@@ -52,14 +47,14 @@ class Streams:
         self._alarm = Alarm()
         background.watch.wake_on_failure(self._alarm)
         listener, local = _listen(), _listen_locally()
-        self._listeners = [listener] if local is None else [listener, local]
-        self._knock = Readiness(self._listeners, EVENT_READ, self._alarm)
+        listeners = [listener] if local is None else [listener, local]
         self._mine = _Address(
             _own_host(),
             listener.getsockname()[1],
             None if local is None else local.getsockname().decode(),
-            secrets.token_bytes(_SECRET_BYTES),
+            secrets.token_bytes(SECRET_BYTES),
         )
+        self._guests = Guests(listeners, self._mine.secret, self._alarm)
         self._everyone: list[Any] = [None] * dist.get_world_size()
         background.run(
             lambda: dist.all_gather_object(self._everyone, self._mine),
@@ -98,7 +93,7 @@ class Streams:
         address: _Address = self._everyone[rank]
         try:
             connection = _reach(address, self._background.timeout_s)
-            connection.sendall(_HELLO.pack(address.secret, self._rank, channel))
+            connection.sendall(HELLO.pack(address.secret, self._rank, channel))
         except OSError as error:
             raise ConnectionError(
                 f"no connection to {address.host}:{address.port}, where rank {rank} listens: "
@@ -107,40 +102,20 @@ class Streams:
         return _set_up(connection)
 
     def _accept(self, deadline: float | None) -> None:
-        """Let those in who knock and know the word; wait until somebody knocks."""
-        self._knock.wait(deadline)
-        for listener in self._listeners:
-            with suppress(BlockingIOError):
-                self._welcome(listener.accept()[0])
-
-    def _welcome(self, connection: socket.socket) -> None:
-        secret, rank, channel = _HELLO.unpack(_hello(connection))
-        if hmac.compare_digest(secret, self._mine.secret):
-            self._inflows[rank, channel] = Inflow(_set_up(connection), self._alarm)
-        else:
-            connection.close()
+        """Let those in who knock and know the word; wait until something happens."""
+        for rank, channel, connection in self._guests.admit(deadline):
+            if (rank, channel) in self._inflows:  # that one is here already
+                connection.close()
+            else:
+                self._inflows[rank, channel] = Inflow(_set_up(connection), self._alarm)
 
     def close(self) -> None:
         """Close all connections; call when nobody waits for one any more."""
         streams: list[Inflow | Outflow] = [*self._inflows.values(), *self._outflows.values()]
         for stream in streams:
             stream.close()
-        self._knock.close()
-        for listener in self._listeners:
-            listener.close()
+        self._guests.close()
         self._alarm.close()
-
-
-def _hello(connection: socket.socket) -> bytes:
-    """Give what the other side says first; only zeros if it says too little."""
-    said = b""
-    try:
-        connection.settimeout(_HELLO_S)
-        while len(said) < _HELLO.size and (more := connection.recv(_HELLO.size - len(said))):
-            said += more
-    except OSError:
-        pass
-    return said if len(said) == _HELLO.size else bytes(_HELLO.size)
 
 
 def _reach(address: _Address, timeout_s: float) -> socket.socket:

@@ -113,7 +113,8 @@ def test_all_gradients_are_clipped_also_of_parameters_between_blocks() -> None:
     cut = copy.deepcopy(whole)
     inputs = inputs_of(BATCH)
     loss(whole(inputs), inputs).backward()
-    pipe = Pipeline(cut, num_stages=3, example_inputs=inputs, loss=loss, threads_per_stage=1)
+    layers = CapturedLayers.of(capture(cut, inputs))
+    pipe = Pipeline(layers, num_stages=3, loss=loss, threads_per_stage=1)
     with pipe:
         pipe.train_step(inputs, inputs)
         found = penstock.clip_grad_norm_(pipe, 1e-3)

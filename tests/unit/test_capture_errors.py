@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import ConfigError, CutError, GlueError
+from penstock.errors import CutError, GlueError
 from penstock.model.ghost.capture import Captured, capture
 from penstock.model.ghost.layers import CapturedLayers
 
@@ -111,8 +111,7 @@ class UsesCache(Chain):
 
 def pipeline(model: nn.Module, **options: Any) -> penstock.Pipeline:
     return penstock.Pipeline(
-        model,
-        example_inputs=inputs(),
+        CapturedLayers.of(capture(model, inputs())),
         partition=[1, 1, 1],
         loss=nn.functional.mse_loss,
         threads_per_stage=1,
@@ -120,14 +119,9 @@ def pipeline(model: nn.Module, **options: Any) -> penstock.Pipeline:
     )
 
 
-def test_without_example_inputs_a_model_cannot_be_cut() -> None:
-    with pytest.raises(ConfigError, match="give example_inputs=, a small batch"):
-        penstock.Pipeline(Chain(), num_stages=2)
-
-
 def test_too_few_blocks_are_named() -> None:
     with pytest.raises(CutError, match=r"4 stages asked, 3 block calls found: blocks\.0, blocks"):
-        penstock.Pipeline(Chain(), num_stages=4, example_inputs=inputs())
+        penstock.Pipeline(CapturedLayers.of(capture(Chain(), inputs())), num_stages=4)
 
 
 def test_a_pattern_that_fits_nothing_is_named() -> None:

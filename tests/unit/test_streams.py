@@ -184,7 +184,7 @@ def test_the_interface_that_gloo_was_told_to_use_is_used(monkeypatch: pytest.Mon
 
 
 def test_who_does_not_know_the_word_is_turned_away(streams: Streams) -> None:
-    port = streams._listeners[0].getsockname()[1]
+    port = streams._mine.port
     for said in (b"", b"hello?", bytes(24)):
         with socket.create_connection(("localhost", port)) as stranger:
             stranger.sendall(said)
@@ -192,6 +192,31 @@ def test_who_does_not_know_the_word_is_turned_away(streams: Streams) -> None:
             with pytest.raises(TimeoutError):
                 streams.inflow(0, 0, time.monotonic() + 0.05)
             assert stranger.recv(1) == b""
+
+
+def test_silent_strangers_keep_nobody_waiting(streams: Streams) -> None:
+    strangers = [socket.create_connection(("localhost", streams._mine.port)) for _ in range(80)]
+    strangers[-1].sendall(b"slow")
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        streams.inflow(0, 0, began + 0.2)
+    assert not streams.outflow(0, 0).write([b"hello"])
+    assert read(streams.inflow(0, 0, time.monotonic() + 30.0), 5) == b"hello"
+    assert strangers[0].recv(1) == b""  # there are too many: the first ones are turned away
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_nobody_takes_the_place_of_a_stream_that_is_here(streams: Streams) -> None:
+    assert not streams.outflow(0, 0).write([b"first"])
+    inflow = streams.inflow(0, 0, time.monotonic() + 30.0)
+    first = streams._outflows.pop((0, 0))
+    streams.outflow(0, 0)
+    streams.outflow(0, 1)
+    streams.inflow(0, 1, time.monotonic() + 30.0)
+    assert streams.inflow(0, 0, time.monotonic() + 30.0) is inflow
+    assert read(inflow, 5) == b"first"
+    first.close()
 
 
 def test_a_process_that_cannot_be_reached_is_named(streams: Streams) -> None:
