@@ -12,8 +12,8 @@ cut         the model cut into stages
 tied        weights that several stages use
 layers      a captured model as layers, for all that follows
 
-Not behind `Pipeline(model)` yet.  What is known to be silently wrong, and has to be refused or made
-right first: a routed value written into a tensor that is none; parameters that code between blocks
-reads without a routed tensor; the root's own mode and buffers; state that code between blocks
-changes; attributes of the root set by several stages' threads at once.
+Not behind `Pipeline(model)` yet.  What is known to be silently wrong, and has to be refused or
+made right first: a routed value written into a tensor that is none; parameters that code between
+blocks reads without a routed tensor; the root's own mode and buffers; state that code between
+blocks changes; attributes of the root that several stages' threads set at once.
 """
