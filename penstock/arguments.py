@@ -1,17 +1,20 @@
 """Check and complete what the front door was given, before anything is built."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.errors import ConfigError, CutError, PartitionError
 from penstock.model.pytree import flatten
 from penstock.model.stages import check_partition
 from penstock.runtime.devices import with_index
 from penstock.schedules.lower import ScheduleFunction, schedule_of, stage_ranks
+from penstock.types import Reduction
 
 Devices = Sequence[torch.device | str | int] | torch.device | str | None
 
@@ -150,3 +153,11 @@ def resolve_devices(devices: Devices, ranks: Sequence[int]) -> list[torch.device
             "named several times), or one for all"
         )
     return [with_index(torch.device(device)) for device in devices]
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """The user's loss; in a container, so that a loss that is a module does not become a layer."""
+
+    loss: Callable[[Any, Any], Tensor] | None
+    reduction: Reduction | Callable[[Any], Any]

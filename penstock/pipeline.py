@@ -1,7 +1,6 @@
 """The front door: a model as a pipeline."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 
 from penstock.arguments import (
     Devices,
+    Objective,
     check_count,
     check_loss_scale,
     check_targets,
@@ -128,7 +128,7 @@ class Pipeline(nn.Module):
             pools_statistics=batch_norm_over_replicas,
         )
         self._engine = Engine(self._layers, loss, how)
-        self._objective = _Objective(loss, reduction)
+        self._objective = Objective(loss, reduction)
         self._choices = (
             f"schedule={getattr(schedule, '__name__', schedule)}, recompute={recompute.name}"
         )
@@ -146,9 +146,7 @@ class Pipeline(nn.Module):
                 self._cut.settle(mesh, first_microbatch(example_inputs, num_microbatches), facts)
             devices = mesh.device
         self._engine.cut(self._cut.partition, resolve_devices(devices, ranks))
-        modules, parameters = self._layers.named_tensors(self._engine.holds)
-        self._modules.update(modules)
-        self._parameters.update(parameters)
+        self.__dict__.update(self._layers.registered(self._engine.holds))
         self._measure_once(first_microbatch(example_inputs, num_microbatches))
 
     # -- what it is -----------------------------------------------------------------------------
@@ -292,7 +290,8 @@ class Pipeline(nn.Module):
                 dimension 0.
         """
         with self._engine.one_at_a_time():  # before the modes change: a step may be running
-            training = [module for module in self.modules() if module.training]
+            everyone = [*self.modules(), *self._layers.own_modules()]
+            training = [module for module in everyone if module.training]
             for module in training:
                 module.training = False
             try:
@@ -371,6 +370,12 @@ class Pipeline(nn.Module):
         if self._cut.measure(part):
             self._engine.cut(self._cut.partition, self.devices)
 
+    def train(self, mode: bool = True) -> "Pipeline":
+        """Set the mode of all layers, as of any module."""
+        for module in self._layers.own_modules():
+            module.training = mode
+        return super().train(mode)
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Pipeline":
         """Move or cast the layers (`to`, `half`); a stage then runs where its parameters are."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -386,11 +391,3 @@ class Pipeline(nn.Module):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Objective:
-    """The user's loss; in a container, so that a loss that is a module does not become a layer."""
-
-    loss: LossFunction | None
-    reduction: Reduction | Callable[[Any], Any]

@@ -16,8 +16,6 @@ Value = tuple[int, int]
 
 MODEL_INPUT: Value = (-1, 0)
 _INPUT_NAME = "input"
-Named = tuple[dict[str, nn.Module], dict[str, nn.Parameter | None]]
-"""Modules and parameters by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +99,16 @@ class Layers:
         """
         check_sharing(self, stage_of, lambda module: [*_parameters(module), *_buffers(module)])
 
-    def named_tensors(self, holds: Callable[[int], bool]) -> "Named":
-        """Give the modules and parameters of the layers for which `holds`, under their names."""
-        return {step.name: step.module for step in self.steps if holds(step.index)}, {}
+    def registered(self, holds: Callable[[int], bool]) -> dict[str, Any]:
+        """Give what a module registers that has the layers for which `holds`, under their names.
+
+        The keys are those of an nn.Module's own dictionaries, such as `_modules`.
+        """
+        return {"_modules": {s.name: s.module for s in self.steps if holds(s.index)}}
+
+    def own_modules(self) -> list[nn.Module]:
+        """Give what has a mode of its own, beside the modules of `registered`."""
+        return []
 
     def run(self, inputs: Any) -> Any:
         """Run all layers, one after the other, as the unsplit model does."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.errors import CutError, GlueError
@@ -177,6 +178,133 @@ def test_without_values_a_branch_on_them_is_refused() -> None:
         capture(model, inputs())
 
 
+class Collecting(Chain):
+    """Writes what it computes into a tensor that every stage would make for itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.zeros(len(x), 3, WIDTH)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            found[:, number] = x
+        return found.sum(1)
+
+
+class Masking(Chain):
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        mask = torch.ones(x.shape)
+        mask[x < 0] = 0.1
+        return x * mask
+
+
+class IntoOut(Chain):
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        room = torch.empty(x.shape)
+        with torch.no_grad():
+            torch.mul(x, 2, out=room)
+        return x + room
+
+
+@pytest.mark.parametrize("kind", [Collecting, Masking, IntoOut])
+def test_writing_into_what_each_stage_makes_for_itself_is_refused(kind: type[Chain]) -> None:
+    with pytest.raises(CutError, match=r"writes a routed value into a tensor .*new_zeros"):
+        capture(kind(), inputs())
+
+
+class Counting(Chain):
+    count = 0
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        self.count += 1
+        return x * self.count
+
+
+class Keeping(Chain):
+    kept: Tensor
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        if number == 0:
+            self.kept = x
+        return x + self.kept
+
+
+class Moving(Chain):
+    """Moves a buffer of its own, as BatchNorm does."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x - self.mean
+
+
+class Normalised(Chain):
+    """Has a module with buffers and no parameters between blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, affine=False)
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("kind", [Counting, Keeping, Moving, Normalised])
+def test_state_that_changes_outside_blocks_is_refused(kind: type[Chain]) -> None:
+    model = kind()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with pytest.raises(CutError):
+        capture(model, inputs())
+    assert {n: b.tolist() for n, b in model.named_buffers()} == {
+        n: b.tolist() for n, b in before.items()
+    }
+
+
+class Tied(Chain):
+    """Its last block has the weight of the first one, and uses it in a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = Checkpointed(WIDTH, WIDTH)
+        self.blocks[2].weight = self.blocks[0].weight
+
+
+class Checkpointed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(super().forward, x, use_reentrant=True)
+        return result
+
+
+def test_a_tied_weight_in_a_reentrant_checkpoint_is_refused() -> None:
+    with pipeline(Tied()) as pipe, pytest.raises(CutError, match="read without gradients"):
+        pipe.train_step(inputs(), inputs())
+
+
+class OftenOrSeldom(Chain):
+    """Calls its last block as often as there are samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](x))
+        for _ in range(len(x) - 1):
+            x = self.blocks[2](x)
+        return x
+
+
+def test_another_number_of_calls_than_with_the_example_is_refused() -> None:
+    layers = CapturedLayers.of(capture(OftenOrSeldom(), inputs(3)))
+    for batch, message in ((5, "was not called so often"), (1, r"forward ended on stage \d of 4")):
+        with (
+            penstock.Pipeline(
+                layers, partition=[1, 1, 1, 1], loss=nn.functional.mse_loss, threads_per_stage=1
+            ) as pipe,
+            pytest.raises(GlueError, match=message),
+        ):
+            pipe.train_step(inputs(batch), inputs(batch))
+
+
 # -- odd, and cut all the same ----------------------------------------------------------------
 
 
@@ -249,6 +377,15 @@ class Hooked(Chain):
         self.blocks[0].register_forward_hook(lambda _module, _inputs, output: output * 2)
 
 
+class HookedTwice(Hooked):
+    """The block with the hook is called on two stages, at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
+            x = x + block(x).tanh()
+        return x
+
+
 class Frozen(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +402,26 @@ class Picking(Chain):
         return x
 
 
-@pytest.mark.parametrize("kind", [Pairs, InPlace, Twice, OwnFunction, Hooked, Frozen, Picking])
+class WithToken(Chain):
+    """Reads parameters between blocks where nothing routed takes part, and its own mode."""
+
+    offset: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.linspace(0, 1, WIDTH))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("offset", torch.full((WIDTH,), 0.5))
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        token = self.token.exp().expand(len(x), -1)
+        x = x + token * (2.0 if self.training else 1.0)
+        return x * self.scale.exp() + self.offset
+
+
+@pytest.mark.parametrize(
+    "kind", [Pairs, InPlace, Twice, WithToken, OwnFunction, Hooked, HookedTwice, Frozen, Picking]
+)
 def test_odd_models_are_cut_all_the_same(kind: type[Chain]) -> None:
     torch.manual_seed(0)
     whole = kind()
@@ -280,6 +436,19 @@ def test_odd_models_are_cut_all_the_same(kind: type[Chain]) -> None:
     ):
         same = expected.grad is parameter.grad is None
         assert same or torch.equal(parameter.grad, expected.grad), name  # type: ignore[arg-type]
+
+
+def test_the_models_own_mode_and_buffers_are_the_pipelines() -> None:
+    model = WithToken()
+    with pipeline(model) as pipe:
+        assert pipe.state_dict().keys() == model.state_dict().keys()
+        found = pipe.eval_step(inputs())
+        assert model.training
+        pipe.eval()
+        assert not model.training
+        assert torch.equal(found, model(inputs()))
+        pipe.double()
+        assert model.offset.dtype == torch.float64
 
 
 def test_a_capture_leaves_the_model_as_it_was() -> None:

@@ -12,8 +12,8 @@ cut         the model cut into stages
 tied        weights that several stages use
 layers      a captured model as layers, for all that follows
 
-Not behind `Pipeline(model)` yet.  What is known to be silently wrong, and has to be refused or
-made right first: a routed value written into a tensor that is none; parameters that code between
-blocks reads without a routed tensor; the root's own mode and buffers; state that code between
-blocks changes; attributes of the root that several stages' threads set at once.
+state       what the model's code may not change outside blocks
+
+Not behind `Pipeline(model)` yet: a review found models that were silently wrong.  Those are
+refused now or right, but the check of a new capture against the unsplit model is not written.
 """

@@ -151,38 +151,47 @@ def _unwatched(part: Any) -> Any:
     return part.__mro__[1] if isinstance(part, type) and part in _WATCHED.values() else part
 
 
-def _observers(module: nn.Module) -> dict[int, Any]:
+class _Outside:
+    """A forward hook that looks at a block from outside: not where the block itself is run."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        current = CURRENT.get()
+        if current is not None and current.is_inside:
+            return None
+        return self.hook(*args, **kwargs)
+
+
+def _observers(module: nn.Module) -> dict[int, _Outside]:
     """Give the forward hooks that look at a block from outside.
 
     Those of torch.distributed, and our own, belong to the block: they run where it runs.
     """
-    return {
-        number: hook
-        for number, hook in module._forward_hooks.items()
-        if not getattr(hook, "__module__", "").startswith(_PARTS_OF_BLOCKS)
-    }
+    found = {}
+    for number, hook in list(module._forward_hooks.items()):
+        if getattr(hook, "__module__", "").startswith(_PARTS_OF_BLOCKS) and not isinstance(
+            hook, _Outside
+        ):
+            continue
+        if not isinstance(hook, _Outside):
+            hook = module._forward_hooks[number] = _Outside(hook)
+        found[number] = hook
+    return found
 
 
 def _observed_call(
     current: Any, module: nn.Module, native: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """Call a block, and its hooks on what stands for its result: so they run on every stage."""
-    hooks, outside = module._forward_hooks, _observers(module)
-    within = type(hooks)((n, hook) for n, hook in hooks.items() if n not in outside)
-
-    def without(*a: Any, **k: Any) -> Any:
-        module._forward_hooks = within
-        try:
-            return native(module, *a, **k)
-        finally:
-            module._forward_hooks = hooks
-
-    result = current.block_call(module, without, args, kwargs)
-    for number, hook in outside.items():
+    outside = _observers(module)
+    result = current.block_call(module, lambda *a, **k: native(module, *a, **k), args, kwargs)
+    for number, observer in outside.items():
         if number in module._forward_hooks_with_kwargs:
-            changed = hook(module, args, kwargs, result)
+            changed = observer.hook(module, args, kwargs, result)
         else:
-            changed = hook(module, args, result)
+            changed = observer.hook(module, args, result)
         result = result if changed is None else changed
     return result
 

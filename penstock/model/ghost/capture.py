@@ -1,6 +1,7 @@
 """The model as data: its block calls in order, and the values between them."""
 
 import random
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from .blocks import find_blocks, original_class, watch, watch_functions
 from .inputs import EVERYWHERE, ROUTED, as_call, routed
 from .record import Event, Recording, SideChannel
 from .routes import Call, calls_of, holders
+from .state import attributes, check_unchanged, outer_state, put_back
 from .values import START, Info, ValueId
 
 
@@ -136,7 +138,9 @@ def _capture(
             if inputs == ROUTED:
                 given = routed(recording, args, kwargs)
                 recording.note_inputs(recording.header[START])
+            before = outer_state(model, blocks.values())
             recording.run(model, *given)
+            check_unchanged(before, outer_state(model, blocks.values()))
         recordings.append((training, recording))
     calls = list(dict.fromkeys(c for _, r in recordings for c in calls_of(r.events)))
     if len(recordings) == 2:
@@ -198,23 +202,21 @@ def _crossing(recorded: Recorded, cut: int, calls: Sequence[Call]) -> int:
 @contextmanager
 def _as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Run the model in one mode, and leave it as it was: modes, buffers, random states."""
-    modes = [(module, module.training) for module in model.modules()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     with ExitStack() as after:
+        after.enter_context(warnings.catch_warnings())  # of a checkpoint that sees no gradients
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
         after.callback(random.setstate, random.getstate())
         after.callback(numpy.random.set_state, numpy.random.get_state())
         after.callback(torch.set_rng_state, torch.get_rng_state())
-        after.callback(_put_back, modes, buffers)
+        after.callback(_put_back, buffers)
+        after.callback(put_back, attributes(model))
         if model.training != training:
             model.train(training)
         yield
 
 
-def _put_back(
-    modes: Sequence[tuple[nn.Module, bool]], buffers: Sequence[tuple[Tensor, Tensor]]
-) -> None:
-    for module, mode in modes:
-        module.training = mode
+def _put_back(buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
         for buffer, value in buffers:
             buffer.copy_(value)

@@ -20,10 +20,12 @@ from .values import Header, ValueId
 class _Part:
     """What is the same for every micro-batch of a stage.
 
-    `places` gives what is sent for each borrowed parameter, by the id of what stands in its place
-    here; `lent` are parameters that others borrow, `passed_on` what a later stage borrows too.
+    `parameters` are the ids of all parameters, or of what stands in their place; `places` gives
+    what is sent for each borrowed one.  `lent` are parameters that others borrow, `passed_on` what
+    a later stage borrows too.
     """
 
+    parameters: frozenset[int]
     wanted: frozenset[ValueId] | None
     places: Mapping[int, ValueId]
     borrowers: frozenset[str]
@@ -98,6 +100,7 @@ class Cut:
         part = self._part(stage)
         return Replay(
             self.names,
+            part.parameters,
             stage,
             self.stage_of,
             received=received,
@@ -126,7 +129,9 @@ class Cut:
         own = self.parameters_of(stage)
         away = {name for tied in borrowed for name in tied.names}
         found = ((tied.value, find_tensor(model, n)) for tied in borrowed for n in tied.names)
+        places = (find_tensor(model, name) for name in self.captured.parameters)
         return _Part(
+            parameters=frozenset(id(place) for place in places if place is not None),
             wanted=self.wanted(stage),
             places={id(place): value for value, place in found if place is not None},
             borrowers=frozenset(

@@ -7,7 +7,7 @@ from zlib import crc32
 
 from torch import Tensor, nn
 
-from penstock.model.layers import MODEL_INPUT, Layers, Named, Step, Value, check_sharing
+from penstock.model.layers import MODEL_INPUT, Layers, Step, Value, check_sharing
 from penstock.model.pytree import Sealed
 from penstock.model.stages import Perform, StagePlan, plan_stages
 
@@ -75,9 +75,12 @@ class CapturedLayers(Layers):
         """Refuse a buffer that blocks on different stages share; parameters are sent."""
         check_sharing(self, stage_of)
 
-    def named_tensors(self, holds: Callable[[int], bool]) -> Named:
-        model = self.captured.model
-        return dict(model.named_children()), dict(model._parameters)
+    def registered(self, holds: Callable[[int], bool]) -> dict[str, Any]:
+        names = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+        return {name: getattr(self.captured.model, name) for name in names}
+
+    def own_modules(self) -> list[nn.Module]:
+        return [self.captured.model]
 
     def run(self, inputs: Any) -> Any:
         args, kwargs = as_call(inputs)
@@ -123,8 +126,7 @@ class CapturedStage(StagePlan):
         def run_event(key: EventKey, function: Any) -> Any:
             if key.number:
                 return perform(_between(key, len(self.cut.captured.calls)), function)
-            step = by_call.get((key.block, key.call)) or by_call[key.block, 0]
-            return perform(step, function)
+            return perform(by_call[key.block, key.call], function)
 
         return run_event
 

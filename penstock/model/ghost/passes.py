@@ -8,7 +8,7 @@ anything else between blocks    no event                  runs on every stage al
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.errors import GlueError
+from penstock.errors import CutError, GlueError
 from penstock.model.pytree import flatten, unflatten
 
 from .ghost import CURRENT, METADATA, QUESTIONS, Ghost, answer, ghosts_in, map_tensors
@@ -42,12 +42,21 @@ def plainly(key: EventKey, function: Callable[[], Any]) -> Any:
 
 
 class Pass(ABC):
-    """One execution of a model's forward; `names` are its blocks, by the id of their module."""
+    """One execution of a model's forward.
+
+    `names` are its blocks, by the id of their module; `parameters` the ids of its parameters, or
+    of what stands in their place.
+    """
 
     def __init__(
-        self, names: Mapping[int, str], *, perform: Perform = plainly, sees_all: bool = False
+        self,
+        names: Mapping[int, str],
+        parameters: Collection[int],
+        *,
+        perform: Perform = plainly,
+        sees_all: bool = False,
     ) -> None:
-        self._names, self._perform = names, perform
+        self._names, self._parameter_ids, self._perform = names, parameters, perform
         self._sees_all = sees_all
         self._calls: Counter[str] = Counter()
         self._last = START
@@ -127,11 +136,20 @@ class Pass(ABC):
         ghosts = ghosts_in(args, kwargs)
         versions = [_version(self.real(ghost)) for ghost in ghosts]
         real_args, real_kwargs = self._unwrapped(args), self._unwrapped(kwargs)
+        others = [] if key.number == 0 else _versions_of_others(args, kwargs)
         with self._natively(key):
             if key.number == 0 or function in RANDOM:
                 result = self._perform(key, lambda: function(*real_args, **real_kwargs))
             else:
                 result = function(*real_args, **real_kwargs)
+        for tensor, version in others:
+            if _version(tensor) != version:
+                raise CutError(
+                    f"'{name}', {key}, writes a routed value into a tensor of shape "
+                    f"{tuple(tensor.shape)} that each stage makes for itself ({calling_line()}), "
+                    "so that the others would not see it. Make that tensor from a routed one "
+                    "(x.new_zeros(...)), or do this in an nn.Module with parameters"
+                )
         changed = self._note_changes(key, ghosts, versions)
         known = {id(ghost.here): ghost for ghost in ghosts}
         leaves, structure = flatten(result)
@@ -184,9 +202,11 @@ class Pass(ABC):
         self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Handle an operation between blocks that no ghost takes part in."""
-        if function in RANDOM and not _does_nothing(function, args, kwargs):
-            key = self._next_key()
-            return self.event(key, function.__name__, function, args, kwargs)
+        if function not in QUESTIONS and function not in METADATA:
+            draws = function in RANDOM and not _does_nothing(function, args, kwargs)
+            if draws or any(id(t) in self._parameter_ids for t in flatten((args, kwargs))[0]):
+                name = getattr(function, "__name__", str(function))
+                return self.event(self._next_key(), name, function, args, kwargs)
         return function(*args, **kwargs)
 
     def inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -221,6 +241,12 @@ class _Everything(TorchFunctionMode):
         if self._pass.is_inside:
             return self._pass.inside(func, args, kwargs)
         return self._pass.unrouted(func, types, args, kwargs)
+
+
+def _versions_of_others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, int]]:
+    """Give the tensors that are no ghosts, with their versions."""
+    leaves, _ = flatten((args, kwargs))
+    return [(leaf, _version(leaf)) for leaf in leaves if type(leaf) is not Ghost]
 
 
 def _does_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from penstock.errors import CutError, GlueError
 from penstock.model.pytree import flatten
 
-from .ghost import METADATA, QUESTIONS, Ghost, ghosts_in, map_tensors
-from .passes import RANDOM, Pass, calling_line
+from .ghost import QUESTIONS, Ghost, ghosts_in, map_tensors
+from .passes import Pass, calling_line
 from .values import START, EventKey, Info, Told, ValueId, left_behind
 
 END = EventKey("", 0, -1)
@@ -54,7 +54,7 @@ class Recording(Pass):
     def __init__(
         self, names: Mapping[int, str], parameters: Mapping[int, str], *, on_meta: bool
     ) -> None:
-        super().__init__(names, sees_all=True)
+        super().__init__(names, parameters.keys(), sees_all=True)
         self._parameters, self._on_meta = parameters, on_meta
         self.events: list[Event] = []
         self.infos: dict[ValueId, Info] = {}
@@ -117,11 +117,7 @@ class Recording(Pass):
     ) -> Any:
         tensors = list(_tensors(args, kwargs))
         self._check_sideways(tensors, None)
-        asks = function in QUESTIONS or function in METADATA
-        if not asks and function not in RANDOM and self._read_here(tensors):
-            name = getattr(function, "__name__", str(function))
-            return self.event(self._next_key(), name, function, args, kwargs)
-        if self._on_meta and not asks and any(t.is_meta for t in tensors):
+        if self._on_meta and function not in QUESTIONS and any(t.is_meta for t in tensors):
             function, args, kwargs = _joined(function, args, kwargs)
         return super().unrouted(function, types, args, kwargs)
 

@@ -30,6 +30,7 @@ class Replay(Pass):
 
     Args:
         names: the blocks, by the id of their module.
+        parameters: ids of the parameters, or of what stands in their place.
         stage: which stage this is.
         stage_of: the stage of each call.
         received: values that other stages sent.
@@ -42,6 +43,7 @@ class Replay(Pass):
     def __init__(  # noqa: PLR0913 - one argument for each line of its docstring
         self,
         names: Mapping[int, str],
+        parameters: Collection[int],
         stage: int,
         stage_of: Mapping[tuple[str, int], int],
         *,
@@ -53,8 +55,9 @@ class Replay(Pass):
         perform: Perform = plainly,
         sees_all: bool = False,
     ) -> None:
-        super().__init__(names, perform=perform, sees_all=sees_all)
+        super().__init__(names, parameters, perform=perform, sees_all=sees_all)
         self._stage, self._stage_of = stage, stage_of
+        self._last_stage = max(stage_of.values())
         self.received, self._wanted = received, wanted
         self.header = dict(header)
         self._lent = Lent(lent) if lent else None
@@ -87,8 +90,11 @@ class Replay(Pass):
     ) -> Any:
         if key.number == 0:
             stage = self._stage_of.get((key.block, key.call))
-            if stage is None:  # called more often than when it was recorded
-                stage = self._stage_of[key.block, 0]
+            if stage is None:
+                raise GlueError(
+                    f"{key} was not called so often with the example inputs; stages are cut "
+                    "between known calls. Give example inputs that call it as often"
+                )
             if stage > self._stage:
                 self._end()
             self._is_own = self._is_own or stage == self._stage
@@ -103,6 +109,11 @@ class Replay(Pass):
         return ghost
 
     def ended(self, output: Any) -> Any:
+        if self._stage < self._last_stage:
+            raise GlueError(
+                f"the model's forward ended on stage {self._stage} of {self._last_stage + 1}: it "
+                "left out the blocks of the later ones, which it called with the example inputs"
+            )
         self._doing = "the model's output"
         return super().ended(output)
 

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .ghost import map_tensors
+from penstock.errors import CutError, RouteError
+from penstock.model.pytree import flatten
+
+from .ghost import METADATA, QUESTIONS, map_tensors
+from .passes import calling_line
 from .record import Event
 from .routes import Call
 from .values import EventKey, ValueId
@@ -72,8 +76,7 @@ def find_tensor(model: nn.Module, name: str) -> Tensor | None:
 def release(model: nn.Module, kept: Collection[str]) -> None:
     """Give back the memory of all parameters but the `kept` ones.
 
-    A tensor without values takes the place of each: it has the shape and type that code between
-    blocks may ask for, and is no parameter.
+    What takes the place of each is no parameter.
     """
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if name in kept:
@@ -81,7 +84,36 @@ def release(model: nn.Module, kept: Collection[str]) -> None:
         path, _, last = name.rpartition(".")
         owner = model.get_submodule(path)
         owner._parameters[last] = None
-        owner.__dict__[last] = torch.empty_like(parameter, device="meta", requires_grad=False)
+        owner.__dict__[last] = Absent.instead_of(parameter, name)
+
+
+class Absent(Tensor):
+    """Takes the place of a parameter that another stage has: it has its shape, and no values.
+
+    Kernels for the CPU would read what happens to lie there, so that it has to refuse itself.
+    """
+
+    name_in_model: str
+
+    @classmethod
+    def instead_of(cls, parameter: Tensor, name: str) -> "Absent":
+        """Make one."""
+        bare = torch.empty_like(parameter, device="meta", requires_grad=False)
+        absent = bare.as_subclass(cls)
+        absent.name_in_model = name
+        return absent
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in QUESTIONS or func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        found = next(t for t in flatten((args, kwargs or {}))[0] if isinstance(t, cls))
+        raise RouteError(
+            f"'{getattr(func, '__name__', func)}' reads the parameter '{found.name_in_model}' "
+            f"({calling_line()}), which another stage has, where nothing is known of that. Use "
+            "it in the forward of a block, or of the model"
+        )
 
 
 def empty_buffers(module: nn.Module) -> None:
@@ -97,11 +129,21 @@ class Lent(TorchFunctionMode):
 
     def __init__(self, sent: Mapping[int, Tensor]) -> None:
         super().__init__()
-        self._sent = sent
+        self._sent, self._with_grad = sent, torch.is_grad_enabled()
 
     def replaced(self, value: Any) -> Any:
         """Put what was sent for parameters into nested values."""
         return map_tensors(lambda tensor: self._sent.get(id(tensor), tensor), value)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*self.replaced(args), **self.replaced(kwargs or {}))
+        kwargs = kwargs or {}
+        if self._with_grad and not torch.is_grad_enabled() and func not in QUESTIONS:
+            leaves = flatten((args, kwargs))[0]
+            if any(id(leaf) in self._sent for leaf in leaves):
+                raise CutError(
+                    f"a weight that several stages use is read without gradients "
+                    f"({calling_line()}), as in a reentrant checkpoint, whose backward would read "
+                    "it where it is not. Use checkpoint(..., use_reentrant=False), or keep the "
+                    "stages that share it together"
+                )
+        return func(*self.replaced(args), **self.replaced(kwargs))

@@ -1,0 +1,80 @@
+"""What a model's own forward changes outside its blocks, and so on every stage."""
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import CutError
+
+from .ghost import Ghost
+
+Outer = dict[tuple[str, str], tuple[Any, int]]
+"""(name of a module, name of an attribute) -> its value, and its version if it is a tensor."""
+_DICTIONARIES = frozenset(("_buffers", "_parameters", "_modules"))
+_UNCOUNTED = frozenset(("_forward_hooks", "_backward_hooks", "_forward_pre_hooks"))
+
+
+def outer_state(model: nn.Module, blocks: Collection[nn.Module]) -> Outer:
+    """Note all attributes of the modules that are not inside blocks."""
+    inside = {id(part) for block in blocks for part in block.modules()}
+    found: Outer = {}
+    for path, module in model.named_modules():
+        if id(module) in inside:
+            continue
+        for name, value in _attributes(module):
+            found[path, name] = value, _version(value)
+    return found
+
+
+def _version(value: Any) -> int:
+    is_plain = isinstance(value, Tensor) and type(value) is not Ghost
+    return value._version if is_plain else 0
+
+
+def put_back(before: dict[nn.Module, dict[str, Any]]) -> None:
+    """Give modules the attributes that they had; see `attributes`."""
+    for module, names in before.items():
+        for name in set(vars(module)) - set(names):
+            del module.__dict__[name]
+        for name, value in names.items():
+            if name in _DICTIONARIES:
+                module.__dict__[name].clear()
+                module.__dict__[name].update(value)
+            else:
+                module.__dict__[name] = value
+
+
+def attributes(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
+    """Note the attributes of all modules."""
+    return {
+        module: {n: dict(v) if n in _DICTIONARIES else v for n, v in vars(module).items()}
+        for module in model.modules()
+    }
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(module).items():
+        if name in ("_buffers", "_parameters"):
+            yield from ((key, tensor) for key, tensor in value.items() if tensor is not None)
+        elif name not in _UNCOUNTED:
+            yield name, value
+
+
+def check_unchanged(before: Outer, after: Outer) -> None:
+    """Refuse a model whose own code, outside blocks, changes what it keeps.
+
+    Raises:
+        CutError: names the attribute.
+    """
+    for place in {**before, **after}:
+        old, new = before.get(place), after.get(place)
+        if old is not None and new is not None and old[0] is new[0] and old[1] == new[1]:
+            continue
+        module, name = place
+        where = f"'{module}'" if module else "the model itself"
+        raise CutError(
+            f"the forward of {where} changes its '{name}', and it is no block: every stage would "
+            "do so, for each micro-batch, in its own time. Keep it in a local variable, or put "
+            "it into an nn.Module with parameters"
+        )
