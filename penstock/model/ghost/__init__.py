@@ -11,7 +11,6 @@ capture     the model as data
 cut         the model cut into stages
 tied        weights that several stages use
 layers      a captured model as layers, for all that follows
-
 state       what the model's code may not change outside blocks
 
 Not behind `Pipeline(model)` yet: a review found models that were silently wrong.  Those are
