@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .pytree import Sealed
+
 Place = tuple[nn.Module, bool, str]
 """(module, whether it is a buffer and no plain attribute, name): where a module keeps a tensor."""
 
@@ -13,12 +15,12 @@ ABSENT = object()
 
 
 def attributes(modules: Iterable[nn.Module]) -> list[Place]:
-    """Find the tensors that are plain attributes of the given modules."""
+    """Find the tensors that are plain attributes of the given modules, and have values."""
     return [
         (module, False, name)
         for module in modules
         for name, value in vars(module).items()
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and not isinstance(value, Sealed)
     ]
 
 

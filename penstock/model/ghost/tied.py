@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import CutError, RouteError
-from penstock.model.pytree import flatten
+from penstock.model.pytree import Sealed, flatten
 
 from .ghost import METADATA, QUESTIONS, map_tensors
 from .passes import calling_line
@@ -87,7 +87,7 @@ def release(model: nn.Module, kept: Collection[str]) -> None:
         owner.__dict__[last] = Absent.instead_of(parameter, name)
 
 
-class Absent(Tensor):
+class Absent(Tensor, Sealed):
     """Takes the place of a parameter that another stage has: it has its shape, and no values.
 
     Kernels for the CPU would read what happens to lie there, so that it has to refuse itself.
