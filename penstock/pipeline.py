@@ -20,7 +20,8 @@ from penstock.arguments import (
 from penstock.cut import Cut
 from penstock.errors import ConfigError, RandomnessError
 from penstock.mesh import Mesh
-from penstock.model.layers import Layer, Layers, as_layers
+from penstock.model.capture import resolve_layers
+from penstock.model.layers import Layer, Layers
 from penstock.runtime.caller import CallerContext
 from penstock.runtime.crew import Batch
 from penstock.runtime.devices import num_cores
@@ -49,8 +50,8 @@ class Pipeline(nn.Module):
     sides).
 
     Args:
-        layers: an nn.Sequential, or a list of modules and `penstock.Layer`s; used as they are,
-            not copied.
+        layers: an nn.Sequential, a list of modules and `penstock.Layer`s, or any nn.Module with
+            `example_inputs` (see `penstock.capture`); used as they are, not copied.
         num_stages: K.  Layers are balanced by measured forward and backward time: of
             `example_inputs` now, else of the first batch; until then by parameter counts.
         partition: layers per stage, instead of `num_stages`.
@@ -66,7 +67,7 @@ class Pipeline(nn.Module):
         devices: one per stage, or one for all; default: the visible GPUs in turn, one for each
             rank's stages, else the CPU.
         seed: of the layers' random streams.
-        example_inputs: a batch to balance the layers with.
+        example_inputs: a batch to balance the layers with, and to capture a model with.
         threads_per_stage: intra-op threads of each stage on the CPU; default: the cores divided
             among the ranks.  Some kernels round differently for another count.
         transport: worker threads, or everything in the calling thread.
@@ -87,7 +88,7 @@ class Pipeline(nn.Module):
 
     def __init__(  # noqa: PLR0913 - the front door: each a keyword with a default
         self,
-        layers: "nn.Sequential | Sequence[nn.Module | Layer] | Layers",
+        layers: "nn.Module | Sequence[nn.Module | Layer] | Layers",
         num_stages: int | None = None,
         *,
         partition: Sequence[int] | None = None,
@@ -107,11 +108,10 @@ class Pipeline(nn.Module):
         batch_norm_over_replicas: bool = False,
     ) -> None:
         super().__init__()
-        self._layers, self._mesh = as_layers(layers), mesh
+        self._layers, self._mesh = resolve_layers(layers, example_inputs), mesh
         if mesh is not None:
             num_stages = stages_of_mesh(mesh.num_stages, num_stages, partition, schedule)
-        names = self._layers.block_names
-        self._num_stages = resolve_num_stages(num_stages, partition, len(self._layers), names)
+        self._num_stages = resolve_num_stages(num_stages, partition, self._layers)
         self._num_microbatches = check_count("num_microbatches", num_microbatches)
         in_mesh = mesh.num_stages if mesh is not None else None
         ranks = resolve_ranks(schedule, self._num_stages, num_microbatches, in_mesh)

@@ -114,7 +114,7 @@ FAULTS = (
     ),
     Fault(
         "a copy for in-place layers starts at another address",
-        "penstock/runtime/entries.py",
+        "penstock/model/entries.py",
         "distance // tensor.element_size(), tensor.shape",
         "0, tensor.shape",
         "tests/laws/test_equality.py",

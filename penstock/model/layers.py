@@ -69,9 +69,30 @@ class Layers:
         return self.steps[-1].outputs
 
     @property
-    def block_names(self) -> tuple[str, ...]:
-        """Names of the blocks of a captured model; none of a chain."""
-        return ()
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Give (start, end) of what is to be on one stage: each layer, if nothing else is said."""
+        return tuple((index, index + 1) for index in range(len(self.steps)))
+
+    def check_enough(self, num_stages: int) -> None:
+        """Refuse more stages than there are layers.
+
+        Raises:
+            PartitionError: says how many there are.
+        """
+        if num_stages > len(self):
+            raise PartitionError(
+                f"num_stages={num_stages}, but the model has only {len(self)} layers; choose at "
+                f"most {len(self)} stages, or give the model as more, smaller layers"
+            )
+
+    def __str__(self) -> str:
+        counts = self.parameter_counts()
+        rows = [
+            (str(step.index), step.name, type(step.module).__name__, f"{count:,}")
+            for step, count in zip(self.steps, counts, strict=True)
+        ]
+        head = f"{len(self)} layers, {sum(counts):,} parameters"
+        return "\n".join([head, *columns([("layer", "name", "module", "parameters"), *rows])])
 
     def parameter_counts(self) -> tuple[int, ...]:
         """Parameters of each layer; one that layers share is counted in the first of them."""
@@ -116,6 +137,18 @@ class Layers:
         for step in self.steps:
             values.update(call(step, [values[v] for v in step.inputs]))
         return join_output([values[v] for v in self.output])
+
+
+def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lay out rows of cells; what looks like a number stands right in its column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    is_number = [rows[-1][n].replace(",", "").isdigit() for n in range(len(widths))]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, is_number, strict=True)
+        ]
+        yield "  ".join(cells).rstrip()
 
 
 def call(step: Step, arguments: list[Any]) -> dict[Value, Any]:

@@ -3,10 +3,11 @@
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from penstock.model.entries import Entry
 from penstock.model.layers import Step
 from penstock.model.pytree import Structure
 from penstock.trace.timeline import MemorySample
@@ -49,22 +50,15 @@ class Gradient:
     event: Event | None = None
 
 
-@dataclass(slots=True)
-class Entry:
-    """A tensor that came into a stage, and the gradient that its backward pass found for it.
+class Given(NamedTuple):
+    """A tensor given to the layers: where from, its version then, whether it is a copy."""
 
-    `node` is the tensor's gradient accumulator, held because a hook on it puts the gradient into
-    `caught` exactly as the engine computed it; an accumulated `.grad` would be re-laid to the
-    tensor's strides.  The hook knows `caught` only, so nothing here forms a cycle.
-    """
-
+    key: tuple[int, int]
     tensor: Tensor
-    node: Any = None
-    caught: list[Tensor | None] = field(default_factory=list)
-
-    @property
-    def gradient(self) -> Tensor | None:
-        return self.caught[0] if self.caught else None
+    version: int
+    copied: bool
+    is_alias: bool
+    sent: Tensor
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import BoundaryError, RecomputeError
+from penstock.model.entries import faithful_copy, make_entry
 from penstock.model.layers import MODEL_INPUT, Step, Value, join_output
 from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stages import StagePlan
@@ -36,14 +37,13 @@ from .boundary import (
 )
 from .devices import StageDevice
 from .drawing import Drawing, LayerCall
-from .entries import Given, faithful_copy, make_entry
 from .leaves import claim_leaves
 from .memory import KeptBytes
 from .notes import backward_of, next_node_number, note_failure
 from .random_streams import RefuseRandomness
 from .recompute import Repeatable, Witness, dropping_graph
 from .replicas import Replicas
-from .run import FROM_CALLER, Activation, Gradient, Kept, Run
+from .run import FROM_CALLER, Activation, Given, Gradient, Kept, Run
 
 
 class Stage:

@@ -9,7 +9,7 @@ from torch import nn
 
 from penstock.errors import CutError
 
-from .ghost import CURRENT, Ghost, ghosts_in
+from .ghost import CURRENT, ghosts_in
 
 _LARGE_SHARE = 1 / 32
 """A module that holds lists of blocks is opened if it has more than so much of all parameters."""
@@ -171,11 +171,9 @@ def _observers(module: nn.Module) -> dict[int, _Outside]:
     """
     found = {}
     for number, hook in list(module._forward_hooks.items()):
-        if getattr(hook, "__module__", "").startswith(_PARTS_OF_BLOCKS) and not isinstance(
-            hook, _Outside
-        ):
-            continue
         if not isinstance(hook, _Outside):
+            if getattr(hook, "__module__", "").startswith(_PARTS_OF_BLOCKS):
+                continue
             hook = module._forward_hooks[number] = _Outside(hook)
         found[number] = hook
     return found
@@ -217,6 +215,3 @@ def _routed_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
 def watch_functions() -> None:
     """Let custom autograd functions go to the pass that is under way, where ghosts take part."""
     setattr(torch.autograd.Function, "apply", classmethod(_routed_apply))  # noqa: B010 - typed as one
-
-
-__all__ = ["Ghost", "find_blocks", "original_class", "watch", "watch_functions"]

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from .blocks import watch
-from .capture import Captured
 from .inputs import ROUTED, routed
 from .passes import Perform, plainly
+from .record_model import Captured
 from .replay import Replay
 from .routes import holders, sends, stages_of_calls, stages_of_events
 from .tied import Tied, find_tensor, find_tied
@@ -39,24 +39,17 @@ class Cut:
     def __init__(self, captured: Captured, partition: tuple[int, ...]) -> None:
         self.captured, self.partition = captured, partition
         self.stage_of = stages_of_calls(captured.calls, partition)
-        self.holders = holders(
-            [of_mode.events for of_mode in captured.recorded], self.stage_of, len(partition)
+        self._events = tuple(
+            placed
+            for of_mode in captured.recorded
+            for placed in stages_of_events(of_mode.events, self.stage_of, len(partition))
         )
-        self.tied = self._find_tied()
+        self.holders = holders(self._events)
+        self.tied = find_tied(captured.parameters, captured.names_in, self.stage_of, self._events)
         self.holders.update({tied.value: tied.stages for tied in self.tied})
         self.sends = sends(self.holders, len(partition))
         self._names: dict[int, str] = {}
         self._parts: dict[int, _Part] = {}
-
-    def _find_tied(self) -> tuple[Tied, ...]:
-        captured, num_stages = self.captured, len(self.partition)
-        on_stages = [
-            (event, stages[event.key])
-            for of_mode in captured.recorded
-            for stages in [stages_of_events(of_mode.events, self.stage_of, num_stages)]
-            for event in of_mode.events
-        ]
-        return find_tied(captured.parameters, captured.names_in, self.stage_of, on_stages)
 
     @property
     def num_stages(self) -> int:
@@ -96,7 +89,7 @@ class Cut:
         header: Header,
         perform: Perform = plainly,
     ) -> Replay:
-        """Make the pass of a stage on one micro-batch; `run_stage` runs it."""
+        """Make the pass of a stage on one micro-batch; `run` runs it."""
         part = self._part(stage)
         return Replay(
             self.names,
@@ -112,11 +105,19 @@ class Cut:
             sees_all=self.captured.needs_all,
         )
 
-    def leaving(self, replay: Replay, stage: int) -> dict[ValueId, Tensor]:
-        """Give what a stage may send on after its pass: values, and parameters with them."""
+    def sent_on(self, replay: Replay, stage: int) -> dict[int, dict[ValueId, Tensor]]:
+        """Give what a stage sends to whom after its pass: values, and parameters with them."""
+        if stage == self.num_stages - 1:
+            return {}
         part = self._part(stage)
         passed_on = {value: replay.received[value] for value in part.passed_on}
-        return {**replay.leaving(), **part.lent, **passed_on}
+        leaving = {**replay.leaving(), **part.lent, **passed_on}
+        if self.captured.decides:
+            return {stage + 1: leaving}
+        return {
+            peer: {value: leaving[value] for value in values if value in leaving}
+            for peer, values in self.sends[stage].items()
+        }
 
     def _part(self, stage: int) -> _Part:
         """Give what is the same for every micro-batch of a stage."""
@@ -153,9 +154,7 @@ class Cut:
         captured, away = self.captured, {n for t in self.borrowed(stage) for n in t.names}
         blocks = dict.fromkeys(block for (block, _), at in self.stage_of.items() if at == stage)
         found = [name for block in blocks for name in captured.names_in(block)]
-        for of_mode in captured.recorded:
-            stages = stages_of_events(of_mode.events, self.stage_of, self.num_stages)
-            found += [n for e in of_mode.events if stages[e.key] == stage for n in e.parameters]
+        found += [name for event, at in self._events if at == stage for name in event.parameters]
         first = {captured.parameters[name] for name in found if name not in away}
         return tuple(name for name, known_as in captured.parameters.items() if known_as in first)
 

@@ -7,13 +7,15 @@ from zlib import crc32
 
 from torch import Tensor, nn
 
+from penstock.errors import CutError, PartitionError
 from penstock.model.layers import MODEL_INPUT, Layers, Step, Value, check_sharing
 from penstock.model.pytree import Sealed
 from penstock.model.stages import Perform, StagePlan, plan_stages
 
-from .capture import Captured
 from .cut import Cut
+from .describe import described
 from .inputs import ROUTED, as_call
+from .record_model import Captured
 from .tied import empty_buffers, release
 from .values import EventKey, Header, ValueId
 
@@ -56,8 +58,22 @@ class CapturedLayers(Layers):
         return (OUTPUT,)
 
     @property
-    def block_names(self) -> tuple[str, ...]:
-        return tuple(step.name for step in self.steps)
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        inside = {n for first, last in self.captured.together for n in range(first + 1, last + 1)}
+        starts = [index for index in range(len(self)) if index not in inside]
+        return tuple(zip(starts, [*starts[1:], len(self)], strict=True))
+
+    def check_enough(self, num_stages: int) -> None:
+        if num_stages > len(self.spans):
+            kept = f", cut into {len(self.spans)} by together=" if self.captured.together else ""
+            raise CutError(
+                f"{num_stages} stages asked, {len(self)} block calls found{kept}: "
+                f"{', '.join(step.name for step in self)}. Name finer blocks "
+                "(capture(..., blocks=['encoder.layer.*'])), or ask for fewer stages"
+            )
+
+    def __str__(self) -> str:
+        return described(self.captured, [step.name for step in self])
 
     def keep_only(self, plans: Sequence[StagePlan]) -> None:
         """Give back the memory of the parameters of all stages but those of `plans`."""
@@ -72,8 +88,19 @@ class CapturedLayers(Layers):
                 empty_buffers(step.module)
 
     def check_sharing(self, stage_of: Sequence[int]) -> None:
-        """Refuse a buffer that blocks on different stages share; parameters are sent."""
+        """Refuse a buffer that blocks on different stages share; parameters are sent.
+
+        Raises:
+            PartitionError: there is one; or a cut lies between blocks that belong together.
+        """
         check_sharing(self, stage_of)
+        for first, last in self.captured.together:
+            if stage_of[first] != stage_of[last]:
+                raise PartitionError(
+                    f"the partition puts {self.steps[first].label} on stage {stage_of[first]} and "
+                    f"{self.steps[last].label} on stage {stage_of[last]}, which together= keeps "
+                    f"on one; let no stage begin at layers {first + 1} to {last}"
+                )
 
     def registered(self, holds: Callable[[int], bool]) -> dict[str, Any]:
         names = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
@@ -112,13 +139,10 @@ class CapturedStage(StagePlan):
             values[OUTPUT] = output
             return
         sealed = SealedHeader(replay.header)
-        leaving = self.cut.leaving(replay, self.index)
+        sent = self.cut.sent_on(replay, self.index)
         for peer, bundles in self.exports.items():
-            names = self.cut.sends[self.index].get(peer, ())
-            if self.cut.captured.decides:
-                names = tuple(leaving)
-            sent = {name: leaving[name] for name in names if name in leaving}
-            values[bundles[0]] = Bundle(sealed if peer == self.index + 1 else None, sent)
+            header_for_next = sealed if peer == self.index + 1 else None
+            values[bundles[0]] = Bundle(header_for_next, sent.get(peer, {}))
 
     def _performing(self, perform: Perform) -> Any:
         by_call = dict(zip(self._calls(), self.steps, strict=True))

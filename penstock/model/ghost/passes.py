@@ -198,9 +198,7 @@ class Pass(ABC):
 
     # -- what concerns operations without ghosts ----------------------------------------------
 
-    def unrouted(
-        self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def unrouted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle an operation between blocks that no ghost takes part in."""
         if function not in QUESTIONS and function not in METADATA:
             draws = function in RANDOM and not _does_nothing(function, args, kwargs)
@@ -240,7 +238,7 @@ class _Everything(TorchFunctionMode):
             return func(*args, **kwargs)
         if self._pass.is_inside:
             return self._pass.inside(func, args, kwargs)
-        return self._pass.unrouted(func, types, args, kwargs)
+        return self._pass.unrouted(func, args, kwargs)
 
 
 def _versions_of_others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, int]]:

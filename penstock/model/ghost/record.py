@@ -2,7 +2,7 @@
 
 import random
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,16 +46,22 @@ class Recording(Pass):
         names: the blocks, by the id of their module.
         parameters: names of the model's parameters, by id.
         on_meta: the model has no values; tensors join it on the meta device where they meet it.
+        together: blocks that will be on one stage, and may pass tensors on side ways.
 
     Raises:
         CutError: a tensor passes from block to block on a side way (E2).
     """
 
     def __init__(
-        self, names: Mapping[int, str], parameters: Mapping[int, str], *, on_meta: bool
+        self,
+        names: Mapping[int, str],
+        parameters: Mapping[int, str],
+        *,
+        on_meta: bool,
+        together: Sequence[Collection[str]] = (),
     ) -> None:
         super().__init__(names, parameters.keys(), sees_all=True)
-        self._parameters, self._on_meta = parameters, on_meta
+        self._parameters, self._on_meta, self._together = parameters, on_meta, together
         self.events: list[Event] = []
         self.infos: dict[ValueId, Info] = {}
         self.needs_all = False
@@ -112,14 +118,12 @@ class Recording(Pass):
             self.needs_all = True
         return result
 
-    def unrouted(
-        self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def unrouted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = list(_tensors(args, kwargs))
         self._check_sideways(tensors, None)
         if self._on_meta and function not in QUESTIONS and any(t.is_meta for t in tensors):
             function, args, kwargs = _joined(function, args, kwargs)
-        return super().unrouted(function, types, args, kwargs)
+        return super().unrouted(function, args, kwargs)
 
     def given(self, key: EventKey, place: int, tensor: Tensor) -> Ghost:
         self._inner.pop(id(tensor), None)
@@ -159,12 +163,16 @@ class Recording(Pass):
             if found is None or found[0]() is not tensor or found[1] == user:
                 continue
             maker = found[1].block
-            where = f"'{user.block}'" if user is not None else "the code between blocks"
+            if user is not None and any({maker, user.block} <= set(g) for g in self._together):
+                continue
+            where, remedy = "the code between blocks", ""
+            if user is not None:
+                where = f"'{user.block}'"
+                remedy = f", or keep both on one stage: together=['{maker}', '{user.block}']"
             raise SideChannel(
                 f"a tensor made inside '{maker}' reaches {where} through an attribute, a global "
                 f"or a hook, not through a return value (first use: {calling_line()}). Return it "
-                f"from the block, or keep both on one stage: together=['{maker}', "
-                f"'{user.block if user is not None else '...'}']",
+                f"from the block{remedy}",
                 maker,
             )
 

@@ -18,8 +18,7 @@ from penstock.model.pytree import Sealed, flatten
 
 from .ghost import METADATA, QUESTIONS, map_tensors
 from .passes import calling_line
-from .record import Event
-from .routes import Call
+from .routes import Call, Placed
 from .values import EventKey, ValueId
 
 
@@ -44,18 +43,18 @@ def find_tied(
     parameters: Mapping[str, str],
     names_in: Callable[[str], Iterable[str]],
     stage_of: Mapping[Call, int],
-    stages: Iterable[tuple[Event, int]],
+    events: Iterable[Placed],
 ) -> tuple[Tied, ...]:
     """Find the parameters that blocks, or code between them, use on several stages.
 
     `parameters` gives the first name of each parameter by all of its names, `names_in` the names
-    in a block; `stages` are the recorded events with the stages they run on.
+    in a block.
     """
     users: dict[str, set[int]] = {}
     for (block, _), stage in stage_of.items():
         for name in names_in(block):
             users.setdefault(parameters[name], set()).add(stage)
-    for event, stage in stages:
+    for event, stage in events:
         for name in event.parameters:
             users.setdefault(parameters[name], set()).add(stage)
     return tuple(
