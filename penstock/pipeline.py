@@ -57,10 +57,11 @@ class Pipeline(nn.Module):
         partition: layers per stage, instead of `num_stages`.
         num_microbatches: M.  A batch of N < M samples runs as N micro-batches; sizes differ by
             at most 1.
-        loss: (output, target) -> scalar tensor for one micro-batch; needed by `train_step`.
+        loss: (output, target) -> scalar tensor for one micro-batch; needed by `train_step`, but
+            for a captured model that computes a loss itself, from labels among its inputs.
         reduction: how `loss` reduces over what it is given; or a function target -> weight, such
-            as the number of real tokens.  Micro-batch losses are weighted so that they sum to the
-            loss of the mini-batch.
+            as the number of real tokens (of the inputs, where there is no target).  Micro-batch
+            losses are weighted so that they sum to the loss of the mini-batch.
         schedule: a function (num_stages, num_microbatches) -> Schedule, which also says which
             rank, a thread or a process, runs which stages.
         recompute: which activations to compute twice instead of keeping.
@@ -127,6 +128,7 @@ class Pipeline(nn.Module):
             mesh=mesh,
             pools_statistics=batch_norm_over_replicas,
         )
+        loss = loss or self._layers.own_loss
         self._engine = Engine(self._layers, loss, how)
         self._objective = Objective(loss, reduction)
         self._choices = (
@@ -263,7 +265,7 @@ class Pipeline(nn.Module):
         crew, reduction = self._engine.crew, self._objective.reduction
         with self._engine.one_at_a_time(), crew.reporting():
             scale = check_loss_scale(loss_scale)
-            call = Call(self._num_microbatches, reduction, scale, self.trace)
+            call = Call(self._num_microbatches, reduction, True, scale, self.trace)
             batch = crew.cut(inputs, targets, call)
             self._measure_once(batch.inputs[0])
             run = self._new_run("train", self.step, batch, with_grad=True)
@@ -322,18 +324,20 @@ class Pipeline(nn.Module):
                 "several; use train_step with loss=, or eval_step for outputs"
             )
         with self._engine.one_at_a_time():
-            batch = crew.cut(inputs, None, Call(self._num_microbatches, trace=self.trace))
+            call = Call(self._num_microbatches, self._objective.reduction, trace=self.trace)
+            batch = crew.cut(inputs, None, call)
             self._measure_once(batch.inputs[0])
             run = self._new_run("train", self.step, batch, with_grad=True)
             self.step += 1
-            outputs = run_as_module(self._engine, run, inputs, batch.sizes)
+            outputs = run_as_module(self._engine, run, inputs, batch)
             self._note(run, Mode.FORWARDS)
         return outputs
 
     def _outputs(self, inputs: Any) -> Any:
         crew = self._engine.crew
         with crew.reporting():
-            batch = crew.cut(inputs, None, Call(self._num_microbatches))
+            call = Call(self._num_microbatches, self._objective.reduction)
+            batch = crew.cut(inputs, None, call)
             try:
                 with rewound_default_generators(self.devices):
                     run = self._drive_evaluation(batch, trusting=not crew.is_several)
@@ -344,7 +348,8 @@ class Pipeline(nn.Module):
             self._evaluations += 1
             with torch.no_grad():
                 parts = [run.outputs[i] for i in range(len(batch.sizes)) if i in run.outputs]
-                return crew.outputs(gather(parts, batch.sizes) if parts else None)
+                weigh = batch.output_weights
+                return crew.outputs(gather(parts, batch.sizes, weigh) if parts else None)
 
     def _drive_evaluation(self, batch: Batch, *, trusting: bool) -> Run:
         run = self._new_run("eval", self._evaluations, batch, with_grad=False)

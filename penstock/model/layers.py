@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError, PartitionError
 
 if TYPE_CHECKING:
-    from .stages import StagePlan
+    from .stages import Perform, StagePlan
 
 Value = tuple[int, int]
 """(number of the layer that gives it, place among its outputs); the model's input is (-1, 0)."""
@@ -127,15 +128,29 @@ class Layers:
         """
         return {"_modules": {s.name: s.module for s in self.steps if holds(s.index)}}
 
+    @property
+    def own_loss(self) -> Callable[[Any, Any], Tensor] | None:
+        """Find the loss that the model computes itself in its output; None if it has none."""
+        return None
+
     def own_modules(self) -> list[nn.Module]:
         """Give what has a mode of its own, beside the modules of `registered`."""
         return []
 
-    def run(self, inputs: Any) -> Any:
-        """Run all layers, one after the other, as the unsplit model does."""
+    def holders(self) -> list[tuple[str, nn.Module]]:
+        """Give what holds all parameters and buffers, with the prefix of their names."""
+        return [(f"{step.name}.", step.module) for step in self.steps]
+
+    def run(self, inputs: Any, perform: "Perform | None" = None) -> Any:
+        """Run all layers, one after the other, as the unsplit model does.
+
+        With `perform`, as `StagePlan.run` would: it is given each layer, and a function that runs
+        it.
+        """
         values: dict[Value, Any] = {MODEL_INPUT: inputs}
         for step in self.steps:
-            values.update(call(step, [values[v] for v in step.inputs]))
+            run_step = partial(call, step, [values[v] for v in step.inputs])
+            values.update(run_step() if perform is None else perform(step, run_step))
         return join_output([values[v] for v in self.output])
 
 

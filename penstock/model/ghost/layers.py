@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 from penstock.errors import CutError, PartitionError
 from penstock.model.layers import MODEL_INPUT, Layers, Step, Value, check_sharing
-from penstock.model.pytree import Sealed
+from penstock.model.output_loss import output_loss
+from penstock.model.pytree import Sealed, flatten
 from penstock.model.stages import Perform, StagePlan, plan_stages
 
 from .cut import Cut
 from .describe import described
 from .inputs import ROUTED, as_call
+from .record import without_opaque
 from .record_model import Captured
 from .tied import empty_buffers, release
 from .values import EventKey, Header, ValueId
@@ -106,12 +108,23 @@ class CapturedLayers(Layers):
         names = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
         return {name: getattr(self.captured.model, name) for name in names}
 
+    @property
+    def own_loss(self) -> Callable[[Any, Any], Tensor]:
+        return output_loss
+
     def own_modules(self) -> list[nn.Module]:
         return [self.captured.model]
 
-    def run(self, inputs: Any) -> Any:
+    def holders(self) -> list[tuple[str, nn.Module]]:
+        return [("", self.captured.model)]
+
+    def run(self, inputs: Any, perform: Perform | None = None) -> Any:
         args, kwargs = as_call(inputs)
-        return self.captured.model(*args, **kwargs)
+        if perform is None:
+            return self.captured.model(*args, **kwargs)
+        whole = Cut(self.captured, (len(self),))
+        performing = _performing(perform, self.steps, self.captured)
+        return without_opaque(whole.run(whole.replay(0, {}, {}, performing), args, kwargs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +145,12 @@ class CapturedStage(StagePlan):
                 received.update(bundle.values)
                 if bundle.header is not None:
                     header = bundle.header.header
-        args, kwargs = as_call(values[MODEL_INPUT]) if self.reads_input else ((), {})
-        replay = self.cut.replay(self.index, received, header, self._performing(perform))
+        args, kwargs = self._call(values[MODEL_INPUT]) if self.reads_input else ((), {})
+        performing = _performing(perform, self.steps, self.cut.captured)
+        replay = self.cut.replay(self.index, received, header, performing)
         output = self.cut.run(replay, args, kwargs)
         if self.output:
-            values[OUTPUT] = output
+            values[OUTPUT] = without_opaque(output)
             return
         sealed = SealedHeader(replay.header)
         sent = self.cut.sent_on(replay, self.index)
@@ -144,18 +158,29 @@ class CapturedStage(StagePlan):
             header_for_next = sealed if peer == self.index + 1 else None
             values[bundles[0]] = Bundle(header_for_next, sent.get(peer, {}))
 
-    def _performing(self, perform: Perform) -> Any:
-        by_call = dict(zip(self._calls(), self.steps, strict=True))
+    def _call(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = as_call(inputs)
+        if self.cut.captured.inputs != ROUTED and self.cut.num_stages > 1:
+            wanting = [t for t in flatten((args, kwargs))[0] if t.requires_grad]
+            if wanting:
+                raise CutError(
+                    f"an input of shape {tuple(wanting[0].shape)} requires grad, and is given to "
+                    "every stage: its gradient would be in as many parts. Capture the model with "
+                    "inputs='first'"
+                )
+        return args, kwargs
 
-        def run_event(key: EventKey, function: Any) -> Any:
-            if key.number:
-                return perform(_between(key, len(self.cut.captured.calls)), function)
-            return perform(by_call[key.block, key.call], function)
 
-        return run_event
+def _performing(perform: Perform, steps: Sequence[Step], captured: Captured) -> Any:
+    """Let a pass run its calls and random operations by `perform`, as layers."""
+    by_call = {captured.calls[step.index]: step for step in steps}
 
-    def _calls(self) -> list[tuple[str, int]]:
-        return [self.cut.captured.calls[step.index] for step in self.steps]
+    def run_event(key: EventKey, function: Any) -> Any:
+        if key.number:
+            return perform(_between(key, len(captured.calls)), function)
+        return perform(by_call[key.block, key.call], function)
+
+    return run_event
 
 
 def _between(key: EventKey, num_calls: int) -> Step:

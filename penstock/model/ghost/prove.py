@@ -99,8 +99,8 @@ def _refuse(different: list[Difference], expected: Side, num_stages: int) -> Non
     raise CheckError(
         f"cut into {num_stages} stages, the model is not what it is whole: {worst[0].name} "
         f"differs by {worst[0].share:.1e} of its largest value, {len(worst)} of "
-        f"{len(expected.tensors)} tensors differ; {also}. Name other blocks (blocks=), keep some together (together=), or "
-        "try method='export'; check=False goes on regardless"
+        f"{len(expected.tensors)} tensors differ; {also}. Name other blocks (blocks=), keep some "
+        "together (together=), or try method='export'; check=False goes on regardless"
     )
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError, GlueError
-from penstock.model.pytree import flatten
+from penstock.model.pytree import flatten, unflatten
 
 from .ghost import QUESTIONS, Ghost, ghosts_in, map_tensors
 from .passes import Pass, calling_line
-from .values import START, EventKey, Info, Told, ValueId, left_behind
+from .values import START, EventKey, Info, Told, ValueId, left_behind, told_structure
 
 END = EventKey("", 0, -1)
 """What uses the values that the model gives."""
@@ -214,6 +214,12 @@ class Recording(Pass):
                 f"none yet ({error}). Capture it with its weights, or with example inputs that do "
                 "not lead there"
             ) from error
+
+
+def without_opaque(output: Any) -> Any:
+    """Give a model's output without objects that only a part of the stages has filled."""
+    leaves, structure = flatten(output)
+    return unflatten(told_structure(structure, END), leaves)
 
 
 def _random_states() -> tuple[Any, ...]:

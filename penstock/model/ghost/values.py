@@ -32,6 +32,8 @@ class EventKey(NamedTuple):
     number: int
 
     def __str__(self) -> str:
+        if self.number < 0:
+            return "the model"
         if self.block == START.block:
             place = "the start"
         else:
@@ -130,9 +132,9 @@ class LeftBehind(Sealed):
 
     def _error(self) -> CutError:
         return CutError(
-            f"{self.maker} gave a {self.kind}, which a later stage uses; only tensors, numbers, "
-            "None, and tuples, lists, dicts and dataclasses of them cross stages. Switch it off "
-            "(use_cache=False, say), or keep its users on one stage"
+            f"{self.maker} gave a {self.kind}, which is used where it is not: only tensors, "
+            "numbers, None, and tuples, lists, dicts and dataclasses of them cross stages. Switch "
+            "it off (use_cache=False, say), or keep its users on one stage"
         )
 
 
