@@ -67,12 +67,16 @@ class Kept:
 
     `graph_dropped`: the forward kept no graph, and a recompute will build it.
     `reruns_in_backward`: the backward may run layers again, inside a checkpoint of the user's own.
+    With `draws_again` these draw the numbers again that they drew; with `must_not_draw` one of
+    them could not.
     `witness`: a result of a forward that will be recomputed, to compare with.
     """
 
     received: dict[int, Activation]
     graph_dropped: bool = False
     reruns_in_backward: bool = False
+    draws_again: bool = False
+    must_not_draw: bool = False
     witness: Witness | None = None
     entries: dict[int, list[Entry]] = field(default_factory=dict)
     exported: dict[int, list[Tensor]] = field(default_factory=dict)
