@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _CACHE_LINE_BYTES = 64
+_LASTING = "penstock_lasting"
 
 
 @dataclass(slots=True)
@@ -43,6 +44,16 @@ def make_entry(tensor: Tensor, wants_grad: bool) -> Entry:
 
     node.register_prehook(catch)
     return Entry(leaf, node, caught)
+
+
+def lasts(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a parameter, or one that was sent here."""
+    return isinstance(tensor, nn.Parameter) or hasattr(tensor, _LASTING)
+
+
+def mark_lasting(tensor: Tensor) -> None:
+    """Note that a tensor is a parameter of another stage."""
+    setattr(tensor, _LASTING, True)
 
 
 def faithful_copy(tensor: Tensor) -> Tensor:

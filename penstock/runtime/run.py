@@ -31,7 +31,8 @@ class Activation:
 
     `aliases` are the places of tensors that share memory with another value, so that a change in
     place would have to be seen in both.  `versions` are those the tensors had when they left: a
-    later one means that the sender has changed them in place since.
+    later one means that the sender has changed them in place since.  `lasting` are the places of
+    parameters: the same for all micro-batches of a run.
     """
 
     leaves: tuple[Tensor, ...]
@@ -40,6 +41,7 @@ class Activation:
     versions: tuple[int, ...]
     aliases: frozenset[int] = frozenset()
     event: Event | None = None
+    lasting: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import BoundaryError, RecomputeError
-from penstock.model.entries import faithful_copy, make_entry
+from penstock.model.entries import faithful_copy, lasts, make_entry, mark_lasting
 from penstock.model.layers import MODEL_INPUT, Step, Value, join_output
 from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stages import StagePlan
@@ -270,6 +270,7 @@ class Stage:
                 tuple(map(version_of, leaves)),
                 aliases.get(peer, frozenset()),
                 self.device.mark(),
+                frozenset([place for place, leaf in enumerate(leaves) if lasts(leaf)]),
             )
             for peer, leaves in kept.exported.items()
         }
@@ -291,6 +292,8 @@ class Stage:
                 kept.entries[peer].append(entry)
                 copied = run.with_grad and self._changes_input.get((peer, place), True)
                 inside.append(faithful_copy(entry.tensor) if copied else entry.tensor)
+                if place in activation.lasting:
+                    mark_lasting(inside[-1])
                 if run.with_grad:
                     alias = place in activation.aliases
                     given.append(

@@ -163,7 +163,7 @@ def test_code_that_cannot_be_followed_is_refused() -> None:
 def test_an_object_that_a_later_stage_uses_is_refused_there() -> None:
     model = UsesCache()
     assert any("returns a Cache" in warning for warning in record_model(model, inputs()).warnings)
-    with pipeline(model) as pipe, pytest.raises(CutError, match="gave a Cache, which a later"):
+    with pipeline(model) as pipe, pytest.raises(CutError, match="gave a Cache, which is used"):
         pipe.train_step(inputs(), inputs())
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,8 +132,8 @@ def _watched(kind: type[nn.Module]) -> type[nn.Module]:
         current = CURRENT.get()
         if current is None or current.is_inside or not current.knows(self):
             return native(self, *args, **kwargs)
-        if not _observers(self):
-            return current.block_call(self, lambda *a, **k: native(self, *a, **k), args, kwargs)
+        if not self._forward_hooks or not _observers(self):
+            return current.block_call(self, partial(native, self), args, kwargs)
         return _observed_call(current, self, native, args, kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
@@ -184,7 +185,7 @@ def _observed_call(
 ) -> Any:
     """Call a block, and its hooks on what stands for its result: so they run on every stage."""
     outside = _observers(module)
-    result = current.block_call(module, lambda *a, **k: native(module, *a, **k), args, kwargs)
+    result = current.block_call(module, partial(native, module), args, kwargs)
     for number, observer in outside.items():
         if number in module._forward_hooks_with_kwargs:
             changed = observer.hook(module, args, kwargs, result)

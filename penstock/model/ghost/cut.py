@@ -1,10 +1,12 @@
 """A captured model cut into stages: who runs what, and what each sends to whom."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+
+from penstock.model.pytree import Sealed
 
 from .blocks import watch
 from .inputs import ROUTED, routed
@@ -13,7 +15,7 @@ from .record_model import Captured
 from .replay import Replay
 from .routes import holders, sends, stages_of_calls, stages_of_events
 from .tied import Tied, find_tensor, find_tied
-from .values import Header, ValueId
+from .values import EventKey, Header, Told, ValueId
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,25 @@ class _Part:
     passed_on: tuple[ValueId, ...]
 
 
+_MOST_HEADERS = 64
+"""A stage that has seen so many different ones forgets them: sizes change with each batch."""
+
+
+class SealedHeader(Sealed):
+    """What happened on the stages before, as it travels; one object for micro-batches alike."""
+
+    def __init__(self, header: Header) -> None:
+        self.header = header
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What a stage told before, so that it can tell the same by the same objects."""
+
+    told: dict[EventKey, Told] = field(default_factory=dict)
+    headers: dict[tuple[int, ...], SealedHeader] = field(default_factory=dict)
+
+
 class Cut:
     """A captured model cut into stages."""
 
@@ -50,6 +71,7 @@ class Cut:
         self.sends = sends(self.holders, len(partition))
         self._names: dict[int, str] = {}
         self._parts: dict[int, _Part] = {}
+        self._seen: dict[int, _Seen] = {}
 
     @property
     def num_stages(self) -> int:
@@ -74,7 +96,7 @@ class Cut:
         return self._names
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_names": {}, "_parts": {}}
+        return {**self.__dict__, "_names": {}, "_parts": {}, "_seen": {}}
 
     def wanted(self, stage: int) -> frozenset[ValueId] | None:
         """Give the values that a stage sends on; None: whatever is alive."""
@@ -103,7 +125,18 @@ class Cut:
             borrowers=part.borrowers,
             perform=perform,
             sees_all=self.captured.needs_all,
+            told_before=self._seen.setdefault(stage, _Seen()).told,
         )
+
+    def sealed(self, stage: int, header: Header) -> SealedHeader:
+        """Give a stage's header as it travels: the same object for the same events."""
+        headers = self._seen[stage].headers
+        found = headers.get(key := tuple(map(id, header.values())))
+        if found is None:
+            if len(headers) == _MOST_HEADERS:
+                headers.clear()
+            found = headers[key] = SealedHeader(header)
+        return found
 
     def sent_on(self, replay: Replay, stage: int) -> dict[int, dict[ValueId, Tensor]]:
         """Give what a stage sends to whom after its pass: values, and parameters with them."""

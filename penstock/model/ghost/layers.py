@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from penstock.errors import CutError, PartitionError
 from penstock.model.layers import MODEL_INPUT, Layers, Step, Value, check_sharing
 from penstock.model.output_loss import output_loss
-from penstock.model.pytree import Sealed, flatten
+from penstock.model.pytree import flatten
 from penstock.model.stages import Perform, StagePlan, plan_stages
 
-from .cut import Cut
+from .cut import Cut, SealedHeader
 from .describe import described
 from .inputs import ROUTED, as_call
 from .record import without_opaque
@@ -25,19 +25,8 @@ OUTPUT: Value = (-2, 0)
 """The model's output."""
 
 
-class SealedHeader(Sealed):
-    """What happened on the stages before, as it travels."""
-
-    def __init__(self, header: Header) -> None:
-        self.header = header
-
-
-@dataclass(frozen=True, slots=True)
-class Bundle:
-    """What one stage hands to another: values by name; to the next one also what has happened."""
-
-    header: SealedHeader | None
-    values: dict[ValueId, Tensor]
+Bundle = tuple[SealedHeader | None, dict[ValueId, Tensor]]
+"""What one stage hands to another: values by name; to the next one also what has happened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +130,10 @@ class CapturedStage(StagePlan):
         received: dict[ValueId, Tensor] = {}
         header: Header = {}
         for bundles in self.imports.values():
-            for bundle in map(values.pop, bundles):
-                received.update(bundle.values)
-                if bundle.header is not None:
-                    header = bundle.header.header
+            for sealed, sent in map(values.pop, bundles):
+                received.update(sent)
+                if sealed is not None:
+                    header = sealed.header
         args, kwargs = self._call(values[MODEL_INPUT]) if self.reads_input else ((), {})
         performing = _performing(perform, self.steps, self.cut.captured)
         replay = self.cut.replay(self.index, received, header, performing)
@@ -152,11 +141,11 @@ class CapturedStage(StagePlan):
         if self.output:
             values[OUTPUT] = without_opaque(output)
             return
-        sealed = SealedHeader(replay.header)
-        sent = self.cut.sent_on(replay, self.index)
+        sent_on = self.cut.sent_on(replay, self.index)
         for peer, bundles in self.exports.items():
-            header_for_next = sealed if peer == self.index + 1 else None
-            values[bundles[0]] = Bundle(header_for_next, sent.get(peer, {}))
+            told = self.cut.sealed(self.index, replay.header) if peer == self.index + 1 else None
+            bundle: Bundle = told, sent_on.get(peer, {})
+            values[bundles[0]] = bundle
 
     def _call(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = as_call(inputs)

@@ -2,7 +2,7 @@
 
 import random
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,18 @@ from penstock.model.pytree import flatten, unflatten
 
 from .ghost import QUESTIONS, Ghost, ghosts_in, map_tensors
 from .passes import Pass, calling_line
-from .values import START, EventKey, Info, Told, ValueId, left_behind, told_structure
+from .values import (
+    END,
+    START,
+    EventKey,
+    Info,
+    Operation,
+    Told,
+    ValueId,
+    left_behind,
+    told_structure,
+)
 
-END = EventKey("", 0, -1)
-"""What uses the values that the model gives."""
 _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
 
 
@@ -78,16 +86,10 @@ class Recording(Pass):
         self.events.append(Event(START, told.name, (), gives, ()))
         self.infos.update((info.value, info) for info in told.infos)
 
-    def event(
-        self,
-        key: EventKey,
-        name: str,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def event(self, operation: Operation) -> Any:
         if self._on_meta:
-            function, args, kwargs = self._on_one_device(key, function, args, kwargs)
+            operation = self._on_one_device(operation)
+        key, name, _, args, kwargs = operation
         tensors = list(_tensors(args, kwargs))
         self._check_sideways([t for t in tensors if type(t) is not Ghost], key)
         ghosts = ghosts_in(args, kwargs)
@@ -96,7 +98,7 @@ class Recording(Pass):
             self._check_drawn(key)
         reals = (self.real(t) if type(t) is Ghost else t for t in tensors)
         self._given_in = frozenset(map(id, reals)), key
-        result = self.execute(key, name, function, args, kwargs)
+        result = self.execute(operation)
         if key.number == 0:
             self._outer_state = _random_states()
         told = self.header[key]
@@ -191,17 +193,17 @@ class Recording(Pass):
 
     # -- without values -----------------------------------------------------------------------
 
-    def _on_one_device(
-        self, key: EventKey, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def _on_one_device(self, operation: Operation) -> Operation:
         """Bring the tensors of an event to the meta device, if one of them or the block is."""
+        key, _, function, args, kwargs = operation
         reals = [self.real(t) if type(t) is Ghost else t for t in _tensors(args, kwargs)]
-        if key.number == 0 or any(t.is_meta for t in reals):
-            for ghost in ghosts_in(args, kwargs):
-                if not self.real(ghost).is_meta:
-                    ghost.here = self.real(ghost).to("meta")
-            return _joined(function, args, kwargs)
-        return function, args, kwargs
+        if key.number and not any(t.is_meta for t in reals):
+            return operation
+        for ghost in ghosts_in(args, kwargs):
+            if not self.real(ghost).is_meta:
+                ghost.here = self.real(ghost).to("meta")
+        function, args, kwargs = _joined(function, args, kwargs)
+        return operation._replace(function=function, args=args, kwargs=kwargs)
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

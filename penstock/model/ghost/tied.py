@@ -128,17 +128,17 @@ class Lent(TorchFunctionMode):
 
     def __init__(self, sent: Mapping[int, Tensor]) -> None:
         super().__init__()
-        self._sent, self._with_grad = sent, torch.is_grad_enabled()
+        self.sent, self._with_grad = sent, torch.is_grad_enabled()
 
     def replaced(self, value: Any) -> Any:
         """Put what was sent for parameters into nested values."""
-        return map_tensors(lambda tensor: self._sent.get(id(tensor), tensor), value)
+        return map_tensors(lambda tensor: self.sent.get(id(tensor), tensor), value)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._with_grad and not torch.is_grad_enabled() and func not in QUESTIONS:
             leaves = flatten((args, kwargs))[0]
-            if any(id(leaf) in self._sent for leaf in leaves):
+            if any(id(leaf) in self.sent for leaf in leaves):
                 raise CutError(
                     f"a weight that several stages use is read without gradients "
                     f"({calling_line()}), as in a reentrant checkpoint, whose backward would read "
