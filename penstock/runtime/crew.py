@@ -94,7 +94,7 @@ class Crew(ABC):
 
     def noted(self, run: Run) -> Noted:
         """Give what a traced run noted on all stages of this replica."""
-        return Noted(None, 0.0, run.times_s, run.memory)
+        return Noted(None, 0.0, run.times_s, run.sent_bytes, run.memory)
 
     def reporting(self) -> AbstractContextManager[None]:
         """Tell the others of whatever is raised inside."""
@@ -228,7 +228,7 @@ class Together(Crew):
         return [Said(*row) for row in rows]
 
     def noted(self, run: Run) -> Noted:
-        mine = Noted(clock_name(), self._agreed_s, run.times_s, run.memory)
+        mine = Noted(clock_name(), self._agreed_s, run.times_s, run.sent_bytes, run.memory)
         parts: list[Any] = [None] * self._mesh.num_stages
         group = self._mesh.group("stage")
         self._background.run(

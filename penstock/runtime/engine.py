@@ -200,7 +200,8 @@ class Engine:
         if run.trace is Trace.OFF:
             return None
         noted = self.crew.noted(run)
-        return Record(self.program(mode, len(run.inputs)), noted.times_s, noted.memory)
+        program = self.program(mode, len(run.inputs))
+        return Record(program, noted.times_s, noted.sent_bytes, noted.memory)
 
     def describe(self) -> Iterator[str]:
         """Give one line a stage: where it runs, layers, parameters."""

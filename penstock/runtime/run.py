@@ -157,6 +157,7 @@ class Run:
     stages_claimed: set[int] = field(default_factory=set)
     moments: dict[int, MomentsByModule] = field(default_factory=lambda: defaultdict(dict))
     times_s: dict[int, list[float]] = field(default_factory=dict)
+    sent_bytes: dict[int, list[int]] = field(default_factory=dict)
     memory: list[MemorySample] = field(default_factory=list)
     kept_bytes: dict[StagePair, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
 

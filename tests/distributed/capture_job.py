@@ -5,6 +5,7 @@ import torch
 import penstock
 from tests.any_models import REQUIRED, AnyModel
 from tests.capturing import BATCH, MICROBATCHES, assert_equal, gradients, loss, random_cut
+from tests.laws.test_capture_bytes import check_t5, check_unet
 
 
 def train_all(mesh: penstock.Mesh, names: list[str]) -> None:
@@ -45,3 +46,9 @@ def make(model: AnyModel, mesh: penstock.Mesh | None) -> penstock.Pipeline:
         schedule=penstock.schedules.one_f_one_b,
         threads_per_stage=1,
     )
+
+
+def check_bytes(mesh: penstock.Mesh) -> None:
+    """Compare what a U-Net and a T5 move with what lives at their cuts."""
+    check_unet(mesh)
+    check_t5(mesh)
