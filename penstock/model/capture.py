@@ -1,30 +1,36 @@
 """Any module as layers."""
 
 import inspect
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from penstock.errors import ConfigError, CutError
+from penstock.errors import ConfigError, CutError, ExportWarning
 
+from .ghost.exported import export
 from .ghost.inputs import ROUTED, as_call
 from .ghost.layers import CapturedLayers
+from .ghost.prove import prove_alike
 from .ghost.proven import prove_once
 from .ghost.record_model import record_model
 from .layers import Layer, Layers, as_layers
 
+RERUN, EXPORT = "rerun", "export"
+"""How a stage runs its part of a model."""
 Together = Sequence[str] | Sequence[Sequence[str]]
 
 
-def capture(
+def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
     model: nn.Module,
     example_inputs: Any,
     blocks: Sequence[str] | None = None,
     together: Together | None = None,
     inputs: str = ROUTED,
     *,
+    method: str = RERUN,
     check: bool = True,
 ) -> Layers:
     """Give any module as layers that a pipeline can cut: the calls of its blocks, in order.
@@ -47,6 +53,9 @@ def capture(
             between them; or several lists of such patterns.
         inputs: "first": the model's inputs are given to the first stage, and travel on to those
             that use them; "everywhere": each stage is given them, and less travels.
+        method: "rerun": stages run the model's own Python; "export": they run what torch.export
+            makes of it, for models whose Python cannot be followed.  What is lost then is warned
+            of, and the graph is compared with the model in any case.
         check: compare the cut model with the whole one on two samples of the example, outputs and
             all gradients: once for a model, its code and library versions (the cache is in
             `PENSTOCK_CACHE`, by default ~/.cache/penstock).  Of several processes the first one
@@ -56,13 +65,28 @@ def capture(
         CutError: the example does not fit the model's signature; a pattern fits nothing; a tensor
             passes between blocks on a side way; the model keeps state outside its blocks.
         GlueError: code between blocks cannot be followed.
-        CheckError: the cut model is not the model.
+        CheckError: the cut model is not the model, or what was exported is not.
     """
     _check_signature(model, example_inputs)
+    if method not in (RERUN, EXPORT):
+        raise CutError(f"method={method!r}; choose {RERUN!r} or {EXPORT!r}")
+    if method == EXPORT:
+        model, blocks = _exported(model, example_inputs, blocks)
     captured = record_model(model, example_inputs, blocks=blocks, together=together, inputs=inputs)
     if check:
         captured = replace(captured, checked=prove_once(captured, example_inputs))
     return CapturedLayers.of(captured)
+
+
+def _exported(
+    model: nn.Module, example_inputs: Any, blocks: Sequence[str] | None
+) -> tuple[nn.Module, list[str]]:
+    """Replace a model by its graphs, if they are the model; warn of what they lack."""
+    exported, names, dropped = export(model, example_inputs, blocks)
+    prove_alike(model, exported, example_inputs)
+    text = "; ".join(dropped)
+    warnings.warn(f"{type(model).__name__} was exported: {text}", ExportWarning, stacklevel=3)
+    return exported, names
 
 
 def resolve_layers(model: Any, example_inputs: Any) -> Layers:

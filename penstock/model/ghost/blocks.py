@@ -1,6 +1,6 @@
 """Blocks: the modules whose calls a cut may lie before, and how their calls are noticed."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -108,15 +108,21 @@ def _some(names: Iterable[str]) -> str:
 _WATCHED: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def watch(blocks: Iterable[nn.Module]) -> None:
+def watch(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[int, str]:
     """Let each block's calls go to the pass that is under way; there is no other change.
 
     A block's class becomes a subclass of its own, with the same name.
+
+    Returns:
+        The blocks' names by the id of their module, and of other modules that are the same block.
     """
-    for block in blocks:
+    twins = getattr(model, "twins", lambda name: ())
+    modules = [(m, name) for name, block in blocks.items() for m in (block, *twins(name))]
+    for block, _ in modules:
         kind = type(block)
         if kind not in _WATCHED.values():
             block.__class__ = _WATCHED.setdefault(kind, _watched(kind))
+    return {id(module): name for module, name in modules}
 
 
 def original_class(module: nn.Module) -> type:
@@ -126,9 +132,8 @@ def original_class(module: nn.Module) -> type:
 
 
 def _watched(kind: type[nn.Module]) -> type[nn.Module]:
-    native: Callable[..., Any] = kind.__call__
-
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        native = kind.__call__  # looked up now: torch.export puts its own in its place
         current = CURRENT.get()
         if current is None or current.is_inside or not current.knows(self):
             return native(self, *args, **kwargs)

@@ -91,8 +91,7 @@ class Cut:
     def names(self) -> dict[int, str]:
         """The blocks by the id of their module; those of a copy are its own."""
         if not self._names:
-            watch(self.captured.blocks.values())
-            self._names = {id(module): name for name, module in self.captured.blocks.items()}
+            self._names = watch(self.captured.model, self.captured.blocks)
         return self._names
 
     def __getstate__(self) -> dict[str, Any]:

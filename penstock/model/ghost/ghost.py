@@ -153,6 +153,8 @@ METADATA = frozenset(
         *(Tensor.ndimension, Tensor.nelement, Tensor.is_signed, Tensor.__len__, Tensor.type),
         *(Tensor.storage_offset, Tensor.is_inference, Tensor.is_same_size, Tensor.is_shared),
         *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor),
+        *(torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int),
+        *(torch.ops.aten.sym_numel.default, torch.ops.aten.sym_storage_offset.default),
     )
 )
 """The same, as a call."""

@@ -9,11 +9,12 @@ import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import CutError, GlueError
@@ -34,6 +35,14 @@ RANDOM = frozenset(
     )
 )
 """Operations that draw: between blocks, too, they are events, so that only one stage draws."""
+
+
+@lru_cache(maxsize=4096)
+def draws(function: Any) -> bool:
+    """Tell whether an operation draws random numbers, or might."""
+    if isinstance(function, OpOverload):
+        return torch.Tag.nondeterministic_seeded in function.tags
+    return function in RANDOM
 
 
 def plainly(key: EventKey, function: Callable[[], Any]) -> Any:
@@ -65,6 +74,7 @@ class Pass(ABC):
         self.is_inside = False
         """Whether a block or an operation is run natively; nothing in it is an event."""
         self.header: Header = {}
+        self._refused: GlueError | None = None
 
     # -- what the model's forward comes by ----------------------------------------------------
 
@@ -106,6 +116,10 @@ class Pass(ABC):
                 return self.ended(model(*args, **kwargs))
             with _Everything(self):
                 return self.ended(model(*args, **kwargs))
+        except RuntimeError as error:
+            if self._refused is None or self._refused is error:
+                raise
+            raise self._refused from error  # a script says only that something failed
         finally:
             CURRENT.reset(token)
 
@@ -152,7 +166,7 @@ class Pass(ABC):
         self, key: EventKey, function: Callable[..., Any], run: Callable[[], Any]
     ) -> Any:
         """Run a call of a block, or an operation; what draws is run as a layer is."""
-        if key.number == 0 or function in RANDOM:
+        if key.number == 0 or draws(function):
             return self._perform(key, run)
         return run()
 
@@ -212,8 +226,8 @@ class Pass(ABC):
     def unrouted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle an operation between blocks that no ghost takes part in."""
         if function not in QUESTIONS and function not in METADATA:
-            draws = function in RANDOM and not _does_nothing(function, args, kwargs)
-            if draws or any(id(t) in self._parameter_ids for t in flatten((args, kwargs))[0]):
+            random = draws(function) and not _does_nothing(function, args, kwargs)
+            if random or any(id(t) in self._parameter_ids for t in flatten((args, kwargs))[0]):
                 return self.event(self._between(function, args, kwargs))
         return function(*args, **kwargs)
 
@@ -233,11 +247,12 @@ class Pass(ABC):
     def below_torch_function(self, function: Any) -> GlueError:
         """Say that an operation was reached that passes cannot follow (E5)."""
         name = getattr(getattr(function, "overloadpacket", function), "__name__", str(function))
-        return GlueError(
+        self._refused = GlueError(
             f"aten.{name} reached a routed value inside jit.script, vmap or C++, after "
             f"{self._last} ({calling_line()}). Put that code into an nn.Module of its own and "
             "name it in blocks="
         )
+        return self._refused
 
 
 class _Everything(TorchFunctionMode):

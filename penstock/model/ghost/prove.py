@@ -16,7 +16,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import CheckError
+from penstock.errors import CheckError, GlueError
 from penstock.model.entries import Entry, faithful_copy, make_entry
 from penstock.model.pytree import flatten, unflatten
 
@@ -90,6 +90,42 @@ def prove(captured: Captured, example_inputs: Any, partition: tuple[int, ...]) -
     return f"checked: outputs {gradients}over {len(partition)} stages are the model's, {how}"
 
 
+def prove_alike(model: nn.Module, other: nn.Module, example_inputs: Any) -> None:
+    """Compare two models of the same parameters, in evaluation and in training.
+
+    Raises:
+        CheckError: outputs, gradients or buffers differ, and by more than rounding.
+    """
+    call = as_call(_small(example_inputs))
+    with _keeping_gradients(model):
+        different = [
+            (difference, "training" if training else "evaluation")
+            for training in (False, True)
+            for difference in _differences(
+                _run(model, training, lambda: model(*_fresh(call)[0], **_fresh(call)[1])),
+                _run(other, training, lambda: _running(other, call)),
+            )
+            if not difference.is_rounding
+        ]
+    if different:
+        worst, mode = different[0]
+        raise CheckError(
+            f"the exported graph is not the model: in {mode}, {worst.name} differs by "
+            f"{worst.share:.1e} of its largest value. What is exported lacks hooks, custom "
+            "autograd functions and branches on values"
+        )
+
+
+def _running(other: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    args, kwargs = _fresh(call)
+    try:
+        return other(*args, **kwargs)
+    except Exception as error:
+        raise GlueError(
+            f"what torch.export made of the model does not run: {str(error).splitlines()[0]}"
+        ) from error
+
+
 def _refuse(different: list[Difference], expected: Side, num_stages: int) -> None:
     worst = [difference for difference in different if not difference.is_rounding]
     if not worst:
@@ -137,7 +173,7 @@ def _run(model: nn.Module, training: bool, forward: Callable[[], Any]) -> Side:
         tensors: dict[str, Tensor | None] = {
             f"output {n}": leaf.detach() for n, leaf in enumerate(leaves)
         }
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.named_parameters(remove_duplicate=False):
             tensors[f"the gradient of {name!r}"] = parameter.grad
         for name, buffer in model.named_buffers():
             tensors[f"the buffer {name!r}"] = buffer.clone()

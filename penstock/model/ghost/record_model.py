@@ -138,8 +138,7 @@ def _record(
     groups: Groups,
 ) -> dict[bool, Recording]:
     """Run the model in training mode, True, and in evaluation mode."""
-    watch(blocks.values())
-    names = {id(module): name for name, module in blocks.items()}
+    names = watch(model, blocks)
     parameters = {id(p): name for name, p in model.named_parameters()}
     on_meta = any(p.is_meta for p in model.parameters())
     recordings = {}
