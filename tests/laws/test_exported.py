@@ -124,7 +124,8 @@ def test_what_cannot_be_followed_can_be_exported() -> None:
     ) as pipe:
         pipe.train_step(x)
         assert pipe.eval_step(x[:1]).shape == (1, 4)
-    assert_equal(gradients(model), gradients(whole))
+    for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)  # a script's formulas round otherwise
 
 
 def test_an_export_that_is_not_the_model_is_refused() -> None:
