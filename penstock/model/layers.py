@@ -298,7 +298,7 @@ def check_sharing(
                 raise PartitionError(
                     f"layers {first.label} on stage {stage_of[first.index]} and {step.label} on "
                     f"stage {stage_of[step.index]} share one tensor ({first.name}.{first_name} is "
-                    f"{step.name}.{name}); tied weights across stages are not supported yet. "
-                    f"Choose a partition that keeps layers {first.index} to {step.index} on one "
-                    "stage, or untie them"
+                    f"{step.name}.{name}). Choose a partition that keeps layers {first.index} to "
+                    f"{step.index} on one stage, or untie them. Stages share parameters, not "
+                    "buffers, of a model that is captured: penstock.capture(model, example_inputs)"
                 )
