@@ -1,6 +1,9 @@
 """The front door: a model as a pipeline."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +21,10 @@ from penstock.arguments import (
     stages_of_mesh,
 )
 from penstock.cut import Cut
-from penstock.errors import ConfigError, RandomnessError
+from penstock.errors import ConfigError
 from penstock.mesh import Mesh
 from penstock.model.layers import Layer, Layers, as_layers
+from penstock.pretrained import load_and_tell
 from penstock.runtime.caller import CallerContext
 from penstock.runtime.crew import Batch
 from penstock.runtime.devices import num_cores
@@ -29,7 +33,6 @@ from penstock.runtime.handshake import Call
 from penstock.runtime.input_gradients import accumulate_into_inputs
 from penstock.runtime.microbatches import first_microbatch, gather
 from penstock.runtime.module_form import run_as_module
-from penstock.runtime.random_streams import rewound_default_generators
 from penstock.runtime.record import Record
 from penstock.runtime.run import Run
 from penstock.schedules.gpipe import gpipe
@@ -79,10 +82,13 @@ class Pipeline(nn.Module):
             lose their memory (they move to the meta device).  Layers built on the meta device get
             values where they run, from their `reset_parameters` and `seed`.
         batch_norm_over_replicas: pool BatchNorm's moments over the replicas of the mesh too.
+        weights: a folder to load instead of drawing values, as by `load_pretrained`; warns of
+            tensors there that the model has no place for.
 
     Raises:
         ConfigError: an argument cannot work.
         PartitionError: the layers cannot be cut as asked.
+        CheckpointError: `weights` are not this model's.
     """
 
     def __init__(  # noqa: PLR0913 - the front door: each a keyword with a default
@@ -105,6 +111,7 @@ class Pipeline(nn.Module):
         timeout_s: float = 600.0,
         mesh: Mesh | None = None,
         batch_norm_over_replicas: bool = False,
+        weights: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         self._layers, self._mesh = as_layers(layers), mesh
@@ -124,6 +131,7 @@ class Pipeline(nn.Module):
             num_threads=check_count("threads_per_stage", threads),
             timeout_s=timeout_s,
             seed=seed,
+            draws=weights is None,
             mesh=mesh,
             pools_statistics=batch_norm_over_replicas,
         )
@@ -147,6 +155,9 @@ class Pipeline(nn.Module):
             devices = mesh.device
         self._engine.cut(self._cut.partition, resolve_devices(devices, ranks))
         self.__dict__.update(self._layers.registered(self._engine.holds))
+        if weights is not None:
+            with self._engine.crew.reporting():
+                load_and_tell(Path(weights), self, self.original, mesh)
         self._measure_once(first_microbatch(example_inputs, num_microbatches))
 
     # -- what it is -----------------------------------------------------------------------------
@@ -160,6 +171,11 @@ class Pipeline(nn.Module):
     def mesh(self) -> Mesh | None:
         """Who runs what, if that was given."""
         return self._mesh
+
+    @property
+    def original(self) -> nn.Module:
+        """The model that was captured; this pipeline itself if it was given layers."""
+        return self._layers.original or self
 
     @property
     def num_microbatches(self) -> int:
@@ -334,23 +350,13 @@ class Pipeline(nn.Module):
         crew = self._engine.crew
         with crew.reporting():
             batch = crew.cut(inputs, None, Call(self._num_microbatches))
-            try:
-                with rewound_default_generators(self.devices):
-                    run = self._drive_evaluation(batch, trusting=not crew.is_several)
-            except RandomnessError:  # a layer draws in evaluation mode: look at each as it runs
-                if crew.is_several:
-                    raise
-                run = self._drive_evaluation(batch, trusting=False)
+            run = self._engine.evaluate(
+                partial(self._new_run, "eval", self._evaluations, batch, with_grad=False)
+            )
             self._evaluations += 1
             with torch.no_grad():
                 parts = [run.outputs[i] for i in range(len(batch.sizes)) if i in run.outputs]
                 return crew.outputs(gather(parts, batch.sizes) if parts else None)
-
-    def _drive_evaluation(self, batch: Batch, *, trusting: bool) -> Run:
-        run = self._new_run("eval", self._evaluations, batch, with_grad=False)
-        run.trusts_evaluation = trusting
-        self._engine.drive(run, Mode.EVAL)
-        return run
 
     # -- inside ---------------------------------------------------------------------------------
 

@@ -73,6 +73,11 @@ class Layers:
         """Names of the blocks of a captured model; none of a chain."""
         return ()
 
+    @property
+    def original(self) -> nn.Module | None:
+        """The captured model; None of a chain."""
+        return None
+
     def parameter_counts(self) -> tuple[int, ...]:
         """Parameters of each layer; one that layers share is counted in the first of them."""
         seen: set[int] = set()

@@ -156,8 +156,19 @@ class Cut:
         for of_mode in captured.recorded:
             stages = stages_of_events(of_mode.events, self.stage_of, self.num_stages)
             found += [n for e in of_mode.events if stages[e.key] == stage for n in e.parameters]
+        if stage == 0:  # what nobody uses must be somewhere
+            found += self._unused
         first = {captured.parameters[name] for name in found if name not in away}
         return tuple(name for name, known_as in captured.parameters.items() if known_as in first)
+
+    @property
+    def _unused(self) -> list[str]:
+        """Names of the parameters that neither a block has nor code between blocks uses."""
+        captured = self.captured
+        used = {n for block in captured.blocks for n in captured.names_in(block)}
+        used |= {n for of_mode in captured.recorded for e in of_mode.events for n in e.parameters}
+        first = {captured.parameters[name] for name in used}
+        return [name for name, known_as in captured.parameters.items() if known_as not in first]
 
     def run(self, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a pass; give the model's output if it is the last stage's."""
