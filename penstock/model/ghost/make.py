@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain
 from typing import Any
 
 import torch
@@ -44,9 +43,6 @@ def move_or_make_parts(
         ConfigError: nothing gives a tensor values.
     """
     model = captured.model
-    everything = chain(model.parameters(), model.buffers())
-    real = [t for t in everything if not t.is_meta] if _is_on_meta(model) else []
-    kept = [(tensor, tensor.detach().clone()) for tensor in real]
     fresh = _give_memory(model, _devices(captured, parts))
     for part in parts:
         _move(captured, part)
@@ -56,12 +52,6 @@ def move_or_make_parts(
     if fresh:
         with forked_random({part.device for part in parts}), torch.no_grad():
             _fill(model, fresh, seed)
-            for tensor, value in kept:
-                tensor.copy_(value)
-
-
-def _is_on_meta(model: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers()))
 
 
 def _move(captured: Captured, part: Part) -> None:

@@ -1,0 +1,115 @@
+"""Each process reads and writes its own part of a folder; all parts are the whole model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import penstock
+from penstock.pretrained.folder import MODEL
+from tests.any_models import REQUIRED
+from tests.capturing import assert_equal
+from tests.distributed import pretrained_job
+from tests.distributed.call import call
+from tests.distributed.pretrained_job import loss, take_steps
+from tests.pretrained import BATCH, build, pipeline, saved_by_transformers, whole_logits
+
+FEW = ["gpt2", "llama, tied", "t5"]
+LIBRARY = [model.name for model in REQUIRED if hasattr(model.make()[0], "save_pretrained")]
+
+
+def check_load_and_save(names: list[str], num_stages: int, folder: Path) -> None:
+    """Save by transformers, load in processes, save there, load by transformers."""
+    whole = {
+        name: saved_by_transformers(
+            name, folder / name, max_shard_size="5KB", save_original_format=False
+        )
+        for name in names
+    }
+    told = call(
+        pretrained_job.load_and_save, (num_stages, 1), folder, names=names, folder=str(folder)
+    )
+    for name, of_ranks in zip(names, zip(*told, strict=True), strict=True):
+        total = sum(p.numel() for p in whole[name].parameters())
+        assert sum(rank["held"] for rank in of_ranks) == total, name
+        num_files = len([*(folder / name).glob("*.safetensors")])
+        assert all(rank["num_files"] < num_files for rank in of_ranks), name
+        expected = whole_logits(whole[name], build(name)[1](BATCH))
+        for number, rank in enumerate(of_ranks):
+            assert torch.equal(rank["logits"], expected), name
+            assert rank["unknown"] == (), name
+            assert rank["text"].count(f" {rank['held']:,} parameters") >= 1, rank["text"]
+            assert " 0 parameters" not in rank["text"], rank["text"]
+            assert f"stage {number} on cpu" in rank["text"]
+        kind: Any = type(whole[name])
+        again = kind.from_pretrained(folder / f"{name}-again")
+        assert_equal(again.state_dict(), whole[name].state_dict())
+        assert torch.equal(whole_logits(again, build(name)[1](BATCH)), expected), name
+
+
+def test_three_processes_load_and_save_what_transformers_does(tmp_path: Path) -> None:
+    check_load_and_save(FEW, 3, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LIBRARY)
+def test_processes_load_and_save_all_models_of_the_library(name: str, tmp_path: Path) -> None:
+    check_load_and_save([name], 2, tmp_path)
+
+
+def check_drawn(names: list[str], num_stages: int, folder: Path) -> None:
+    """Draw in processes and in one; the values are the same."""
+    told = call(pretrained_job.draw, (num_stages, 1), folder, names=names)
+    for name, of_ranks in zip(names, zip(*told, strict=True), strict=True):
+        expected = pretrained_job.values(pipeline(build(name, device="meta"), 1, seed=5))
+        for found in of_ranks:
+            assert_equal(found, {n: expected[n] for n in found})
+        assert set().union(*of_ranks) == expected.keys(), name
+
+
+def test_values_drawn_in_processes_are_those_of_one(tmp_path: Path) -> None:
+    check_drawn([*FEW, "resnet"], 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_values_of_all_models_drawn_in_processes_are_those_of_one(tmp_path: Path) -> None:
+    check_drawn([model.name for model in REQUIRED], 3, tmp_path)
+
+
+def test_all_processes_refuse_what_one_must(tmp_path: Path) -> None:
+    saved_by_transformers("gpt2", tmp_path / "gpt2")
+    content = load_file(tmp_path / "gpt2" / MODEL)
+    first, last = "transformer.h.0.ln_1.bias", "transformer.ln_f.bias"
+    del content[first]
+    content[last] = torch.zeros(3)
+    (tmp_path / "unfit").mkdir()
+    save_file(content, tmp_path / "unfit" / MODEL)
+    told = call(pretrained_job.refuse, (2, 1), tmp_path, name="gpt2", folder=str(tmp_path))
+    assert told[0] == told[1]
+    nowhere, unfit, filled = told[0]
+    assert "does not exist" in nowhere
+    assert f"{first} is missing" in unfit
+    assert f"{last} has the shape [3], the model's {last} [32]" in unfit
+    assert "never overwritten" in filled
+
+
+def test_training_from_a_folder_is_that_of_one_process(tmp_path: Path) -> None:
+    saved_by_transformers("llama, tied", tmp_path / "llama, tied")
+    made = build("llama, tied", device="meta")
+    alone = pipeline(made, 1, weights=tmp_path / "llama, tied", loss=loss, num_microbatches=2)
+    expected = take_steps(alone, made[1](BATCH))
+    told = call(pretrained_job.train, (2, 1), tmp_path, name="llama, tied", folder=str(tmp_path))
+    assert told == [expected, expected]
+    again = pipeline(build("llama, tied", device="meta"), weights=tmp_path / "trained")
+    assert_equal(dict(again.original.state_dict()), dict(alone.original.state_dict()))
+
+
+@pytest.mark.slow
+def test_replicas_load_alike_and_the_first_one_saves(tmp_path: Path) -> None:
+    check = saved_by_transformers("gpt2", tmp_path / "gpt2")
+    call(pretrained_job.save_from_replicas, (2, 2), tmp_path, folder=str(tmp_path))
+    pipe = pipeline(build("gpt2", device="meta"), weights=tmp_path / "again")
+    assert_equal(dict(pipe.original.state_dict()), dict(check.state_dict()))
+    assert isinstance(pipe, penstock.Pipeline)
