@@ -50,18 +50,18 @@ def only_own_files(mesh: penstock.Mesh, name: str, folder: Path) -> Path:
     return mine
 
 
-def load_and_save(mesh: penstock.Mesh, names: list[str], folder: str) -> list[dict[str, Any]]:
-    """Load FOLDER/NAME without the files that only others need; save it at NAME-again."""
+def load_and_save(mesh: penstock.Mesh, names: list[str], source: str) -> list[dict[str, Any]]:
+    """Load SOURCE/NAME without the files that only others need; save it at NAME-again."""
     found = []
     for name in names:
-        source = Path(folder) / name
-        mine = only_own_files(mesh, name, source)
+        whole = Path(source) / name
+        mine = only_own_files(mesh, name, whole)
         told = {"num_files": len([*mine.glob("*.safetensors")])}
         pipe = spread(mesh, name, weights=mine)
         told |= {"held": held(pipe), "text": repr(pipe)}
         inputs = build(name)[1](BATCH)
         told["logits"] = logits_of(pipe.eval_step(inputs if mesh.stage == 0 else None)).clone()
-        penstock.save_pretrained(source.with_name(f"{name}-again"), pipe)
+        penstock.save_pretrained(whole.with_name(f"{name}-again"), pipe)
         drawn = spread(mesh, name)
         told["unknown"] = penstock.load_pretrained(mine, drawn)
         again = logits_of(drawn.eval_step(inputs if mesh.stage == 0 else None))
@@ -94,39 +94,39 @@ def values(pipe: penstock.Pipeline) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in everything if not tensor.is_meta}
 
 
-def refuse(mesh: penstock.Mesh, name: str, folder: str) -> list[str]:
+def refuse(mesh: penstock.Mesh, name: str, source: str) -> list[str]:
     """Try folders that do not fit; give what is said, and try again in the same mesh."""
     said = []
     pipe = spread(mesh, name, seed=mesh.num_stages)
     before = values(pipe)
     for kind in ("nowhere", "unfit"):
         try:
-            penstock.load_pretrained(Path(folder) / kind, pipe)
+            penstock.load_pretrained(Path(source) / kind, pipe)
         except CheckpointError as error:
             said.append(str(error))
     try:
-        penstock.save_pretrained(Path(folder) / "unfit", pipe)
+        penstock.save_pretrained(Path(source) / "unfit", pipe)
     except CheckpointError as error:
         said.append(str(error))
     after = values(pipe)
     assert all(torch.equal(before[n], after[n]) for n in before)
-    penstock.load_pretrained(Path(folder) / name, pipe)
+    penstock.load_pretrained(Path(source) / name, pipe)
     return said
 
 
-def train(mesh: penstock.Mesh, name: str, folder: str) -> list[float]:
+def train(mesh: penstock.Mesh, name: str, source: str) -> list[float]:
     """Load, take steps, save."""
     pipe = spread(
         mesh,
         name,
-        weights=Path(folder) / name,
+        weights=Path(source) / name,
         loss=loss,
         num_microbatches=2,
         schedule=penstock.schedules.one_f_one_b,
     )
     inputs_of = build(name)[1]
     losses = take_steps(pipe, inputs_of(BATCH) if mesh.stage == 0 else None)
-    penstock.save_pretrained(Path(folder) / "trained", pipe)
+    penstock.save_pretrained(Path(source) / "trained", pipe)
     return losses
 
 
@@ -146,7 +146,7 @@ def loss(output: Any, _target: Tensor) -> Tensor:
     return logits_of(output).square().mean()
 
 
-def save_from_replicas(mesh: penstock.Mesh, folder: str) -> None:
+def save_from_replicas(mesh: penstock.Mesh, source: str) -> None:
     """Load and save GPT-2 in a mesh with replicas."""
-    pipe = spread(mesh, "gpt2", weights=Path(folder) / "gpt2")
-    penstock.save_pretrained(Path(folder) / "again", pipe)
+    pipe = spread(mesh, "gpt2", weights=Path(source) / "gpt2")
+    penstock.save_pretrained(Path(source) / "again", pipe)

@@ -1,5 +1,6 @@
 """Each process reads and writes its own part of a folder; all parts are the whole model."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.distributed.pretrained_job import loss, take_steps
 from tests.pretrained import BATCH, build, pipeline, saved_by_transformers, whole_logits
 
 FEW = ["gpt2", "llama, tied", "t5"]
+UNLIKE = ("branching", "clip")
+"""Not to be drawn; see tests/unit/test_make_captured.py."""
 LIBRARY = [model.name for model in REQUIRED if hasattr(model.make()[0], "save_pretrained")]
 
 
@@ -29,7 +32,7 @@ def check_load_and_save(names: list[str], num_stages: int, folder: Path) -> None
         for name in names
     }
     told = call(
-        pretrained_job.load_and_save, (num_stages, 1), folder, names=names, folder=str(folder)
+        pretrained_job.load_and_save, (num_stages, 1), folder, names=names, source=str(folder)
     )
     for name, of_ranks in zip(names, zip(*told, strict=True), strict=True):
         total = sum(p.numel() for p in whole[name].parameters())
@@ -40,8 +43,9 @@ def check_load_and_save(names: list[str], num_stages: int, folder: Path) -> None
         for number, rank in enumerate(of_ranks):
             assert torch.equal(rank["logits"], expected), name
             assert rank["unknown"] == (), name
-            assert rank["text"].count(f" {rank['held']:,} parameters") >= 1, rank["text"]
-            assert " 0 parameters" not in rank["text"], rank["text"]
+            assert f" {rank['held']:,} parameters" in rank["text"], rank["text"]
+            counts = re.findall(r" ([\d,]+) parameters", rank["text"])
+            assert sum(int(count.replace(",", "")) for count in counts) == total, rank["text"]
             assert f"stage {number} on cpu" in rank["text"]
         kind: Any = type(whole[name])
         again = kind.from_pretrained(folder / f"{name}-again")
@@ -75,7 +79,7 @@ def test_values_drawn_in_processes_are_those_of_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_values_of_all_models_drawn_in_processes_are_those_of_one(tmp_path: Path) -> None:
-    check_drawn([model.name for model in REQUIRED], 3, tmp_path)
+    check_drawn([m.name for m in REQUIRED if m.name not in UNLIKE], 3, tmp_path)
 
 
 def test_all_processes_refuse_what_one_must(tmp_path: Path) -> None:
@@ -86,7 +90,7 @@ def test_all_processes_refuse_what_one_must(tmp_path: Path) -> None:
     content[last] = torch.zeros(3)
     (tmp_path / "unfit").mkdir()
     save_file(content, tmp_path / "unfit" / MODEL)
-    told = call(pretrained_job.refuse, (2, 1), tmp_path, name="gpt2", folder=str(tmp_path))
+    told = call(pretrained_job.refuse, (2, 1), tmp_path, name="gpt2", source=str(tmp_path))
     assert told[0] == told[1]
     nowhere, unfit, filled = told[0]
     assert "does not exist" in nowhere
@@ -100,7 +104,7 @@ def test_training_from_a_folder_is_that_of_one_process(tmp_path: Path) -> None:
     made = build("llama, tied", device="meta")
     alone = pipeline(made, 1, weights=tmp_path / "llama, tied", loss=loss, num_microbatches=2)
     expected = take_steps(alone, made[1](BATCH))
-    told = call(pretrained_job.train, (2, 1), tmp_path, name="llama, tied", folder=str(tmp_path))
+    told = call(pretrained_job.train, (2, 1), tmp_path, name="llama, tied", source=str(tmp_path))
     assert told == [expected, expected]
     again = pipeline(build("llama, tied", device="meta"), weights=tmp_path / "trained")
     assert_equal(dict(again.original.state_dict()), dict(alone.original.state_dict()))
@@ -109,7 +113,7 @@ def test_training_from_a_folder_is_that_of_one_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_replicas_load_alike_and_the_first_one_saves(tmp_path: Path) -> None:
     check = saved_by_transformers("gpt2", tmp_path / "gpt2")
-    call(pretrained_job.save_from_replicas, (2, 2), tmp_path, folder=str(tmp_path))
+    call(pretrained_job.save_from_replicas, (2, 2), tmp_path, source=str(tmp_path))
     pipe = pipeline(build("gpt2", device="meta"), weights=tmp_path / "again")
     assert_equal(dict(pipe.original.state_dict()), dict(check.state_dict()))
     assert isinstance(pipe, penstock.Pipeline)

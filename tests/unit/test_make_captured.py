@@ -17,6 +17,10 @@ from tests.pretrained import build, layers_of, pipeline
 
 CPU = torch.device("cpu")
 FEW = ["gpt2", "llama, tied", "t5", "resnet"]
+UNLIKE = {
+    "branching",  # looks at values, and so has to be captured with them
+    "clip",  # transformers leaves its logit_scale to the constructor
+}
 NAMES = [pytest.param(m.name, marks=() if m.name in FEW else pytest.mark.slow) for m in REQUIRED]
 
 
@@ -147,6 +151,11 @@ def test_what_nothing_fills_is_refused_by_name() -> None:
     assert "buffer 'shift' of '' (Blocks)" in str(caught.value)
     assert "parameter 'unused' of '' (Blocks)" in str(caught.value)
     assert "layers" not in str(caught.value)
+
+
+def test_a_model_that_its_library_leaves_without_a_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"parameter 'logit_scale' of '' \(CLIPModel\)"):
+        pipeline(build("clip", device="meta"))
 
 
 def test_counts_of_stages_elsewhere_are_told() -> None:
