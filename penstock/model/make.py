@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import singledispatch
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,10 @@ def move_or_make(
 
 def _give_memory(module: nn.Module, device: torch.device, made: Made) -> None:
     """Put tensors with memory where there are such on the meta device."""
-    for places in (p for m in module.modules() for p in (m._parameters, m._buffers)):
+    both: Iterable[dict[str, Any]] = chain.from_iterable(
+        (part._parameters, part._buffers) for part in module.modules()
+    )
+    for places in both:
         for name, tensor in places.items():
             if tensor is not None and tensor.is_meta:
                 places[name] = with_memory(tensor, device, made)

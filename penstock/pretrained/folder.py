@@ -6,21 +6,22 @@ model-00001-of-00002.safetensors  ... the files that it names
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from penstock.errors import CheckpointError
 
+from .sources import Read
+
 MODEL = "model.safetensors"
 INDEX = f"{MODEL}.index.json"
-
-Reader = Callable[[str], Any]
-"""The name of a tensor -> what safetensors knows of it, without reading its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,9 @@ class Folder:
             return cls(path, dict.fromkeys(file.keys(), path / MODEL))
 
     @contextmanager
-    def reading(self, names: Iterable[str]) -> Iterator[tuple[Reader, Reader]]:
-        """Open the files that hold `names`; give functions to look at a tensor, and to read it.
+    def reading(self, names: Iterable[str]) -> Iterator[tuple[Read, Read]]:
+        """Open the files that hold `names`; give functions to see a tensor's shape, as a tensor on
+        the meta device, and to read it.
 
         Raises:
             CheckpointError: a file is not there or damaged, or lacks what the index says.
@@ -66,10 +68,16 @@ class Folder:
                         f"{self.files[name]} does not hold {name}, as {INDEX} says; copy the "
                         "folder anew"
                     )
-            yield (
-                lambda name: opened[self.files[name]].get_slice(name),
-                lambda name: opened[self.files[name]].get_tensor(name),
-            )
+
+            def look(name: str) -> Tensor:
+                shape = opened[self.files[name]].get_slice(name).get_shape()
+                return torch.empty(shape, device="meta")
+
+            def read(name: str) -> Tensor:
+                tensor: Tensor = opened[self.files[name]].get_tensor(name)
+                return tensor
+
+            yield look, read
 
 
 @contextmanager

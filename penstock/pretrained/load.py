@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,18 +12,19 @@ from torch import Tensor, nn
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
 
-from .folder import Folder, Reader
+from .folder import Folder
+from .sources import Read, Source, Sources
 
 _MOST_FAULTS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Where a tensor of the model is: its names in the folder, one unless it is there twice."""
+    """What gives a tensor its values: (name, source), several if the folder has it more often."""
 
     name: str
     tensor: Tensor
-    sources: tuple[str, ...]
+    sources: tuple[tuple[str, Source], ...]
 
 
 def load(path: Path, module: nn.Module, original: nn.Module, mesh: Mesh | None) -> tuple[str, ...]:
@@ -43,11 +44,11 @@ def load(path: Path, module: nn.Module, original: nn.Module, mesh: Mesh | None) 
     folder = Folder(path, {})
     try:
         folder = Folder.at(path)
-        found, faults = _match(folder, own_tensors(module), _Names(original))
+        found, faults = _match(Sources(original, folder.files), own_tensors(module))
         faults += _misfits(folder, found)
     except CheckpointError as error:
         problem = str(error)
-    used = {source for one in found for source in one.sources}
+    used = _names_of(found)
     parts = [(problem, faults, used)]
     if mesh is not None:
         parts = mesh.gather(parts[0], "for the others to look into the same folder")
@@ -57,8 +58,7 @@ def load(path: Path, module: nn.Module, original: nn.Module, mesh: Mesh | None) 
         unknown = _unknown(folder.files, (names for _, _, names in parts), original)
         raise CheckpointError(_foreign(path, list(dict.fromkeys(faults)), unknown))
     with folder.reading(used) as (_, read), torch.no_grad():
-        for one in found:
-            one.tensor.copy_(read(one.sources[0]))
+        _fill(found, read)
     return _unknown(folder.files, (names for _, _, names in parts), original)
 
 
@@ -79,51 +79,60 @@ def own_tensors(module: nn.Module) -> dict[tuple[str, ...], Tensor]:
     return {tuple(alike): own[alike[0]] for alike in names.values()}
 
 
-class _Names:
-    """What a tensor may be called in a folder: with and without the name of the base model."""
-
-    def __init__(self, original: nn.Module) -> None:
-        base = getattr(original, "base_model_prefix", "")
-        self._prefix = f"{base}." if isinstance(base, str) and base else ""
-
-    def candidates(self, name: str) -> Iterator[str]:
-        yield name
-        if self._prefix:
-            short = name.removeprefix(self._prefix)
-            yield short if short != name else self._prefix + name
-
-
 def _match(
-    folder: Folder, own: Mapping[tuple[str, ...], Tensor], names: _Names
+    sources: Sources, own: Mapping[tuple[str, ...], Tensor]
 ) -> tuple[list[_Found], list[str]]:
     found, faults = [], []
-    for known_as, tensor in own.items():
-        candidates = dict.fromkeys(c for name in known_as for c in names.candidates(name))
-        sources = tuple(name for name in candidates if name in folder.files)
-        if sources:
-            found.append(_Found(known_as[0], tensor, sources))
+    for names, tensor in own.items():
+        of_tensor = tuple(sources.of(names))
+        if of_tensor:
+            found.append(_Found(names[0], tensor, of_tensor))
         else:
-            faults.append(f"{' = '.join(known_as)} is missing")
+            faults.append(f"{' = '.join(names)} is missing")
     return found, faults
 
 
-def _misfits(folder: Folder, found: Iterable[_Found]) -> list[str]:
+def _names_of(found: Iterable[_Found]) -> set[str]:
+    return {name for one in found for _, source in one.sources for name in source.names}
+
+
+def _misfits(folder: Folder, found: Sequence[_Found]) -> list[str]:
     """Say what cannot be copied, by what the files say of it; values are read only of tensors that
     are there twice.
     """
-    with folder.reading(name for one in found for name in one.sources) as (look, read):
+    with folder.reading(_names_of(found)) as (look, read):
         return [fault for one in found for fault in _misfit(one, look, read)]
 
 
-def _misfit(one: _Found, look: Reader, read: Reader) -> Iterator[str]:
+def _misfit(one: _Found, look: Read, read: Read) -> Iterator[str]:
     wanted = list(one.tensor.shape)
-    shapes = {name: list(look(name).get_shape()) for name in one.sources}
-    wrong = {name: shape for name, shape in shapes.items() if shape != wanted}
-    for name, shape in wrong.items():
-        yield f"{name} has the shape {shape}, the model's {one.name} {wanted}"
-    for other in one.sources[1:] if not wrong else ():
-        if not torch.equal(read(one.sources[0]), read(other)):
-            yield f"{one.sources[0]} and {other} differ, and are one tensor in the model"
+    fits = True
+    for name, source in one.sources:
+        try:
+            made = source.make(look)
+        except (RuntimeError, ValueError, IndexError) as error:
+            made = {}
+            yield f"{name} cannot be made of {', '.join(source.names)}: {error}"
+        fits &= name in made and list(made[name].shape) == wanted
+        if name in made and list(made[name].shape) != wanted:
+            shape = list(made[name].shape)
+            yield f"{name} has the shape {shape}, the model's {one.name} {wanted}"
+    (first, source), *others = one.sources
+    for name, other in others if fits else ():
+        if not torch.equal(source.make(read)[first], other.make(read)[name]):
+            yield f"{first} and {name} differ, and are one tensor in the model"
+
+
+def _fill(found: Sequence[_Found], read: Read) -> None:
+    """Copy the values; what several tensors are made of is read once."""
+    users: dict[Source, list[tuple[str, Tensor]]] = {}
+    for one in found:
+        name, source = one.sources[0]
+        users.setdefault(source, []).append((name, one.tensor))
+    for source, places in users.items():
+        made = source.make(read)
+        for name, tensor in places:
+            tensor.copy_(made[name])
 
 
 def _unknown(
@@ -132,12 +141,12 @@ def _unknown(
     """Give the names that nobody used, but for buffers that are not loaded, and what the model's
     class says to ignore.
     """
-    names = _Names(original)
-    known = {c for name, _ in original.named_buffers() for c in names.candidates(name)}
-    known = known.union(*used)
+    names = list(there)
+    buffers = Sources(original, names).of(name for name, _ in original.named_buffers())
+    known = {name for _, source in buffers for name in source.names}.union(*used)
     patterns = getattr(original, "_keys_to_ignore_on_load_unexpected", None) or ()
     ignored = [re.compile(pattern) for pattern in patterns]
-    left = (name for name in there if name not in known)
+    left = (name for name in names if name not in known)
     return tuple(name for name in left if not any(p.search(name) for p in ignored))
 
 
@@ -149,8 +158,8 @@ def _foreign(path: Path, faults: list[str], unknown: tuple[str, ...]) -> str:
     if unknown:
         lines.append(_unplaced(unknown))
     lines.append(
-        "Build the model from the folder's own config.json. If from_pretrained renames or fuses "
-        "tensors of this model, load it once with that and save it by "
+        "Build the model from the folder's own config.json. If from_pretrained loads the folder "
+        "all the same, do so once, and save the model with "
         "save_pretrained(new_folder, save_original_format=False)"
     )
     return "\n".join(lines)

@@ -56,7 +56,7 @@ def load_and_save(mesh: penstock.Mesh, names: list[str], source: str) -> list[di
     for name in names:
         whole = Path(source) / name
         mine = only_own_files(mesh, name, whole)
-        told = {"num_files": len([*mine.glob("*.safetensors")])}
+        told: dict[str, Any] = {"num_files": len([*mine.glob("*.safetensors")])}
         pipe = spread(mesh, name, weights=mine)
         told |= {"held": held(pipe), "text": repr(pipe)}
         inputs = build(name)[1](BATCH)

@@ -39,7 +39,7 @@ def test_what_transformers_saved_is_loaded(
     name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     whole: Any = build(name)[0]
-    whole.save_pretrained(tmp_path / "m", save_original_format=False, **options)
+    whole.save_pretrained(tmp_path / "m", **options)
     assert (tmp_path / "m" / INDEX).exists() == bool(options)
     pipe = pipeline(build(name, device="meta"), weights=tmp_path / "m")
     assert_equal(own(pipe.original), own(whole))
@@ -141,6 +141,20 @@ def test_unknown_tensors_are_told_and_missing_or_misshapen_ones_refused(tmp_path
     ):
         assert words in str(caught.value)
     assert_equal(own(pipe.original), before)
+
+
+def test_parts_of_a_fused_tensor_are_put_together_or_named(tmp_path: Path) -> None:
+    whole = saved_by_transformers("mixtral", tmp_path / "m")  # each expert's weights apart
+    content = load_file(tmp_path / "m" / MODEL)
+    part = "model.layers.2.block_sparse_moe.experts.1.w1.weight"
+    assert part in content
+    pipe = pipeline(build("mixtral", device="meta"), weights=tmp_path / "m")
+    assert_equal(own(pipe.original), own(whole))
+    content[part] = content[part][1:]
+    save_file(content, tmp_path / "m" / MODEL)
+    fused = r"model\.layers\.2\.mlp\.experts\.gate_up_proj cannot be made of .*experts\.0\.w1"
+    with pytest.raises(CheckpointError, match=fused):
+        penstock.load_pretrained(tmp_path / "m", pipe)
 
 
 def test_folders_that_are_none_are_refused(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def _around(
 
 
 def _init_weights_of(module: nn.Module) -> InitWeights | None:
-    found = getattr(module, "_init_weights", None)
+    found: InitWeights | None = getattr(module, "_init_weights", None)
     if not callable(found):
         return None
     try:
@@ -157,7 +157,7 @@ class _Filling(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.written: set[int] = set()
         self._place, self._draws = "", 0
 
