@@ -1,5 +1,6 @@
 """Bring layers to their devices, or make them there if they were built on the meta device."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import singledispatch
@@ -102,6 +103,16 @@ def unsaved_buffers(module: nn.Module) -> list[Tensor]:
     """Give the buffers of a module itself that no state dict holds."""
     found = (module._buffers.get(name) for name in module._non_persistent_buffers_set)
     return [buffer for buffer in found if buffer is not None]
+
+
+def may_be_absent(original: nn.Module) -> Callable[[str], bool]:
+    """Tell which names the model's class leaves out of the files that it saves, or may lack.
+
+    Their values are fixed: the model's own code gives them, as to a new model.
+    """
+    kinds = ("_keys_to_ignore_on_save", "_keys_to_ignore_on_load_missing")
+    patterns = [re.compile(p) for kind in kinds for p in getattr(original, kind, None) or ()]
+    return lambda name: any(pattern.search(name) for pattern in patterns)
 
 
 def reset_of(module: nn.Module) -> Callable[[], None] | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
+from penstock.model.make import may_be_absent
 
 from .folder import Folder
 from .sources import Read, Source, Sources
@@ -44,7 +45,13 @@ def load(path: Path, module: nn.Module, original: nn.Module, mesh: Mesh | None) 
     folder = Folder(path, {})
     try:
         folder = Folder.at(path)
-        found, faults = _match(Sources(original, folder.files), own_tensors(module))
+        found, missing = _match(Sources(original, folder.files), own_tensors(module))
+        is_left_out = may_be_absent(original)
+        faults = [
+            f"{' = '.join(names)} is missing"
+            for names in missing
+            if not any(is_left_out(name) for name in names)
+        ]
         faults += _misfits(folder, found)
     except CheckpointError as error:
         problem = str(error)
@@ -81,15 +88,15 @@ def own_tensors(module: nn.Module) -> dict[tuple[str, ...], Tensor]:
 
 def _match(
     sources: Sources, own: Mapping[tuple[str, ...], Tensor]
-) -> tuple[list[_Found], list[str]]:
-    found, faults = [], []
+) -> tuple[list[_Found], list[tuple[str, ...]]]:
+    found, missing = [], []
     for names, tensor in own.items():
         of_tensor = tuple(sources.of(names))
         if of_tensor:
             found.append(_Found(names[0], tensor, of_tensor))
         else:
-            faults.append(f"{' = '.join(names)} is missing")
-    return found, faults
+            missing.append(names)
+    return found, missing
 
 
 def _names_of(found: Iterable[_Found]) -> set[str]:

@@ -53,7 +53,8 @@ def _as_it_is(name: str, known_as: str) -> Source:
 
 def _by_transformers(original: nn.Module, there: list[str]) -> Iterator[tuple[str, Source]]:
     """Give the names that tensors get as transformers loads them, with what gives their values."""
-    if "transformers" not in sys.modules:  # then it is no model of it
+    library: Any = sys.modules.get("transformers")
+    if library is None or not isinstance(original, library.PreTrainedModel):
         return
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -63,10 +64,7 @@ def _by_transformers(original: nn.Module, there: list[str]) -> Iterator[tuple[st
             dot_natural_key,
             rename_source_key,
         )
-        from transformers.modeling_utils import PreTrainedModel
-    except ImportError:  # there is none, or one without such rules
-        return
-    if not isinstance(original, PreTrainedModel):
+    except ImportError:  # one without such rules
         return
     rules: Any = get_model_conversion_mapping(original)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]

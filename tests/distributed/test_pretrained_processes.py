@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import penstock
 from penstock.pretrained.folder import MODEL
@@ -14,6 +15,7 @@ from tests.any_models import REQUIRED
 from tests.capturing import assert_equal
 from tests.distributed import pretrained_job
 from tests.distributed.call import call
+from tests.distributed.launch import ROOT, run
 from tests.distributed.pretrained_job import loss, take_steps
 from tests.pretrained import BATCH, build, pipeline, saved_by_transformers, whole_logits
 
@@ -99,15 +101,39 @@ def test_all_processes_refuse_what_one_must(tmp_path: Path) -> None:
     assert "never overwritten" in filled
 
 
-def test_training_from_a_folder_is_that_of_one_process(tmp_path: Path) -> None:
-    saved_by_transformers("llama, tied", tmp_path / "llama, tied")
-    made = build("llama, tied", device="meta")
-    alone = pipeline(made, 1, weights=tmp_path / "llama, tied", loss=loss, num_microbatches=2)
+@pytest.mark.parametrize("name", ["llama, tied", "resnet"])
+def test_training_from_a_folder_is_that_of_one_process(name: str, tmp_path: Path) -> None:
+    penstock.save_pretrained(tmp_path / name, pipeline(build(name), 1))
+    made = build(name, device="meta")
+    alone = pipeline(made, 1, weights=tmp_path / name, loss=loss, num_microbatches=2)
     expected = take_steps(alone, made[1](BATCH))
-    told = call(pretrained_job.train, (2, 1), tmp_path, name="llama, tied", source=str(tmp_path))
+    told = call(pretrained_job.train, (2, 1), tmp_path, name=name, source=str(tmp_path))
     assert told == [expected, expected]
-    again = pipeline(build("llama, tied", device="meta"), weights=tmp_path / "trained")
+    again = pipeline(build(name, device="meta"), weights=tmp_path / "trained")
     assert_equal(dict(again.original.state_dict()), dict(alone.original.state_dict()))
+
+
+def test_the_guides_code_trains_alike_in_one_process_and_in_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, train, look = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "pretrained.md").read_text(), re.DOTALL
+    )
+    monkeypatch.chdir(tmp_path)
+    exec(make, {})
+    (tmp_path / "train.py").write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{train}")
+    outputs = [run(size, [str(tmp_path / "train.py")])[0].output for size in (1, 2)]
+    lines = [[line for line in text.splitlines() if ": loss " in line] for text in outputs]
+    assert len(lines[0]) == 5
+    assert lines[0] == lines[1]
+    exec(look, {})
+    one, two = (load_all(tmp_path / f"trained-{size}") for size in (1, 2))
+    assert_equal(one, two)
+
+
+def load_all(folder: Path) -> dict[str, Tensor]:
+    """Read all files of a folder."""
+    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
 
 
 @pytest.mark.slow

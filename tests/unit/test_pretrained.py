@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import CheckpointError, ConfigError
 from penstock.pretrained.folder import INDEX, MODEL
-from tests.any_models import REQUIRED
+from tests.any_models import REQUIRED, words
 from tests.capturing import assert_equal
 from tests.pretrained import (
     BATCH,
@@ -133,13 +133,13 @@ def test_unknown_tensors_are_told_and_missing_or_misshapen_ones_refused(tmp_path
     before = {name: tensor.clone() for name, tensor in own(pipe.original).items()}
     with pytest.raises(CheckpointError) as caught:
         penstock.load_pretrained(tmp_path / "m", pipe)
-    for words in (
+    for text in (
         "transformer.ln_f.bias is missing",
         "transformer.h.3.ln_1.weight is missing",
         "transformer.wpe.weight has the shape [7, 32], the model's",
         "1 tensors there have no place in the model: other.weight",
     ):
-        assert words in str(caught.value)
+        assert text in str(caught.value)
     assert_equal(own(pipe.original), before)
 
 
@@ -155,6 +155,35 @@ def test_parts_of_a_fused_tensor_are_put_together_or_named(tmp_path: Path) -> No
     fused = r"model\.layers\.2\.mlp\.experts\.gate_up_proj cannot be made of .*experts\.0\.w1"
     with pytest.raises(CheckpointError, match=fused):
         penstock.load_pretrained(tmp_path / "m", pipe)
+
+
+def test_what_the_class_leaves_out_of_files_is_computed(tmp_path: Path) -> None:
+    config: Any = transformers.MarianConfig(
+        vocab_size=61,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        max_position_embeddings=16,
+        pad_token_id=60,
+        decoder_start_token_id=60,
+        use_cache=False,
+    )
+    inputs = {"input_ids": words(BATCH), "decoder_input_ids": words(BATCH)}
+    whole: Any = transformers.MarianMTModel(config)
+    whole.save_pretrained(tmp_path / "m")
+    content = load_file(tmp_path / "m" / MODEL)
+    left_out = {f"model.{part}.embed_positions.weight" for part in ("encoder", "decoder")}
+    assert not content.keys() & left_out
+    with torch.device("meta"):
+        model = transformers.MarianMTModel(config)
+    pipe = pipeline((model, lambda _: inputs), weights=tmp_path / "m")
+    assert_equal(own(pipe.original), own(whole))
+    penstock.save_pretrained(tmp_path / "again", pipe)
+    assert_equal(load_file(tmp_path / "again" / MODEL), content)
 
 
 def test_folders_that_are_none_are_refused(tmp_path: Path) -> None:

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ConfigError
-from penstock.model.make import Made, forked_random, reset_of, unsaved_buffers, with_memory
+from penstock.model.make import (
+    Made,
+    forked_random,
+    may_be_absent,
+    reset_of,
+    unsaved_buffers,
+    with_memory,
+)
 
 from .capture import Captured
 
@@ -37,7 +44,7 @@ def move_or_make_parts(
 ) -> None:
     """Move the blocks of the stages of this process, or give them values.
 
-    Unless it `draws`, parameters and persistent buffers get memory only: a file has their values.
+    Unless it `draws`, what a file has the values of gets memory only.
 
     Raises:
         ConfigError: nothing gives a tensor values.
@@ -48,7 +55,8 @@ def move_or_make_parts(
         _move(captured, part)
     if not draws:
         unsaved = {id(b) for module in model.modules() for b in unsaved_buffers(module)}
-        fresh = {name: tensor for name, tensor in fresh.items() if id(tensor) in unsaved}
+        is_left_out = may_be_absent(model)
+        fresh = {n: t for n, t in fresh.items() if id(t) in unsaved or is_left_out(n)}
     if fresh:
         with forked_random({part.device for part in parts}), torch.no_grad():
             _fill(model, fresh, seed)
