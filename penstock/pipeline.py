@@ -153,10 +153,10 @@ class Pipeline(nn.Module):
             with self._engine.crew.reporting():
                 self._cut.settle(mesh, first_microbatch(example_inputs, num_microbatches), facts)
             devices = mesh.device
-        self._engine.cut(self._cut.partition, resolve_devices(devices, ranks))
-        self.__dict__.update(self._layers.registered(self._engine.holds))
-        if weights is not None:
-            with self._engine.crew.reporting():
+        with self._engine.crew.reporting():
+            self._engine.cut(self._cut.partition, resolve_devices(devices, ranks))
+            self.__dict__.update(self._layers.registered(self._engine.holds))
+            if weights is not None:
                 load_and_tell(Path(weights), self, self.original, mesh)
         self._measure_once(first_microbatch(example_inputs, num_microbatches))
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.model.ghost.capture import capture
 from penstock.model.ghost.layers import CapturedLayers
+from penstock.planner.partition import balance
 from tests.any_models import REQUIRED, Made
 
 BATCH = 4
@@ -29,6 +30,11 @@ def layers_of(made: Made) -> CapturedLayers:
     return CapturedLayers.of(capture(model, inputs_of(BATCH)))
 
 
+def even_cut(layers: CapturedLayers, num_stages: int) -> list[int]:
+    """Cut so that all stages have about as many parameters."""
+    return list(balance(layers.parameter_counts(), num_stages))
+
+
 def pipeline(made: Made, num_stages: int = 2, **options: Any) -> penstock.Pipeline:
     """Capture a model, and cut it."""
     given = {"num_stages": num_stages, "threads_per_stage": 1, **options}
@@ -37,7 +43,9 @@ def pipeline(made: Made, num_stages: int = 2, **options: Any) -> penstock.Pipeli
 
 def logits_of(output: Any) -> Tensor:
     """Give what a model says, without what it remembers."""
-    logits: Tensor = output["logits"] if isinstance(output, dict) else output
+    if isinstance(output, Tensor):
+        return output
+    logits: Tensor = output["logits" if "logits" in output else "logits_per_image"]
     return logits
 
 
