@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from penstock.errors import CheckpointError
 from penstock.pipeline import Pipeline
 from penstock.pretrained import load
 from penstock.pretrained.folder import INDEX, MODEL
+from penstock.pretrained.library import as_saved
 from penstock.pretrained.load import own_tensors
 
 from .files import (
@@ -80,11 +82,15 @@ def save_pretrained(
     target, original = Path(folder).absolute(), pipe.original
     most = check_count("max_shard_bytes", max_shard_bytes)
     mesh = pipe.mesh if pipe.mesh is not None and pipe.mesh.is_distributed else None
-    own = _to_save(pipe, original) if mesh is None or mesh.replica == 0 else {}
+    if mesh is not None:
+        mesh.begin_call("save_pretrained")
+    own: dict[str, Tensor] = {}
+    with mesh.reporting() if mesh is not None else nullcontext():
+        if mesh is None or mesh.replica == 0:
+            own = _to_save(pipe, original)
     sizes = [(name, tensor.nbytes) for name, tensor in own.items()]
     everyone = [sizes]
     if mesh is not None:
-        mesh.begin_call("save_pretrained")
         everyone = mesh.gather(sizes, "for the others to save the same model")
     layout = _Layout.of(everyone, most)
     write = partial(_write_own, layout, mesh.rank if mesh is not None else 0, own)
@@ -126,7 +132,7 @@ def _to_save(pipe: Pipeline, original: nn.Module) -> dict[str, Tensor]:
         kept = [name for name in names if not _fits(name, tied)] or list(names)
         if not _fits(kept[0], ignored):
             found[kept[0]] = tensor
-    return storable(found, copy=False)
+    return storable(as_saved(original, found), copy=False)
 
 
 def _patterns(keys: Iterable[str] | None) -> list[re.Pattern[str]]:

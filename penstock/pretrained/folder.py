@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError
 
-from .sources import Read
+from .source import Read
 
 MODEL = "model.safetensors"
 INDEX = f"{MODEL}.index.json"

@@ -14,7 +14,8 @@ from penstock.mesh import Mesh
 from penstock.model.make import may_be_absent
 
 from .folder import Folder
-from .sources import Read, Source, Sources
+from .source import Read, Source
+from .sources import Sources
 
 _MOST_FAULTS = 100
 
