@@ -42,7 +42,8 @@ def as_loaded(original: nn.Module, there: list[str]) -> Iterator[tuple[str, Sour
         )
     except ImportError:  # one without such rules
         return
-    rules: Any = get_model_conversion_mapping(original)
+    model: Any = original
+    rules: Any = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     converter_of = {p: converter for converter in converters for p in converter.source_patterns}
