@@ -148,6 +148,28 @@ def test_a_buffer_outside_blocks_is_on_every_stage(kind: type[Blocks]) -> None:
         assert own == {f"layers.{stage}.weight", f"layers.{stage}.bias"} | unused
 
 
+class Outer(Initialised):
+    """Draws for its blocks itself, one after the other."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self:
+            for layer in self.layers:
+                nn.init.normal_(layer.get_parameter("weight"))
+
+
+def test_what_a_module_draws_for_several_blocks_does_not_depend_on_where_they_are() -> None:
+    whole = on_meta(Outer)
+    made_stages(whole, [2], [0])
+    expected = tensors(whole.captured.model)
+    assert not torch.equal(expected["layers.0.weight"], expected["layers.1.weight"])
+    for stage in range(2):
+        layers = on_meta(Outer)
+        made_stages(layers, [1, 1], [stage])
+        found = tensors(layers.captured.model)
+        assert_equal(found, {name: expected[name] for name in found})
+
+
 def test_what_nothing_fills_is_refused_by_name() -> None:
     layers = on_meta(Blocks)
     with pytest.raises(ConfigError) as caught:
