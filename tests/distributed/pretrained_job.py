@@ -102,6 +102,10 @@ def refuse(mesh: penstock.Mesh, name: str, source: str) -> list[str]:
     after = values(pipe)
     assert all(torch.equal(before[n], after[n]) for n in before)
     penstock.load_pretrained(Path(source) / name, pipe)
+    try:
+        spread(mesh, name, weights=Path(source) / "unfit")
+    except CheckpointError as error:
+        said.append(str(error))
     return said
 
 

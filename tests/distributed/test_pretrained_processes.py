@@ -94,11 +94,12 @@ def test_all_processes_refuse_what_one_must(tmp_path: Path) -> None:
     save_file(content, tmp_path / "unfit" / MODEL)
     told = call(pretrained_job.refuse, (2, 1), tmp_path, name="gpt2", source=str(tmp_path))
     assert told[0] == told[1]
-    nowhere, unfit, filled = told[0]
+    nowhere, unfit, filled, at_once = told[0]
     assert "does not exist" in nowhere
     assert f"{first} is missing" in unfit
     assert f"{last} has the shape [3], the model's {last} [32]" in unfit
     assert "never overwritten" in filled
+    assert at_once == unfit
 
 
 @pytest.mark.parametrize("name", ["llama, tied", "resnet"])
