@@ -85,6 +85,7 @@ def with_memory(tensor: Tensor, device: torch.device, made: Made) -> Tensor:
         if isinstance(tensor, nn.Parameter):
             new = nn.Parameter(new, requires_grad=tensor.requires_grad)
         new.__dict__.update(tensor.__dict__)  # what libraries note on it
+        new.__dict__.pop("_is_hf_initialized", None)  # transformers would not fill it
         made[id(tensor)] = tensor, new
     return made[id(tensor)][1]
 

@@ -24,6 +24,21 @@ MODEL = "model.safetensors"
 INDEX = f"{MODEL}.index.json"
 
 
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "BOOL": torch.bool,
+}
+"""Of safetensors; what else it knows is packed or scaled, and taken for bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Folder:
     """A folder of tensors; `files` gives the file of each."""
@@ -50,7 +65,7 @@ class Folder:
 
     @contextmanager
     def reading(self, names: Iterable[str]) -> Iterator[tuple[Read, Read]]:
-        """Open the files that hold `names`; give functions to see a tensor's shape, as a tensor on
+        """Open the files that hold `names`; give functions to see a tensor's kind, as a tensor on
         the meta device, and to read it.
 
         Raises:
@@ -70,8 +85,9 @@ class Folder:
                     )
 
             def look(name: str) -> Tensor:
-                shape = opened[self.files[name]].get_slice(name).get_shape()
-                return torch.empty(shape, device="meta")
+                part = opened[self.files[name]].get_slice(name)
+                dtype = _DTYPES.get(part.get_dtype(), torch.uint8)
+                return torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
             def read(name: str) -> Tensor:
                 tensor: Tensor = opened[self.files[name]].get_tensor(name)

@@ -113,22 +113,37 @@ def _misfits(folder: Folder, found: Sequence[_Found]) -> list[str]:
 
 
 def _misfit(one: _Found, look: Read, read: Read) -> Iterator[str]:
-    wanted = list(one.tensor.shape)
-    fits = True
-    for name, source in one.sources:
-        try:
-            made = source.make(look)
-        except (RuntimeError, ValueError, IndexError) as error:
-            made = {}
-            yield f"{name} cannot be made of {', '.join(source.names)}: {error}"
-        fits &= name in made and list(made[name].shape) == wanted
-        if name in made and list(made[name].shape) != wanted:
-            shape = list(made[name].shape)
-            yield f"{name} has the shape {shape}, the model's {one.name} {wanted}"
+    faults = [fault for name, source in one.sources for fault in _unlike(one, name, source, look)]
+    yield from faults
     (first, source), *others = one.sources
-    for name, other in others if fits else ():
+    for name, other in others if not faults else ():
         if not torch.equal(source.make(read)[first], other.make(read)[name]):
             yield f"{first} and {name} differ, and are one tensor in the model"
+
+
+def _unlike(one: _Found, name: str, source: Source, look: Read) -> Iterator[str]:
+    """Say what is other than in the model: a shape, or a kind of number."""
+    try:
+        made = source.make(look)[name]
+    except (RuntimeError, ValueError, LookupError) as error:
+        yield f"{name} cannot be made of {', '.join(source.names)}: {error}"
+        return
+    if made.shape != one.tensor.shape:
+        shapes = f"{list(made.shape)}, the model's {one.name} {list(one.tensor.shape)}"
+        yield f"{name} has the shape {shapes}"
+    if _kind(made.dtype) != _kind(one.tensor.dtype):
+        yield (
+            f"{name} holds {_kind(made.dtype)} where the model's {one.name} holds "
+            f"{_kind(one.tensor.dtype)}, as in a quantized model; give one that is not"
+        )
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype is torch.uint8:
+        return "packed numbers"
+    if dtype.is_complex:
+        return "complex numbers"
+    return "numbers with a fraction" if dtype.is_floating_point else "whole numbers"
 
 
 def _fill(found: Sequence[_Found], read: Read) -> None:

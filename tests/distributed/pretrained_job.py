@@ -2,8 +2,10 @@
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 import penstock
 from penstock.errors import CheckpointError
 from penstock.model.ghost.cut import Cut
+from penstock.pretrained import folder
 from penstock.pretrained.folder import INDEX
 from tests.pretrained import BATCH, build, even_cut, layers_of, logits_of
 
@@ -38,15 +41,48 @@ def own_names(mesh: penstock.Mesh, name: str) -> set[str]:
     return set(layers.captured.model.state_dict()) - set(foreign)
 
 
-def only_own_files(mesh: penstock.Mesh, name: str, folder: Path) -> Path:
+def only_own_files(mesh: penstock.Mesh, name: str, whole: Path) -> Path:
     """Copy a folder without the files that this process has no use for."""
-    mine = folder.with_name(f"of-{mesh.rank}")
-    shutil.copytree(folder, mine)
+    mine = whole.with_name(f"of-{mesh.rank}")
+    shutil.copytree(whole, mine)
     files = json.loads((mine / INDEX).read_text())["weight_map"]
     own = own_names(mesh, name)
     for file in set(files.values()) - {file for tensor, file in files.items() if tensor in own}:
         (mine / file).unlink()
     return mine
+
+
+@contextmanager
+def noting_reads() -> Iterator[list[str]]:
+    """Note the names of all tensors that are read from files inside."""
+    read: list[str] = []
+    plain = folder.safe_open
+
+    class Noting:
+        """An open file."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.file = plain(*args, **options)
+
+        def __enter__(self) -> Any:
+            opened = self.file.__enter__()
+            return SimpleNamespace(
+                keys=opened.keys, get_slice=opened.get_slice, get_tensor=self.get_tensor
+            )
+
+        def get_tensor(self, name: str) -> Tensor:
+            read.append(name)
+            tensor: Tensor = self.file.get_tensor(name)
+            return tensor
+
+        def __exit__(self, *error: Any) -> None:
+            self.file.__exit__(*error)
+
+    setattr(folder, "safe_open", Noting)  # noqa: B010 - typed as a class of its own
+    try:
+        yield read
+    finally:
+        setattr(folder, "safe_open", plain)  # noqa: B010
 
 
 def load_and_save(mesh: penstock.Mesh, names: list[str], source: str) -> list[dict[str, Any]]:
@@ -56,8 +92,9 @@ def load_and_save(mesh: penstock.Mesh, names: list[str], source: str) -> list[di
         whole = Path(source) / name
         mine = only_own_files(mesh, name, whole)
         told: dict[str, Any] = {"num_files": len([*mine.glob("*.safetensors")])}
-        pipe = spread(mesh, name, weights=mine)
-        told |= {"held": held(pipe), "text": repr(pipe)}
+        with noting_reads() as read:
+            pipe = spread(mesh, name, weights=mine)
+        told |= {"held": held(pipe), "text": repr(pipe), "read": read}
         inputs = build(name)[1](BATCH)
         told["logits"] = logits_of(pipe.eval_step(inputs if mesh.stage == 0 else None)).clone()
         penstock.save_pretrained(whole.with_name(f"{name}-again"), pipe)

@@ -1,6 +1,7 @@
 """Each process reads and writes its own part of a folder; all parts are the whole model."""
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ def check_load_and_save(names: list[str], num_stages: int, folder: Path) -> None
         assert sum(rank["held"] for rank in of_ranks) == total, name
         num_files = len([*(folder / name).glob("*.safetensors")])
         assert all(rank["num_files"] < num_files for rank in of_ranks), name
+        parameters = {n for n, _ in whole[name].named_parameters(remove_duplicate=False)}
+        read = Counter(n for rank in of_ranks for n in rank["read"] if n in parameters)
+        assert set(read.values()) == {1}, "a parameter was read more than once"
         expected = whole_logits(whole[name], build(name)[1](BATCH))
         for number, rank in enumerate(of_ranks):
             assert torch.equal(rank["logits"], expected), name

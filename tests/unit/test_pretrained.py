@@ -114,6 +114,20 @@ def test_values_take_the_parameters_dtype(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "again" / "config.json").read_text())["dtype"] == "float32"
 
 
+@pytest.mark.parametrize(
+    "dtype, kind",
+    [(torch.float8_e4m3fn, "packed"), (torch.uint8, "packed"), (torch.int8, "whole")],
+)
+def test_quantized_values_are_refused(dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
+    saved_by_transformers("gpt2", tmp_path / "m")
+    content = load_file(tmp_path / "m" / MODEL)
+    name = "transformer.h.0.mlp.c_fc.weight"
+    content[name] = content[name].to(dtype)
+    save_file(content, tmp_path / "m" / MODEL)
+    with pytest.raises(CheckpointError, match=f"{name} holds {kind} numbers .* quantized model"):
+        penstock.load_pretrained(tmp_path / "m", pipeline(build("gpt2")))
+
+
 def test_unknown_tensors_are_told_and_missing_or_misshapen_ones_refused(tmp_path: Path) -> None:
     saved_by_transformers("gpt2", tmp_path / "m")
     content = load_file(tmp_path / "m" / MODEL)
