@@ -56,7 +56,7 @@ def only_own_files(mesh: penstock.Mesh, name: str, whole: Path) -> Path:
 def noting_reads() -> Iterator[list[str]]:
     """Note the names of all tensors that are read from files inside."""
     read: list[str] = []
-    plain = folder.safe_open
+    plain = vars(folder)["safe_open"]
 
     class Noting:
         """An open file."""

@@ -79,10 +79,6 @@ def check_drawn(names: list[str], num_stages: int, folder: Path) -> None:
         assert set().union(*of_ranks) == expected.keys(), name
 
 
-def test_values_drawn_in_processes_are_those_of_one(tmp_path: Path) -> None:
-    check_drawn([*FEW, "resnet"], 2, tmp_path)
-
-
 @pytest.mark.slow
 def test_values_of_all_models_drawn_in_processes_are_those_of_one(tmp_path: Path) -> None:
     check_drawn([m.name for m in REQUIRED if m.name not in UNLIKE], 3, tmp_path)
@@ -106,7 +102,7 @@ def test_all_processes_refuse_what_one_must(tmp_path: Path) -> None:
     assert at_once == unfit
 
 
-@pytest.mark.parametrize("name", ["llama, tied", "resnet"])
+@pytest.mark.parametrize("name", ["llama, tied", pytest.param("resnet", marks=pytest.mark.slow)])
 def test_training_from_a_folder_is_that_of_one_process(name: str, tmp_path: Path) -> None:
     penstock.save_pretrained(tmp_path / name, pipeline(build(name), 1))
     made = build(name, device="meta")

@@ -89,7 +89,7 @@ def test_another_seed_gives_other_values_and_the_same_one_the_same() -> None:
 def test_a_tensor_that_transformers_marks_as_filled_is_filled_all_the_same() -> None:
     made = build("llama, tied", device="meta")
     for tensor in (*made[0].parameters(), *made[0].buffers()):
-        tensor._is_hf_initialized = True  # type: ignore[union-attr]  # its own mark
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # its own mark
     expected = tensors(pipeline(build("llama, tied", device="meta")).original)
     assert_equal(tensors(pipeline(made).original), expected)
 
