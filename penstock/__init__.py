@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .errors import PenstockError as PenstockError
     from .mesh import Mesh as Mesh
     from .mesh import init_mesh as init_mesh
+    from .model.capture import capture as capture
     from .model.layers import Layer as Layer
     from .model.layers import Layers as Layers
     from .pipeline import Pipeline as Pipeline
@@ -47,6 +48,7 @@ _HOME = {
     "Trace": "penstock.types",
     "Transport": "penstock.types",
     "async_save_checkpoint": "penstock.checkpoint",
+    "capture": "penstock.model.capture",
     "check": "penstock.equality",
     "clip_grad_norm_": "penstock.clip",
     "export_model": "penstock.checkpoint",
@@ -72,6 +74,7 @@ __all__ = [
     "Trace",
     "Transport",
     "async_save_checkpoint",
+    "capture",
     "check",
     "clip_grad_norm_",
     "export_model",

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError, CutError, PartitionError
+from penstock.errors import ConfigError, PartitionError
+from penstock.model.layers import Layers
 from penstock.model.pytree import flatten
 from penstock.model.stages import check_partition
 from penstock.runtime.devices import with_index
@@ -20,20 +21,15 @@ Devices = Sequence[torch.device | str | int] | torch.device | str | None
 
 
 def resolve_num_stages(
-    num_stages: int | None,
-    partition: Sequence[int] | None,
-    num_layers: int,
-    names: Sequence[str] = (),
+    num_stages: int | None, partition: Sequence[int] | None, layers: Layers
 ) -> int:
     """Decide K from what was given of `num_stages` and `partition`.
-
-    `names` are the blocks of a captured model, for a message.
 
     Raises:
         PartitionError: neither is given, both disagree, or the layers are too few.
     """
     if partition is not None:
-        check_partition(tuple(partition), num_layers)
+        check_partition(tuple(partition), len(layers))
         if num_stages not in (None, len(partition)):
             raise PartitionError(
                 f"num_stages={num_stages}, but partition={list(partition)} has {len(partition)} "
@@ -43,16 +39,7 @@ def resolve_num_stages(
     if num_stages is None:
         raise PartitionError("give num_stages=K, or partition=[layers per stage, ...]")
     check_count("num_stages", num_stages)
-    if num_stages > num_layers and len(names):
-        raise CutError(
-            f"{num_stages} stages asked, {num_layers} block calls found: {', '.join(names)}. Name "
-            "finer blocks (capture(..., blocks=['encoder.layer.*'])), or ask for fewer stages"
-        )
-    if num_stages > num_layers:
-        raise PartitionError(
-            f"num_stages={num_stages}, but the model has only {num_layers} layers; choose at most "
-            f"{num_layers} stages, or give the model as more, smaller layers"
-        )
+    layers.check_enough(num_stages)
     return num_stages
 
 

@@ -10,7 +10,7 @@ from penstock.costs.measure import measure_layers
 from penstock.mesh import Mesh
 from penstock.mesh.agreement import require_same
 from penstock.model.layers import Layers
-from penstock.planner.partition import balance
+from penstock.planner.partition import balance_spans
 
 _BY_COUNTS = "balanced by parameter counts"
 
@@ -28,7 +28,7 @@ class Cut:
         self._layers, self._num_threads = layers, num_threads
         self._can_improve = partition is None and num_stages > 1
         counts = layers.parameter_counts()
-        self.partition = tuple(partition or balance(counts, num_stages))
+        self.partition = tuple(partition or balance_spans(counts, num_stages, layers.spans))
         self.how = "as given" if partition is not None else ""
         if self._can_improve:
             self.how = f"{_BY_COUNTS}, until the first batch is measured"
@@ -43,7 +43,8 @@ class Cut:
             return False
         self._can_improve = False
         costs_s = measure_layers(self._layers, part, self._num_threads)
-        before, self.partition = self.partition, balance(costs_s, len(self.partition))
+        before = self.partition
+        self.partition = balance_spans(costs_s, len(before), self._layers.spans)
         stage_s = [sum(costs_s[i] for i in row) for row in _rows(self.partition)]
         self.how = (
             f"balanced by measured time: slowest stage {max(stage_s) * 1e3:.3g} ms a micro-batch, "

@@ -106,3 +106,7 @@ class RunFolderError(PenstockError):
 
 class CheckpointError(PenstockError):
     """A checkpoint is corrupt, incomplete or belongs to another model."""
+
+
+class ExportWarning(UserWarning):
+    """A model was exported, and lost what a graph cannot hold; the message says what."""

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,8 @@ from penstock.arguments import (
 from penstock.cut import Cut
 from penstock.errors import ConfigError
 from penstock.mesh import Mesh
-from penstock.model.layers import Layer, Layers, as_layers
+from penstock.model.capture import resolve_layers
+from penstock.model.layers import Layer, Layers
 from penstock.pretrained import load_and_tell
 from penstock.runtime.caller import CallerContext
 from penstock.runtime.crew import Batch
@@ -52,24 +52,25 @@ class Pipeline(nn.Module):
     sides).
 
     Args:
-        layers: an nn.Sequential, or a list of modules and `penstock.Layer`s; used as they are,
-            not copied.
+        layers: an nn.Sequential, a list of modules and `penstock.Layer`s, or any nn.Module with
+            `example_inputs` (see `penstock.capture`); used as they are, not copied.
         num_stages: K.  Layers are balanced by measured forward and backward time: of
             `example_inputs` now, else of the first batch; until then by parameter counts.
         partition: layers per stage, instead of `num_stages`.
         num_microbatches: M.  A batch of N < M samples runs as N micro-batches; sizes differ by
             at most 1.
-        loss: (output, target) -> scalar tensor for one micro-batch; needed by `train_step`.
+        loss: (output, target) -> scalar tensor for one micro-batch; needed by `train_step`, but
+            for a captured model that computes a loss itself, from labels among its inputs.
         reduction: how `loss` reduces over what it is given; or a function target -> weight, such
-            as the number of real tokens.  Micro-batch losses are weighted so that they sum to the
-            loss of the mini-batch.
+            as the number of real tokens (of the inputs, where there is no target).  Micro-batch
+            losses are weighted so that they sum to the loss of the mini-batch.
         schedule: a function (num_stages, num_microbatches) -> Schedule, which also says which
             rank, a thread or a process, runs which stages.
         recompute: which activations to compute twice instead of keeping.
         devices: one per stage, or one for all; default: the visible GPUs in turn, one for each
             rank's stages, else the CPU.
         seed: of the layers' random streams.
-        example_inputs: a batch to balance the layers with.
+        example_inputs: a batch to balance the layers with, and to capture a model with.
         threads_per_stage: intra-op threads of each stage on the CPU; default: the cores divided
             among the ranks.  Some kernels round differently for another count.
         transport: worker threads, or everything in the calling thread.
@@ -82,8 +83,7 @@ class Pipeline(nn.Module):
             lose their memory (they move to the meta device).  Layers built on the meta device get
             values where they run, from their `reset_parameters` and `seed`.
         batch_norm_over_replicas: pool BatchNorm's moments over the replicas of the mesh too.
-        weights: a folder to load instead of drawing values, as by `load_pretrained`; warns of
-            tensors there that the model has no place for.
+        weights: a folder to load, as by `load_pretrained`, instead of drawing values.
 
     Raises:
         ConfigError: an argument cannot work.
@@ -93,7 +93,7 @@ class Pipeline(nn.Module):
 
     def __init__(  # noqa: PLR0913 - the front door: each a keyword with a default
         self,
-        layers: "nn.Sequential | Sequence[nn.Module | Layer] | Layers",
+        layers: "nn.Module | Sequence[nn.Module | Layer] | Layers",
         num_stages: int | None = None,
         *,
         partition: Sequence[int] | None = None,
@@ -114,11 +114,10 @@ class Pipeline(nn.Module):
         weights: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        self._layers, self._mesh = as_layers(layers), mesh
+        self._layers, self._mesh = resolve_layers(layers, example_inputs), mesh
         if mesh is not None:
             num_stages = stages_of_mesh(mesh.num_stages, num_stages, partition, schedule)
-        names = self._layers.block_names
-        self._num_stages = resolve_num_stages(num_stages, partition, len(self._layers), names)
+        self._num_stages = resolve_num_stages(num_stages, partition, self._layers)
         self._num_microbatches = check_count("num_microbatches", num_microbatches)
         in_mesh = mesh.num_stages if mesh is not None else None
         ranks = resolve_ranks(schedule, self._num_stages, num_microbatches, in_mesh)
@@ -135,6 +134,7 @@ class Pipeline(nn.Module):
             mesh=mesh,
             pools_statistics=batch_norm_over_replicas,
         )
+        loss = loss or self._layers.own_loss
         self._engine = Engine(self._layers, loss, how)
         self._objective = Objective(loss, reduction)
         self._choices = (
@@ -156,8 +156,7 @@ class Pipeline(nn.Module):
         with self._engine.crew.reporting():
             self._engine.cut(self._cut.partition, resolve_devices(devices, ranks))
             self.__dict__.update(self._layers.registered(self._engine.holds))
-            if weights is not None:
-                load_and_tell(Path(weights), self, self.original, mesh)
+            load_and_tell(weights, self, self.original, mesh)
         self._measure_once(first_microbatch(example_inputs, num_microbatches))
 
     # -- what it is -----------------------------------------------------------------------------
@@ -279,7 +278,7 @@ class Pipeline(nn.Module):
         crew, reduction = self._engine.crew, self._objective.reduction
         with self._engine.one_at_a_time(), crew.reporting():
             scale = check_loss_scale(loss_scale)
-            call = Call(self._num_microbatches, reduction, scale, self.trace)
+            call = Call(self._num_microbatches, reduction, True, scale, self.trace)
             batch = crew.cut(inputs, targets, call)
             self._measure_once(batch.inputs[0])
             run = self._new_run("train", self.step, batch, with_grad=True)
@@ -338,25 +337,27 @@ class Pipeline(nn.Module):
                 "several; use train_step with loss=, or eval_step for outputs"
             )
         with self._engine.one_at_a_time():
-            batch = crew.cut(inputs, None, Call(self._num_microbatches, trace=self.trace))
+            call = Call(self._num_microbatches, self._objective.reduction, trace=self.trace)
+            batch = crew.cut(inputs, None, call)
             self._measure_once(batch.inputs[0])
             run = self._new_run("train", self.step, batch, with_grad=True)
             self.step += 1
-            outputs = run_as_module(self._engine, run, inputs, batch.sizes)
+            outputs = run_as_module(self._engine, run, inputs, batch)
             self._note(run, Mode.FORWARDS)
         return outputs
 
     def _outputs(self, inputs: Any) -> Any:
         crew = self._engine.crew
         with crew.reporting():
-            batch = crew.cut(inputs, None, Call(self._num_microbatches))
+            batch = crew.cut(inputs, None, Call(self._num_microbatches, self._objective.reduction))
             run = self._engine.evaluate(
                 partial(self._new_run, "eval", self._evaluations, batch, with_grad=False)
             )
             self._evaluations += 1
             with torch.no_grad():
                 parts = [run.outputs[i] for i in range(len(batch.sizes)) if i in run.outputs]
-                return crew.outputs(gather(parts, batch.sizes) if parts else None)
+                weigh = batch.output_weights
+                return crew.outputs(gather(parts, batch.sizes, weigh) if parts else None)
 
     # -- inside ---------------------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ FAULTS = (
     ),
     Fault(
         "a copy for in-place layers starts at another address",
-        "penstock/runtime/entries.py",
+        "penstock/model/entries.py",
         "distance // tensor.element_size(), tensor.shape",
         "0, tensor.shape",
         "tests/laws/test_equality.py",
@@ -163,10 +163,10 @@ FAULTS = (
     Fault(
         "dropout inside a checkpoint of the user's own draws another mask",
         "penstock/runtime/drawing.py",
-        "call.kept.reruns_in_backward |= mode.drew_in_checkpoint",
+        "call.kept.draws_again |= drew and self._known[key] is not Draws.ONCE",
         "pass",
         "tests/laws/test_users_checkpoint.py",
-        "switched_on",
+        "drawn_again",
     ),
     Fault(
         "a change in place is not seen in another value of the same memory",

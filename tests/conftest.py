@@ -1,6 +1,7 @@
 """Every test starts from the same seeds, on one intra-op thread, and draws the same examples."""
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -19,3 +20,11 @@ def seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what was checked in a folder of this run's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

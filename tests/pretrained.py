@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.model.ghost.capture import capture
 from penstock.model.ghost.layers import CapturedLayers
+from penstock.model.ghost.record_model import record_model
 from penstock.planner.partition import balance
 from tests.any_models import REQUIRED, Made
 
@@ -27,7 +27,7 @@ def build(name: str, *, device: str = "cpu") -> Made:
 def layers_of(made: Made) -> CapturedLayers:
     """Capture a model."""
     model, inputs_of = made
-    return CapturedLayers.of(capture(model, inputs_of(BATCH)))
+    return CapturedLayers.of(record_model(model, inputs_of(BATCH)))
 
 
 def even_cut(layers: CapturedLayers, num_stages: int) -> list[int]:

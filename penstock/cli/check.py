@@ -35,7 +35,9 @@ def check(  # noqa: PLR0913 - one for each option
     Compared are the loss, every gradient, every buffer, and the outputs in evaluation mode.
 
     TARGET is a recipe, or package.module:function; the function takes nothing and returns
-    (layers, inputs, targets, loss).  Exit code 0 if equal, 1 if not.
+    (layers, inputs, targets, loss), or any model and what it is called with: (model,
+    example_inputs).  Such a model is captured; its loss is the one in its output, if there is
+    one, else a number to which all outputs add.  Exit code 0 if equal, 1 if not.
 
     \b
     Examples:

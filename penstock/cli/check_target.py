@@ -6,7 +6,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from penstock.errors import ConfigError
+from penstock.model.output_loss import loss_in
+from penstock.model.pytree import flatten
 from penstock.schedules.names import named_schedule
 from penstock.train.build import build_data, build_model, loss_function, pipeline_options
 from penstock.train.read_recipe import read_recipe
@@ -53,17 +58,32 @@ def _from_recipe(path: Path, given: Mapping[str, Any]) -> CheckArguments:
 
 def _from_function(target: str, given: Mapping[str, Any]) -> CheckArguments:
     result = _find(target)()
-    if not isinstance(result, tuple) or len(result) != 4:
+    if not isinstance(result, tuple) or len(result) not in (2, 4):
         raise ConfigError(
-            f"{target} returned {_described(result)}; return (layers, inputs, targets, loss)"
+            f"{target} returned {_described(result)}; return (layers, inputs, targets, loss), or "
+            "(model, example_inputs)"
         )
-    layers, inputs, targets, loss = result
+    layers, inputs, targets, loss = result if len(result) == 4 else (*result, None, loss_of_all)
     options = {**_DEFAULTS, **given, "loss": loss}
     options["schedule"] = named_schedule(
         options["schedule"], options["num_stages"], options.pop("stages_per_rank")
     )
     options["recompute"] = Recompute(options["recompute"])
     return (layers, inputs, targets), options
+
+
+def loss_of_all(output: Any, _target: Any) -> Tensor:
+    """Give the loss that a model computes itself; else a number to which all outputs add."""
+    own = loss_in(output)
+    if own is not None:
+        return own
+    parts = [leaf for leaf in flatten(output)[0] if leaf.requires_grad]
+    if not parts:
+        raise ConfigError(
+            f"the model's output, a {type(output).__name__}, has no gradient; there is nothing to "
+            "train: do all parameters have requires_grad=False, or does it run under no_grad?"
+        )
+    return torch.stack([part.abs().float().square().mean() for part in parts]).sum()
 
 
 def _find(target: str) -> Callable[[], Any]:

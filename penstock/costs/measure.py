@@ -17,7 +17,7 @@ from penstock.model.ghost.layers import CapturedLayers
 from penstock.model.ghost.values import EventKey
 from penstock.model.layers import MODEL_INPUT, Layers, Step, Value, call
 from penstock.model.pytree import flatten, tree_map
-from penstock.model.state import ABSENT, attributes, put_state, read_state
+from penstock.model.state import ABSENT, attributes, keeping_values, put_state, read_state
 
 REPEATS = 3
 BACKWARD_PER_FORWARD = 2
@@ -50,13 +50,14 @@ def _(layers: CapturedLayers, inputs: Any) -> tuple[float, ...]:
     """Measure the calls of blocks as the model makes them; backwards are taken to cost two."""
     found = {step.index: float("inf") for step in layers}
     whole = Cut(layers.captured, (len(layers),))
+    number_of = {call: number for number, call in enumerate(layers.captured.calls)}
     args, kwargs = as_call(tree_map(partial(_outer, device=None), inputs))
 
     def timed(key: EventKey, function: Callable[[], Any]) -> Any:
         start_s = _now_s()
         result = function()
         if key.number == 0:
-            index = layers.captured.calls.index((key.block, key.call))
+            index = number_of[key.block, key.call]
             found[index] = min(found[index], _now_s() - start_s)
         return result
 
@@ -149,16 +150,11 @@ def _untouched(modules: list[nn.Module]) -> Iterator[None]:
     """Put buffers, tensor attributes and random number generators back to what they were."""
     owners = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
     before = read_state(owners, attributes(owners))
-    values = [
-        (tensor, tensor.detach().clone()) for tensor in before.values() if tensor is not None
-    ]
     devices = list(range(torch.cuda.device_count()))
-    try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad(), _saving_as_usual():
-            yield
-    finally:
-        after = read_state(owners, attributes(owners))
-        put_state({place: before.get(place, ABSENT) for place in after.keys() | before.keys()})
-        with torch.no_grad():
-            for tensor, value in values:
-                tensor.copy_(value)
+    with keeping_values(tensor for tensor in before.values() if tensor is not None):
+        try:
+            with torch.random.fork_rng(devices=devices), torch.enable_grad(), _saving_as_usual():
+                yield
+        finally:
+            after = read_state(owners, attributes(owners))
+            put_state({place: before.get(place, ABSENT) for place in after.keys() | before.keys()})

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.model.layers import Layer, Layers, as_layers
+from penstock.model.capture import resolve_layers
+from penstock.model.layers import Layer, Layers
 from penstock.model.pytree import tree_map
 from penstock.pipeline import LossFunction, Pipeline
 from penstock.types import Reduction
@@ -21,11 +22,11 @@ from .unsplit import run_unsplit
 
 
 def check(
-    layers: "nn.Sequential | Sequence[nn.Module | Layer] | Layers",
+    layers: "nn.Module | Sequence[nn.Module | Layer] | Layers",
     inputs: Any,
     targets: Any = None,
     *,
-    loss: LossFunction,
+    loss: LossFunction | None = None,
     num_microbatches: int = 1,
     **options: Any,
 ) -> CheckReport:
@@ -37,7 +38,8 @@ def check(
     every buffer, and the outputs in evaluation mode after the step.
 
     Args:
-        layers, loss, num_microbatches: as for `Pipeline`.
+        layers, loss, num_microbatches: as for `Pipeline`; any module is captured with `inputs` as
+            its example.
         inputs, targets: one batch, as for `Pipeline.train_step`.
         options: `num_stages` or `partition`, and any other argument of `Pipeline`.
 
@@ -47,16 +49,19 @@ def check(
     Raises:
         ConfigError: the stages are on several devices, or the loss holds on to the model given.
     """
-    model, loss_of_model = copy.deepcopy((layers, loss))
-    twin, loss_of_twin = copy.deepcopy((layers, loss))
-    unsplit = as_layers(model)
+    given = resolve_layers(layers, inputs)
+    loss = loss or given.own_loss
+    if loss is None:
+        raise ConfigError("check needs a loss, as train_step does: give loss=")
+    unsplit, loss_of_model = copy.deepcopy((given, loss))
+    twin, loss_of_twin = copy.deepcopy((given, loss))
     with (
         Pipeline(twin, num_microbatches=num_microbatches, loss=loss_of_twin, **options) as pipe,
-        _untouched(as_layers(layers)),
+        _untouched(given),
     ):
         _check_one_device(pipe)
-        for step in unsplit:
-            step.module.to(pipe.devices[0])
+        for _, holder in unsplit.holders():
+            holder.to(pipe.devices[0])
         batch = tree_map(lambda t: _leaf_on(t, pipe.devices[0]), (inputs, targets))
         threads = torch.get_num_threads()
         torch.set_num_threads(pipe.threads_per_stage)
@@ -66,7 +71,7 @@ def check(
         finally:
             torch.set_num_threads(threads)
         batch = tree_map(lambda t: _leaf_on(t, pipe.devices[0]), (inputs, targets))
-        found = _run_pipeline(pipe, as_layers(twin), loss_of_twin, batch)
+        found = _run_pipeline(pipe, twin, loss_of_twin, batch)
         return compare(unsplit, expected, found, f"K={pipe.num_stages}, M={num_microbatches}")
 
 
@@ -91,7 +96,7 @@ def _untouched(layers: Layers) -> Iterator[None]:
     Raises:
         ConfigError: a loss computed gradients of its parameters.
     """
-    before = {p: p.grad for step in layers for p in step.module.parameters()}
+    before = {p: p.grad for _, holder in layers.holders() for p in holder.parameters()}
     counts = {p: 0 if grad is None else grad._version for p, grad in before.items()}
     yield
     for parameter, grad in before.items():

@@ -55,13 +55,11 @@ def collect(
 ) -> Result:
     """Gather what one side is left with after a step: loss, gradients, buffers, outputs."""
     tensors: dict[tuple[str, str], Tensor | None] = {("loss", "loss"): total}
-    named = [(step.name, step.module) for step in layers]
-    named += [("loss", module) for module in as_modules(loss)]
-    for prefix, module in named:
+    for prefix, module in [*layers.holders(), *(("loss.", m) for m in as_modules(loss))]:
         for name, parameter in module.named_parameters():
-            tensors["gradient", f"{prefix}.{name}"] = parameter.grad
+            tensors["gradient", f"{prefix}{name}"] = parameter.grad
         for name, buffer in module.named_buffers():
-            tensors["buffer", f"{prefix}.{name}"] = buffer
+            tensors["buffer", f"{prefix}{name}"] = buffer
     for n, leaf in enumerate(flatten(outputs)[0]):
         tensors["output", f"output {n}"] = leaf
     return Result(tensors, tuple(map(frozenset, layer_outputs)))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from penstock.model.layers import MODEL_INPUT, Layers, Value, call, join_output
+from penstock.model.layers import Layers, Step
 from penstock.pipeline import LossFunction, Pipeline
 from penstock.runtime.batch_norm import (
     MomentsByModule,
@@ -15,7 +15,9 @@ from penstock.runtime.batch_norm import (
     commit_statistics,
     separate_statistics,
 )
-from penstock.runtime.microbatches import batch_size, gather, loss_weights, microbatch_sizes, split
+from penstock.runtime.crew import Alone, Batch
+from penstock.runtime.handshake import Call
+from penstock.runtime.microbatches import gather
 from penstock.runtime.random_streams import stream_key
 from penstock.types import Reduction
 
@@ -30,25 +32,22 @@ def run_unsplit(
     pipe: Pipeline,
 ) -> Result:
     """Run the layers in order, drawing from torch's own generator, seeded anew for each layer."""
-    inputs, targets = batch
-    sizes = microbatch_sizes(batch_size(inputs, "inputs"), pipe.num_microbatches)
-    target_parts = split(targets, sizes)
-    weights = loss_weights(reduction, target_parts, sizes)
+    cut = Alone().cut(*batch, Call(pipe.num_microbatches, reduction, trains=True))
     moments: MomentsByModule = {}
     total: Tensor | None = None
     modules = batch_norms([*(step.module for step in layers), *as_modules(loss)])
     with digests(layers) as seen, torch.random.fork_rng(_cuda_numbers(pipe)):
-        for i, part in enumerate(split(inputs, sizes)):
+        for i, part in enumerate(cut.inputs):
             with separate_statistics(modules, moments):
                 output = _run_seeded(layers, part, pipe.seed, i)
                 torch.manual_seed(stream_key(pipe.seed, "train", 0, len(layers), i))
-                value = loss(output, target_parts[i])
-            if weights[i]:
-                _run_backward(value, weights[i], modules)
-                weighted = value.detach() * weights[i]
+                value = loss(output, cut.targets[i])
+            if cut.weights[i]:
+                _run_backward(value, cut.weights[i], modules)
+                weighted = value.detach() * cut.weights[i]
                 total = weighted if total is None else total + weighted
     commit_statistics(moments)
-    return collect(layers, loss, total, _evaluate(layers, inputs, sizes), seen)
+    return collect(layers, loss, total, _evaluate(layers, cut), seen)
 
 
 def _run_backward(value: Tensor, weight: float, modules: tuple[_BatchNorm, ...]) -> None:
@@ -61,20 +60,20 @@ def _cuda_numbers(pipe: Pipeline) -> list[int]:
 
 
 def _run_seeded(layers: Layers, inputs: Any, seed: int, microbatch: int) -> Any:
-    values: dict[Value, Any] = {MODEL_INPUT: inputs}
-    for step in layers:
-        key = stream_key(seed, "train", 0, step.index, microbatch)
-        torch.manual_seed(key)
-        values.update(call(step, [values[v] for v in step.inputs]))
-    return join_output([values[v] for v in layers.output])
+    def seeded(step: Step, function: Callable[[], Any]) -> Any:
+        torch.manual_seed(stream_key(seed, "train", 0, step.index, microbatch))
+        return function()
+
+    return layers.run(inputs, seeded)
 
 
-def _evaluate(layers: Layers, inputs: Any, sizes: list[int]) -> Any:
-    modes = [(m, m.training) for step in layers for m in step.module.modules()]
+def _evaluate(layers: Layers, batch: Batch) -> Any:
+    modes = [(m, m.training) for _, holder in layers.holders() for m in holder.modules()]
     for module, _ in modes:
         module.training = False
     with torch.no_grad():
-        outputs = gather([layers.run(part) for part in split(inputs, sizes)], sizes)
+        parts = [layers.run(part) for part in batch.inputs]
+        outputs = gather(parts, batch.sizes, batch.output_weights)
     for module, training in modes:
         module.training = training
     return outputs

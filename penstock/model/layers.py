@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError, PartitionError
 
 if TYPE_CHECKING:
-    from .stages import StagePlan
+    from .stages import Perform, StagePlan
 
 Value = tuple[int, int]
 """(number of the layer that gives it, place among its outputs); the model's input is (-1, 0)."""
@@ -69,9 +70,30 @@ class Layers:
         return self.steps[-1].outputs
 
     @property
-    def block_names(self) -> tuple[str, ...]:
-        """Names of the blocks of a captured model; none of a chain."""
-        return ()
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Give (start, end) of what is to be on one stage: each layer, if nothing else is said."""
+        return tuple((index, index + 1) for index in range(len(self.steps)))
+
+    def check_enough(self, num_stages: int) -> None:
+        """Refuse more stages than there are layers.
+
+        Raises:
+            PartitionError: says how many there are.
+        """
+        if num_stages > len(self):
+            raise PartitionError(
+                f"num_stages={num_stages}, but the model has only {len(self)} layers; choose at "
+                f"most {len(self)} stages, or give the model as more, smaller layers"
+            )
+
+    def __str__(self) -> str:
+        counts = self.parameter_counts()
+        rows = [
+            (str(step.index), step.name, type(step.module).__name__, f"{count:,}")
+            for step, count in zip(self.steps, counts, strict=True)
+        ]
+        head = f"{len(self)} layers, {sum(counts):,} parameters"
+        return "\n".join([head, *columns([("layer", "name", "module", "parameters"), *rows])])
 
     @property
     def original(self) -> nn.Module | None:
@@ -111,16 +133,42 @@ class Layers:
         """
         return {"_modules": {s.name: s.module for s in self.steps if holds(s.index)}}
 
+    @property
+    def own_loss(self) -> Callable[[Any, Any], Tensor] | None:
+        """Find the loss that the model computes itself in its output; None if it has none."""
+        return None
+
     def own_modules(self) -> list[nn.Module]:
         """Give what has a mode of its own, beside the modules of `registered`."""
         return []
 
-    def run(self, inputs: Any) -> Any:
-        """Run all layers, one after the other, as the unsplit model does."""
+    def holders(self) -> list[tuple[str, nn.Module]]:
+        """Give what holds all parameters and buffers, with the prefix of their names."""
+        return [(f"{step.name}.", step.module) for step in self.steps]
+
+    def run(self, inputs: Any, perform: "Perform | None" = None) -> Any:
+        """Run all layers, one after the other, as the unsplit model does.
+
+        With `perform`, as `StagePlan.run` would: it is given each layer, and a function that runs
+        it.
+        """
         values: dict[Value, Any] = {MODEL_INPUT: inputs}
         for step in self.steps:
-            values.update(call(step, [values[v] for v in step.inputs]))
+            run_step = partial(call, step, [values[v] for v in step.inputs])
+            values.update(run_step() if perform is None else perform(step, run_step))
         return join_output([values[v] for v in self.output])
+
+
+def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lay out rows of cells; what looks like a number stands right in its column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    is_number = [rows[-1][n].replace(",", "").isdigit() for n in range(len(widths))]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, is_number, strict=True)
+        ]
+        yield "  ".join(cells).rstrip()
 
 
 def call(step: Step, arguments: list[Any]) -> dict[Value, Any]:

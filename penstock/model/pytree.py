@@ -84,15 +84,31 @@ def _num_leaves(structure: Structure) -> int:
             return 0
 
 
+@dataclass(frozen=True, slots=True)
+class DictOf:
+    """Rebuilds a dict with these keys."""
+
+    keys: tuple[Any, ...]
+
+    def __call__(self, children: list[Any]) -> dict[Any, Any]:
+        return dict(zip(self.keys, children, strict=True))
+
+
 def is_plain(structure: Structure) -> bool:
-    """Tell whether it is nothing but tensors in tuples and lists: equal ones are then alike."""
+    """Tell whether it is nothing but tensors, None and sealed objects in tuples, lists and dicts
+    of named tuples or strings: equal ones are then alike.
+    """
     match structure:
         case Leaf():
             return True
+        case Node(DictOf(keys), children):
+            return all(isinstance(key, str | tuple) for key in keys) and all(
+                map(is_plain, children)
+            )
         case Node(rebuild, children):
             return rebuild in (tuple, list) and all(map(is_plain, children))
-        case Constant():
-            return False
+        case Constant(value):
+            return value is None or isinstance(value, Sealed)
 
 
 def tree_map(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -154,7 +170,7 @@ def _open(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
 def _open_mapping(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     keys, kind = list(value), type(value)
     if kind is dict:
-        return list(value.values()), lambda children: dict(zip(keys, children, strict=True))
+        return list(value.values()), DictOf(tuple(keys))
 
     def rebuild(children: list[Any]) -> Any:
         twin = copy.copy(value)

@@ -1,8 +1,10 @@
 """The tensors that modules keep beside their parameters: buffers, and plain attributes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .pytree import Sealed
@@ -50,3 +52,20 @@ def put_state(state: Mapping[Place, Any]) -> None:
             holder(place).pop(place[2], None)
         else:
             holder(place)[place[2]] = tensor
+
+
+def tensors_at(places: Iterable[Place]) -> list[Tensor]:
+    """Give what stands at places where tensors do."""
+    return [holder(place)[place[2]] for place in places]
+
+
+@contextmanager
+def keeping_values(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Give tensors the values back that they had."""
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)

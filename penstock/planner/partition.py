@@ -1,9 +1,21 @@
 """Cut a chain of layers into balanced stages: exact, by dynamic programming."""
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from penstock.errors import PartitionError
+
+
+def balance_spans(
+    costs: Sequence[float], num_stages: int, spans: Sequence[tuple[int, int]]
+) -> tuple[int, ...]:
+    """Give the layers per stage as `balance` does, where stages begin at spans only.
+
+    `spans` are (start, end) of layers that are to be on one stage, in order, all layers in one.
+    """
+    counts = iter(balance([sum(costs[start:end]) for start, end in spans], num_stages))
+    widths = iter(end - start for start, end in spans)
+    return tuple(sum(islice(widths, count)) for count in counts)
 
 
 def balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Each process reads the tensors that it has, and all refuse what one of them must refuse."""
 
+import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,9 +71,11 @@ def load(path: Path, module: nn.Module, original: nn.Module, mesh: Mesh | None) 
     return _unknown(folder.files, (names for _, _, names in parts), original)
 
 
-def load_and_tell(path: Path, module: nn.Module, original: nn.Module, mesh: Mesh | None) -> None:
-    """Load like `load`; warn, on the first rank, of tensors that nobody has a place for."""
-    unknown = load(path, module, original, mesh)
+def load_and_tell(
+    path: str | os.PathLike[str] | None, module: nn.Module, original: nn.Module, mesh: Mesh | None
+) -> None:
+    """Load like `load`, if a folder is given; warn on the first rank of tensors without a place."""
+    unknown = load(Path(path), module, original, mesh) if path is not None else ()
     if unknown and (mesh is None or mesh.is_first_rank):
         warnings.warn(f"{path}: {_unplaced(unknown)}", stacklevel=3)
 

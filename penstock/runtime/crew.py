@@ -50,7 +50,7 @@ class Batch:
     """A mini-batch cut into micro-batches, as one process sees it.
 
     `first` is the number of this replica's first micro-batch among those of all replicas, `trace`
-    what all processes record.
+    what all processes record; `reduction` is how a model reduces a loss that it computes itself.
     """
 
     sizes: list[int]
@@ -59,10 +59,17 @@ class Batch:
     weights: list[float]
     first: int = 0
     trace: Trace = Trace.OFF
+    reduction: Reduce = Reduction.MEAN
+
+    def output_weights(self) -> list[float]:
+        """Weigh the micro-batches' losses where the model has computed them."""
+        return loss_weights(self.reduction, self.inputs, self.sizes)
 
 
 class Crew(ABC):
-    """What a pipeline asks of those who run it."""
+    """What a pipeline asks of those who run it; `readers` are the stages that read the inputs."""
+
+    readers: tuple[int, ...] = (0,)
 
     @abstractmethod
     def runs(self, stage: int) -> bool:
@@ -87,7 +94,7 @@ class Crew(ABC):
 
     def noted(self, run: Run) -> Noted:
         """Give what a traced run noted on all stages of this replica."""
-        return Noted(None, 0.0, run.times_s, run.memory)
+        return Noted(None, 0.0, run.times_s, run.sent_bytes, run.memory)
 
     def reporting(self) -> AbstractContextManager[None]:
         """Tell the others of whatever is raised inside."""
@@ -122,8 +129,10 @@ class Alone(Crew):
                 raise _unequal(num_inputs, num_targets)
         sizes = microbatch_sizes(num_inputs, call.num_microbatches)
         parts = split(targets, sizes)
-        weights = [] if call.reduction is None else loss_weights(call.reduction, parts, sizes)
-        return Batch(sizes, split(inputs, sizes), parts, weights, trace=call.trace)
+        cut = split(inputs, sizes)
+        weighed = cut if targets is None else parts
+        weights = loss_weights(call.reduction, weighed, sizes) if call.trains else []
+        return Batch(sizes, cut, parts, weights, 0, call.trace, call.reduction)
 
     def loss(self, run: Run) -> Tensor:
         return _sum(run)
@@ -171,48 +180,47 @@ class Together(Crew):
         self._calls += 1
         everyone = self._exchange(
             Said(
-                trains=float(call.reduction is not None),
+                trains=float(call.trains),
                 number=float(self._calls),
                 num_inputs=-1.0 if inputs is None else float(batch_size(inputs, "inputs")),
                 num_targets=-1.0 if targets is None else float(batch_size(targets, "targets")),
-                raw_total=self._raw_total(targets, call),
+                raw_total=self._raw_total(inputs if targets is None else targets, call),
                 loss_scale=call.loss_scale,
                 trace=strength(call.trace),
             )
         )
         check_same_call(everyone)
         mesh, wanted = self._mesh, call.num_microbatches
-        counts = [num_samples(everyone, r, self._ranks) for r in range(mesh.num_replicas)]
+        readers = [self._ranks[stage] for stage in self.readers]
+        counts = [num_samples(everyone, r, self._ranks, readers) for r in range(mesh.num_replicas)]
         sizes = microbatch_sizes(counts[mesh.replica], wanted)
-        parts: list[Any] = [None] * len(sizes) if targets is None else split(targets, sizes)
+        cut, parts = _cut(inputs, sizes), _cut(targets, sizes)
+        weights: list[float] = []
+        if call.trains and self._is_last:
+            known = call.reduction is Reduction.MEAN
+            total = float(sum(counts)) if known else sum(said.raw_total for said in everyone)
+            weighed = cut if targets is None else parts
+            weights = shares(call.reduction, raw_weights(call.reduction, weighed, sizes), total)
         return Batch(
             sizes,
-            [None] * len(sizes) if inputs is None else split(inputs, sizes),
+            cut,
             parts,
-            self._weights(call.reduction, parts, sizes, counts, everyone),
+            weights,
             sum(min(n, wanted) for n in counts[: mesh.replica]),
             strongest_trace(everyone),
+            call.reduction,
         )
 
-    def _weights(
-        self,
-        reduction: Reduce | None,
-        parts: list[Any],
-        sizes: list[int],
-        counts: list[int],
-        everyone: list[Said],
-    ) -> list[float]:
-        if reduction is None or not self._is_last:
-            return []
-        known = reduction is Reduction.MEAN
-        total = float(sum(counts)) if known else sum(said.raw_total for said in everyone)
-        return shares(reduction, raw_weights(reduction, parts, sizes), total)
-
-    def _raw_total(self, targets: Any, call: Call) -> float:
-        if isinstance(call.reduction, Reduction | None) or not self._is_last:
+    def _raw_total(self, weighed: Any, call: Call) -> float:
+        if not call.trains or isinstance(call.reduction, Reduction) or not self._is_last:
             return 0.0
-        sizes = microbatch_sizes(batch_size(targets, "targets"), call.num_microbatches)
-        return sum(raw_weights(call.reduction, split(targets, sizes), sizes))
+        if weighed is None:
+            raise BatchError(
+                f"rank {self._mesh.rank} computes the loss, which the reduction function weighs "
+                "by the batch, and was given none of it; give targets or inputs there too"
+            )
+        sizes = microbatch_sizes(batch_size(weighed, "targets"), call.num_microbatches)
+        return sum(raw_weights(call.reduction, split(weighed, sizes), sizes))
 
     def _exchange(self, mine: Said) -> list[Said]:
         rows = self._mesh.exchange(mine)
@@ -220,7 +228,7 @@ class Together(Crew):
         return [Said(*row) for row in rows]
 
     def noted(self, run: Run) -> Noted:
-        mine = Noted(clock_name(), self._agreed_s, run.times_s, run.memory)
+        mine = Noted(clock_name(), self._agreed_s, run.times_s, run.sent_bytes, run.memory)
         parts: list[Any] = [None] * self._mesh.num_stages
         group = self._mesh.group("stage")
         self._background.run(
@@ -267,6 +275,10 @@ class Together(Crew):
                 )
             found.append(leaves[n] if self._is_last else fill(tensor, received, kind))
         return unflatten(from_template(form), found)
+
+
+def _cut(value: Any, sizes: list[int]) -> list[Any]:
+    return [None] * len(sizes) if value is None else split(value, sizes)
 
 
 def _unequal(num_inputs: int, num_targets: int) -> BatchError:

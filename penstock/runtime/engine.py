@@ -91,6 +91,7 @@ class Engine:
         self._layers.check_sharing(stage_of_layers(partition))
         plans = plan_stages(self._layers, partition)
         self._plans = tuple(plans)
+        self.crew.readers = tuple(plan.index for plan in plans if plan.reads_input)
         self._edges = frozenset((plan.index, peer) for plan in plans for peer in plan.exports)
         self._committing = tuple(p.index for p in plans if batch_norms(self._modules_of(p)))
         mine = [(p, d) for p, d in zip(plans, devices, strict=True) if self.crew.runs(p.index)]
@@ -221,7 +222,8 @@ class Engine:
         if run.trace is Trace.OFF:
             return None
         noted = self.crew.noted(run)
-        return Record(self.program(mode, len(run.inputs)), noted.times_s, noted.memory)
+        program = self.program(mode, len(run.inputs))
+        return Record(program, noted.times_s, noted.sent_bytes, noted.memory)
 
     def describe(self) -> Iterator[str]:
         """Give one line a stage: where it runs, layers, parameters."""

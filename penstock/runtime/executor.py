@@ -17,11 +17,12 @@ from penstock.schedules.ir import (
     SendActivation,
     SendGradient,
 )
+from penstock.schedules.walk import Message
 from penstock.types import Trace
 
 from .channels import AbstractChannels, Stopped
 from .clock import Clock
-from .run import Run
+from .run import Activation, Gradient, Run
 from .stage import Stage
 
 
@@ -44,6 +45,8 @@ class Executor:
         self._on_gpu = any(stage.device.is_cuda for stage in self._stages.values())
         self._timed = run.trace is not Trace.OFF
         self._times_s: list[float] = []
+        self._sent_bytes: list[int] = []
+        self._lasted: set[tuple[tuple[bool, int, int], int, int]] = set()
         self._clock = Clock(s.device for s in self._stages.values()) if self._timed else None
 
     def execute_all(self) -> None:
@@ -87,9 +90,9 @@ class Executor:
                 gradient = self._channels.receive((True, peer, s, i), instruction)
                 run.arrived_gradients[s, i][peer] = gradient
             case SendActivation(s, i, peer):
-                self._channels.send((False, s, peer, i), run.leaving[s, i].pop(peer))
+                self._send((False, s, peer, i), run.leaving[s, i].pop(peer))
             case SendGradient(s, i, peer):
-                self._channels.send((True, s, peer, i), run.leaving_gradients[s, i].pop(peer))
+                self._send((True, s, peer, i), run.leaving_gradients[s, i].pop(peer))
             case PostReceive(s, i, peer, gradient):
                 self._channels.post((gradient, peer, s, i))
             case CommitStatistics():
@@ -99,7 +102,26 @@ class Executor:
             case _:
                 assert_never(instruction)
 
+    def _send(self, message: Message, payload: Activation | Gradient) -> None:
+        if self._timed:
+            self._sent_bytes.append(self._new_bytes(message[:3], payload))
+        self._channels.send(message, payload)
+
+    def _new_bytes(self, edge: tuple[bool, int, int], payload: Activation | Gradient) -> int:
+        """Count the bytes of tensors; what lasts as long as the run counts once on an edge."""
+        total = 0
+        lasting = payload.lasting if isinstance(payload, Activation) else frozenset()
+        for place, leaf in enumerate(payload.leaves):
+            if place in lasting:
+                key = (edge, place, len(payload.leaves))
+                if key in self._lasted:
+                    continue
+                self._lasted.add(key)
+            total += 0 if leaf is None else leaf.numel() * leaf.element_size()
+        return total
+
     def finish(self) -> None:
         """Hand the noted times over to the run; call once the rank is done."""
         if self._clock is not None:
+            self._run.sent_bytes[self._rank] = self._sent_bytes
             self._run.times_s[self._rank] = self._times_s or self._clock.times_s()

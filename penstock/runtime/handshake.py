@@ -16,12 +16,13 @@ _BY_STRENGTH = (Trace.OFF, Trace.TIME, Trace.MEMORY)
 class Call:
     """What a call asks for.
 
-    `reduction` None: outputs are wanted, and no weights.  All processes must ask for the same, but
+    Without `trains`, outputs are wanted, and no weights.  All processes must ask for the same, but
     for `trace`: the strongest that any of them asks for is what all record.
     """
 
     num_microbatches: int
-    reduction: Reduce | None = None
+    reduction: Reduce
+    trains: bool = False
     loss_scale: float = 1.0
     trace: Trace = Trace.OFF
 
@@ -74,22 +75,27 @@ def check_same_call(everyone: Sequence[Said]) -> None:
             )
 
 
-def num_samples(everyone: Sequence[Said], replica: int, ranks: Sequence[int]) -> int:
-    """Give N of a replica; `ranks[stage]` is who of its processes runs a stage.
+def num_samples(
+    everyone: Sequence[Said], replica: int, ranks: Sequence[int], readers: Sequence[int]
+) -> int:
+    """Give N of a replica; `ranks[stage]` is who of its processes runs a stage, `readers` are
+    those that read the inputs.
 
     Raises:
         BatchError: its processes were given different batches, or none where one is needed.
     """
     num_ranks = 1 + max(ranks)
-    first, last = (replica * num_ranks + ranks[stage] for stage in (0, -1))
-    of_replica = f" of replica {replica}" if len(everyone) > num_ranks else ""
-    if everyone[first].num_inputs < 0:
-        raise BatchError(
-            f"rank {first} runs stage 0{of_replica} and was given no inputs; give them on every "
-            "rank, or at least there"
-        )
-    count = int(everyone[first].num_inputs)
     start = replica * num_ranks
+    first, last = start + readers[0], start + ranks[-1]
+    of_replica = f" of replica {replica}" if len(everyone) > num_ranks else ""
+    for reader in readers:
+        if everyone[start + reader].num_inputs < 0:
+            stages = ", ".join(str(s) for s, rank in enumerate(ranks) if rank == reader)
+            raise BatchError(
+                f"rank {start + reader} runs stage {stages}{of_replica} and was given no inputs; "
+                "give them on every rank, or at least where they are read"
+            )
+    count = int(everyone[first].num_inputs)
     rows = everyone[start : start + num_ranks]
     for rank, row in enumerate(rows, start):
         for what, number in (("inputs", row.num_inputs), ("targets", row.num_targets)):

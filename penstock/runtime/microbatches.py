@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BatchError, BoundaryError
+from penstock.model.output_loss import loss_in
 from penstock.model.pytree import flatten, unflatten
 from penstock.types import Reduction
 
@@ -74,22 +75,26 @@ def _split_tensor(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return [part.requires_grad_() for part in parts] if tensor.requires_grad else parts
 
 
-def gather(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+def gather(parts: Sequence[Any], sizes: Sequence[int], weights: Callable[[], list[float]]) -> Any:
     """Concatenate the micro-batches' outputs along dimension 0.
+
+    A loss that the model computed itself is the sum of the parts' losses by their `weights`.
 
     Raises:
         BoundaryError: a tensor's dimension 0 is not its micro-batch's size, or the parts differ in
             structure or in a value that is no tensor.
     """
     flat = [flatten(part) for part in parts]
+    loss = loss_in(parts[0])
+    losses = [n for n, leaf in enumerate(flat[0][0]) if leaf is loss]
     for i, (leaves, _) in enumerate(flat):
         if len(leaves) != len(flat[0][0]):
             raise BoundaryError(
                 f"micro-batch {i} gave {len(leaves)} tensors, micro-batch 0 gave "
                 f"{len(flat[0][0])}; outputs must have the same structure for every micro-batch"
             )
-        for leaf in leaves:
-            if leaf.dim() == 0 or leaf.shape[0] != sizes[i]:
+        for n, leaf in enumerate(leaves):
+            if n not in losses and (leaf.dim() == 0 or leaf.shape[0] != sizes[i]):
                 raise BoundaryError(
                     f"the model's output for micro-batch {i} ({sizes[i]} samples) has a tensor of "
                     f"shape {tuple(leaf.shape)}: dimension 0 must be the batch, or the outputs of "
@@ -105,7 +110,18 @@ def gather(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
                 "together along dimension 0. Return one row per sample, or use train_step with "
                 "loss="
             )
-    return unflatten(flat[0][1], [torch.cat(row) if len(row) > 1 else row[0] for row in rows])
+    whole = [
+        _weighted(row, weights()) if n in losses else torch.cat(row) if len(row) > 1 else row[0]
+        for n, row in enumerate(rows)
+    ]
+    return unflatten(flat[0][1], whole)
+
+
+def _weighted(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    total = losses[0] * weights[0]
+    for loss, weight in zip(losses[1:], weights[1:], strict=True):
+        total = total + loss * weight
+    return total
 
 
 def loss_weights(

@@ -5,6 +5,7 @@ pipe(x):           forwards of all micro-batches ──► outputs, gathered
 loss.backward():   ... ──► gradient of the outputs, cut ──► backwards of all micro-batches
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,26 +16,28 @@ from penstock.errors import PenstockError
 from penstock.model.pytree import flatten, unflatten
 from penstock.schedules.lower import Mode
 
+from .crew import Batch
 from .engine import Engine
 from .input_gradients import input_gradients
 from .microbatches import gather
 from .run import Run
 
 
-def run_as_module(engine: Engine, run: Run, inputs: Any, sizes: list[int]) -> Any:
+def run_as_module(engine: Engine, run: Run, inputs: Any, batch: Batch) -> Any:
     """Run the forwards of `run`; give the gathered outputs, tied to the pipeline's backward.
 
     Raises:
         BoundaryError: an output has no batch dimension to gather along.
     """
     engine.drive(run, Mode.FORWARDS)
-    outputs = gather([run.outputs.pop(i) for i in range(len(sizes))], sizes)
+    sizes = batch.sizes
+    outputs = gather([run.outputs.pop(i) for i in range(len(sizes))], sizes, batch.output_weights)
     leaves, structure = flatten(outputs)
     last = [run.kept[len(engine.stages) - 1, i] for i in range(len(sizes))]
     wants_grad = [any(kept.output_wants_grad[n] for kept in last) for n in range(len(leaves))]
     if not any(wants_grad):
         return outputs
-    pending = _Pending(engine, run, sizes, leaves, wants_grad)
+    pending = _Pending(engine, run, batch, leaves, wants_grad)
     del outputs, leaves
     anchor = torch.empty(0, requires_grad=True)
     tied = _TieToBackward.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -50,11 +53,11 @@ class _Pending:
         self,
         engine: Engine,
         run: Run,
-        sizes: list[int],
+        batch: Batch,
         leaves: list[Tensor],
         wants_grad: list[bool],
     ) -> None:
-        self.engine, self.sizes = engine, sizes
+        self.engine, self.batch = engine, batch
         self.run: Run | None = run
         self.stages = engine.stages
         self._leaves = leaves
@@ -79,10 +82,10 @@ class _Pending:
                 "the pipeline was moved or cut anew between its forward and this backward; run "
                 "both again"
             )
-        cut = [None if g is None else g.split(self.sizes) for g in gradients]
+        cut = [None if g is None else self._pieces(g) for g in gradients]
         run.output_gradients = [
             [None if pieces is None else pieces[i] for pieces in cut]
-            for i in range(len(self.sizes))
+            for i in range(len(self.batch.sizes))
         ]
         run.resumed = True
         on_gpu = any(device.type == "cuda" for device in self.engine.devices)
@@ -90,7 +93,13 @@ class _Pending:
         # them
         with self.engine.one_at_a_time():
             self.engine.drive(run, Mode.BACKWARDS, in_caller=on_gpu)
-        return input_gradients(run, self.sizes)
+        return input_gradients(run, self.batch.sizes)
+
+    def _pieces(self, gradient: Tensor) -> Sequence[Tensor]:
+        """Cut an output's gradient into those of the micro-batches."""
+        if gradient.dim():
+            return list(gradient.split(self.batch.sizes))
+        return [gradient * weight for weight in self.batch.output_weights()]
 
 
 class _TieToBackward(torch.autograd.Function):

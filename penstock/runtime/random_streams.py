@@ -10,7 +10,7 @@ rerouted to a generator of the worker's own.
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
@@ -97,19 +97,44 @@ def runs_and_draws(
     """Run `function` with torch's default generators seeded with `key`; tell whether it drew.
 
     Gives the same numbers as under `KeyedRandomness`, and leaves every kernel its own choice of
-    path; but only one thread at a time may do so.
+    path; but only one thread at a time may do so.  A checkpoint of the user's own keeps the state
+    of these generators, and so draws the same numbers in the backward pass: see `draws_again`.
     """
-    generators = {_default_generator(d) for d in (torch.device("cpu"), device)}
+    with _default_generators_kept(device) as generators:
+        seeded = [g.manual_seed(key).get_state() for g in generators]
+        result = function()
+        drew = any(
+            not torch.equal(s, g.get_state()) for s, g in zip(seeded, generators, strict=True)
+        )
+    return result, drew
+
+
+@contextmanager
+def draws_again(device: torch.device) -> Iterator[None]:
+    """Let checkpoints of the user's own draw again what they drew; they set default generators.
+
+    Raises:
+        RandomnessError: something drew that did not set them.
+    """
+    with _default_generators_kept(device) as generators:
+        before = [generator.get_state() for generator in generators]
+        yield
+        now = [generator.get_state() for generator in generators]
+    if any(not torch.equal(b, n) for b, n in zip(before, now, strict=True)):
+        raise _drew_in_backward("a layer")
+
+
+@contextmanager
+def _default_generators_kept(device: torch.device) -> Iterator[list[Generator]]:
+    """Have torch's default generators to oneself, and put them back."""
+    generators = list(dict.fromkeys(map(_default_generator, (torch.device("cpu"), device))))
     with _default_generators_lock.get(), _lock_of_its_own():
-        before = [(generator, generator.get_state()) for generator in generators]
+        before = [generator.get_state() for generator in generators]
         try:
-            seeded = [g.manual_seed(key).get_state() for g, _ in before]
-            result = function()
-            after = [g.get_state() for g, _ in before]
+            yield generators
         finally:
-            for generator, state in before:
+            for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)
-    return result, any(not torch.equal(s, a) for s, a in zip(seeded, after, strict=True))
 
 
 @contextmanager
@@ -121,8 +146,36 @@ def _lock_of_its_own() -> Iterator[None]:
         _default_generators_lock.reset(token)
 
 
-class RefuseRandomness(TorchDispatchMode):
-    """While active, a random operator raises: a backward pass must not draw."""
+class _RefuseRandomness(TorchDispatchMode):
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
+    ) -> Any:
+        if _may_draw(func) and _draws_now(func, args, kwargs or {}):
+            raise _drew_in_backward(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_draws() -> AbstractContextManager[Any]:
+    """Let every random operator inside raise: what it drew before is not known.
+
+    Raises:
+        RandomnessError: one draws.
+    """
+    mode: AbstractContextManager[Any] = _RefuseRandomness()  # type: ignore[no-untyped-call]  # torch
+    return mode
+
+
+class WatchCheckpoints(TorchDispatchMode):
+    """See whether a random operator draws inside a checkpoint of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.drew_in_checkpoint = False
+        self._outside = autograd_mode()
 
     def __torch_dispatch__(
         self,
@@ -132,12 +185,18 @@ class RefuseRandomness(TorchDispatchMode):
         kwargs: Any = None,
     ) -> Any:
         if _may_draw(func) and _draws_now(func, args, kwargs or {}):
-            raise RandomnessError(
-                f"{func} draws random numbers during the backward pass, most likely because a "
-                "layer runs torch.utils.checkpoint around dropout; its second mask would differ "
-                "from its first. Remove that checkpoint and use recompute=Recompute.STAGE"
-            )
+            self.drew_in_checkpoint |= autograd_mode() != self._outside
         return func(*args, **(kwargs or {}))
+
+
+def _drew_in_backward(who: str) -> RandomnessError:
+    return RandomnessError(
+        f"{who} drew random numbers during the backward pass that are not those of its forward: "
+        "it runs again there, in a torch.utils.checkpoint that was switched on after its first "
+        "steps, or keeps no random state (preserve_rng_state=False), or in a checkpoint written "
+        "by hand. The gradients of this step must not be used: zero them. A checkpoint that was "
+        "switched on is known from the next step; for the others, use recompute=Recompute.STAGE"
+    )
 
 
 def _may_draw(func: OpOverload) -> bool:

@@ -1,18 +1,22 @@
 """What a traced step noted, kept raw: the timeline is made from it when someone looks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.schedules.ir import Schedule
+from penstock.schedules.walk import sent_message
 from penstock.trace.timeline import MemorySample, Span, Timeline
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The programs that ran, and on each rank the start and end of every instruction, in turn."""
+    """The programs that ran; on each rank the start and end of every instruction, in turn, and the
+    bytes of every message that it sent.
+    """
 
     schedule: Schedule
     times_s: Mapping[int, Sequence[float]]
+    sent_bytes: Mapping[int, Sequence[int]]
     memory: Sequence[MemorySample]
 
     def timeline(self) -> Timeline:
@@ -20,12 +24,17 @@ class Record:
         zero_s = min((times[0] for times in self.times_s.values() if times), default=0.0)
         return Timeline(
             spans=tuple(
-                Span(rank, instruction, times[2 * n] - zero_s, times[2 * n + 1] - zero_s)
-                for rank, times in sorted(self.times_s.items())
-                for n, instruction in enumerate(self.schedule.programs[rank])
+                span for rank in sorted(self.times_s) for span in self._spans(rank, zero_s)
             ),
             memory=tuple(
                 MemorySample(sample.stage, sample.time_s - zero_s, sample.kept_bytes)
                 for sample in self.memory
             ),
         )
+
+    def _spans(self, rank: int, zero_s: float) -> Iterator[Span]:
+        times, sent = self.times_s[rank], iter(self.sent_bytes[rank])
+        for n, instruction in enumerate(self.schedule.programs[rank]):
+            num_bytes = 0 if sent_message(instruction) is None else next(sent)
+            start_s, end_s = times[2 * n] - zero_s, times[2 * n + 1] - zero_s
+            yield Span(rank, instruction, start_s, end_s, num_bytes)

@@ -3,10 +3,11 @@
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from penstock.model.entries import Entry
 from penstock.model.layers import Step
 from penstock.model.pytree import Structure
 from penstock.trace.timeline import MemorySample
@@ -30,7 +31,8 @@ class Activation:
 
     `aliases` are the places of tensors that share memory with another value, so that a change in
     place would have to be seen in both.  `versions` are those the tensors had when they left: a
-    later one means that the sender has changed them in place since.
+    later one means that the sender has changed them in place since.  `lasting` are the places of
+    parameters: the same for all micro-batches of a run.
     """
 
     leaves: tuple[Tensor, ...]
@@ -39,6 +41,7 @@ class Activation:
     versions: tuple[int, ...]
     aliases: frozenset[int] = frozenset()
     event: Event | None = None
+    lasting: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +52,15 @@ class Gradient:
     event: Event | None = None
 
 
-@dataclass(slots=True)
-class Entry:
-    """A tensor that came into a stage, and the gradient that its backward pass found for it.
+class Given(NamedTuple):
+    """A tensor given to the layers: where from, its version then, whether it is a copy."""
 
-    `node` is the tensor's gradient accumulator, held because a hook on it puts the gradient into
-    `caught` exactly as the engine computed it; an accumulated `.grad` would be re-laid to the
-    tensor's strides.  The hook knows `caught` only, so nothing here forms a cycle.
-    """
-
+    key: tuple[int, int]
     tensor: Tensor
-    node: Any = None
-    caught: list[Tensor | None] = field(default_factory=list)
-
-    @property
-    def gradient(self) -> Tensor | None:
-        return self.caught[0] if self.caught else None
+    version: int
+    copied: bool
+    is_alias: bool
+    sent: Tensor
 
 
 @dataclass(slots=True)
@@ -73,12 +69,16 @@ class Kept:
 
     `graph_dropped`: the forward kept no graph, and a recompute will build it.
     `reruns_in_backward`: the backward may run layers again, inside a checkpoint of the user's own.
+    With `draws_again` these draw the numbers again that they drew; with `must_not_draw` one of
+    them could not.
     `witness`: a result of a forward that will be recomputed, to compare with.
     """
 
     received: dict[int, Activation]
     graph_dropped: bool = False
     reruns_in_backward: bool = False
+    draws_again: bool = False
+    must_not_draw: bool = False
     witness: Witness | None = None
     entries: dict[int, list[Entry]] = field(default_factory=dict)
     exported: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -157,6 +157,7 @@ class Run:
     stages_claimed: set[int] = field(default_factory=set)
     moments: dict[int, MomentsByModule] = field(default_factory=lambda: defaultdict(dict))
     times_s: dict[int, list[float]] = field(default_factory=dict)
+    sent_bytes: dict[int, list[int]] = field(default_factory=dict)
     memory: list[MemorySample] = field(default_factory=list)
     kept_bytes: dict[StagePair, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
 

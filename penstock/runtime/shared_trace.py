@@ -23,6 +23,7 @@ class Noted:
     clock: str | None
     agreed_s: float
     times_s: dict[int, list[float]]
+    sent_bytes: dict[int, list[int]]
     memory: list[MemorySample]
 
     def by_the_clock_of(self, other: "Noted") -> "Noted":
@@ -34,6 +35,7 @@ class Noted:
             other.clock,
             other.agreed_s,
             {rank: [time_s + later_s for time_s in times] for rank, times in self.times_s.items()},
+            self.sent_bytes,
             [replace(sample, time_s=sample.time_s + later_s) for sample in self.memory],
         )
 
@@ -44,6 +46,7 @@ def put_together(parts: Sequence[Noted], mine: Noted) -> Noted:
     return replace(
         mine,
         times_s={rank: times for part in aligned for rank, times in part.times_s.items()},
+        sent_bytes={rank: sent for part in aligned for rank, sent in part.sent_bytes.items()},
         memory=[sample for part in aligned for sample in part.memory],
     )
 

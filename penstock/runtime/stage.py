@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import BoundaryError, RecomputeError
+from penstock.model.entries import faithful_copy, lasts, make_entry, mark_lasting
 from penstock.model.layers import MODEL_INPUT, Step, Value, join_output
 from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stages import StagePlan
@@ -36,14 +37,13 @@ from .boundary import (
 )
 from .devices import StageDevice
 from .drawing import Drawing, LayerCall
-from .entries import Given, faithful_copy, make_entry
 from .leaves import claim_leaves
 from .memory import KeptBytes
 from .notes import backward_of, next_node_number, note_failure
-from .random_streams import RefuseRandomness
+from .random_streams import draws_again, refuse_draws
 from .recompute import Repeatable, Witness, dropping_graph
 from .replicas import Replicas
-from .run import FROM_CALLER, Activation, Gradient, Kept, Run
+from .run import FROM_CALLER, Activation, Given, Gradient, Kept, Run
 
 
 class Stage:
@@ -270,6 +270,7 @@ class Stage:
                 tuple(map(version_of, leaves)),
                 aliases.get(peer, frozenset()),
                 self.device.mark(),
+                frozenset([place for place, leaf in enumerate(leaves) if lasts(leaf)]),
             )
             for peer, leaves in kept.exported.items()
         }
@@ -291,6 +292,8 @@ class Stage:
                 kept.entries[peer].append(entry)
                 copied = run.with_grad and self._changes_input.get((peer, place), True)
                 inside.append(faithful_copy(entry.tensor) if copied else entry.tensor)
+                if place in activation.lasting:
+                    mark_lasting(inside[-1])
                 if run.with_grad:
                     alias = place in activation.aliases
                     given.append(
@@ -378,13 +381,16 @@ class Stage:
     ) -> None:
         kind = self.device.device.type
         under_autocast = not run.resumed and torch.is_autocast_enabled(kind)
-        if not (under_autocast or kept.reruns_in_backward):
+        if not (under_autocast or kept.reruns_in_backward or kept.draws_again):
             torch.autograd.backward(roots, gradients)
             return
         with ExitStack() as context:
             if under_autocast:  # operators take the types of their forwards; as torch advises
                 context.enter_context(torch.autocast(kind, enabled=False))
-            if kept.reruns_in_backward:
+            if kept.reruns_in_backward or kept.draws_again:
                 context.enter_context(separate_statistics(self.batch_norms, into=None))
-                context.enter_context(RefuseRandomness())  # type: ignore[no-untyped-call]  # torch
+                repeats = kept.draws_again and not kept.must_not_draw
+                context.enter_context(
+                    draws_again(self.device.device) if repeats else refuse_draws()
+                )
             torch.autograd.backward(roots, gradients)

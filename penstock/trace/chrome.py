@@ -53,6 +53,7 @@ def _threads(timeline: Timeline) -> Iterator[Event]:
 def _slices(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
     for span in timeline.spans:
         category, name, args = _description(span.instruction)
+        moved = {"bytes": span.num_bytes} if category == "send" else {}
         yield {
             "ph": "X",
             "pid": 0,
@@ -61,7 +62,7 @@ def _slices(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
             "name": name,
             "ts": to_us(span.start_s),
             "dur": to_us(span.end_s) - to_us(span.start_s),
-            "args": {"stage": span.instruction.stage, **args},
+            "args": {"stage": span.instruction.stage, **args, **moved},
         }
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.schedules.ir import Instruction, Schedule
 from penstock.schedules.text import instruction_to_text, parse_instruction
+from penstock.schedules.walk import sent_message
 
 if TYPE_CHECKING:
     from .breakdown import Breakdown
@@ -13,12 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One instruction on one rank, from `start_s` to `end_s` (seconds since the step began)."""
+    """One instruction on one rank, from `start_s` to `end_s` (seconds since the step began).
+
+    `num_bytes` are those of the tensors that a send takes along, as far as they are known.
+    """
 
     rank: int
     instruction: Instruction
     start_s: float
     end_s: float
+    num_bytes: int = 0
 
     @property
     def duration_s(self) -> float:
@@ -87,12 +92,24 @@ class Timeline:
             peak[sample.stage] = max(peak.get(sample.stage, 0), sample.kept_bytes)
         return peak
 
+    def moved_bytes(self) -> dict[tuple[int, int], int]:
+        """Bytes of all tensors sent from one stage to another: activations to the higher one,
+        gradients to the lower one.
+        """
+        moved: dict[tuple[int, int], int] = {}
+        for span in self.spans:
+            message = sent_message(span.instruction)
+            if message is not None:
+                _, source, target, _ = message
+                moved[source, target] = moved.get((source, target), 0) + span.num_bytes
+        return moved
+
     def to_json(self) -> str:
         """Write the timeline as one line of JSON; `Timeline.from_json` reads it back."""
         return json.dumps(
             {
                 "spans": [
-                    [s.rank, instruction_to_text(s.instruction), s.start_s, s.end_s]
+                    [s.rank, instruction_to_text(s.instruction), s.start_s, s.end_s, s.num_bytes]
                     for s in self.spans
                 ],
                 "memory": [[m.stage, m.time_s, m.kept_bytes] for m in self.memory],
@@ -106,7 +123,7 @@ class Timeline:
         data = json.loads(text)
         return cls(
             spans=tuple(
-                Span(r, parse_instruction(i), start, end) for r, i, start, end in data["spans"]
+                Span(rank, parse_instruction(text), *rest) for rank, text, *rest in data["spans"]
             ),
             memory=tuple(MemorySample(*row) for row in data["memory"]),
         )

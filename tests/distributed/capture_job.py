@@ -3,10 +3,9 @@
 import torch
 
 import penstock
-from penstock.model.ghost.capture import capture
-from penstock.model.ghost.layers import CapturedLayers
 from tests.any_models import REQUIRED, AnyModel
 from tests.capturing import BATCH, MICROBATCHES, assert_equal, gradients, loss, random_cut
+from tests.laws.test_capture_bytes import check_t5, check_unet
 
 
 def train_all(mesh: penstock.Mesh, names: list[str]) -> None:
@@ -37,7 +36,7 @@ def make(model: AnyModel, mesh: penstock.Mesh | None) -> penstock.Pipeline:
     """Make a pipeline over the mesh, or of one stage here."""
     made, inputs_of = model.make()
     made.train()
-    layers = CapturedLayers.of(capture(made, inputs_of(BATCH)))
+    layers = penstock.capture(made, inputs_of(BATCH), check=False)
     return penstock.Pipeline(
         layers,
         mesh=mesh,
@@ -47,3 +46,9 @@ def make(model: AnyModel, mesh: penstock.Mesh | None) -> penstock.Pipeline:
         schedule=penstock.schedules.one_f_one_b,
         threads_per_stage=1,
     )
+
+
+def check_bytes(mesh: penstock.Mesh) -> None:
+    """Compare what a U-Net and a T5 move with what lives at their cuts."""
+    check_unet(mesh)
+    check_t5(mesh)

@@ -20,3 +20,7 @@ def test_captured_models_in_two_processes(tmp_path: Path) -> None:
 def test_all_captured_models_in_processes(num_stages: int, tmp_path: Path) -> None:
     names = [model.name for model in REQUIRED]
     call(capture_job.train_all, (num_stages, 1), tmp_path, names=names)
+
+
+def test_four_processes_move_what_lives_at_the_cuts(tmp_path: Path) -> None:
+    call(capture_job.check_bytes, (4, 1), tmp_path)

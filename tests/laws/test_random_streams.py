@@ -231,17 +231,12 @@ class UserCheckpoint(nn.Module):
 
 @pytest.mark.parametrize("reentrant", (True, False))
 @pytest.mark.parametrize("way", WAYS)
-def test_a_users_own_checkpoint_around_dropout_is_right_or_refused(
-    reentrant: bool, way: dict[str, Any]
-) -> None:
+def test_a_users_own_checkpoint_around_dropout(reentrant: bool, way: dict[str, Any]) -> None:
     def layers() -> list[Any]:
         return [nn.Linear(6, 6), UserCheckpoint(reentrant=reentrant), nn.Linear(6, 3)]
 
     model = Model("checkpoint", layers, vectors, F.mse_loss)
-    try:
-        assert_trains_like_unsplit(model, 5, partition=(1, 1, 1), num_microbatches=2, **way)
-    except penstock.errors.RandomnessError as error:
-        assert "checkpoint" in str(error)
+    assert_trains_like_unsplit(model, 5, partition=(1, 1, 1), num_microbatches=2, **way)
 
 
 def test_dropout_that_stays_on_in_evaluation_does_not_depend_on_the_number_of_stages() -> None:

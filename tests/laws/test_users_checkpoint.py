@@ -51,9 +51,32 @@ def test_batch_norm_inside_moves_its_statistics_once(reentrant: bool, way: dict[
         assert torch.equal(inside, plain)
 
 
+class Between(nn.Module):
+    """Dropout on both sides of a checkpoint, and inside it, by a function and by a module."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        inside = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6))
+        self.inside = Checkpointed(inside, reentrant=reentrant)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.inside(F.dropout(x, 0.3, self.training))
+        return F.dropout(first + self.inside(first), 0.3, self.training)
+
+
 @REENTRANT
 @pytest.mark.parametrize("way", WAYS)
-def test_dropout_inside_is_refused_whenever_the_checkpoint_is_switched_on(
+def test_dropout_inside_is_drawn_again_as_it_was(reentrant: bool, way: dict[str, Any]) -> None:
+    def layers() -> list[Any]:
+        body = [nn.Linear(6, 6), Between(reentrant=reentrant), Between(reentrant=reentrant)]
+        return [*body, nn.Dropout(0.2), nn.Linear(6, 3)]
+
+    assert_trains_like_unsplit(model(layers), 7, partition=(2, 1, 2), num_microbatches=3, **way)
+
+
+@REENTRANT
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_that_is_switched_on_is_refused_once(
     reentrant: bool, way: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
@@ -61,13 +84,21 @@ def test_dropout_inside_is_refused_whenever_the_checkpoint_is_switched_on(
         nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), reentrant=reentrant, on=False
     )
     made = model(lambda: [nn.Linear(6, 6), inner, nn.Linear(6, 3)])
-    with pipeline(made, made.build(), num_stages=3, num_microbatches=3, **way) as pipe:
-        ((x, y),) = made.batches(9, count=1)
+    built = made.build()
+    ((x, y),) = made.batches(9, count=1)
+    with pipeline(made, built, num_stages=3, num_microbatches=3, **way) as pipe:
         for _ in range(3):
             pipe.train_step(x, y)
         inner.on = True
         with pytest.raises(penstock.errors.RandomnessError, match=r"torch\.utils\.checkpoint"):
             pipe.train_step(x, y)
+        found = []
+        for inner.on in (True, False):
+            pipe.zero_grad()
+            pipe.step = 7
+            pipe.train_step(x, y)
+            found.append([p.grad for p in pipe.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 class Attention(nn.Module):

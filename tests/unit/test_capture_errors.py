@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.errors import CutError, GlueError
-from penstock.model.ghost.capture import Captured, capture
 from penstock.model.ghost.layers import CapturedLayers
+from penstock.model.ghost.record_model import Captured, record_model
 
 WIDTH = 4
 
@@ -112,7 +112,7 @@ class UsesCache(Chain):
 
 def pipeline(model: nn.Module, **options: Any) -> penstock.Pipeline:
     return penstock.Pipeline(
-        CapturedLayers.of(capture(model, inputs())),
+        penstock.capture(model, inputs(), check=False),
         partition=[1, 1, 1],
         loss=nn.functional.mse_loss,
         threads_per_stage=1,
@@ -122,22 +122,22 @@ def pipeline(model: nn.Module, **options: Any) -> penstock.Pipeline:
 
 def test_too_few_blocks_are_named() -> None:
     with pytest.raises(CutError, match=r"4 stages asked, 3 block calls found: blocks\.0, blocks"):
-        penstock.Pipeline(CapturedLayers.of(capture(Chain(), inputs())), num_stages=4)
+        penstock.Pipeline(penstock.capture(Chain(), inputs(), check=False), num_stages=4)
 
 
 def test_a_pattern_that_fits_nothing_is_named() -> None:
     with pytest.raises(CutError, match=r"no module of Chain is called 'layers\.\*'; there are"):
-        capture(Chain(), inputs(), blocks=["layers.*"])
+        record_model(Chain(), inputs(), blocks=["layers.*"])
 
 
 def test_blocks_inside_each_other_are_refused() -> None:
     with pytest.raises(CutError, match=r"'blocks' and 'blocks\.0' inside it"):
-        capture(Chain(), inputs(), blocks=["blocks", "blocks.*"])
+        record_model(Chain(), inputs(), blocks=["blocks", "blocks.*"])
 
 
 def test_a_tensor_on_a_side_way_is_refused_where_it_is_met() -> None:
     with pytest.raises(CutError, match=r"made inside 'blocks\.0' reaches 'blocks\.1' through an"):
-        capture(Sideways(), inputs())
+        record_model(Sideways(), inputs())
 
 
 def test_code_that_goes_another_way_on_another_stage_is_refused() -> None:
@@ -147,23 +147,23 @@ def test_code_that_goes_another_way_on_another_stage_is_refused() -> None:
 
 def test_random_numbers_between_blocks_that_are_not_torchs_are_refused() -> None:
     with pytest.raises(CutError, match=r"Python's or NumPy's random numbers before 'blocks\.1'"):
-        capture(Drawing(), inputs())
+        record_model(Drawing(), inputs())
     inside = Chain()
     inside.blocks[1] = DrawingInside(WIDTH, WIDTH)
     state = random.getstate()
-    assert len(capture(inside, inputs()).calls) == 3
+    assert len(record_model(inside, inputs()).calls) == 3
     assert random.getstate() == state
 
 
 def test_code_that_cannot_be_followed_is_refused() -> None:
     with pytest.raises(GlueError, match=r"inside jit\.script, vmap or C\+\+, after 'blocks\.0'"):
-        capture(Mapped(), inputs())
+        record_model(Mapped(), inputs())
 
 
 def test_an_object_that_a_later_stage_uses_is_refused_there() -> None:
     model = UsesCache()
-    assert any("returns a Cache" in warning for warning in capture(model, inputs()).warnings)
-    with pipeline(model) as pipe, pytest.raises(CutError, match="gave a Cache, which a later"):
+    assert any("returns a Cache" in warning for warning in record_model(model, inputs()).warnings)
+    with pipeline(model) as pipe, pytest.raises(CutError, match="gave a Cache, which is used"):
         pipe.train_step(inputs(), inputs())
 
 
@@ -175,7 +175,7 @@ def test_without_values_a_branch_on_them_is_refused() -> None:
     with torch.device("meta"):
         model = Deciding()
     with pytest.raises(GlueError, match=r"asks for values at test_capture_errors\.py"):
-        capture(model, inputs())
+        record_model(model, inputs())
 
 
 class Collecting(Chain):
@@ -207,7 +207,7 @@ class IntoOut(Chain):
 @pytest.mark.parametrize("kind", [Collecting, Masking, IntoOut])
 def test_writing_into_what_each_stage_makes_for_itself_is_refused(kind: type[Chain]) -> None:
     with pytest.raises(CutError, match=r"writes a routed value into a tensor .*new_zeros"):
-        capture(kind(), inputs())
+        record_model(kind(), inputs())
 
 
 class Counting(Chain):
@@ -257,7 +257,7 @@ def test_state_that_changes_outside_blocks_is_refused(kind: type[Chain]) -> None
     model = kind()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with pytest.raises(CutError):
-        capture(model, inputs())
+        record_model(model, inputs())
     assert {n: b.tolist() for n, b in model.named_buffers()} == {
         n: b.tolist() for n, b in before.items()
     }
@@ -294,7 +294,7 @@ class OftenOrSeldom(Chain):
 
 
 def test_another_number_of_calls_than_with_the_example_is_refused() -> None:
-    layers = CapturedLayers.of(capture(OftenOrSeldom(), inputs(3)))
+    layers = penstock.capture(OftenOrSeldom(), inputs(3), check=False)
     for batch, message in ((5, "was not called so often"), (1, r"forward ended on stage \d of 4")):
         with (
             penstock.Pipeline(
@@ -458,7 +458,7 @@ def test_a_capture_leaves_the_model_as_it_was() -> None:
     model[1].eval()
     before = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
-    capture(whole, inputs())
+    record_model(whole, inputs())
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in model] == [True, False, True]
     for name, value in model.state_dict().items():
@@ -470,7 +470,7 @@ def test_a_capture_leaves_the_model_as_it_was() -> None:
 def test_a_model_without_values_is_captured_at_once() -> None:
     with torch.device("meta"):
         model = Chain()
-    captured: Captured = capture(model, inputs())
+    captured: Captured = record_model(model, inputs())
     assert captured.calls == (("blocks.0", 0), ("blocks.1", 0), ("blocks.2", 0))
     assert captured.live_bytes() == (3 * WIDTH * 4,) * 3
     assert CapturedLayers.of(captured).parameter_counts() == (WIDTH * (WIDTH + 1),) * 3

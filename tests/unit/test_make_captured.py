@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.model.ghost.capture import capture
 from penstock.model.ghost.layers import CapturedLayers, CapturedStage
+from penstock.model.ghost.record_model import record_model
 from penstock.model.make import move_or_make_all
 from penstock.model.stages import plan_stages
 from tests.any_models import REQUIRED
@@ -141,7 +141,7 @@ class Reset(Blocks):
 def on_meta(kind: Callable[[], nn.Module]) -> CapturedLayers:
     with torch.device("meta"):
         model = kind()
-    return CapturedLayers.of(capture(model, torch.zeros(2, 4)))
+    return CapturedLayers.of(record_model(model, torch.zeros(2, 4)))
 
 
 @pytest.mark.parametrize("kind", [Initialised, Reset])

@@ -1,7 +1,8 @@
 """Blocks: the modules whose calls a cut may lie before, and how their calls are noticed."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from penstock.errors import CutError
 
-from .ghost import CURRENT, Ghost, ghosts_in
+from .ghost import CURRENT, ghosts_in
 
 _LARGE_SHARE = 1 / 32
 """A module that holds lists of blocks is opened if it has more than so much of all parameters."""
@@ -107,15 +108,21 @@ def _some(names: Iterable[str]) -> str:
 _WATCHED: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def watch(blocks: Iterable[nn.Module]) -> None:
+def watch(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[int, str]:
     """Let each block's calls go to the pass that is under way; there is no other change.
 
     A block's class becomes a subclass of its own, with the same name.
+
+    Returns:
+        The blocks' names by the id of their module, and of other modules that are the same block.
     """
-    for block in blocks:
+    twins = getattr(model, "twins", lambda name: ())
+    modules = [(m, name) for name, block in blocks.items() for m in (block, *twins(name))]
+    for block, _ in modules:
         kind = type(block)
         if kind not in _WATCHED.values():
             block.__class__ = _WATCHED.setdefault(kind, _watched(kind))
+    return {id(module): name for module, name in modules}
 
 
 def original_class(module: nn.Module) -> type:
@@ -125,14 +132,13 @@ def original_class(module: nn.Module) -> type:
 
 
 def _watched(kind: type[nn.Module]) -> type[nn.Module]:
-    native: Callable[..., Any] = kind.__call__
-
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        native = kind.__call__  # looked up now: torch.export puts its own in its place
         current = CURRENT.get()
         if current is None or current.is_inside or not current.knows(self):
             return native(self, *args, **kwargs)
-        if not _observers(self):
-            return current.block_call(self, lambda *a, **k: native(self, *a, **k), args, kwargs)
+        if not self._forward_hooks or not _observers(self):
+            return current.block_call(self, partial(native, self), args, kwargs)
         return _observed_call(current, self, native, args, kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
@@ -171,11 +177,9 @@ def _observers(module: nn.Module) -> dict[int, _Outside]:
     """
     found = {}
     for number, hook in list(module._forward_hooks.items()):
-        if getattr(hook, "__module__", "").startswith(_PARTS_OF_BLOCKS) and not isinstance(
-            hook, _Outside
-        ):
-            continue
         if not isinstance(hook, _Outside):
+            if getattr(hook, "__module__", "").startswith(_PARTS_OF_BLOCKS):
+                continue
             hook = module._forward_hooks[number] = _Outside(hook)
         found[number] = hook
     return found
@@ -186,7 +190,7 @@ def _observed_call(
 ) -> Any:
     """Call a block, and its hooks on what stands for its result: so they run on every stage."""
     outside = _observers(module)
-    result = current.block_call(module, lambda *a, **k: native(module, *a, **k), args, kwargs)
+    result = current.block_call(module, partial(native, module), args, kwargs)
     for number, observer in outside.items():
         if number in module._forward_hooks_with_kwargs:
             changed = observer.hook(module, args, kwargs, result)
@@ -217,6 +221,3 @@ def _routed_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
 def watch_functions() -> None:
     """Let custom autograd functions go to the pass that is under way, where ghosts take part."""
     setattr(torch.autograd.Function, "apply", classmethod(_routed_apply))  # noqa: B010 - typed as one
-
-
-__all__ = ["Ghost", "find_blocks", "original_class", "watch", "watch_functions"]

@@ -1,19 +1,21 @@
 """A captured model cut into stages: who runs what, and what each sends to whom."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.model.pytree import Sealed
+
 from .blocks import watch
-from .capture import Captured
 from .inputs import ROUTED, routed
 from .passes import Perform, plainly
+from .record_model import Captured
 from .replay import Replay
 from .routes import holders, sends, stages_of_calls, stages_of_events
 from .tied import Tied, find_tensor, find_tied
-from .values import Header, ValueId
+from .values import EventKey, Header, Told, ValueId
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,30 +35,43 @@ class _Part:
     passed_on: tuple[ValueId, ...]
 
 
+_MOST_HEADERS = 64
+"""A stage that has seen so many different ones forgets them: sizes change with each batch."""
+
+
+class SealedHeader(Sealed):
+    """What happened on the stages before, as it travels; one object for micro-batches alike."""
+
+    def __init__(self, header: Header) -> None:
+        self.header = header
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What a stage told before, so that it can tell the same by the same objects."""
+
+    told: dict[EventKey, Told] = field(default_factory=dict)
+    headers: dict[tuple[int, ...], SealedHeader] = field(default_factory=dict)
+
+
 class Cut:
     """A captured model cut into stages."""
 
     def __init__(self, captured: Captured, partition: tuple[int, ...]) -> None:
         self.captured, self.partition = captured, partition
         self.stage_of = stages_of_calls(captured.calls, partition)
-        self.holders = holders(
-            [of_mode.events for of_mode in captured.recorded], self.stage_of, len(partition)
+        self._events = tuple(
+            placed
+            for of_mode in captured.recorded
+            for placed in stages_of_events(of_mode.events, self.stage_of, len(partition))
         )
-        self.tied = self._find_tied()
+        self.holders = holders(self._events)
+        self.tied = find_tied(captured.parameters, captured.names_in, self.stage_of, self._events)
         self.holders.update({tied.value: tied.stages for tied in self.tied})
         self.sends = sends(self.holders, len(partition))
         self._names: dict[int, str] = {}
         self._parts: dict[int, _Part] = {}
-
-    def _find_tied(self) -> tuple[Tied, ...]:
-        captured, num_stages = self.captured, len(self.partition)
-        on_stages = [
-            (event, stages[event.key])
-            for of_mode in captured.recorded
-            for stages in [stages_of_events(of_mode.events, self.stage_of, num_stages)]
-            for event in of_mode.events
-        ]
-        return find_tied(captured.parameters, captured.names_in, self.stage_of, on_stages)
+        self._seen: dict[int, _Seen] = {}
 
     @property
     def num_stages(self) -> int:
@@ -76,12 +91,11 @@ class Cut:
     def names(self) -> dict[int, str]:
         """The blocks by the id of their module; those of a copy are its own."""
         if not self._names:
-            watch(self.captured.blocks.values())
-            self._names = {id(module): name for name, module in self.captured.blocks.items()}
+            self._names = watch(self.captured.model, self.captured.blocks)
         return self._names
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_names": {}, "_parts": {}}
+        return {**self.__dict__, "_names": {}, "_parts": {}, "_seen": {}}
 
     def wanted(self, stage: int) -> frozenset[ValueId] | None:
         """Give the values that a stage sends on; None: whatever is alive."""
@@ -96,7 +110,7 @@ class Cut:
         header: Header,
         perform: Perform = plainly,
     ) -> Replay:
-        """Make the pass of a stage on one micro-batch; `run_stage` runs it."""
+        """Make the pass of a stage on one micro-batch; `run` runs it."""
         part = self._part(stage)
         return Replay(
             self.names,
@@ -110,13 +124,32 @@ class Cut:
             borrowers=part.borrowers,
             perform=perform,
             sees_all=self.captured.needs_all,
+            told_before=self._seen.setdefault(stage, _Seen()).told,
         )
 
-    def leaving(self, replay: Replay, stage: int) -> dict[ValueId, Tensor]:
-        """Give what a stage may send on after its pass: values, and parameters with them."""
+    def sealed(self, stage: int, header: Header) -> SealedHeader:
+        """Give a stage's header as it travels: the same object for the same events."""
+        headers = self._seen[stage].headers
+        found = headers.get(key := tuple(map(id, header.values())))
+        if found is None:
+            if len(headers) == _MOST_HEADERS:
+                headers.clear()
+            found = headers[key] = SealedHeader(header)
+        return found
+
+    def sent_on(self, replay: Replay, stage: int) -> dict[int, dict[ValueId, Tensor]]:
+        """Give what a stage sends to whom after its pass: values, and parameters with them."""
+        if stage == self.num_stages - 1:
+            return {}
         part = self._part(stage)
         passed_on = {value: replay.received[value] for value in part.passed_on}
-        return {**replay.leaving(), **part.lent, **passed_on}
+        leaving = {**replay.leaving(), **part.lent, **passed_on}
+        if self.captured.decides:
+            return {stage + 1: leaving}
+        return {
+            peer: {value: leaving[value] for value in values if value in leaving}
+            for peer, values in self.sends[stage].items()
+        }
 
     def _part(self, stage: int) -> _Part:
         """Give what is the same for every micro-batch of a stage."""
@@ -153,9 +186,7 @@ class Cut:
         captured, away = self.captured, {n for t in self.borrowed(stage) for n in t.names}
         blocks = dict.fromkeys(block for (block, _), at in self.stage_of.items() if at == stage)
         found = [name for block in blocks for name in captured.names_in(block)]
-        for of_mode in captured.recorded:
-            stages = stages_of_events(of_mode.events, self.stage_of, self.num_stages)
-            found += [n for e in of_mode.events if stages[e.key] == stage for n in e.parameters]
+        found += [name for event, at in self._events if at == stage for name in event.parameters]
         if stage == 0:  # what nobody uses must be somewhere
             found += self._unused
         first = {captured.parameters[name] for name in found if name not in away}
@@ -166,7 +197,7 @@ class Cut:
         """Names of the parameters that neither a block has nor code between blocks uses."""
         captured = self.captured
         used = {n for block in captured.blocks for n in captured.names_in(block)}
-        used |= {n for of_mode in captured.recorded for e in of_mode.events for n in e.parameters}
+        used |= {name for event, _ in self._events for name in event.parameters}
         first = {captured.parameters[name] for name in used}
         return [name for name, known_as in captured.parameters.items() if known_as not in first]
 

@@ -29,7 +29,7 @@ def routed(
         leaves, structure = flatten((args, kwargs))
         ghosts = [run.given(START, place, leaf) for place, leaf in enumerate(leaves)]
         told = Told("inputs", structure, tuple(ghost.info for ghost in ghosts), ())
-        run.header[START] = told
+        run.tell(START, told)
     else:
         ghosts = [run.stand_in(info) for info in told.infos]
     routed_args, routed_kwargs = unflatten(told.structure, ghosts)

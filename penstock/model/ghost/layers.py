@@ -8,15 +8,19 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import CutError, PartitionError
 from penstock.model.layers import MODEL_INPUT, Layers, Step, Value, check_sharing
 from penstock.model.make import move_or_make_all
-from penstock.model.pytree import Sealed
+from penstock.model.output_loss import output_loss
+from penstock.model.pytree import flatten
 from penstock.model.stages import Perform, StagePlan, plan_stages
 
-from .capture import Captured
-from .cut import Cut
+from .cut import Cut, SealedHeader
+from .describe import described
 from .inputs import ROUTED, as_call
 from .make import Part, move_or_make_parts
+from .record import without_opaque
+from .record_model import Captured
 from .tied import empty_buffers, release
 from .values import EventKey, Header, ValueId
 
@@ -24,19 +28,8 @@ OUTPUT: Value = (-2, 0)
 """The model's output."""
 
 
-class SealedHeader(Sealed):
-    """What happened on the stages before, as it travels."""
-
-    def __init__(self, header: Header) -> None:
-        self.header = header
-
-
-@dataclass(frozen=True, slots=True)
-class Bundle:
-    """What one stage hands to another: values by name; to the next one also what has happened."""
-
-    header: SealedHeader | None
-    values: dict[ValueId, Tensor]
+Bundle = tuple[SealedHeader | None, dict[ValueId, Tensor]]
+"""What one stage hands to another: values by name; to the next one also what has happened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +52,22 @@ class CapturedLayers(Layers):
         return (OUTPUT,)
 
     @property
-    def block_names(self) -> tuple[str, ...]:
-        return tuple(step.name for step in self.steps)
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        inside = {n for first, last in self.captured.together for n in range(first + 1, last + 1)}
+        starts = [index for index in range(len(self)) if index not in inside]
+        return tuple(zip(starts, [*starts[1:], len(self)], strict=True))
+
+    def check_enough(self, num_stages: int) -> None:
+        if num_stages > len(self.spans):
+            kept = f", cut into {len(self.spans)} by together=" if self.captured.together else ""
+            raise CutError(
+                f"{num_stages} stages asked, {len(self)} block calls found{kept}: "
+                f"{', '.join(step.name for step in self)}. Name finer blocks "
+                "(capture(..., blocks=['encoder.layer.*'])), or ask for fewer stages"
+            )
+
+    def __str__(self) -> str:
+        return described(self.captured, [step.name for step in self])
 
     @property
     def original(self) -> nn.Module:
@@ -79,19 +86,41 @@ class CapturedLayers(Layers):
                 empty_buffers(step.module)
 
     def check_sharing(self, stage_of: Sequence[int]) -> None:
-        """Refuse a buffer that blocks on different stages share; parameters are sent."""
+        """Refuse a buffer that blocks on different stages share; parameters are sent.
+
+        Raises:
+            PartitionError: there is one; or a cut lies between blocks that belong together.
+        """
         check_sharing(self, stage_of)
+        for first, last in self.captured.together:
+            if stage_of[first] != stage_of[last]:
+                raise PartitionError(
+                    f"the partition puts {self.steps[first].label} on stage {stage_of[first]} and "
+                    f"{self.steps[last].label} on stage {stage_of[last]}, which together= keeps "
+                    f"on one; let no stage begin at layers {first + 1} to {last}"
+                )
 
     def registered(self, holds: Callable[[int], bool]) -> dict[str, Any]:
         names = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
         return {name: getattr(self.captured.model, name) for name in names}
 
+    @property
+    def own_loss(self) -> Callable[[Any, Any], Tensor]:
+        return output_loss
+
     def own_modules(self) -> list[nn.Module]:
         return [self.captured.model]
 
-    def run(self, inputs: Any) -> Any:
+    def holders(self) -> list[tuple[str, nn.Module]]:
+        return [("", self.captured.model)]
+
+    def run(self, inputs: Any, perform: Perform | None = None) -> Any:
         args, kwargs = as_call(inputs)
-        return self.captured.model(*args, **kwargs)
+        if perform is None:
+            return self.captured.model(*args, **kwargs)
+        whole = Cut(self.captured, (len(self),))
+        performing = _performing(perform, self.steps, self.captured)
+        return without_opaque(whole.run(whole.replay(0, {}, {}, performing), args, kwargs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,37 +143,46 @@ class CapturedStage(StagePlan):
         received: dict[ValueId, Tensor] = {}
         header: Header = {}
         for bundles in self.imports.values():
-            for bundle in map(values.pop, bundles):
-                received.update(bundle.values)
-                if bundle.header is not None:
-                    header = bundle.header.header
-        args, kwargs = as_call(values[MODEL_INPUT]) if self.reads_input else ((), {})
-        replay = self.cut.replay(self.index, received, header, self._performing(perform))
+            for sealed, sent in map(values.pop, bundles):
+                received.update(sent)
+                if sealed is not None:
+                    header = sealed.header
+        args, kwargs = self._call(values[MODEL_INPUT]) if self.reads_input else ((), {})
+        performing = _performing(perform, self.steps, self.cut.captured)
+        replay = self.cut.replay(self.index, received, header, performing)
         output = self.cut.run(replay, args, kwargs)
         if self.output:
-            values[OUTPUT] = output
+            values[OUTPUT] = without_opaque(output)
             return
-        sealed = SealedHeader(replay.header)
-        leaving = self.cut.leaving(replay, self.index)
+        sent_on = self.cut.sent_on(replay, self.index)
         for peer, bundles in self.exports.items():
-            names = self.cut.sends[self.index].get(peer, ())
-            if self.cut.captured.decides:
-                names = tuple(leaving)
-            sent = {name: leaving[name] for name in names if name in leaving}
-            values[bundles[0]] = Bundle(sealed if peer == self.index + 1 else None, sent)
+            told = self.cut.sealed(self.index, replay.header) if peer == self.index + 1 else None
+            bundle: Bundle = told, sent_on.get(peer, {})
+            values[bundles[0]] = bundle
 
-    def _performing(self, perform: Perform) -> Any:
-        by_call = dict(zip(self._calls(), self.steps, strict=True))
+    def _call(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = as_call(inputs)
+        if self.cut.captured.inputs != ROUTED and self.cut.num_stages > 1:
+            wanting = [t for t in flatten((args, kwargs))[0] if t.requires_grad]
+            if wanting:
+                raise CutError(
+                    f"an input of shape {tuple(wanting[0].shape)} requires grad, and is given to "
+                    "every stage: its gradient would be in as many parts. Capture the model with "
+                    "inputs='first'"
+                )
+        return args, kwargs
 
-        def run_event(key: EventKey, function: Any) -> Any:
-            if key.number:
-                return perform(_between(key, len(self.cut.captured.calls)), function)
-            return perform(by_call[key.block, key.call], function)
 
-        return run_event
+def _performing(perform: Perform, steps: Sequence[Step], captured: Captured) -> Any:
+    """Let a pass run its calls and random operations by `perform`, as layers."""
+    by_call = {captured.calls[step.index]: step for step in steps}
 
-    def _calls(self) -> list[tuple[str, int]]:
-        return [self.cut.captured.calls[step.index] for step in self.steps]
+    def run_event(key: EventKey, function: Any) -> Any:
+        if key.number:
+            return perform(_between(key, len(captured.calls)), function)
+        return perform(by_call[key.block, key.call], function)
+
+    return run_event
 
 
 def _between(key: EventKey, num_calls: int) -> Step:

@@ -27,7 +27,7 @@ from penstock.model.make import (
     with_memory,
 )
 
-from .capture import Captured
+from .record_model import Captured
 
 
 @dataclass(frozen=True, slots=True)

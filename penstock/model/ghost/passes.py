@@ -8,19 +8,20 @@ anything else between blocks    no event                  runs on every stage al
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import CutError, GlueError
-from penstock.model.pytree import flatten, unflatten
+from penstock.model.pytree import Leaf, flatten, unflatten
 
-from .ghost import CURRENT, METADATA, QUESTIONS, Ghost, answer, ghosts_in, map_tensors
-from .values import START, EventKey, Header, Info, Told, ValueId, told_structure
+from .ghost import CURRENT, METADATA, PLAIN, QUESTIONS, Ghost, answer
+from .values import START, EventKey, Header, Info, Operation, Told, ValueId, told_structure
 
 Perform = Callable[[EventKey, Callable[[], Any]], Any]
 """(event, function) -> the function's result: how a block call or a random operation is run."""
@@ -34,6 +35,14 @@ RANDOM = frozenset(
     )
 )
 """Operations that draw: between blocks, too, they are events, so that only one stage draws."""
+
+
+@lru_cache(maxsize=4096)
+def draws(function: Any) -> bool:
+    """Tell whether an operation draws random numbers, or might."""
+    if isinstance(function, OpOverload):
+        return torch.Tag.nondeterministic_seeded in function.tags
+    return function in RANDOM
 
 
 def plainly(key: EventKey, function: Callable[[], Any]) -> Any:
@@ -65,6 +74,7 @@ class Pass(ABC):
         self.is_inside = False
         """Whether a block or an operation is run natively; nothing in it is an event."""
         self.header: Header = {}
+        self._refused: GlueError | None = None
 
     # -- what the model's forward comes by ----------------------------------------------------
 
@@ -78,9 +88,7 @@ class Pass(ABC):
                 return answer(function, args, kwargs)
             finally:
                 self.is_answering = False
-        key = self._next_key()
-        name = getattr(function, "__name__", str(function))
-        return self.event(key, name, function, args, kwargs)
+        return self.event(self._between(function, args, kwargs))
 
     def block_call(
         self, module: nn.Module, native: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
@@ -90,18 +98,11 @@ class Pass(ABC):
         key = EventKey(block, self._calls[block], 0)
         self._calls[block] += 1
         self._last, self._number = key, 0
-        return self.event(key, block, native, args, kwargs)
+        return self.event(Operation(key, block, native, args, kwargs))
 
     @abstractmethod
-    def event(
-        self,
-        key: EventKey,
-        name: str,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run an event, or replay it."""
+    def event(self, operation: Operation) -> Any:
+        """Run an operation, or replay it."""
 
     def knows(self, module: nn.Module) -> bool:
         """Whether a module is a block of this pass."""
@@ -115,6 +116,10 @@ class Pass(ABC):
                 return self.ended(model(*args, **kwargs))
             with _Everything(self):
                 return self.ended(model(*args, **kwargs))
+        except RuntimeError as error:
+            if self._refused is None or self._refused is error:
+                raise
+            raise self._refused from error  # a script says only that something failed
         finally:
             CURRENT.reset(token)
 
@@ -124,32 +129,24 @@ class Pass(ABC):
 
     # -- running an event ---------------------------------------------------------------------
 
-    def execute(
-        self,
-        key: EventKey,
-        name: str,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def execute(self, operation: Operation) -> Any:
         """Run an event on real tensors; give its result as ghosts, and note it in the header."""
-        ghosts = ghosts_in(args, kwargs)
-        versions = [_version(self.real(ghost)) for ghost in ghosts]
-        real_args, real_kwargs = self._unwrapped(args), self._unwrapped(kwargs)
-        others = [] if key.number == 0 else _versions_of_others(args, kwargs)
-        with self._natively(key):
-            if key.number == 0 or function in RANDOM:
-                result = self._perform(key, lambda: function(*real_args, **real_kwargs))
-            else:
-                result = function(*real_args, **real_kwargs)
-        for tensor, version in others:
+        key, name, function = operation[:3]
+        found: dict[int, Ghost] = {}
+        others: list[Tensor] = []
+        args = self._opened(operation.args, found, others)
+        kwargs = self._opened(operation.kwargs, found, others)
+        ghosts = list(found.values())
+        versions = [_version(ghost.here) for ghost in ghosts]
+        before = [_version(tensor) for tensor in others] if key.number else []
+        self.is_inside = True
+        try:
+            result = self._natively(key, function, partial(function, *args, **kwargs))
+        finally:
+            self.is_inside = False
+        for tensor, version in zip(others, before, strict=False):
             if _version(tensor) != version:
-                raise CutError(
-                    f"'{name}', {key}, writes a routed value into a tensor of shape "
-                    f"{tuple(tensor.shape)} that each stage makes for itself ({calling_line()}), "
-                    "so that the others would not see it. Make that tensor from a routed one "
-                    "(x.new_zeros(...)), or do this in an nn.Module with parameters"
-                )
+                raise _writes_into(tensor, operation)
         changed = self._note_changes(key, ghosts, versions)
         known = {id(ghost.here): ghost for ghost in ghosts}
         leaves, structure = flatten(result)
@@ -157,9 +154,21 @@ class Pass(ABC):
         for place, leaf in enumerate(leaves):
             ghost = leaf if type(leaf) is Ghost else known.get(id(leaf))
             given.append(self.given(key, place, leaf) if ghost is None else ghost)
-        infos = tuple(ghost.info for ghost in given)
-        self.header[key] = Told(name, told_structure(structure, key), infos, changed)
-        return unflatten(structure, given)
+        infos = tuple([ghost.info for ghost in given])
+        self.tell(key, Told(name, told_structure(structure, key), infos, changed))
+        return given[0] if type(structure) is Leaf else unflatten(structure, given)
+
+    def tell(self, key: EventKey, told: Told) -> None:
+        """Note what an event gave."""
+        self.header[key] = told
+
+    def _natively(
+        self, key: EventKey, function: Callable[..., Any], run: Callable[[], Any]
+    ) -> Any:
+        """Run a call of a block, or an operation; what draws is run as a layer is."""
+        if key.number == 0 or draws(function):
+            return self._perform(key, run)
+        return run()
 
     def given(self, key: EventKey, place: int, tensor: Tensor) -> Ghost:
         """Make the ghost of a tensor that an event gave."""
@@ -174,8 +183,32 @@ class Pass(ABC):
         assert ghost.here is not None
         return ghost.here
 
+    def _opened(self, value: Any, ghosts: dict[int, Ghost], others: list[Tensor]) -> Any:
+        """Put what they stand for in place of ghosts, anywhere in a value; note all tensors."""
+        kind = type(value)
+        if kind is Ghost:
+            ghosts.setdefault(id(value), value)
+            return self.real(value)
+        if kind in PLAIN:
+            return value
+        if kind is tuple:
+            return tuple([self._opened(part, ghosts, others) for part in value])
+        if kind is dict:
+            return {name: self._opened(part, ghosts, others) for name, part in value.items()}
+        if isinstance(value, Tensor):
+            others.append(value)
+            return self.instead_of(value)
+        leaves, structure = flatten(value)
+        if not leaves:
+            return value
+        return unflatten(structure, [self._opened(leaf, ghosts, others) for leaf in leaves])
+
     def _unwrapped(self, value: Any) -> Any:
-        return map_tensors(lambda t: self.real(t) if type(t) is Ghost else t, value)
+        return self._opened(value, {}, [])
+
+    def instead_of(self, tensor: Tensor) -> Tensor:
+        """Give what stands for a tensor that is no ghost."""
+        return tensor
 
     def _note_changes(
         self, key: EventKey, ghosts: list[Ghost], versions: list[int]
@@ -188,43 +221,38 @@ class Pass(ABC):
                 changed.append((number, ghost.info))
         return tuple(changed)
 
-    @contextmanager
-    def _natively(self, key: EventKey) -> Iterator[None]:
-        self.is_inside = True
-        try:
-            yield
-        finally:
-            self.is_inside = False
-
     # -- what concerns operations without ghosts ----------------------------------------------
 
-    def unrouted(
-        self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def unrouted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle an operation between blocks that no ghost takes part in."""
         if function not in QUESTIONS and function not in METADATA:
-            draws = function in RANDOM and not _does_nothing(function, args, kwargs)
-            if draws or any(id(t) in self._parameter_ids for t in flatten((args, kwargs))[0]):
-                name = getattr(function, "__name__", str(function))
-                return self.event(self._next_key(), name, function, args, kwargs)
+            random = draws(function) and not _does_nothing(function, args, kwargs)
+            if random or any(id(t) in self._parameter_ids for t in flatten((args, kwargs))[0]):
+                return self.event(self._between(function, args, kwargs))
         return function(*args, **kwargs)
 
     def inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle an operation inside a block or another operation."""
         return function(*args, **kwargs)
 
-    def _next_key(self) -> EventKey:
+    def _between(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Operation:
+        """Name an operation by the call before it."""
         self._number += 1
-        return EventKey(self._last.block, self._last.call, self._number)
+        key = EventKey(self._last.block, self._last.call, self._number)
+        name = getattr(function, "__name__", None) or str(function)
+        return Operation(key, name, function, args, kwargs)
 
     def below_torch_function(self, function: Any) -> GlueError:
         """Say that an operation was reached that passes cannot follow (E5)."""
         name = getattr(getattr(function, "overloadpacket", function), "__name__", str(function))
-        return GlueError(
+        self._refused = GlueError(
             f"aten.{name} reached a routed value inside jit.script, vmap or C++, after "
             f"{self._last} ({calling_line()}). Put that code into an nn.Module of its own and "
             "name it in blocks="
         )
+        return self._refused
 
 
 class _Everything(TorchFunctionMode):
@@ -240,13 +268,16 @@ class _Everything(TorchFunctionMode):
             return func(*args, **kwargs)
         if self._pass.is_inside:
             return self._pass.inside(func, args, kwargs)
-        return self._pass.unrouted(func, types, args, kwargs)
+        return self._pass.unrouted(func, args, kwargs)
 
 
-def _versions_of_others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, int]]:
-    """Give the tensors that are no ghosts, with their versions."""
-    leaves, _ = flatten((args, kwargs))
-    return [(leaf, _version(leaf)) for leaf in leaves if type(leaf) is not Ghost]
+def _writes_into(tensor: Tensor, operation: Operation) -> CutError:
+    return CutError(
+        f"'{operation.name}', {operation.key}, writes a routed value into a tensor of shape "
+        f"{tuple(tensor.shape)} that each stage makes for itself ({calling_line()}), so that the "
+        "others would not see it. Make that tensor from a routed one (x.new_zeros(...)), or do "
+        "this in an nn.Module with parameters"
+    )
 
 
 def _does_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -255,8 +286,8 @@ def _does_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return not kwargs.get("training", args[2] if len(args) > 2 else True)
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def calling_line() -> str:

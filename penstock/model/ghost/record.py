@@ -2,7 +2,7 @@
 
 import random
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError, GlueError
-from penstock.model.pytree import flatten
+from penstock.model.pytree import flatten, unflatten
 
 from .ghost import QUESTIONS, Ghost, ghosts_in, map_tensors
 from .passes import Pass, calling_line
-from .values import START, EventKey, Info, Told, ValueId, left_behind
+from .values import (
+    END,
+    START,
+    EventKey,
+    Info,
+    Operation,
+    Told,
+    ValueId,
+    left_behind,
+    told_structure,
+)
 
-END = EventKey("", 0, -1)
-"""What uses the values that the model gives."""
 _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
 
 
@@ -46,16 +54,22 @@ class Recording(Pass):
         names: the blocks, by the id of their module.
         parameters: names of the model's parameters, by id.
         on_meta: the model has no values; tensors join it on the meta device where they meet it.
+        together: blocks that will be on one stage, and may pass tensors on side ways.
 
     Raises:
         CutError: a tensor passes from block to block on a side way (E2).
     """
 
     def __init__(
-        self, names: Mapping[int, str], parameters: Mapping[int, str], *, on_meta: bool
+        self,
+        names: Mapping[int, str],
+        parameters: Mapping[int, str],
+        *,
+        on_meta: bool,
+        together: Sequence[Collection[str]] = (),
     ) -> None:
         super().__init__(names, parameters.keys(), sees_all=True)
-        self._parameters, self._on_meta = parameters, on_meta
+        self._parameters, self._on_meta, self._together = parameters, on_meta, together
         self.events: list[Event] = []
         self.infos: dict[ValueId, Info] = {}
         self.needs_all = False
@@ -72,16 +86,10 @@ class Recording(Pass):
         self.events.append(Event(START, told.name, (), gives, ()))
         self.infos.update((info.value, info) for info in told.infos)
 
-    def event(
-        self,
-        key: EventKey,
-        name: str,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def event(self, operation: Operation) -> Any:
         if self._on_meta:
-            function, args, kwargs = self._on_one_device(key, function, args, kwargs)
+            operation = self._on_one_device(operation)
+        key, name, _, args, kwargs = operation
         tensors = list(_tensors(args, kwargs))
         self._check_sideways([t for t in tensors if type(t) is not Ghost], key)
         ghosts = ghosts_in(args, kwargs)
@@ -90,7 +98,7 @@ class Recording(Pass):
             self._check_drawn(key)
         reals = (self.real(t) if type(t) is Ghost else t for t in tensors)
         self._given_in = frozenset(map(id, reals)), key
-        result = self.execute(key, name, function, args, kwargs)
+        result = self.execute(operation)
         if key.number == 0:
             self._outer_state = _random_states()
         told = self.header[key]
@@ -112,14 +120,12 @@ class Recording(Pass):
             self.needs_all = True
         return result
 
-    def unrouted(
-        self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def unrouted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = list(_tensors(args, kwargs))
         self._check_sideways(tensors, None)
         if self._on_meta and function not in QUESTIONS and any(t.is_meta for t in tensors):
             function, args, kwargs = _joined(function, args, kwargs)
-        return super().unrouted(function, types, args, kwargs)
+        return super().unrouted(function, args, kwargs)
 
     def given(self, key: EventKey, place: int, tensor: Tensor) -> Ghost:
         self._inner.pop(id(tensor), None)
@@ -159,12 +165,16 @@ class Recording(Pass):
             if found is None or found[0]() is not tensor or found[1] == user:
                 continue
             maker = found[1].block
-            where = f"'{user.block}'" if user is not None else "the code between blocks"
+            if user is not None and any({maker, user.block} <= set(g) for g in self._together):
+                continue
+            where, remedy = "the code between blocks", ""
+            if user is not None:
+                where = f"'{user.block}'"
+                remedy = f", or keep both on one stage: together=['{maker}', '{user.block}']"
             raise SideChannel(
                 f"a tensor made inside '{maker}' reaches {where} through an attribute, a global "
                 f"or a hook, not through a return value (first use: {calling_line()}). Return it "
-                f"from the block, or keep both on one stage: together=['{maker}', "
-                f"'{user.block if user is not None else '...'}']",
+                f"from the block{remedy}",
                 maker,
             )
 
@@ -183,17 +193,17 @@ class Recording(Pass):
 
     # -- without values -----------------------------------------------------------------------
 
-    def _on_one_device(
-        self, key: EventKey, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def _on_one_device(self, operation: Operation) -> Operation:
         """Bring the tensors of an event to the meta device, if one of them or the block is."""
+        key, _, function, args, kwargs = operation
         reals = [self.real(t) if type(t) is Ghost else t for t in _tensors(args, kwargs)]
-        if key.number == 0 or any(t.is_meta for t in reals):
-            for ghost in ghosts_in(args, kwargs):
-                if not self.real(ghost).is_meta:
-                    ghost.here = self.real(ghost).to("meta")
-            return _joined(function, args, kwargs)
-        return function, args, kwargs
+        if key.number and not any(t.is_meta for t in reals):
+            return operation
+        for ghost in ghosts_in(args, kwargs):
+            if not self.real(ghost).is_meta:
+                ghost.here = self.real(ghost).to("meta")
+        function, args, kwargs = _joined(function, args, kwargs)
+        return operation._replace(function=function, args=args, kwargs=kwargs)
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -206,6 +216,12 @@ class Recording(Pass):
                 f"none yet ({error}). Capture it with its weights, or with example inputs that do "
                 "not lead there"
             ) from error
+
+
+def without_opaque(output: Any) -> Any:
+    """Give a model's output without objects that only a part of the stages has filled."""
+    leaves, structure = flatten(output)
+    return unflatten(told_structure(structure, END), leaves)
 
 
 def _random_states() -> tuple[Any, ...]:

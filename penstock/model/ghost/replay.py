@@ -6,19 +6,18 @@ the next stage's block    the pass ends
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from penstock.errors import GlueError, RouteError
-from penstock.model.pytree import unflatten
+from penstock.model.pytree import Leaf, is_plain, unflatten
 
 from .ghost import Ghost, ghosts_in
 from .passes import Pass, Perform, calling_line, plainly
 from .tied import Lent
-from .values import EventKey, Header, ValueId
+from .values import EventKey, Header, Operation, Told, ValueId
 
 
 class _StageEnd(BaseException):
@@ -38,6 +37,7 @@ class Replay(Pass):
         wanted: values that later stages need; None keeps all that Python still refers to.
         lent: what was sent for parameters that have their home on another stage, by their id.
         borrowers: the blocks that use those.
+        told_before: what was told of each event in the passes before.
     """
 
     def __init__(  # noqa: PLR0913 - one argument for each line of its docstring
@@ -54,6 +54,7 @@ class Replay(Pass):
         borrowers: Collection[str] = (),
         perform: Perform = plainly,
         sees_all: bool = False,
+        told_before: dict[EventKey, Told] | None = None,
     ) -> None:
         super().__init__(names, parameters, perform=perform, sees_all=sees_all)
         self._stage, self._stage_of = stage, stage_of
@@ -62,10 +63,11 @@ class Replay(Pass):
         self.header = dict(header)
         self._lent = Lent(lent) if lent else None
         self._borrowers = borrowers
+        self._told_before = {} if told_before is None else told_before
         self._is_own = stage == 0
         self._held: dict[ValueId, Tensor] = dict(received)
         self._alive: list[weakref.ref[Ghost]] = []
-        self._doing = _START_TEXT
+        self._doing: Operation | str = "the model's first operation"
 
     def run(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Execute the stage's part; None where the stage is not the last one."""
@@ -80,14 +82,8 @@ class Replay(Pass):
             return {value: self._held[value] for value in self._wanted if value in self._held}
         return dict(self._leaving)
 
-    def event(
-        self,
-        key: EventKey,
-        name: str,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def event(self, operation: Operation) -> Any:
+        key = operation.key
         if key.number == 0:
             stage = self._stage_of.get((key.block, key.call))
             if stage is None:
@@ -99,9 +95,18 @@ class Replay(Pass):
                 self._end()
             self._is_own = self._is_own or stage == self._stage
         if not self._is_own:
-            return self._replay(key, name, args, kwargs)
-        self._doing = str(key) if key.number == 0 else f"'{name}', {key}"
-        return self.execute(key, name, function, args, kwargs)
+            return self._replay(operation)
+        self._doing = operation
+        return self.execute(operation)
+
+    def tell(self, key: EventKey, told: Told) -> None:
+        """Note what an event gave; as the same object, if it is what it gave before."""
+        before = self._told_before.get(key)
+        if before == told and is_plain(told.structure):
+            told = before
+        else:
+            self._told_before[key] = told
+        super().tell(key, told)
 
     def given(self, key: EventKey, place: int, tensor: Tensor) -> Ghost:
         ghost = super().given(key, place, tensor)
@@ -125,24 +130,29 @@ class Replay(Pass):
         """
         if ghost.here is None:
             raise RouteError(
-                f"stage {self._stage} needs {ghost.info.value} for {self._doing}, but the plan "
+                f"stage {self._stage} needs {ghost.info.value} for {self._what()}, but the plan "
                 "does not send it there: the model took another path than with the example "
                 "inputs. Give examples that take this path too"
             )
         return ghost.here
 
-    def _unwrapped(self, value: Any) -> Any:
-        real = super()._unwrapped(value)
-        return real if self._lent is None else self._lent.replaced(real)
+    def _what(self) -> str:
+        """Say what is being done."""
+        if isinstance(self._doing, str):
+            return self._doing
+        key, name = self._doing[:2]
+        return str(key) if key.number == 0 else f"'{name}', {key}"
 
-    @contextmanager
-    def _natively(self, key: EventKey) -> Iterator[None]:
-        with super()._natively(key):
-            if self._lent is None or key.number or key.block not in self._borrowers:
-                yield
-                return
-            with self._lent:
-                yield
+    def instead_of(self, tensor: Tensor) -> Tensor:
+        return tensor if self._lent is None else self._lent.sent.get(id(tensor), tensor)
+
+    def _natively(
+        self, key: EventKey, function: Callable[..., Any], run: Callable[[], Any]
+    ) -> Any:
+        if self._lent is None or key.number or key.block not in self._borrowers:
+            return super()._natively(key, function, run)
+        with self._lent:
+            return super()._natively(key, function, run)
 
     def _end(self) -> None:
         """Leave the model's forward, with what Python still refers to."""
@@ -163,10 +173,9 @@ class Replay(Pass):
             self._hold(ghosts[number])
         return changed
 
-    def _replay(
-        self, key: EventKey, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _replay(self, operation: Operation) -> Any:
         """Give what an event on another stage gave."""
+        key, name = operation[:2]
         told = self.header.get(key)
         if told is None or told.name != name:
             other = "nothing" if told is None else f"'{told.name}'"
@@ -178,7 +187,9 @@ class Replay(Pass):
             )
         ghosts: list[Ghost] = []
         if told.changed or any(info.value.event != key for info in told.infos):
-            ghosts = ghosts_in(args, kwargs)
+            ghosts = ghosts_in(operation.args, operation.kwargs)
+        elif type(told.structure) is Leaf:
+            return self.stand_in(told.infos[0])
         for number, info in told.changed:
             ghosts[number].info, ghosts[number].here = info, self.received.get(info.value)
         known = {ghost.info.value: ghost for ghost in ghosts}
@@ -193,6 +204,3 @@ class Replay(Pass):
         if ghost.here is not None and self._wanted is None:
             self._alive.append(weakref.ref(ghost))
         return ghost
-
-
-_START_TEXT = "the model's first operation"

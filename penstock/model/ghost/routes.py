@@ -3,11 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from .record import END, Event
-from .values import EventKey, ValueId
+from .record import Event
+from .values import END, ValueId
 
 Call = tuple[str, int]
 """A block's name and the number of its call."""
+Placed = tuple[Event, int]
+"""An event, and the stage that it is on."""
 
 
 def calls_of(events: Iterable[Event]) -> list[Call]:
@@ -23,29 +25,24 @@ def stages_of_calls(calls: Sequence[Call], partition: Sequence[int]) -> dict[Cal
 
 def stages_of_events(
     events: Iterable[Event], stage_of: Mapping[Call, int], num_stages: int
-) -> dict[EventKey, int]:
-    """Give the stage of each event: that of the last call before it."""
-    found, stage = {}, 0
+) -> list[Placed]:
+    """Give each event with its stage: that of the last call before it."""
+    found, stage = [], 0
     for event in events:
         if event.key == END:
             stage = num_stages - 1
         elif event.key.number == 0 and event.key.block:
             stage = max(stage, stage_of.get((event.key.block, event.key.call), stage))
-        found[event.key] = stage
+        found.append((event, stage))
     return found
 
 
-def holders(
-    recordings: Iterable[Sequence[Event]], stage_of: Mapping[Call, int], num_stages: int
-) -> dict[ValueId, tuple[int, ...]]:
+def holders(events: Iterable[Placed]) -> dict[ValueId, tuple[int, ...]]:
     """Give the stages that hold each value in any recording, its producer first."""
     found: dict[ValueId, set[int]] = {}
-    for events in recordings:
-        stages = stages_of_events(events, stage_of, num_stages)
-        for event in events:
-            stage = stages[event.key]
-            for value in (*event.gives, *event.uses, *(new for _, new in event.changes)):
-                found.setdefault(value, set()).add(stage)
+    for event, stage in events:
+        for value in (*event.gives, *event.uses, *(new for _, new in event.changes)):
+            found.setdefault(value, set()).add(stage)
     return {value: tuple(sorted(stages)) for value, stages in found.items()}
 
 

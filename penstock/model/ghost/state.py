@@ -33,7 +33,7 @@ def _version(value: Any) -> int:
 
 
 def put_back(before: dict[nn.Module, dict[str, Any]]) -> None:
-    """Give modules the attributes that they had; see `attributes`."""
+    """Give modules the attributes that they had; see `vars_of`."""
     for module, names in before.items():
         for name in set(vars(module)) - set(names):
             del module.__dict__[name]
@@ -45,7 +45,7 @@ def put_back(before: dict[nn.Module, dict[str, Any]]) -> None:
                 module.__dict__[name] = value
 
 
-def attributes(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
+def vars_of(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
     """Note the attributes of all modules."""
     return {
         module: {n: dict(v) if n in _DICTIONARIES else v for n, v in vars(module).items()}

@@ -18,8 +18,7 @@ from penstock.model.pytree import Sealed, flatten
 
 from .ghost import METADATA, QUESTIONS, map_tensors
 from .passes import calling_line
-from .record import Event
-from .routes import Call
+from .routes import Call, Placed
 from .values import EventKey, ValueId
 
 
@@ -44,18 +43,18 @@ def find_tied(
     parameters: Mapping[str, str],
     names_in: Callable[[str], Iterable[str]],
     stage_of: Mapping[Call, int],
-    stages: Iterable[tuple[Event, int]],
+    events: Iterable[Placed],
 ) -> tuple[Tied, ...]:
     """Find the parameters that blocks, or code between them, use on several stages.
 
     `parameters` gives the first name of each parameter by all of its names, `names_in` the names
-    in a block; `stages` are the recorded events with the stages they run on.
+    in a block.
     """
     users: dict[str, set[int]] = {}
     for (block, _), stage in stage_of.items():
         for name in names_in(block):
             users.setdefault(parameters[name], set()).add(stage)
-    for event, stage in stages:
+    for event, stage in events:
         for name in event.parameters:
             users.setdefault(parameters[name], set()).add(stage)
     return tuple(
@@ -129,17 +128,17 @@ class Lent(TorchFunctionMode):
 
     def __init__(self, sent: Mapping[int, Tensor]) -> None:
         super().__init__()
-        self._sent, self._with_grad = sent, torch.is_grad_enabled()
+        self.sent, self._with_grad = sent, torch.is_grad_enabled()
 
     def replaced(self, value: Any) -> Any:
         """Put what was sent for parameters into nested values."""
-        return map_tensors(lambda tensor: self._sent.get(id(tensor), tensor), value)
+        return map_tensors(lambda tensor: self.sent.get(id(tensor), tensor), value)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._with_grad and not torch.is_grad_enabled() and func not in QUESTIONS:
             leaves = flatten((args, kwargs))[0]
-            if any(id(leaf) in self._sent for leaf in leaves):
+            if any(id(leaf) in self.sent for leaf in leaves):
                 raise CutError(
                     f"a weight that several stages use is read without gradients "
                     f"({calling_line()}), as in a reentrant checkpoint, whose backward would read "

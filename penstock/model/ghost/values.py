@@ -1,7 +1,6 @@
 """Names for what happens between blocks, and what is known of a tensor without its values."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +31,8 @@ class EventKey(NamedTuple):
     number: int
 
     def __str__(self) -> str:
+        if self.number < 0:
+            return "the model"
         if self.block == START.block:
             place = "the start"
         else:
@@ -41,6 +42,18 @@ class EventKey(NamedTuple):
 
 START = EventKey("", 0, 0)
 """The model's own inputs, where they are routed."""
+END = EventKey("", 0, -1)
+"""What uses the values that the model gives."""
+
+
+class Operation(NamedTuple):
+    """What is about to happen: a call of a block, or an operation between blocks."""
+
+    key: EventKey
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class ValueId(NamedTuple):
@@ -58,8 +71,7 @@ class ValueId(NamedTuple):
         return f"output {self.place} of {self.event}" if self.place else f"output of {self.event}"
 
 
-@dataclass(frozen=True, slots=True)
-class Info:
+class Info(NamedTuple):
     """All of a tensor but its values; `strides` is None where the layout has none."""
 
     shape: tuple[int, ...]
@@ -73,7 +85,7 @@ class Info:
     def of(cls, tensor: Tensor, value: ValueId, device: torch.device | None = None) -> "Info":
         """Describe a tensor; `device` is where it will be if it is on the meta device now."""
         where = device if device is not None and tensor.is_meta else tensor.device
-        strides = tuple(tensor.stride()) if tensor.layout is torch.strided else None
+        strides = tensor.stride() if tensor.layout is torch.strided else None
         return cls(tuple(tensor.shape), strides, tensor.dtype, where, tensor.requires_grad, value)
 
     @property
@@ -85,8 +97,7 @@ class Info:
         return count * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(NamedTuple):
     """What other stages must know of an operation: its result without the tensors' values.
 
     `structure` has a place for each of `infos`; `changed` are the arguments that were changed in
@@ -130,9 +141,9 @@ class LeftBehind(Sealed):
 
     def _error(self) -> CutError:
         return CutError(
-            f"{self.maker} gave a {self.kind}, which a later stage uses; only tensors, numbers, "
-            "None, and tuples, lists, dicts and dataclasses of them cross stages. Switch it off "
-            "(use_cache=False, say), or keep its users on one stage"
+            f"{self.maker} gave a {self.kind}, which is used where it is not: only tensors, "
+            "numbers, None, and tuples, lists, dicts and dataclasses of them cross stages. Switch "
+            "it off (use_cache=False, say), or keep its users on one stage"
         )
 
 

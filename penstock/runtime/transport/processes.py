@@ -97,6 +97,13 @@ class _Peers(AbstractChannels):
             self._outgoing[key] = Outgoing(self._mesh, source, rank, channel)
         return self._outgoing[key]
 
+    def forget_lasting(self) -> None:
+        """Begin a run, or end one: what lasts as long as a run does is sent anew."""
+        for incoming in self._incoming.values():
+            incoming.forget_lasting()
+        for outgoing in self._outgoing.values():
+            outgoing.forget_lasting()
+
     def finish(self) -> None:
         """Wait until all that was sent has left."""
         sent, self._sent = self._sent, []
@@ -130,7 +137,7 @@ def _pack(payload: Activation | Gradient) -> Parcel:
     if isinstance(payload, Gradient):
         return Parcel(payload.leaves, None, is_plain=True)
     about = _About(payload.wants_grad, payload.structure, payload.aliases)
-    return Parcel(payload.leaves, about, is_plain=is_plain(payload.structure))
+    return Parcel(payload.leaves, about, is_plain(payload.structure), payload.lasting)
 
 
 def _unpack(parcel: Parcel) -> Activation | Gradient:
@@ -139,7 +146,9 @@ def _unpack(parcel: Parcel) -> Activation | Gradient:
     about: _About = parcel.about
     leaves = tuple(tensor for tensor in parcel.tensors if tensor is not None)
     versions = tuple(map(version_of, leaves))
-    return Activation(leaves, about.wants_grad, about.structure, versions, about.aliases)
+    return Activation(
+        leaves, about.wants_grad, about.structure, versions, about.aliases, lasting=parcel.lasting
+    )
 
 
 class ProcessTransport(AbstractTransport):
@@ -156,12 +165,14 @@ class ProcessTransport(AbstractTransport):
         executor = Executor(rank, program, work.stages, work.run, self._channels)
         num_threads = torch.get_num_threads()
         torch.set_num_threads(self._num_threads)
+        self._channels.forget_lasting()
         try:
             with work.caller.entered():
                 executor.execute_all()
             self._channels.finish()
         finally:
             torch.set_num_threads(num_threads)
+            self._channels.forget_lasting()
         executor.finish()
 
     def close(self) -> None:

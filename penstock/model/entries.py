@@ -1,24 +1,31 @@
 """How a tensor from another stage becomes a leaf of this stage's own autograd graph."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
-
-from .run import Entry
+from torch import Tensor, nn
 
 _CACHE_LINE_BYTES = 64
+_LASTING = "penstock_lasting"
 
 
-class Given(NamedTuple):
-    """A tensor given to the layers: where from, its version then, whether it is a copy."""
+@dataclass(slots=True)
+class Entry:
+    """A tensor that came into a stage, and the gradient that its backward pass found for it.
 
-    key: tuple[int, int]
+    `node` is the tensor's gradient accumulator, held because a hook on it puts the gradient into
+    `caught` exactly as the engine computed it; an accumulated `.grad` would be re-laid to the
+    tensor's strides.  The hook knows `caught` only, so nothing here forms a cycle.
+    """
+
     tensor: Tensor
-    version: int
-    copied: bool
-    is_alias: bool
-    sent: Tensor
+    node: Any = None
+    caught: list[Tensor | None] = field(default_factory=list)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        return self.caught[0] if self.caught else None
 
 
 def make_entry(tensor: Tensor, wants_grad: bool) -> Entry:
@@ -37,6 +44,16 @@ def make_entry(tensor: Tensor, wants_grad: bool) -> Entry:
 
     node.register_prehook(catch)
     return Entry(leaf, node, caught)
+
+
+def lasts(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a parameter, or one that was sent here."""
+    return isinstance(tensor, nn.Parameter) or hasattr(tensor, _LASTING)
+
+
+def mark_lasting(tensor: Tensor) -> None:
+    """Note that a tensor is a parameter of another stage."""
+    setattr(tensor, _LASTING, True)
 
 
 def faithful_copy(tensor: Tensor) -> Tensor:

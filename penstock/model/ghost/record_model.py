@@ -9,15 +9,17 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import CutError
+from penstock.model.state import attributes, keeping_values, tensors_at
 
 from .blocks import find_blocks, original_class, watch, watch_functions
+from .groups import Groups, find_groups, ranges_of
 from .inputs import EVERYWHERE, ROUTED, as_call, routed
 from .record import Event, Recording, SideChannel
-from .routes import Call, calls_of, holders
-from .state import attributes, check_unchanged, outer_state, put_back
+from .routes import Call, calls_of, holders, stages_of_events
+from .state import check_unchanged, outer_state, put_back, vars_of
 from .values import START, Info, ValueId
 
 
@@ -51,6 +53,10 @@ class Captured:
     """The first name of each parameter, by all of its names."""
     sizes: Mapping[str, int]
     """Values of each parameter, by its first name."""
+    together: tuple[tuple[int, int], ...] = ()
+    """First and last of calls that are to be on one stage; such ranges do not overlap."""
+    checked: str = "not checked"
+    """What a comparison with the model as it is has shown."""
 
     def parameter_counts(self) -> tuple[int, ...]:
         """Parameters of each call's block; one met before is not counted again."""
@@ -74,11 +80,12 @@ class Captured:
         )
 
 
-def capture(
+def record_model(
     model: nn.Module,
     example_inputs: Any,
     *,
     blocks: Sequence[str] | None = None,
+    together: Sequence[str] | Sequence[Sequence[str]] | None = None,
     inputs: str = ROUTED,
 ) -> Captured:
     """Run a model on example inputs, and note its block calls and the values between them.
@@ -91,6 +98,8 @@ def capture(
         example_inputs: what it is called with: a dict of keyword arguments, a tuple of positional
             ones, or a single value.
         blocks: patterns of names of modules that a cut may lie before; default: entries of lists.
+        together: names of blocks that are to be on one stage, with all that is called between
+            them; or several lists of such names.
         inputs: "first": the model's inputs are given to the first stage and travel on from there;
             "everywhere": every stage is given them.
 
@@ -109,7 +118,9 @@ def capture(
         if not found:
             raise CutError(f"{type(model).__name__} has no parameters, and so no blocks to cut at")
         try:
-            return _capture(model, found, args, kwargs, inputs, opened)
+            groups = find_groups(together, found)
+            recordings = _record(model, found, args, kwargs, inputs, groups)
+            return _captured(model, found, recordings, inputs, opened, groups)
         except SideChannel as error:
             kind = original_class(found[error.block])
             has_parts = any(True for _ in found[error.block].children())
@@ -118,22 +129,22 @@ def capture(
             opened.append(kind)
 
 
-def _capture(
+def _record(
     model: nn.Module,
     blocks: dict[str, nn.Module],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     inputs: str,
-    opened: Sequence[type],
-) -> Captured:
-    watch(blocks.values())
-    names = {id(module): name for name, module in blocks.items()}
+    groups: Groups,
+) -> dict[bool, Recording]:
+    """Run the model in training mode, True, and in evaluation mode."""
+    names = watch(model, blocks)
     parameters = {id(p): name for name, p in model.named_parameters()}
     on_meta = any(p.is_meta for p in model.parameters())
-    recordings = []
+    recordings = {}
     for training in (True, False):
-        recording = Recording(names, parameters, on_meta=on_meta)
-        with _as_it_was(model, training=training), torch.no_grad():
+        recording = Recording(names, parameters, on_meta=on_meta, together=groups)
+        with as_it_was(model, training=training), torch.no_grad():
             given = (args, kwargs)
             if inputs == ROUTED:
                 given = routed(recording, args, kwargs)
@@ -141,21 +152,32 @@ def _capture(
             before = outer_state(model, blocks.values())
             recording.run(model, *given)
             check_unchanged(before, outer_state(model, blocks.values()))
-        recordings.append((training, recording))
-    calls = list(dict.fromkeys(c for _, r in recordings for c in calls_of(r.events)))
-    if len(recordings) == 2:
-        calls = _merged(*(calls_of(r.events) for _, r in recordings))
+        recordings[training] = recording
+    return recordings
+
+
+def _captured(
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    recordings: dict[bool, Recording],
+    inputs: str,
+    opened: Sequence[type],
+    groups: Groups,
+) -> Captured:
+    found = list(recordings.values())
+    calls = _merged(*(calls_of(recording.events) for recording in found))
     return Captured(
         model,
         {name: blocks[name] for name in dict.fromkeys(name for name, _ in calls)},
         tuple(calls),
-        tuple(Recorded(t, tuple(r.events), dict(r.infos)) for t, r in recordings),
+        tuple(Recorded(t, tuple(r.events), dict(r.infos)) for t, r in recordings.items()),
         inputs,
-        decides=any(event.decides for _, r in recordings for event in r.events),
-        needs_all=any(r.needs_all for _, r in recordings),
-        warnings=tuple(_warnings([r for _, r in recordings], opened)),
+        decides=any(event.decides for recording in found for event in recording.events),
+        needs_all=any(recording.needs_all for recording in found),
+        warnings=tuple(_warnings(found, opened)),
         parameters=_first_names(model),
         sizes={name: parameter.numel() for name, parameter in model.named_parameters()},
+        together=ranges_of(groups, calls),
     )
 
 
@@ -195,28 +217,22 @@ def _warnings(recordings: Sequence[Recording], opened: Sequence[type]) -> Iterat
 def _crossing(recorded: Recorded, cut: int, calls: Sequence[Call]) -> int:
     """Sum the bytes of values that are given before a call and used at it or later."""
     stage_of = {call: int(place >= cut) for place, call in enumerate(calls)}
-    held = holders([recorded.events], stage_of, 2)
+    held = holders(stages_of_events(recorded.events, stage_of, 2))
     return sum(recorded.infos[value].num_bytes for value, at in held.items() if at == (0, 1))
 
 
 @contextmanager
-def _as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
+def as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Run the model in one mode, and leave it as it was: modes, buffers, random states."""
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    modules = list(model.modules())
     with ExitStack() as after:
         after.enter_context(warnings.catch_warnings())  # of a checkpoint that sees no gradients
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
         after.callback(random.setstate, random.getstate())
         after.callback(numpy.random.set_state, numpy.random.get_state())
-        after.callback(torch.set_rng_state, torch.get_rng_state())
-        after.callback(_put_back, buffers)
-        after.callback(put_back, attributes(model))
+        after.enter_context(torch.random.fork_rng(list(range(torch.cuda.device_count()))))
+        after.enter_context(keeping_values([*model.buffers(), *tensors_at(attributes(modules))]))
+        after.callback(put_back, vars_of(model))
         if model.training != training:
             model.train(training)
         yield
-
-
-def _put_back(buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)

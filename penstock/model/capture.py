@@ -1,0 +1,121 @@
+"""Any module as layers."""
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import ConfigError, CutError, ExportWarning
+
+from .ghost.exported import export
+from .ghost.inputs import ROUTED, as_call
+from .ghost.layers import CapturedLayers
+from .ghost.prove import prove_alike
+from .ghost.proven import prove_once
+from .ghost.record_model import record_model
+from .layers import Layer, Layers, as_layers
+
+RERUN, EXPORT = "rerun", "export"
+"""How a stage runs its part of a model."""
+Together = Sequence[str] | Sequence[Sequence[str]]
+
+
+def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
+    model: nn.Module,
+    example_inputs: Any,
+    blocks: Sequence[str] | None = None,
+    together: Together | None = None,
+    inputs: str = ROUTED,
+    *,
+    method: str = RERUN,
+    check: bool = True,
+) -> Layers:
+    """Give any module as layers that a pipeline can cut: the calls of its blocks, in order.
+
+    The model stays as it is, also its class, names and `state_dict`: each stage runs the model's
+    own Python, in which the blocks of other stages give placeholders.  It is run on the example
+    twice, in training and in evaluation mode; buffers, modes, gradients and random states are as
+    before.  A model on the meta device is captured without memory for its weights.
+
+    Printing the result gives a table: layer, block, parameters, live bytes before it, and below
+    it tied weights and warnings.
+
+    Args:
+        model: any module.
+        example_inputs: what it is called with: a mapping of keyword arguments, a tuple of
+            positional ones, or a single value.  Later batches may have other sizes.
+        blocks: patterns of names of modules ("encoder.layer.*") that a cut may lie before;
+            default: the entries of the model's lists, and other modules with parameters.
+        together: patterns of names of blocks that are to be on one stage, with all that is called
+            between them; or several lists of such patterns.
+        inputs: "first": the model's inputs are given to the first stage, and travel on to those
+            that use them; "everywhere": each stage is given them, and less travels.
+        method: "rerun": stages run the model's own Python; "export": they run what torch.export
+            makes of it, for models whose Python cannot be followed.  What is lost then is warned
+            of, and the graph is compared with the model in any case.
+        check: compare the cut model with the whole one on two samples of the example, outputs and
+            all gradients: once for a model, its code and library versions (the cache is in
+            `PENSTOCK_CACHE`, by default ~/.cache/penstock).  Of several processes the first one
+            does.  A model without values is not checked.
+
+    Raises:
+        CutError: the example does not fit the model's signature; a pattern fits nothing; a tensor
+            passes between blocks on a side way; the model keeps state outside its blocks.
+        GlueError: code between blocks cannot be followed.
+        CheckError: the cut model is not the model, or what was exported is not.
+    """
+    _check_signature(model, example_inputs)
+    if method not in (RERUN, EXPORT):
+        raise CutError(f"method={method!r}; choose {RERUN!r} or {EXPORT!r}")
+    if method == EXPORT:
+        model, blocks = _exported(model, example_inputs, blocks)
+    captured = record_model(model, example_inputs, blocks=blocks, together=together, inputs=inputs)
+    if check:
+        captured = replace(captured, checked=prove_once(captured, example_inputs))
+    return CapturedLayers.of(captured)
+
+
+def _exported(
+    model: nn.Module, example_inputs: Any, blocks: Sequence[str] | None
+) -> tuple[nn.Module, list[str]]:
+    """Replace a model by its graphs, if they are the model; warn of what they lack."""
+    exported, names, dropped = export(model, example_inputs, blocks)
+    prove_alike(model, exported, example_inputs)
+    text = "; ".join(dropped)
+    warnings.warn(f"{type(model).__name__} was exported: {text}", ExportWarning, stacklevel=3)
+    return exported, names
+
+
+def resolve_layers(model: Any, example_inputs: Any) -> Layers:
+    """Give layers for what a user calls a model: a list, a Sequential, layers, any module.
+
+    Raises:
+        ConfigError: it is any module, and there is no example to run it on; or is none of these.
+    """
+    is_chain = isinstance(model, nn.Sequential | nn.ModuleList | Sequence | Layer | Layers)
+    if is_chain or not isinstance(model, nn.Module):
+        return as_layers(model)
+    if example_inputs is None:
+        raise ConfigError(
+            f"{type(model).__name__} is no nn.Sequential: give example_inputs= too, a batch as "
+            "train_step is given; the model is run on it to see how its parts work together"
+        )
+    return capture(model, example_inputs)
+
+
+def _check_signature(model: nn.Module, example_inputs: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise CutError(f"capture takes an nn.Module, and was given a {type(model).__name__}")
+    args, kwargs = as_call(example_inputs)
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        given = [f"{len(args)} positional"] if args else []
+        raise CutError(
+            f"example_inputs ({', '.join([*given, *kwargs])}) do not fit "
+            f"{type(model).__name__}.forward{inspect.signature(model.forward)}: {error}. Give a "
+            "mapping of keyword arguments, a tuple of positional ones, or a single value"
+        ) from None

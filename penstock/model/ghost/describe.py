@@ -1,0 +1,48 @@
+"""A captured model as a table."""
+
+from collections.abc import Iterator, Sequence
+
+from penstock.model.layers import columns
+
+from .record_model import Captured
+
+_HEAD = ("layer", "block", "module", "parameters", "live bytes before")
+
+
+def described(captured: Captured, names: Sequence[str]) -> str:
+    """Give the table of a model's layers, one for each call of a block, and what is to be known.
+
+    *Live bytes before* is what would cross a cut before the layer, for the example inputs.
+    """
+    counts, live = captured.parameter_counts(), captured.live_bytes()
+    rows = [
+        (str(n), names[n], type(captured.blocks[block]).__name__, f"{counts[n]:,}", f"{live[n]:,}")
+        for n, (block, _) in enumerate(captured.calls)
+    ]
+    head = (
+        f"{type(captured.model).__name__}: {len(rows)} layers, "
+        f"{sum(captured.sizes.values()):,} parameters"
+    )
+    return "\n".join([head, *columns([_HEAD, *rows]), *_remarks(captured, names)])
+
+
+def _remarks(captured: Captured, names: Sequence[str]) -> Iterator[str]:
+    for names_of_one in _tied(captured):
+        yield f"tied: {' = '.join(names_of_one)}"
+    for first, last in captured.together:
+        yield f"together: {names[first]} to {names[last]}"
+    if captured.decides:
+        yield (
+            "decides: code between blocks looks at values, so that whatever is alive at a cut "
+            "crosses it"
+        )
+    for warning in captured.warnings:
+        yield f"warning: {warning}"
+    yield captured.checked
+
+
+def _tied(captured: Captured) -> list[list[str]]:
+    known_as: dict[str, list[str]] = {}
+    for name, first in captured.parameters.items():
+        known_as.setdefault(first, []).append(name)
+    return [names for names in known_as.values() if len(names) > 1]

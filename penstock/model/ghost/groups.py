@@ -1,0 +1,57 @@
+"""Blocks that are to be on one stage: `together`."""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from penstock.errors import CutError
+
+from .routes import Call
+
+Groups = tuple[frozenset[str], ...]
+"""Names of blocks that belong together."""
+
+
+def find_groups(
+    together: Sequence[str] | Sequence[Sequence[str]] | None, blocks: Collection[str]
+) -> Groups:
+    """Resolve patterns of names, in one list or in several, to the blocks that they fit.
+
+    Raises:
+        CutError: a pattern fits no block.
+    """
+    return tuple(frozenset(_matching(patterns, blocks)) for patterns in _lists(together or ()))
+
+
+def _lists(together: Sequence[str] | Sequence[Sequence[str]]) -> list[list[str]]:
+    alone = [entry for entry in together if isinstance(entry, str)]
+    several = [list(entry) for entry in together if not isinstance(entry, str)]
+    return [*([alone] if alone else []), *several]
+
+
+def _matching(patterns: Iterable[str], blocks: Collection[str]) -> Iterator[str]:
+    for pattern in patterns:
+        found = [
+            name
+            for name in blocks
+            if fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")  # opened since
+        ]
+        if not found:
+            raise CutError(
+                f"together names {pattern!r}, which fits no block; there are {', '.join(blocks)}"
+            )
+        yield from found
+
+
+def ranges_of(groups: Groups, calls: Sequence[Call]) -> tuple[tuple[int, int], ...]:
+    """Give the first and last call of each group; groups that overlap are one."""
+    found = []
+    for group in groups:
+        places = [place for place, (block, _) in enumerate(calls) if block in group]
+        if places:
+            found.append((places[0], places[-1]))
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(found):
+        if merged and first <= merged[-1][1]:
+            first, last = merged[-1][0], max(last, merged.pop()[1])
+        merged.append((first, last))
+    return tuple(merged)

@@ -1,0 +1,129 @@
+"""What was compared once is not compared again: each model found equal has a mark on disk.
+
+A mark holds for one model: its structure and recording, its source files and ours, and the version
+of torch.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import CheckError
+
+from .blocks import original_class
+from .prove import prove
+from .record_model import Captured
+
+_MOST_STAGES = 8
+
+
+def prove_once(captured: Captured, example_inputs: Any) -> str:
+    """Compare a cut model with the whole one, if that was not done before.
+
+    Returns:
+        What was found, in a sentence.
+
+    Raises:
+        CheckError: they differ; says where the recording was saved.
+    """
+    reason = _why_not(captured)
+    if reason is not None:
+        return f"not checked: {reason}"
+    mark = _mark(captured)
+    if mark is not None and mark.is_file():
+        return mark.read_text(encoding="utf-8")
+    try:
+        found = prove(captured, example_inputs, _partition(captured))
+    except CheckError as error:
+        error.add_note(f"the recording is saved for a report: {_save(captured)}")
+        raise
+    if mark is not None and found.startswith("checked"):
+        _write(mark, found)
+    return found
+
+
+def _why_not(captured: Captured) -> str | None:
+    parameters = list(captured.model.parameters())
+    if any(tensor.is_meta for tensor in (*parameters, *captured.model.buffers())):
+        return "the model has no values yet"
+    if len(captured.calls) < 2:
+        return "there is one block, and so no cut"
+    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
+        return "hooks on its gradients would run"
+    if dist.is_available() and dist.is_initialized() and dist.get_rank():
+        return "rank 0 does"
+    return None
+
+
+def _partition(captured: Captured) -> tuple[int, ...]:
+    """Cut into a few stages, of about as many calls each."""
+    inside = {n for first, last in captured.together for n in range(first + 1, last + 1)}
+    starts = [n for n in range(len(captured.calls)) if n not in inside]
+    num_stages = min(_MOST_STAGES, len(starts))
+    chosen = [starts[stage * len(starts) // num_stages] for stage in range(num_stages)]
+    return tuple(
+        end - start for start, end in zip(chosen, [*chosen[1:], len(captured.calls)], strict=True)
+    )
+
+
+def _mark(captured: Captured) -> Path | None:
+    """Name the file that marks this model; None where its source cannot be known."""
+    digest = sha256()
+    try:
+        for fact in _facts(captured):
+            digest.update(f"{fact}\n".encode())
+    except OSError:
+        return None
+    home = os.environ.get("PENSTOCK_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    folder = Path(home) if home else Path.home() / ".cache"
+    return folder / "penstock" / "checked" / f"{digest.hexdigest()}.txt"
+
+
+def _facts(captured: Captured) -> Iterator[object]:
+    yield from (torch.__version__, captured.inputs, captured.calls)
+    yield from (captured.parameters, captured.sizes, captured.together)
+    for of_mode in captured.recorded:
+        yield of_mode.events
+        yield sorted((str(value), str(info)) for value, info in of_mode.infos.items())
+    for path, module in captured.model.named_modules():
+        kind = original_class(module)
+        yield path, kind.__module__, kind.__qualname__, module.extra_repr()
+    modules = {original_class(module).__module__ for module in captured.model.modules()}
+    for name in sorted(modules):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is None:
+            raise FileNotFoundError(name)
+        yield name, _state_of(Path(file))
+    yield from map(_state_of, sorted(Path(__file__).parent.glob("*.py")))
+
+
+def _state_of(file: Path) -> tuple[str, int, int]:
+    stat = file.stat()
+    return str(file), stat.st_size, stat.st_mtime_ns
+
+
+def _write(mark: Path, found: str) -> None:
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=mark.parent, delete=False
+        ) as file:
+            file.write(found)
+        Path(file.name).replace(mark)
+    except OSError:  # a folder that cannot be written to costs a second check, no more
+        return
+
+
+def _save(captured: Captured) -> str:
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", prefix="penstock-check-", suffix=".txt", delete=False
+    ) as file:
+        file.writelines(f"{fact}\n" for fact in _facts(captured))
+    return file.name

@@ -1,0 +1,207 @@
+"""Any module goes into a pipeline as it is: with labels, keywords, and inputs on every stage."""
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock import Pipeline
+from penstock.errors import CheckError, ConfigError, CutError, PartitionError
+from tests.any_models import REQUIRED, AnyModel
+from tests.capturing import assert_equal, gradients
+
+BY_NAME = {model.name: model for model in REQUIRED}
+WITH_LABELS = ("gpt2", "llama, tied", "bert", "t5")
+
+
+def labelled(model: AnyModel, batch: int) -> tuple[nn.Module, dict[str, Any]]:
+    made, inputs_of = model.make()
+    inputs = inputs_of(batch)
+    labels = inputs.get("decoder_input_ids", inputs["input_ids"]).clone()
+    labels[:, :2] = -100
+    labels[0, :4] = -100
+    return made.eval(), {**inputs, "labels": labels}
+
+
+def real_tokens(batch: dict[str, Tensor]) -> Tensor:
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
+def weighed_losses(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """Run the model on halves of a batch; add up their losses by the tokens that count."""
+    halves = [
+        {name: v[start : start + 2] if isinstance(v, Tensor) else v for name, v in batch.items()}
+        for start in (0, 2)
+    ]
+    counts = [float(real_tokens(half)) for half in halves]
+    total = torch.zeros(())
+    for half, count in zip(halves, counts, strict=True):
+        loss, share = model(**half).loss, count / sum(counts)
+        if loss.requires_grad:
+            torch.autograd.backward(loss, torch.full_like(loss, share))
+        total = total + loss.detach() * share
+    return total
+
+
+@pytest.mark.parametrize("name", WITH_LABELS)
+def test_a_model_that_computes_its_own_loss_is_trained_from_labels(name: str) -> None:
+    model, batch = labelled(BY_NAME[name], 4)
+    whole = copy.deepcopy(model)
+    trained = weighed_losses(whole, batch)
+    with torch.no_grad():
+        evaluated = weighed_losses(whole, batch)
+    with Pipeline(
+        model,
+        num_stages=3,
+        example_inputs=batch,
+        num_microbatches=2,
+        reduction=real_tokens,
+        threads_per_stage=1,
+    ) as pipe:
+        assert torch.equal(pipe.train_step(batch), trained)
+        assert_equal(gradients(model), gradients(whole))
+        assert torch.equal(pipe.eval_step(batch).loss, evaluated)
+        model.zero_grad()
+        outputs = pipe(batch)
+        assert torch.equal(outputs.loss, trained)
+        outputs.loss.backward()
+        assert_equal(gradients(model), gradients(whole))
+
+
+def test_a_pipeline_of_a_captured_model_is_checked_against_the_whole_one() -> None:
+    model, batch = labelled(BY_NAME["gpt2"], 4)
+    before = copy.deepcopy(model.state_dict())
+    report = penstock.check(model.train(), batch, num_stages=3, num_microbatches=2)
+    assert report.equal, str(report)
+    assert {"loss", "gradient", "output"} <= {row.kind for row in report.rows}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Noisy(nn.Linear):
+    """Adds to what it computes a number that is another one each time."""
+
+    numbers = itertools.count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + next(self.numbers)
+
+
+def stack(*layers: nn.Module) -> nn.Module:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(layers)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for part in self.parts:
+                x = x + part(x)
+            return x
+
+    return Stack()
+
+
+def test_a_model_that_gives_other_bits_each_time_is_not_called_checked() -> None:
+    layers = penstock.capture(stack(nn.Linear(4, 4), Noisy(4, 4)), torch.randn(2, 4))
+    assert "not checked: the model gives other bits each time" in str(layers)
+
+
+class Wrong(nn.Linear):
+    """Reads what the block before it left behind, by a way that no recording sees."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(x._version + x.requires_grad)
+
+
+def test_a_cut_model_that_is_not_the_model_is_refused() -> None:
+    with pytest.raises(CheckError, match=r"(output|gradient).* differs by"):
+        penstock.capture(stack(nn.Linear(4, 4), Wrong(4, 4)), torch.randn(2, 4))
+
+
+def test_what_was_checked_once_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.model.ghost import proven
+
+    calls = []
+
+    def counting(*args: Any) -> str:
+        calls.append(args)
+        return "checked: it was"
+
+    monkeypatch.setattr(proven, "prove", counting)
+    for width in (4, 4, 6):
+        model = stack(nn.Linear(width, width), nn.Linear(width, width))
+        layers = penstock.capture(model, torch.randn(2, width), check=width > 0)
+        assert "checked: it was" in str(layers)
+    assert len(calls) == 2
+    assert "not checked" in str(penstock.capture(model, torch.randn(2, width), check=False))
+
+
+def test_blocks_that_belong_together_stay_on_one_stage() -> None:
+    model = stack(*(nn.Linear(4, 4) for _ in range(5)))
+    layers = penstock.capture(model, torch.randn(2, 4), together=["parts.1", "parts.3"])
+    for num_stages, expected in ((2, None), (3, (1, 3, 1))):
+        with Pipeline(layers, num_stages=num_stages, threads_per_stage=1) as pipe:
+            assert expected in (None, pipe.partition)
+            assert sum(pipe.partition[:1]) not in (2, 3)
+    with pytest.raises(CutError, match="4 stages asked, 5 block calls found, cut into 3"):
+        Pipeline(layers, num_stages=4)
+    with pytest.raises(PartitionError, match="which together= keeps on one"):
+        Pipeline(layers, partition=[2, 3])
+    with pytest.raises(CutError, match="names 'heads', which fits no block"):
+        penstock.capture(model, torch.randn(2, 4), together=["heads"])
+
+
+def test_inputs_that_every_stage_is_given_do_not_travel() -> None:
+    model, batch = labelled(BY_NAME["gpt2"], 4)
+    whole = copy.deepcopy(model)
+    loss = whole(**batch).loss
+    loss.backward()
+    layers = penstock.capture(model, batch, inputs="everywhere")
+    with Pipeline(layers, num_stages=4, threads_per_stage=1) as pipe:
+        assert torch.equal(pipe.train_step(batch), loss.detach())
+        assert_equal(gradients(model), gradients(whole))
+    chain = stack(nn.Linear(4, 4), nn.Linear(4, 4))
+    layers = penstock.capture(chain, torch.randn(2, 4), inputs="everywhere")
+    with (
+        Pipeline(layers, num_stages=2, loss=lambda y, _: y.sum(), threads_per_stage=1) as pipe,
+        pytest.raises(CutError, match="requires grad, and is given to every stage"),
+    ):
+        pipe.train_step(torch.randn(2, 4, requires_grad=True))
+
+
+def test_what_does_not_fit_is_said_before_anything_runs() -> None:
+    model, batch = labelled(BY_NAME["bert"], 2)
+    with pytest.raises(ConfigError, match=r"is no nn.Sequential: give example_inputs"):
+        Pipeline(model, num_stages=2)
+    with pytest.raises(CutError, match="missing a required argument: 'x'"):
+        penstock.capture(stack(nn.Linear(4, 4)), {})
+    with pytest.raises(CutError, match="and was given a list"):
+        penstock.capture([nn.Linear(4, 4)], torch.randn(2, 4))  # type: ignore[arg-type]
+    with pytest.raises(CutError, match=r"inputs='all'; choose 'first' or 'everywhere'"):
+        penstock.capture(model, batch, inputs="all")
+    batch.pop("labels")
+    with (
+        Pipeline(model, num_stages=2, example_inputs=batch, threads_per_stage=1) as pipe,
+        pytest.raises(ConfigError, match=r"MaskedLMOutput of logits, has no loss\. Give"),
+    ):
+        pipe.train_step(batch)
+
+
+def test_a_cache_among_the_outputs_is_not_given_half_filled() -> None:
+    model, batch = labelled(BY_NAME["llama"], 2)
+    with Pipeline(model, num_stages=2, example_inputs=batch, threads_per_stage=1) as pipe:
+        outputs = pipe.eval_step({**batch, "use_cache": True})
+    with pytest.raises(CutError, match="the model gave a DynamicCache, which is used where it is"):
+        outputs.past_key_values.get_seq_length()
+
+
+def test_a_captured_model_prints_as_a_table() -> None:
+    model, batch = labelled(BY_NAME["llama, tied"], 2)
+    lines = str(penstock.capture(model, batch)).splitlines()
+    assert lines[0].startswith("LlamaForCausalLM: 8 layers, ")
+    assert lines[1].split("  ")[0] == "layer"
+    assert "tied: model.embed_tokens.weight = lm_head.weight" in lines
+    assert lines[-1].startswith("checked: outputs and gradients over 8 stages are the model's")
