@@ -74,7 +74,7 @@ def load(path: Path, module: nn.Module, original: nn.Module, mesh: Mesh | None) 
 def load_and_tell(
     path: str | os.PathLike[str] | None, module: nn.Module, original: nn.Module, mesh: Mesh | None
 ) -> None:
-    """Load like `load`, if a folder is given; warn on the first rank of tensors without a place."""
+    """Load like `load`, if there is a folder; warn on rank 0 of tensors without a place."""
     unknown = load(Path(path), module, original, mesh) if path is not None else ()
     if unknown and (mesh is None or mesh.is_first_rank):
         warnings.warn(f"{path}: {_unplaced(unknown)}", stacklevel=3)
