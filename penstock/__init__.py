@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from .checkpoint import async_save_checkpoint as async_save_checkpoint
     from .checkpoint import export_model as export_model
     from .checkpoint import load_checkpoint as load_checkpoint
+    from .checkpoint import load_pretrained as load_pretrained
     from .checkpoint import save_checkpoint as save_checkpoint
+    from .checkpoint import save_pretrained as save_pretrained
     from .clip import clip_grad_norm_ as clip_grad_norm_
     from .equality import CheckReport as CheckReport
     from .equality import check as check
@@ -52,7 +54,9 @@ _HOME = {
     "export_model": "penstock.checkpoint",
     "init_mesh": "penstock.mesh",
     "load_checkpoint": "penstock.checkpoint",
+    "load_pretrained": "penstock.checkpoint",
     "save_checkpoint": "penstock.checkpoint",
+    "save_pretrained": "penstock.checkpoint",
     "zero_optimizer": "penstock.zero",
 }
 
@@ -76,7 +80,9 @@ __all__ = [
     "export_model",
     "init_mesh",
     "load_checkpoint",
+    "load_pretrained",
     "save_checkpoint",
+    "save_pretrained",
     "schedules",
     "zero_optimizer",
 ]

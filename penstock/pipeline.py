@@ -1,6 +1,8 @@
 """The front door: a model as a pipeline."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +20,11 @@ from penstock.arguments import (
     stages_of_mesh,
 )
 from penstock.cut import Cut
-from penstock.errors import ConfigError, RandomnessError
+from penstock.errors import ConfigError
 from penstock.mesh import Mesh
 from penstock.model.capture import resolve_layers
 from penstock.model.layers import Layer, Layers
+from penstock.pretrained import load_and_tell
 from penstock.runtime.caller import CallerContext
 from penstock.runtime.crew import Batch
 from penstock.runtime.devices import num_cores
@@ -30,7 +33,6 @@ from penstock.runtime.handshake import Call
 from penstock.runtime.input_gradients import accumulate_into_inputs
 from penstock.runtime.microbatches import first_microbatch, gather
 from penstock.runtime.module_form import run_as_module
-from penstock.runtime.random_streams import rewound_default_generators
 from penstock.runtime.record import Record
 from penstock.runtime.run import Run
 from penstock.schedules.gpipe import gpipe
@@ -81,10 +83,12 @@ class Pipeline(nn.Module):
             lose their memory (they move to the meta device).  Layers built on the meta device get
             values where they run, from their `reset_parameters` and `seed`.
         batch_norm_over_replicas: pool BatchNorm's moments over the replicas of the mesh too.
+        weights: a folder to load, as by `load_pretrained`, instead of drawing values.
 
     Raises:
         ConfigError: an argument cannot work.
         PartitionError: the layers cannot be cut as asked.
+        CheckpointError: `weights` are not this model's.
     """
 
     def __init__(  # noqa: PLR0913 - the front door: each a keyword with a default
@@ -107,6 +111,7 @@ class Pipeline(nn.Module):
         timeout_s: float = 600.0,
         mesh: Mesh | None = None,
         batch_norm_over_replicas: bool = False,
+        weights: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         self._layers, self._mesh = resolve_layers(layers, example_inputs), mesh
@@ -125,6 +130,7 @@ class Pipeline(nn.Module):
             num_threads=check_count("threads_per_stage", threads),
             timeout_s=timeout_s,
             seed=seed,
+            draws=weights is None,
             mesh=mesh,
             pools_statistics=batch_norm_over_replicas,
         )
@@ -147,8 +153,10 @@ class Pipeline(nn.Module):
             with self._engine.crew.reporting():
                 self._cut.settle(mesh, first_microbatch(example_inputs, num_microbatches), facts)
             devices = mesh.device
-        self._engine.cut(self._cut.partition, resolve_devices(devices, ranks))
-        self.__dict__.update(self._layers.registered(self._engine.holds))
+        with self._engine.crew.reporting():
+            self._engine.cut(self._cut.partition, resolve_devices(devices, ranks))
+            self.__dict__.update(self._layers.registered(self._engine.holds))
+            load_and_tell(weights, self, self.original, mesh)
         self._measure_once(first_microbatch(example_inputs, num_microbatches))
 
     # -- what it is -----------------------------------------------------------------------------
@@ -162,6 +170,11 @@ class Pipeline(nn.Module):
     def mesh(self) -> Mesh | None:
         """Who runs what, if that was given."""
         return self._mesh
+
+    @property
+    def original(self) -> nn.Module:
+        """The model that was captured; this pipeline itself if it was given layers."""
+        return self._layers.original or self
 
     @property
     def num_microbatches(self) -> int:
@@ -336,26 +349,15 @@ class Pipeline(nn.Module):
     def _outputs(self, inputs: Any) -> Any:
         crew = self._engine.crew
         with crew.reporting():
-            call = Call(self._num_microbatches, self._objective.reduction)
-            batch = crew.cut(inputs, None, call)
-            try:
-                with rewound_default_generators(self.devices):
-                    run = self._drive_evaluation(batch, trusting=not crew.is_several)
-            except RandomnessError:  # a layer draws in evaluation mode: look at each as it runs
-                if crew.is_several:
-                    raise
-                run = self._drive_evaluation(batch, trusting=False)
+            batch = crew.cut(inputs, None, Call(self._num_microbatches, self._objective.reduction))
+            run = self._engine.evaluate(
+                partial(self._new_run, "eval", self._evaluations, batch, with_grad=False)
+            )
             self._evaluations += 1
             with torch.no_grad():
                 parts = [run.outputs[i] for i in range(len(batch.sizes)) if i in run.outputs]
                 weigh = batch.output_weights
                 return crew.outputs(gather(parts, batch.sizes, weigh) if parts else None)
-
-    def _drive_evaluation(self, batch: Batch, *, trusting: bool) -> Run:
-        run = self._new_run("eval", self._evaluations, batch, with_grad=False)
-        run.trusts_evaluation = trusting
-        self._engine.drive(run, Mode.EVAL)
-        return run
 
     # -- inside ---------------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +70,29 @@ def refuse_existing(path: Path) -> None:
 def _write_and_rename(
     path: Path, tensors: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]
 ) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(
-        tempfile.mkdtemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent)
-    )
-    try:
+    with unfinished_folder(path) as unfinished:
         for name, content in tensors.items():
             save_file(dict(content), unfinished / name)
         finish_folder(unfinished, path, facts, {})
+
+
+@contextmanager
+def unfinished_folder(path: Path) -> Iterator[Path]:
+    """Give a folder with a hidden name beside `path`; it is deleted if anything goes wrong."""
+    unfinished = make_unfinished(path)
+    try:
+        yield unfinished
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
+
+
+def make_unfinished(path: Path) -> Path:
+    """Make a folder with a hidden name beside `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = tempfile.mkdtemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent)
+    Path(made).chmod(0o755)  # mkdtemp makes it private; other processes may be other hosts'
+    return Path(made)
 
 
 def finish_folder(
@@ -93,20 +106,34 @@ def finish_folder(
     files = sorted(file for file in unfinished.rglob("*") if file.is_file())
     names = [file.relative_to(unfinished).as_posix() for file in files]
     found = {name: digests.get(name) or digest_and_force(unfinished / name) for name in names}
-    if missing := digests.keys() - found.keys():
+    check_all_seen(digests, found)
+    found[STATE] = _digest_of_facts(facts)
+    state = {"format": FORMAT, "version": VERSION, "digests": found, "facts": facts}
+    (unfinished / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    force_to_disk(unfinished / STATE)
+    put_in_place(unfinished, path)
+
+
+def check_all_seen(written: Collection[str], seen: Collection[str]) -> None:
+    """See that what other processes wrote is here too.
+
+    Raises:
+        CheckpointError: names what is not.
+    """
+    if missing := set(written) - set(seen):
         raise CheckpointError(
             f"{', '.join(sorted(missing))} was written by another process and is not seen here; "
             "put checkpoints where all hosts see them"
         )
-    found[STATE] = _digest_of_facts(facts)
-    state = {"format": FORMAT, "version": VERSION, "digests": found, "facts": facts}
-    (unfinished / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+
+
+def put_in_place(unfinished: Path, path: Path) -> None:
+    """Give a folder, all of whose files are on the disk, its name."""
     folders = [folder for folder in unfinished.rglob("*") if folder.is_dir()]
-    for place in (unfinished / STATE, *folders, unfinished):
-        _force_to_disk(place)
-    unfinished.chmod(0o755)  # mkdtemp makes it private
+    for place in (*folders, unfinished):
+        force_to_disk(place)
     unfinished.rename(path)
-    _force_to_disk(path.parent)
+    force_to_disk(path.parent)
 
 
 def read_facts(path: Path, *, check: bool = True) -> dict[str, Any]:
@@ -237,11 +264,12 @@ def _digest(file: Path) -> str:
 
 def digest_and_force(file: Path) -> str:
     """Force a file to the disk; give its digest."""
-    _force_to_disk(file)
+    force_to_disk(file)
     return _digest(file)
 
 
-def _force_to_disk(path: Path) -> None:
+def force_to_disk(path: Path) -> None:
+    """See that a file or folder outlives the machine's failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

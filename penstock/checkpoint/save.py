@@ -118,11 +118,11 @@ def _collect(
     if mesh is not None:
         return _collect_together(target, mesh, module, optimizer, state, copy=copy)
     refuse_existing(target)
-    tensors = {MODEL: _storable(module.state_dict(), copy=copy)}
+    tensors = {MODEL: storable(module.state_dict(), copy=copy)}
     facts = _facts(module, state)
     if optimizer is not None:
         content, facts["optimizer"] = pack_optimizer(optimizer, module)
-        tensors[OPTIMIZER] = _storable(content, copy=copy)
+        tensors[OPTIMIZER] = storable(content, copy=copy)
     return _Content(tensors, facts)
 
 
@@ -153,11 +153,11 @@ def _collect_together(
             refuse_existing(target)
         facts = _facts(module, state)
         model = module.state_dict() if is_first_replica else {}
-        tensors[MODEL_FOLDER] = _storable(model, copy=copy)
+        tensors[MODEL_FOLDER] = storable(model, copy=copy)
         if optimizer is not None:
             content, mine = pack_optimizer(optimizer, module)
             own = content if is_first_replica or is_shared else {}
-            tensors[OPTIMIZER_FOLDER] = _storable(own, copy=copy)
+            tensors[OPTIMIZER_FOLDER] = storable(own, copy=copy)
     except Exception as problem:
         error = f"rank {mesh.rank}: {problem}"
     mesh.begin_call("save_checkpoint")
@@ -177,7 +177,7 @@ def _collect_together(
     return _Content(tensors, facts)
 
 
-def _storable(tensors: dict[str, Any], *, copy: bool) -> dict[str, Tensor]:
+def storable(tensors: dict[str, Any], *, copy: bool) -> dict[str, Tensor]:
     """Give contiguous tensors, no two of which share memory, as safetensors wants them.
 
     With `copy`, none shares memory with the model either, and all are on the CPU.

@@ -1,4 +1,4 @@
-"""Save from many processes: each writes the tensors of its own stage.
+"""Write a folder from many processes: each writes the tensors of its own stage.
 
     model/*.safetensors       one shard a process, by torch.distributed.checkpoint
     optimizer/*.safetensors   likewise
@@ -9,8 +9,7 @@ training may go on beside it.  The folder has a hidden name until it is complete
 """
 
 import shutil
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,20 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
 
-from .files import UNFINISHED, digest_and_force, finish_folder, refuse_existing
+from .files import digest_and_force, finish_folder, make_unfinished, refuse_existing
 from .saving import Saving
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "model", "optimizer"
 
 Tensors = Mapping[str, Tensor]
+Digests = dict[str, str]
+"""What a process has written, by the name in the folder."""
+Begin = Callable[[], Path]
+"""Makes the unfinished folder, or raises where nothing may be written."""
+WriteOwn = Callable[[Path, Any], Digests]
+"""(unfinished folder, process group) -> what this process has written there."""
+Finish = Callable[[Path, Digests], None]
+"""(unfinished folder, what all have written): completes the folder and gives it its name."""
 
 
 def begin_together(
@@ -42,11 +49,40 @@ def begin_together(
         CheckpointError: `path` exists, or a disk refuses; on every process alike.
         PeerError: a process failed meanwhile.
     """
+
+    def begin() -> Path:
+        refuse_existing(path)
+        unfinished = make_unfinished(path)
+        for folder in tensors:
+            (unfinished / folder).mkdir()
+        return unfinished
+
+    def finish(unfinished: Path, digests: Digests) -> None:
+        finish_folder(unfinished, path, facts, digests)
+
+    return write_together(mesh, path, begin, partial(_write_shards, mesh.rank, tensors), finish)
+
+
+def write_together(
+    mesh: Mesh, path: Path, begin: Begin, write_own: WriteOwn, finish: Finish
+) -> Saving:
+    """Begin to write the folder `path`: rank 0 begins it, all write, and rank 0 completes it."""
     background = mesh.background
     assert background is not None
-    group = background.saving_group()
-    slot = background.saves.submit(partial(_Writing(mesh, group, path).write, tensors, facts))
+    writing = _Writing(mesh, background.saving_group(), path)
+    slot = background.saves.submit(partial(writing.write, begin, write_own, finish))
     return Saving(path, lambda: background.wait(slot, f"for all to write the checkpoint {path}"))
+
+
+def _write_shards(
+    rank: int, tensors: Mapping[str, Tensors], unfinished: Path, group: Any
+) -> Digests:
+    """Write a checkpoint's shards; force them to the disk, and give the digests."""
+    for folder, content in tensors.items():  # each raises on all processes or on none
+        writer = HuggingFaceStorageWriter(str(unfinished / folder), save_distributed=True)
+        save(dict(content), storage_writer=writer, process_group=group)
+    own = unfinished.glob(f"*/shard-{rank + 1:05d}-*")
+    return {file.relative_to(unfinished).as_posix(): digest_and_force(file) for file in own}
 
 
 class _Writing:
@@ -55,14 +91,12 @@ class _Writing:
     def __init__(self, mesh: Mesh, group: Any, path: Path) -> None:
         self._mesh, self._group, self._path = mesh, group, path
 
-    def write(self, tensors: Mapping[str, Tensors], facts: Mapping[str, Any]) -> None:
-        unfinished = self._begin(list(tensors))
+    def write(self, begin: Begin, write_own: WriteOwn, finish: Finish) -> None:
+        unfinished = self._begin(begin)
         error: str | None = None
-        digests: dict[str, str] = {}
+        digests: Digests = {}
         try:
-            for folder, content in tensors.items():  # each raises on all processes or on none
-                self._write_shard(unfinished / folder, dict(content))
-            digests = self._digests_of_own(unfinished)
+            digests = write_own(unfinished, self._group)
         except CheckpointException as failed:  # no Exception to torch; all processes raise it
             error = "; ".join(
                 f"rank {r}: {problem}" for r, (problem, _) in failed.failures.items()
@@ -73,7 +107,7 @@ class _Writing:
         errors = list(dict.fromkeys(said for said, _ in everyone if said is not None))
         if not errors:
             all_digests = {name: digest for _, part in everyone for name, digest in part.items()}
-            errors = self._finish(unfinished, facts, all_digests)
+            errors = self._finish(partial(finish, unfinished, all_digests))
         if errors:
             if self._mesh.is_first_rank:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -82,12 +116,12 @@ class _Writing:
                 "of it. Make room, or choose another place that all processes reach"
             )
 
-    def _begin(self, folders: list[str]) -> Path:
-        """Let rank 0 make the hidden folder and those in it; give its name to all."""
+    def _begin(self, begin: Begin) -> Path:
+        """Let rank 0 make the hidden folder; give its name to all."""
         told: list[Any] = [None, None]
         if self._mesh.is_first_rank:
             try:
-                told[0] = str(_make_unfinished(self._path, folders))
+                told[0] = str(begin())
             except (OSError, CheckpointError) as error:
                 told[1] = str(error)
         dist.broadcast_object_list(told, src=0, group=self._group)
@@ -95,23 +129,12 @@ class _Writing:
             raise CheckpointError(told[1])
         return Path(told[0])
 
-    def _write_shard(self, folder: Path, content: dict[str, Any]) -> None:
-        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        save(content, storage_writer=writer, process_group=self._group)
-
-    def _digests_of_own(self, unfinished: Path) -> dict[str, str]:
-        """Force what this process wrote to its disk, and give the digests."""
-        own = unfinished.glob(f"*/shard-{self._mesh.rank + 1:05d}-*")
-        return {file.relative_to(unfinished).as_posix(): digest_and_force(file) for file in own}
-
-    def _finish(
-        self, unfinished: Path, facts: Mapping[str, Any], digests: dict[str, str]
-    ) -> list[str]:
+    def _finish(self, finish: Callable[[], None]) -> list[str]:
         """Let rank 0 complete the folder; give what went wrong."""
         told: list[str | None] = [None]
         if self._mesh.is_first_rank:
             try:
-                finish_folder(unfinished, self._path, facts, digests)
+                finish()
             except Exception as problem:
                 told = [self._account(problem)]
         dist.broadcast_object_list(told, src=0, group=self._group)
@@ -124,13 +147,3 @@ class _Writing:
         everyone: list[Any] = [None] * self._mesh.world_size
         dist.all_gather_object(everyone, mine, group=self._group)
         return everyone
-
-
-def _make_unfinished(path: Path, folders: list[str]) -> Path:
-    refuse_existing(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    made = tempfile.mkdtemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent)
-    Path(made).chmod(0o755)  # mkdtemp makes it private; other processes may be other hosts'
-    for folder in folders:
-        (Path(made) / folder).mkdir()
-    return Path(made)

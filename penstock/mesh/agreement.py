@@ -7,7 +7,15 @@ import torch.distributed as dist
 
 from penstock.errors import ConfigError, MeshError, PenstockError
 
-CALLS = ("eval_step", "train_step", "save_checkpoint", "load_checkpoint", "clip_grad_norm_")
+CALLS = (
+    "eval_step",
+    "train_step",
+    "save_checkpoint",
+    "load_checkpoint",
+    "clip_grad_norm_",
+    "load_pretrained",
+    "save_pretrained",
+)
 """What all processes do together; each begins with a row of numbers, the first its place here."""
 ROW_WIDTH = 7
 

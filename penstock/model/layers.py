@@ -95,6 +95,11 @@ class Layers:
         head = f"{len(self)} layers, {sum(counts):,} parameters"
         return "\n".join([head, *columns([("layer", "name", "module", "parameters"), *rows])])
 
+    @property
+    def original(self) -> nn.Module | None:
+        """The captured model; None of a chain."""
+        return None
+
     def parameter_counts(self) -> tuple[int, ...]:
         """Parameters of each layer; one that layers share is counted in the first of them."""
         seen: set[int] = set()

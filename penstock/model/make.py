@@ -1,20 +1,43 @@
-"""Bring a layer to its device, or make it there if it was built on the meta device."""
+"""Bring layers to their devices, or make them there if they were built on the meta device."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import singledispatch
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 
-from .layers import Step
+from .layers import Layers, Step
+from .stages import StagePlan
+
+Made = dict[int, tuple[Tensor, Tensor]]
+"""(tensor on the meta device, what was made of it) by the id of the first one."""
 
 
-def move_or_make(step: Step, device: torch.device, seed: int) -> None:
+@singledispatch
+def move_or_make_all(
+    layers: Layers, mine: Sequence[tuple[StagePlan, torch.device]], seed: int, *, draws: bool
+) -> None:
+    """Move the layers of the stages `mine`, or give them values; see `move_or_make`."""
+    made: Made = {}
+    for plan, device in mine:
+        for step in plan.steps:
+            move_or_make(step, device, seed, made, draws=draws)
+
+
+def move_or_make(
+    step: Step, device: torch.device, seed: int, made: Made | None = None, *, draws: bool = True
+) -> None:
     """Move a layer; one without values gets those that its own `reset_parameters` draw.
 
     What they draw depends on `seed` and the layer's number only, not on how the model is cut.
+    Unless it `draws`, parameters and persistent buffers get memory only: a file has their values.
+    A tensor that `made` knows from another layer is the same one here.
 
     Raises:
         ConfigError: a module without values has no `reset_parameters` to give it some.
@@ -22,25 +45,80 @@ def move_or_make(step: Step, device: torch.device, seed: int) -> None:
     if not any(tensor.is_meta for tensor in _tensors(step.module)):
         step.module.to(device)
         return
-    owners = [m for m in step.module.modules() if any(t.is_meta for t in _own(m))]
+    needed = own_tensors if draws else unsaved_buffers
+    owners = [m for m in step.module.modules() if any(t.is_meta for t in needed(m))]
     for owner in owners:
-        if _reset(owner) is None or not all(t.is_meta for t in _own(owner)):
+        if reset_of(owner) is None or not all(t.is_meta for t in own_tensors(owner)):
             raise _cannot_make(step, owner)
-    step.module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    versions = {tensor: tensor._version for owner in owners for tensor in _own(owner)}
-    with torch.random.fork_rng(devices=[device.index] if device.type == "cuda" else []):
+    _give_memory(step.module, device, {} if made is None else made)
+    step.module.to(device)
+    versions = {tensor: tensor._version for owner in owners for tensor in needed(owner)}
+    with forked_random([device]):
         torch.manual_seed(_init_key(seed, step.index))
         for owner in reversed(owners):  # a parent may refine its children
-            reset = _reset(owner)
+            reset = reset_of(owner)
             assert reset is not None
             reset()
     for owner in owners:
-        if any(versions.get(tensor) == tensor._version for tensor in _own(owner)):
+        if any(versions.get(tensor) == tensor._version for tensor in needed(owner)):
             raise _cannot_make(step, owner)
 
 
-def _own(module: nn.Module) -> list[Tensor]:
+def _give_memory(module: nn.Module, device: torch.device, made: Made) -> None:
+    """Put tensors with memory where there are such on the meta device."""
+    both: Iterable[dict[str, Any]] = chain.from_iterable(
+        (part._parameters, part._buffers) for part in module.modules()
+    )
+    for places in both:
+        for name, tensor in places.items():
+            if tensor is not None and tensor.is_meta:
+                places[name] = with_memory(tensor, device, made)
+
+
+def with_memory(tensor: Tensor, device: torch.device, made: Made) -> Tensor:
+    """Give a tensor like one on the meta device, with memory, but no values yet.
+
+    It is the same one for a tensor that has several places.
+    """
+    if id(tensor) not in made:
+        new = torch.empty_like(tensor, device=device, requires_grad=False)
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+        new.__dict__.update(tensor.__dict__)  # what libraries note on it
+        new.__dict__.pop("_is_hf_initialized", None)  # transformers would not fill it
+        made[id(tensor)] = tensor, new
+    return made[id(tensor)][1]
+
+
+def forked_random(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """Leave the random states of the CPU and of `devices` as they were."""
+    return torch.random.fork_rng([device.index for device in devices if device.type == "cuda"])
+
+
+def own_tensors(module: nn.Module) -> list[Tensor]:
+    """Give the parameters and buffers of a module itself."""
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def unsaved_buffers(module: nn.Module) -> list[Tensor]:
+    """Give the buffers of a module itself that no state dict holds."""
+    found = (module._buffers.get(name) for name in module._non_persistent_buffers_set)
+    return [buffer for buffer in found if buffer is not None]
+
+
+def may_be_absent(original: nn.Module) -> Callable[[str], bool]:
+    """Tell which names the model's class leaves out of the files that it saves, or may lack.
+
+    Their values are fixed: the model's own code gives them, as to a new model.
+    """
+    kinds = ("_keys_to_ignore_on_save", "_keys_to_ignore_on_load_missing")
+    patterns = [re.compile(p) for kind in kinds for p in getattr(original, kind, None) or ()]
+    return lambda name: any(pattern.search(name) for pattern in patterns)
+
+
+def reset_of(module: nn.Module) -> Callable[[], None] | None:
+    """Give what torch's own modules draw their initial values with."""
+    return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
 
 
 def _cannot_make(step: Step, module: nn.Module) -> ConfigError:
@@ -49,11 +127,6 @@ def _cannot_make(step: Step, module: nn.Module) -> ConfigError:
         "reset_parameters() that gives all of its parameters and buffers values. Add that method, "
         "or build the layer on a real device"
     )
-
-
-def _reset(module: nn.Module) -> Callable[[], None] | None:
-    """Give what torch's own modules draw their initial values with."""
-    return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
 
 
 def _init_key(seed: int, layer: int) -> int:

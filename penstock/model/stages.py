@@ -45,6 +45,12 @@ class StagePlan:
         """Whether values without a batch dimension may cross."""
         return False
 
+    @property
+    def num_parameters(self) -> int:
+        """Values of the parameters whose home is here, in whichever process the stage runs."""
+        own = {id(p): p.numel() for step in self.steps for p in step.module.parameters()}
+        return sum(own.values())
+
     def run(self, values: dict[Value, Any], perform: Perform) -> None:
         """Run the stage's part of the model: from its imports in `values` to its exports there."""
         for step, dead in zip(self.steps, self.dead_after, strict=True):

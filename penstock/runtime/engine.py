@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, PenstockError, RandomnessError
 from penstock.mesh import Mesh
 from penstock.model.layers import Layers, Step
-from penstock.model.make import move_or_make
+from penstock.model.make import move_or_make_all
 from penstock.model.stages import StagePlan, check_partition, plan_stages, stage_of_layers
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode, ScheduleFunction, lower, stage_ranks
@@ -23,7 +23,7 @@ from .batch_norm import batch_norms
 from .caller import CallerContext
 from .crew import Alone, Crew, Together
 from .host_memory import keep_freed_memory
-from .random_streams import guarded_default_generators
+from .random_streams import guarded_default_generators, rewound_default_generators
 from .record import Record
 from .run import Run
 from .stage import Stage
@@ -33,7 +33,10 @@ from .transport.processes import ProcessTransport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """How an engine runs its stages; `ranks[stage]` is who runs a stage, as the schedule says."""
+    """How an engine runs its stages; `ranks[stage]` is who runs a stage, as the schedule says.
+
+    With `draws`, layers without values get drawn ones; else a file has them.
+    """
 
     schedule: ScheduleFunction
     ranks: tuple[int, ...]
@@ -42,6 +45,7 @@ class Execution:
     num_threads: int
     timeout_s: float
     seed: int
+    draws: bool
     mesh: Mesh | None
     pools_statistics: bool
 
@@ -91,9 +95,7 @@ class Engine:
         self._edges = frozenset((plan.index, peer) for plan in plans for peer in plan.exports)
         self._committing = tuple(p.index for p in plans if batch_norms(self._modules_of(p)))
         mine = [(p, d) for p, d in zip(plans, devices, strict=True) if self.crew.runs(p.index)]
-        for plan, device in mine:
-            for step in plan.steps:
-                move_or_make(step, device, self._how.seed)
+        move_or_make_all(self._layers, mine, self._how.seed, draws=self._how.draws)
         self._layers.keep_only([plan for plan, _ in mine])
         self.partition, self.devices = partition, tuple(devices)
         self.stages = tuple(
@@ -195,6 +197,26 @@ class Engine:
             for stage in self.stages:
                 stage.device.make_caller_wait()
 
+    def evaluate(self, new_run: Callable[[], Run]) -> Run:
+        """Run an evaluation; where a layer draws in it, once more, with a look at each layer.
+
+        Raises:
+            RandomnessError: a layer drew random numbers outside its stream.
+        """
+        is_several = self.crew.is_several
+        try:
+            with rewound_default_generators(self.devices):
+                return self._evaluated(new_run(), trusting=not is_several)
+        except RandomnessError:
+            if is_several:
+                raise
+            return self._evaluated(new_run(), trusting=False)
+
+    def _evaluated(self, run: Run, *, trusting: bool) -> Run:
+        run.trusts_evaluation = trusting
+        self.drive(run, Mode.EVAL)
+        return run
+
     def record(self, run: Run, mode: Mode) -> Record | None:
         """Give what a traced run noted on all stages; None if it was not traced."""
         if run.trace is Trace.OFF:
@@ -209,12 +231,11 @@ class Engine:
         for plan in self._plans:
             steps = plan.steps
             where = here.get(plan.index, f"rank {self.crew.rank_of(plan.index)}")
-            parameters = {id(p): p.numel() for step in steps for p in step.module.parameters()}
             kinds = [f"{kind} x{count}" if count > 1 else kind for kind, count in _kinds(steps)]
             span = steps[0].name if len(steps) == 1 else f"{steps[0].name} to {steps[-1].name}"
             yield (
                 f"  stage {plan.index} on {where}: layers {span} "
-                f"({', '.join(kinds)}), {sum(parameters.values()):,} parameters"
+                f"({', '.join(kinds)}), {plan.num_parameters:,} parameters"
             )
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ LAYERS = (
     {"planner"},
     {"mesh"},
     {"runtime"},
+    {"pretrained"},
     {"arguments"},
     {"cut"},
     {"pipeline"},
@@ -44,6 +45,7 @@ LAYERS = (
           └► planner              WHO
                └► mesh            WHO TAKES PART
                └► runtime         DO
+               └► pretrained      WHAT IT STARTS FROM
                     └► arguments  cut
                     └► pipeline   the front door
                          └► equality  clip  scaler  zero

@@ -187,8 +187,19 @@ class Cut:
         blocks = dict.fromkeys(block for (block, _), at in self.stage_of.items() if at == stage)
         found = [name for block in blocks for name in captured.names_in(block)]
         found += [name for event, at in self._events if at == stage for name in event.parameters]
+        if stage == 0:  # what nobody uses must be somewhere
+            found += self._unused
         first = {captured.parameters[name] for name in found if name not in away}
         return tuple(name for name, known_as in captured.parameters.items() if known_as in first)
+
+    @property
+    def _unused(self) -> list[str]:
+        """Names of the parameters that neither a block has nor code between blocks uses."""
+        captured = self.captured
+        used = {n for block in captured.blocks for n in captured.names_in(block)}
+        used |= {name for event, _ in self._events for name in event.parameters}
+        first = {captured.parameters[name] for name in used}
+        return [name for name, known_as in captured.parameters.items() if known_as not in first]
 
     def run(self, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a pass; give the model's output if it is the last stage's."""

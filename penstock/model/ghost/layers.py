@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
+import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError, PartitionError
 from penstock.model.layers import MODEL_INPUT, Layers, Step, Value, check_sharing
+from penstock.model.make import move_or_make_all
 from penstock.model.output_loss import output_loss
 from penstock.model.pytree import flatten
 from penstock.model.stages import Perform, StagePlan, plan_stages
@@ -16,6 +18,7 @@ from penstock.model.stages import Perform, StagePlan, plan_stages
 from .cut import Cut, SealedHeader
 from .describe import described
 from .inputs import ROUTED, as_call
+from .make import Part, move_or_make_parts
 from .record import without_opaque
 from .record_model import Captured
 from .tied import empty_buffers, release
@@ -65,6 +68,10 @@ class CapturedLayers(Layers):
 
     def __str__(self) -> str:
         return described(self.captured, [step.name for step in self])
+
+    @property
+    def original(self) -> nn.Module:
+        return self.captured.model
 
     def keep_only(self, plans: Sequence[StagePlan]) -> None:
         """Give back the memory of the parameters of all stages but those of `plans`."""
@@ -125,6 +132,12 @@ class CapturedStage(StagePlan):
     @property
     def any_shape(self) -> bool:
         return True
+
+    @property
+    def num_parameters(self) -> int:
+        captured = self.cut.captured
+        own = {captured.parameters[name] for name in self.cut.names_of(self.index)}
+        return sum(captured.sizes[name] for name in own)
 
     def run(self, values: dict[Value, Any], perform: Perform) -> None:
         received: dict[ValueId, Tensor] = {}
@@ -191,6 +204,23 @@ def _(layers: CapturedLayers, partition: tuple[int, ...]) -> tuple[StagePlan, ..
         _plan_stage(layers, cut, stage, starts[stage], partition[stage])
         for stage in range(num_stages)
     )
+
+
+@move_or_make_all.register
+def _(
+    layers: CapturedLayers,
+    mine: Sequence[tuple[StagePlan, torch.device]],
+    seed: int,
+    *,
+    draws: bool,
+) -> None:
+    calls = layers.captured.calls
+    parts = [
+        Part(plan.cut.names_of(plan.index), {calls[s.index][0] for s in plan.steps}, device)
+        for plan, device in mine
+        if isinstance(plan, CapturedStage)
+    ]
+    move_or_make_parts(layers.captured, parts, seed, draws=draws)
 
 
 def _plan_stage(

@@ -1,0 +1,234 @@
+"""Load and save a model in the layout of Hugging Face's libraries, from all processes at once."""
+
+import copy
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from penstock.arguments import check_count
+from penstock.errors import CheckpointError
+from penstock.pipeline import Pipeline
+from penstock.pretrained import load
+from penstock.pretrained.folder import INDEX, MODEL
+from penstock.pretrained.library import as_saved
+from penstock.pretrained.load import own_tensors
+
+from .files import (
+    check_all_seen,
+    force_to_disk,
+    make_unfinished,
+    put_in_place,
+    unfinished_folder,
+)
+from .save import storable
+from .together import Digests, write_together
+
+MAX_SHARD_BYTES = 5_000_000_000
+"""Of a file that a process writes, if nothing else is asked for."""
+
+
+def load_pretrained(folder: str | os.PathLike[str], pipe: Pipeline) -> tuple[str, ...]:
+    """Load a model that Hugging Face's `save_pretrained` wrote, or `penstock.save_pretrained`.
+
+    The folder holds model.safetensors, or model.safetensors.index.json and the files it names.
+    Each process opens only the files that hold tensors of its own stages, and reads only those
+    tensors; nothing is unpickled.  Names are the model's own.  A parameter with several names may
+    go by any of them, and names may have or lack the `base_model_prefix` that the model's class
+    gives.  Values are copied into the parameters and buffers that are there, and so take their
+    dtype.  To spare a model on the meta device the drawing of values, give
+    `Pipeline(..., weights=folder)` instead.
+
+    In a mesh of processes all of them call this alike.
+
+    Returns:
+        Names of tensors in the folder that the model has no place for; mostly none.
+
+    Raises:
+        CheckpointError: the folder is none, or is damaged, or holds no safetensors file; lists
+            every tensor that is missing or of another shape.  Nothing has changed then.
+    """
+    if pipe.mesh is not None:
+        pipe.mesh.begin_call("load_pretrained")
+    return load(Path(folder), pipe, pipe.original, pipe.mesh)
+
+
+def save_pretrained(
+    folder: str | os.PathLike[str], pipe: Pipeline, *, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Save a model so that `from_pretrained` of Hugging Face's libraries loads it.
+
+    Writes config.json and generation_config.json, if the model has them, and model.safetensors,
+    or files model-00001-of-0000N.safetensors with model.safetensors.index.json.  The folder
+    appears whole or not at all.  A parameter with several names is saved once, under the name that
+    the model's class keeps.
+
+    In a mesh of processes all of them call this alike; each writes the tensors of its own stages,
+    in files of at most `max_shard_bytes` (a larger tensor has one to itself).
+
+    Raises:
+        CheckpointError: `folder` exists and is not empty; the disk is full or refuses.
+        ConfigError: `max_shard_bytes` is no whole number of at least 1.
+    """
+    target, original = Path(folder).absolute(), pipe.original
+    most = check_count("max_shard_bytes", max_shard_bytes)
+    mesh = pipe.mesh if pipe.mesh is not None and pipe.mesh.is_distributed else None
+    if mesh is not None:
+        mesh.begin_call("save_pretrained")
+    own: dict[str, Tensor] = {}
+    with mesh.reporting() if mesh is not None else nullcontext():
+        if mesh is None or mesh.replica == 0:
+            own = _to_save(pipe, original)
+    sizes = [(name, tensor.nbytes) for name, tensor in own.items()]
+    everyone = [sizes]
+    if mesh is not None:
+        everyone = mesh.gather(sizes, "for the others to save the same model")
+    layout = _Layout.of(everyone, most)
+    write = partial(_write_own, layout, mesh.rank if mesh is not None else 0, own)
+    finish = partial(_finish, layout, target, original)
+    if mesh is not None:
+        write_together(mesh, target, partial(_begin, target), write, finish).wait()
+        return
+    refuse_filled(target)
+    try:
+        with unfinished_folder(target) as unfinished:
+            finish(unfinished, write(unfinished, None))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write {target}: {error}; nothing is left of it. Make room, or choose another "
+            "place"
+        ) from error
+
+
+def refuse_filled(path: Path) -> None:
+    """See that nothing is overwritten.
+
+    Raises:
+        CheckpointError: something is at `path` that is no empty folder.
+    """
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise CheckpointError(
+            f"{path} exists already and is never overwritten; choose another name, or an empty "
+            "folder"
+        )
+
+
+def _to_save(pipe: Pipeline, original: nn.Module) -> dict[str, Tensor]:
+    """Give what this process has, each tensor under the name that the model's class keeps."""
+    tied = _patterns(getattr(original, "all_tied_weights_keys", None))
+    tied += _patterns(getattr(original, "_tied_weights_keys", None))
+    ignored = _patterns(getattr(original, "_keys_to_ignore_on_save", None))
+    found = {}
+    for names, tensor in own_tensors(pipe).items():
+        kept = [name for name in names if not _fits(name, tied)] or list(names)
+        if not _fits(kept[0], ignored):
+            found[kept[0]] = tensor
+    return storable(as_saved(original, found), copy=False)
+
+
+def _patterns(keys: Iterable[str] | None) -> list[re.Pattern[str]]:
+    return [re.compile(key) for key in keys or ()]
+
+
+def _fits(name: str, patterns: Iterable[re.Pattern[str]]) -> bool:
+    return any(pattern.search(name) for pattern in patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Which process writes which tensors into which files; the same one in all processes."""
+
+    files: Mapping[str, tuple[str, ...]]
+    writers: Mapping[str, int]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, everyone: Sequence[Sequence[tuple[str, int]]], most: int) -> "_Layout":
+        """Deal out tensors: one that several have, to the first of them."""
+        known: set[str] = set()
+        total = 0
+        shards: list[tuple[int, list[str]]] = []
+        for rank, sizes in enumerate(everyone):
+            filled = most + 1  # the first one begins a file
+            for name, num_bytes in sizes:
+                if name in known:
+                    continue
+                known.add(name)
+                total += num_bytes
+                filled += num_bytes
+                if filled > most:
+                    shards.append((rank, []))
+                    filled = num_bytes
+                shards[-1][1].append(name)
+        names = [_file_name(number, len(shards)) for number in range(len(shards))]
+        return cls(
+            {name: tuple(tensors) for name, (_, tensors) in zip(names, shards, strict=True)},
+            {name: rank for name, (rank, _) in zip(names, shards, strict=True)},
+            total,
+        )
+
+
+def _file_name(number: int, count: int) -> str:
+    if count == 1:
+        return MODEL
+    stem, _, suffix = MODEL.rpartition(".")
+    return f"{stem}-{number + 1:05d}-of-{count:05d}.{suffix}"
+
+
+def _begin(target: Path) -> Path:
+    refuse_filled(target)
+    return make_unfinished(target)
+
+
+def _write_own(
+    layout: _Layout, rank: int, own: Mapping[str, Tensor], unfinished: Path, _group: Any
+) -> Digests:
+    written = {}
+    for name, tensors in layout.files.items():
+        if layout.writers[name] == rank:
+            file = unfinished / name
+            save_file({tensor: own[tensor] for tensor in tensors}, file, {"format": "pt"})
+            force_to_disk(file)
+            written[name] = ""  # nobody asks for digests here
+    return written
+
+
+def _finish(
+    layout: _Layout, target: Path, original: nn.Module, unfinished: Path, written: Digests
+) -> None:
+    check_all_seen(written, [file.name for file in unfinished.iterdir()])
+    if len(layout.files) > 1:
+        weight_map = {tensor: file for file, tensors in layout.files.items() for tensor in tensors}
+        index = {"metadata": {"total_size": layout.num_bytes}, "weight_map": weight_map}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (unfinished / INDEX).write_text(text, encoding="utf-8")
+    _save_configuration(original, unfinished)
+    for file in unfinished.iterdir():
+        if file.name not in written:
+            force_to_disk(file)
+    put_in_place(unfinished, target)
+
+
+def _save_configuration(original: nn.Module, folder: Path) -> None:
+    """Write config.json and generation_config.json, as the model's library does."""
+    config: Any = getattr(original, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return
+    noted = copy.deepcopy(config)
+    noted.architectures = [type(original).__name__]
+    dtype = next((p.dtype for p in original.parameters() if p.is_floating_point()), None)
+    if dtype is not None:
+        noted.dtype = str(dtype).removeprefix("torch.")
+    noted.save_pretrained(folder)
+    generation: Any = getattr(original, "generation_config", None)
+    if hasattr(generation, "save_pretrained"):
+        generation.save_pretrained(folder)

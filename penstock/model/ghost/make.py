@@ -1,0 +1,211 @@
+"""Give a model that was built on the meta device values, where its stages run.
+
+A process gives memory to what its own stages have, and to the buffers of modules outside blocks,
+since the code between blocks runs on every stage.  Then each module fills its tensors as
+libraries do when they build a model: by its `reset_parameters`, then by `_init_weights(module)` of
+the model it belongs to.  What is drawn depends on the seed, the module's name and the number of
+the draw there, and so not on the cut.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.errors import ConfigError
+from penstock.model.make import (
+    Made,
+    forked_random,
+    may_be_absent,
+    reset_of,
+    unsaved_buffers,
+    with_memory,
+)
+
+from .record_model import Captured
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one stage has: names of parameters, and names of blocks; and where it runs."""
+
+    parameters: Sequence[str]
+    blocks: Collection[str]
+    device: torch.device
+
+
+def move_or_make_parts(
+    captured: Captured, parts: Sequence[Part], seed: int, *, draws: bool
+) -> None:
+    """Move the blocks of the stages of this process, or give them values.
+
+    Unless it `draws`, what a file has the values of gets memory only.
+
+    Raises:
+        ConfigError: nothing gives a tensor values.
+    """
+    model = captured.model
+    fresh = _give_memory(model, _devices(captured, parts))
+    for part in parts:
+        _move(captured, part)
+    if not draws:
+        unsaved = {id(b) for module in model.modules() for b in unsaved_buffers(module)}
+        is_left_out = may_be_absent(model)
+        fresh = {n: t for n, t in fresh.items() if id(t) in unsaved or is_left_out(n)}
+    if fresh:
+        with forked_random({part.device for part in parts}), torch.no_grad():
+            _fill(model, fresh, seed)
+
+
+def _move(captured: Captured, part: Part) -> None:
+    def move(tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_meta else tensor.to(part.device)
+
+    for block in part.blocks:
+        captured.blocks[block]._apply(move)
+
+
+def _devices(captured: Captured, parts: Sequence[Part]) -> dict[str, torch.device]:
+    """Give the device of each parameter and buffer that this process needs, by all their names."""
+    found: dict[str, torch.device] = {}
+    for part in parts:
+        found.update(dict.fromkeys(part.parameters, part.device))
+        for block in part.blocks:
+            module = captured.blocks[block]
+            buffers = module.named_buffers(prefix=block, remove_duplicate=False)
+            found.update(dict.fromkeys((name for name, _ in buffers), part.device))
+    own = {block for part in parts for block in part.blocks}
+    elsewhere = tuple(f"{block}." for block in captured.blocks if block not in own)
+    for name, _ in captured.model.named_buffers(remove_duplicate=False):
+        if not name.startswith(elsewhere):
+            found.setdefault(name, parts[0].device)
+    return found
+
+
+def _give_memory(model: nn.Module, devices: Mapping[str, torch.device]) -> dict[str, Tensor]:
+    """Put tensors with memory where there are such on the meta device; give the new ones."""
+    made: Made = {}
+    fresh = {}
+    for name, device in devices.items():
+        places, last = _places(model, name)
+        tensor = places.get(last)
+        if tensor is not None and tensor.is_meta:
+            places[last] = fresh[name] = with_memory(tensor, device, made)
+    return fresh
+
+
+def _places(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Give the dictionary in which a module has the parameter or buffer, and its name there."""
+    path, _, last = name.rpartition(".")
+    owner = model.get_submodule(path)
+    return (owner._parameters if last in owner._parameters else owner._buffers), last
+
+
+def _fill(model: nn.Module, fresh: Mapping[str, Tensor], seed: int) -> None:
+    """Let the modules that hold fresh tensors, and those around them, fill them.
+
+    Raises:
+        ConfigError: a tensor is left without values.
+    """
+    filling = _Filling()
+    modules = list(reversed([*_around(model, fresh)]))  # a parent may refine its children
+    with filling:
+        for path, module, _ in modules:
+            if (reset := reset_of(module)) is not None:
+                filling.begin(seed, f"reset {path}")
+                reset()
+        for path, module, init_weights in modules:
+            if init_weights is not None:
+                filling.begin(seed, f"init {path}")
+                init_weights(module)
+    left = [name for name, tensor in fresh.items() if not _is_filled(model, name, tensor, filling)]
+    if left:
+        raise _cannot_fill(model, left)
+
+
+InitWeights = Callable[[nn.Module], Any]
+
+
+def _around(
+    model: nn.Module, names: Collection[str]
+) -> Iterator[tuple[str, nn.Module, InitWeights | None]]:
+    """Give the modules with any of the tensors in them, and whose `_init_weights` is for them."""
+    paths = {""}
+    for name in names:
+        while name := name.rpartition(".")[0]:
+            paths.add(name)
+    responsible: dict[str, InitWeights | None] = {}
+    for path, module in model.named_modules():
+        outer = responsible[path.rpartition(".")[0]] if path else None
+        responsible[path] = _init_weights_of(module) or outer
+        if path in paths:
+            yield path, module, responsible[path]
+
+
+def _init_weights_of(module: nn.Module) -> InitWeights | None:
+    found: InitWeights | None = getattr(module, "_init_weights", None)
+    if not callable(found):
+        return None
+    try:
+        inspect.signature(found).bind(module)
+    except TypeError:  # another function of that name
+        return None
+    return found
+
+
+class _Filling(TorchDispatchMode):
+    """Keys each draw by the module that draws and by its number there; notes what is written.
+
+    Tensors that other processes have draw as well, without values, so that they are counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.written: set[int] = set()
+        self._place, self._draws = "", 0
+
+    def begin(self, seed: int, place: str) -> None:
+        """Begin what one module does."""
+        self._place, self._draws = f"{seed} {place}", 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            key = blake2b(f"{self._place} {self._draws}".encode(), digest_size=8).digest()
+            torch.manual_seed(int.from_bytes(key, "little"))
+            self._draws += 1
+        arguments = func._schema.arguments
+        given = {**dict(zip((a.name for a in arguments), args, strict=False)), **(kwargs or {})}
+        for argument in arguments:
+            value = given.get(argument.name)
+            if argument.is_write and isinstance(value, Tensor):
+                self.written.add(value.untyped_storage()._cdata)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_filled(model: nn.Module, name: str, tensor: Tensor, filling: _Filling) -> bool:
+    places, last = _places(model, name)
+    now = places.get(last)
+    if now is not tensor:
+        return isinstance(now, Tensor) and not now.is_meta
+    return not tensor.numel() or tensor.untyped_storage()._cdata in filling.written
+
+
+def _cannot_fill(model: nn.Module, names: Sequence[str]) -> ConfigError:
+    lines = []
+    for name in names:
+        path, _, last = name.rpartition(".")
+        owner = model.get_submodule(path)
+        kind = "parameter" if last in owner._parameters else "buffer"
+        lines.append(f"  {kind} {last!r} of {path!r} ({type(owner).__name__})")
+    return ConfigError(
+        "the model was built on the meta device, and nothing gives these tensors values:\n"
+        + "\n".join(lines)
+        + "\nFill them in reset_parameters() of their module or in _init_weights(module) of the "
+        "model, load parameters and persistent buffers (Pipeline(..., weights=folder)), or build "
+        "these modules on a real device"
+    )

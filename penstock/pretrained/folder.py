@@ -1,0 +1,133 @@
+"""A folder in the layout of Hugging Face's libraries, and which of its files holds which tensor.
+
+model.safetensors                all tensors, or
+model.safetensors.index.json     {"metadata": ..., "weight_map": {name: file}}, and
+model-00001-of-00002.safetensors  ... the files that it names
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.errors import CheckpointError
+
+from .source import Read
+
+MODEL = "model.safetensors"
+INDEX = f"{MODEL}.index.json"
+
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "BOOL": torch.bool,
+}
+"""Of safetensors; what else it knows is packed or scaled, and taken for bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder of tensors; `files` gives the file of each."""
+
+    path: Path
+    files: Mapping[str, Path]
+
+    @classmethod
+    def at(cls, path: Path) -> "Folder":
+        """Find out what a folder holds; of an index, its files are not looked at yet.
+
+        Raises:
+            CheckpointError: there is no folder, no safetensors file in it, or one is damaged.
+        """
+        if not path.is_dir():
+            what = "is a file" if path.exists() else "does not exist"
+            raise CheckpointError(f"{path} {what}; give the folder of a model")
+        if (path / INDEX).is_file():
+            return cls(path, {name: path / file for name, file in _weight_map(path).items()})
+        if not (path / MODEL).is_file():
+            raise CheckpointError(_without_safetensors(path))
+        with _opened(path / MODEL) as file:
+            return cls(path, dict.fromkeys(file.keys(), path / MODEL))
+
+    @contextmanager
+    def reading(self, names: Iterable[str]) -> Iterator[tuple[Read, Read]]:
+        """Open the files that hold `names`; give functions to see a tensor's kind, as a tensor on
+        the meta device, and to read it.
+
+        Raises:
+            CheckpointError: a file is not there or damaged, or lacks what the index says.
+        """
+        wanted = list(names)
+        with ExitStack() as stack:
+            opened: dict[Path, Any] = {}
+            for file in dict.fromkeys(self.files[name] for name in wanted):
+                opened[file] = stack.enter_context(_opened(file))
+            there = {file: set(content.keys()) for file, content in opened.items()}
+            for name in wanted:
+                if name not in there[self.files[name]]:
+                    raise CheckpointError(
+                        f"{self.files[name]} does not hold {name}, as {INDEX} says; copy the "
+                        "folder anew"
+                    )
+
+            def look(name: str) -> Tensor:
+                part = opened[self.files[name]].get_slice(name)
+                dtype = _DTYPES.get(part.get_dtype(), torch.uint8)
+                return torch.empty(part.get_shape(), dtype=dtype, device="meta")
+
+            def read(name: str) -> Tensor:
+                tensor: Tensor = opened[self.files[name]].get_tensor(name)
+                return tensor
+
+            yield look, read
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    if not file.is_file():
+        raise CheckpointError(
+            f"{file} is not there, and {INDEX} names it; copy the folder anew, with all files"
+        )
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}; copy it anew") from error
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        found = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path / INDEX} is no index of tensors ({type(error).__name__}: {error}); copy it "
+            "anew"
+        ) from None
+
+
+def _without_safetensors(path: Path) -> str:
+    pickled = sorted(file.name for file in path.glob("*.bin"))
+    if pickled:
+        return (
+            f"{path} holds {', '.join(pickled[:3])} and no {MODEL}. Penstock never unpickles a "
+            "file, since that runs whatever code is in it. If you trust it, convert it once: "
+            f"AutoModel.from_pretrained({str(path)!r}).save_pretrained(new_folder), with your "
+            "model's class for AutoModel"
+        )
+    there = ", ".join(sorted(file.name for file in path.iterdir())[:5]) or "nothing"
+    return f"{path} holds neither {MODEL} nor {INDEX}, but {there}; give the folder of a model"

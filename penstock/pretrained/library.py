@@ -1,0 +1,76 @@
+"""What transformers knows of the names in files: of older files, and of those that others read."""
+
+import copy
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from .source import Read, Source, as_it_is
+
+
+def is_of_transformers(original: nn.Module) -> bool:
+    """Tell whether a model is one of transformers, which is not imported for it."""
+    library: Any = sys.modules.get("transformers")
+    return library is not None and isinstance(original, library.PreTrainedModel)
+
+
+def as_saved(original: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give tensors as transformers writes them to files: by older names, or in parts."""
+    if not is_of_transformers(original):
+        return tensors
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # one that writes them as they are
+        return tensors
+    saved: dict[str, Tensor] = revert_weight_conversion(original, tensors)  # type: ignore[arg-type]
+    return saved
+
+
+def as_loaded(original: nn.Module, there: list[str]) -> Iterator[tuple[str, Source]]:
+    """Give the names that tensors get as transformers loads them, with what gives their values."""
+    if not is_of_transformers(original):
+        return
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+    except ImportError:  # one without such rules
+        return
+    model: Any = original
+    rules: Any = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    converter_of = {p: converter for converter in converters for p in converter.source_patterns}
+    parts: dict[str, list[tuple[str, str]]] = {}
+    for name in sorted(there, key=dot_natural_key):
+        known_as, pattern = rename_source_key(name, renamings, converters)
+        if pattern is not None:
+            parts.setdefault(known_as, []).append((pattern, name))
+        elif known_as != name:
+            yield known_as, as_it_is(name, known_as)
+    for first, of_first in parts.items():
+        converter = converter_of[of_first[0][0]]
+        source = _converted(original, converter, first, of_first)
+        for target in converter.target_patterns:
+            yield first.replace(converter.target_patterns[0], target, 1), source
+
+
+def _converted(
+    original: nn.Module, converter: Any, first: str, parts: list[tuple[str, str]]
+) -> Source:
+    """Give what a rule of transformers makes of several tensors, or makes several of."""
+
+    def make(read: Read) -> dict[str, Tensor]:
+        own = copy.deepcopy(converter)
+        for pattern, name in parts:
+            own.add_tensor(first, name, pattern, read(name))
+        made = own.convert(first, model=original, config=getattr(original, "config", None))
+        return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
+
+    return Source(tuple(name for _, name in parts), make)

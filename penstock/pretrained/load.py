@@ -1,0 +1,196 @@
+"""Each process reads the tensors that it has, and all refuse what one of them must refuse."""
+
+import os
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import CheckpointError
+from penstock.mesh import Mesh
+from penstock.model.make import may_be_absent
+
+from .folder import Folder
+from .source import Read, Source
+from .sources import Sources
+
+_MOST_FAULTS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What gives a tensor its values: (name, source), several if the folder has it more often."""
+
+    name: str
+    tensor: Tensor
+    sources: tuple[tuple[str, Source], ...]
+
+
+def load(path: Path, module: nn.Module, original: nn.Module, mesh: Mesh | None) -> tuple[str, ...]:
+    """Load the tensors that `module` has in this process from a folder; see `load_pretrained`.
+
+    `original` is the model, whose class may know of other names.
+
+    Returns:
+        The names of tensors in the folder that no process has a place for.
+
+    Raises:
+        CheckpointError: the folder is none, or does not fit; nothing has changed then.
+    """
+    problem: str | None = None
+    faults: list[str] = []
+    found: list[_Found] = []
+    folder = Folder(path, {})
+    try:
+        folder = Folder.at(path)
+        found, missing = _match(Sources(original, folder.files), own_tensors(module))
+        is_left_out = may_be_absent(original)
+        faults = [
+            f"{' = '.join(names)} is missing"
+            for names in missing
+            if not any(is_left_out(name) for name in names)
+        ]
+        faults += _misfits(folder, found)
+    except CheckpointError as error:
+        problem = str(error)
+    used = _names_of(found)
+    parts = [(problem, faults, used)]
+    if mesh is not None:
+        parts = mesh.gather(parts[0], "for the others to look into the same folder")
+    if problems := [said for said, _, _ in parts if said is not None]:
+        raise CheckpointError("; ".join(dict.fromkeys(problems)))
+    if faults := [fault for _, said, _ in parts for fault in said]:
+        unknown = _unknown(folder.files, (names for _, _, names in parts), original)
+        raise CheckpointError(_foreign(path, list(dict.fromkeys(faults)), unknown))
+    with folder.reading(used) as (_, read), torch.no_grad():
+        _fill(found, read)
+    return _unknown(folder.files, (names for _, _, names in parts), original)
+
+
+def load_and_tell(
+    path: str | os.PathLike[str] | None, module: nn.Module, original: nn.Module, mesh: Mesh | None
+) -> None:
+    """Load like `load`, if there is a folder; warn on rank 0 of tensors without a place."""
+    unknown = load(Path(path), module, original, mesh) if path is not None else ()
+    if unknown and (mesh is None or mesh.is_first_rank):
+        warnings.warn(f"{path}: {_unplaced(unknown)}", stacklevel=3)
+
+
+def own_tensors(module: nn.Module) -> dict[tuple[str, ...], Tensor]:
+    """Give the tensors of a state dict that have values in this process, each by all its names."""
+    names: dict[int, list[str]] = {}
+    state = module.state_dict(keep_vars=True)
+    own = {n: t for n, t in state.items() if isinstance(t, Tensor) and not t.is_meta}
+    for name, tensor in own.items():
+        names.setdefault(id(tensor), []).append(name)
+    return {tuple(alike): own[alike[0]] for alike in names.values()}
+
+
+def _match(
+    sources: Sources, own: Mapping[tuple[str, ...], Tensor]
+) -> tuple[list[_Found], list[tuple[str, ...]]]:
+    found, missing = [], []
+    for names, tensor in own.items():
+        of_tensor = tuple(sources.of(names))
+        if of_tensor:
+            found.append(_Found(names[0], tensor, of_tensor))
+        else:
+            missing.append(names)
+    return found, missing
+
+
+def _names_of(found: Iterable[_Found]) -> set[str]:
+    return {name for one in found for _, source in one.sources for name in source.names}
+
+
+def _misfits(folder: Folder, found: Sequence[_Found]) -> list[str]:
+    """Say what cannot be copied, by what the files say of it; values are read only of tensors that
+    are there twice.
+    """
+    with folder.reading(_names_of(found)) as (look, read):
+        return [fault for one in found for fault in _misfit(one, look, read)]
+
+
+def _misfit(one: _Found, look: Read, read: Read) -> Iterator[str]:
+    faults = [fault for name, source in one.sources for fault in _unlike(one, name, source, look)]
+    yield from faults
+    (first, source), *others = one.sources
+    for name, other in others if not faults else ():
+        if not torch.equal(source.make(read)[first], other.make(read)[name]):
+            yield f"{first} and {name} differ, and are one tensor in the model"
+
+
+def _unlike(one: _Found, name: str, source: Source, look: Read) -> Iterator[str]:
+    """Say what is other than in the model: a shape, or a kind of number."""
+    try:
+        made = source.make(look)[name]
+    except (RuntimeError, ValueError, LookupError) as error:
+        yield f"{name} cannot be made of {', '.join(source.names)}: {error}"
+        return
+    if made.shape != one.tensor.shape:
+        shapes = f"{list(made.shape)}, the model's {one.name} {list(one.tensor.shape)}"
+        yield f"{name} has the shape {shapes}"
+    if _kind(made.dtype) != _kind(one.tensor.dtype):
+        yield (
+            f"{name} holds {_kind(made.dtype)} where the model's {one.name} holds "
+            f"{_kind(one.tensor.dtype)}, as in a quantized model; give one that is not"
+        )
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype is torch.uint8:
+        return "packed numbers"
+    if dtype.is_complex:
+        return "complex numbers"
+    return "numbers with a fraction" if dtype.is_floating_point else "whole numbers"
+
+
+def _fill(found: Sequence[_Found], read: Read) -> None:
+    """Copy the values; what several tensors are made of is read once."""
+    users: dict[Source, list[tuple[str, Tensor]]] = {}
+    for one in found:
+        name, source = one.sources[0]
+        users.setdefault(source, []).append((name, one.tensor))
+    for source, places in users.items():
+        made = source.make(read)
+        for name, tensor in places:
+            tensor.copy_(made[name])
+
+
+def _unknown(
+    there: Iterable[str], used: Iterable[set[str]], original: nn.Module
+) -> tuple[str, ...]:
+    """Give the names that nobody used, but for buffers that are not loaded, and what the model's
+    class says to ignore.
+    """
+    names = list(there)
+    buffers = Sources(original, names).of(name for name, _ in original.named_buffers())
+    known = {name for _, source in buffers for name in source.names}.union(*used)
+    patterns = getattr(original, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ignored = [re.compile(pattern) for pattern in patterns]
+    left = (name for name in names if name not in known)
+    return tuple(name for name in left if not any(p.search(name) for p in ignored))
+
+
+def _foreign(path: Path, faults: list[str], unknown: tuple[str, ...]) -> str:
+    lines = [f"{path} is of another model:"]
+    lines += [f"  {fault}" for fault in faults[:_MOST_FAULTS]]
+    if len(faults) > _MOST_FAULTS:
+        lines.append(f"  and {len(faults) - _MOST_FAULTS} more")
+    if unknown:
+        lines.append(_unplaced(unknown))
+    lines.append(
+        "Build the model from the folder's own config.json. If from_pretrained loads the folder "
+        "all the same, do so once, and save the model with "
+        "save_pretrained(new_folder, save_original_format=False)"
+    )
+    return "\n".join(lines)
+
+
+def _unplaced(unknown: tuple[str, ...]) -> str:
+    shown = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+    return f"{len(unknown)} tensors there have no place in the model: {shown}"
