@@ -1,5 +1,8 @@
 """Captured models, a process for each stage; called in each process."""
 
+import copy
+import warnings
+
 import torch
 
 import penstock
@@ -52,3 +55,27 @@ def check_bytes(mesh: penstock.Mesh) -> None:
     """Compare what a U-Net and a T5 move with what lives at their cuts."""
     check_unet(mesh)
     check_t5(mesh)
+
+
+def train_exported(mesh: penstock.Mesh) -> None:
+    """Train a model with a tied weight as graphs, over the mesh and as itself here: same bits."""
+    model, inputs_of = next(m for m in REQUIRED if m.name == "llama, tied").make()
+    whole = copy.deepcopy(model.eval())
+    inputs = {**inputs_of(BATCH), "use_cache": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", penstock.errors.ExportWarning)
+        layers = penstock.capture(model, inputs, method="export")
+    expected = penstock.capture(whole, inputs)
+    for captured, where in ((layers, mesh), (expected, None)):
+        pipe = penstock.Pipeline(
+            captured,
+            mesh.num_stages,
+            mesh=where,
+            loss=loss,
+            num_microbatches=2,
+            threads_per_stage=1,
+        )
+        pipe.train_step(inputs, torch.zeros(BATCH))
+    own = gradients(model)
+    assert_equal(own, {name: gradients(whole)[name] for name in own})
+    assert len(own) < len(gradients(whole))

@@ -24,3 +24,8 @@ def test_all_captured_models_in_processes(num_stages: int, tmp_path: Path) -> No
 
 def test_four_processes_move_what_lives_at_the_cuts(tmp_path: Path) -> None:
     call(capture_job.check_bytes, (4, 1), tmp_path)
+
+
+@pytest.mark.slow
+def test_an_exported_model_in_processes(tmp_path: Path) -> None:
+    call(capture_job.train_exported, (2, 1), tmp_path)

@@ -11,6 +11,7 @@ from torch import nn
 from penstock.errors import CutError
 
 from .ghost import CURRENT, ghosts_in
+from .graphs import Exported
 
 _LARGE_SHARE = 1 / 32
 """A module that holds lists of blocks is opened if it has more than so much of all parameters."""
@@ -116,8 +117,9 @@ def watch(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[int, str]:
     Returns:
         The blocks' names by the id of their module, and of other modules that are the same block.
     """
-    twins = getattr(model, "twins", lambda name: ())
-    modules = [(m, name) for name, block in blocks.items() for m in (block, *twins(name))]
+    modules = [(block, name) for name, block in blocks.items()]
+    if isinstance(model, Exported):
+        modules += [(twin, name) for name in blocks for twin in model.twins(name)]
     for block, _ in modules:
         kind = type(block)
         if kind not in _WATCHED.values():

@@ -5,19 +5,19 @@ is recorded and cut as any other model.  There is one graph for training and one
 what Python decided with the example is fixed in both.
 """
 
-import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.export import Dim, ShapesCollection, unflatten
 
 from penstock.errors import GlueError
 from penstock.model.pytree import flatten
 
 from .blocks import find_blocks
+from .graphs import Exported
 from .inputs import as_call
 
 _ALWAYS = (
@@ -29,35 +29,6 @@ _ALWAYS = (
 
 _SEQUENCE_DIMS = 3
 """Tensors of more dimensions are pictures or volumes."""
-
-
-class Exported(nn.Module):
-    """A model as two graphs; its parameters and buffers are the model's own."""
-
-    graphs: dict[bool, nn.Module]
-    """By whether it is for training; no modules of this one, which has the first one's."""
-
-    def __init__(self, model: nn.Module, graphs: Mapping[bool, nn.Module]) -> None:
-        super().__init__()
-        self.__dict__["graphs"] = dict(graphs)
-        first = graphs[True]
-        for graph in graphs.values():
-            _adopt(model, graph)
-        self._modules, self._parameters = first._modules, first._parameters
-        self._buffers = first._buffers
-        self._non_persistent_buffers_set = first._non_persistent_buffers_set
-        self.training = model.training
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.graphs[self.training](*args, **kwargs)
-
-    def twins(self, name: str) -> Iterator[nn.Module]:
-        """Give the modules that one block is in the graphs."""
-        for graph in self.graphs.values():
-            try:
-                yield graph.get_submodule(name)
-            except AttributeError:  # not called in this mode
-                continue
 
 
 def export(
@@ -110,17 +81,6 @@ def _graph(model: nn.Module, example_inputs: Any) -> nn.Module:
             "the code that it cannot follow"
         ) from error
     return graph
-
-
-def _adopt(model: nn.Module, graph: nn.Module) -> None:
-    """Give a graph the model's own parameters and buffers in place of its copies."""
-    own: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    own.update(model.named_buffers(remove_duplicate=False))
-    for path, module in graph.named_modules():
-        original = re.sub(r"@\d+", "", path)
-        for kept in (module._parameters, module._buffers):
-            for name in kept:
-                kept[name] = own.get(f"{original}.{name}".removeprefix("."), kept[name])
 
 
 def _dropped(model: nn.Module) -> Iterator[str]:

@@ -17,6 +17,7 @@ from penstock.model.stages import Perform, StagePlan, plan_stages
 
 from .cut import Cut, SealedHeader
 from .describe import described
+from .graphs import Exported
 from .inputs import ROUTED, as_call
 from .make import Part, move_or_make_parts
 from .record import without_opaque
@@ -71,7 +72,8 @@ class CapturedLayers(Layers):
 
     @property
     def original(self) -> nn.Module:
-        return self.captured.model
+        model = self.captured.model
+        return model.original if isinstance(model, Exported) else model
 
     def keep_only(self, plans: Sequence[StagePlan]) -> None:
         """Give back the memory of the parameters of all stages but those of `plans`."""

@@ -17,6 +17,7 @@ from penstock.errors import CutError, RouteError
 from penstock.model.pytree import Sealed, flatten
 
 from .ghost import METADATA, QUESTIONS, map_tensors
+from .graphs import Exported
 from .passes import calling_line
 from .routes import Call, Placed
 from .values import EventKey, ValueId
@@ -81,9 +82,18 @@ def release(model: nn.Module, kept: Collection[str]) -> None:
         if name in kept:
             continue
         path, _, last = name.rpartition(".")
-        owner = model.get_submodule(path)
-        owner._parameters[last] = None
-        owner.__dict__[last] = Absent.instead_of(parameter, name)
+        absent = Absent.instead_of(parameter, name)
+        for owner in owners_of(model, path):
+            if last in owner._parameters:
+                owner._parameters[last] = None
+                owner.__dict__[last] = absent
+
+
+def owners_of(model: nn.Module, path: str) -> list[nn.Module]:
+    """Give the modules that hold the parameters of one: several where a model is two graphs."""
+    if isinstance(model, Exported):
+        return list(model.owners(path))
+    return [model.get_submodule(path)]
 
 
 class Absent(Tensor, Sealed):
