@@ -12,28 +12,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import CutError, GlueError
 from penstock.model.pytree import flatten, unflatten
 
+from .checkpoints import checkpointed
+from .draws import draws
 from .ghost import CURRENT, METADATA, QUESTIONS, Ghost, answer, ghosts_in, map_tensors
 from .values import START, EventKey, Header, Info, Told, ValueId, told_structure
 
 Perform = Callable[[EventKey, Callable[[], Any]], Any]
 """(event, function) -> the function's result: how a block call or a random operation is run."""
-
-RANDOM = frozenset(
-    (
-        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like),
-        *(torch.randn_like, torch.bernoulli, torch.normal, torch.multinomial),
-        *(nn.functional.dropout, Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_),
-        *(Tensor.random_, Tensor.exponential_, Tensor.bernoulli, Tensor.multinomial),
-    )
-)
-"""Operations that draw: between blocks, too, they are events, so that only one stage draws."""
+GRADIENT_HOOKS = (Tensor.register_hook, Tensor.retain_grad)
 
 
 def plainly(key: EventKey, function: Callable[[], Any]) -> Any:
@@ -64,6 +56,8 @@ class Pass(ABC):
         self.is_answering = False
         self.is_inside = False
         """Whether a block or an operation is run natively; nothing in it is an event."""
+        self.checkpoint: Callable[..., Any] | None = None
+        """What the model's code has put around the blocks that it calls now."""
         self.header: Header = {}
 
     # -- what the model's forward comes by ----------------------------------------------------
@@ -138,7 +132,10 @@ class Pass(ABC):
         real_args, real_kwargs = self._unwrapped(args), self._unwrapped(kwargs)
         others = [] if key.number == 0 else _versions_of_others(args, kwargs)
         with self._natively(key):
-            if key.number == 0 or function in RANDOM:
+            if key.number == 0 and self.checkpoint is not None:
+                inside = self.checkpoint, function, real_args, real_kwargs
+                result = self._perform(key, lambda: checkpointed(*inside))
+            elif key.number == 0 or draws(function, args, kwargs):
                 result = self._perform(key, lambda: function(*real_args, **real_kwargs))
             else:
                 result = function(*real_args, **real_kwargs)
@@ -203,8 +200,8 @@ class Pass(ABC):
     ) -> Any:
         """Handle an operation between blocks that no ghost takes part in."""
         if function not in QUESTIONS and function not in METADATA:
-            draws = function in RANDOM and not _does_nothing(function, args, kwargs)
-            if draws or any(id(t) in self._parameter_ids for t in flatten((args, kwargs))[0]):
+            drawn = draws(function, args, kwargs)
+            if drawn or any(id(t) in self._parameter_ids for t in flatten((args, kwargs))[0]):
                 name = getattr(function, "__name__", str(function))
                 return self.event(self._next_key(), name, function, args, kwargs)
         return function(*args, **kwargs)
@@ -247,12 +244,6 @@ def _versions_of_others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     """Give the tensors that are no ghosts, with their versions."""
     leaves, _ = flatten((args, kwargs))
     return [(leaf, _version(leaf)) for leaf in leaves if type(leaf) is not Ghost]
-
-
-def _does_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if function is not nn.functional.dropout:
-        return False
-    return not kwargs.get("training", args[2] if len(args) > 2 else True)
 
 
 def _version(tensor: Tensor) -> int:

@@ -3,23 +3,27 @@
 import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import CutError, GlueError
 from penstock.model.pytree import flatten
 
+from .draws import draws
 from .ghost import QUESTIONS, Ghost, ghosts_in, map_tensors
-from .passes import Pass, calling_line
+from .passes import GRADIENT_HOOKS, Pass, calling_line
 from .values import START, EventKey, Info, Told, ValueId, left_behind
 
 END = EventKey("", 0, -1)
 """What uses the values that the model gives."""
 _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
+_PLAIN_VALUES = (bool, int, float, list, numpy.ndarray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +92,13 @@ class Recording(Pass):
         before = [ghost.info.value for ghost in ghosts]
         if key.number == 0:
             self._check_drawn(key)
+        if function in GRADIENT_HOOKS:  # there are no gradients
+            function = _hook_nothing
         reals = (self.real(t) if type(t) is Ghost else t for t in tensors)
         self._given_in = frozenset(map(id, reals)), key
-        result = self.execute(key, name, function, args, kwargs)
+        drawn = key.number == 0 or draws(function, args, kwargs)
+        with nullcontext() if drawn else _drawing_nothing(function):
+            result = self.execute(key, name, function, args, kwargs)
         if key.number == 0:
             self._outer_state = _random_states()
         told = self.header[key]
@@ -105,7 +113,7 @@ class Recording(Pass):
                 tuple(i.value for i in told.infos if i.value.event == key),
                 tuple((before[n], info.value) for n, info in told.changed),
                 self._read_here(tensors) if key.number else (),
-                decides=key.number > 0 and isinstance(result, bool | int | float | list),
+                decides=key.number > 0 and isinstance(result, _PLAIN_VALUES),
             )
         )
         if key.number and not ghosts:
@@ -119,7 +127,10 @@ class Recording(Pass):
         self._check_sideways(tensors, None)
         if self._on_meta and function not in QUESTIONS and any(t.is_meta for t in tensors):
             function, args, kwargs = _joined(function, args, kwargs)
-        return super().unrouted(function, types, args, kwargs)
+        if draws(function, args, kwargs):
+            return super().unrouted(function, types, args, kwargs)
+        with _drawing_nothing(function):
+            return super().unrouted(function, types, args, kwargs)
 
     def given(self, key: EventKey, place: int, tensor: Tensor) -> Ghost:
         self._inner.pop(id(tensor), None)
@@ -251,3 +262,25 @@ def _joined(
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _hook_nothing(*_: Any) -> RemovableHandle:
+    return RemovableHandle({})
+
+
+@contextmanager
+def _drawing_nothing(function: Any) -> Iterator[None]:
+    """Refuse an operation between blocks that draws, and is not known to."""
+    before = _torchs_random_state()
+    yield
+    if _torchs_random_state() != before:
+        raise CutError(
+            f"'{getattr(function, '__name__', function)}' draws random numbers between blocks "
+            f"({calling_line()}), and is not known to do so: every stage would draw others. Draw "
+            "by torch.rand or nn.functional.dropout, say, or inside a block"
+        )
+
+
+def _torchs_random_state() -> bytes:
+    with torch._C.DisableTorchFunction():
+        return torch.get_rng_state().numpy().tobytes()

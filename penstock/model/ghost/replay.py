@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.errors import GlueError, RouteError
+from penstock.errors import CutError, GlueError, RouteError
 from penstock.model.pytree import unflatten
 
 from .ghost import Ghost, ghosts_in
-from .passes import Pass, Perform, calling_line, plainly
+from .passes import GRADIENT_HOOKS, Pass, Perform, calling_line, plainly
 from .tied import Lent
 from .values import EventKey, Header, ValueId
 
@@ -100,8 +100,20 @@ class Replay(Pass):
             self._is_own = self._is_own or stage == self._stage
         if not self._is_own:
             return self._replay(key, name, args, kwargs)
+        if function in GRADIENT_HOOKS:
+            self._check_made_here(name, ghosts_in(args))
         self._doing = str(key) if key.number == 0 else f"'{name}', {key}"
         return self.execute(key, name, function, args, kwargs)
+
+    def _check_made_here(self, name: str, ghosts: list[Ghost]) -> None:
+        """Refuse a hook on the gradient of a value that another stage made, and uses too."""
+        for ghost in ghosts:
+            if ghost.info.value in self.received:
+                raise CutError(
+                    f"'{name}' on the {ghost.info.value}, which an earlier stage than "
+                    f"{self._stage} made ({calling_line()}): it would see a part of the gradient "
+                    "only. Call it before the next block, or cut elsewhere"
+                )
 
     def given(self, key: EventKey, place: int, tensor: Tensor) -> Ghost:
         ghost = super().given(key, place, tensor)

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -105,7 +107,7 @@ class Told:
 def _told(
     name: str, form: Any, infos: tuple[Info, ...], changed: tuple[tuple[int, Info], ...]
 ) -> Told:
-    return Told(name, from_template(form), infos, changed)
+    return Told(name, told_structure(from_template(form), START), infos, changed)
 
 
 class LeftBehind(Sealed):
@@ -152,7 +154,14 @@ def told_structure(structure: Structure, maker: EventKey) -> Structure:
     if isinstance(structure, Node):
         parts = tuple(told_structure(part, maker) for part in structure.children)
         return Node(structure.rebuild, parts)
+    if isinstance(structure.value, numpy.ndarray) and not structure.value.dtype.hasobject:
+        return Node(partial(_array, structure.value.copy()), ())
     return Constant(LeftBehind(type(structure.value).__name__, maker))
+
+
+def _array(array: "numpy.ndarray[Any, Any]", _nothing: list[Any]) -> Any:
+    """Give each stage an array of its own, since it may write into it."""
+    return array.copy()
 
 
 Header = dict[EventKey, Told]
