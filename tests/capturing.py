@@ -20,7 +20,7 @@ from penstock.errors import BoundaryError
 from penstock.model.ghost.capture import capture
 from penstock.model.ghost.inputs import EVERYWHERE, ROUTED, as_call
 from penstock.model.ghost.layers import CapturedLayers
-from penstock.model.pytree import flatten, tree_map
+from penstock.model.pytree import flatten, unflatten
 from tests.any_models.made import AnyModel
 
 BATCH, MICROBATCHES = 4, 3
@@ -138,11 +138,9 @@ def _call(model: AnyModel, made: nn.Module, inputs: Any) -> Any:
 
 
 def _parts(inputs: Any, sizes: list[int]) -> list[Any]:
-    starts = [sum(sizes[:n]) for n in range(len(sizes))]
-    return [
-        tree_map(lambda t, start=start, size=size: t[start : start + size], inputs)
-        for start, size in zip(starts, sizes, strict=True)
-    ]
+    leaves, structure = flatten(inputs)
+    cut = [leaf.split(sizes) for leaf in leaves]
+    return [unflatten(structure, list(row)) for row in zip(*cut, strict=True)]
 
 
 def _joined(outputs: list[tuple[Any, int]]) -> list[Tensor]:
@@ -151,7 +149,10 @@ def _joined(outputs: list[tuple[Any, int]]) -> list[Tensor]:
     sizes = [size for _, size in outputs]
     if any(t.dim() == 0 or len(t) != n for row, n in zip(rows, sizes, strict=True) for t in row):
         return []
-    return [torch.cat(tensors) for tensors in zip(*rows, strict=True)]
+    columns = list(zip(*rows, strict=True))
+    if any(t.shape[1:] != tensors[0].shape[1:] for tensors in columns for t in tensors):
+        return []
+    return [torch.cat(tensors) for tensors in columns]
 
 
 def loss(output: Any, _target: Any) -> Tensor:

@@ -151,7 +151,7 @@ class NanoGPT(nn.Module):
         places = torch.arange(x.shape[1], device=x.device)
         x = self.transformer["words"](x) + self.transformer["places"](places)
         x = self.dropout(x)
-        for block in self.transformer["blocks"]:  # type: ignore[union-attr]  # a list
+        for block in self.transformer["blocks"].children():
             x = block(x)
         return self.head(self.transformer["norm"](x))
 
@@ -210,10 +210,9 @@ class InPlaceGlue(nn.Module):
         h = self.embed(x)
         for number, block in enumerate(self.blocks):
             y = block(h)
-            y.relu_()
             y[:, number] *= 0.5
             y.select(2, number).zero_()
-            h = h.add(y).div_(1.5)
+            h = h.add(y).div_(1.5).relu()
         return self.head(h)
 
 

@@ -16,17 +16,19 @@ Inputs = Callable[[int], Any]
 """Batch size -> what the model is called with."""
 Made = tuple[nn.Module, Inputs]
 
-TOKENS = {"vocab_size": NUM_WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-SIZES = {
+Sizes = dict[str, Any]
+
+TOKENS: Sizes = {"vocab_size": NUM_WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES: Sizes = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 5,
     "num_attention_heads": 4,
 }
-TEXT = {**TOKENS, **SIZES, "max_position_embeddings": 32}
-DECODER = {**TEXT, "num_key_value_heads": 2, "head_dim": 8}
-IMAGES = {**SIZES, "image_size": IMAGE_SIZE, "patch_size": 8, "num_labels": 3}
-TWO_SIDED = {
+TEXT: Sizes = {**TOKENS, **SIZES, "max_position_embeddings": 32}
+DECODER: Sizes = {**TEXT, "num_key_value_heads": 2, "head_dim": 8}
+IMAGES: Sizes = {**SIZES, "image_size": IMAGE_SIZE, "patch_size": 8, "num_labels": 3}
+TWO_SIDED: Sizes = {
     **TOKENS,
     "decoder_start_token_id": 1,
     "d_model": 32,
@@ -100,7 +102,7 @@ def uncached(batch: int) -> dict[str, Any]:
 def hugging_face(
     family: str,
     head: str,
-    sizes: dict[str, Any],
+    sizes: Sizes,
     inputs: Inputs = masked,
     *,
     config: str = "",

@@ -152,7 +152,8 @@ class Checkpoints(Chain):
         if self.together:
             x = self.blocks[0](x)
             return run(lambda y: self.blocks[2](self.blocks[1](y).tanh() * self.scale), x)
-        for block in self.blocks:
+        x = self.blocks[0](x)
+        for block in (self.blocks[1], self.blocks[2]):
             x = x + run(block, x).sigmoid()
         return x
 

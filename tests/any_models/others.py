@@ -22,6 +22,7 @@ from .made import (
     TWO_SIDED,
     AnyModel,
     Made,
+    Sizes,
     both_sides,
     classifier,
     decoder,
@@ -34,8 +35,8 @@ from .made import (
     words,
 )
 
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-DEEPSEEK = {
+EXPERTS: Sizes = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DEEPSEEK: Sizes = {
     **EXPERTS,
     "num_key_value_heads": 4,
     "n_routed_experts": 4,
@@ -48,14 +49,14 @@ DEEPSEEK = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
-DISENTANGLED = {
+DISENTANGLED: Sizes = {
     "relative_attention": True,
     "pos_att_type": ["p2c", "c2p"],
     "position_buckets": 4,
     "norm_rel_ebd": "layer_norm",
     "share_att_key": True,
 }
-PYRAMID = {
+PYRAMID: Sizes = {
     "num_encoder_blocks": 2,
     "depths": [2, 2],
     "sr_ratios": [2, 1],
@@ -67,7 +68,7 @@ PYRAMID = {
     "decoder_hidden_size": 16,
     "num_labels": 3,
 }
-SOUND = {
+SOUND: Sizes = {
     **TOKENS,
     **SIZES,
     "conv_dim": [16, 16],
@@ -77,7 +78,7 @@ SOUND = {
     "num_conv_pos_embedding_groups": 2,
     "apply_spec_augment": False,
 }
-CONVOLVED = {"hidden_sizes": [8, 16], "depths": [2, 2], "num_labels": 3}
+CONVOLVED: Sizes = {"hidden_sizes": [8, 16], "depths": [2, 2], "num_hidden_layers": 2}
 
 
 def llava() -> Made:
@@ -130,7 +131,7 @@ OTHERS = (
     AnyModel("gpt-neox", decoder("GPTNeoX")),
     AnyModel("opt", decoder("OPT", ffn_dim=48)),
     AnyModel("bloom", decoder("Bloom", n_layer=5, n_head=4)),
-    AnyModel("falcon", decoder("Falcon")),
+    AnyModel("falcon", hugging_face("Falcon", "ForCausalLM", TEXT)),
     AnyModel("phi3", decoder("Phi3")),
     AnyModel("gemma2", decoder("Gemma2")),
     AnyModel("gemma3", decoder("Gemma3", config="Gemma3Text", sliding_window=4)),
@@ -153,7 +154,7 @@ OTHERS = (
     AnyModel("mbart", two_sided("MBart")),
     AnyModel(
         "convnext",
-        classifier("ConvNext", **CONVOLVED, num_stages=2, drop_path_rate=0.2, patch_size=4),
+        classifier("ConvNext", **CONVOLVED, drop_path_rate=0.2, patch_size=4),
     ),
     AnyModel(
         "resnet of transformers",

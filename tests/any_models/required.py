@@ -14,6 +14,7 @@ from .made import (
     TWO_SIDED,
     AnyModel,
     Made,
+    Sizes,
     both_sides,
     classifier,
     decoder,
@@ -27,7 +28,7 @@ from .made import (
     words,
 )
 
-T5 = {
+T5: Sizes = {
     **TOKENS,
     "d_model": 32,
     "d_kv": 8,
@@ -37,7 +38,7 @@ T5 = {
     "num_heads": 4,
     "decoder_start_token_id": 0,
 }
-SWIN = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+SWIN: Sizes = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
 
 
 def clip() -> Made:
@@ -54,7 +55,7 @@ def whisper(layerdrop: float = 0.0) -> Callable[[], Made]:
         decoded = {"decoder_input_ids": words(batch, 5), "use_cache": False}
         return {"input_features": features(batch), **decoded}
 
-    options = {
+    options: Sizes = {
         "num_mel_bins": 8,
         "max_source_positions": 10,
         "max_target_positions": 16,

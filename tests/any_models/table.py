@@ -1,8 +1,8 @@
 """The table of tested models in the documentation.
 
-    python -m tests.any_models.table                             print it
-    python -m tests.any_models.table --update docs/models.md     run every model, and write it there
-    python -m tests.any_models.table --update docs/models.md NAME ...    only these rows
+python -m tests.any_models.table                             print it
+python -m tests.any_models.table --update docs/models.md     run every model, and write it there
+python -m tests.any_models.table --update docs/models.md NAME ...    only these rows
 """
 
 import argparse

@@ -41,8 +41,7 @@ def train(mesh: penstock.Mesh, model: AnyModel, way: Way) -> None:
         assert torch.equal(found, whole.train_step(inputs_of(batch), target)), model.name
     outputs = evaluated(whole, inputs_of(batch))
     if outputs:
-        found = evaluated(spread, inputs)
-        assert all(map(torch.equal, found, outputs)), model.name
+        assert all(map(torch.equal, evaluated(spread, inputs), outputs)), model.name
     expected, own = gradients(whole), gradients(spread)
     assert_equal(own, {name: expected[name] for name in own})
     named = [name for part in mesh.gather(list(own), "for the others' names") for name in part]

@@ -75,7 +75,7 @@ def _is_opened(
     module: nn.Module, count: int, opened: tuple[type, ...], large: float, *, in_list: bool
 ) -> bool:
     """Whether a module's parts are blocks, and not itself."""
-    if type(module) in opened and any(True for _ in module.children()):
+    if original_class(module) in opened and any(True for _ in module.children()):
         return True
     return count > large and _holds_blocks(module) and (not in_list or _is_a_list(module, count))
 

@@ -24,7 +24,10 @@ from .ghost import CURRENT, METADATA, QUESTIONS, Ghost, answer, ghosts_in, map_t
 from .values import START, EventKey, Header, Info, Told, ValueId, told_structure
 
 Perform = Callable[[EventKey, Callable[[], Any]], Any]
-"""(event, function) -> the function's result: how a block call or a random operation is run."""
+"""(event, function) -> the function's result: how a block call or a random operation is run.
+
+Random operations are counted on their own, so that nothing else moves their streams.
+"""
 GRADIENT_HOOKS = (Tensor.register_hook, Tensor.retain_grad)
 
 
@@ -52,7 +55,7 @@ class Pass(ABC):
         self._sees_all = sees_all
         self._calls: Counter[str] = Counter()
         self._last = START
-        self._number = 0
+        self._number = self._drawn = 0
         self.is_answering = False
         self.is_inside = False
         """Whether a block or an operation is run natively; nothing in it is an event."""
@@ -83,7 +86,7 @@ class Pass(ABC):
         block = self._names[id(module)]
         key = EventKey(block, self._calls[block], 0)
         self._calls[block] += 1
-        self._last, self._number = key, 0
+        self._last, self._number, self._drawn = key, 0, 0
         return self.event(key, block, native, args, kwargs)
 
     @abstractmethod
@@ -135,17 +138,24 @@ class Pass(ABC):
             if key.number == 0 and self.checkpoint is not None:
                 inside = self.checkpoint, function, real_args, real_kwargs
                 result = self._perform(key, lambda: checkpointed(*inside))
-            elif key.number == 0 or draws(function, args, kwargs):
+            elif key.number == 0:
                 result = self._perform(key, lambda: function(*real_args, **real_kwargs))
+            elif draws(function, args, kwargs):
+                self._drawn += 1
+                draw = key._replace(number=self._drawn)
+                result = self._perform(draw, lambda: function(*real_args, **real_kwargs))
             else:
                 result = function(*real_args, **real_kwargs)
         for tensor, version in others:
             if _version(tensor) != version:
-                raise CutError(
-                    f"'{name}', {key}, writes a routed value into a tensor of shape "
-                    f"{tuple(tensor.shape)} that each stage makes for itself ({calling_line()}), "
-                    "so that the others would not see it. Make that tensor from a routed one "
-                    "(x.new_zeros(...)), or do this in an nn.Module with parameters"
+                self.wrote_outside(
+                    CutError(
+                        f"'{name}', {key}, writes a routed value into a tensor of shape "
+                        f"{tuple(tensor.shape)} that each stage makes for itself "
+                        f"({calling_line()}), so that later ones would not see it. Make that "
+                        "tensor from a routed one (x.new_zeros(...)), or do this in an nn.Module "
+                        "with parameters"
+                    )
                 )
         changed = self._note_changes(key, ghosts, versions)
         known = {id(ghost.here): ghost for ghost in ghosts}
@@ -157,6 +167,10 @@ class Pass(ABC):
         infos = tuple(ghost.info for ghost in given)
         self.header[key] = Told(name, told_structure(structure, key), infos, changed)
         return unflatten(structure, given)
+
+    @abstractmethod
+    def wrote_outside(self, error: CutError) -> None:
+        """Raise the error if a stage follows, to which a tensor would be as it was."""
 
     def given(self, key: EventKey, place: int, tensor: Tensor) -> Ghost:
         """Make the ghost of a tensor that an event gave."""

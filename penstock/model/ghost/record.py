@@ -18,10 +18,8 @@ from penstock.model.pytree import flatten
 from .draws import draws
 from .ghost import QUESTIONS, Ghost, ghosts_in, map_tensors
 from .passes import GRADIENT_HOOKS, Pass, calling_line
-from .values import START, EventKey, Info, Told, ValueId, left_behind
+from .values import END, START, EventKey, Info, Told, ValueId, left_behind
 
-END = EventKey("", 0, -1)
-"""What uses the values that the model gives."""
 _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
 _PLAIN_VALUES = (bool, int, float, list, numpy.ndarray)
 
@@ -66,6 +64,7 @@ class Recording(Pass):
         """Whether an operation without routed tensors was an event; replays must see it too."""
         self.opaque: list[tuple[EventKey, str]] = []
         self._kept: list[Tensor] = []
+        self._wrote_outside: CutError | None = None
         self._given_in: tuple[frozenset[int], EventKey] = (frozenset(), START)
         self._outer_state = _random_states()
         self._inner: dict[int, tuple[weakref.ref[Tensor], EventKey]] = {}
@@ -92,6 +91,8 @@ class Recording(Pass):
         before = [ghost.info.value for ghost in ghosts]
         if key.number == 0:
             self._check_drawn(key)
+            if self._wrote_outside is not None:
+                raise self._wrote_outside
         if function in GRADIENT_HOOKS:  # there are no gradients
             function = _hook_nothing
         reals = (self.real(t) if type(t) is Ghost else t for t in tensors)
@@ -139,6 +140,9 @@ class Recording(Pass):
 
     def describe(self, tensor: Tensor, value: ValueId) -> Info:
         return Info.of(tensor, value, torch.device("cpu") if self._on_meta else None)
+
+    def wrote_outside(self, error: CutError) -> None:
+        self._wrote_outside = error
 
     def ended(self, output: Any) -> Any:
         self._check_drawn(None)

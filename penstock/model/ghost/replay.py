@@ -18,7 +18,7 @@ from penstock.model.pytree import unflatten
 from .ghost import Ghost, ghosts_in
 from .passes import GRADIENT_HOOKS, Pass, Perform, calling_line, plainly
 from .tied import Lent
-from .values import EventKey, Header, ValueId
+from .values import END, EventKey, Header, ValueId, without_opaque
 
 
 class _StageEnd(BaseException):
@@ -115,6 +115,10 @@ class Replay(Pass):
                     "only. Call it before the next block, or cut elsewhere"
                 )
 
+    def wrote_outside(self, error: CutError) -> None:
+        if self._stage < self._last_stage:
+            raise error
+
     def given(self, key: EventKey, place: int, tensor: Tensor) -> Ghost:
         ghost = super().given(key, place, tensor)
         self._hold(ghost)
@@ -127,7 +131,7 @@ class Replay(Pass):
                 "left out the blocks of the later ones, which it called with the example inputs"
             )
         self._doing = "the model's output"
-        return super().ended(output)
+        return without_opaque(super().ended(output), END)
 
     def real(self, ghost: Ghost) -> Tensor:
         """Give the tensor that a ghost stands for.

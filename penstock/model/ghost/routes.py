@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from .record import END, Event
-from .values import EventKey, ValueId
+from .record import Event
+from .values import END, EventKey, ValueId
 
 Call = tuple[str, int]
 """A block's name and the number of its call."""

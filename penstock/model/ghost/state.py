@@ -11,8 +11,10 @@ from .ghost import Ghost
 
 Outer = dict[tuple[str, str], tuple[Any, int]]
 """(name of a module, name of an attribute) -> its value, and its version if it is a tensor."""
-_DICTIONARIES = frozenset(("_buffers", "_parameters", "_modules"))
-_UNCOUNTED = frozenset(("_forward_hooks", "_backward_hooks", "_forward_pre_hooks"))
+_UNCOUNTED = frozenset(name for name in vars(nn.Module()) if name.endswith("hooks"))
+_DICTIONARIES = frozenset(
+    name for name, value in vars(nn.Module()).items() if isinstance(value, dict)
+)
 
 
 def outer_state(model: nn.Module, blocks: Collection[nn.Module]) -> Outer:
@@ -72,6 +74,8 @@ def check_unchanged(before: Outer, after: Outer) -> None:
         if old is not None and new is not None and old[0] is new[0] and old[1] == new[1]:
             continue
         module, name = place
+        if old is None and new is not None and new[0] is True:  # a flag, set once and for all
+            continue
         where = f"'{module}'" if module else "the model itself"
         raise CutError(
             f"the forward of {where} changes its '{name}', and it is no block: every stage would "

@@ -16,9 +16,11 @@ from penstock.model.pytree import (
     Node,
     Sealed,
     Structure,
+    flatten,
     from_template,
     opaque_values,
     template,
+    unflatten,
 )
 
 
@@ -43,6 +45,8 @@ class EventKey(NamedTuple):
 
 START = EventKey("", 0, 0)
 """The model's own inputs, where they are routed."""
+END = EventKey("", 0, -1)
+"""What uses the values that the model gives."""
 
 
 class ValueId(NamedTuple):
@@ -131,10 +135,13 @@ class LeftBehind(Sealed):
     __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = _refuse
 
     def _error(self) -> CutError:
+        where = f"{self.maker} gave a {self.kind}, which a later stage uses"
+        if self.maker == END:
+            where = f"the model's output holds a {self.kind}, of which each stage has a part only"
         return CutError(
-            f"{self.maker} gave a {self.kind}, which a later stage uses; only tensors, numbers, "
-            "None, and tuples, lists, dicts and dataclasses of them cross stages. Switch it off "
-            "(use_cache=False, say), or keep its users on one stage"
+            f"{where}; only tensors, numbers, None, and tuples, lists, dicts and dataclasses of "
+            "them cross stages. Switch it off (use_cache=False, say), or keep its users on one "
+            "stage"
         )
 
 
@@ -157,6 +164,13 @@ def told_structure(structure: Structure, maker: EventKey) -> Structure:
     if isinstance(structure.value, numpy.ndarray) and not structure.value.dtype.hasobject:
         return Node(partial(_array, structure.value.copy()), ())
     return Constant(LeftBehind(type(structure.value).__name__, maker))
+
+
+def without_opaque(value: Any, maker: EventKey) -> Any:
+    """Put `LeftBehind`s in the place of objects in which a tensor could hide."""
+    leaves, structure = flatten(value)
+    told = told_structure(structure, maker)
+    return value if told is structure else unflatten(told, leaves)
 
 
 def _array(array: "numpy.ndarray[Any, Any]", _nothing: list[Any]) -> Any:
