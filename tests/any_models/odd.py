@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from .chain import WIDTH, Chain, inputs
@@ -17,6 +18,7 @@ from .made import (
     decoder,
     hugging_face,
     masked,
+    uncached,
     words,
 )
 
@@ -236,32 +238,27 @@ class Adapted(nn.Module):
         return self.frozen(x) + self.up(self.down(x)) * 0.5
 
 
-class RememberingInside(nn.Module):
-    """A block whose parts keep a tensor that the next block's parts read."""
+class Typed(Chain):
+    """Asks for types, and for other ones."""
 
-    def __init__(self, memory: list[Tensor]) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.memory = memory
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        x = self.second(y + sum(self.memory))
-        self.memory[:] = [y.tanh()]
-        return x
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        assert x.type() == "torch.FloatTensor"
+        return x.type(torch.float64).exp().type_as(x)
 
 
-class SideWay(Chain):
-    """Keeps a tensor in a list that all blocks know; each block is opened."""
+class Drawing(Chain):
+    """Draws between blocks, in many ways; where it does not train, in none."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory: list[Tensor] = []
-        self.blocks = nn.ModuleList(RememberingInside(self.memory) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.memory.clear()
-        return super().forward(x)
+    def between(self, x: Tensor, number: int) -> Tensor:
+        x = functional.alpha_dropout(x, 0.2, self.training)
+        if number == 0:
+            x = functional.rrelu(functional.dropout(x, 0.1, self.training), training=self.training)
+        elif self.training:
+            x = x + torch.rand(len(x), 1) + x.new_empty(WIDTH).log_normal_() + torch.rand_like(x)
+            x = x + functional.gumbel_softmax(x) + torch.poisson(x.detach().abs())
+        rows = x[None, None]
+        drop = 0.3 if self.training else 0.0
+        return functional.scaled_dot_product_attention(rows, rows, rows, dropout_p=drop)[0, 0]
 
 
 def chain(kind: Callable[[], Chain]) -> Callable[[], Made]:
@@ -276,27 +273,30 @@ def asking(what: str) -> Callable[[int], dict[str, Any]]:
     return lambda batch: masked(batch, **{what: True})
 
 
+def llama() -> Any:
+    return decoder("Llama")()[0]
+
+
 def frozen_start() -> Made:
-    made, inputs_of = decoder("Llama")()
+    made = llama()
     for part in (made.model.embed_tokens, *made.model.layers[:2]):
         part.requires_grad_(False)
-    return made, inputs_of
+    return made, masked
 
 
 def adapted() -> Made:
-    made, inputs_of = decoder("Llama")()
-    made.requires_grad_(False)
+    made = llama().requires_grad_(False)
     for layer in made.model.layers:
         for name in ("q_proj", "v_proj"):
             setattr(layer.self_attn, name, Adapted(getattr(layer.self_attn, name)))
-    return made, inputs_of
+    return made, masked
 
 
 def checkpointed(*, reentrant: bool) -> Callable[[], Made]:
     def build() -> Made:
-        made, _ = decoder("Llama")()
+        made = llama()
         made.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        return made, lambda batch: masked(batch, use_cache=False)
+        return made, uncached
 
     return build
 
@@ -336,7 +336,8 @@ CHAINS = (
     AnyModel("writes in place", chain(InPlace)),
     AnyModel("parameters between blocks", chain(WithToken)),
     AnyModel("frozen block", chain(Frozen)),
-    AnyModel("state beside blocks", chain(SideWay)),
+    AnyModel("types asked and changed", chain(Typed)),
+    AnyModel("random numbers between blocks", chain(Drawing)),
 )
 """Small ones: they take no time."""
 ODD = (

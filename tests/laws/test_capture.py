@@ -38,7 +38,7 @@ def pairs() -> Iterator[object]:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a first block
-@pytest.mark.parametrize(("model", "way"), pairs())
+@pytest.mark.parametrize(("model", "way"), list(pairs()))
 def test_a_model_computes_the_same_cut_and_whole(model: AnyModel, way: Way) -> None:
     found, expected = run(model, way), whole(model)
     assert_alike(model, found, expected)

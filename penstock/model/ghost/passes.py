@@ -20,7 +20,7 @@ from penstock.model.pytree import flatten, unflatten
 
 from .checkpoints import checkpointed
 from .draws import draws
-from .ghost import CURRENT, METADATA, QUESTIONS, Ghost, answer, ghosts_in, map_tensors
+from .ghost import CURRENT, Ghost, answer, ghosts_in, is_question, map_tensors
 from .values import START, EventKey, Header, Info, Told, ValueId, told_structure
 
 Perform = Callable[[EventKey, Callable[[], Any]], Any]
@@ -61,7 +61,10 @@ class Pass(ABC):
         """Whether a block or an operation is run natively; nothing in it is an event."""
         self.checkpoint: Callable[..., Any] | None = None
         """What the model's code has put around the blocks that it calls now."""
+        self.home = object()
+        """What the ghosts of this pass are known by."""
         self.header: Header = {}
+        self._not_followed: GlueError | None = None
 
     # -- what the model's forward comes by ----------------------------------------------------
 
@@ -69,7 +72,7 @@ class Pass(ABC):
         """Handle an operation on ghosts."""
         if self.is_inside:  # a ghost hid in an object
             return function(*self._unwrapped(args), **self._unwrapped(kwargs))
-        if function in QUESTIONS or function in METADATA:
+        if is_question(function, args, kwargs):
             self.is_answering = True
             try:
                 return answer(function, args, kwargs)
@@ -112,6 +115,10 @@ class Pass(ABC):
                 return self.ended(model(*args, **kwargs))
             with _Everything(self):
                 return self.ended(model(*args, **kwargs))
+        except RuntimeError as error:
+            if self._not_followed is None or error is self._not_followed:
+                raise
+            raise self._not_followed from error  # TorchScript puts its own in that one's place
         finally:
             CURRENT.reset(token)
 
@@ -131,6 +138,12 @@ class Pass(ABC):
     ) -> Any:
         """Run an event on real tensors; give its result as ghosts, and note it in the header."""
         ghosts = ghosts_in(args, kwargs)
+        if any(ghost.home is not self.home for ghost in ghosts):
+            raise GlueError(
+                f"'{name}', {key}, reads a value of another micro-batch ({calling_line()}), which "
+                "the model's code has kept in a global variable, say. Keep such values in local "
+                "variables"
+            )
         versions = [_version(self.real(ghost)) for ghost in ghosts]
         real_args, real_kwargs = self._unwrapped(args), self._unwrapped(kwargs)
         others = [] if key.number == 0 else _versions_of_others(args, kwargs)
@@ -174,7 +187,7 @@ class Pass(ABC):
 
     def given(self, key: EventKey, place: int, tensor: Tensor) -> Ghost:
         """Make the ghost of a tensor that an event gave."""
-        return Ghost.standing_for(self.describe(tensor, ValueId(key, place)), tensor)
+        return Ghost.standing_for(self.describe(tensor, ValueId(key, place)), tensor, self.home)
 
     def describe(self, tensor: Tensor, value: ValueId) -> Info:
         """Say what is known of a tensor without its values."""
@@ -213,7 +226,7 @@ class Pass(ABC):
         self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Handle an operation between blocks that no ghost takes part in."""
-        if function not in QUESTIONS and function not in METADATA:
+        if not is_question(function, args, kwargs):
             drawn = draws(function, args, kwargs)
             if drawn or any(id(t) in self._parameter_ids for t in flatten((args, kwargs))[0]):
                 name = getattr(function, "__name__", str(function))
@@ -231,11 +244,12 @@ class Pass(ABC):
     def below_torch_function(self, function: Any) -> GlueError:
         """Say that an operation was reached that passes cannot follow (E5)."""
         name = getattr(getattr(function, "overloadpacket", function), "__name__", str(function))
-        return GlueError(
+        self._not_followed = GlueError(
             f"aten.{name} reached a routed value inside jit.script, vmap or C++, after "
             f"{self._last} ({calling_line()}). Put that code into an nn.Module of its own and "
             "name it in blocks="
         )
+        return self._not_followed
 
 
 class _Everything(TorchFunctionMode):

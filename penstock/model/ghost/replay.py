@@ -205,7 +205,7 @@ class Replay(Pass):
         return unflatten(told.structure, given)
 
     def stand_in(self, info: Any) -> Ghost:
-        ghost = Ghost.standing_for(info, self.received.get(info.value))
+        ghost = Ghost.standing_for(info, self.received.get(info.value), self.home)
         if ghost.here is not None and self._wanted is None:
             self._alive.append(weakref.ref(ghost))
         return ghost
