@@ -123,6 +123,112 @@ def test_without_values_a_branch_on_them_is_refused() -> None:
         capture(model, inputs())
 
 
+class LateHook(Chain):
+    """Hooks on to the gradient of a value after another block has used it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x)
+        second = self.blocks[1](first)
+        if first.requires_grad:
+            first.register_hook(lambda gradient: gradient.clamp(max=0.1))
+        return self.blocks[2](first + second)
+
+
+def test_a_hook_on_a_gradient_that_two_stages_add_to_is_refused() -> None:
+    with pipeline(LateHook()) as pipe, pytest.raises(CutError, match="a part of the gradient"):
+        pipe.train_step(inputs(), inputs())
+
+
+def test_a_hook_on_a_gradient_may_be_set_without_looking() -> None:
+    class Hooking(Chain):
+        def between(self, x: Tensor, _number: int) -> Tensor:
+            x.register_hook(lambda gradient: gradient * 2)
+            return x
+
+    whole = Hooking()
+    cut = copy.deepcopy(whole)
+    nn.functional.mse_loss(whole(inputs()), inputs()).backward()
+    with pipeline(cut) as pipe:
+        pipe.train_step(inputs(), inputs())
+    for mine, theirs in zip(cut.parameters(), whole.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+class NothingToDifferentiate(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+def test_a_reentrant_checkpoint_without_gradients_is_refused() -> None:
+    model = NothingToDifferentiate()
+    with pipeline(model) as pipe, pytest.raises(CutError, match="nothing that requires a grad"):
+        pipe.train_step(inputs(), inputs())
+
+
+class Shaking(torch.autograd.Function):
+    """Draws where nobody can know."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x + torch.rand(len(x), 1)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Any:
+        return gradient
+
+
+def test_what_draws_between_blocks_and_is_not_known_to_is_refused() -> None:
+    class Shaken(Chain):
+        def between(self, x: Tensor, _number: int) -> Tensor:
+            return Shaking.apply(x)
+
+    with pytest.raises(CutError, match=r"'Shaking\.apply' draws random numbers between blocks"):
+        capture(Shaken(), inputs())
+
+
+_KEPT: list[Tensor] = []
+
+
+def test_a_value_of_another_forward_is_refused() -> None:
+    class Global(Chain):
+        def between(self, x: Tensor, number: int) -> Tensor:
+            _KEPT.append(x)
+            return x + _KEPT[number]
+
+    with pytest.raises(GlueError, match="reads a value of another micro-batch"):
+        capture(Global(), inputs())
+    _KEPT.clear()
+
+
+def test_a_cache_in_the_output_is_not_there_to_use() -> None:
+    class GivesCache(Chain):
+        def forward(self, x: Tensor) -> Any:
+            x = super().forward(x)
+            return x, Cache(x)
+
+    with pipeline(GivesCache()) as pipe:
+        x, cache = pipe.eval_step(inputs())
+        assert x.shape == inputs().shape
+        with pytest.raises(CutError, match="the model's output holds a Cache"):
+            cache.tensor.sum()
+
+
+def test_a_flag_may_be_set_once_and_for_all() -> None:
+    class Preparing(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "is_prepared"):
+                self.is_prepared = True
+                self.blocks[0].register_forward_hook(lambda *args: args[-1] * 2)
+            return super().forward(x)
+
+    model = Preparing()
+    whole = copy.deepcopy(model)
+    with pipeline(model) as pipe:
+        assert not hasattr(model, "is_prepared")
+        assert torch.equal(pipe.eval_step(inputs()), whole(inputs()))
+
+
 class Tied(Chain):
     """Its last block has the weight of the first one, and uses it in a checkpoint."""
 

@@ -143,10 +143,8 @@ def is_question(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Answer a question of `QUESTIONS` or `METADATA` about a ghost."""
     ghost = args[0]
-    if function is Tensor.type:
-        return _type_name(ghost.info)
-    if function is Tensor.get_device:
-        return -1 if ghost.info.device.index is None else ghost.info.device.index
+    if function in _BY_INFO:
+        return _BY_INFO[function](ghost.info)
     match QUESTIONS.get(function):
         case "device":
             return ghost.info.device
@@ -167,3 +165,13 @@ def _type_name(info: Info) -> str:
     name = torch.empty(0, dtype=info.dtype).type()
     kind = info.device.type
     return name if kind == "cpu" else name.replace("torch.", f"torch.{kind}.")
+
+
+def _device_number(info: Info) -> int:
+    return -1 if info.device.index is None else info.device.index
+
+
+_BY_INFO: dict[Any, Callable[[Info], Any]] = {
+    Tensor.type: _type_name,
+    Tensor.get_device: _device_number,
+}

@@ -2,6 +2,7 @@
 
 import random
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -269,7 +270,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _hook_nothing(*_: Any) -> RemovableHandle:
-    return RemovableHandle({})
+    return RemovableHandle(OrderedDict())
 
 
 @contextmanager
