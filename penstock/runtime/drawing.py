@@ -58,6 +58,7 @@ class Drawing:
         if draws is False or (draws is None and not training and call.run.trusts_evaluation):
             return function()
         if draws is None and layer not in self._own_generators:
+            call.run.has_seeded = True
             result, drew = runs_and_draws(call.key, function, self._device)
             self._draws[known] = drew
             call.kept.reruns_in_backward |= drew  # or not: it was not watched this once

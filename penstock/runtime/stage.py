@@ -40,7 +40,7 @@ from .entries import Given, faithful_copy, make_entry
 from .leaves import claim_leaves
 from .memory import KeptBytes
 from .notes import backward_of, next_node_number, note_failure
-from .random_streams import RefuseRandomness
+from .random_streams import RefuseRandomness, alone_with_default_generators
 from .recompute import Repeatable, Witness, dropping_graph
 from .replicas import Replicas
 from .run import FROM_CALLER, Activation, Gradient, Kept, Run
@@ -378,12 +378,14 @@ class Stage:
     ) -> None:
         kind = self.device.device.type
         under_autocast = not run.resumed and torch.is_autocast_enabled(kind)
-        if not (under_autocast or kept.reruns_in_backward):
+        if not (under_autocast or kept.reruns_in_backward or run.has_seeded):
             torch.autograd.backward(roots, gradients)
             return
         with ExitStack() as context:
             if under_autocast:  # operators take the types of their forwards; as torch advises
                 context.enter_context(torch.autocast(kind, enabled=False))
+            if run.has_seeded:  # two checkpoints at once would mix up what they put back
+                context.enter_context(alone_with_default_generators())
             if kept.reruns_in_backward:
                 context.enter_context(separate_statistics(self.batch_norms, into=None))
                 context.enter_context(RefuseRandomness())  # type: ignore[no-untyped-call]  # torch
