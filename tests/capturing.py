@@ -202,3 +202,13 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 def assert_equal(found: Tensors, expected: Tensors) -> None:
     assert differing(found, expected) == []
+
+
+def assert_close(found: Tensors, expected: Tensors) -> None:
+    """Compare to the rounding of bfloat16: each tensor by its largest value."""
+    for name in differing(found, expected):
+        one, other = found[name], expected[name]
+        assert one is not None and other is not None
+        largest = float(other.abs().max())
+        rounding = torch.finfo(torch.bfloat16).eps
+        torch.testing.assert_close(one, other, rtol=0, atol=rounding * largest)

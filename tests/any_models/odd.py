@@ -16,6 +16,7 @@ from .made import (
     AnyModel,
     Made,
     decoder,
+    encoder,
     hugging_face,
     masked,
     uncached,
@@ -313,6 +314,9 @@ def autocast() -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16)
 
 
+ADDED_IN_BFLOAT16 = (
+    "autocast adds the gradients of a weight's uses in bfloat16, and each stage only its own"
+)
 GPT2 = partial(hugging_face, "GPT2", "LMHeadModel", TEXT)
 MIXTRAL = partial(decoder, "Mixtral", num_local_experts=4, num_experts_per_tok=2)
 
@@ -354,6 +358,12 @@ ODD = (
     AnyModel("router's logits in the output", MIXTRAL(inputs=asking("output_router_logits"))),
     AnyModel("autocast to bfloat16", decoder("Llama"), within=autocast),
     AnyModel("autocast, tied", decoder("Llama", tie_word_embeddings=True), within=autocast),
+    AnyModel(
+        "autocast, layer called again",
+        encoder("Albert", embedding_size=16),
+        rounding=ADDED_IN_BFLOAT16,
+        within=autocast,
+    ),
     AnyModel("frozen start", frozen_start),
     AnyModel("adapters beside frozen layers", adapted),
     AnyModel("compiled blocks", chain(Compiled)),

@@ -17,7 +17,7 @@ from penstock.model.ghost.capture import Captured, capture
 from penstock.model.ghost.routes import holders
 from tests.any_models.lists import EVERY, ODD, OTHERS, REFUSED, REQUIRED
 from tests.any_models.made import AnyModel
-from tests.capturing import BATCH, WAYS, Tensors, differing, run, whole
+from tests.capturing import BATCH, WAYS, Tensors, assert_close, differing, run, whole
 
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
 HEAD = (
@@ -79,7 +79,7 @@ def _verdict(pairs: list[tuple[Tensors, Tensors]]) -> str:
     if not any(differing(found, expected) for found, expected in pairs):
         return "bit"
     for found, expected in pairs:
-        torch.testing.assert_close(found, expected)
+        assert_close(found, expected)
     return "close"
 
 

@@ -13,7 +13,7 @@ from penstock.model.ghost.layers import CapturedLayers
 from tests.any_models.lists import EVERY, REQUIRED
 from tests.any_models.made import AnyModel
 from tests.any_models.odd import CHAINS
-from tests.capturing import WAYS, Found, Way, assert_equal, loss, run, whole
+from tests.capturing import WAYS, Found, Way, assert_close, assert_equal, loss, run, whole
 
 FEW = (
     "gpt2",
@@ -45,15 +45,11 @@ def test_a_model_computes_the_same_cut_and_whole(model: AnyModel, way: Way) -> N
 
 
 def assert_alike(model: AnyModel, found: Found, expected: Found) -> None:
-    """Compare bits; sums that are rounded otherwise, where the model says why."""
-    if not model.rounding:
-        assert_equal(found.outputs, expected.outputs)
-        assert_equal(found.in_evaluation, expected.in_evaluation)
-        assert_equal(found.in_training, expected.in_training)
-        return
-    torch.testing.assert_close(found.outputs, expected.outputs)
-    torch.testing.assert_close(found.in_evaluation, expected.in_evaluation)
-    torch.testing.assert_close(found.in_training, expected.in_training)
+    """Compare bits; gradients that are rounded otherwise, where the model says why."""
+    compare = assert_close if model.rounding else assert_equal
+    assert_equal(found.outputs, expected.outputs)
+    compare(found.in_evaluation, expected.in_evaluation)
+    compare(found.in_training, expected.in_training)
 
 
 def test_all_gradients_are_clipped_also_of_parameters_between_blocks() -> None:

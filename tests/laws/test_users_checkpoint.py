@@ -162,9 +162,17 @@ class Again(nn.Module):
 def test_two_checkpoints_that_run_again_at_once_leave_the_generators_alone() -> None:
     """The first begins, the second begins, the first ends, the second ends: where they can."""
     begun, joined, ended = threading.Event(), threading.Event(), threading.Event()
-    turns = iter((lambda: None, lambda: begun.wait(0.5)))
-    runs = iter((lambda: None, lambda: (joined.set(), ended.wait(0.5))))
-    first = Checkpointed(Again(lambda: (begun.set(), joined.wait(0.5))), reentrant=False)
+
+    def begin() -> None:
+        begun.set()
+        joined.wait(0.5)
+
+    def join() -> None:
+        joined.set()
+        ended.wait(0.5)
+
+    turns, runs = iter((bool, lambda: begun.wait(0.5))), iter((bool, join))
+    first = Checkpointed(Again(begin), reentrant=False)
     second = Checkpointed(Again(lambda: next(runs)()), reentrant=False)
     layers = [nn.Linear(6, 6), Calling(ended.set), first, second, Calling(lambda: next(turns)())]
     model = nn.Sequential(*layers)
