@@ -1,5 +1,6 @@
 """What is odd, and cut all the same: hand-made chains, and odd uses of usual models."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -161,6 +162,14 @@ class Checkpoints(Chain):
         return x
 
 
+class TiedCheckpoints(Checkpoints):
+    """Its last block has the weight of the first one."""
+
+    def __init__(self) -> None:
+        super().__init__(reentrant=False, together=False)
+        self.blocks[2].weight = self.blocks[0].weight
+
+
 class WhileLoop(Chain):
     """Doubles as long as the values say so."""
 
@@ -296,7 +305,9 @@ def adapted() -> Made:
 def checkpointed(*, reentrant: bool) -> Callable[[], Made]:
     def build() -> Made:
         made = llama()
-        made.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        with warnings.catch_warnings():  # newer versions have a name of their own for it
+            warnings.simplefilter("ignore")
+            made.gradient_checkpointing_enable({"use_reentrant": reentrant})
         return made, uncached
 
     return build
@@ -325,6 +336,7 @@ CHAINS = (
     AnyModel("a reentrant one per block", checkpoints(reentrant=True, together=False)),
     AnyModel("a checkpoint of two blocks", checkpoints(reentrant=False, together=True)),
     AnyModel("a reentrant one of two", checkpoints(reentrant=True, together=True)),
+    AnyModel("a checkpoint around a tied block", chain(TiedCheckpoints)),
     AnyModel("own autograd function", chain(OwnFunction)),
     AnyModel("hook on a block", chain(Hooked)),
     AnyModel("hook on a block of two stages", chain(HookedTwice)),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.errors import CutError, GlueError
+from penstock.errors import CutError, GlueError, RandomnessError
 from penstock.model.ghost.capture import Captured, capture
 from penstock.model.ghost.layers import CapturedLayers
 from tests.any_models.chain import WIDTH, Chain, inputs
@@ -163,6 +163,27 @@ class NothingToDifferentiate(Chain):
 def test_a_reentrant_checkpoint_without_gradients_is_refused() -> None:
     model = NothingToDifferentiate()
     with pipeline(model) as pipe, pytest.raises(CutError, match="nothing that requires a grad"):
+        pipe.train_step(inputs(), inputs())
+
+
+def test_dropout_in_a_checkpoint_around_blocks_is_refused() -> None:
+    class DropsInside(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(super().forward(x), 0.5)
+
+    class Checkpointing(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[1] = DropsInside(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[0](x)
+            return checkpoint(lambda y: self.blocks[2](self.blocks[1](y)), x, use_reentrant=False)
+
+    with (
+        pipeline(Checkpointing()) as pipe,
+        pytest.raises(RandomnessError, match=r"torch\.utils\.checkpoint"),
+    ):
         pipe.train_step(inputs(), inputs())
 
 
