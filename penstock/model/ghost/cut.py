@@ -149,7 +149,7 @@ class Cut:
         return {name: p for name, p in found.items() if isinstance(p, nn.Parameter)}
 
     def names_of(self, stage: int) -> tuple[str, ...]:
-        """Give the names of the parameters that a stage has."""
+        """Give the names of the parameters that a stage has; the first one has the unused, too."""
         captured, away = self.captured, {n for t in self.borrowed(stage) for n in t.names}
         blocks = dict.fromkeys(block for (block, _), at in self.stage_of.items() if at == stage)
         found = [name for block in blocks for name in captured.names_in(block)]
@@ -157,7 +157,17 @@ class Cut:
             stages = stages_of_events(of_mode.events, self.stage_of, self.num_stages)
             found += [n for e in of_mode.events if stages[e.key] == stage for n in e.parameters]
         first = {captured.parameters[name] for name in found if name not in away}
+        if stage == 0:
+            first |= self._unused()
         return tuple(name for name, known_as in captured.parameters.items() if known_as in first)
+
+    def _unused(self) -> set[str]:
+        """Give the first names of the parameters that nothing reads."""
+        captured = self.captured
+        used = {name for block in captured.blocks for name in captured.names_in(block)}
+        for of_mode in captured.recorded:
+            used.update(name for event in of_mode.events for name in event.parameters)
+        return set(captured.parameters.values()) - {captured.parameters[name] for name in used}
 
     def run(self, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a pass; give the model's output if it is the last stage's."""

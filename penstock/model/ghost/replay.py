@@ -6,8 +6,7 @@ the next stage's block    the pass ends
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -103,7 +102,7 @@ class Replay(Pass):
         if function in GRADIENT_HOOKS:
             self._check_made_here(name, ghosts_in(args))
         self._doing = str(key) if key.number == 0 else f"'{name}', {key}"
-        return self.execute(key, name, function, args, kwargs)
+        return self.execute(key, name, self._lending(key, function), args, kwargs)
 
     def _check_made_here(self, name: str, ghosts: list[Ghost]) -> None:
         """Refuse a hook on the gradient of a value that another stage made, and uses too."""
@@ -151,14 +150,17 @@ class Replay(Pass):
         real = super()._unwrapped(value)
         return real if self._lent is None else self._lent.replaced(real)
 
-    @contextmanager
-    def _natively(self, key: EventKey) -> Iterator[None]:
-        with super()._natively(key):
-            if self._lent is None or key.number or key.block not in self._borrowers:
-                yield
-                return
-            with self._lent:
-                yield
+    def _lending(self, key: EventKey, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a block read what was sent for its parameters; also when a checkpoint runs it."""
+        lent = self._lent
+        if lent is None or key.number or key.block not in self._borrowers:
+            return function
+
+        def lending(*args: Any, **kwargs: Any) -> Any:
+            with lent:
+                return function(*args, **kwargs)
+
+        return lending
 
     def _end(self) -> None:
         """Leave the model's forward, with what Python still refers to."""
