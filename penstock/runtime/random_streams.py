@@ -100,7 +100,7 @@ def runs_and_draws(
     path; but only one thread at a time may do so.
     """
     generators = {_default_generator(d) for d in (torch.device("cpu"), device)}
-    with alone_with_default_generators():
+    with _default_generators_lock.get(), _lock_of_its_own():
         before = [(generator, generator.get_state()) for generator in generators]
         try:
             seeded = [g.manual_seed(key).get_state() for g, _ in before]
@@ -113,14 +113,12 @@ def runs_and_draws(
 
 
 @contextmanager
-def alone_with_default_generators() -> Iterator[None]:
-    """Let no other stage put a state into torch's default generators meanwhile."""
-    with _default_generators_lock.get():
-        token = _default_generators_lock.set(threading.Lock())
-        try:
-            yield
-        finally:
-            _default_generators_lock.reset(token)
+def _lock_of_its_own() -> Iterator[None]:
+    token = _default_generators_lock.set(threading.Lock())
+    try:
+        yield
+    finally:
+        _default_generators_lock.reset(token)
 
 
 class RefuseRandomness(TorchDispatchMode):

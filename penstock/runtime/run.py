@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -117,8 +118,8 @@ class Run:
     `caller` is what the forwards run under; a `resumed` run has left it, and enters it again for
     its recomputes.  With `trusts_evaluation`, layers in evaluation mode are taken to draw no
     random numbers until one is seen to.  `has_seeded` tells that a layer was run with torch's
-    default generators seeded, so that a checkpoint in it will bring them there again.  `claimed`
-    maps the id of each leaf that some stage's
+    default generators seeded, so that a checkpoint in it will bring them there again; backward
+    passes then hold `one_backward`.  `claimed` maps the id of each leaf that some stage's
     backward reaches to that stage, and holds the leaf so that the id stays its own.
     `first_microbatch` is what micro-batch 0 is called among those of all replicas, for the random
     streams.
@@ -134,6 +135,7 @@ class Run:
     resumed: bool = False
     trusts_evaluation: bool = False
     has_seeded: bool = False
+    one_backward: Lock = field(default_factory=Lock)
     first_microbatch: int = 0
     targets: list[Any] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)

@@ -40,7 +40,7 @@ from .entries import Given, faithful_copy, make_entry
 from .leaves import claim_leaves
 from .memory import KeptBytes
 from .notes import backward_of, next_node_number, note_failure
-from .random_streams import RefuseRandomness, alone_with_default_generators
+from .random_streams import RefuseRandomness
 from .recompute import Repeatable, Witness, dropping_graph
 from .replicas import Replicas
 from .run import FROM_CALLER, Activation, Gradient, Kept, Run
@@ -385,7 +385,7 @@ class Stage:
             if under_autocast:  # operators take the types of their forwards; as torch advises
                 context.enter_context(torch.autocast(kind, enabled=False))
             if run.has_seeded:  # two checkpoints at once would mix up what they put back
-                context.enter_context(alone_with_default_generators())
+                context.enter_context(run.one_backward)
             if kept.reruns_in_backward:
                 context.enter_context(separate_statistics(self.batch_norms, into=None))
                 context.enter_context(RefuseRandomness())  # type: ignore[no-untyped-call]  # torch
