@@ -16,6 +16,7 @@ FEW = [
     "unet",
     "branching",
     "NumPy between blocks",
+    "parameters between blocks",
     "a checkpoint around a tied block",
 ]
 INPUTS = pytest.mark.parametrize("inputs", [ROUTED, EVERYWHERE])
@@ -27,8 +28,7 @@ def test_captured_models_in_two_processes(inputs: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@INPUTS
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize(("num_stages", "inputs"), [(2, EVERYWHERE), (3, ROUTED), (4, ROUTED)])
 def test_required_models_in_processes(num_stages: int, inputs: str, tmp_path: Path) -> None:
     names = [model.name for model in REQUIRED]
     call(capture_job.train_all, (num_stages, 1), tmp_path, names=names, inputs=inputs)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -230,7 +231,8 @@ class Pass(ABC):
             drawn = draws(function, args, kwargs)
             if drawn or any(id(t) in self._parameter_ids for t in flatten((args, kwargs))[0]):
                 name = getattr(function, "__name__", str(function))
-                return self.event(self._next_key(), name, function, args, kwargs)
+                with torch._C.DisableTorchFunctionSubclass():
+                    return self.event(self._next_key(), name, function, args, kwargs)
         return function(*args, **kwargs)
 
     def inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
