@@ -1,40 +1,215 @@
-"""How captured models are cut and compared in tests."""
+"""How captured models are cut, run and compared, in tests and for the table in the documentation.
+
+A model is run on batches of three sizes, so that micro-batches are uneven and few, three times:
+for outputs, in evaluation mode for gradients, and in training.
+"""
 
 import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.model.pytree import flatten
+import penstock
+from penstock import Pipeline, Recompute, schedules
+from penstock.errors import BoundaryError
+from penstock.model.ghost.inputs import EVERYWHERE, ROUTED, as_call
+from penstock.model.ghost.layers import CapturedLayers
+from penstock.model.ghost.record_model import record_model
+from penstock.model.pytree import flatten, unflatten
+from tests.any_models.made import AnyModel
 
 BATCH, MICROBATCHES = 4, 3
+SIZES = {BATCH: [2, 1, 1], 2: [1, 1], 1: [1]}
+"""Batch size -> the sizes of its micro-batches."""
+Tensors = dict[str, Tensor | None]
+Given = Mapping[str, Tensor | None]
 
 
-def loss(output: Any, _target: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a model is cut and run; at most as many stages as it has block calls."""
+
+    num_stages: int
+    schedule: Callable[..., Any]
+    recompute: Recompute
+    inputs: str = ROUTED
+
+    def __str__(self) -> str:
+        return f"{self.num_stages} stages, inputs {self.inputs}"
+
+
+WHOLE = Way(1, schedules.gpipe, Recompute.NEVER)
+WAYS = (
+    Way(2, schedules.one_f_one_b, Recompute.NEVER),
+    Way(2, schedules.gpipe, Recompute.STAGE, EVERYWHERE),
+    Way(3, schedules.gpipe, Recompute.STAGE),
+    Way(3, schedules.one_f_one_b, Recompute.NEVER, EVERYWHERE),
+    Way(4, schedules.eager_1f1b, Recompute.STAGE),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a model gave; outputs are empty where they cannot be put together to a batch's."""
+
+    outputs: Tensors
+    in_evaluation: Tensors
+    """Losses and gradients, of parameters and inputs."""
+    in_training: Tensors
+    """The same, and buffers."""
+
+
+def run(model: AnyModel, way: Way) -> Found:
+    """Run a model as a pipeline."""
+    made, inputs_of = model.make()
+    with model.within():
+        captured = record_model(made, inputs_of(BATCH), inputs=way.inputs)
+        with make_pipeline(CapturedLayers.of(captured), way) as pipe:
+            outputs = _numbered("output", (evaluated(pipe, inputs_of(n)) for n in SIZES))
+            made.eval()
+            in_evaluation = _steps(pipe, made, inputs_of)
+            made.zero_grad()
+            made.train()
+            in_training = {**_steps(pipe, made, inputs_of), **buffers(made)}
+    return Found(outputs, in_evaluation, in_training)
+
+
+def make_pipeline(layers: CapturedLayers, way: Way, mesh: penstock.Mesh | None = None) -> Pipeline:
+    return Pipeline(
+        layers,
+        mesh=mesh,
+        partition=random_cut(len(layers), way.num_stages),
+        num_microbatches=MICROBATCHES,
+        loss=loss,
+        schedule=way.schedule,
+        recompute=way.recompute,
+        threads_per_stage=1,
+    )
+
+
+def evaluated(pipe: Pipeline, inputs: Any) -> list[Tensor]:
+    """Give the tensors of a pipeline's outputs, if they can be put together."""
+    try:
+        return flatten(pipe.eval_step(inputs))[0]
+    except BoundaryError:  # a loss, say, or a row for each word
+        return []
+
+
+def _steps(pipe: Pipeline, made: nn.Module, inputs_of: Callable[[int], Any]) -> Tensors:
+    batches = {size: inputs_of(size) for size in SIZES}
+    losses = [[pipe.train_step(batch, torch.zeros(n))] for n, batch in batches.items()]
+    return {**_numbered("loss", losses), **gradients(made), **_of_inputs(batches.values())}
+
+
+@cache
+def whole(model: AnyModel) -> Found:
+    """Run a model as it is, micro-batch by micro-batch; in training, as a pipeline of one stage.
+
+    Random numbers are keyed there, which plain torch does not do.
+    """
+    made, inputs_of = model.make()
+    made.eval()
+    outputs, losses = [], []
+    batches = {size: inputs_of(size) for size in SIZES}
+    for size, batch in batches.items():
+        parts = list(zip(_parts(batch, SIZES[size]), SIZES[size], strict=True))
+        with torch.no_grad():
+            outputs.append(_joined([(_call(model, made, part), n) for part, n in parts]))
+        terms = [loss(_call(model, made, part), None) * (n / size) for part, n in parts]
+        for term in terms:
+            term.backward()
+        losses.append([torch.stack([term.detach() for term in terms]).sum()])
+    in_evaluation = {**gradients(made), **_of_inputs(batches.values())}
+    return Found(
+        _numbered("output", outputs),
+        {**_numbered("loss", losses), **in_evaluation},
+        run(model, WHOLE).in_training,
+    )
+
+
+def _call(model: AnyModel, made: nn.Module, inputs: Any) -> Any:
+    args, kwargs = as_call(inputs)
+    with model.within():
+        return made(*args, **kwargs)
+
+
+def _parts(inputs: Any, sizes: list[int]) -> list[Any]:
+    leaves, structure = flatten(inputs)
+    cut = [leaf.split(sizes) for leaf in leaves]
+    return [unflatten(structure, list(row)) for row in zip(*cut, strict=True)]
+
+
+def _joined(outputs: list[tuple[Any, int]]) -> list[Tensor]:
+    """Put the outputs of micro-batches together, if each tensor has a row for each sample."""
+    rows = [flatten(output)[0] for output, _ in outputs]
+    sizes = [size for _, size in outputs]
+    if any(t.dim() == 0 or len(t) != n for row, n in zip(rows, sizes, strict=True) for t in row):
+        return []
+    columns = list(zip(*rows, strict=True))
+    if any(t.shape[1:] != tensors[0].shape[1:] for tensors in columns for t in tensors):
+        return []
+    return [torch.cat(tensors) for tensors in columns]
+
+
+def loss(output: Any, _target: Any) -> Tensor:
     """Give a number that depends on everything that the model gives."""
-    parts = [t for t in flatten(output)[0] if t.is_floating_point() and t.dim()]
+    parts = [t for t in flatten(output)[0] if t.is_floating_point()]
     return torch.stack([part.float().square().mean() for part in parts]).sum()
 
 
 def random_cut(num_layers: int, num_stages: int) -> list[int]:
     draw = random.Random(num_layers * num_stages)
-    cuts = sorted(draw.sample(range(1, num_layers), num_stages - 1))
+    cuts = sorted(draw.sample(range(1, num_layers), min(num_stages, num_layers) - 1))
     return [b - a for a, b in pairwise([0, *cuts, num_layers])]
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+def gradients(model: nn.Module) -> Tensors:
     return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
 
 
-def buffers(model: nn.Module) -> dict[str, Tensor]:
+def buffers(model: nn.Module) -> Tensors:
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def _of_inputs(batches: Iterable[Any]) -> Tensors:
+    given = [leaf for batch in batches for leaf in flatten(batch)[0] if leaf.requires_grad]
+    return {f"input {number}": leaf.grad for number, leaf in enumerate(given)}
+
+
+def _numbered(what: str, groups: Iterable[list[Tensor]]) -> Tensors:
+    return {
+        f"{what} {group}, {number}": tensor
+        for group, tensors in enumerate(groups)
+        for number, tensor in enumerate(tensors)
+    }
+
+
+def differing(found: Given, expected: Given) -> list[str]:
+    """Name what is not the same to the bit."""
     assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        other = found[name]
-        same = other is value if value is None else other is not None and torch.equal(other, value)
-        assert same, name
+    return [name for name, value in expected.items() if not _same(found[name], value)]
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+def assert_equal(found: Given, expected: Given) -> None:
+    assert differing(found, expected) == []
+
+
+def assert_close(found: Tensors, expected: Tensors) -> None:
+    """Compare to the rounding of bfloat16: each tensor by its largest value."""
+    for name in differing(found, expected):
+        one, other = found[name], expected[name]
+        assert one is not None and other is not None
+        largest = float(other.abs().max())
+        rounding = torch.finfo(torch.bfloat16).eps
+        torch.testing.assert_close(one, other, rtol=0, atol=rounding * largest)

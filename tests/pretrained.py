@@ -10,7 +10,8 @@ import penstock
 from penstock.model.ghost.layers import CapturedLayers
 from penstock.model.ghost.record_model import record_model
 from penstock.planner.partition import balance
-from tests.any_models import REQUIRED, Made
+from tests.any_models.lists import REQUIRED
+from tests.any_models.made import Made
 
 BATCH = 4
 

@@ -82,6 +82,7 @@ class Drawing:
             return self._run_keyed(key, call, function)
         watch = WatchCheckpoints()
         watched = function if known is not Draws.SOMEHOW else partial(_under, watch, function)
+        call.run.has_seeded = True
         result, drew = runs_and_draws(call.key, watched, self._device)
         if known is None:
             self._known[key] = Draws.SOMEHOW if drew else Draws.NEVER

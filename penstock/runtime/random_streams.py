@@ -98,43 +98,44 @@ def runs_and_draws(
 
     Gives the same numbers as under `KeyedRandomness`, and leaves every kernel its own choice of
     path; but only one thread at a time may do so.  A checkpoint of the user's own keeps the state
-    of these generators, and so draws the same numbers in the backward pass: see `draws_again`.
+    of these generators, and so draws the same numbers in the backward pass.
     """
-    with _default_generators_kept(device) as generators:
+    with alone_with_generators(device) as generators:
         seeded = [g.manual_seed(key).get_state() for g in generators]
         result = function()
-        drew = any(
-            not torch.equal(s, g.get_state()) for s, g in zip(seeded, generators, strict=True)
-        )
-    return result, drew
+        after = [g.get_state() for g in generators]
+    return result, any(not torch.equal(s, a) for s, a in zip(seeded, after, strict=True))
 
 
 @contextmanager
-def draws_again(device: torch.device) -> Iterator[None]:
-    """Let checkpoints of the user's own draw again what they drew; they set default generators.
+def alone_with_generators(device: torch.device) -> Iterator[list[Generator]]:
+    """Have torch's default generators to oneself, and put them back.
 
-    Raises:
-        RandomnessError: something drew that did not set them.
+    A backward pass needs them so where checkpoints may run again: each brings the generators to
+    the state of its forward meanwhile.
     """
-    with _default_generators_kept(device) as generators:
-        before = [generator.get_state() for generator in generators]
-        yield
-        now = [generator.get_state() for generator in generators]
-    if any(not torch.equal(b, n) for b, n in zip(before, now, strict=True)):
-        raise _drew_in_backward("a layer")
-
-
-@contextmanager
-def _default_generators_kept(device: torch.device) -> Iterator[list[Generator]]:
-    """Have torch's default generators to oneself, and put them back."""
     generators = list(dict.fromkeys(map(_default_generator, (torch.device("cpu"), device))))
     with _default_generators_lock.get(), _lock_of_its_own():
-        before = [generator.get_state() for generator in generators]
+        before = [(generator, generator.get_state()) for generator in generators]
         try:
             yield generators
         finally:
-            for generator, state in zip(generators, before, strict=True):
+            for generator, state in before:
                 generator.set_state(state)
+
+
+@contextmanager
+def checked_draws(device: torch.device) -> Iterator[None]:
+    """Let checkpoints of the user's own draw again what they drew: they set the generators back.
+
+    Raises:
+        RandomnessError: something drew that did not.
+    """
+    generators = list(dict.fromkeys(map(_default_generator, (torch.device("cpu"), device))))
+    before = [generator.get_state() for generator in generators]
+    yield
+    if any(not torch.equal(g.get_state(), s) for g, s in zip(generators, before, strict=True)):
+        raise _drew_in_backward("a layer")
 
 
 @contextmanager

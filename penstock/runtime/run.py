@@ -116,7 +116,9 @@ class Run:
 
     `caller` is what the forwards run under; a `resumed` run has left it, and enters it again for
     its recomputes.  With `trusts_evaluation`, layers in evaluation mode are taken to draw no
-    random numbers until one is seen to.  `claimed` maps the id of each leaf that some stage's
+    random numbers until one is seen to.  `has_seeded` tells that a layer was run with torch's
+    default generators seeded, so that a checkpoint in it will bring them there again: backward
+    passes then have them to themselves.  `claimed` maps the id of each leaf that some stage's
     backward reaches to that stage, and holds the leaf so that the id stays its own.
     `first_microbatch` is what micro-batch 0 is called among those of all replicas, for the random
     streams.
@@ -131,6 +133,7 @@ class Run:
     trace: Trace = Trace.OFF
     resumed: bool = False
     trusts_evaluation: bool = False
+    has_seeded: bool = False
     first_microbatch: int = 0
     targets: list[Any] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)

@@ -40,7 +40,7 @@ from .drawing import Drawing, LayerCall
 from .leaves import claim_leaves
 from .memory import KeptBytes
 from .notes import backward_of, next_node_number, note_failure
-from .random_streams import draws_again, refuse_draws
+from .random_streams import alone_with_generators, checked_draws, refuse_draws
 from .recompute import Repeatable, Witness, dropping_graph
 from .replicas import Replicas
 from .run import FROM_CALLER, Activation, Given, Gradient, Kept, Run
@@ -379,18 +379,19 @@ class Stage:
     def _run_autograd(
         self, run: Run, kept: Kept, roots: list[Tensor], gradients: list[Tensor]
     ) -> None:
-        kind = self.device.device.type
+        device = self.device.device
+        kind = device.type
         under_autocast = not run.resumed and torch.is_autocast_enabled(kind)
-        if not (under_autocast or kept.reruns_in_backward or kept.draws_again):
+        if not (under_autocast or kept.reruns_in_backward or run.has_seeded):
             torch.autograd.backward(roots, gradients)
             return
         with ExitStack() as context:
             if under_autocast:  # operators take the types of their forwards; as torch advises
                 context.enter_context(torch.autocast(kind, enabled=False))
+            if run.has_seeded:
+                context.enter_context(alone_with_generators(device))
             if kept.reruns_in_backward or kept.draws_again:
                 context.enter_context(separate_statistics(self.batch_norms, into=None))
                 repeats = kept.draws_again and not kept.must_not_draw
-                context.enter_context(
-                    draws_again(self.device.device) if repeats else refuse_draws()
-                )
+                context.enter_context(checked_draws(device) if repeats else refuse_draws())
             torch.autograd.backward(roots, gradients)

@@ -6,28 +6,47 @@ import warnings
 import torch
 
 import penstock
-from tests.any_models import REQUIRED, AnyModel
-from tests.capturing import BATCH, MICROBATCHES, assert_equal, gradients, loss, random_cut
+from penstock.model.ghost.inputs import EVERYWHERE
+from penstock.model.ghost.layers import CapturedLayers
+from penstock.model.ghost.record_model import record_model
+from tests.any_models.lists import EVERY, REQUIRED
+from tests.any_models.made import AnyModel
+from tests.capturing import (
+    BATCH,
+    SIZES,
+    WHOLE,
+    Way,
+    assert_equal,
+    evaluated,
+    gradients,
+    loss,
+    make_pipeline,
+)
 from tests.laws.test_capture_bytes import check_t5, check_unet
 
 
-def train_all(mesh: penstock.Mesh, names: list[str]) -> None:
+def train_all(mesh: penstock.Mesh, names: list[str], inputs: str) -> None:
     """Train each model as a pipeline over the mesh, and whole in this process: same bits."""
-    for model in REQUIRED:
-        if model.name in names:
-            train(mesh, model)
+    schedule, recompute = penstock.schedules.one_f_one_b, penstock.Recompute.NEVER
+    way = Way(mesh.num_stages, schedule, recompute, inputs)
+    for model in EVERY:
+        if model.name in names and not (model.routed and inputs == EVERYWHERE):
+            train(mesh, model, way)
 
 
-def train(mesh: penstock.Mesh, model: AnyModel) -> None:
-    """Compare losses, and the gradients and buffers of the own stage."""
-    spread, whole = make(model, mesh), make(model, None)
+def train(mesh: penstock.Mesh, model: AnyModel, way: Way) -> None:
+    """Compare losses, outputs, and the gradients of the own stage."""
+    spread, whole = make(model, way, mesh), make(model, WHOLE, None)
     inputs_of = model.make()[1]
-    for batch in (BATCH, BATCH, 2):
+    last = mesh.stage == mesh.num_stages - 1
+    for batch in SIZES:
         target = torch.zeros(batch)
-        inputs = inputs_of(batch) if mesh.stage == 0 else None
-        last = mesh.stage == mesh.num_stages - 1
+        inputs = inputs_of(batch) if mesh.stage == 0 or way.inputs == EVERYWHERE else None
         found = spread.train_step(inputs, target if last else None)
         assert torch.equal(found, whole.train_step(inputs_of(batch), target)), model.name
+    outputs = evaluated(whole, inputs_of(batch))
+    if outputs:
+        assert all(map(torch.equal, evaluated(spread, inputs), outputs)), model.name
     expected, own = gradients(whole), gradients(spread)
     assert_equal(own, {name: expected[name] for name in own})
     named = [name for part in mesh.gather(list(own), "for the others' names") for name in part]
@@ -35,20 +54,12 @@ def train(mesh: penstock.Mesh, model: AnyModel) -> None:
     whole.close()
 
 
-def make(model: AnyModel, mesh: penstock.Mesh | None) -> penstock.Pipeline:
+def make(model: AnyModel, way: Way, mesh: penstock.Mesh | None) -> penstock.Pipeline:
     """Make a pipeline over the mesh, or of one stage here."""
     made, inputs_of = model.make()
     made.train()
-    layers = penstock.capture(made, inputs_of(BATCH), check=False)
-    return penstock.Pipeline(
-        layers,
-        mesh=mesh,
-        partition=random_cut(len(layers), 1 if mesh is None else mesh.num_stages),
-        num_microbatches=MICROBATCHES,
-        loss=loss,
-        schedule=penstock.schedules.one_f_one_b,
-        threads_per_stage=1,
-    )
+    captured = record_model(made, inputs_of(BATCH), inputs=way.inputs)
+    return make_pipeline(CapturedLayers.of(captured), way, mesh)
 
 
 def check_bytes(mesh: penstock.Mesh) -> None:

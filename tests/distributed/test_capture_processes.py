@@ -4,22 +4,41 @@ from pathlib import Path
 
 import pytest
 
-from tests.any_models import REQUIRED
+from penstock.model.ghost.inputs import EVERYWHERE, ROUTED
+from tests.any_models.lists import OTHERS, REQUIRED
+from tests.any_models.odd import CHAINS
 from tests.distributed import capture_job
 from tests.distributed.call import call
 
-FEW = ["gpt2", "t5", "unet", "branching"]
+FEW = [
+    "gpt2",
+    "t5",
+    "unet",
+    "branching",
+    "NumPy between blocks",
+    "parameters between blocks",
+    "a checkpoint around a tied block",
+]
+INPUTS = pytest.mark.parametrize("inputs", [ROUTED, EVERYWHERE])
 
 
-def test_captured_models_in_two_processes(tmp_path: Path) -> None:
-    call(capture_job.train_all, (2, 1), tmp_path, names=FEW)
+@INPUTS
+def test_captured_models_in_two_processes(inputs: str, tmp_path: Path) -> None:
+    call(capture_job.train_all, (2, 1), tmp_path, names=FEW, inputs=inputs)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_all_captured_models_in_processes(num_stages: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_stages", "inputs"), [(2, EVERYWHERE), (3, ROUTED), (4, ROUTED)])
+def test_required_models_in_processes(num_stages: int, inputs: str, tmp_path: Path) -> None:
     names = [model.name for model in REQUIRED]
-    call(capture_job.train_all, (num_stages, 1), tmp_path, names=names)
+    call(capture_job.train_all, (num_stages, 1), tmp_path, names=names, inputs=inputs)
+
+
+@pytest.mark.slow
+@INPUTS
+def test_other_models_in_processes(inputs: str, tmp_path: Path) -> None:
+    names = [model.name for model in (*OTHERS, *CHAINS)]
+    call(capture_job.train_all, (2, 1), tmp_path, names=names, inputs=inputs)
 
 
 def test_four_processes_move_what_lives_at_the_cuts(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import penstock
 from penstock.pretrained.folder import MODEL
-from tests.any_models import REQUIRED
+from tests.any_models.lists import REQUIRED
 from tests.capturing import assert_equal
 from tests.distributed import pretrained_job
 from tests.distributed.call import call

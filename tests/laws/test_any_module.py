@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import penstock
 from penstock import Pipeline
 from penstock.errors import CheckError, ConfigError, CutError, PartitionError
-from tests.any_models import REQUIRED, AnyModel
+from tests.any_models.lists import REQUIRED
+from tests.any_models.made import AnyModel
 from tests.capturing import assert_equal, gradients
 
 BY_NAME = {model.name: model for model in REQUIRED}
@@ -194,7 +195,7 @@ def test_a_cache_among_the_outputs_is_not_given_half_filled() -> None:
     model, batch = labelled(BY_NAME["llama"], 2)
     with Pipeline(model, num_stages=2, example_inputs=batch, threads_per_stage=1) as pipe:
         outputs = pipe.eval_step({**batch, "use_cache": True})
-    with pytest.raises(CutError, match="the model gave a DynamicCache, which is used where it is"):
+    with pytest.raises(CutError, match="the model's output holds a DynamicCache, of which"):
         outputs.past_key_values.get_seq_length()
 
 

@@ -7,7 +7,7 @@ import penstock
 from penstock import schedules
 from penstock.model.ghost.cut import Cut
 from penstock.model.ghost.layers import CapturedLayers
-from tests.any_models import REQUIRED
+from tests.any_models.lists import REQUIRED
 from tests.capturing import loss
 
 BY_NAME = {model.name: model for model in REQUIRED}

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import CheckError, CutError, ExportWarning, GlueError
-from tests.any_models import REQUIRED, AnyModel
+from tests.any_models.lists import REQUIRED
+from tests.any_models.made import AnyModel
 from tests.capturing import BATCH, MICROBATCHES, assert_equal, gradients, loss
 
 BY_NAME = {model.name: model for model in REQUIRED}

@@ -1,5 +1,6 @@
 """Checkpoints of the user's own run layers again in the backward: nothing may count twice."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -151,3 +152,67 @@ def test_a_checkpoint_written_by_hand_around_dropout_is_refused(way: dict[str, A
     ):
         for x, y in made.batches(9, count=2):
             pipe.train_step(x, y)
+
+
+class Meeting(torch.autograd.Function):
+    """Calls a function in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[], Any]) -> Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.function()
+        return gradient, None
+
+
+class Calling(nn.Module):
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return Meeting.apply(x, self.function)
+
+
+class Again(nn.Module):
+    """Calls a function when it is run again in a backward."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(6, 6), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch._C._current_graph_task_id() != -1:
+            self.function()
+        return self.linear(x).tanh()
+
+
+def test_two_checkpoints_that_run_again_at_once_leave_the_generators_alone() -> None:
+    """The first begins, the second begins, the first ends, the second ends: where they can."""
+    begun, joined, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def begin() -> None:
+        begun.set()
+        joined.wait(0.5)
+
+    def join() -> None:
+        joined.set()
+        ended.wait(0.5)
+
+    turns, runs = iter((bool, lambda: begun.wait(0.5))), iter((bool, join))
+    first = Checkpointed(Again(begin), reentrant=False)
+    second = Checkpointed(Again(lambda: next(runs)()), reentrant=False)
+    layers = [nn.Linear(6, 6), Calling(ended.set), first, second, Calling(lambda: next(turns)())]
+    model = nn.Sequential(*layers)
+    with penstock.Pipeline(
+        model,
+        partition=[3, 2],
+        num_microbatches=2,
+        loss=nn.functional.mse_loss,
+        schedule=penstock.schedules.one_f_one_b,
+        recompute=penstock.Recompute.NEVER,
+    ) as pipe:
+        pipe.train_step(torch.randn(4, 6), torch.randn(4, 6))

@@ -11,7 +11,7 @@ from penstock.model.ghost.layers import CapturedLayers, CapturedStage
 from penstock.model.ghost.record_model import record_model
 from penstock.model.make import move_or_make_all
 from penstock.model.stages import plan_stages
-from tests.any_models import REQUIRED
+from tests.any_models.lists import REQUIRED
 from tests.capturing import assert_equal, random_cut
 from tests.pretrained import build, layers_of, pipeline
 

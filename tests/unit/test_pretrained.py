@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import CheckpointError, ConfigError
 from penstock.pretrained.folder import INDEX, MODEL
-from tests.any_models import REQUIRED, words
+from tests.any_models.lists import REQUIRED
+from tests.any_models.made import words
 from tests.capturing import assert_equal
 from tests.pretrained import (
     BATCH,

@@ -6,6 +6,8 @@ passes      one execution of the model's forward, operation by operation
 record      a pass that runs everything, and notes who gives and who uses what
 replay      a pass of one stage: it runs its own part, and is told the rest
 blocks      which modules a cut may lie before
+checkpoints activation checkpoints that the model puts around blocks
+draws       operations that draw random numbers
 routes      which stages hold a value
 capture     the model as data
 cut         the model cut into stages

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from penstock.errors import CutError
 
+from .checkpoints import reentrant, watch_checkpoints
 from .ghost import CURRENT, ghosts_in
 from .graphs import Exported
 
@@ -75,7 +77,7 @@ def _is_opened(
     module: nn.Module, count: int, opened: tuple[type, ...], large: float, *, in_list: bool
 ) -> bool:
     """Whether a module's parts are blocks, and not itself."""
-    if type(module) in opened and any(True for _ in module.children()):
+    if original_class(module) in opened and any(True for _ in module.children()):
         return True
     return count > large and _holds_blocks(module) and (not in_list or _is_a_list(module, count))
 
@@ -210,7 +212,11 @@ _apply = torch.autograd.Function.__dict__["apply"].__func__
 def _routed_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
     """Handle a custom autograd function that is applied to ghosts between blocks."""
     current = CURRENT.get()
-    if current is None or current.is_inside or not ghosts_in(args):
+    if current is None or current.is_inside:
+        return _apply(cls, *args, **kwargs)
+    if cls is CheckpointFunction:
+        return reentrant(current, *args)
+    if not ghosts_in(args):
         return _apply(cls, *args, **kwargs)
 
     def function(*a: Any, **k: Any) -> Any:
@@ -221,5 +227,6 @@ def _routed_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def watch_functions() -> None:
-    """Let custom autograd functions go to the pass that is under way, where ghosts take part."""
+    """Let checkpoints, and custom autograd functions of ghosts, go to the pass under way."""
+    watch_checkpoints()
     setattr(torch.autograd.Function, "apply", classmethod(_routed_apply))  # noqa: B010 - typed as one

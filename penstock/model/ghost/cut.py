@@ -182,7 +182,7 @@ class Cut:
         return {name: p for name, p in found.items() if isinstance(p, nn.Parameter)}
 
     def names_of(self, stage: int) -> tuple[str, ...]:
-        """Give the names of the parameters that a stage has."""
+        """Give the names of the parameters that a stage has; the first one has the unused, too."""
         captured, away = self.captured, {n for t in self.borrowed(stage) for n in t.names}
         blocks = dict.fromkeys(block for (block, _), at in self.stage_of.items() if at == stage)
         found = [name for block in blocks for name in captured.names_in(block)]

@@ -24,17 +24,21 @@ CURRENT: "ContextVar[Pass | None]" = ContextVar("penstock_pass", default=None)
 
 
 class Ghost(Tensor):
-    """A meta tensor that knows what it stands for; `here` is that tensor, if this stage has it."""
+    """A meta tensor that knows what it stands for; `here` is that tensor, if this stage has it.
+
+    `home` stands for the pass that made it.
+    """
 
     info: Info
     here: Tensor | None
+    home: object
     __hash__: ClassVar[Any] = Tensor.__hash__
 
     @classmethod
-    def standing_for(cls, info: Info, real: Tensor | None) -> "Ghost":
+    def standing_for(cls, info: Info, real: Tensor | None, home: object) -> "Ghost":
         """Make one."""
         ghost = _bare(info.shape, info.strides, info.dtype).as_subclass(cls)
-        ghost.info, ghost.here = info, real
+        ghost.info, ghost.here, ghost.home = info, real, home
         return ghost
 
     @classmethod
@@ -160,9 +164,18 @@ METADATA = frozenset(
 """The same, as a call."""
 
 
+def is_question(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of a function asks for something of `QUESTIONS` or `METADATA`."""
+    if function is Tensor.type:  # with a type, it gives a tensor
+        return len(args) == 1 and not kwargs
+    return function in QUESTIONS or function in METADATA
+
+
 def answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Answer a question of `QUESTIONS` or `METADATA` about a ghost."""
     ghost = args[0]
+    if function in _BY_INFO:
+        return _BY_INFO[function](ghost.info)
     match QUESTIONS.get(function):
         case "device":
             return ghost.info.device
@@ -177,3 +190,19 @@ def answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if ghost.here is not None:
         args = tuple(part.here if type(part) is Ghost else part for part in args)
     return function(*args, **kwargs)
+
+
+def _type_name(info: Info) -> str:
+    name = torch.empty(0, dtype=info.dtype).type()
+    kind = info.device.type
+    return name if kind == "cpu" else name.replace("torch.", f"torch.{kind}.")
+
+
+def _device_number(info: Info) -> int:
+    return -1 if info.device.index is None else info.device.index
+
+
+_BY_INFO: dict[Any, Callable[[Info], Any]] = {
+    Tensor.type: _type_name,
+    Tensor.get_device: _device_number,
+}

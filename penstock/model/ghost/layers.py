@@ -20,7 +20,6 @@ from .describe import described
 from .graphs import Exported
 from .inputs import ROUTED, as_call
 from .make import Part, move_or_make_parts
-from .record import without_opaque
 from .record_model import Captured
 from .tied import empty_buffers, release
 from .values import EventKey, Header, ValueId
@@ -122,7 +121,7 @@ class CapturedLayers(Layers):
             return self.captured.model(*args, **kwargs)
         whole = Cut(self.captured, (len(self),))
         performing = _performing(perform, self.steps, self.captured)
-        return without_opaque(whole.run(whole.replay(0, {}, {}, performing), args, kwargs))
+        return whole.run(whole.replay(0, {}, {}, performing), args, kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,7 @@ class CapturedStage(StagePlan):
         replay = self.cut.replay(self.index, received, header, performing)
         output = self.cut.run(replay, args, kwargs)
         if self.output:
-            values[OUTPUT] = without_opaque(output)
+            values[OUTPUT] = output
             return
         sent_on = self.cut.sent_on(replay, self.index)
         for peer, bundles in self.exports.items():

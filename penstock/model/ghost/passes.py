@@ -9,40 +9,27 @@ import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import CutError, GlueError
 from penstock.model.pytree import Leaf, flatten, unflatten
 
-from .ghost import CURRENT, METADATA, PLAIN, QUESTIONS, Ghost, answer
+from .checkpoints import checkpointed
+from .draws import draws
+from .ghost import CURRENT, PLAIN, Ghost, answer, is_question
 from .values import START, EventKey, Header, Info, Operation, Told, ValueId, told_structure
 
 Perform = Callable[[EventKey, Callable[[], Any]], Any]
-"""(event, function) -> the function's result: how a block call or a random operation is run."""
+"""(event, function) -> the function's result: how a block call or a random operation is run.
 
-RANDOM = frozenset(
-    (
-        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like),
-        *(torch.randn_like, torch.bernoulli, torch.normal, torch.multinomial),
-        *(nn.functional.dropout, Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_),
-        *(Tensor.random_, Tensor.exponential_, Tensor.bernoulli, Tensor.multinomial),
-    )
-)
-"""Operations that draw: between blocks, too, they are events, so that only one stage draws."""
-
-
-@lru_cache(maxsize=4096)
-def draws(function: Any) -> bool:
-    """Tell whether an operation draws random numbers, or might."""
-    if isinstance(function, OpOverload):
-        return torch.Tag.nondeterministic_seeded in function.tags
-    return function in RANDOM
+Random operations are counted on their own, so that nothing else moves their streams.
+"""
+GRADIENT_HOOKS = (Tensor.register_hook, Tensor.retain_grad)
 
 
 def plainly(key: EventKey, function: Callable[[], Any]) -> Any:
@@ -69,12 +56,16 @@ class Pass(ABC):
         self._sees_all = sees_all
         self._calls: Counter[str] = Counter()
         self._last = START
-        self._number = 0
+        self._number = self._drawn = 0
         self.is_answering = False
         self.is_inside = False
         """Whether a block or an operation is run natively; nothing in it is an event."""
+        self.checkpoint: Callable[..., Any] | None = None
+        """What the model's code has put around the blocks that it calls now."""
+        self.home = object()
+        """What the ghosts of this pass are known by."""
         self.header: Header = {}
-        self._refused: GlueError | None = None
+        self._not_followed: GlueError | None = None
 
     # -- what the model's forward comes by ----------------------------------------------------
 
@@ -82,7 +73,7 @@ class Pass(ABC):
         """Handle an operation on ghosts."""
         if self.is_inside:  # a ghost hid in an object
             return function(*self._unwrapped(args), **self._unwrapped(kwargs))
-        if function in QUESTIONS or function in METADATA:
+        if is_question(function, args, kwargs):
             self.is_answering = True
             try:
                 return answer(function, args, kwargs)
@@ -97,7 +88,7 @@ class Pass(ABC):
         block = self._names[id(module)]
         key = EventKey(block, self._calls[block], 0)
         self._calls[block] += 1
-        self._last, self._number = key, 0
+        self._last, self._number, self._drawn = key, 0, 0
         return self.event(Operation(key, block, native, args, kwargs))
 
     @abstractmethod
@@ -117,9 +108,9 @@ class Pass(ABC):
             with _Everything(self):
                 return self.ended(model(*args, **kwargs))
         except RuntimeError as error:
-            if self._refused is None or self._refused is error:
+            if self._not_followed is None or error is self._not_followed:
                 raise
-            raise self._refused from error  # a script says only that something failed
+            raise self._not_followed from error  # TorchScript puts its own in that one's place
         finally:
             CURRENT.reset(token)
 
@@ -141,12 +132,12 @@ class Pass(ABC):
         before = [_version(tensor) for tensor in others] if key.number else []
         self.is_inside = True
         try:
-            result = self._natively(key, function, partial(function, *args, **kwargs))
+            result = self._natively(key, function, args, kwargs)
         finally:
             self.is_inside = False
         for tensor, version in zip(others, before, strict=False):
             if _version(tensor) != version:
-                raise _writes_into(tensor, operation)
+                self.wrote_outside(_writes_into(tensor, operation))
         changed = self._note_changes(key, ghosts, versions)
         known = {id(ghost.here): ghost for ghost in ghosts}
         leaves, structure = flatten(result)
@@ -163,16 +154,31 @@ class Pass(ABC):
         self.header[key] = told
 
     def _natively(
-        self, key: EventKey, function: Callable[..., Any], run: Callable[[], Any]
+        self,
+        key: EventKey,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Run a call of a block, or an operation; what draws is run as a layer is."""
-        if key.number == 0 or draws(function):
-            return self._perform(key, run)
-        return run()
+        if key.number == 0:
+            if self.checkpoint is not None:
+                run = partial(checkpointed, self.checkpoint, function, args, kwargs)
+                return self._perform(key, run)
+            return self._perform(key, partial(function, *args, **kwargs))
+        if draws(function, args, kwargs):
+            self._drawn += 1
+            draw = key._replace(number=self._drawn)
+            return self._perform(draw, partial(function, *args, **kwargs))
+        return function(*args, **kwargs)
+
+    @abstractmethod
+    def wrote_outside(self, error: CutError) -> None:
+        """Raise the error if a stage follows, to which a tensor would be as it was."""
 
     def given(self, key: EventKey, place: int, tensor: Tensor) -> Ghost:
         """Make the ghost of a tensor that an event gave."""
-        return Ghost.standing_for(self.describe(tensor, ValueId(key, place)), tensor)
+        return Ghost.standing_for(self.describe(tensor, ValueId(key, place)), tensor, self.home)
 
     def describe(self, tensor: Tensor, value: ValueId) -> Info:
         """Say what is known of a tensor without its values."""
@@ -187,6 +193,8 @@ class Pass(ABC):
         """Put what they stand for in place of ghosts, anywhere in a value; note all tensors."""
         kind = type(value)
         if kind is Ghost:
+            if value.home is not self.home:
+                raise _of_another_microbatch(value)
             ghosts.setdefault(id(value), value)
             return self.real(value)
         if kind in PLAIN:
@@ -225,10 +233,11 @@ class Pass(ABC):
 
     def unrouted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle an operation between blocks that no ghost takes part in."""
-        if function not in QUESTIONS and function not in METADATA:
-            random = draws(function) and not _does_nothing(function, args, kwargs)
-            if random or any(id(t) in self._parameter_ids for t in flatten((args, kwargs))[0]):
-                return self.event(self._between(function, args, kwargs))
+        if not is_question(function, args, kwargs):
+            drawn = draws(function, args, kwargs)
+            if drawn or any(id(t) in self._parameter_ids for t in flatten((args, kwargs))[0]):
+                with torch._C.DisableTorchFunctionSubclass():
+                    return self.event(self._between(function, args, kwargs))
         return function(*args, **kwargs)
 
     def inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -247,12 +256,12 @@ class Pass(ABC):
     def below_torch_function(self, function: Any) -> GlueError:
         """Say that an operation was reached that passes cannot follow (E5)."""
         name = getattr(getattr(function, "overloadpacket", function), "__name__", str(function))
-        self._refused = GlueError(
+        self._not_followed = GlueError(
             f"aten.{name} reached a routed value inside jit.script, vmap or C++, after "
             f"{self._last} ({calling_line()}). Put that code into an nn.Module of its own and "
             "name it in blocks="
         )
-        return self._refused
+        return self._not_followed
 
 
 class _Everything(TorchFunctionMode):
@@ -271,19 +280,20 @@ class _Everything(TorchFunctionMode):
         return self._pass.unrouted(func, args, kwargs)
 
 
-def _writes_into(tensor: Tensor, operation: Operation) -> CutError:
-    return CutError(
-        f"'{operation.name}', {operation.key}, writes a routed value into a tensor of shape "
-        f"{tuple(tensor.shape)} that each stage makes for itself ({calling_line()}), so that the "
-        "others would not see it. Make that tensor from a routed one (x.new_zeros(...)), or do "
-        "this in an nn.Module with parameters"
+def _of_another_microbatch(ghost: Ghost) -> GlueError:
+    return GlueError(
+        f"the {ghost.info.value} of another micro-batch is read ({calling_line()}), which the "
+        "model's code has kept in a global variable, say. Keep such values in local variables"
     )
 
 
-def _does_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if function is not nn.functional.dropout:
-        return False
-    return not kwargs.get("training", args[2] if len(args) > 2 else True)
+def _writes_into(tensor: Tensor, operation: Operation) -> CutError:
+    return CutError(
+        f"'{operation.name}', {operation.key}, writes a routed value into a tensor of shape "
+        f"{tuple(tensor.shape)} that each stage makes for itself ({calling_line()}), so that "
+        "later ones would not see it. Make that tensor from a routed one (x.new_zeros(...)), or "
+        "do this in an nn.Module with parameters"
+    )
 
 
 def _version(tensor: Tensor | None) -> int:

@@ -2,32 +2,27 @@
 
 import random
 import weakref
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import CutError, GlueError
-from penstock.model.pytree import flatten, unflatten
+from penstock.model.pytree import flatten
 
+from .draws import draws
 from .ghost import QUESTIONS, Ghost, ghosts_in, map_tensors
-from .passes import Pass, calling_line
-from .values import (
-    END,
-    START,
-    EventKey,
-    Info,
-    Operation,
-    Told,
-    ValueId,
-    left_behind,
-    told_structure,
-)
+from .passes import GRADIENT_HOOKS, Pass, calling_line
+from .values import END, START, EventKey, Info, Operation, Told, ValueId, left_behind
 
 _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
+_PLAIN_VALUES = (bool, int, float, list, numpy.ndarray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +71,7 @@ class Recording(Pass):
         """Whether an operation without routed tensors was an event; replays must see it too."""
         self.opaque: list[tuple[EventKey, str]] = []
         self._kept: list[Tensor] = []
+        self._wrote_outside: CutError | None = None
         self._given_in: tuple[frozenset[int], EventKey] = (frozenset(), START)
         self._outer_state = _random_states()
         self._inner: dict[int, tuple[weakref.ref[Tensor], EventKey]] = {}
@@ -89,16 +85,22 @@ class Recording(Pass):
     def event(self, operation: Operation) -> Any:
         if self._on_meta:
             operation = self._on_one_device(operation)
-        key, name, _, args, kwargs = operation
+        key, name, function, args, kwargs = operation
         tensors = list(_tensors(args, kwargs))
         self._check_sideways([t for t in tensors if type(t) is not Ghost], key)
         ghosts = ghosts_in(args, kwargs)
         before = [ghost.info.value for ghost in ghosts]
         if key.number == 0:
             self._check_drawn(key)
+            if self._wrote_outside is not None:
+                raise self._wrote_outside
+        if function in GRADIENT_HOOKS:  # there are no gradients
+            operation = operation._replace(function=_hook_nothing)
         reals = (self.real(t) if type(t) is Ghost else t for t in tensors)
         self._given_in = frozenset(map(id, reals)), key
-        result = self.execute(operation)
+        drawn = key.number == 0 or draws(function, args, kwargs)
+        with nullcontext() if drawn else _drawing_nothing(function):
+            result = self.execute(operation)
         if key.number == 0:
             self._outer_state = _random_states()
         told = self.header[key]
@@ -113,7 +115,7 @@ class Recording(Pass):
                 tuple(i.value for i in told.infos if i.value.event == key),
                 tuple((before[n], info.value) for n, info in told.changed),
                 self._read_here(tensors) if key.number else (),
-                decides=key.number > 0 and isinstance(result, bool | int | float | list),
+                decides=key.number > 0 and isinstance(result, _PLAIN_VALUES),
             )
         )
         if key.number and not ghosts:
@@ -125,7 +127,10 @@ class Recording(Pass):
         self._check_sideways(tensors, None)
         if self._on_meta and function not in QUESTIONS and any(t.is_meta for t in tensors):
             function, args, kwargs = _joined(function, args, kwargs)
-        return super().unrouted(function, args, kwargs)
+        if draws(function, args, kwargs):
+            return super().unrouted(function, args, kwargs)
+        with _drawing_nothing(function):
+            return super().unrouted(function, args, kwargs)
 
     def given(self, key: EventKey, place: int, tensor: Tensor) -> Ghost:
         self._inner.pop(id(tensor), None)
@@ -134,6 +139,9 @@ class Recording(Pass):
 
     def describe(self, tensor: Tensor, value: ValueId) -> Info:
         return Info.of(tensor, value, torch.device("cpu") if self._on_meta else None)
+
+    def wrote_outside(self, error: CutError) -> None:
+        self._wrote_outside = error
 
     def ended(self, output: Any) -> Any:
         self._check_drawn(None)
@@ -218,12 +226,6 @@ class Recording(Pass):
             ) from error
 
 
-def without_opaque(output: Any) -> Any:
-    """Give a model's output without objects that only a part of the stages has filled."""
-    leaves, structure = flatten(output)
-    return unflatten(told_structure(structure, END), leaves)
-
-
 def _random_states() -> tuple[Any, ...]:
     state: Any = numpy.random.get_state()
     return random.getstate(), *(
@@ -267,3 +269,25 @@ def _joined(
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _hook_nothing(*_: Any) -> RemovableHandle:
+    return RemovableHandle(OrderedDict())
+
+
+@contextmanager
+def _drawing_nothing(function: Any) -> Iterator[None]:
+    """Refuse an operation between blocks that draws, and is not known to."""
+    before = _torchs_random_state()
+    yield
+    if _torchs_random_state() != before:
+        raise CutError(
+            f"'{getattr(function, '__name__', function)}' draws random numbers between blocks "
+            f"({calling_line()}), and is not known to do so: every stage would draw others. Draw "
+            "by torch.rand or nn.functional.dropout, say, or inside a block"
+        )
+
+
+def _torchs_random_state() -> bytes:
+    with torch._C.DisableTorchFunction():
+        return torch.get_rng_state().numpy().tobytes()

@@ -7,17 +7,18 @@ the next stage's block    the pass ends
 
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from penstock.errors import GlueError, RouteError
+from penstock.errors import CutError, GlueError, RouteError
 from penstock.model.pytree import Leaf, is_plain, unflatten
 
 from .ghost import Ghost, ghosts_in
-from .passes import Pass, Perform, calling_line, plainly
+from .passes import GRADIENT_HOOKS, Pass, Perform, calling_line, plainly
 from .tied import Lent
-from .values import EventKey, Header, Operation, Told, ValueId
+from .values import END, EventKey, Header, Operation, Told, ValueId, without_opaque
 
 
 class _StageEnd(BaseException):
@@ -96,7 +97,12 @@ class Replay(Pass):
             self._is_own = self._is_own or stage == self._stage
         if not self._is_own:
             return self._replay(operation)
+        if operation.function in GRADIENT_HOOKS:
+            self._check_made_here(operation.name, ghosts_in(operation.args))
         self._doing = operation
+        lent = self._lent
+        if lent is not None and key.number == 0 and key.block in self._borrowers:
+            operation = operation._replace(function=partial(_lending, lent, operation.function))
         return self.execute(operation)
 
     def tell(self, key: EventKey, told: Told) -> None:
@@ -107,6 +113,20 @@ class Replay(Pass):
         else:
             self._told_before[key] = told
         super().tell(key, told)
+
+    def _check_made_here(self, name: str, ghosts: list[Ghost]) -> None:
+        """Refuse a hook on the gradient of a value that another stage made, and uses too."""
+        for ghost in ghosts:
+            if ghost.info.value in self.received:
+                raise CutError(
+                    f"'{name}' on the {ghost.info.value}, which an earlier stage than "
+                    f"{self._stage} made ({calling_line()}): it would see a part of the gradient "
+                    "only. Call it before the next block, or cut elsewhere"
+                )
+
+    def wrote_outside(self, error: CutError) -> None:
+        if self._stage < self._last_stage:
+            raise error
 
     def given(self, key: EventKey, place: int, tensor: Tensor) -> Ghost:
         ghost = super().given(key, place, tensor)
@@ -120,7 +140,7 @@ class Replay(Pass):
                 "left out the blocks of the later ones, which it called with the example inputs"
             )
         self._doing = "the model's output"
-        return super().ended(output)
+        return without_opaque(super().ended(output), END)
 
     def real(self, ghost: Ghost) -> Tensor:
         """Give the tensor that a ghost stands for.
@@ -145,14 +165,6 @@ class Replay(Pass):
 
     def instead_of(self, tensor: Tensor) -> Tensor:
         return tensor if self._lent is None else self._lent.sent.get(id(tensor), tensor)
-
-    def _natively(
-        self, key: EventKey, function: Callable[..., Any], run: Callable[[], Any]
-    ) -> Any:
-        if self._lent is None or key.number or key.block not in self._borrowers:
-            return super()._natively(key, function, run)
-        with self._lent:
-            return super()._natively(key, function, run)
 
     def _end(self) -> None:
         """Leave the model's forward, with what Python still refers to."""
@@ -200,7 +212,13 @@ class Replay(Pass):
         return unflatten(told.structure, given)
 
     def stand_in(self, info: Any) -> Ghost:
-        ghost = Ghost.standing_for(info, self.received.get(info.value))
+        ghost = Ghost.standing_for(info, self.received.get(info.value), self.home)
         if ghost.here is not None and self._wanted is None:
             self._alive.append(weakref.ref(ghost))
         return ghost
+
+
+def _lending(lent: Lent, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let a block read what was sent for its parameters; also when a checkpoint runs it again."""
+    with lent:
+        return function(*args, **kwargs)

@@ -1,5 +1,8 @@
 """What a model's own forward changes outside its blocks, and so on every stage."""
 
+import copy
+import operator
+from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -9,10 +12,13 @@ from penstock.errors import CutError
 
 from .ghost import Ghost
 
-Outer = dict[tuple[str, str], tuple[Any, int]]
-"""(name of a module, name of an attribute) -> its value, and its version if it is a tensor."""
-_DICTIONARIES = frozenset(("_buffers", "_parameters", "_modules"))
-_UNCOUNTED = frozenset(("_forward_hooks", "_backward_hooks", "_forward_pre_hooks"))
+Outer = dict[tuple[str, str], tuple[Any, int, tuple[Any, ...]]]
+"""(name of a module, name of an attribute) -> its value, its version if it is a tensor, and what
+it holds if it is a list or a dict."""
+_UNCOUNTED = frozenset(name for name in vars(nn.Module()) if name.endswith("hooks"))
+_DICTIONARIES = frozenset(
+    name for name, value in vars(nn.Module()).items() if isinstance(value, dict)
+)
 
 
 def outer_state(model: nn.Module, blocks: Collection[nn.Module]) -> Outer:
@@ -23,13 +29,29 @@ def outer_state(model: nn.Module, blocks: Collection[nn.Module]) -> Outer:
         if id(module) in inside:
             continue
         for name, value in _attributes(module):
-            found[path, name] = value, _version(value)
+            found[path, name] = value, _version(value), tuple(_contents(value))
     return found
+
+
+def _contents(value: Any) -> Iterator[Any]:
+    """Yield the entries of a list, set or dict, and of those in it."""
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple | set | deque):
+        yield type(value)
+        for entry in value:
+            yield entry
+            yield from _contents(entry)
 
 
 def _version(value: Any) -> int:
     is_plain = isinstance(value, Tensor) and type(value) is not Ghost
     return value._version if is_plain else 0
+
+
+def _is_same(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
+    alike = len(old[2]) == len(new[2]) and all(map(operator.is_, old[2], new[2]))
+    return old[0] is new[0] and old[1] == new[1] and alike
 
 
 def put_back(before: dict[nn.Module, dict[str, Any]]) -> None:
@@ -41,16 +63,28 @@ def put_back(before: dict[nn.Module, dict[str, Any]]) -> None:
             if name in _DICTIONARIES:
                 module.__dict__[name].clear()
                 module.__dict__[name].update(value)
-            else:
-                module.__dict__[name] = value
+                continue
+            module.__dict__[name], content = value
+            if isinstance(content, list):
+                value[0][:] = content
+            elif isinstance(content, dict | set):
+                value[0].clear()
+                value[0].update(content)
 
 
 def vars_of(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
     """Note the attributes of all modules."""
     return {
-        module: {n: dict(v) if n in _DICTIONARIES else v for n, v in vars(module).items()}
+        module: {
+            name: dict(value) if name in _DICTIONARIES else (value, _copy(value))
+            for name, value in vars(module).items()
+        }
         for module in model.modules()
     }
+
+
+def _copy(value: Any) -> Any:
+    return copy.copy(value) if type(value) in (list, dict, set) else None
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -69,9 +103,11 @@ def check_unchanged(before: Outer, after: Outer) -> None:
     """
     for place in {**before, **after}:
         old, new = before.get(place), after.get(place)
-        if old is not None and new is not None and old[0] is new[0] and old[1] == new[1]:
+        if old is not None and new is not None and _is_same(old, new):
             continue
         module, name = place
+        if old is None and new is not None and new[0] is True:  # a flag, set once and for all
+            continue
         where = f"'{module}'" if module else "the model itself"
         raise CutError(
             f"the forward of {where} changes its '{name}', and it is no block: every stage would "

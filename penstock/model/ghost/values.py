@@ -1,8 +1,10 @@
 """Names for what happens between blocks, and what is known of a tensor without its values."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -13,9 +15,11 @@ from penstock.model.pytree import (
     Node,
     Sealed,
     Structure,
+    flatten,
     from_template,
     opaque_values,
     template,
+    unflatten,
 )
 
 
@@ -116,7 +120,7 @@ class Told(NamedTuple):
 def _told(
     name: str, form: Any, infos: tuple[Info, ...], changed: tuple[tuple[int, Info], ...]
 ) -> Told:
-    return Told(name, from_template(form), infos, changed)
+    return Told(name, told_structure(from_template(form), START), infos, changed)
 
 
 class LeftBehind(Sealed):
@@ -140,10 +144,13 @@ class LeftBehind(Sealed):
     __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = _refuse
 
     def _error(self) -> CutError:
+        where = f"{self.maker} gave a {self.kind}, which a later stage uses"
+        if self.maker == END:
+            where = f"the model's output holds a {self.kind}, of which each stage has a part only"
         return CutError(
-            f"{self.maker} gave a {self.kind}, which is used where it is not: only tensors, "
-            "numbers, None, and tuples, lists, dicts and dataclasses of them cross stages. Switch "
-            "it off (use_cache=False, say), or keep its users on one stage"
+            f"{where}; only tensors, numbers, None, and tuples, lists, dicts and dataclasses of "
+            "them cross stages. Switch it off (use_cache=False, say), or keep its users on one "
+            "stage"
         )
 
 
@@ -163,7 +170,21 @@ def told_structure(structure: Structure, maker: EventKey) -> Structure:
     if isinstance(structure, Node):
         parts = tuple(told_structure(part, maker) for part in structure.children)
         return Node(structure.rebuild, parts)
+    if isinstance(structure.value, numpy.ndarray) and not structure.value.dtype.hasobject:
+        return Node(partial(_array, structure.value.copy()), ())
     return Constant(LeftBehind(type(structure.value).__name__, maker))
+
+
+def without_opaque(value: Any, maker: EventKey) -> Any:
+    """Put `LeftBehind`s in the place of objects in which a tensor could hide."""
+    leaves, structure = flatten(value)
+    told = told_structure(structure, maker)
+    return value if told is structure else unflatten(told, leaves)
+
+
+def _array(array: "numpy.ndarray[Any, Any]", _nothing: list[Any]) -> Any:
+    """Give each stage an array of its own, since it may write into it."""
+    return array.copy()
 
 
 Header = dict[EventKey, Told]

@@ -1,0 +1,95 @@
+"""Activation checkpoints of the user's own, around blocks.
+
+A checkpoint would run code between blocks again in the backward pass, where no pass is under way.
+So each block call inside one is put into a checkpoint of its own, and the operations between them
+into none: the numbers are the same.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import checkpoint as torchs
+
+from penstock.errors import CutError
+from penstock.model.pytree import Structure, flatten, unflatten
+
+from .ghost import CURRENT, ghosts_in
+
+_generator = torchs._checkpoint_without_reentrant_generator
+_options = inspect.signature(_generator)
+
+
+def watch_checkpoints() -> None:
+    """Let checkpoints without reentry go to the pass that is under way."""
+    torchs._checkpoint_without_reentrant_generator = _routed_generator
+
+
+def _routed_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """Stand in for what runs before and after the function in a checkpoint."""
+    current = CURRENT.get()
+    if current is None or current.is_inside:
+        yield from _generator(*args, **kwargs)
+        return
+    given = _options.bind(*args, **kwargs).arguments
+    kept = {n: v for n, v in given.items() if n not in ("fn", "args", "kwargs")}
+    with around_blocks(current, partial(torchs.checkpoint, use_reentrant=False, **kept)):
+        yield
+
+
+def reentrant(current: Any, function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
+    """Run the function of a reentrant checkpoint.
+
+    Raises:
+        CutError: nothing that is given to it requires a gradient, so that torch would leave
+            all its parameters without one.
+    """
+    is_block = current.knows(function)
+    wants_grad = any(ghost.requires_grad for ghost in ghosts_in(args))
+    if torch.is_grad_enabled() and not wants_grad and not is_block:
+        raise CutError(
+            "a reentrant checkpoint around blocks is given nothing that requires a gradient, so "
+            "that what is inside gets none. Use checkpoint(..., use_reentrant=False)"
+        )
+    checkpoint = partial(torchs.checkpoint, use_reentrant=True, preserve_rng_state=preserves)
+    with around_blocks(current, checkpoint):
+        return function(*args)
+
+
+@contextmanager
+def around_blocks(current: Any, checkpoint: Callable[..., Any]) -> Iterator[None]:
+    """Let a pass put `checkpoint` around each block that is called inside."""
+    before, current.checkpoint = current.checkpoint, checkpoint
+    try:
+        yield
+    finally:
+        current.checkpoint = before
+
+
+def checkpointed(
+    checkpoint: Callable[..., Any],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a function in a checkpoint.
+
+    All tensors are handed over one by one, since torch sees no others in a reentrant one.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    leaves, structure = flatten((args, kwargs))
+    forms: list[Structure] = []
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        own_args, own_kwargs = unflatten(structure, list(tensors))
+        given, form = flatten(function(*own_args, **own_kwargs))
+        forms.append(form)
+        return tuple(given)
+
+    given = checkpoint(run, *leaves)
+    return unflatten(forms[0], list(given))

@@ -1,0 +1,59 @@
+"""Operations that draw: between blocks, too, they are events, so that only one stage draws."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+
+_functional: Any = nn.functional
+_ALWAYS = frozenset(
+    (
+        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like),
+        *(torch.randn_like, torch.randint_like, torch.bernoulli, torch.normal),
+        *(torch.multinomial, torch.poisson, torch.binomial, torch._standard_gamma),
+        *(torch._sample_dirichlet, _functional.gumbel_softmax),
+        *(_functional.fractional_max_pool2d_with_indices, nn.init.normal_, nn.init.uniform_),
+        *(_functional.fractional_max_pool3d_with_indices, nn.init.kaiming_uniform_),
+        *(Tensor.bernoulli, Tensor.bernoulli_, Tensor.multinomial, Tensor.uniform_),
+        *(Tensor.normal_, Tensor.random_, Tensor.exponential_, Tensor.log_normal_),
+        *(Tensor.cauchy_, Tensor.geometric_),
+    )
+)
+_SWITCHES: dict[Any, tuple[str, int, Any]] = {
+    **dict.fromkeys(
+        (
+            *(_functional.dropout, _functional.dropout1d, _functional.dropout2d),
+            _functional.dropout3d,
+        ),
+        ("training", 2, True),
+    ),
+    **dict.fromkeys(
+        (_functional.alpha_dropout, _functional.feature_alpha_dropout), ("training", 2, False)
+    ),
+    **dict.fromkeys(
+        (
+            *(torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_),
+            *(torch.feature_dropout, torch.feature_dropout_, torch.native_dropout),
+            *(torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
+        ),
+        ("train", 2, True),
+    ),
+    **dict.fromkeys((_functional.rrelu, torch.rrelu, torch.rrelu_), ("training", 3, False)),
+    _functional.multi_head_attention_forward: ("training", 13, True),
+    _functional.scaled_dot_product_attention: ("dropout_p", 4, 0.0),
+}
+"""An argument by name and place, and its default: the operation draws if it is true."""
+
+
+def draws(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether an operation, so called, draws random numbers."""
+    if isinstance(function, OpOverload):  # of an exported graph
+        return torch.Tag.nondeterministic_seeded in function.tags
+    if function in _ALWAYS:
+        return True
+    switch = _SWITCHES.get(function)
+    if switch is None:
+        return False
+    name, place, default = switch
+    return bool(kwargs.get(name, args[place] if len(args) > place else default))

@@ -1,0 +1,10 @@
+"""All models under test, in lists: whoever adds one there buys all laws."""
+
+from .odd import ODD
+from .others import OTHERS
+from .refused import REFUSED
+from .required import REQUIRED
+
+EVERY = (*REQUIRED, *OTHERS, *ODD)
+
+__all__ = ["EVERY", "ODD", "OTHERS", "REFUSED", "REQUIRED"]

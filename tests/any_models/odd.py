@@ -1,0 +1,395 @@
+"""What is odd, and cut all the same: hand-made chains, and odd uses of usual models."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from .chain import WIDTH, Chain, inputs
+from .made import (
+    TEXT,
+    AnyModel,
+    Made,
+    decoder,
+    encoder,
+    hugging_face,
+    masked,
+    uncached,
+    words,
+)
+
+
+@dataclass
+class Pair:
+    """What goes from block to block."""
+
+    value: Tensor
+    scale: float
+
+
+class PairBlock(nn.Linear):
+    def forward(self, pair: Pair) -> Pair:  # type: ignore[override]  # on purpose
+        return Pair(super().forward(pair.value) * pair.scale, pair.scale / 2)
+
+
+class Pairs(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PairBlock(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair = Pair(x, 2.0)
+        for block in self.blocks:
+            pair = block(pair)
+        return pair.value
+
+
+class InPlace(Chain):
+    """Changes values between blocks in place, also through a view, and uses them later."""
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        x += 1
+        x.mul_(0.5)
+        x[:, number] = 0.0
+        return x
+
+
+class Twice(Chain):
+    """Calls one block again and again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
+            x = x + block(x).tanh()
+        return x
+
+
+class Double(torch.autograd.Function):
+    """Gives twice its input, and three times the gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Any:
+        return gradient * 3
+
+
+class OwnFunction(Chain):
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        return Double.apply(x)
+
+
+class Hooked(Chain):
+    """Has a hook that changes what a block gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].register_forward_hook(lambda _module, _inputs, output: output * 2)
+
+
+class HookedTwice(Hooked):
+    """The block with the hook is called on two stages, at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
+            x = x + block(x).tanh()
+        return x
+
+
+class Frozen(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+
+
+class Picking(Chain):
+    """Takes as many rows as the values say."""
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        if number == 1:
+            chosen = x[x[:, 0] > x[:, 0].min()]
+            x = x + chosen.mean(0).nan_to_num() * chosen.shape[0]
+        return x
+
+
+class WithToken(Chain):
+    """Reads parameters between blocks where nothing routed takes part, and its own mode."""
+
+    offset: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.linspace(0, 1, WIDTH))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("offset", torch.full((WIDTH,), 0.5))
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        token = self.token.exp().expand(len(x), -1)
+        x = x + token * (2.0 if self.training else 1.0)
+        return x * self.scale.exp() + self.offset
+
+
+class Compiled(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend="eager")
+
+
+class Checkpoints(Chain):
+    """Has each block, or two of them, in an activation checkpoint of its own."""
+
+    def __init__(self, *, reentrant: bool, together: bool) -> None:
+        super().__init__()
+        self.reentrant, self.together = reentrant, together
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = partial(checkpoint, use_reentrant=self.reentrant)
+        if self.together:
+            x = self.blocks[0](x)
+            return run(lambda y: self.blocks[2](self.blocks[1](y).tanh() * self.scale), x)
+        x = self.blocks[0](x)
+        for block in (self.blocks[1], self.blocks[2]):
+            x = x + run(block, x).sigmoid()
+        return x
+
+
+class TiedCheckpoints(Checkpoints):
+    """Its last block has the weight of the first one."""
+
+    def __init__(self) -> None:
+        super().__init__(reentrant=False, together=False)
+        self.blocks[2].weight = self.blocks[0].weight
+
+
+class DroppingCheckpoints(Checkpoints):
+    """Two blocks in a checkpoint, with dropout inside and between them."""
+
+    def __init__(self) -> None:
+        super().__init__(reentrant=False, together=True)
+        self.blocks[1] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4))
+        self.blocks[2] = nn.Sequential(nn.Dropout(0.4), nn.Linear(WIDTH, WIDTH))
+
+
+class WhileLoop(Chain):
+    """Doubles as long as the values say so."""
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        while x.abs().sum() < 5:
+            x = x * 2
+        return x
+
+
+class ByNumpy(Chain):
+    """Looks at values through NumPy, and uses what it found after later blocks, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1.0
+        for block in self.blocks:
+            x = block(x) * scale
+            array = x.detach().numpy()
+            scale = float(array.max() - array.min())
+        return x
+
+
+@torch.library.custom_op("penstock_tests::scaled", mutates_args=())
+def scaled(x: Tensor, factor: float) -> Tensor:
+    return x * factor
+
+
+@scaled.register_fake
+def _(x: Tensor, factor: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _scaled_backward(ctx: Any, gradient: Tensor) -> Any:
+    return gradient * ctx.factor, None
+
+
+def _keep_factor(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.factor = inputs[1]
+
+
+scaled.register_autograd(_scaled_backward, setup_context=_keep_factor)
+
+
+class LibraryOperator(Chain):
+    def between(self, x: Tensor, number: int) -> Tensor:
+        return scaled(x, 1.5) if number else torch.ops.penstock_tests.scaled(x, 0.5)
+
+
+class Reshaping(Chain):
+    """Splits, turns and joins axes, as einops does."""
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        pairs = x.reshape(len(x), 2, WIDTH // 2).permute(0, 2, 1)
+        repeated = pairs[:, :, None].expand(-1, -1, 3, -1).mean(2)
+        return torch.einsum("bij->bji", repeated).reshape(len(x), WIDTH)
+
+
+class TensorHook(Chain):
+    """Changes gradients between blocks."""
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return x
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer, and a small one beside it that is trained."""
+
+    def __init__(self, frozen: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.frozen = frozen.requires_grad_(False)
+        self.down = nn.Linear(frozen.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, frozen.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.up(self.down(x)) * 0.5
+
+
+class Typed(Chain):
+    """Asks for types, and for other ones."""
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        assert x.type() == "torch.FloatTensor"
+        return x.type(torch.float64).exp().type_as(x)
+
+
+class Drawing(Chain):
+    """Draws between blocks, in many ways; where it does not train, in none."""
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        x = functional.alpha_dropout(x, 0.2, self.training)
+        if number == 0:
+            x = functional.rrelu(functional.dropout(x, 0.1, self.training), training=self.training)
+        elif self.training:
+            x = x + torch.rand(len(x), 1) + x.new_empty(WIDTH).log_normal_() + torch.rand_like(x)
+            x = x + functional.gumbel_softmax(x) + torch.poisson(x.detach().abs())
+        rows = x[None, None]
+        drop = 0.3 if self.training else 0.0
+        return functional.scaled_dot_product_attention(rows, rows, rows, dropout_p=drop)[0, 0]
+
+
+def chain(kind: Callable[[], Chain]) -> Callable[[], Made]:
+    return lambda: (kind(), inputs)
+
+
+def with_labels(batch: int) -> dict[str, Any]:
+    return masked(batch, labels=words(batch))
+
+
+def asking(what: str) -> Callable[[int], dict[str, Any]]:
+    return lambda batch: masked(batch, **{what: True})
+
+
+def llama() -> Any:
+    return decoder("Llama")()[0]
+
+
+def frozen_start() -> Made:
+    made = llama()
+    for part in (made.model.embed_tokens, *made.model.layers[:2]):
+        part.requires_grad_(False)
+    return made, masked
+
+
+def adapted() -> Made:
+    made = llama().requires_grad_(False)
+    for layer in made.model.layers:
+        for name in ("q_proj", "v_proj"):
+            setattr(layer.self_attn, name, Adapted(getattr(layer.self_attn, name)))
+    return made, masked
+
+
+def checkpointed(*, reentrant: bool, dropout: float = 0.0) -> Callable[[], Made]:
+    def build() -> Made:
+        made = llama(attention_dropout=dropout)
+        with warnings.catch_warnings():  # newer versions have a name of their own for it
+            warnings.simplefilter("ignore")
+            made.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return made, uncached
+
+    return build
+
+
+def needing_gradient() -> Made:
+    return Chain(), lambda batch: inputs(batch).requires_grad_()
+
+
+def checkpoints(*, reentrant: bool, together: bool) -> Callable[[], Made]:
+    return chain(lambda: Checkpoints(reentrant=reentrant, together=together))
+
+
+def autocast() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+ADDED_IN_BFLOAT16 = (
+    "autocast adds the gradients of a weight's uses in bfloat16, and each stage only its own"
+)
+GPT2 = partial(hugging_face, "GPT2", "LMHeadModel", TEXT)
+MIXTRAL = partial(decoder, "Mixtral", num_local_experts=4, num_experts_per_tok=2)
+
+CHAINS = (
+    AnyModel("a checkpoint per block", checkpoints(reentrant=False, together=False)),
+    AnyModel("a reentrant one per block", checkpoints(reentrant=True, together=False)),
+    AnyModel("a checkpoint of two blocks", checkpoints(reentrant=False, together=True)),
+    AnyModel("a reentrant one of two", checkpoints(reentrant=True, together=True)),
+    AnyModel("a checkpoint around a tied block", chain(TiedCheckpoints)),
+    AnyModel("a checkpoint around dropout", chain(DroppingCheckpoints)),
+    AnyModel("own autograd function", chain(OwnFunction)),
+    AnyModel("hook on a block", chain(Hooked)),
+    AnyModel("hook on a block of two stages", chain(HookedTwice)),
+    AnyModel("hook on a gradient", chain(TensorHook)),
+    AnyModel("while loop on values", chain(WhileLoop)),
+    AnyModel("shapes that depend on values", chain(Picking)),
+    AnyModel("NumPy between blocks", chain(ByNumpy)),
+    AnyModel("dataclass between blocks", chain(Pairs)),
+    AnyModel("input that requires a gradient", needing_gradient, routed=True),
+    AnyModel("block used twice", chain(Twice)),
+    AnyModel("operator of torch.library", chain(LibraryOperator)),
+    AnyModel("axes split and joined", chain(Reshaping)),
+    AnyModel("writes in place", chain(InPlace)),
+    AnyModel("parameters between blocks", chain(WithToken)),
+    AnyModel("frozen block", chain(Frozen)),
+    AnyModel("types asked and changed", chain(Typed)),
+    AnyModel("random numbers between blocks", chain(Drawing)),
+)
+"""Small ones: they take no time."""
+ODD = (
+    *CHAINS,
+    AnyModel("labels in, loss out", GPT2(with_labels)),
+    AnyModel(
+        "hidden states in the output", decoder("Llama", inputs=asking("output_hidden_states"))
+    ),
+    AnyModel("a cache in the output", decoder("Llama", inputs=asking("use_cache"))),
+    AnyModel(
+        "attentions in the output",
+        decoder("Llama", inputs=asking("output_attentions"), attn_implementation="eager"),
+    ),
+    AnyModel("router's logits in the output", MIXTRAL(inputs=asking("output_router_logits"))),
+    AnyModel("autocast to bfloat16", decoder("Llama"), within=autocast),
+    AnyModel("autocast, tied", decoder("Llama", tie_word_embeddings=True), within=autocast),
+    AnyModel(
+        "autocast, layer called again",
+        encoder("Albert", embedding_size=16),
+        rounding=ADDED_IN_BFLOAT16,
+        within=autocast,
+    ),
+    AnyModel("frozen start", frozen_start),
+    AnyModel("adapters beside frozen layers", adapted),
+    AnyModel("compiled blocks", chain(Compiled)),
+    AnyModel("checkpointing of transformers", checkpointed(reentrant=False)),
+    AnyModel("the same, reentrant", checkpointed(reentrant=True)),
+    AnyModel("the same, with dropout inside", checkpointed(reentrant=False, dropout=0.2)),
+)

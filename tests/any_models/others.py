@@ -1,0 +1,187 @@
+"""More models of the usual libraries, and what is built otherwise than those."""
+
+from typing import Any
+
+import torch
+import transformers
+
+from .handwritten import (
+    DenseNet,
+    InPlaceGlue,
+    NanoGPT,
+    Recurrent,
+    TorchTransformer,
+    sequential,
+)
+from .made import (
+    IMAGE_SIZE,
+    NUM_WORDS,
+    SIZES,
+    TEXT,
+    TOKENS,
+    TWO_SIDED,
+    AnyModel,
+    Made,
+    Sizes,
+    both_sides,
+    classifier,
+    decoder,
+    encoder,
+    hugging_face,
+    image,
+    numbers,
+    pixels,
+    uncached,
+    words,
+)
+
+EXPERTS: Sizes = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DEEPSEEK: Sizes = {
+    **EXPERTS,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+DISENTANGLED: Sizes = {
+    "relative_attention": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_buckets": 4,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+}
+PYRAMID: Sizes = {
+    "num_encoder_blocks": 2,
+    "depths": [2, 2],
+    "sr_ratios": [2, 1],
+    "hidden_sizes": [8, 16],
+    "patch_sizes": [7, 3],
+    "strides": [4, 2],
+    "num_attention_heads": [1, 2],
+    "mlp_ratios": [2, 2],
+    "decoder_hidden_size": 16,
+    "num_labels": 3,
+}
+SOUND: Sizes = {
+    **TOKENS,
+    **SIZES,
+    "conv_dim": [16, 16],
+    "conv_stride": [5, 4],
+    "conv_kernel": [10, 4],
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 2,
+    "apply_spec_augment": False,
+}
+CONVOLVED: Sizes = {"hidden_sizes": [8, 16], "depths": [2, 2], "num_hidden_layers": 2}
+
+
+def llava() -> Made:
+    num_patches, image_word = (IMAGE_SIZE // 8) ** 2, NUM_WORDS - 1
+    text = transformers.LlamaConfig(**{**TEXT, "num_hidden_layers": 3})
+    vision = transformers.CLIPVisionConfig(
+        **{**SIZES, "num_hidden_layers": 3}, image_size=IMAGE_SIZE, patch_size=8
+    )
+    config = transformers.LlavaConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_index=image_word,
+        image_seq_length=num_patches,
+    )
+
+    def inputs(batch: int) -> dict[str, Any]:
+        shown = torch.full((batch, num_patches), image_word)
+        said = words(batch).clamp(max=image_word - 1)
+        return {"input_ids": torch.cat([shown, said], 1), **image(batch)}
+
+    return transformers.LlavaForConditionalGeneration(config), inputs
+
+
+def sound(batch: int) -> dict[str, Any]:
+    return {"input_values": numbers(400)(batch)}
+
+
+def two_sided(family: str, **options: Any) -> Any:
+    return hugging_face(family, "ForConditionalGeneration", TWO_SIDED, both_sides, **options)
+
+
+OTHERS = (
+    AnyModel("nanoGPT", lambda: (NanoGPT(), words), "tied, attention with dropout"),
+    AnyModel("DenseNet", lambda: (DenseNet(), pixels(8)), "every value goes to all that follow"),
+    AnyModel("LSTM", lambda: (Recurrent(), words), "states go from layer to layer"),
+    AnyModel("in place", lambda: (InPlaceGlue(), words), "writes into views between blocks"),
+    AnyModel(
+        "nn.Transformer",
+        lambda: (
+            TorchTransformer(),
+            lambda n: {"source": words(n), "target": words(n, 5)},
+        ),
+    ),
+    AnyModel("nn.Sequential", lambda: (sequential(), words)),
+    AnyModel(
+        "gpt2, eager", hugging_face("GPT2", "LMHeadModel", TEXT, attn_implementation="eager")
+    ),
+    AnyModel("llama, eager", decoder("Llama", attn_implementation="eager")),
+    AnyModel("albert", encoder("Albert", embedding_size=16), "one layer, called again and again"),
+    AnyModel("gpt-neox", decoder("GPTNeoX")),
+    AnyModel("opt", decoder("OPT", ffn_dim=48)),
+    AnyModel("bloom", decoder("Bloom", n_layer=5, n_head=4)),
+    AnyModel("falcon", hugging_face("Falcon", "ForCausalLM", TEXT)),
+    AnyModel("phi3", decoder("Phi3")),
+    AnyModel("gemma2", decoder("Gemma2")),
+    AnyModel("gemma3", decoder("Gemma3", config="Gemma3Text", sliding_window=4)),
+    AnyModel("olmo2", decoder("Olmo2")),
+    AnyModel("cohere", decoder("Cohere")),
+    AnyModel("qwen3-moe", decoder("Qwen3Moe", **EXPERTS, num_experts=4)),
+    AnyModel("deepseek-v3", decoder("DeepseekV3", **DEEPSEEK)),
+    AnyModel("gpt-oss", decoder("GptOss", num_local_experts=4, num_experts_per_tok=2)),
+    AnyModel("distilbert", encoder("DistilBert")),
+    AnyModel("roberta", encoder("Roberta")),
+    AnyModel("deberta-v2", encoder("DebertaV2", **DISENTANGLED)),
+    AnyModel("modernbert", encoder("ModernBert")),
+    AnyModel("electra", encoder("Electra", embedding_size=16)),
+    AnyModel("bart", two_sided("Bart")),
+    AnyModel(
+        "bart, layers dropped",
+        two_sided("Bart", encoder_layerdrop=0.5, decoder_layerdrop=0.5),
+        "other layers at every step",
+    ),
+    AnyModel("mbart", two_sided("MBart")),
+    AnyModel(
+        "convnext",
+        classifier("ConvNext", **CONVOLVED, drop_path_rate=0.2, patch_size=4),
+    ),
+    AnyModel(
+        "resnet of transformers",
+        classifier("ResNet", **CONVOLVED, embedding_size=8, layer_type="basic"),
+        "BatchNorm",
+    ),
+    AnyModel("segformer", hugging_face("Segformer", "ForSemanticSegmentation", PYRAMID, image)),
+    AnyModel("beit", classifier("Beit", drop_path_rate=0.2)),
+    AnyModel("dinov2", classifier("Dinov2")),
+    AnyModel(
+        "mamba2",
+        hugging_face(
+            "Mamba2",
+            "ForCausalLM",
+            {**TOKENS, "hidden_size": 16, "num_hidden_layers": 5},
+            uncached,
+            num_heads=4,
+            head_dim=8,
+            state_size=8,
+            n_groups=2,
+            chunk_size=4,
+        ),
+    ),
+    AnyModel(
+        "wav2vec2",
+        hugging_face("Wav2Vec2", "ForCTC", SOUND, sound, layerdrop=0.3),
+        "other layers at every step",
+    ),
+    AnyModel("llava", llava, "an image among the words"),
+)

@@ -1,0 +1,223 @@
+"""What capture refuses, with what it says: it would be wrong, or cannot be followed."""
+
+import random
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import CaptureError, CutError, GlueError
+
+from .chain import WIDTH, Chain
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A model by name, and the error that it gets; `message` is a regular expression."""
+
+    name: str
+    build: type[Chain]
+    error: type[CaptureError]
+    message: str
+
+
+class Remembering(nn.Linear):
+    """A block that leaves a tensor behind for another one."""
+
+    memory: list[Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x) + sum(self.memory)
+        self.memory.append(x.tanh())
+        return x
+
+
+class Sideways(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        memory: list[Tensor] = []
+        self.blocks = nn.ModuleList(Remembering(WIDTH, WIDTH) for _ in range(3))
+        for block in self.blocks:
+            block.memory = memory  # type: ignore[assignment]  # no module, no tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.blocks[0].memory.clear()  # type: ignore[operator,union-attr]  # as above
+        return super().forward(x)
+
+
+class Drawing(Chain):
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        return x * random.random()
+
+
+class Mapped(Chain):
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        return torch.vmap(torch.sin)(x)
+
+
+class Collecting(Chain):
+    """Writes what it computes into a tensor that every stage would make for itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.zeros(len(x), 3, WIDTH)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            found[:, number] = x
+        return found.sum(1)
+
+
+class Masking(Chain):
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        mask = torch.ones(x.shape)
+        mask[x < 0] = 0.1
+        return x * mask
+
+
+class IntoOut(Chain):
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        room = torch.empty(x.shape)
+        with torch.no_grad():
+            torch.mul(x, 2, out=room)
+        return x + room
+
+
+class Counting(Chain):
+    count = 0
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        self.count += 1
+        return x * self.count
+
+
+class Keeping(Chain):
+    kept: Tensor
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        if number == 0:
+            self.kept = x
+        return x + self.kept
+
+
+class Moving(Chain):
+    """Moves a buffer of its own, as BatchNorm does."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x - self.mean
+
+
+class Normalised(Chain):
+    """Has a module with buffers and no parameters between blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, affine=False)
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        return self.norm(x)
+
+
+class RememberingInside(nn.Module):
+    """A block whose parts keep a tensor that the next block's parts read."""
+
+    def __init__(self, memory: list[Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.memory = memory
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        x = self.second(y + sum(self.memory))
+        self.memory[:] = [y.tanh()]
+        return x
+
+
+class SideWay(Chain):
+    """Keeps a tensor in a list that all blocks know; they are opened, and the list is seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: list[Tensor] = []
+        self.blocks = nn.ModuleList(RememberingInside(self.memory) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory.clear()
+        return super().forward(x)
+
+
+def sine(x: Tensor) -> Tensor:
+    return x.sin() * 2
+
+
+class Scripted(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():  # it is deprecated, and used all the same
+            warnings.simplefilter("ignore")
+            self.sine = torch.jit.script(sine)
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        return self.sine(x)
+
+
+_GLOBAL: list[Tensor] = []
+
+
+class ThroughAGlobal(nn.Linear):
+    """Leaves a tensor behind in a global variable."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x) + (_GLOBAL.pop() if _GLOBAL else 0)
+        _GLOBAL.append(x.tanh())
+        return x
+
+
+class Globally(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ThroughAGlobal(WIDTH, WIDTH) for _ in range(3))
+
+
+_WRITES = r"writes a routed value into a tensor .*new_zeros"
+_CHANGES = "and it is no block"
+REFUSED = (
+    Refused(
+        "a tensor in a list of blocks",
+        Sideways,
+        CutError,
+        r"made inside 'blocks\.0' reaches 'blocks\.1' through an",
+    ),
+    Refused(
+        "a tensor in a global variable",
+        Globally,
+        CutError,
+        r"made inside 'blocks\.0' reaches 'blocks\.1' through an",
+    ),
+    Refused(
+        "Python's random numbers between blocks",
+        Drawing,
+        CutError,
+        r"Python's or NumPy's random numbers before 'blocks\.1'",
+    ),
+    Refused(
+        "vmap between blocks",
+        Mapped,
+        GlueError,
+        r"inside jit\.script, vmap or C\+\+, after 'blocks\.0'",
+    ),
+    Refused("jit.script between blocks", Scripted, GlueError, r"jit\.script"),
+    Refused("results gathered in a tensor of the model's own", Collecting, CutError, _WRITES),
+    Refused("a mask made between blocks", Masking, CutError, _WRITES),
+    Refused("out= between blocks", IntoOut, CutError, _WRITES),
+    Refused("a counter of the model's own", Counting, CutError, _CHANGES),
+    Refused("a tensor kept by the model itself", Keeping, CutError, _CHANGES),
+    Refused("a buffer of the model's own", Moving, CutError, _WRITES),
+    Refused("BatchNorm without parameters between blocks", Normalised, CutError, _CHANGES),
+)
