@@ -292,8 +292,8 @@ def asking(what: str) -> Callable[[int], dict[str, Any]]:
     return lambda batch: masked(batch, **{what: True})
 
 
-def llama() -> Any:
-    return decoder("Llama")()[0]
+def llama(**options: Any) -> Any:
+    return decoder("Llama", **options)()[0]
 
 
 def frozen_start() -> Made:
