@@ -10,7 +10,6 @@ from torch import nn
 
 from penstock.errors import ConfigError, CutError, ExportWarning
 
-from .ghost.exported import export
 from .ghost.inputs import ROUTED, as_call
 from .ghost.layers import CapturedLayers
 from .ghost.prove import prove_alike
@@ -82,6 +81,8 @@ def _exported(
     model: nn.Module, example_inputs: Any, blocks: Sequence[str] | None
 ) -> tuple[nn.Module, list[str]]:
     """Replace a model by its graphs, if they are the model; warn of what they lack."""
+    from .ghost.exported import export  # takes a second to import, and is seldom wanted
+
     exported, names, dropped = export(model, example_inputs, blocks)
     prove_alike(model, exported, example_inputs)
     text = "; ".join(dropped)
@@ -109,6 +110,11 @@ def resolve_layers(model: Any, example_inputs: Any) -> Layers:
 def _check_signature(model: nn.Module, example_inputs: Any) -> None:
     if not isinstance(model, nn.Module):
         raise CutError(f"capture takes an nn.Module, and was given a {type(model).__name__}")
+    if model._compiled_call_impl is not None or "_orig_mod" in model._modules:
+        raise CutError(
+            f"the whole of {type(model).__name__} is compiled; give the model as it was, and "
+            "compile its blocks (for block in model.layers: block.compile())"
+        )
     args, kwargs = as_call(example_inputs)
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)

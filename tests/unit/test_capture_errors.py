@@ -18,6 +18,7 @@ from tests.any_models.chain import WIDTH, Chain, inputs
 from tests.any_models.lists import REFUSED
 from tests.any_models.odd import WithToken
 from tests.any_models.refused import Refused
+from tests.capturing import assert_equal, gradients
 
 
 class ByThread(Chain):
@@ -307,3 +308,58 @@ def test_a_model_without_values_is_captured_at_once() -> None:
     assert captured.calls == (("blocks.0", 0), ("blocks.1", 0), ("blocks.2", 0))
     assert captured.live_bytes() == (3 * WIDTH * 4,) * 3
     assert CapturedLayers.of(captured).parameter_counts() == (WIDTH * (WIDTH + 1),) * 3
+
+
+class CatchingAll(Chain):
+    """Catches whatever a block raises, and goes on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except BaseException:
+                x = x * 0
+        return x
+
+
+class CatchingTheLast(Chain):
+    """Gives something else where a block raises."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.blocks[2](self.blocks[1](self.blocks[0](x)))
+        except BaseException:
+            return torch.zeros(1)
+
+
+def test_code_that_catches_everything_cannot_change_what_is_computed() -> None:
+    model = CatchingAll()
+    whole = copy.deepcopy(model)
+    target = torch.zeros(3, WIDTH)
+    nn.functional.mse_loss(whole(inputs()), target).backward()
+    with pipeline(model) as pipe:
+        pipe.train_step(inputs(), target)
+    assert_equal(gradients(model), gradients(whole))
+    with (
+        pipeline(CatchingTheLast()) as pipe,
+        pytest.raises(CutError, match=r"caught the exception by which a stage leaves"),
+    ):
+        pipe.train_step(inputs(), target)
+
+
+def test_the_address_of_a_value_is_not_given_to_other_stages() -> None:
+    class Aligned(Chain):
+        def between(self, x: Tensor, _number: int) -> Tensor:
+            return x if x.data_ptr() % 8 == 0 else x.clone()
+
+    with pytest.raises(GlueError, match="asks where in memory a routed value is"):
+        record_model(Aligned(), inputs())
+
+
+def test_a_model_that_is_compiled_as_a_whole_is_refused() -> None:
+    compiled = Chain()
+    compiled.compile(backend="eager")
+    wrapped: Any = torch.compile(Chain(), backend="eager")
+    for model in (compiled, wrapped):
+        with pytest.raises(CutError, match=r"is compiled; give the model as it was"):
+            penstock.capture(model, inputs())

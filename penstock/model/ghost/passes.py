@@ -32,6 +32,9 @@ Random operations are counted on their own, so that nothing else moves their str
 GRADIENT_HOOKS = (Tensor.register_hook, Tensor.retain_grad)
 
 
+_ADDRESSES = frozenset((Tensor.data_ptr, Tensor.untyped_storage, Tensor.__dlpack__))
+
+
 def plainly(key: EventKey, function: Callable[[], Any]) -> Any:
     """Run an event as it is."""
     return function()
@@ -79,6 +82,12 @@ class Pass(ABC):
                 return answer(function, args, kwargs)
             finally:
                 self.is_answering = False
+        if function in _ADDRESSES:
+            raise GlueError(
+                f"the code between blocks asks where in memory a routed value is "
+                f"({calling_line()}), and another stage has it. Put that code into an nn.Module "
+                "with parameters, and name it in blocks="
+            )
         return self.event(self._between(function, args, kwargs))
 
     def block_call(

@@ -65,7 +65,7 @@ class Replay(Pass):
         self._lent = Lent(lent) if lent else None
         self._borrowers = borrowers
         self._told_before = {} if told_before is None else told_before
-        self._is_own = stage == 0
+        self._is_own, self._is_over = stage == 0, False
         self._held: dict[ValueId, Tensor] = dict(received)
         self._alive: list[weakref.ref[Ghost]] = []
         self._doing: Operation | str = "the model's first operation"
@@ -73,9 +73,16 @@ class Replay(Pass):
     def run(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Execute the stage's part; None where the stage is not the last one."""
         try:
-            return super().run(model, args, kwargs)
+            output = super().run(model, args, kwargs)
         except _StageEnd:
             return None
+        if self._is_over:
+            raise CutError(
+                "code around the blocks caught the exception by which a stage leaves the model's "
+                "forward where its part ends (`except BaseException`, or a bare `except`); catch "
+                "`Exception` there"
+            )
+        return output
 
     def leaving(self) -> dict[ValueId, Tensor]:
         """Give the values that later stages need, once the pass has ended."""
@@ -84,6 +91,8 @@ class Replay(Pass):
         return dict(self._leaving)
 
     def event(self, operation: Operation) -> Any:
+        if self._is_over:  # somebody caught it
+            raise _StageEnd
         key = operation.key
         if key.number == 0:
             stage = self._stage_of.get((key.block, key.call))
@@ -134,7 +143,7 @@ class Replay(Pass):
         return ghost
 
     def ended(self, output: Any) -> Any:
-        if self._stage < self._last_stage:
+        if self._stage < self._last_stage and not self._is_over:
             raise GlueError(
                 f"the model's forward ended on stage {self._stage} of {self._last_stage + 1}: it "
                 "left out the blocks of the later ones, which it called with the example inputs"
@@ -169,6 +178,7 @@ class Replay(Pass):
     def _end(self) -> None:
         """Leave the model's forward, with what Python still refers to."""
         ghosts = [ghost for ref in self._alive if (ghost := ref()) is not None]
+        self._is_over = True
         self._leaving = {g.info.value: g.here for g in ghosts if g.here is not None}
         raise _StageEnd
 
