@@ -46,6 +46,19 @@ def make_entry(tensor: Tensor, wants_grad: bool) -> Entry:
     return Entry(leaf, node, caught)
 
 
+def no_leaf(tensor: Tensor) -> Tensor:
+    """Give a tensor as what an operation gave, as it is in the unsplit model.
+
+    Autocast casts a leaf once for all its uses, and then adds up their gradients in the lower
+    precision.
+    """
+    if not tensor.requires_grad:
+        return tensor
+    same = _Same.apply(tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    assert isinstance(same, Tensor)
+    return same
+
+
 def lasts(tensor: Tensor) -> bool:
     """Tell whether a tensor is a parameter, or one that was sent here."""
     return isinstance(tensor, nn.Parameter) or hasattr(tensor, _LASTING)
@@ -69,6 +82,18 @@ def faithful_copy(tensor: Tensor) -> Tensor:
         assert isinstance(copied, Tensor)
         return copied
     return _copy(tensor)
+
+
+class _Same(torch.autograd.Function):
+    """The same tensor, with the very strides that it has: a view would choose others."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 class _Copy(torch.autograd.Function):

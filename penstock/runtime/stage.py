@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import BoundaryError, RecomputeError
-from penstock.model.entries import faithful_copy, lasts, make_entry, mark_lasting
+from penstock.model.entries import faithful_copy, lasts, make_entry, mark_lasting, no_leaf
 from penstock.model.layers import MODEL_INPUT, Step, Value, join_output
 from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stages import StagePlan
@@ -283,6 +283,7 @@ class Stage:
         """
         values: dict[Value, Any] = {}
         given: list[Given] = []
+        caches = run.with_grad and torch.is_autocast_enabled(self.device.device.type)
         for peer, activation in kept.received.items():
             kept.entries[peer], inside = [], []
             for place, tensor in enumerate(activation.leaves):
@@ -290,22 +291,17 @@ class Stage:
                     check_still_as_sent(tensor, activation.versions[place], peer)
                 entry = make_entry(tensor, run.with_grad and activation.wants_grad[place])
                 kept.entries[peer].append(entry)
-                copied = run.with_grad and self._changes_input.get((peer, place), True)
-                inside.append(faithful_copy(entry.tensor) if copied else entry.tensor)
-                if place in activation.lasting:
-                    mark_lasting(inside[-1])
+                lasts_on = place in activation.lasting
+                copied = run.with_grad and self._changes_input.get((peer, place), not lasts_on)
+                value = faithful_copy(entry.tensor) if copied else entry.tensor
+                if lasts_on:
+                    mark_lasting(value)
+                elif caches and not copied:
+                    value = no_leaf(value)
+                inside.append(value)
                 if run.with_grad:
-                    alias = place in activation.aliases
-                    given.append(
-                        Given(
-                            (peer, place),
-                            inside[-1],
-                            inside[-1]._version,
-                            copied,
-                            alias,
-                            entry.tensor,
-                        )
-                    )
+                    key, alias = (peer, place), place in activation.aliases
+                    given.append(Given(key, value, value._version, copied, alias, entry.tensor))
             names = (MODEL_INPUT,) if peer == FROM_CALLER else self.plan.imports[peer]
             values.update(zip(names, unflatten(activation.structure, inside), strict=True))
         return values, given

@@ -23,6 +23,7 @@ from .made import (
     uncached,
     words,
 )
+from .required import REQUIRED
 
 
 @dataclass
@@ -337,6 +338,8 @@ def autocast() -> torch.autocast:
 ADDED_IN_BFLOAT16 = (
     "autocast adds the gradients of a weight's uses in bfloat16, and each stage only its own"
 )
+T5 = next(model for model in REQUIRED if model.name == "t5").build
+CAST_ONCE = "autocast keeps its cast of a tied weight for all micro-batches of a stage"
 GPT2 = partial(hugging_face, "GPT2", "LMHeadModel", TEXT)
 MIXTRAL = partial(decoder, "Mixtral", num_local_experts=4, num_experts_per_tok=2)
 
@@ -379,6 +382,7 @@ ODD = (
     ),
     AnyModel("router's logits in the output", MIXTRAL(inputs=asking("output_router_logits"))),
     AnyModel("autocast to bfloat16", decoder("Llama"), within=autocast),
+    AnyModel("autocast, a value for several stages", T5, rounding=CAST_ONCE, within=autocast),
     AnyModel("autocast, tied", decoder("Llama", tie_word_embeddings=True), within=autocast),
     AnyModel(
         "autocast, layer called again",
