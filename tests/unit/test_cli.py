@@ -147,6 +147,49 @@ def test_check_says_equal_with_0_and_different_with_1(tmp_path: Path, capsys: Ca
     assert said.endswith("(raised on stage 1, in the recompute, micro-batch 0)\n")
 
 
+ANY_MODEL = """
+import torch
+from torch import nn
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words, labels=None):
+        logits = self.head(nn.functional.dropout(self.body(self.embed(words)), 0.5, self.training))
+        if labels is None:
+            return {"logits": logits}
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+WORDS = torch.arange(24).reshape(8, 3) % 9
+
+def plain():
+    return Tied(), WORDS
+
+def with_labels():
+    return Tied(), {"words": WORDS, "labels": WORDS}
+
+def frozen():
+    return Tied().requires_grad_(False), WORDS
+"""
+
+
+def test_check_takes_any_model_and_an_example(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "any_model.py").write_text(ANY_MODEL)
+    for function in ("plain", "with_labels"):
+        options = ["--num-stages", "3", "--schedule", "one_f_one_b"]
+        assert run(["check", f"any_model:{function}", *options]) == 0
+        said = capsys.readouterr().out
+        assert "embed.weight" in said and "EQUAL: all" in said
+    assert run(["check", "any_model:frozen"]) == 2
+    assert "has no gradient; there is nothing to train" in capsys.readouterr().err
+    assert run(["check", "any_model:plain", "--num-stages", "4"]) == 2
+    assert "4 stages asked, 3 block calls found: embed, body, head" in capsys.readouterr().err
+
+
 def test_check_takes_a_recipe_and_options_over_it(capsys: Captured) -> None:
     options = ["--num-stages", "3", "--schedule", "one_f_one_b", "--recompute", "never"]
     assert run(["check", DIGITS, *options]) == 0
