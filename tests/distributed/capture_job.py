@@ -2,8 +2,11 @@
 
 import copy
 import warnings
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 import penstock
 from penstock.model.ghost.inputs import EVERYWHERE
@@ -90,3 +93,45 @@ def train_exported(mesh: penstock.Mesh) -> None:
     own = gradients(model)
     assert_equal(own, {name: gradients(whole)[name] for name in own})
     assert len(own) < len(gradients(whole))
+
+
+def tied_weights_are_one(mesh: penstock.Mesh, where: str) -> None:
+    """Train a model with a tied weight: norm, optimizer state and checkpoint know one."""
+    model, inputs_of = next(m for m in REQUIRED if m.name == "t5").make()
+    whole, resumed = copy.deepcopy(model.eval()), copy.deepcopy(model.eval())
+    inputs, path = inputs_of(BATCH), Path(where) / "checkpoint"
+    spread, alone = trained(model, inputs, mesh), trained(whole, inputs, None)
+    for _ in range(2):
+        assert torch.equal(step(*spread, inputs), step(*alone, inputs))
+    penstock.save_checkpoint(path, *spread, steps=2)
+    again = trained(resumed, inputs, None)
+    assert penstock.load_checkpoint(path, *again) == {"steps": 2}
+    norms = [step(*pair, inputs) for pair in (spread, alone, again)]
+    assert all(torch.equal(norm, norms[0]) for norm in norms)
+    expected = dict(whole.named_parameters())
+    for name, parameter in (*spread[0].named_parameters(), *resumed.named_parameters()):
+        assert torch.equal(parameter, expected[name]), name
+
+
+def trained(
+    model: nn.Module, inputs: Any, mesh: penstock.Mesh | None
+) -> tuple[penstock.Pipeline, torch.optim.Optimizer]:
+    """Make a pipeline over the mesh, or of two stages here, and its optimizer."""
+    pipe = penstock.Pipeline(
+        penstock.capture(model, inputs, check=False),
+        2 if mesh is None else mesh.num_stages,
+        mesh=mesh,
+        loss=loss,
+        num_microbatches=2,
+        threads_per_stage=1,
+    )
+    return pipe, torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+
+
+def step(pipe: penstock.Pipeline, optimizer: torch.optim.Optimizer, inputs: Any) -> torch.Tensor:
+    """Train one step; give the norm of all gradients."""
+    pipe.train_step(inputs, torch.zeros(BATCH))
+    norm = penstock.clip_grad_norm_(pipe, 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm

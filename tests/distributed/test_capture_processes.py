@@ -48,3 +48,7 @@ def test_four_processes_move_what_lives_at_the_cuts(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_exported_model_in_processes(tmp_path: Path) -> None:
     call(capture_job.train_exported, (2, 1), tmp_path)
+
+
+def test_a_tied_weight_is_one_to_norms_optimizers_and_checkpoints(tmp_path: Path) -> None:
+    call(capture_job.tied_weights_are_one, (3, 1), tmp_path, where=str(tmp_path))
