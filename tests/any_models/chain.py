@@ -24,3 +24,22 @@ class Chain(nn.Module):
 
     def between(self, x: Tensor, _number: int) -> Tensor:
         return x
+
+
+class TwoWays(nn.Module):
+    """Uses what it is given twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x).float() * self.other(x).float()
+
+
+class UsedTwice(Chain):
+    """Autocast would cast a leaf once for both uses, and does not what another block gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TwoWays() for _ in range(3))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from .chain import WIDTH, Chain, inputs
+from .chain import WIDTH, Chain, UsedTwice, inputs
 from .made import (
     TEXT,
     AnyModel,
@@ -23,7 +23,6 @@ from .made import (
     uncached,
     words,
 )
-from .required import REQUIRED
 
 
 @dataclass
@@ -338,8 +337,6 @@ def autocast() -> torch.autocast:
 ADDED_IN_BFLOAT16 = (
     "autocast adds the gradients of a weight's uses in bfloat16, and each stage only its own"
 )
-T5 = next(model for model in REQUIRED if model.name == "t5").build
-CAST_ONCE = "autocast keeps its cast of a tied weight for all micro-batches of a stage"
 GPT2 = partial(hugging_face, "GPT2", "LMHeadModel", TEXT)
 MIXTRAL = partial(decoder, "Mixtral", num_local_experts=4, num_experts_per_tok=2)
 
@@ -367,6 +364,7 @@ CHAINS = (
     AnyModel("frozen block", chain(Frozen)),
     AnyModel("types asked and changed", chain(Typed)),
     AnyModel("random numbers between blocks", chain(Drawing)),
+    AnyModel("autocast, a value used twice", chain(UsedTwice), within=autocast),
 )
 """Small ones: they take no time."""
 ODD = (
@@ -382,7 +380,6 @@ ODD = (
     ),
     AnyModel("router's logits in the output", MIXTRAL(inputs=asking("output_router_logits"))),
     AnyModel("autocast to bfloat16", decoder("Llama"), within=autocast),
-    AnyModel("autocast, a value for several stages", T5, rounding=CAST_ONCE, within=autocast),
     AnyModel("autocast, tied", decoder("Llama", tie_word_embeddings=True), within=autocast),
     AnyModel(
         "autocast, layer called again",
