@@ -37,7 +37,8 @@ def run_as_module(engine: Engine, run: Run, inputs: Any, batch: Batch) -> Any:
     wants_grad = [any(kept.output_wants_grad[n] for kept in last) for n in range(len(leaves))]
     if not any(wants_grad):
         return outputs
-    pending = _Pending(engine, run, batch, leaves, wants_grad)
+    weights = batch.output_weights() if any(leaf.dim() == 0 for leaf in leaves) else []
+    pending = _Pending(engine, run, (sizes, weights), leaves, wants_grad)
     del outputs, leaves
     anchor = torch.empty(0, requires_grad=True)
     tied = _TieToBackward.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -47,17 +48,20 @@ def run_as_module(engine: Engine, run: Run, inputs: Any, batch: Batch) -> Any:
 
 
 class _Pending:
-    """A run whose backwards are still to come."""
+    """A run whose backwards are still to come; `cut` are the sizes of its micro-batches, and what
+    they weigh in a loss of the model's own.
+    """
 
     def __init__(
         self,
         engine: Engine,
         run: Run,
-        batch: Batch,
+        cut: tuple[list[int], list[float]],
         leaves: list[Tensor],
         wants_grad: list[bool],
     ) -> None:
-        self.engine, self.batch = engine, batch
+        self.engine = engine
+        self.sizes, self.weights = cut
         self.run: Run | None = run
         self.stages = engine.stages
         self._leaves = leaves
@@ -85,7 +89,7 @@ class _Pending:
         cut = [None if g is None else self._pieces(g) for g in gradients]
         run.output_gradients = [
             [None if pieces is None else pieces[i] for pieces in cut]
-            for i in range(len(self.batch.sizes))
+            for i in range(len(self.sizes))
         ]
         run.resumed = True
         on_gpu = any(device.type == "cuda" for device in self.engine.devices)
@@ -93,13 +97,13 @@ class _Pending:
         # them
         with self.engine.one_at_a_time():
             self.engine.drive(run, Mode.BACKWARDS, in_caller=on_gpu)
-        return input_gradients(run, self.batch.sizes)
+        return input_gradients(run, self.sizes)
 
     def _pieces(self, gradient: Tensor) -> Sequence[Tensor]:
         """Cut an output's gradient into those of the micro-batches."""
         if gradient.dim():
-            return list(gradient.split(self.batch.sizes))
-        return [gradient * weight for weight in self.batch.output_weights()]
+            return list(gradient.split(self.sizes))
+        return [gradient * weight for weight in self.weights]
 
 
 class _TieToBackward(torch.autograd.Function):

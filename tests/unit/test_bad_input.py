@@ -93,8 +93,10 @@ def test_a_model_without_layers(model: Any) -> None:
 
 
 def test_a_model_that_is_no_list_of_layers() -> None:
-    with pytest.raises(ConfigError, match=r"Linear.*list"):
+    with pytest.raises(ConfigError, match=r"Linear is no nn\.Sequential: give example_inputs"):
         make(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"or a list of modules, got int"):
+        make(3)
 
 
 def test_a_layer_that_is_no_module() -> None:
