@@ -41,6 +41,7 @@ def test_other_models_in_processes(inputs: str, tmp_path: Path) -> None:
     call(capture_job.train_all, (2, 1), tmp_path, names=names, inputs=inputs)
 
 
+@pytest.mark.slow
 def test_four_processes_move_what_lives_at_the_cuts(tmp_path: Path) -> None:
     call(capture_job.check_bytes, (4, 1), tmp_path)
 

@@ -114,6 +114,7 @@ def test_training_from_a_folder_is_that_of_one_process(name: str, tmp_path: Path
     assert_equal(dict(again.original.state_dict()), dict(alone.original.state_dict()))
 
 
+@pytest.mark.slow
 def test_the_guides_code_trains_alike_in_one_process_and_in_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
