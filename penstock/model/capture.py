@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from penstock.errors import ConfigError, CutError, ExportWarning
+from penstock.errors import CutError, ExportWarning
 
 from .ghost.inputs import ROUTED, as_call
 from .ghost.layers import CapturedLayers
 from .ghost.prove import prove_alike
 from .ghost.proven import prove_once
 from .ghost.record_model import record_model
-from .layers import Layer, Layers, as_layers
+from .layers import Layers, as_layers, is_plain_chain
 
 RERUN, EXPORT = "rerun", "export"
 """How a stage runs its part of a model."""
@@ -96,14 +96,8 @@ def resolve_layers(model: Any, example_inputs: Any) -> Layers:
     Raises:
         ConfigError: it is any module, and there is no example to run it on; or is none of these.
     """
-    is_chain = isinstance(model, nn.Sequential | nn.ModuleList | Sequence | Layer | Layers)
-    if is_chain or not isinstance(model, nn.Module):
+    if is_plain_chain(model) or not isinstance(model, nn.Module) or example_inputs is None:
         return as_layers(model)
-    if example_inputs is None:
-        raise ConfigError(
-            f"{type(model).__name__} is no nn.Sequential: give example_inputs= too, a batch as "
-            "train_step is given; the model is run on it to see how its parts work together"
-        )
     return capture(model, example_inputs)
 
 

@@ -196,6 +196,19 @@ def join_output(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
+def is_plain_chain(model: object) -> bool:
+    """Tell whether a model is nothing but its layers in a row, so that its forward is not needed.
+
+    An nn.Sequential with a forward or hooks of its own is not, and neither is an nn.ModuleList
+    with a forward.
+    """
+    if not isinstance(model, nn.Sequential | nn.ModuleList):
+        return isinstance(model, Sequence | Layers)
+    plain = nn.Sequential if isinstance(model, nn.Sequential) else nn.Module
+    hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks)
+    return type(model).forward is plain.forward and not any(hooks)
+
+
 def as_layers(model: "nn.Sequential | Sequence[nn.Module | Layer] | Layers") -> Layers:
     """Resolve an nn.Sequential, or a list of modules and `Layer`s, into `Layers`.
 
@@ -204,6 +217,11 @@ def as_layers(model: "nn.Sequential | Sequence[nn.Module | Layer] | Layers") -> 
     """
     if isinstance(model, Layers):
         return model
+    if isinstance(model, nn.Module) and not is_plain_chain(model):
+        raise ConfigError(
+            f"{type(model).__name__} is no plain nn.Sequential: give example_inputs= too, a batch "
+            "as train_step is given; the model is run on it to see how its parts work together"
+        )
     if isinstance(model, nn.Sequential | nn.ModuleList):
         named: list[tuple[str, Any]] = list(model.named_children())
         if len(named) != len(model):  # named_children skips a module that comes a second time

@@ -16,8 +16,9 @@ from penstock.errors import CutError, GlueError, RouteError
 from penstock.model.pytree import Leaf, is_plain, unflatten
 
 from .ghost import Ghost, ghosts_in
+from .modes import Modes
 from .passes import GRADIENT_HOOKS, Pass, Perform, calling_line, plainly
-from .tied import Lent
+from .tied import Absent, Lent
 from .values import END, EventKey, Header, Operation, Told, ValueId, without_opaque
 
 
@@ -72,9 +73,11 @@ class Replay(Pass):
 
     def run(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Execute the stage's part; None where the stage is not the last one."""
+        modes = Modes.now()
         try:
             output = super().run(model, args, kwargs)
         except _StageEnd:
+            modes.put_back()  # code that was left could not do so
             return None
         if self._is_over:
             raise CutError(
@@ -95,15 +98,7 @@ class Replay(Pass):
             raise _StageEnd
         key = operation.key
         if key.number == 0:
-            stage = self._stage_of.get((key.block, key.call))
-            if stage is None:
-                raise GlueError(
-                    f"{key} was not called so often with the example inputs; stages are cut "
-                    "between known calls. Give example inputs that call it as often"
-                )
-            if stage > self._stage:
-                self._end()
-            self._is_own = self._is_own or stage == self._stage
+            self._reach(key)
         if not self._is_own:
             return self._replay(operation)
         if operation.function in GRADIENT_HOOKS:
@@ -113,6 +108,24 @@ class Replay(Pass):
         if lent is not None and key.number == 0 and key.block in self._borrowers:
             operation = operation._replace(function=partial(_lending, lent, operation.function))
         return self.execute(operation)
+
+    def _reach(self, key: EventKey) -> None:
+        """Begin the stage's own part, or end it, as the call of a block says."""
+        stage = self._stage_of.get((key.block, key.call))
+        if stage is None:
+            raise GlueError(
+                f"{key} was not called so often with the example inputs; stages are cut "
+                "between known calls. Give example inputs that call it as often"
+            )
+        if stage > self._stage:
+            self._end()
+        if self._is_own and stage < self._stage:
+            raise GlueError(
+                f"{key} is called after blocks of a later stage, and came before them with the "
+                "example inputs: the model calls its blocks in another order. Keep these on one "
+                "stage (together=)"
+            )
+        self._is_own = self._is_own or stage == self._stage
 
     def tell(self, key: EventKey, told: Told) -> None:
         """Note what an event gave; as the same object, if it is what it gave before."""
@@ -160,8 +173,9 @@ class Replay(Pass):
         if ghost.here is None:
             raise RouteError(
                 f"stage {self._stage} needs {ghost.info.value} for {self._what()}, but the plan "
-                "does not send it there: the model took another path than with the example "
-                "inputs. Give examples that take this path too"
+                f"does not send it there ({calling_line()}): the model took another path than "
+                "with the example inputs (for another argument, length or mode, or an input that "
+                "was None). Capture it with an example that takes this path"
             )
         return ghost.here
 
@@ -173,7 +187,10 @@ class Replay(Pass):
         return str(key) if key.number == 0 else f"'{name}', {key}"
 
     def instead_of(self, tensor: Tensor) -> Tensor:
-        return tensor if self._lent is None else self._lent.sent.get(id(tensor), tensor)
+        found = tensor if self._lent is None else self._lent.sent.get(id(tensor), tensor)
+        if type(found) is Absent:
+            raise found.is_read()
+        return found
 
     def _end(self) -> None:
         """Leave the model's forward, with what Python still refers to."""

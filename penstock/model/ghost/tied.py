@@ -117,11 +117,14 @@ class Absent(Tensor, Sealed):
         if func in QUESTIONS or func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        found = next(t for t in flatten((args, kwargs or {}))[0] if isinstance(t, cls))
-        raise RouteError(
-            f"'{getattr(func, '__name__', func)}' reads the parameter '{found.name_in_model}' "
-            f"({calling_line()}), which another stage has, where nothing is known of that. Use "
-            "it in the forward of a block, or of the model"
+        raise next(t for t in flatten((args, kwargs or {}))[0] if isinstance(t, cls)).is_read()
+
+    def is_read(self) -> RouteError:
+        """Say that somebody wants its values."""
+        return RouteError(
+            f"the parameter '{self.name_in_model}' is read ({calling_line()}), which another "
+            "stage has, where the example did not read it. Capture the model with an example "
+            "that takes this path"
         )
 
 
