@@ -142,6 +142,10 @@ class Layers:
         """Give what has a mode of its own, beside the modules of `registered`."""
         return []
 
+    def places(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Give what must stay as it is between two cuts: where it is held, its name, and it."""
+        return []
+
     def holders(self) -> list[tuple[str, nn.Module]]:
         """Give what holds all parameters and buffers, with the prefix of their names."""
         return [(f"{step.name}.", step.module) for step in self.steps]

@@ -64,6 +64,36 @@ def unflatten(structure: Structure, leaves: list[Any]) -> Any:
             return rebuild([unflatten(child, leaves) for child in children])
 
 
+def moved(structure: Structure, by: int) -> Structure:
+    """Give the structure for leaves that begin at another number."""
+    match structure:
+        case Leaf(index):
+            return Leaf(index + by)
+        case Constant():
+            return structure
+        case Node(rebuild, children):
+            return Node(rebuild, tuple(moved(child, by) for child in children))
+
+
+def is_same(one: Structure, other: Structure) -> bool:
+    """Tell whether two structures rebuild the same, as far as that can be known."""
+    match one, other:
+        case Leaf(), Leaf():
+            return one == other
+        case Constant(a), Constant(b):
+            return a is b or (type(a) is type(b) and isinstance(a, _COMPARED) and a == b)
+        case Node(), Node():
+            return one.rebuild == other.rebuild and (
+                len(one.children) == len(other.children)
+                and all(map(is_same, one.children, other.children))
+            )
+        case _:
+            return False
+
+
+_COMPARED = (bool, int, float, str)
+
+
 def template(structure: Structure) -> Any:
     """Give a value with `Leaf`s where its tensors were: it can be pickled if its classes can."""
     return unflatten(structure, [Leaf(index) for index in range(_num_leaves(structure))])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError, PenstockError, RandomnessError
+from penstock.errors import ConfigError, CutError, PenstockError, RandomnessError
 from penstock.mesh import Mesh
 from penstock.model.layers import Layers, Step
 from penstock.model.make import move_or_make_all
@@ -79,6 +79,7 @@ class Engine:
         self.partition: tuple[int, ...] = ()
         self.devices: tuple[torch.device, ...] = ()
         self.stages: tuple[Stage, ...] = ()
+        self._places: list[tuple[dict[str, Any], str, Any]] = []
 
     def cut(self, partition: tuple[int, ...], devices: Sequence[torch.device]) -> None:
         """Cut the layers anew and move them to their stages' devices; nothing of a run is alive
@@ -107,6 +108,22 @@ class Engine:
                 [t for s in self.stages for t in (*s.parameters, *s.buffers)]
             )
         self._programs.clear()
+        self._places = self._layers.places()
+
+    def _check_places(self) -> None:
+        """See that what the stages were cut from is still there.
+
+        Raises:
+            CutError: a parameter or a block is another one.
+        """
+        for holder, name, held in self._places:
+            if holder.get(name) is not held:
+                kind = "block" if isinstance(held, nn.Module) else "parameter"
+                raise CutError(
+                    f"the {kind} '{name}' is another one than when the pipeline was made "
+                    "(load_state_dict(assign=True), an assignment). Change values in place, or "
+                    "capture the model and make the pipeline again"
+                )
 
     def devices_after(self, move: Callable[[Tensor], Tensor]) -> list[torch.device]:
         """Say where each stage is once its layers' tensors were moved; without any, where `move`
@@ -176,6 +193,7 @@ class Engine:
             Exception: whatever a layer or the loss raised first, with the place noted.
             RandomnessError: a layer drew random numbers outside its stream.
         """
+        self._check_places()
         stages = {stage.index: stage for stage in self.stages}
         caller = CallerContext.capture(run.with_grad, self.devices) if run.resumed else run.caller
         work = Work(self.program(mode, len(run.inputs)), stages, run, caller)

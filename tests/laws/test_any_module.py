@@ -19,7 +19,7 @@ BY_NAME = {model.name: model for model in REQUIRED}
 WITH_LABELS = ("gpt2", "llama, tied", "bert", "t5")
 
 
-def labelled(model: AnyModel, batch: int) -> tuple[nn.Module, dict[str, Any]]:
+def labelled(model: AnyModel, batch: int) -> tuple[Any, dict[str, Any]]:
     made, inputs_of = model.make()
     inputs = inputs_of(batch)
     labels = inputs.get("decoder_input_ids", inputs["input_ids"]).clone()
@@ -106,7 +106,8 @@ def stack(*layers: nn.Module) -> nn.Module:
 
 
 def test_a_model_that_gives_other_bits_each_time_is_not_called_checked() -> None:
-    layers = penstock.capture(stack(nn.Linear(4, 4), Noisy(4, 4)), torch.randn(2, 4))
+    with pytest.warns(UserWarning, match="gives other bits each time, in evaluation mode too"):
+        layers = penstock.capture(stack(nn.Linear(4, 4), Noisy(4, 4)), torch.randn(2, 4))
     assert "not checked: the model gives other bits each time" in str(layers)
 
 
@@ -175,7 +176,7 @@ def test_inputs_that_every_stage_is_given_do_not_travel() -> None:
 
 def test_what_does_not_fit_is_said_before_anything_runs() -> None:
     model, batch = labelled(BY_NAME["bert"], 2)
-    with pytest.raises(ConfigError, match=r"is no nn.Sequential: give example_inputs"):
+    with pytest.raises(ConfigError, match=r"is no plain nn.Sequential: give example_inputs"):
         Pipeline(model, num_stages=2)
     with pytest.raises(CutError, match="missing a required argument: 'x'"):
         penstock.capture(stack(nn.Linear(4, 4)), {})
@@ -206,3 +207,108 @@ def test_a_captured_model_prints_as_a_table() -> None:
     assert lines[1].split("  ")[0] == "layer"
     assert "tied: model.embed_tokens.weight = lm_head.weight" in lines
     assert lines[-1].startswith("checked: outputs and gradients over 8 stages are the model's")
+
+
+class OwnForward(nn.Sequential):
+    """A Sequential by kind, which does something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def test_a_sequential_with_a_forward_of_its_own_is_run_by_it() -> None:
+    model = OwnForward(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    hooked = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    hooked.register_forward_hook(lambda module, args, output: output * 2)
+    x = torch.randn(3, 4)
+    for chain in (model, hooked):
+        with pytest.raises(ConfigError, match=r"is no plain nn\.Sequential: give example_inputs"):
+            Pipeline(chain, num_stages=2)
+        with Pipeline(chain, num_stages=2, example_inputs=x, threads_per_stage=1) as pipe:
+            assert torch.equal(pipe.eval_step(x), chain.eval()(x))
+
+
+class Collecting(nn.Linear):
+    """Puts what it computes into a list that it is given, in training only."""
+
+    def forward(self, x: Tensor, found: list[Tensor]) -> Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        if self.training:
+            found.append(y.square().mean())
+        return y
+
+
+class WithCollection(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Collecting(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: list[Tensor] = [x.mean()]
+        for part in self.parts:
+            x = part(x, found)
+        return x + torch.stack(found).sum()
+
+
+def test_a_list_that_a_block_adds_to_is_refused() -> None:
+    with pytest.raises(CutError, match=r"'parts\.0' changes a list that it was given .*Return"):
+        penstock.capture(WithCollection(), torch.randn(2, 4), check=False)
+
+
+class GradientsOff(nn.Module):
+    """Switches gradients off around its second block, and on again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, part in enumerate(self.parts):
+            before = torch.is_grad_enabled()
+            torch.set_grad_enabled(before and number != 1)
+            y = part(x)
+            torch.set_grad_enabled(before)
+            x = x + y
+        return x
+
+
+def test_what_a_stage_leaves_off_is_on_again_for_its_next_micro_batch() -> None:
+    model = GradientsOff()
+    whole = copy.deepcopy(model)
+    x = torch.randn(4, 4)
+    for part in x.split(1):
+        (whole(part).square().mean() / 4).backward()
+    with Pipeline(
+        penstock.capture(model, x),
+        partition=[1, 1, 1, 1],
+        num_microbatches=4,
+        loss=lambda y, _: y.square().mean(),
+        threads_per_stage=1,
+    ) as pipe:
+        pipe.train_step(x)
+    assert_equal(gradients(model), gradients(whole))
+
+
+def test_arguments_are_known_by_their_names() -> None:
+    model, batch = labelled(BY_NAME["gpt2"], 4)
+    whole = copy.deepcopy(model)
+    same = {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
+    with Pipeline(model, num_stages=3, example_inputs=same, threads_per_stage=1) as pipe:
+        for given in (same, {"labels": batch["labels"], "input_ids": batch["input_ids"]}):
+            assert torch.equal(pipe.train_step(given), whole(**given).loss)
+
+
+def test_weights_that_were_untied_or_replaced_since_are_refused() -> None:
+    model, batch = labelled(BY_NAME["gpt2"], 4)
+    layers = penstock.capture(model, batch)
+    with Pipeline(layers, num_stages=2, threads_per_stage=1) as pipe:
+        pipe.train_step(batch)
+        bias = model.transformer.h[0].ln_1.bias
+        model.transformer.h[0].ln_1.bias = nn.Parameter(bias.detach().clone())
+        with pytest.raises(CutError, match="the parameter 'bias' is another one than when"):
+            pipe.train_step(batch)
+        model.transformer.h[0].ln_1.bias = bias
+        pipe.train_step(batch)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    with pytest.raises(CutError, match=r"'lm_head\.weight' and '.*' were one parameter"):
+        Pipeline(layers, num_stages=2)

@@ -93,7 +93,7 @@ def test_a_model_without_layers(model: Any) -> None:
 
 
 def test_a_model_that_is_no_list_of_layers() -> None:
-    with pytest.raises(ConfigError, match=r"Linear is no nn\.Sequential: give example_inputs"):
+    with pytest.raises(ConfigError, match=r"Linear is no plain nn\.Sequential: give"):
         make(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"or a list of modules, got int"):
         make(3)

@@ -14,7 +14,7 @@ from .passes import Perform, plainly
 from .record_model import Captured
 from .replay import Replay
 from .routes import holders, sends, stages_of_calls, stages_of_events
-from .tied import Tied, find_tensor, find_tied
+from .tied import Tied, check_names, find_tensor, find_tied
 from .values import EventKey, Header, Told, ValueId
 
 
@@ -58,6 +58,7 @@ class Cut:
     """A captured model cut into stages."""
 
     def __init__(self, captured: Captured, partition: tuple[int, ...]) -> None:
+        check_names(captured.model, captured.parameters)
         self.captured, self.partition = captured, partition
         self.stage_of = stages_of_calls(captured.calls, partition)
         self._events = tuple(

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.model.pytree import flatten, unflatten
+from penstock.model.pytree import DictOf, Node, Structure, flatten, moved, unflatten
 
-from .values import START, Told
+from .ghost import Ghost
+from .values import INPUT, START, EventKey, Told
 
 ROUTED, EVERYWHERE = "first", "everywhere"
 """The model's inputs are given to the first stage and travel on, or are given to every stage."""
@@ -23,14 +24,26 @@ def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def routed(
     run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give ghosts for the model's inputs; on a later stage, those that the header tells of."""
+    """Give ghosts for the model's inputs; on a later stage, those that the header tells of.
+
+    A value is named by its argument and its place there, whatever else is given.
+    """
     told = run.header.get(START)
     if told is None:
-        leaves, structure = flatten((args, kwargs))
-        ghosts = [run.given(START, place, leaf) for place, leaf in enumerate(leaves)]
-        told = Told("inputs", structure, tuple(ghost.info for ghost in ghosts), ())
+        ghosts: list[Ghost] = []
+        structures: list[Structure] = []
+        named: dict[int | str, Any] = dict(enumerate(args))
+        named.update((name, kwargs[name]) for name in sorted(kwargs))
+        for name, value in named.items():
+            leaves, structure = flatten(value)
+            structures.append(moved(structure, len(ghosts)))
+            key = EventKey(f"{INPUT}{name}", 0, 0)
+            ghosts += [run.given(key, place, leaf) for place, leaf in enumerate(leaves)]
+        form = Node(DictOf(tuple(named)), tuple(structures))
+        told = Told("inputs", form, tuple(ghost.info for ghost in ghosts), ())
         run.tell(START, told)
     else:
         ghosts = [run.stand_in(info) for info in told.infos]
-    routed_args, routed_kwargs = unflatten(told.structure, ghosts)
-    return routed_args, routed_kwargs
+    given = unflatten(told.structure, ghosts)
+    positions = [name for name in given if isinstance(name, int)]
+    return tuple(given.pop(name) for name in positions), given

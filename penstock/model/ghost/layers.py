@@ -112,6 +112,15 @@ class CapturedLayers(Layers):
     def own_modules(self) -> list[nn.Module]:
         return [self.captured.model]
 
+    def places(self) -> list[tuple[dict[str, Any], str, Any]]:
+        model, found = self.captured.model, []
+        for module in model.modules():
+            found += [(module._parameters, n, p) for n, p in module._parameters.items()]
+        for name, block in self.captured.blocks.items():
+            path, _, last = name.rpartition(".")
+            found.append((model.get_submodule(path)._modules, last, block))
+        return found
+
     def holders(self) -> list[tuple[str, nn.Module]]:
         return [("", self.captured.model)]
 

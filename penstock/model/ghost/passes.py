@@ -20,6 +20,7 @@ from penstock.errors import CutError, GlueError
 from penstock.model.pytree import Leaf, flatten, unflatten
 
 from .checkpoints import checkpointed
+from .containers import changes, contents
 from .draws import draws
 from .ghost import CURRENT, PLAIN, Ghost, answer, is_question
 from .values import START, EventKey, Header, Info, Operation, Told, ValueId, told_structure
@@ -134,8 +135,9 @@ class Pass(ABC):
         key, name, function = operation[:3]
         found: dict[int, Ghost] = {}
         others: list[Tensor] = []
-        args = self._opened(operation.args, found, others)
-        kwargs = self._opened(operation.kwargs, found, others)
+        args = tuple([self._opened(part, found, others) for part in operation.args])
+        kwargs = {n: self._opened(part, found, others) for n, part in operation.kwargs.items()}
+        given_in = [(part, contents(part)) for part in (*args, *kwargs.values()) if changes(part)]
         ghosts = list(found.values())
         versions = [_version(ghost.here) for ghost in ghosts]
         before = [_version(tensor) for tensor in others] if key.number else []
@@ -144,6 +146,9 @@ class Pass(ABC):
             result = self._natively(key, function, args, kwargs)
         finally:
             self.is_inside = False
+        for part, content in given_in:
+            if contents(part) != content:
+                raise _changes_container(part, operation)
         for tensor, version in zip(others, before, strict=False):
             if _version(tensor) != version:
                 self.wrote_outside(_writes_into(tensor, operation))
@@ -293,6 +298,14 @@ def _of_another_microbatch(ghost: Ghost) -> GlueError:
     return GlueError(
         f"the {ghost.info.value} of another micro-batch is read ({calling_line()}), which the "
         "model's code has kept in a global variable, say. Keep such values in local variables"
+    )
+
+
+def _changes_container(part: Any, operation: Operation) -> CutError:
+    return CutError(
+        f"{operation.key} changes a {type(part).__name__} that it was given ({calling_line()}): "
+        "each stage has one of its own, and the others would not see it. Return what it puts in "
+        "there instead"
     )
 
 

@@ -65,6 +65,28 @@ def find_tied(
     )
 
 
+def check_names(model: nn.Module, parameters: Mapping[str, str]) -> None:
+    """See that names mean one parameter, or several, as they did when the model was captured.
+
+    Raises:
+        CutError: a weight was tied since, or untied.
+    """
+    of_first: dict[str, int] = {}
+    firsts: dict[int, str] = {}
+    for name, first in parameters.items():
+        tensor = find_tensor(model, name)
+        if tensor is None or isinstance(tensor, Absent):
+            continue
+        known, other = of_first.setdefault(first, id(tensor)), firsts.setdefault(id(tensor), first)
+        if known != id(tensor) or other != first:
+            with_it = first if known != id(tensor) else other
+            raise CutError(
+                f"'{name}' and '{with_it}' were one parameter when the model was captured and are "
+                "not now, or the other way round (load_state_dict(assign=True), an assignment); "
+                "capture the model again"
+            )
+
+
 def find_tensor(model: nn.Module, name: str) -> Tensor | None:
     """Give the parameter called `name`, or what stands in its place on a stage that borrows it."""
     path, _, last = name.rpartition(".")

@@ -37,6 +37,8 @@ class EventKey(NamedTuple):
     def __str__(self) -> str:
         if self.number < 0:
             return "the model"
+        if self.block.startswith(INPUT):
+            return f"the input '{self.block.removeprefix(INPUT)}'"
         if self.block == START.block:
             place = "the start"
         else:
@@ -44,6 +46,8 @@ class EventKey(NamedTuple):
         return place if self.number == 0 else f"operation {self.number} after {place}"
 
 
+INPUT = "?"
+"""Begins the name of what stands for an argument of the model."""
 START = EventKey("", 0, 0)
 """The model's own inputs, where they are routed."""
 END = EventKey("", 0, -1)
@@ -70,6 +74,8 @@ class ValueId(NamedTuple):
     place: int
 
     def __str__(self) -> str:
+        if self.event.block.startswith(INPUT) and self.place == 0:
+            return str(self.event)
         if self.place < 0:
             return f"argument {-1 - self.place} changed by {self.event}"
         return f"output {self.place} of {self.event}" if self.place else f"output of {self.event}"
