@@ -363,3 +363,13 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused() -> None:
     for model in (compiled, wrapped):
         with pytest.raises(CutError, match=r"is compiled; give the model as it was"):
             penstock.capture(model, inputs())
+
+
+def test_a_hook_on_the_gradients_of_the_whole_model_is_refused() -> None:
+    model = Chain()
+    handle = model.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(CutError, match=r"'Chain' has a hook on its gradients and holds several"):
+        record_model(model, inputs())
+    handle.remove()
+    model.blocks[1].register_full_backward_hook(lambda *_: None)
+    record_model(model, inputs())

@@ -106,6 +106,21 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(shown[:12]) + (f" and {len(shown) - 12} more" if len(shown) > 12 else "")
 
 
+def check_hooks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Refuse hooks on the gradients of modules that hold blocks: no stage has all of these.
+
+    Raises:
+        CutError: names the module.
+    """
+    inside = {id(part) for block in blocks for part in block.modules()}
+    for path, module in model.named_modules():
+        if id(module) not in inside and (module._backward_hooks or module._backward_pre_hooks):
+            raise CutError(
+                f"{path or type(model).__name__!r} has a hook on its gradients and holds several "
+                "blocks, of which each stage has its own; put the hook on a block"
+            )
+
+
 # -- noticing calls ---------------------------------------------------------------------------
 
 _WATCHED: dict[type[nn.Module], type[nn.Module]] = {}

@@ -113,7 +113,8 @@ class CapturedLayers(Layers):
         return [self.captured.model]
 
     def places(self) -> list[tuple[dict[str, Any], str, Any]]:
-        model, found = self.captured.model, []
+        model = self.captured.model
+        found: list[tuple[dict[str, Any], str, Any]] = []
         for module in model.modules():
             found += [(module._parameters, n, p) for n, p in module._parameters.items()]
         for name, block in self.captured.blocks.items():

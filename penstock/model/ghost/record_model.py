@@ -14,7 +14,7 @@ from torch import nn
 from penstock.errors import CutError
 from penstock.model.state import attributes, keeping_values, tensors_at
 
-from .blocks import find_blocks, original_class, watch, watch_functions
+from .blocks import check_hooks, find_blocks, original_class, watch, watch_functions
 from .groups import Groups, find_groups, ranges_of
 from .inputs import EVERYWHERE, ROUTED, as_call, routed
 from .record import Event, Recording, SideChannel
@@ -138,6 +138,7 @@ def _record(
     groups: Groups,
 ) -> dict[bool, Recording]:
     """Run the model in training mode, True, and in evaluation mode."""
+    check_hooks(model, blocks.values())
     names = watch(model, blocks)
     parameters = {id(p): name for name, p in model.named_parameters()}
     on_meta = any(p.is_meta for p in model.parameters())
