@@ -62,7 +62,16 @@ class Batch:
     reduction: Reduce = Reduction.MEAN
 
     def output_weights(self) -> list[float]:
-        """Weigh the micro-batches' losses where the model has computed them."""
+        """Weigh the micro-batches' losses where the model has computed them.
+
+        Raises:
+            BatchError: the reduction function weighs by the batch, which is not here.
+        """
+        if not isinstance(self.reduction, Reduction) and self.inputs[0] is None:
+            raise BatchError(
+                "the model's loss is weighed by the batch (reduction=), which this process was "
+                "not given; give inputs on the last stage's process as well"
+            )
         return loss_weights(self.reduction, self.inputs, self.sizes)
 
 

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.errors import CutError, GlueError
+from penstock.errors import CutError, GlueError, RouteError
+from penstock.model.ghost.cut import Cut
 from penstock.model.ghost.layers import CapturedLayers
 from penstock.model.ghost.record_model import Captured, record_model
+from penstock.model.ghost.tied import release
 from tests.any_models.chain import WIDTH, Chain, inputs
 from tests.any_models.lists import REFUSED
 from tests.any_models.odd import WithToken
@@ -373,3 +375,38 @@ def test_a_hook_on_the_gradients_of_the_whole_model_is_refused() -> None:
     handle.remove()
     model.blocks[1].register_full_backward_hook(lambda *_: None)
     record_model(model, inputs())
+
+
+def test_a_parameter_that_only_another_stage_has_is_not_read_as_it_lies_there() -> None:
+    class Sometimes(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Parameter(torch.ones(WIDTH))
+
+        def between(self, x: Tensor, number: int) -> Tensor:
+            if number == 1 and x.shape[0] > 3:
+                x = x.clone()
+                x[0] = self.extra
+            return x
+
+    model = Sometimes()
+    cut = Cut(record_model(model, inputs(3)), (1, 2))
+    first = cut.replay(0, {}, {})
+    cut.run(first, (inputs(4),), {})
+    sent = cut.sent_on(first, 0)[1]
+    release(model, cut.names_of(1))
+    with pytest.raises(RouteError, match=r"the parameter 'extra' is read \(test_capture_errors"):
+        cut.run(cut.replay(1, sent, first.header), (), {})
+
+
+def test_blocks_may_be_compiled() -> None:
+    class Transposed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.T
+
+    model = Chain()
+    model.blocks = nn.ModuleList(Transposed(WIDTH, WIDTH) for _ in range(3))
+    model.blocks[0].compile(backend="eager")
+    compiled: Any = torch.compile(model.blocks[1], backend="eager")
+    model.blocks[1] = compiled
+    assert "to the bit" in str(penstock.capture(model, inputs()))

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy
@@ -85,6 +86,7 @@ class Recording(Pass):
     def event(self, operation: Operation) -> Any:
         if self._on_meta:
             operation = self._on_one_device(operation)
+        operation = _uncompiled(operation)
         key, name, function, args, kwargs = operation
         tensors = list(_tensors(args, kwargs))
         self._check_sideways([t for t in tensors if type(t) is not Ghost], key)
@@ -269,6 +271,17 @@ def _joined(
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _uncompiled(operation: Operation) -> Operation:
+    """Run a compiled block as it was written: what compiles cannot be watched."""
+    block = operation.function.args[0] if isinstance(operation.function, partial) else None
+    if not isinstance(block, nn.Module):
+        return operation
+    if block._compiled_call_impl is not None:
+        return operation._replace(function=block._call_impl)
+    written = block._modules.get("_orig_mod")
+    return operation if written is None else operation._replace(function=written)
 
 
 def _hook_nothing(*_: Any) -> RemovableHandle:
