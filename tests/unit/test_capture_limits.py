@@ -1,0 +1,128 @@
+"""The known limits of captured models: what is refused, and what can do no harm."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import CutError, GlueError, RouteError
+from penstock.model.ghost.cut import Cut
+from penstock.model.ghost.layers import CapturedLayers
+from penstock.model.ghost.record_model import record_model
+from penstock.model.ghost.tied import release
+from tests.any_models.chain import WIDTH, Chain, inputs
+from tests.capturing import assert_equal, gradients
+
+
+def pipeline(model: nn.Module, **options: Any) -> penstock.Pipeline:
+    return penstock.Pipeline(
+        CapturedLayers.of(record_model(model, inputs())),
+        partition=[1, 1, 1],
+        loss=nn.functional.mse_loss,
+        threads_per_stage=1,
+        **options,
+    )
+
+
+class CatchingAll(Chain):
+    """Catches whatever a block raises, and goes on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except BaseException:
+                x = x * 0
+        return x
+
+
+class CatchingTheLast(Chain):
+    """Gives something else where a block raises."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.blocks[2](self.blocks[1](self.blocks[0](x)))
+        except BaseException:
+            return torch.zeros(1)
+
+
+def test_code_that_catches_everything_cannot_change_what_is_computed() -> None:
+    model = CatchingAll()
+    whole = copy.deepcopy(model)
+    target = torch.zeros(3, WIDTH)
+    nn.functional.mse_loss(whole(inputs()), target).backward()
+    with pipeline(model) as pipe:
+        pipe.train_step(inputs(), target)
+    assert_equal(gradients(model), gradients(whole))
+    with (
+        pipeline(CatchingTheLast()) as pipe,
+        pytest.raises(CutError, match=r"caught the exception by which a stage leaves"),
+    ):
+        pipe.train_step(inputs(), target)
+
+
+def test_the_address_of_a_value_is_not_given_to_other_stages() -> None:
+    class Aligned(Chain):
+        def between(self, x: Tensor, _number: int) -> Tensor:
+            return x if x.data_ptr() % 8 == 0 else x.clone()
+
+    with pytest.raises(GlueError, match="asks where in memory a routed value is"):
+        record_model(Aligned(), inputs())
+
+
+def test_a_model_that_is_compiled_as_a_whole_is_refused() -> None:
+    compiled = Chain()
+    compiled.compile(backend="eager")
+    wrapped: Any = torch.compile(Chain(), backend="eager")
+    for model in (compiled, wrapped):
+        with pytest.raises(CutError, match=r"is compiled; give the model as it was"):
+            penstock.capture(model, inputs())
+
+
+def test_a_hook_on_the_gradients_of_the_whole_model_is_refused() -> None:
+    model = Chain()
+    handle = model.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(CutError, match=r"'Chain' has a hook on its gradients and holds several"):
+        record_model(model, inputs())
+    handle.remove()
+    model.blocks[1].register_full_backward_hook(lambda *_: None)
+    record_model(model, inputs())
+
+
+def test_a_parameter_that_only_another_stage_has_is_not_read_as_it_lies_there() -> None:
+    class Sometimes(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Parameter(torch.ones(WIDTH))
+
+        def between(self, x: Tensor, number: int) -> Tensor:
+            if number == 1 and x.shape[0] > 3:
+                x = x.clone()
+                x[0] = self.extra
+            return x
+
+    model = Sometimes()
+    cut = Cut(record_model(model, inputs(3)), (1, 2))
+    first = cut.replay(0, {}, {})
+    cut.run(first, (inputs(4),), {})
+    sent = cut.sent_on(first, 0)[1]
+    release(model, cut.names_of(1))
+    with pytest.raises(RouteError, match=r"the parameter 'extra' is read \(test_capture_errors"):
+        cut.run(cut.replay(1, sent, first.header), (), {})
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of what compiles
+def test_blocks_may_be_compiled() -> None:
+    class Transposed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.T
+
+    model = Chain()
+    model.blocks = nn.ModuleList(Transposed(WIDTH, WIDTH) for _ in range(3))
+    model.blocks[0].compile(backend="eager")
+    compiled: Any = torch.compile(model.blocks[1], backend="eager")
+    model.blocks[1] = compiled
+    assert "to the bit" in str(penstock.capture(model, inputs()))
