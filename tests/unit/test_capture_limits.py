@@ -110,7 +110,7 @@ def test_a_parameter_that_only_another_stage_has_is_not_read_as_it_lies_there() 
     cut.run(first, (inputs(4),), {})
     sent = cut.sent_on(first, 0)[1]
     release(model, cut.names_of(1))
-    with pytest.raises(RouteError, match=r"the parameter 'extra' is read \(test_capture_errors"):
+    with pytest.raises(RouteError, match=r"the parameter 'extra' is read \(test_capture_limits"):
         cut.run(cut.replay(1, sent, first.header), (), {})
 
 
