@@ -14,6 +14,7 @@ from penstock.errors import CutError
 from penstock.model.ghost.layers import CapturedLayers
 from penstock.model.ghost.record_model import record_model
 from tests.any_models.chain import WIDTH, Chain, inputs
+from tests.any_models.lists import REQUIRED
 
 
 class Symmetric(nn.Module):
@@ -206,3 +207,17 @@ def test_torchs_own_code_may_set_the_random_state() -> None:
     model = Chain()
     model.blocks[1] = Dropping(WIDTH, WIDTH)
     assert len(record_model(model, inputs()).calls) == 3
+
+
+def test_a_star_in_a_pattern_stands_for_one_part_of_a_name() -> None:
+    bert = next(model for model in REQUIRED if model.name == "bert")
+    model, batch = bert.make()
+    whole = record_model(model, batch(2))
+    prefix = next(name for name in whole.blocks if name.endswith("layer.0")).removesuffix(".0")
+    layers = tuple((f"{prefix}.{number}", 0) for number in range(5))
+    captured = record_model(model, batch(2), blocks=[f"{prefix}.*"], together=[f"{prefix}.[01]"])
+    assert (captured.calls, captured.together) == (layers, ((0, 1),))
+    finer = [f"{prefix}.0.attention", f"{prefix}.[1-4]"]
+    named = record_model(model, batch(2), blocks=finer, together=[f"{prefix}.*"])
+    assert named.calls == ((finer[0], 0), *layers[1:])
+    assert named.together == ((0, 4),)

@@ -44,12 +44,12 @@ def find_blocks(
 def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     named = [(name, module) for name, module in model.named_modules() if name]
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name, _ in named):
+        if not any(fits(name, pattern) for name, _ in named):
             raise CutError(
                 f"blocks={list(patterns)}: no module of {type(model).__name__} is called "
                 f"{pattern!r}; there are {_some(name for name, _ in named)}"
             )
-    found = {n: m for n, m in named if any(fnmatchcase(n, pattern) for pattern in patterns)}
+    found = {n: m for n, m in named if any(fits(n, pattern) for pattern in patterns)}
     for name in found:
         outer = next((other for other in found if name.startswith(f"{other}.")), None)
         if outer is not None:
@@ -57,6 +57,13 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
                 f"blocks={list(patterns)} name {outer!r} and {name!r} inside it; name one of them"
             )
     return found
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Tell whether a pattern fits a module's name: part by part, so that no `*` goes deeper."""
+    parts, patterns = name.split("."), pattern.split(".")
+    alike = len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+    return alike or name == pattern
 
 
 def _chosen(

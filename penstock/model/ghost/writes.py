@@ -13,6 +13,7 @@ from penstock.errors import CutError
 
 from .ghost import CURRENT
 from .passes import calling_line
+from .record import Recording
 from .state import UNCOUNTED, changed_outside
 from .values import EventKey
 
@@ -39,7 +40,7 @@ class Writes:
         self._by: dict[tuple[int, str], set[EventKey | None]] = {}
 
     @contextmanager
-    def noted(self, recording: Any) -> Iterator[None]:
+    def noted(self, recording: Recording) -> Iterator[None]:
         """Note all writes to modules of the model by the pass."""
         native = nn.Module.__setattr__
 
