@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from penstock.errors import CutError
 
 from .ghost import Ghost
+from .graphs import Exported
 
 Outer = dict[tuple[str, str], tuple[Any, int, tuple[Any, ...]]]
 """(name of a module, name of an attribute) -> its value, its version if it is a tensor, and what
@@ -74,12 +75,15 @@ def put_back(before: dict[nn.Module, dict[str, Any]]) -> None:
 
 def vars_of(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
     """Note the attributes of all modules."""
+    modules = [*model.modules()]
+    if isinstance(model, Exported):  # its mode is that of what was exported
+        modules += model.original.modules()
     return {
         module: {
             name: dict(value) if name in _DICTIONARIES else (value, _copy(value))
             for name, value in vars(module).items()
         }
-        for module in model.modules()
+        for module in modules
     }
 
 
