@@ -1,7 +1,12 @@
 """What capture leaves as it was, notes and refuses, where that is easy to overlook."""
 
 import copy
+import importlib
 import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.errors import CutError
+from penstock.model.ghost import proven
 from penstock.model.ghost.layers import CapturedLayers
+from penstock.model.ghost.prove import prove
 from penstock.model.ghost.record_model import record_model
 from tests.any_models.chain import WIDTH, Chain, inputs
 from tests.any_models.lists import REQUIRED
@@ -257,3 +264,47 @@ def test_the_mode_of_a_graph_is_the_models_own() -> None:
         assert not model.blocks[1].training
         with pytest.raises(CutError, match=r"'blocks\.1' is in evaluation mode"):
             penstock.capture(model, inputs(), method="export")
+
+
+MODEL_AND_HELPER = {
+    "helper_beside": "def mix(x):\n    return x + 1\n",
+    "model_beside": """
+import helper_beside
+from tests.any_models.chain import Chain
+
+
+class Mixing(Chain):
+    def between(self, x, number):
+        return helper_beside.mix(x)
+""",
+}
+
+
+def test_a_model_is_compared_again_if_anything_that_counts_has_changed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, text in MODEL_AND_HELPER.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    model = importlib.import_module("model_beside").Mixing()
+    compared = []
+
+    def counting(*arguments: Any) -> str:
+        compared.append(arguments)
+        return prove(*arguments)
+
+    monkeypatch.setattr(proven, "prove", counting)
+    changes: list[Callable[[], Any]] = [
+        lambda: None,
+        lambda: model.requires_grad_(requires_grad=False),
+        lambda: model.blocks[1].eval(),
+        lambda: (tmp_path / "helper_beside.py").write_text("def mix(x):\n    return x + 1.0\n"),
+    ]
+    for number, change in enumerate(changes):
+        change()
+        for _ in range(2):
+            penstock.capture(model, inputs())
+            assert len(compared) == number + 1
+    for name in MODEL_AND_HELPER:
+        monkeypatch.delitem(sys.modules, name)
