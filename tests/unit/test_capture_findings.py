@@ -308,3 +308,33 @@ def test_a_model_is_compared_again_if_anything_that_counts_has_changed(
             assert len(compared) == number + 1
     for name in MODEL_AND_HELPER:
         monkeypatch.delitem(sys.modules, name)
+
+
+class Gaining(Chain):
+    """Fills all its tensors at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.shift = (nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
+
+    def reset_parameters(self) -> None:
+        for block in self.blocks:
+            block.reset_parameters()  # type: ignore[operator]  # no module, no tensor
+        nn.init.ones_(self.gain)
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        return x * self.gain + self.shift
+
+
+def test_what_had_values_keeps_them_where_the_rest_is_made() -> None:
+    with torch.device("meta"):
+        model = Gaining()
+    own = [nn.Parameter(torch.full((WIDTH,), value)) for value in (5.0, 6.0)]
+    model.gain, model.shift = own
+    with pipeline(model) as pipe:
+        pipe.eval_step(inputs())
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert (model.gain is own[0], model.shift is own[1]) == (True, True)
+    assert own[0].tolist() == [5.0] * WIDTH
+    assert own[1].tolist() == [6.0] * WIDTH
