@@ -305,7 +305,7 @@ class Pipeline(nn.Module):
                 dimension 0.
         """
         with self._engine.one_at_a_time():  # before the modes change: a step may be running
-            everyone = [*self.modules(), *self._layers.own_modules()]
+            everyone = [*self.modules(), *self._layers.own_modules(), *self.original.modules()]
             training = [module for module in everyone if module.training]
             for module in training:
                 module.training = False
@@ -379,7 +379,7 @@ class Pipeline(nn.Module):
 
     def train(self, mode: bool = True) -> "Pipeline":
         """Set the mode of all layers, as of any module."""
-        for module in self._layers.own_modules():
+        for module in (*self._layers.own_modules(), *self.original.modules()):
             module.training = mode
         return super().train(mode)
 

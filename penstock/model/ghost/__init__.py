@@ -16,6 +16,7 @@ tied          weights that several stages use
 layers        a captured model as layers, for all that follows
 make          values for a model that was built without any
 state         what the model's code may not change outside blocks
+writes        what it may not write while it runs, nor seed
 prove         is the cut model the model?  proven: not asked twice
 exported      the fallback: graphs of torch.export in place of the model's own Python
 """

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import CheckpointFunction
 
 from penstock.errors import CutError
@@ -43,12 +44,12 @@ def find_blocks(
 def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     named = [(name, module) for name, module in model.named_modules() if name]
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name, _ in named):
+        if not any(fits(name, pattern) for name, _ in named):
             raise CutError(
                 f"blocks={list(patterns)}: no module of {type(model).__name__} is called "
                 f"{pattern!r}; there are {_some(name for name, _ in named)}"
             )
-    found = {n: m for n, m in named if any(fnmatchcase(n, pattern) for pattern in patterns)}
+    found = {n: m for n, m in named if any(fits(n, pattern) for pattern in patterns)}
     for name in found:
         outer = next((other for other in found if name.startswith(f"{other}.")), None)
         if outer is not None:
@@ -56,6 +57,13 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
                 f"blocks={list(patterns)} name {outer!r} and {name!r} inside it; name one of them"
             )
     return found
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Tell whether a pattern fits a module's name: part by part, so that no `*` goes deeper."""
+    parts, patterns = name.split("."), pattern.split(".")
+    alike = len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+    return alike or name == pattern
 
 
 def _chosen(
@@ -138,10 +146,20 @@ def watch(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[int, str]:
     if isinstance(model, Exported):
         modules += [(twin, name) for name in blocks for twin in model.twins(name)]
     for block, _ in modules:
-        kind = type(block)
-        if kind not in _WATCHED.values():
-            block.__class__ = _WATCHED.setdefault(kind, _watched(kind))
+        _watch(block)
     return {id(module): name for module, name in modules}
+
+
+def _watch(block: nn.Module) -> None:
+    kind = type(block)
+    if any(base in _WATCHED.values() for base in kind.__mro__):
+        return
+    if is_parametrized(block) and len(kind.__bases__) == 1:
+        # torch made this class for this module, and takes it away again to give the one below
+        below = kind.__bases__[0]
+        kind.__bases__ = (_WATCHED.setdefault(below, _watched(below)),)
+    else:
+        block.__class__ = _WATCHED.setdefault(kind, _watched(kind))
 
 
 def original_class(module: nn.Module) -> type:
@@ -162,7 +180,11 @@ def _watched(kind: type[nn.Module]) -> type[nn.Module]:
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         """Pickle and copy it as what it was; a copy is watched when it is captured itself."""
-        return _unwatched(kind.__reduce_ex__(self, protocol))
+        reduced = kind.__reduce_ex__(self, protocol)
+        if isinstance(reduced, str):
+            return reduced
+        function, *rest = _unwatched(reduced)
+        return partial(function), *rest  # pickle compares classes if it sees which function it is
 
     names = {"__call__": call, "__reduce_ex__": reduce, "__module__": kind.__module__}
     watched = type(kind.__name__, (kind,), names)

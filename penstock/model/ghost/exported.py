@@ -17,7 +17,7 @@ from penstock.errors import GlueError
 from penstock.model.pytree import flatten
 
 from .blocks import find_blocks
-from .graphs import Exported
+from .graphs import Exported, check_modes
 from .inputs import as_call
 
 _ALWAYS = (
@@ -40,8 +40,10 @@ def export(
         The graphs as a module, the names of its blocks, and what the graphs lack.
 
     Raises:
+        CutError: a part of the model is in another mode than the whole.
         GlueError: torch.export cannot follow the model.
     """
+    check_modes(model)
     was_training = model.training
     graphs = {}
     try:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.errors import CutError
+
 
 class Exported(nn.Module):
     """A model as two graphs; its parameters and buffers are the model's own."""
@@ -16,17 +18,40 @@ class Exported(nn.Module):
     """What was exported."""
 
     def __init__(self, model: nn.Module, graphs: Mapping[bool, nn.Module]) -> None:
-        super().__init__()
+        mode = model.training
         self.__dict__.update(graphs=dict(graphs), original=model)
+        super().__init__()
         first = graphs[True]
         for graph in graphs.values():
             _adopt(model, graph)
         self._modules, self._parameters = first._modules, first._parameters
         self._buffers = first._buffers
         self._non_persistent_buffers_set = first._non_persistent_buffers_set
-        self.training = model.training
+        self.train(mode)
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode: there is no other mode here."""
+        return self.original.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.original.training = mode
+
+    def train(self, mode: bool = True) -> "Exported":
+        """Set the mode, of the model too."""
+        self.original.train(mode)
+        return super().train(mode)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph of the mode that the model is in.
+
+        Raises:
+            CutError: a part of the model is in another mode than the whole.
+        """
+        check_modes(self.original)
+        for module in self.modules():
+            module.training = self.training
         return self.graphs[self.training](*args, **kwargs)
 
     def owners(self, path: str) -> Iterator[nn.Module]:
@@ -42,6 +67,23 @@ class Exported(nn.Module):
                 yield graph.get_submodule(name)
             except AttributeError:  # not called in this mode
                 continue
+
+
+def check_modes(model: nn.Module) -> None:
+    """Refuse a model of which a part is in another mode than the whole: no graph is for that.
+
+    Raises:
+        CutError: names the part.
+    """
+    for path, module in model.named_modules():
+        if module.training != model.training:
+            modes = {True: "training", False: "evaluation"}
+            raise CutError(
+                f"'{path}' is in {modes[module.training]} mode, and the model in "
+                f"{modes[model.training]} mode; what torch.export wrote is one graph for each "
+                "mode of the whole. Call train() or eval() of the model, or capture it with "
+                "method='rerun'"
+            )
 
 
 def _adopt(model: nn.Module, graph: nn.Module) -> None:

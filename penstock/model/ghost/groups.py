@@ -1,10 +1,10 @@
 """Blocks that are to be on one stage: `together`."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
 
 from penstock.errors import CutError
 
+from .blocks import fits
 from .routes import Call
 
 Groups = tuple[frozenset[str], ...]
@@ -30,16 +30,17 @@ def _lists(together: Sequence[str] | Sequence[Sequence[str]]) -> list[list[str]]
 
 def _matching(patterns: Iterable[str], blocks: Collection[str]) -> Iterator[str]:
     for pattern in patterns:
-        found = [
-            name
-            for name in blocks
-            if fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")  # opened since
-        ]
+        found = [name for name in blocks if fits(_beginning(name, pattern), pattern)]
         if not found:
             raise CutError(
                 f"together names {pattern!r}, which fits no block; there are {', '.join(blocks)}"
             )
         yield from found
+
+
+def _beginning(name: str, pattern: str) -> str:
+    """Give as many parts of a name as a pattern has: a block may have been opened since."""
+    return ".".join(name.split(".")[: pattern.count(".") + 1])
 
 
 def ranges_of(groups: Groups, calls: Sequence[Call]) -> tuple[tuple[int, int], ...]:

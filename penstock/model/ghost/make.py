@@ -9,6 +9,7 @@ the draw there, and so not on the cut.
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -26,6 +27,7 @@ from penstock.model.make import (
     unsaved_buffers,
     with_memory,
 )
+from penstock.model.state import keeping_values
 
 from .record_model import Captured
 
@@ -58,7 +60,8 @@ def move_or_make_parts(
         is_left_out = may_be_absent(model)
         fresh = {n: t for n, t in fresh.items() if id(t) in unsaved or is_left_out(n)}
     if fresh:
-        with forked_random({part.device for part in parts}), torch.no_grad():
+        devices = {part.device for part in parts}
+        with forked_random(devices), torch.no_grad(), _keeping_others(model, fresh):
             _fill(model, fresh, seed)
 
 
@@ -104,6 +107,25 @@ def _places(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     path, _, last = name.rpartition(".")
     owner = model.get_submodule(path)
     return (owner._parameters if last in owner._parameters else owner._buffers), last
+
+
+@contextmanager
+def _keeping_others(model: nn.Module, fresh: Mapping[str, Tensor]) -> Iterator[None]:
+    """Leave what had values before as it was: a module may fill more than its own tensors."""
+    new = {id(tensor) for tensor in fresh.values()}
+    both: list[dict[str, Any]] = []
+    for module in model.modules():
+        both += (module._parameters, module._buffers)
+    others = [
+        (places, name, tensor)
+        for places in both
+        for name, tensor in places.items()
+        if tensor is not None and not tensor.is_meta and id(tensor) not in new
+    ]
+    with keeping_values({id(tensor): tensor for _, _, tensor in others}.values()):
+        yield
+        for places, name, tensor in others:
+            places[name] = tensor
 
 
 def _fill(model: nn.Module, fresh: Mapping[str, Tensor], seed: int) -> None:

@@ -1,7 +1,7 @@
 """What was compared once is not compared again: each model found equal has a mark on disk.
 
-A mark holds for one model: its structure and recording, its source files and ours, and the version
-of torch.
+A mark holds for one model: its structure, modes and recording, its source files and those around
+them, ours, and the version of torch.
 """
 
 import os
@@ -14,14 +14,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from penstock.errors import CheckError
 
 from .blocks import original_class
+from .graphs import Exported
 from .prove import prove
 from .record_model import Captured
 
 _MOST_STAGES = 8
+_KNOWN = ("builtins", "torch")
 
 
 def prove_once(captured: Captured, example_inputs: Any) -> str:
@@ -77,7 +80,7 @@ def _mark(captured: Captured) -> Path | None:
     """Name the file that marks this model; None where its source cannot be known."""
     digest = sha256()
     try:
-        for fact in _facts(captured):
+        for fact in (*_facts(captured), *map(_state_of, _sources(captured.model))):
             digest.update(f"{fact}\n".encode())
     except OSError:
         return None
@@ -94,14 +97,38 @@ def _facts(captured: Captured) -> Iterator[object]:
         yield sorted((str(value), str(info)) for value, info in of_mode.infos.items())
     for path, module in captured.model.named_modules():
         kind = original_class(module)
-        yield path, kind.__module__, kind.__qualname__, module.extra_repr()
-    modules = {original_class(module).__module__ for module in captured.model.modules()}
-    for name in sorted(modules):
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file is None:
-            raise FileNotFoundError(name)
-        yield name, _state_of(Path(file))
-    yield from map(_state_of, sorted(Path(__file__).parent.glob("*.py")))
+        yield path, kind.__module__, kind.__qualname__, module.extra_repr(), module.training
+    for name, parameter in captured.model.named_parameters():
+        yield name, parameter.requires_grad
+
+
+def _sources(model: nn.Module) -> list[Path]:
+    """Give the files of the model's classes, and all that were imported from around them.
+
+    The model may call any function there.  Those of torch are known by its version.
+
+    Raises:
+        FileNotFoundError: a class is in no file.
+    """
+    whole = [*model.modules(), *(model.original.modules() if isinstance(model, Exported) else ())]
+    bases = {base for module in whole for base in type(module).__mro__}
+    names = {base.__module__ for base in bases if _package(base.__module__) not in _KNOWN}
+    loaded = {
+        name: Path(file)
+        for name, module in list(sys.modules.items())
+        if isinstance(file := getattr(module, "__dict__", {}).get("__file__"), str)
+    }
+    missing = names - loaded.keys()
+    if missing:
+        raise FileNotFoundError(", ".join(sorted(missing)))
+    packages = {_package(name) for name in names}
+    folders = {loaded[name].parent for name in names}
+    found = {f for n, f in loaded.items() if _package(n) in packages or f.parent in folders}
+    return sorted({*found, *Path(__file__).parent.glob("*.py")})
+
+
+def _package(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def _state_of(file: Path) -> tuple[str, int, int]:

@@ -124,6 +124,11 @@ class Recording(Pass):
             self.needs_all = True
         return result
 
+    def running(self) -> EventKey | None:
+        """Give the block call that runs now; None between them."""
+        key = self._given_in[1]
+        return key if self.is_inside and key.number == 0 else None
+
     def unrouted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = list(_tensors(args, kwargs))
         self._check_sideways(tensors, None)

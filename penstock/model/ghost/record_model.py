@@ -21,6 +21,7 @@ from .record import Event, Recording, SideChannel
 from .routes import Call, calls_of, holders, stages_of_events
 from .state import check_unchanged, outer_state, put_back, vars_of
 from .values import START, Info, ValueId
+from .writes import Writes, seeds_refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +151,10 @@ def _record(
             if inputs == ROUTED:
                 given = routed(recording, args, kwargs)
                 recording.note_inputs(recording.header[START])
-            before = outer_state(model, blocks.values())
-            recording.run(model, *given)
+            before, writes = outer_state(model, blocks.values()), Writes(model, blocks)
+            with seeds_refused(), writes.noted(recording):
+                recording.run(model, *given)
+            writes.check(groups)
             check_unchanged(before, outer_state(model, blocks.values()))
         recordings[training] = recording
     return recordings

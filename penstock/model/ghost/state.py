@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from penstock.errors import CutError
 
 from .ghost import Ghost
+from .graphs import Exported
 
 Outer = dict[tuple[str, str], tuple[Any, int, tuple[Any, ...]]]
 """(name of a module, name of an attribute) -> its value, its version if it is a tensor, and what
 it holds if it is a list or a dict."""
-_UNCOUNTED = frozenset(name for name in vars(nn.Module()) if name.endswith("hooks"))
+UNCOUNTED = frozenset(name for name in vars(nn.Module()) if name.endswith("hooks"))
 _DICTIONARIES = frozenset(
     name for name, value in vars(nn.Module()).items() if isinstance(value, dict)
 )
@@ -74,12 +75,15 @@ def put_back(before: dict[nn.Module, dict[str, Any]]) -> None:
 
 def vars_of(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
     """Note the attributes of all modules."""
+    modules = [*model.modules()]
+    if isinstance(model, Exported):  # its mode is that of what was exported
+        modules += model.original.modules()
     return {
         module: {
             name: dict(value) if name in _DICTIONARIES else (value, _copy(value))
             for name, value in vars(module).items()
         }
-        for module in model.modules()
+        for module in modules
     }
 
 
@@ -91,7 +95,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
         if name in ("_buffers", "_parameters"):
             yield from ((key, tensor) for key, tensor in value.items() if tensor is not None)
-        elif name not in _UNCOUNTED:
+        elif name not in UNCOUNTED:
             yield name, value
 
 
@@ -108,9 +112,14 @@ def check_unchanged(before: Outer, after: Outer) -> None:
         module, name = place
         if old is None and new is not None and new[0] is True:  # a flag, set once and for all
             continue
-        where = f"'{module}'" if module else "the model itself"
-        raise CutError(
-            f"the forward of {where} changes its '{name}', and it is no block: every stage would "
-            "do so, for each micro-batch, in its own time. Keep it in a local variable, or put "
-            "it into an nn.Module with parameters"
-        )
+        raise changed_outside(module, name)
+
+
+def changed_outside(module: str, name: str) -> CutError:
+    """Make the error for code between blocks that changes what a module keeps."""
+    where = f"the forward of '{module}'" if module else "the forward of the model itself"
+    return CutError(
+        f"{where} changes its '{name}', and it is no block: every stage would do so, for each "
+        "micro-batch, in its own time. Keep it in a local variable, or put it into an nn.Module "
+        "with parameters"
+    )

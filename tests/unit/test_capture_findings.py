@@ -1,0 +1,340 @@
+"""What capture leaves as it was, notes and refuses, where that is easy to overlook."""
+
+import copy
+import importlib
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+import penstock
+from penstock.errors import CutError
+from penstock.model.ghost import proven
+from penstock.model.ghost.layers import CapturedLayers
+from penstock.model.ghost.prove import prove
+from penstock.model.ghost.record_model import record_model
+from tests.any_models.chain import WIDTH, Chain, inputs
+from tests.any_models.lists import REQUIRED
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).T
+
+
+def pipeline(model: nn.Module) -> penstock.Pipeline:
+    return penstock.Pipeline(
+        CapturedLayers.of(record_model(model, inputs())), num_stages=2, threads_per_stage=1
+    )
+
+
+def test_a_captured_model_is_pickled_as_what_it_was() -> None:
+    model = Chain()
+    record_model(model, inputs())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    assert b"penstock" not in file.getvalue()
+    assert type(again.blocks[0]) is nn.Linear
+    assert torch.equal(again(inputs()), model(inputs()))
+
+
+@pytest.mark.parametrize("is_pickled", [True, False])
+def test_a_copy_of_a_pipeline_runs_as_the_pipeline(is_pickled: bool) -> None:
+    with pipeline(Chain()) as pipe:
+        expected = pipe.eval_step(inputs())
+        if is_pickled:
+            file = io.BytesIO()
+            torch.save(pipe, file)
+            file.seek(0)
+            again = torch.load(file, weights_only=False)
+        else:
+            again = copy.deepcopy(pipe)
+        with again:
+            assert torch.equal(again.eval_step(inputs()), expected)
+
+
+def test_a_parametrization_of_a_block_may_be_removed_after_capture() -> None:
+    model = Chain()
+    parametrize.register_parametrization(model.blocks[1], "weight", Symmetric())
+    with pipeline(model) as pipe:
+        expected = pipe.eval_step(inputs())
+        parametrize.remove_parametrizations(model.blocks[1], "weight")
+        assert torch.equal(model(inputs()), expected)
+        again = penstock.Pipeline(
+            CapturedLayers.of(record_model(model, inputs())), num_stages=2, threads_per_stage=1
+        )
+        with again:
+            assert torch.equal(again.eval_step(inputs()), expected)
+    assert type(copy.deepcopy(model).blocks[1]) is nn.Linear
+
+
+class Sizing(Chain):
+    """Keeps the size of what it is given: the same one with the example as before."""
+
+    size: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.size = len(x)
+        for block in self.blocks:
+            x = block(x) / self.size
+        return x
+
+
+class Forgetting(Sizing):
+    """Leaves nothing that could be compared."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.size = None
+        return x
+
+
+class Telling(Chain):
+    """Writes to its blocks before it calls them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.size = len(x)  # type: ignore[assignment]  # no module, no tensor
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Sizing, Forgetting])
+def test_what_is_written_outside_blocks_is_refused_also_if_it_is_the_same(
+    kind: type[Chain],
+) -> None:
+    model = kind()
+    model(inputs())
+    with pytest.raises(CutError, match="the model itself changes its 'size', and it is no block"):
+        record_model(model, inputs())
+
+
+def test_what_is_written_to_a_block_from_outside_is_refused() -> None:
+    with pytest.raises(CutError, match=r"changes the 'size' of 'blocks\.0'"):
+        record_model(Telling(), inputs())
+
+
+class Gated(nn.Linear):
+    """Keeps a tensor on itself while it runs."""
+
+    gate: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gate = x.mean(1, keepdim=True)
+        return super().forward(x) * self.gate.sigmoid()
+
+
+class Counted(nn.Linear):
+    size = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.size = len(x)
+        return super().forward(x) / self.size
+
+
+class Again(Chain):
+    """Calls one block three times."""
+
+    def __init__(self, kind: type[nn.Linear]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([kind(WIDTH, WIDTH)] * 3)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Gated, "gate"), (Counted, "size")])
+def test_what_a_block_of_several_stages_keeps_is_refused(kind: type[nn.Linear], name: str) -> None:
+    model = Again(kind)
+    model(inputs())
+    with pytest.raises(CutError, match=rf"3 calls of .* write '{name}' of 'blocks\.0'"):
+        record_model(model, inputs())
+    assert len(record_model(model, inputs(), together=["blocks.0"]).calls) == 3
+    chain = Chain()
+    chain.blocks[1] = kind(WIDTH, WIDTH)
+    assert len(record_model(chain, inputs()).calls) == 3
+
+
+class Seeding(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        return super().forward(x) + torch.randn(WIDTH)
+
+
+class SeedingInside(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Seeding(WIDTH, WIDTH)
+
+
+class SeedingBetween(Chain):
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            return x + torch.randn_like(x)
+
+
+class Restoring(Chain):
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        torch.set_rng_state(torch.get_rng_state())
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (SeedingInside, "manual_seed"),
+        (SeedingBetween, "fork_rng"),
+        (Restoring, "set_rng_state"),
+    ],
+)
+def test_a_model_that_seeds_is_refused(kind: type[Chain], name: str) -> None:
+    before = torch.manual_seed, torch.random.fork_rng, nn.Module.__setattr__
+    with pytest.raises(CutError, match=rf"torch's {name} \(.*test_capture_findings\.py"):
+        record_model(kind(), inputs())
+    assert before == (torch.manual_seed, torch.random.fork_rng, nn.Module.__setattr__)
+
+
+def test_torchs_own_code_may_set_the_random_state() -> None:
+    class Dropping(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = checkpoint(self._inner, x, use_reentrant=True)
+            return result
+
+        def _inner(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                y = checkpoint(super().forward, x.requires_grad_(), use_reentrant=False)
+                y.sum().backward()
+            return nn.functional.dropout(super().forward(x))
+
+    model = Chain()
+    model.blocks[1] = Dropping(WIDTH, WIDTH)
+    assert len(record_model(model, inputs()).calls) == 3
+
+
+def test_a_star_in_a_pattern_stands_for_one_part_of_a_name() -> None:
+    bert = next(model for model in REQUIRED if model.name == "bert")
+    model, batch = bert.make()
+    whole = record_model(model, batch(2))
+    prefix = next(name for name in whole.blocks if name.endswith("layer.0")).removesuffix(".0")
+    layers = tuple((f"{prefix}.{number}", 0) for number in range(5))
+    captured = record_model(model, batch(2), blocks=[f"{prefix}.*"], together=[f"{prefix}.[01]"])
+    assert (captured.calls, captured.together) == (layers, ((0, 1),))
+    finer = [f"{prefix}.0.attention", f"{prefix}.[1-4]"]
+    named = record_model(model, batch(2), blocks=finer, together=[f"{prefix}.*"])
+    assert named.calls == ((finer[0], 0), *layers[1:])
+    assert named.together == ((0, 4),)
+
+
+class Dropping(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+class DroppingAll(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Dropping(WIDTH, WIDTH) for _ in range(3))
+
+
+@pytest.mark.filterwarnings("ignore::penstock.errors.ExportWarning")
+def test_the_mode_of_a_graph_is_the_models_own() -> None:
+    model = DroppingAll().eval()
+    expected = model(inputs())
+    layers = penstock.capture(model, inputs(), method="export")
+    assert not any(module.training for module in model.modules())
+    with penstock.Pipeline(layers, num_stages=2, threads_per_stage=1) as pipe, torch.no_grad():
+        assert torch.equal(pipe(inputs()), expected)
+        pipe.train()
+        assert all(module.training for module in model.modules())
+        assert not torch.equal(pipe(inputs()), expected)
+        assert torch.equal(pipe.eval_step(inputs()), expected)
+        assert all(module.training for module in model.modules())
+        model.eval()
+        assert torch.equal(pipe(inputs()), expected)
+        model.train()
+        model.blocks[1].eval()
+        with pytest.raises(CutError, match=r"'blocks\.1' is in evaluation mode, and the model in"):
+            pipe(inputs())
+        assert torch.equal(pipe.eval_step(inputs()), expected)
+        assert not model.blocks[1].training
+        with pytest.raises(CutError, match=r"'blocks\.1' is in evaluation mode"):
+            penstock.capture(model, inputs(), method="export")
+
+
+MODEL_AND_HELPER = {
+    "helper_beside": "def mix(x):\n    return x + 1\n",
+    "model_beside": """
+import helper_beside
+from tests.any_models.chain import Chain
+
+
+class Mixing(Chain):
+    def between(self, x, number):
+        return helper_beside.mix(x)
+""",
+}
+
+
+def test_a_model_is_compared_again_if_anything_that_counts_has_changed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, text in MODEL_AND_HELPER.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    model = importlib.import_module("model_beside").Mixing()
+    compared = []
+
+    def counting(*arguments: Any) -> str:
+        compared.append(arguments)
+        return prove(*arguments)
+
+    monkeypatch.setattr(proven, "prove", counting)
+    changes: list[Callable[[], Any]] = [
+        lambda: None,
+        lambda: model.requires_grad_(requires_grad=False),
+        lambda: model.blocks[1].eval(),
+        lambda: (tmp_path / "helper_beside.py").write_text("def mix(x):\n    return x + 1.0\n"),
+    ]
+    for number, change in enumerate(changes):
+        change()
+        for _ in range(2):
+            penstock.capture(model, inputs())
+            assert len(compared) == number + 1
+    for name in MODEL_AND_HELPER:
+        monkeypatch.delitem(sys.modules, name)
+
+
+class Gaining(Chain):
+    """Fills all its tensors at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.shift = (nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
+
+    def reset_parameters(self) -> None:
+        for block in self.blocks:
+            block.reset_parameters()  # type: ignore[operator]  # no module, no tensor
+        nn.init.ones_(self.gain)
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        return x * self.gain + self.shift
+
+
+def test_what_had_values_keeps_them_where_the_rest_is_made() -> None:
+    with torch.device("meta"):
+        model = Gaining()
+    own = [nn.Parameter(torch.full((WIDTH,), value)) for value in (5.0, 6.0)]
+    model.gain, model.shift = own
+    with pipeline(model) as pipe:
+        pipe.eval_step(inputs())
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert (model.gain is own[0], model.shift is own[1]) == (True, True)
+    assert own[0].tolist() == [5.0] * WIDTH
+    assert own[1].tolist() == [6.0] * WIDTH
