@@ -35,6 +35,7 @@ from .boundary import (
     find_aliases,
     version_of,
 )
+from .changes import Changes
 from .devices import StageDevice
 from .drawing import Drawing, LayerCall
 from .leaves import claim_leaves
@@ -74,7 +75,7 @@ class Stage:
         self._kept_bytes = KeptBytes(plan.index, modules, computes_loss=bool(plan.output))
         self._loss_index = loss_index
         self._drawing = Drawing(layers, device)
-        self._changes_input: dict[tuple[int, int], bool] = {}
+        self._changes = Changes(plan.index)
         self._compares_recomputes = True
 
     @property
@@ -94,7 +95,7 @@ class Stage:
     def forget(self) -> None:
         """Forget what was seen of the layers: whether they draw, or change their input."""
         self._drawing.forget()
-        self._changes_input.clear()
+        self._changes.forget()
 
     # -- what the instructions ask for --------------------------------------------------------
 
@@ -240,7 +241,7 @@ class Stage:
                 raise
 
         self.plan.run(values, perform)
-        self._check_inputs_unchanged(kept, given)
+        self._changes.check(kept, given, with_grad=run.with_grad)
         leaving = self._export(values, given, kept, microbatch)
         if self.plan.output:
             self._finish(run, microbatch, kept, join_output([values[v] for v in self.plan.output]))
@@ -292,39 +293,21 @@ class Stage:
                 entry = make_entry(tensor, run.with_grad and activation.wants_grad[place])
                 kept.entries[peer].append(entry)
                 lasts_on = place in activation.lasting
-                copied = run.with_grad and self._changes_input.get((peer, place), not lasts_on)
+                key, alias = (peer, place), place in activation.aliases
+                copied = run.with_grad and self._changes.copies(key, lasts=lasts_on)
                 value = faithful_copy(entry.tensor) if copied else entry.tensor
                 if lasts_on:
                     mark_lasting(value)
                 elif caches and not copied:
                     value = no_leaf(value)
                 inside.append(value)
-                if run.with_grad:
-                    key, alias = (peer, place), place in activation.aliases
-                    given.append(Given(key, value, value._version, copied, alias, entry.tensor))
+                if run.with_grad or (alias and peer != FROM_CALLER):
+                    sent = entry.tensor
+                    before = None if run.with_grad or sent.is_sparse else sent.clone()
+                    given.append(Given(key, value, version_of(value), copied, alias, sent, before))
             names = (MODEL_INPUT,) if peer == FROM_CALLER else self.plan.imports[peer]
             values.update(zip(names, unflatten(activation.structure, inside), strict=True))
         return values, given
-
-    def _check_inputs_unchanged(self, kept: Kept, given: "list[Given]") -> None:
-        for key, tensor, version, copied, is_alias, sent in given:
-            if copied and key[0] != FROM_CALLER:
-                check_still_as_sent(sent, kept.received[key[0]].versions[key[1]], key[0])
-            changed = tensor._version != version
-            self._changes_input[key] = self._changes_input.get(key, False) or changed
-            if changed and not copied:
-                raise RecomputeError(
-                    f"a layer of stage {self.index} changed its input in place, which it did not "
-                    "do before; the value its backward needs is gone. Zero the gradients and run "
-                    "the step again: from now on the stage works on a copy"
-                )
-            if changed and is_alias:
-                raise BoundaryError(
-                    f"a layer of stage {self.index} changed a tensor of shape "
-                    f"{tuple(tensor.shape)} in place that shares memory with another value which "
-                    "crosses stages, and there the change would be missing. Give a copy "
-                    "(x.clone()) as one of the two, or keep their users on one stage"
-                )
 
     def _finish(self, run: Run, microbatch: int, kept: Kept, output: Any) -> None:
         if run.loss is None:
