@@ -214,15 +214,17 @@ class Stage:
     def _received(self, run: Run, microbatch: int) -> dict[int, Activation]:
         received = run.arrived.pop((self.index, microbatch), {})
         if self.plan.reads_input:
-            leaves, structure = flatten((run.inputs[microbatch],))
+            batch, structure = flatten((run.inputs[microbatch],))
+            leaves = batch
             if not run.with_grad:  # layers may change them; each has a version of its own then
-                leaves = [leaf.data for leaf in leaves]
+                shared = self.plan.shares_input
+                leaves = [faithful_copy(leaf) if shared else leaf.data for leaf in batch]
             received[FROM_CALLER] = Activation(
                 tuple(self.device.bring(leaves, None)),
                 tuple(t.requires_grad for t in leaves),
                 structure,
                 tuple(map(version_of, leaves)),
-                find_aliases({FROM_CALLER: leaves}).get(FROM_CALLER, frozenset()),
+                find_aliases({FROM_CALLER: batch}).get(FROM_CALLER, frozenset()),
             )
         return received
 
@@ -301,7 +303,8 @@ class Stage:
                 elif caches and not copied:
                     value = no_leaf(value)
                 inside.append(value)
-                if run.with_grad or (alias and peer != FROM_CALLER):
+                elsewhere = peer != FROM_CALLER or self.plan.shares_input
+                if run.with_grad or (alias and elsewhere):
                     sent = entry.tensor
                     before = None if run.with_grad or sent.is_sparse else sent.clone()
                     given.append(Given(key, value, version_of(value), copied, alias, sent, before))

@@ -47,3 +47,33 @@ def test_an_evaluation_changes_no_value_that_another_one_would_show(
         pytest.raises(BoundaryError, match="shares memory"),
     ):
         pipe.eval_step(x)
+
+
+class ChangesBatch(nn.Module):
+    """Change the batch in place, and read it before the first block and after the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(1.5)
+        h = x
+        for block in self.blocks:
+            h = torch.tanh(block(h))
+        return h + x
+
+
+@pytest.mark.parametrize("num_stages", (1, 2, 4))
+def test_each_stage_that_reads_the_batch_changes_its_own_in_evaluation(num_stages: int) -> None:
+    torch.manual_seed(0)
+    model = ChangesBatch()
+    x = torch.randn(4, 6)
+    layers = penstock.capture(model, x.clone(), inputs="everywhere")
+    with penstock.Pipeline(
+        layers, num_stages, num_microbatches=2, loss=F.mse_loss, threads_per_stage=1
+    ) as pipe:
+        found = pipe.eval_step(x.clone())
+    with torch.no_grad():
+        expected = torch.cat([model(part.clone()) for part in x.split(2)])
+    assert torch.equal(found, expected)
