@@ -51,6 +51,11 @@ class StagePlan:
         return False
 
     @property
+    def decides(self) -> bool:
+        """Whether values decide what runs, so that micro-batches may use different parameters."""
+        return False
+
+    @property
     def num_parameters(self) -> int:
         """Values of the parameters whose home is here, in whichever process the stage runs."""
         own = {id(p): p.numel() for step in self.steps for p in step.module.parameters()}

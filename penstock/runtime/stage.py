@@ -166,7 +166,7 @@ class Stage:
         kept = run.kept.pop((self.index, microbatch))
         roots, gradients = self._roots(run, microbatch, kept)
         if roots:
-            if self.index not in run.stages_claimed:
+            if self.plan.decides or self.index not in run.stages_claimed:
                 run.stages_claimed.add(self.index)
                 claim_leaves(run, self.index, roots, kept.entry_tensors)
             try:

@@ -135,6 +135,10 @@ class CapturedStage(StagePlan):
         return True
 
     @property
+    def decides(self) -> bool:
+        return self.cut.captured.decides
+
+    @property
     def shares_input(self) -> bool:
         return self.cut.captured.inputs != ROUTED and self.cut.num_stages > 1
 
