@@ -61,7 +61,10 @@ class Changes:
     def _is_changed(self, value: Given) -> bool:
         if value.before is not None:  # evaluation, where versions may not be counted
             return not _same_bits(value.tensor, value.before)
-        return version_of(value.tensor) != value.version
+        if version_of(value.tensor) != value.version:
+            return True
+        first = value.copied and value.key not in self._seen  # `.data` has no versions
+        return first and not _same_bits(value.tensor, value.sent)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -306,7 +306,7 @@ class Stage:
                 elsewhere = peer != FROM_CALLER or self.plan.shares_input
                 if run.with_grad or (alias and elsewhere):
                     sent = entry.tensor
-                    before = None if run.with_grad or sent.is_sparse else sent.clone()
+                    before = None if run.with_grad else sent.clone()
                     given.append(Given(key, value, version_of(value), copied, alias, sent, before))
             names = (MODEL_INPUT,) if peer == FROM_CALLER else self.plan.imports[peer]
             values.update(zip(names, unflatten(activation.structure, inside), strict=True))

@@ -77,3 +77,49 @@ def test_each_stage_that_reads_the_batch_changes_its_own_in_evaluation(num_stage
     with torch.no_grad():
         expected = torch.cat([model(part.clone()) for part in x.split(2)])
     assert torch.equal(found, expected)
+
+
+class DoublesData(nn.Module):
+    """Double a value past autograd, before each block; add it at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = x + 0
+        for block in self.blocks:
+            skip.data.mul_(2)
+            x = torch.tanh(block(x))
+        return x + skip
+
+
+@pytest.mark.parametrize("recompute", penstock.Recompute)
+@pytest.mark.parametrize("partition", ((1, 3), (2, 2), (1, 1, 1, 1)), ids=str)
+def test_changes_that_autograd_does_not_see_are_made_once(
+    partition: tuple[int, ...], recompute: penstock.Recompute
+) -> None:
+    torch.manual_seed(0)
+    model = DoublesData()
+    parameters = list(model.parameters())
+    x, y = torch.randn(6, 6), torch.randn(6, 6)
+    with penstock.Pipeline(
+        penstock.capture(model, x),
+        partition=partition,
+        num_microbatches=3,
+        loss=F.mse_loss,
+        recompute=recompute,
+        threads_per_stage=1,
+    ) as pipe:
+        for _ in range(2):
+            model.zero_grad()
+            pipe.train_step(x, y)
+            found = [p.grad for p in parameters]
+            model.zero_grad()
+            for part, target in zip(x.split(2), y.split(2), strict=True):
+                loss = F.mse_loss(model(part), target)
+                loss.backward(torch.full_like(loss, 1 / 3))
+            for parameter, gradient in zip(parameters, found, strict=True):
+                assert parameter.grad is not None
+                assert gradient is not None
+                assert torch.equal(parameter.grad, gradient)
