@@ -2,12 +2,9 @@
 
 from collections.abc import Iterable
 
-import torch
-from torch import Tensor
-
 from penstock.errors import BoundaryError, RecomputeError
 
-from .boundary import check_still_as_sent, version_of
+from .boundary import check_still_as_sent, same_bits, version_of
 from .run import FROM_CALLER, Given, Kept
 
 
@@ -60,18 +57,8 @@ class Changes:
 
     def _is_changed(self, value: Given) -> bool:
         if value.before is not None:  # evaluation, where versions may not be counted
-            return not _same_bits(value.tensor, value.before)
+            return not same_bits(value.tensor, value.before)
         if version_of(value.tensor) != value.version:
             return True
         first = value.copied and value.key not in self._seen  # `.data` has no versions
-        return first and not _same_bits(value.tensor, value.sent)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape:
-        return False
-    return torch.equal(_bytes(a), _bytes(b))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+        return first and not same_bits(value.tensor, value.sent)

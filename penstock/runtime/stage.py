@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import BoundaryError, RecomputeError
+from penstock.errors import BoundaryError, ConfigError, RecomputeError
 from penstock.model.entries import faithful_copy, lasts, make_entry, mark_lasting, no_leaf
 from penstock.model.layers import MODEL_INPUT, Step, Value, join_output
 from penstock.model.pytree import flatten, tree_map, unflatten
@@ -96,6 +96,19 @@ class Stage:
         """Forget what was seen of the layers: whether they draw, or change their input."""
         self._drawing.forget()
         self._changes.forget()
+
+    def check_norms(self) -> None:
+        """Refuse BatchNorm layers that were put in, or taken out, since the stage was made.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        if batch_norms(self._modules) != self.batch_norms:
+            raise ConfigError(
+                f"stage {self.index} was made with {len(self.batch_norms)} BatchNorm layers, and "
+                "others are there now, whose running statistics would move more than once per "
+                "mini-batch; make the pipeline after the last change of the model's layers"
+            )
 
     # -- what the instructions ask for --------------------------------------------------------
 
