@@ -46,6 +46,16 @@ class StagePlan:
         return False
 
     @property
+    def shares_input(self) -> bool:
+        """Whether other stages read the caller's batch as well."""
+        return False
+
+    @property
+    def decides(self) -> bool:
+        """Whether values decide what runs, so that micro-batches may use different parameters."""
+        return False
+
+    @property
     def num_parameters(self) -> int:
         """Values of the parameters whose home is here, in whichever process the stage runs."""
         own = {id(p): p.numel() for step in self.steps for p in step.module.parameters()}

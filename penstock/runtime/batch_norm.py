@@ -4,7 +4,7 @@ In training each micro-batch is normalised by its own statistics.  The running s
 evaluation, move once per mini-batch, by the moments pooled over all its micro-batches.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,11 +14,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import ConfigError
 
+from .boundary import same_bits, version_of
 from .users_checkpoint import autograd_mode
 
 Moments = tuple[int, Tensor, Tensor]
 """(values per channel, their mean, their unbiased variance): one call of one BatchNorm layer."""
 MomentsByModule = dict[_BatchNorm, list[Moments]]
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def batch_norms(modules: Iterable[nn.Module]) -> tuple[_BatchNorm, ...]:
@@ -44,60 +47,109 @@ def separate_statistics(
 ) -> Iterator[set[_BatchNorm]]:
     """Let the given layers leave their running statistics alone, and note each call's moments.
 
-    Inside, a layer's running statistics are stand-ins which its own kernel overwrites (momentum
-    1), so the moments cost no pass over the data.  With `into` None they are dropped: a recompute
-    counts nothing twice.
+    While a layer is called in training mode its running statistics are stand-ins which its own
+    kernel overwrites (momentum 1), so the moments cost no pass over the data.  With `into` None
+    they are dropped: a recompute counts nothing twice.
 
     Yields:
         The layers that ran inside a checkpoint of the user's own, and will run again in the
         backward.
+
+    Raises:
+        ConfigError: something other than a call of a layer moved its running statistics.
     """
     in_checkpoint: set[_BatchNorm] = set()
-    active = [m for m in modules if m.training and m.running_mean is not None]
-    before = [(m._buffers.copy(), m.momentum) for m in active]
-    handles = []
-    note = None if into is None else _noting(into, in_checkpoint)
+    swaps = [
+        _Swap(m, into, in_checkpoint)
+        for m in modules
+        if m.running_mean is not None and (m.training or torch.is_grad_enabled())
+    ]
     try:
-        for module in active:
-            module.momentum = 1.0
-            _put_stand_ins(module)
-            if note is not None:
-                handles.append(module.register_forward_hook(note, with_kwargs=True))
         yield in_checkpoint
     finally:
-        for handle in handles:
-            handle.remove()
-        for module, (buffers, momentum) in zip(active, before, strict=True):
-            module._buffers.update(buffers)
-            module.momentum = momentum
+        for swap in swaps:
+            swap.end()
+    for swap in swaps:
+        swap.check_untouched()
 
 
-def _put_stand_ins(module: _BatchNorm) -> None:
-    for name in ("running_mean", "running_var", "num_batches_tracked"):
-        buffer = module._buffers[name]
-        module._buffers[name] = None if buffer is None else torch.zeros_like(buffer)
+class _Swap:
+    """Stand-ins for the running statistics of one layer, for as long as a call of it lasts."""
 
-
-def _noting(into: MomentsByModule, in_checkpoint: set[_BatchNorm]) -> Callable[..., None]:
-    outside = autograd_mode()
-
-    def note(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    def __init__(
+        self, module: _BatchNorm, into: MomentsByModule | None, in_checkpoint: set[_BatchNorm]
     ) -> None:
-        assert isinstance(module, _BatchNorm)
+        self._module, self._into, self._in_checkpoint = module, into, in_checkpoint
+        self._outside = autograd_mode()
+        self._own = {name: module._buffers[name] for name in _STATISTICS}
+        self._momentum = module.momentum
+        self._seen = [
+            (b, version_of(b), _contents(b)) for b in self._own.values() if b is not None
+        ]
+        self._handles = (
+            module.register_forward_pre_hook(self._before),
+            module.register_forward_hook(self._after, prepend=True, with_kwargs=True),
+        )
+
+    def end(self) -> None:
+        """Leave the layer as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._put_back()
+
+    def check_untouched(self) -> None:
+        """Refuse statistics that did not wait for the end of the mini-batch.
+
+        Raises:
+            ConfigError: they have moved.
+        """
+        if any(map(_is_moved, *zip(*self._seen, strict=True))):
+            raise ConfigError(
+                f"the running statistics of a {type(self._module).__name__} were changed in a "
+                "forward, other than by a call of the layer (bn.forward(x), or "
+                "F.batch_norm(x, bn.running_mean, bn.running_var, training=True), say); they move "
+                "once per mini-batch, by what its calls saw. Call the layer itself: bn(x)"
+            )
+
+    def _put_back(self) -> None:
+        self._module._buffers.update(self._own)
+        self._module.momentum = self._momentum
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not module.training:
+            self._put_back()  # a call that raised may have left stand-ins behind
+            return
+        module._buffers.update(
+            {n: None if b is None else torch.zeros_like(b) for n, b in self._own.items()}
+        )
+        self._module.momentum = 1.0
+
+    def _after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         if not module.training:
             return
-        if autograd_mode() != outside:
-            in_checkpoint.add(module)
+        mean, variance = self._module.running_mean, self._module.running_var
+        self._put_back()
+        if self._into is None:
+            return
+        if autograd_mode() != self._outside:
+            self._in_checkpoint.add(self._module)
         x = args[0] if args else kwargs["input"]
-        assert module.running_mean is not None
-        assert module.running_var is not None
-        into.setdefault(module, []).append(
-            (x.numel() // x.shape[1], module.running_mean, module.running_var)
-        )
-        _put_stand_ins(module)
+        assert mean is not None
+        assert variance is not None
+        self._into.setdefault(self._module, []).append((x.numel() // x.shape[1], mean, variance))
 
-    return note
+
+def _contents(buffer: Tensor) -> Tensor | None:
+    """Copy a buffer where that is cheap: kernels move statistics without a new version."""
+    return None if buffer.is_cuda else buffer.clone()
+
+
+def _is_moved(buffer: Tensor, version: int, contents: Tensor | None) -> bool:
+    if version_of(buffer) != version:
+        return True
+    return contents is not None and not same_bits(buffer, contents)
 
 
 def commit_statistics(moments: MomentsByModule) -> None:

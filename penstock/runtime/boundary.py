@@ -43,6 +43,17 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Compare to the bit; a NaN is equal to itself."""
+    if a.shape != b.shape:
+        return False
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+
+
 def check_still_as_sent(tensor: Tensor, version: int, stage: int) -> None:
     """Refuse a value that its sender has changed in place since it left.
 

@@ -44,6 +44,11 @@ class CallerContext:
             variables=copy_context(),
         )
 
+    @property
+    def casts(self) -> bool:
+        """Whether autocast is on."""
+        return any(mode.enabled for mode in self.autocasts)
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Work under the captured modes inside."""
@@ -62,3 +67,13 @@ class CallerContext:
                         )
                     )
             yield
+
+
+@contextmanager
+def keeping_casts() -> Iterator[None]:
+    """Let no autocast that ends inside clear torch's casts of weights: all threads share those."""
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        torch.autocast_decrement_nesting()

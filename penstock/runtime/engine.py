@@ -194,6 +194,8 @@ class Engine:
             RandomnessError: a layer drew random numbers outside its stream.
         """
         self._check_places()
+        for stage in self.stages:
+            stage.check_norms()
         stages = {stage.index: stage for stage in self.stages}
         caller = CallerContext.capture(run.with_grad, self.devices) if run.resumed else run.caller
         work = Work(self.program(mode, len(run.inputs)), stages, run, caller)

@@ -118,10 +118,9 @@ def gather(parts: Sequence[Any], sizes: Sequence[int], weights: Callable[[], lis
 
 
 def _weighted(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    total = losses[0] * weights[0]
-    for loss, weight in zip(losses[1:], weights[1:], strict=True):
-        total = total + loss * weight
-    return total
+    """Add up losses; one without weight may be the mean over nothing, 0/0, and has no part."""
+    terms = [loss * weight for loss, weight in zip(losses, weights, strict=True) if weight != 0]
+    return sum(terms[1:], start=terms[0])
 
 
 def loss_weights(

@@ -99,11 +99,13 @@ class _Pending:
             self.engine.drive(run, Mode.BACKWARDS, in_caller=on_gpu)
         return input_gradients(run, self.sizes)
 
-    def _pieces(self, gradient: Tensor) -> Sequence[Tensor]:
-        """Cut an output's gradient into those of the micro-batches."""
+    def _pieces(self, gradient: Tensor) -> Sequence[Tensor | None]:
+        """Cut an output's gradient into those of the micro-batches; a loss without weight has
+        none.
+        """
         if gradient.dim():
             return list(gradient.split(self.sizes))
-        return [gradient * weight for weight in self.weights]
+        return [gradient * weight if weight != 0 else None for weight in self.weights]
 
 
 class _TieToBackward(torch.autograd.Function):

@@ -53,7 +53,10 @@ class Gradient:
 
 
 class Given(NamedTuple):
-    """A tensor given to the layers: where from, its version then, whether it is a copy."""
+    """A tensor given to the layers: where from, its version then, whether it is a copy.
+
+    `before` is what an alias held in an evaluation.
+    """
 
     key: tuple[int, int]
     tensor: Tensor
@@ -61,6 +64,7 @@ class Given(NamedTuple):
     copied: bool
     is_alias: bool
     sent: Tensor
+    before: Tensor | None
 
 
 @dataclass(slots=True)

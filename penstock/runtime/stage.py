@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import BoundaryError, RecomputeError
+from penstock.errors import BoundaryError, ConfigError, RecomputeError
 from penstock.model.entries import faithful_copy, lasts, make_entry, mark_lasting, no_leaf
 from penstock.model.layers import MODEL_INPUT, Step, Value, join_output
 from penstock.model.pytree import flatten, tree_map, unflatten
@@ -35,6 +35,7 @@ from .boundary import (
     find_aliases,
     version_of,
 )
+from .changes import Changes
 from .devices import StageDevice
 from .drawing import Drawing, LayerCall
 from .leaves import claim_leaves
@@ -74,7 +75,7 @@ class Stage:
         self._kept_bytes = KeptBytes(plan.index, modules, computes_loss=bool(plan.output))
         self._loss_index = loss_index
         self._drawing = Drawing(layers, device)
-        self._changes_input: dict[tuple[int, int], bool] = {}
+        self._changes = Changes(plan.index)
         self._compares_recomputes = True
 
     @property
@@ -94,7 +95,20 @@ class Stage:
     def forget(self) -> None:
         """Forget what was seen of the layers: whether they draw, or change their input."""
         self._drawing.forget()
-        self._changes_input.clear()
+        self._changes.forget()
+
+    def check_norms(self) -> None:
+        """Refuse BatchNorm layers that were put in, or taken out, since the stage was made.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        if batch_norms(self._modules) != self.batch_norms:
+            raise ConfigError(
+                f"stage {self.index} was made with {len(self.batch_norms)} BatchNorm layers, and "
+                "others are there now, whose running statistics would move more than once per "
+                "mini-batch; make the pipeline after the last change of the model's layers"
+            )
 
     # -- what the instructions ask for --------------------------------------------------------
 
@@ -165,7 +179,7 @@ class Stage:
         kept = run.kept.pop((self.index, microbatch))
         roots, gradients = self._roots(run, microbatch, kept)
         if roots:
-            if self.index not in run.stages_claimed:
+            if self.plan.decides or self.index not in run.stages_claimed:
                 run.stages_claimed.add(self.index)
                 claim_leaves(run, self.index, roots, kept.entry_tensors)
             try:
@@ -213,15 +227,17 @@ class Stage:
     def _received(self, run: Run, microbatch: int) -> dict[int, Activation]:
         received = run.arrived.pop((self.index, microbatch), {})
         if self.plan.reads_input:
-            leaves, structure = flatten((run.inputs[microbatch],))
+            batch, structure = flatten((run.inputs[microbatch],))
+            leaves = batch
             if not run.with_grad:  # layers may change them; each has a version of its own then
-                leaves = [leaf.data for leaf in leaves]
+                shared = self.plan.shares_input
+                leaves = [faithful_copy(leaf) if shared else leaf.data for leaf in batch]
             received[FROM_CALLER] = Activation(
                 tuple(self.device.bring(leaves, None)),
                 tuple(t.requires_grad for t in leaves),
                 structure,
                 tuple(map(version_of, leaves)),
-                find_aliases({FROM_CALLER: leaves}).get(FROM_CALLER, frozenset()),
+                find_aliases({FROM_CALLER: batch}).get(FROM_CALLER, frozenset()),
             )
         return received
 
@@ -240,7 +256,7 @@ class Stage:
                 raise
 
         self.plan.run(values, perform)
-        self._check_inputs_unchanged(kept, given)
+        self._changes.check(kept, given, with_grad=run.with_grad)
         leaving = self._export(values, given, kept, microbatch)
         if self.plan.output:
             self._finish(run, microbatch, kept, join_output([values[v] for v in self.plan.output]))
@@ -292,39 +308,22 @@ class Stage:
                 entry = make_entry(tensor, run.with_grad and activation.wants_grad[place])
                 kept.entries[peer].append(entry)
                 lasts_on = place in activation.lasting
-                copied = run.with_grad and self._changes_input.get((peer, place), not lasts_on)
+                key, alias = (peer, place), place in activation.aliases
+                copied = run.with_grad and self._changes.copies(key, lasts=lasts_on)
                 value = faithful_copy(entry.tensor) if copied else entry.tensor
                 if lasts_on:
                     mark_lasting(value)
                 elif caches and not copied:
                     value = no_leaf(value)
                 inside.append(value)
-                if run.with_grad:
-                    key, alias = (peer, place), place in activation.aliases
-                    given.append(Given(key, value, value._version, copied, alias, entry.tensor))
+                elsewhere = peer != FROM_CALLER or self.plan.shares_input
+                if run.with_grad or (alias and elsewhere):
+                    sent = entry.tensor
+                    before = None if run.with_grad else sent.clone()
+                    given.append(Given(key, value, version_of(value), copied, alias, sent, before))
             names = (MODEL_INPUT,) if peer == FROM_CALLER else self.plan.imports[peer]
             values.update(zip(names, unflatten(activation.structure, inside), strict=True))
         return values, given
-
-    def _check_inputs_unchanged(self, kept: Kept, given: "list[Given]") -> None:
-        for key, tensor, version, copied, is_alias, sent in given:
-            if copied and key[0] != FROM_CALLER:
-                check_still_as_sent(sent, kept.received[key[0]].versions[key[1]], key[0])
-            changed = tensor._version != version
-            self._changes_input[key] = self._changes_input.get(key, False) or changed
-            if changed and not copied:
-                raise RecomputeError(
-                    f"a layer of stage {self.index} changed its input in place, which it did not "
-                    "do before; the value its backward needs is gone. Zero the gradients and run "
-                    "the step again: from now on the stage works on a copy"
-                )
-            if changed and is_alias:
-                raise BoundaryError(
-                    f"a layer of stage {self.index} changed a tensor of shape "
-                    f"{tuple(tensor.shape)} in place that shares memory with another value which "
-                    "crosses stages, and there the change would be missing. Give a copy "
-                    "(x.clone()) as one of the two, or keep their users on one stage"
-                )
 
     def _finish(self, run: Run, microbatch: int, kept: Kept, output: Any) -> None:
         if run.loss is None:

@@ -182,3 +182,61 @@ class _Both(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.norm(self.norm(x).relu() + x)
         return y
+
+
+class _Frozen(nn.Module):
+    """Normalise by the running statistics, in training too."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.norm, self.how = nn.BatchNorm2d(4), how
+        self.norm.running_mean = torch.full((4,), 0.5)
+        self.norm.running_var = torch.full((4,), 4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "reads":
+            return F.batch_norm(x, self.norm.running_mean, self.norm.running_var)
+        if self.how == "functional":
+            mean, variance = self.norm.running_mean, self.norm.running_var
+            return F.batch_norm(x, mean, variance, training=True)
+        was = self.norm.training
+        y: Tensor = self.norm.eval()(x)
+        self.norm.train(was)
+        return y
+
+
+def frozen(how: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 4, 3), _Frozen(how), nn.Flatten(), nn.Linear(144, 3))
+
+
+@pytest.mark.parametrize("how", ("evaluates", "reads"))
+@pytest.mark.parametrize("way", EVERY_WAY)
+def test_what_reads_the_statistics_in_training_sees_them(how: str, way: dict[str, Any]) -> None:
+    ours, whole = frozen(how), frozen(how)
+    [(x, y)] = some_batches(6)
+    train(list(ours), [(x, y)], num_microbatches=3, **way)
+    for part, target in zip(x.split(2), y.split(2), strict=True):
+        loss = F.cross_entropy(whole(part), target)
+        loss.backward(torch.full_like(loss, 1 / 3))
+    for parameter, expected in zip(ours.parameters(), whole.parameters(), strict=True):
+        assert (parameter.grad is None) == (expected.grad is None)
+        if parameter.grad is not None and expected.grad is not None:
+            assert torch.equal(parameter.grad, expected.grad)
+    assert all(map(torch.equal, ours.buffers(), whole.buffers()))
+
+
+def test_statistics_that_something_else_moves_are_refused() -> None:
+    with pytest.raises(penstock.errors.ConfigError, match="other than by a call"):
+        train(list(frozen("functional")), some_batches(4), num_microbatches=2)
+
+
+def test_a_norm_put_in_after_the_pipeline_was_made_is_refused() -> None:
+    block = nn.Sequential(nn.Flatten(), nn.Linear(72, 3))
+    [(x, y)] = some_batches(4)
+    with penstock.Pipeline(
+        [nn.Conv2d(2, 2, 3), block], 2, num_microbatches=2, loss=F.cross_entropy
+    ) as pipe:
+        block.append(nn.BatchNorm1d(3))
+        with pytest.raises(penstock.errors.ConfigError, match="BatchNorm layers, and others"):
+            pipe.train_step(x, y)

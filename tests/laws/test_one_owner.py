@@ -327,3 +327,33 @@ def test_a_buffer_that_begins_to_move_is_refused_once(way: dict[str, Any]) -> No
             with pytest.raises(penstock.errors.RecomputeError, match="run the step again"):
                 pipe.train_step(x, y)
         pipe.train_step(x, y)
+
+
+class ReadsBack(nn.Module):
+    """Read the first block's weight after the last one, where a value says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x[0, 0].item()
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x @ self.blocks[0].get_parameter("weight") if first > 5 else x
+
+
+@pytest.mark.parametrize("hot", (0, 2, 4))
+@pytest.mark.parametrize("way", WAYS)
+def test_a_second_owner_in_a_later_micro_batch_only_is_refused(
+    hot: int, way: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    x = torch.zeros(6, 6)
+    layers = penstock.capture(ReadsBack(), x.clone())
+    x[hot, 0] = 9.0
+    with (
+        penstock.Pipeline(layers, 2, loss=F.mse_loss, **options(way)) as pipe,
+        pytest.raises(penstock.errors.PartitionError, match="both compute"),
+    ):
+        pipe.train_step(x, torch.zeros(6, 6))

@@ -145,6 +145,14 @@ class CapturedStage(StagePlan):
         return True
 
     @property
+    def decides(self) -> bool:
+        return self.cut.captured.decides
+
+    @property
+    def shares_input(self) -> bool:
+        return self.cut.captured.inputs != ROUTED and self.cut.num_stages > 1
+
+    @property
     def num_parameters(self) -> int:
         captured = self.cut.captured
         own = {captured.parameters[name] for name in self.cut.names_of(self.index)}

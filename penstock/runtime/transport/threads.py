@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from penstock.errors import WaitTimeout
+from penstock.runtime.caller import keeping_casts
 from penstock.runtime.channels import AbstractChannels, Stopped
 from penstock.runtime.devices import num_cores
 from penstock.runtime.executor import Executor
@@ -109,6 +110,9 @@ class ThreadTransport(AbstractTransport):
             channels.abort()
             self._drain(done, waiting)
             raise
+        finally:
+            if _casts(work):  # no rank did: others still used them
+                torch.clear_autocast_cache()
         if work.run.failure is not None:
             _raise_failure(work)
 
@@ -174,6 +178,11 @@ def _raise_failure(work: Work) -> NoReturn:
         del failure, work
 
 
+def _casts(work: Work) -> bool:
+    """Tell whether ranks enter the caller's autocast: to begin with, or for a recompute."""
+    return work.caller.casts or work.run.caller.casts
+
+
 class _Job:
     """One program for one worker."""
 
@@ -194,7 +203,8 @@ class _Job:
             self._done.put(None)
 
     def _run(self) -> None:
-        with self._work.caller.entered(), self._channels.turns:
+        keeping = keeping_casts() if _casts(self._work) else nullcontext()
+        with keeping, self._work.caller.entered(), self._channels.turns:
             self._executor.execute_all()
         self._executor.finish()
 

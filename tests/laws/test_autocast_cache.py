@@ -1,0 +1,61 @@
+"""Autocast casts a weight once for all its uses: no stage forgets the casts of another one."""
+
+import copy
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+
+
+class Twice(nn.Module):
+    """Use one weight twice; other stages come to their end in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        time.sleep(0.003)
+        return torch.tanh(self.linear(y)).float()
+
+
+def run_whole(whole: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Run the four micro-batches through the unsplit model."""
+    for part, target in zip(x.split(2), y.split(2), strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.mse_loss(whole(part), target)
+        loss.backward(torch.full_like(loss, 1 / 4))
+
+
+def compare_and_move(ours: list[nn.Parameter], whole: list[nn.Parameter]) -> None:
+    """Compare gradients, and move the weights, so that the casts of this step are stale."""
+    for parameter, expected in zip(ours, whole, strict=True):
+        assert parameter.grad is not None
+        assert expected.grad is not None
+        assert torch.equal(parameter.grad, expected.grad)
+        parameter.data -= 0.1 * expected.grad
+        expected.data -= 0.1 * expected.grad
+
+
+@pytest.mark.parametrize("as_module", (False, True))
+def test_a_weight_used_twice_is_cast_once_for_as_long_as_a_step_lasts(as_module: bool) -> None:
+    torch.manual_seed(0)
+    ours = [Twice() for _ in range(4)]
+    whole = nn.Sequential(*copy.deepcopy(ours))
+    parameters = [p for layer in ours for p in layer.parameters()]
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    with penstock.Pipeline(
+        ours, 4, num_microbatches=4, loss=F.mse_loss, threads_per_stage=1
+    ) as pipe:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.mse_loss(pipe(x), y) if as_module else pipe.train_step(x, y)
+            if as_module:
+                loss.backward()
+            run_whole(whole, x, y)
+            compare_and_move(parameters, list(whole.parameters()))
