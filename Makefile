@@ -23,7 +23,7 @@ test: $(INSTALLED)
 	$(IN_VENV) scripts/test
 
 slow: $(INSTALLED)
-	$(IN_VENV) scripts/test -m slow --timeout 900
+	$(IN_VENV) scripts/test -m slow --timeout 900 --numprocesses 2 --dist worksteal
 
 lint: $(INSTALLED)
 	$(IN_VENV) scripts/lint

@@ -80,9 +80,9 @@ FAULTS = (
     ),
     Fault(
         "a layer may change what it received in place",
-        "penstock/runtime/stage.py",
-        "self._changes_input.get((peer, place), True)",
-        "self._changes_input.get((peer, place), False)",
+        "penstock/runtime/changes.py",
+        "return self._seen.get(key, not lasts)",
+        "return self._seen.get(key, False)",
         "tests/laws/test_equality.py",
         "in_place",
     ),
@@ -144,8 +144,8 @@ FAULTS = (
     ),
     Fault(
         "a change in place is not seen in another value of the same memory",
-        "penstock/runtime/stage.py",
-        "if changed and is_alias:",
+        "penstock/runtime/changes.py",
+        "if changed and value.is_alias:",
         "if False:",
         "tests/laws/test_one_owner.py",
         "another_value_would_show",
