@@ -20,7 +20,7 @@ demo: $(INSTALLED)
 	$(IN_VENV) penstock train recipes/digits.toml
 
 test: $(INSTALLED)
-	$(IN_VENV) scripts/test
+	$(IN_VENV) scripts/test --numprocesses 2 --dist worksteal
 
 slow: $(INSTALLED)
 	$(IN_VENV) scripts/test -m slow --timeout 900 --numprocesses 2 --dist worksteal

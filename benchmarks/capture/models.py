@@ -8,6 +8,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from benchmarks.blocks import Block
+
 transformers.logging.set_verbosity_error()
 
 _NUM_WORDS, _LENGTH = 256, 64
@@ -96,7 +98,12 @@ def _vit() -> tuple[nn.Module, dict[str, Any]]:
     }
 
 
+def _plain() -> tuple[nn.Module, dict[str, Any]]:
+    return Decoder([Block(64, 4) for _ in range(12)], 64), {"words_BT": _words()}
+
+
 MODELS = (
+    Example("GPT-2-like, hand-written, 12 blocks", _plain),
     Example("GPT-2, 12 blocks", _gpt2),
     Example("Llama, 12 blocks", _llama),
     Example("Llama, the shape of 70B, without weights", _large_llama),

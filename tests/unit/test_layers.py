@@ -60,7 +60,7 @@ def test_the_models_input_may_be_read_again() -> None:
     "model, message",
     (
         ([], "has no layers"),
-        (nn.Linear(2, 2), "must be an nn.Sequential or a list"),
+        (nn.Linear(2, 2), "is no plain nn.Sequential"),
         ([lambda x: x], "layer 0 is a function, not an nn.Module"),
         ([Layer(nn.ReLU(), inputs="skip")], "reads 'skip', which no layer before it gives"),
         ([Layer(nn.ReLU(), name="a"), Layer(nn.ReLU(), name="a")], "two layers are named 'a'"),

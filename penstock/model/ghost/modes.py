@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+_KINDS = ("cpu", "cuda")
+
 
 @dataclass(frozen=True, slots=True)
 class Modes:
@@ -16,11 +18,10 @@ class Modes:
     @classmethod
     def now(cls) -> "Modes":
         """Note them."""
-        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         return cls(
             torch.is_grad_enabled(),
             torch.get_default_dtype(),
-            tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
+            tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _KINDS),
         )
 
     def put_back(self) -> None:

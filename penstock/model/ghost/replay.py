@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import CutError, GlueError, RouteError
-from penstock.model.pytree import Leaf, is_same, unflatten
+from penstock.model.pytree import Leaf, flatten, is_same, unflatten
 
 from .ghost import Ghost, ghosts_in
 from .modes import Modes
 from .passes import GRADIENT_HOOKS, Pass, Perform, calling_line, plainly
 from .tied import Absent, Lent
-from .values import END, EventKey, Header, Operation, Told, ValueId, without_opaque
+from .values import END, EventKey, Header, Operation, Told, ValueId, told_structure
 
 
 class _StageEnd(BaseException):
@@ -162,7 +162,9 @@ class Replay(Pass):
                 "left out the blocks of the later ones, which it called with the example inputs"
             )
         self._doing = "the model's output"
-        return without_opaque(super().ended(output), END)
+        leaves, structure = flatten(output)
+        reals = [self._unwrapped(leaf) for leaf in leaves]
+        return unflatten(told_structure(structure, END), reals)
 
     def real(self, ghost: Ghost) -> Tensor:
         """Give the tensor that a ghost stands for.

@@ -15,11 +15,9 @@ from penstock.model.pytree import (
     Node,
     Sealed,
     Structure,
-    flatten,
     from_template,
     opaque_values,
     template,
-    unflatten,
 )
 
 
@@ -179,13 +177,6 @@ def told_structure(structure: Structure, maker: EventKey) -> Structure:
     if isinstance(structure.value, numpy.ndarray) and not structure.value.dtype.hasobject:
         return Node(partial(_array, structure.value.copy()), ())
     return Constant(LeftBehind(type(structure.value).__name__, maker))
-
-
-def without_opaque(value: Any, maker: EventKey) -> Any:
-    """Put `LeftBehind`s in the place of objects in which a tensor could hide."""
-    leaves, structure = flatten(value)
-    told = told_structure(structure, maker)
-    return value if told is structure else unflatten(told, leaves)
 
 
 def _array(array: "numpy.ndarray[Any, Any]", _nothing: list[Any]) -> Any:
