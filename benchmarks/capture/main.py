@@ -1,6 +1,7 @@
 """What a captured model costs: to capture, to tell stages of, and to run beside its blocks."""
 
 import argparse
+import gc
 import os
 import pickle
 import tempfile
@@ -64,6 +65,8 @@ def measure(example: Example, rounds: int) -> dict[str, Any]:
     capture(model, inputs)  # the cache is empty: see `main`
     row["check_ms"] = (time.perf_counter() - start_s - capture_s) * 1e3
     model.eval()
+    gc.collect()
+    gc.freeze()  # or a full collection walks through all that the imports and the model made
     cut, header_bytes = Cut(layers.captured, _partition(len(layers))), 0
     with torch.no_grad():
         for n in range(rounds + 1):

@@ -6,13 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_NONE = frozenset((type(None), bool, int, float, str, Tensor, nn.Parameter))
+SIMPLE = frozenset((type(None), bool, int, float, str, Tensor, nn.Parameter))
+"""What is no container."""
 
 
 def changes(value: Any) -> bool:
     """Tell whether a value is a container that can be changed, or may hold one."""
-    if type(value) in _NONE:
-        return False
     return isinstance(value, list | tuple | dict | Mapping | Set) or _is_record(value)
 
 

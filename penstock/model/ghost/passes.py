@@ -20,7 +20,7 @@ from penstock.errors import CutError, GlueError
 from penstock.model.pytree import Leaf, flatten, unflatten
 
 from .checkpoints import checkpointed
-from .containers import changes, contents
+from .containers import SIMPLE, changes, contents
 from .draws import draws
 from .ghost import CURRENT, PLAIN, Ghost, answer, is_question
 from .values import START, EventKey, Header, Info, Operation, Told, ValueId, told_structure
@@ -137,7 +137,11 @@ class Pass(ABC):
         others: list[Tensor] = []
         args = tuple([self._opened(part, found, others) for part in operation.args])
         kwargs = {n: self._opened(part, found, others) for n, part in operation.kwargs.items()}
-        given_in = [(part, contents(part)) for part in (*args, *kwargs.values()) if changes(part)]
+        given_in = [
+            (part, contents(part))
+            for part in (*args, *kwargs.values())
+            if type(part) not in SIMPLE and changes(part)
+        ]
         ghosts = list(found.values())
         versions = [_version(ghost.here) for ghost in ghosts]
         before = [_version(tensor) for tensor in others] if key.number else []
