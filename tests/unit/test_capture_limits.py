@@ -10,21 +10,11 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import CutError, GlueError, RouteError
 from penstock.model.ghost.cut import Cut
-from penstock.model.ghost.layers import CapturedLayers
 from penstock.model.ghost.record_model import record_model
 from penstock.model.ghost.tied import release
 from tests.any_models.chain import WIDTH, Chain, inputs
 from tests.capturing import assert_equal, gradients
-
-
-def pipeline(model: nn.Module, **options: Any) -> penstock.Pipeline:
-    return penstock.Pipeline(
-        CapturedLayers.of(record_model(model, inputs())),
-        partition=[1, 1, 1],
-        loss=nn.functional.mse_loss,
-        threads_per_stage=1,
-        **options,
-    )
+from tests.unit.test_capture_errors import pipeline
 
 
 class CatchingAll(Chain):
