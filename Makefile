@@ -12,6 +12,7 @@ VENV ?= .venv
 
 CREATED := $(VENV)/.created
 INSTALLED := $(VENV)/.installed
+TWO_AT_A_TIME := --numprocesses 2 --dist worksteal
 IN_VENV := VIRTUAL_ENV="$(abspath $(VENV))" PATH="$(abspath $(VENV))/bin:$$PATH"
 
 .PHONY: demo test slow lint types check install
@@ -20,10 +21,10 @@ demo: $(INSTALLED)
 	$(IN_VENV) penstock train recipes/digits.toml
 
 test: $(INSTALLED)
-	$(IN_VENV) scripts/test --numprocesses 2 --dist worksteal
+	$(IN_VENV) scripts/test $(TWO_AT_A_TIME)
 
 slow: $(INSTALLED)
-	$(IN_VENV) scripts/test -m slow --timeout 900 --numprocesses 2 --dist worksteal
+	$(IN_VENV) scripts/test -m slow --timeout 900 $(TWO_AT_A_TIME)
 
 lint: $(INSTALLED)
 	$(IN_VENV) scripts/lint
