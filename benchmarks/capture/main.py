@@ -23,6 +23,7 @@ from benchmarks.capture.models import MODELS, Decoder, Example
 from benchmarks.report import Column, Load, Report, interleaved, parser, progress, publish
 from penstock import Pipeline, capture, schedules
 from penstock.model.ghost.cut import Cut
+from penstock.model.ghost.ghost import CURRENT
 from penstock.model.ghost.inputs import as_call
 from penstock.model.ghost.layers import CapturedLayers
 from penstock.model.ghost.values import EventKey, Header, ValueId
@@ -45,41 +46,43 @@ COLUMNS = (
 )
 
 
-def measure(example: Example, rounds: int) -> dict[str, Any]:
-    """Capture a model; run its stages one after the other, and see what their blocks took."""
-    model, inputs = example.make()
-    start_s = time.perf_counter()
-    layers = capture(model, inputs, check=False)
-    capture_s = time.perf_counter() - start_s
-    assert isinstance(layers, CapturedLayers)
-    row: dict[str, Any] = {
-        "name": example.name,
-        "parameters": sum(layers.captured.sizes.values()),
-        "calls": len(layers),
-        "capture_ms": capture_s * 1e3,
-        "live_bytes": _at_cuts(layers),
-    }
-    if any(p.is_meta for p in model.parameters()):
-        return row
-    start_s = time.perf_counter()
-    capture(model, inputs)  # the cache is empty: see `main`
-    row["check_ms"] = (time.perf_counter() - start_s - capture_s) * 1e3
-    model.eval()
-    gc.collect()
-    gc.freeze()  # or a full collection walks through all that the imports and the model made
-    cut, header_bytes = Cut(layers.captured, _partition(len(layers))), 0
-    with torch.no_grad():
-        for n in range(rounds + 1):
-            chain = _Chain(cut, inputs)
-            header_bytes = chain.header_bytes
-            if n:
-                row.setdefault("extra_s", []).append(chain.extra_s / NUM_STAGES)
-                row.setdefault("own_s", []).append(_own_s(model, inputs, layers))
-    return row | {
-        "header_bytes": header_bytes,
-        "extra_ms": median(row["extra_s"]) * 1e3,
-        "own_ms": median(row["own_s"]) * 1e3,
-    }
+class Measured:
+    """A model's row of the table: what it cost to capture, and what its rounds show."""
+
+    def __init__(self, example: Example) -> None:
+        self.model, self.inputs = example.make()
+        start_s = time.perf_counter()
+        layers = capture(self.model, self.inputs, check=False)
+        capture_s = time.perf_counter() - start_s
+        assert isinstance(layers, CapturedLayers)
+        self.row: dict[str, Any] = {
+            "name": example.name,
+            "parameters": sum(layers.captured.sizes.values()),
+            "calls": len(layers),
+            "capture_ms": capture_s * 1e3,
+            "live_bytes": _at_cuts(layers),
+        }
+        self.has_weights = not any(p.is_meta for p in self.model.parameters())
+        self._extra_s: list[float] = []
+        self._own_s: list[float] = []
+        self._cut = Cut(layers.captured, _partition(len(layers)))
+        if self.has_weights:
+            start_s = time.perf_counter()
+            capture(self.model, self.inputs)  # the cache is empty: see `main`
+            self.row["check_ms"] = (time.perf_counter() - start_s - capture_s) * 1e3
+            self.model.eval()
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Run its stages in turn, and the plain model; keep the second time of each."""
+        for kept in (False, True):
+            chain, plain = _Chain(self._cut, self.inputs), _Plain(self._cut, self.inputs)
+            if kept:
+                self._extra_s.append(chain.extra_s / NUM_STAGES)
+                self._own_s.append(plain.extra_s)
+                self.row["header_bytes"] = chain.header_bytes
+                self.row["extra_ms"] = median(self._extra_s) * 1e3
+                self.row["own_ms"] = median(self._own_s) * 1e3
 
 
 def _partition(num_layers: int) -> tuple[int, ...]:
@@ -121,26 +124,37 @@ class _Chain:
         return result
 
 
-def _own_s(model: nn.Module, inputs: Any, layers: CapturedLayers) -> float:
-    """Give what the plain model takes beyond its blocks, once."""
-    spent_s = [0.0]
+class _Plain:
+    """Stands where a pass does while the plain model runs: what it takes beyond its blocks."""
 
-    def enter(*_: Any) -> None:
-        spent_s[0] += time.perf_counter()
+    is_inside = False
 
-    def leave(*_: Any) -> None:
-        spent_s[0] -= time.perf_counter()
+    def __init__(self, cut: Cut, inputs: Any) -> None:
+        self._names = cut.names
+        args, kwargs = as_call(inputs)
+        token = CURRENT.set(self)  # type: ignore[arg-type]  # as much of a pass as blocks ask
+        start_s = time.perf_counter()
+        try:
+            self.blocks_s = 0.0
+            cut.captured.model(*args, **kwargs)
+        finally:
+            self.extra_s = time.perf_counter() - start_s - self.blocks_s
+            CURRENT.reset(token)
 
-    handles = []
-    for block in layers.captured.blocks.values():
-        handles += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
-    args, kwargs = as_call(inputs)
-    start_s = time.perf_counter()
-    model(*args, **kwargs)
-    total_s = time.perf_counter() - start_s
-    for handle in handles:
-        handle.remove()
-    return total_s + spent_s[0]
+    def knows(self, module: nn.Module) -> bool:
+        """Whether a module is one of the blocks."""
+        return id(module) in self._names
+
+    def block_call(
+        self, _: nn.Module, native: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Run a block, timed."""
+        self.is_inside = True
+        start_s = time.perf_counter()
+        result = native(*args, **kwargs)
+        self.blocks_s += time.perf_counter() - start_s
+        self.is_inside = False
+        return result
 
 
 def against_sequential(options: argparse.Namespace, rounds: int) -> str:
@@ -188,10 +202,17 @@ def run(options: argparse.Namespace) -> Report:
     torch.manual_seed(0)
     rounds = 1 if options.smallest else options.rounds
     models = MODELS[:2] if options.smallest else MODELS
-    rows = []
+    measured = []
     for example in models:
         progress(example.name)
-        rows.append(measure(example, rounds))
+        measured.append(Measured(example))
+    gc.collect()
+    gc.freeze()  # or a full collection walks through all that the imports and the models made
+    for _ in range(rounds):
+        for one in measured:
+            if one.has_weights:
+                one.run()
+    rows = [one.row for one in measured]
     taken = "; ".join(f"{row['name']}: {row['extra_ms']:.3f} ms" for row in rows[:2])
     notes = (
         f"Beyond its blocks a stage takes, a micro-batch, {taken} (target {TARGET_MS}).",
@@ -218,7 +239,7 @@ def empty_cache() -> Iterator[None]:
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print."""
     options = parser(__doc__ or "")
-    options.add_argument("--rounds", type=int, default=30, help="after one of warm-up")
+    options.add_argument("--rounds", type=int, default=100, help="of all models")
     chosen = options.parse_args(arguments)
     with empty_cache():
         publish(run(chosen), chosen, Path(__file__).parent)

@@ -1,12 +1,10 @@
 """A captured model cut into stages: who runs what, and what each sends to whom."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-
-from penstock.model.pytree import Sealed
 
 from .blocks import watch
 from .inputs import ROUTED, routed
@@ -14,8 +12,9 @@ from .passes import Perform, plainly
 from .record_model import Captured
 from .replay import Replay
 from .routes import holders, sends, stages_of_calls, stages_of_events
+from .seen import SealedHeader, Seen
 from .tied import Tied, check_names, find_tensor, find_tied
-from .values import EventKey, Header, Told, ValueId
+from .values import Header, ValueId
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +32,6 @@ class _Part:
     borrowers: frozenset[str]
     lent: Mapping[ValueId, Tensor]
     passed_on: tuple[ValueId, ...]
-
-
-_MOST_HEADERS = 64
-"""A stage that has seen so many different ones forgets them: sizes change with each batch."""
-
-
-class SealedHeader(Sealed):
-    """What happened on the stages before, as it travels; one object for micro-batches alike."""
-
-    def __init__(self, header: Header) -> None:
-        self.header = header
-
-
-@dataclass(slots=True)
-class _Seen:
-    """What a stage told before, so that it can tell the same by the same objects."""
-
-    told: dict[EventKey, Told] = field(default_factory=dict)
-    headers: dict[tuple[int, ...], SealedHeader] = field(default_factory=dict)
 
 
 class Cut:
@@ -72,7 +52,7 @@ class Cut:
         self.sends = sends(self.holders, len(partition))
         self._names: dict[int, str] = {}
         self._parts: dict[int, _Part] = {}
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, Seen] = {}
 
     @property
     def num_stages(self) -> int:
@@ -125,18 +105,12 @@ class Cut:
             borrowers=part.borrowers,
             perform=perform,
             sees_all=self.captured.needs_all,
-            told_before=self._seen.setdefault(stage, _Seen()).told,
+            seen=self._seen.setdefault(stage, Seen()),
         )
 
     def sealed(self, stage: int, header: Header) -> SealedHeader:
         """Give a stage's header as it travels: the same object for the same events."""
-        headers = self._seen[stage].headers
-        found = headers.get(key := tuple(map(id, header.values())))
-        if found is None:
-            if len(headers) == _MOST_HEADERS:
-                headers.clear()
-            found = headers[key] = SealedHeader(header)
-        return found
+        return self._seen[stage].sealed(header)
 
     def sent_on(self, replay: Replay, stage: int) -> dict[int, dict[ValueId, Tensor]]:
         """Give what a stage sends to whom after its pass: values, and parameters with them."""

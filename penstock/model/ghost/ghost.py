@@ -137,7 +137,12 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return unflatten(structure, [function(leaf) for leaf in leaves]) if leaves else value
 
 
-PLAIN = frozenset((type(None), bool, int, float, complex, str, torch.dtype, torch.device, slice))
+PLAIN = frozenset(
+    (
+        *(type(None), bool, int, float, complex, str, slice),
+        *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    )
+)
 
 
 def _getters(*names: str) -> dict[Any, str]:

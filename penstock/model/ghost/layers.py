@@ -15,12 +15,13 @@ from penstock.model.output_loss import output_loss
 from penstock.model.pytree import flatten
 from penstock.model.stages import Perform, StagePlan, plan_stages
 
-from .cut import Cut, SealedHeader
+from .cut import Cut
 from .describe import described
 from .graphs import Exported
 from .inputs import ROUTED, as_call
 from .make import Part, move_or_make_parts
 from .record_model import Captured
+from .seen import SealedHeader
 from .tied import empty_buffers, release
 from .values import EventKey, Header, ValueId
 

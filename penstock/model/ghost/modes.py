@@ -1,19 +1,19 @@
 """torch's modes of a thread, which a model may set in its own way around its blocks."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-_KINDS = ("cpu", "cuda")
 
-
-@dataclass(frozen=True, slots=True)
-class Modes:
-    """Whether gradients are recorded, the default type, and autocast by kind of device."""
+class Modes(NamedTuple):
+    """Whether gradients are recorded, the default type, and autocast on CPUs and GPUs."""
 
     with_grad: bool
     default: torch.dtype
-    autocasts: tuple[tuple[str, bool, torch.dtype], ...]
+    is_cpu_cast: bool
+    cpu_dtype: torch.dtype
+    is_cuda_cast: bool
+    cuda_dtype: torch.dtype
 
     @classmethod
     def now(cls) -> "Modes":
@@ -21,7 +21,10 @@ class Modes:
         return cls(
             torch.is_grad_enabled(),
             torch.get_default_dtype(),
-            tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _KINDS),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_enabled("cuda"),
+            torch.get_autocast_dtype("cuda"),
         )
 
     def put_back(self) -> None:
@@ -30,6 +33,7 @@ class Modes:
             return
         torch.set_grad_enabled(self.with_grad)
         torch.set_default_dtype(self.default)
-        for kind, enabled, dtype in self.autocasts:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_enabled("cpu", self.is_cpu_cast)
+        torch.set_autocast_dtype("cpu", self.cpu_dtype)
+        torch.set_autocast_enabled("cuda", self.is_cuda_cast)
+        torch.set_autocast_dtype("cuda", self.cuda_dtype)

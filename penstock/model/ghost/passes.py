@@ -7,7 +7,6 @@ anything else between blocks    no event                  runs on every stage al
 
 import sys
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
@@ -58,7 +57,7 @@ class Pass(ABC):
     ) -> None:
         self._names, self._parameter_ids, self._perform = names, parameters, perform
         self._sees_all = sees_all
-        self._calls: Counter[str] = Counter()
+        self._calls: dict[str, int] = {}
         self._last = START
         self._number = self._drawn = 0
         self.is_answering = False
@@ -96,8 +95,9 @@ class Pass(ABC):
     ) -> Any:
         """Handle a call of one of the blocks."""
         block = self._names[id(module)]
-        key = EventKey(block, self._calls[block], 0)
-        self._calls[block] += 1
+        call = self._calls.get(block, 0)
+        self._calls[block] = call + 1
+        key = EventKey(block, call, 0)
         self._last, self._number, self._drawn = key, 0, 0
         return self.event(Operation(key, block, native, args, kwargs))
 
@@ -132,11 +132,41 @@ class Pass(ABC):
 
     def execute(self, operation: Operation) -> Any:
         """Run an event on real tensors; give its result as ghosts, and note it in the header."""
-        key, name, function = operation[:3]
+        key, _, function, args, kwargs = operation
+        found: dict[int, Ghost] = {}
+        reals: list[Any] = []
+        for part in args if not kwargs else (*args, *kwargs.values()):
+            kind = type(part)
+            if kind is Ghost and part.home is self.home and part.here is not None:
+                found[id(part)] = part
+                reals.append(part.here)
+            elif kind in PLAIN:
+                reals.append(part)
+            elif kind is Tensor and not key.number:
+                reals.append(self.instead_of(part))
+            else:
+                return self._execute_on_nested(operation)
+        if kwargs:
+            kwargs = dict(zip(kwargs, reals[len(args) :], strict=True))
+        ghosts = [*found.values()]
+        versions = [_version(ghost.here) for ghost in ghosts]
+        self.is_inside = True
+        try:
+            result = self._natively(key, function, tuple(reals[: len(args)]), kwargs)
+        finally:
+            self.is_inside = False
+        for ghost, version in zip(ghosts, versions, strict=True):
+            if _version(ghost.here) != version:
+                return self.result_of(operation, result, ghosts, versions)
+        return self.result_of(operation, result, ghosts, None)
+
+    def _execute_on_nested(self, operation: Operation) -> Any:
+        """Run an event whose arguments are containers, or tensors that each stage makes."""
+        key, _, function, args, kwargs = operation
         found: dict[int, Ghost] = {}
         others: list[Tensor] = []
-        args = tuple([self._opened(part, found, others) for part in operation.args])
-        kwargs = {n: self._opened(part, found, others) for n, part in operation.kwargs.items()}
+        args = tuple([self._opened(part, found, others) for part in args])
+        kwargs = {n: self._opened(part, found, others) for n, part in kwargs.items()}
         given_in = [
             (part, contents(part))
             for part in (*args, *kwargs.values())
@@ -144,7 +174,7 @@ class Pass(ABC):
         ]
         ghosts = list(found.values())
         versions = [_version(ghost.here) for ghost in ghosts]
-        before = [_version(tensor) for tensor in others] if key.number else []
+        before = [_version(tensor) for tensor in others] if key.number else ()
         self.is_inside = True
         try:
             result = self._natively(key, function, args, kwargs)
@@ -156,7 +186,18 @@ class Pass(ABC):
         for tensor, version in zip(others, before, strict=False):
             if _version(tensor) != version:
                 self.wrote_outside(_writes_into(tensor, operation))
-        changed = self._note_changes(key, ghosts, versions)
+        changed = any(_version(g.here) != v for g, v in zip(ghosts, versions, strict=True))
+        return self.result_of(operation, result, ghosts, versions if changed else None)
+
+    def result_of(
+        self, operation: Operation, result: Any, ghosts: list[Ghost], versions: list[int] | None
+    ) -> Any:
+        """Note what an event gave, and give it as ghosts.
+
+        `ghosts` went in; `versions` are theirs of before if one of them was changed in place.
+        """
+        key, name = operation[:2]
+        changed = () if versions is None else self._note_changes(key, ghosts, versions)
         known = {id(ghost.here): ghost for ghost in ghosts}
         leaves, structure = flatten(result)
         given = []
@@ -322,8 +363,12 @@ def _writes_into(tensor: Tensor, operation: Operation) -> CutError:
     )
 
 
-def _version(tensor: Tensor | None) -> int:
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+def _version(tensor: Any) -> int:
+    try:
+        version: int = tensor._version
+    except RuntimeError:  # made in inference mode: it has none
+        return 0
+    return version
 
 
 def calling_line() -> str:

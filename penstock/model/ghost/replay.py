@@ -13,11 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import CutError, GlueError, RouteError
-from penstock.model.pytree import Leaf, flatten, is_same, unflatten
+from penstock.model.pytree import Leaf, flatten, unflatten
 
 from .ghost import Ghost, ghosts_in
 from .modes import Modes
 from .passes import GRADIENT_HOOKS, Pass, Perform, calling_line, plainly
+from .seen import Seen
 from .tied import Absent, Lent
 from .values import END, EventKey, Header, Operation, Told, ValueId, told_structure
 
@@ -39,7 +40,7 @@ class Replay(Pass):
         wanted: values that later stages need; None keeps all that Python still refers to.
         lent: what was sent for parameters that have their home on another stage, by their id.
         borrowers: the blocks that use those.
-        told_before: what was told of each event in the passes before.
+        seen: what was told of each event in the passes before.
     """
 
     def __init__(  # noqa: PLR0913 - one argument for each line of its docstring
@@ -56,7 +57,7 @@ class Replay(Pass):
         borrowers: Collection[str] = (),
         perform: Perform = plainly,
         sees_all: bool = False,
-        told_before: dict[EventKey, Told] | None = None,
+        seen: Seen | None = None,
     ) -> None:
         super().__init__(names, parameters, perform=perform, sees_all=sees_all)
         self._stage, self._stage_of = stage, stage_of
@@ -65,7 +66,7 @@ class Replay(Pass):
         self.header = dict(header)
         self._lent = Lent(lent) if lent else None
         self._borrowers = borrowers
-        self._told_before = {} if told_before is None else told_before
+        self._seen = Seen() if seen is None else seen
         self._is_own, self._is_over = stage == 0, False
         self._held: dict[ValueId, Tensor] = dict(received)
         self._alive: list[weakref.ref[Ghost]] = []
@@ -129,12 +130,21 @@ class Replay(Pass):
 
     def tell(self, key: EventKey, told: Told) -> None:
         """Note what an event gave; as the same object, if it is what it gave before."""
-        before = self._told_before.get(key)
-        if before is not None and _is_same(before, told):
-            told = before
-        else:
-            self._told_before[key] = told
-        super().tell(key, told)
+        super().tell(key, self._seen.same(key, told))
+
+    def result_of(
+        self, operation: Operation, result: Any, ghosts: list[Ghost], versions: list[int] | None
+    ) -> Any:
+        key, name = operation[:2]
+        told = self._seen.one_new.get(key)
+        if told is not None and versions is None and type(result) is Tensor and told.name == name:
+            info = told.infos[0]
+            if info.fits(result) and id(result) not in [id(ghost.here) for ghost in ghosts]:
+                self.header[key] = told  # as before, which most events give
+                ghost = Ghost.standing_for(info, result, self.home)
+                self._hold(ghost)
+                return ghost
+        return super().result_of(operation, result, ghosts, versions)
 
     def _check_made_here(self, name: str, ghosts: list[Ghost]) -> None:
         """Refuse a hook on the gradient of a value that another stage made, and uses too."""
@@ -245,11 +255,6 @@ class Replay(Pass):
         if ghost.here is not None and self._wanted is None:
             self._alive.append(weakref.ref(ghost))
         return ghost
-
-
-def _is_same(one: Told, other: Told) -> bool:
-    facts = one.name == other.name and one.infos == other.infos and one.changed == other.changed
-    return facts and is_same(one.structure, other.structure)
 
 
 def _lending(lent: Lent, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

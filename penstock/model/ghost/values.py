@@ -79,6 +79,9 @@ class ValueId(NamedTuple):
         return f"output {self.place} of {self.event}" if self.place else f"output of {self.event}"
 
 
+_STRIDED = torch.strided
+
+
 class Info(NamedTuple):
     """All of a tensor but its values; `strides` is None where the layout has none."""
 
@@ -93,8 +96,20 @@ class Info(NamedTuple):
     def of(cls, tensor: Tensor, value: ValueId, device: torch.device | None = None) -> "Info":
         """Describe a tensor; `device` is where it will be if it is on the meta device now."""
         where = device if device is not None and tensor.is_meta else tensor.device
-        strides = tensor.stride() if tensor.layout is torch.strided else None
+        strides = tensor.stride() if tensor.layout is _STRIDED else None
         return cls(tuple(tensor.shape), strides, tensor.dtype, where, tensor.requires_grad, value)
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Tell whether this is what is so of a tensor."""
+        shape, strides, dtype, device, requires_grad, _ = self
+        return (
+            tensor.shape == shape
+            and tensor.requires_grad is requires_grad
+            and tensor.dtype is dtype
+            and tensor.layout is _STRIDED
+            and tensor.stride() == strides
+            and tensor.device == device
+        )
 
     @property
     def num_bytes(self) -> int:
