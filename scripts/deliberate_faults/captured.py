@@ -57,7 +57,7 @@ FAULTS = (
         "if info.fits(result) and ",
         "if ",
         "tests/laws/test_capture.py",
-        "t5 and not autocast",
+        "gpt2",
     ),
     Fault(
         "a loss of the model's own counts every micro-batch alike",
