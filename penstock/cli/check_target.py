@@ -13,8 +13,9 @@ from penstock.errors import ConfigError
 from penstock.model.output_loss import loss_in
 from penstock.model.pytree import flatten
 from penstock.schedules.names import named_schedule
-from penstock.train.build import build_data, build_model, loss_function, pipeline_options
+from penstock.train.build import build_layers, build_model, pipeline_options
 from penstock.train.read_recipe import read_recipe
+from penstock.train.tasks import build_task
 from penstock.types import Recompute
 
 CheckArguments = tuple[tuple[Any, Any, Any], dict[str, Any]]
@@ -50,10 +51,15 @@ def _from_recipe(path: Path, given: Mapping[str, Any]) -> CheckArguments:
     if "num_stages" in given:
         overrides.append("pipeline.partition=auto")
     recipe = read_recipe(path, overrides)
-    train = build_data(recipe).train
-    inputs, targets = (t[: recipe.train.batch_size] for t in (train.inputs, train.targets))
-    options = pipeline_options(recipe) | {"loss": loss_function, "example_inputs": inputs}
-    return (build_model(recipe), inputs, targets), options
+    task = build_task(recipe)
+    part = next(task.batches(0, 0, slice)).parts[0]
+    options = pipeline_options(recipe) | {
+        "loss": task.loss,
+        "reduction": task.reduction,
+        "example_inputs": part.inputs,
+    }
+    layers = build_layers(build_model(recipe, task), task)
+    return (layers, part.inputs, part.targets), options
 
 
 def _from_function(target: str, given: Mapping[str, Any]) -> CheckArguments:

@@ -5,41 +5,53 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
-from penstock.data.digits import Split, load_digits
 from penstock.mesh import Mesh
+from penstock.model.capture import capture
+from penstock.model.layers import Layers
 from penstock.pipeline import Pipeline
 from penstock.scaler import GradScaler
 from penstock.schedules.names import named_schedule
 from penstock.types import Recompute
 from penstock.zero import zero_optimizer
-from penstock.zoo.residual import residual_network
 
-from .recipe import SGD, AdamW, Recipe
+from . import rmsprop
+from .optimizer_sections import SGD, Adafactor, AdamW, RMSProp
+from .recipe import Recipe
+from .tasks import build_task
+from .tasks.task import Task
 
-NUM_CLASSES = 10
 
-
-def build_model(recipe: Recipe) -> nn.Sequential:
-    """Make the network; its initial weights depend on train.seed only."""
-    section = recipe.model
+def build_model(recipe: Recipe, task: Task) -> nn.Module:
+    """Make the model; its initial weights depend on train.seed only."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)
-        return residual_network(
-            section.num_blocks, section.width, num_classes=NUM_CLASSES, dropout=section.dropout
-        )
+        return task.make_model()
 
 
-def build_data(recipe: Recipe) -> Split:
-    """Read the samples."""
-    return load_digits(recipe.data.test_share, recipe.data.seed)
+def build_layers(model: nn.Module, task: Task) -> nn.Sequential | Layers:
+    """Give what a pipeline is made of: a chain as it is, another model captured."""
+    if isinstance(model, nn.Sequential):
+        return model
+    return capture(model, task.example(2))
 
 
-def loss_function(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Give the mean cross entropy of (B, classes) against (B,)."""
-    return F.cross_entropy(outputs, targets)
+def names_of(layers: nn.Sequential | Layers) -> list[str]:
+    """Name the layers."""
+    if isinstance(layers, nn.Sequential):
+        return [name for name, _ in layers.named_children()]
+    return [step.name for step in layers]
+
+
+def num_layers(recipe: Recipe) -> int:
+    """Count the layers of a recipe's model without making its weights."""
+    task = build_task(recipe)
+    with torch.device("meta"):
+        model = task.make_model()
+    if isinstance(model, nn.Sequential):
+        return len(model)
+    return len(capture(model, task.example(2), check=False))
 
 
 def pipeline_options(recipe: Recipe) -> dict[str, Any]:
@@ -59,7 +71,7 @@ def pipeline_options(recipe: Recipe) -> dict[str, Any]:
 
 
 def build_pipeline(
-    recipe: Recipe, model: nn.Sequential, example_inputs: Tensor, mesh: Mesh
+    recipe: Recipe, task: Task, layers: nn.Sequential | Layers, example_inputs: Any, mesh: Mesh
 ) -> Pipeline:
     """Cut the model into stages; each replica of the mesh takes its share of the micro-batches.
 
@@ -69,8 +81,9 @@ def build_pipeline(
     options = pipeline_options(recipe)
     options["num_microbatches"] //= mesh.num_replicas
     return Pipeline(
-        model,
-        loss=loss_function,
+        layers,
+        loss=task.loss,
+        reduction=task.reduction,
         example_inputs=example_inputs,
         mesh=mesh,
         batch_norm_over_replicas=True,
@@ -88,6 +101,23 @@ def build_optimizer(recipe: Recipe, pipe: Pipeline) -> torch.optim.Optimizer:
                 lr=o.lr,
                 betas=(o.beta1, o.beta2),
                 eps=o.eps,
+                weight_decay=o.weight_decay,
+            )
+        case RMSProp() as o:
+            make = partial(
+                rmsprop.RMSProp,
+                lr=o.lr,
+                decay=o.decay,
+                momentum=o.momentum,
+                eps=o.eps,
+                weight_decay=o.weight_decay,
+            )
+        case Adafactor() as o:
+            make = partial(
+                torch.optim.Adafactor,
+                lr=o.lr,
+                beta2_decay=o.beta2_decay,
+                d=o.clip,
                 weight_decay=o.weight_decay,
             )
         case SGD() as o:

@@ -11,14 +11,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from penstock.errors import RecipeError, RunFolderError
 from penstock.mesh import Mesh
 from penstock.mesh.meet import join, meeting, told_by_first
 
-from .build import build_model
+from .build import num_layers
 from .display import Display
 from .interrupt import Interrupt
 from .job import job_name
@@ -138,7 +137,7 @@ def _old_and_new(request: Request, num_processes: int) -> tuple[Recipe, Recipe]:
     new = read_recipe(request.recipe_path or folder.recipe_path, request.overrides)
     check_resumable(old, new)
     if not _says_layout(request.overrides):
-        new = refit(new, num_processes, _num_layers(new))
+        new = refit(new, num_processes, num_layers(new))
     return old, new
 
 
@@ -151,7 +150,7 @@ def _go_on(path: Path, wanted: Recipe, console: Console, interrupt: Interrupt) -
     old = read_recipe(RunFolder(path).recipe_path)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         _check_same_job(path, old, wanted)
-    new = refit(_with_layout_of(wanted, old), num_processes(), _num_layers(old))
+    new = refit(_with_layout_of(wanted, old), num_processes(), num_layers(old))
     with make_mesh(new) as mesh, mesh.reporting(), Trainer(new, mesh) as trainer:
         trainer.raise_if_wanted(interrupt)
         with _opened(mesh, path) as folder:
@@ -252,12 +251,6 @@ def _says_layout(overrides: Sequence[str]) -> bool:
     return any(override.partition("=")[0].strip() in _LAYOUT_KEYS for override in overrides)
 
 
-def _num_layers(recipe: Recipe) -> int:
-    """Count the layers of the model without making them."""
-    with torch.device("meta"):
-        return len(build_model(recipe))
-
-
 def _as_layout(old: Recipe, new: Recipe) -> str:
     was, now = old.pipeline, new.pipeline
     if (was.num_stages, was.num_replicas) == (now.num_stages, now.num_replicas):
@@ -271,7 +264,8 @@ def _as_layout(old: Recipe, new: Recipe) -> str:
 def _run(trainer: Trainer, folder: RunFolder, console: Console, interrupt: Interrupt) -> Summary:
     console.print(str(trainer.pipe), highlight=False, markup=False, soft_wrap=True)
     start_s = time.perf_counter()
-    with Display(console, trainer.recipe.train.epochs, trainer.steps_per_epoch) as display:
+    num_epochs = trainer.recipe.train.epochs
+    with Display(console, num_epochs, trainer.steps_per_epoch, trainer.task) as display:
         trainer.run(folder, display, interrupt)
     seconds = time.perf_counter() - start_s
     if trainer.meter.timeline is not None:

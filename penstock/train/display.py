@@ -12,15 +12,18 @@ from penstock.trace.units import bytes_text, percent_text
 from .meter import Meter
 from .position import Position
 from .summary import Summary
+from .tasks.task import Task
 
-_FIELDS = ("loss", "accuracy", "speed", "bubble")
+_FIELDS = ("loss", "score", "speed", "bubble")
 
 
 class Display:
     """Shows the progress of a run of `num_epochs` of `steps_per_epoch` on `console`."""
 
-    def __init__(self, console: Console, num_epochs: int, steps_per_epoch: int) -> None:
-        self._console = console
+    def __init__(
+        self, console: Console, num_epochs: int, steps_per_epoch: int, task: Task
+    ) -> None:
+        self._console, self._task = console, task
         self._num_epochs = num_epochs
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -33,7 +36,7 @@ class Display:
         )
         empty: dict[str, Any] = dict.fromkeys(_FIELDS, "")
         total = num_epochs * steps_per_epoch
-        self._task: TaskID = self._progress.add_task("starting", total=total, **empty)
+        self._bar: TaskID = self._progress.add_task("starting", total=total, **empty)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -50,12 +53,12 @@ class Display:
     def show_step(self, position: Position, meter: Meter) -> None:
         """Move the bar."""
         self._progress.update(
-            self._task,
+            self._bar,
             completed=position.step,
             description=f"epoch {min(position.epoch + 1, self._num_epochs)}/{self._num_epochs}",
             loss=f"loss {position.mean_loss:.4f}",
-            accuracy=f"accuracy {_percent(position.test_accuracy)}",
-            speed=_speed(meter.samples_per_s),
+            score=self._scores(position, 1),
+            speed=_speed(meter.samples_per_s, self._task.unit),
             bubble=f"bubble {_percent(meter.bubble)}",
         )
 
@@ -63,22 +66,28 @@ class Display:
         """Write a line about the epoch that ended."""
         self._console.print(
             f"epoch {position.epoch:>3}/{self._num_epochs}   loss {train_loss:.4f}   "
-            f"test accuracy {_percent(position.test_accuracy)}   "
-            f"{_speed(meter.samples_per_s)}   bubble {_percent(meter.bubble)}",
+            f"{self._scores(position)}   "
+            f"{_speed(meter.samples_per_s, self._task.unit)}   bubble {_percent(meter.bubble)}",
             highlight=False,
             soft_wrap=True,
         )
 
+    def _scores(self, position: Position, most: int | None = None) -> str:
+        measures = self._task.measures[:most]
+        return "   ".join(f"{m.title} {m.shown(position.scores)}" for m in measures)
+
 
 def show_summary(console: Console, summary: Summary) -> None:
     """Write the tables at the end of a run."""
+    if summary.result:
+        console.print(summary.result, highlight=False, markup=False, soft_wrap=True)
     table = Table(title=f"{summary.run_folder} after {summary.steps} steps", title_justify="left")
-    for name in ("test accuracy", "time", "throughput", "share of ideal", "bubble"):
+    for name in (*summary.shown, "time", "throughput", "share of ideal", "bubble"):
         table.add_column(name, justify="right")
     table.add_row(
-        _percent(summary.test_accuracy),
+        *summary.shown.values(),
         f"{summary.seconds:.1f} s",
-        _speed(summary.samples_per_s),
+        _speed(summary.samples_per_s, summary.unit),
         _percent(summary.share_of_ideal),
         _percent(summary.bubble),
     )
@@ -94,13 +103,13 @@ def show_summary(console: Console, summary: Summary) -> None:
             if len(stage.layers) == 1
             else f"{stage.layers[0]} to {stage.layers[-1]}"
         )
-        known = stage.peak_bytes is not None and stage.formula_bytes
+        measured, expected = stage.peak_bytes, stage.formula_bytes
         memory.add_row(
             str(stage.stage),
             span,
-            bytes_text(stage.peak_bytes) if stage.peak_bytes is not None else "-",
-            bytes_text(stage.formula_bytes),
-            f"{(stage.peak_bytes or 0) / stage.formula_bytes:.3f}" if known else "-",
+            bytes_text(measured) if measured is not None else "-",
+            bytes_text(expected) if expected is not None else "-",
+            f"{measured / expected:.3f}" if measured is not None and expected else "-",
         )
     console.print(memory)
 
@@ -109,5 +118,5 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else percent_text(share)
 
 
-def _speed(samples_per_s: float) -> str:
-    return f"{samples_per_s:,.0f} samples/s" if samples_per_s else "- samples/s"
+def _speed(samples_per_s: float, unit: str) -> str:
+    return f"{samples_per_s:,.0f} {unit}/s" if samples_per_s else f"- {unit}/s"

@@ -2,6 +2,32 @@
 
 import math
 
+from .optimizer_sections import Cosine, Exponential, InverseSqrt, LearningRate
+
+
+def learning_rate(
+    section: LearningRate, step: int, *, peak: float, steps_per_epoch: int, epochs: int
+) -> float:
+    """Give the learning rate of `step` (from 0), as the recipe says."""
+    match section:
+        case Cosine():
+            return warmup_cosine(
+                step,
+                num_steps=epochs * steps_per_epoch,
+                warmup_steps=round(section.warmup_epochs * steps_per_epoch),
+                peak=peak,
+                final_share=section.final_share,
+            )
+        case Exponential():
+            warmup_steps = round(section.warmup_epochs * steps_per_epoch)
+            if step < warmup_steps:
+                return peak * (step + 1) / warmup_steps
+            times = math.floor(step / steps_per_epoch / section.every_epochs)
+            return peak * max(section.factor**times, section.final_share)
+        case InverseSqrt(warmup_steps=warmup_steps):
+            number = step + 1
+            return peak * min(number / warmup_steps, math.sqrt(warmup_steps / number))
+
 
 def warmup_cosine(
     step: int, *, num_steps: int, warmup_steps: int, peak: float, final_share: float

@@ -1,43 +1,46 @@
 """The training loop: a run is what its recipe says, wherever and however often it is resumed."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from penstock.checkpoint import Saving, async_save_checkpoint, load_checkpoint
 from penstock.clip import clip_grad_norm_
-from penstock.data.sampler import batch_indices, epoch_order, num_batches
-from penstock.data.shift import epoch_shifts, shift_images
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
 from penstock.types import Trace
 
+from .averaging import Averaging
 from .build import (
     autocast,
-    build_data,
+    build_layers,
     build_model,
     build_optimizer,
     build_pipeline,
     build_scaler,
+    names_of,
 )
 from .display import Display
 from .interrupt import Interrupt
-from .layout import check_batches, make_mesh, replica_share
-from .learning_rate import warmup_cosine
+from .layout import make_mesh, replica_share
+from .learning_rate import learning_rate
 from .meter import Meter
 from .position import Position
 from .recipe import Recipe
 from .run_folder import RunFolder
+from .start import start_from
+from .tasks import build_task
+from .tasks.task import Batch
 
 
 class Trainer:
-    """Owns the model, its pipeline, its optimizer and the position of one run.
+    """Owns the task, its model, the pipeline, the optimizer and the position of one run.
 
     In a mesh of processes each makes a trainer and calls it alike; `mesh` is by default the
     recipe's, in this process.
@@ -49,16 +52,24 @@ class Trainer:
     def __init__(self, recipe: Recipe, mesh: Mesh | None = None) -> None:
         self.recipe = recipe
         self.mesh = mesh if mesh is not None else make_mesh(recipe)
-        self.data = build_data(recipe)
-        check_batches(recipe, len(self.data.train))
-        self.model = build_model(recipe)
-        share = self._share(min(recipe.train.batch_size, len(self.data.train)))
-        self.pipe = build_pipeline(recipe, self.model, self.data.train.inputs[share], self.mesh)
+        self.task = build_task(recipe)
+        self.task.check(recipe.pipeline.num_replicas)
+        self.model = build_model(recipe, self.task)
+        layers = build_layers(self.model, self.task)
+        self.layer_names = names_of(layers)
+        self._example: tuple[Any, Any] | None = None
+        inputs, _ = self.example_part()
+        self.pipe = build_pipeline(recipe, self.task, layers, inputs, self.mesh)
+        start_from(recipe.start, self.pipe, list(self.model.state_dict()))
         self.optimizer = build_optimizer(recipe, self.pipe)
+        decay = recipe.train.average_decay
+        self._average = Averaging(self.optimizer, decay) if decay else None
         self.scaler = build_scaler(recipe, self.pipe)
         self.position = Position()
         self.meter = Meter(recipe.train.trace_every)
-        self._epoch_data: tuple[int, Tensor, Tensor] | None = None
+        self.result = ""
+        """What the task has made of the finished run."""
+        self._batches: Iterator[Batch] | None = None
         self._saving: Saving | None = None
 
     def _share(self, num_samples: int) -> slice:
@@ -68,9 +79,17 @@ class Trainer:
             num_samples, section.num_microbatches, section.num_replicas, self.mesh.replica
         )
 
+    def example_part(self) -> tuple[Any, Any]:
+        """Give inputs and targets as they come, of the first batch's first part."""
+        if self._example is None:
+            part = next(self.task.batches(0, 0, self._share)).parts[0]
+            self._example = part.inputs, part.targets
+        return self._example
+
     @property
     def steps_per_epoch(self) -> int:
-        return num_batches(len(self.data.train), self.recipe.train.batch_size)
+        """Of the first epoch; where they differ, of about every epoch."""
+        return self.task.num_steps(0)
 
     @property
     def finished(self) -> bool:
@@ -123,13 +142,15 @@ class Trainer:
         stopping = self._must_stop(interrupt)
         while not self.finished and not stopping:
             self._step(folder, display)
-            if self.position.batch == self.steps_per_epoch:
+            if self.position.batch == self.task.num_steps(self.position.epoch):
                 self._end_epoch(folder, display)
             stopping = self._must_stop(interrupt)
             due = self.position.step % self.recipe.train.checkpoint_every == 0
             if due or self.finished or stopping:
                 self._save(folder)
         self._settle(folder)
+        if self.finished:
+            self._finish(folder)
 
     def _must_stop(self, interrupt: Interrupt) -> bool:
         """Agree with the other processes whether to end here; what one was told, all know then.
@@ -146,87 +167,90 @@ class Trainer:
             raise KeyboardInterrupt
 
     def _step(self, folder: RunFolder, display: Display) -> None:
-        inputs, targets, num_samples = self._batch()
+        batch = self._next_batch()
         rate = self._set_learning_rate()
-        full_batch = num_samples == self.recipe.train.batch_size
-        self.pipe.trace = self.meter.choose_trace(full_batch=full_batch)
+        self.task.begin_step(self.model, min(1.0, self.position.step / self._num_steps))
+        if self._average is not None:
+            self._average.step = self.position.step
+        self.pipe.trace = self.meter.choose_trace(full_batch=batch.is_full)
         start_s = time.perf_counter()
-        loss = self._update(inputs, targets)
+        loss = self._update(batch)
         took_s = time.perf_counter() - start_s
         timeline = self.pipe.last_timeline if self.pipe.trace is not Trace.OFF else None
-        self.meter.add_step(took_s, num_samples, timeline)
-        self.position = self.position.after_batch(loss, num_samples)
+        self.meter.add_step(took_s, batch.count, timeline)
+        self.position = self.position.after_batch(loss, batch.count)
         if self.position.step % self.recipe.train.log_every == 0:
             self._log(folder, "step", {"loss": loss, "learning_rate": rate})
         display.show_step(self.position, self.meter)
 
-    def _update(self, inputs: Tensor, targets: Tensor) -> float:
-        """Run a step and move the weights; give the loss."""
-        with autocast(self.recipe, self.pipe):
-            loss = self.pipe.train_step(inputs, targets, loss_scale=self.scaler.get_scale())
+    def _update(self, batch: Batch) -> float:
+        """Run a step, part by part, and move the weights; give the loss."""
+        scale, loss = self.scaler.get_scale(), 0.0
+        for part in batch.parts:
+            with autocast(self.recipe, self.pipe):
+                of_part = self.pipe.train_step(
+                    part.inputs, part.targets, loss_scale=scale * part.share
+                )
+            loss += float(of_part) * part.share
         if self.recipe.train.max_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
             clip_grad_norm_(self.pipe, self.recipe.train.max_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        return float(loss)
+        return loss
 
-    def _batch(self) -> tuple[Tensor, Tensor, int]:
-        """Give this replica's inputs and targets at the position, and all replicas' samples."""
-        epoch, train = self.position.epoch, self.data.train
-        if self._epoch_data is None or self._epoch_data[0] != epoch:
-            seed, shift = self.recipe.train.seed, self.recipe.data.max_shift
-            shifts = epoch_shifts(len(train), seed, epoch, shift)
-            self._epoch_data = (epoch, epoch_order(len(train), seed, epoch), shifts)
-        _, order, shifts = self._epoch_data
-        whole = batch_indices(order, self.position.batch, self.recipe.train.batch_size)
-        own = whole[self._share(len(whole))]
-        return shift_images(train.inputs[own], shifts[own]), train.targets[own], len(whole)
+    def _next_batch(self) -> Batch:
+        """Give the batch at the position."""
+        if self._batches is None:
+            epoch, batch = self.position.epoch, self.position.batch
+            self._batches = self.task.batches(epoch, batch, self._share)
+        return next(self._batches)
+
+    @property
+    def _num_steps(self) -> int:
+        return self.recipe.train.epochs * self.steps_per_epoch
 
     def _set_learning_rate(self) -> float:
-        section = self.recipe.learning_rate
-        rate = warmup_cosine(
+        rate = learning_rate(
+            self.recipe.learning_rate,
             self.position.step,
-            num_steps=self.recipe.train.epochs * self.steps_per_epoch,
-            warmup_steps=round(section.warmup_epochs * self.steps_per_epoch),
             peak=self.recipe.optimizer.lr,
-            final_share=section.final_share,
+            steps_per_epoch=self.steps_per_epoch,
+            epochs=self.recipe.train.epochs,
         )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate
 
     def _end_epoch(self, folder: RunFolder, display: Display) -> None:
-        train_loss = self.position.mean_loss
+        train_loss, self._batches = self.position.mean_loss, None
         self.pipe.trace = Trace.OFF
         self.position = self.position.after_epoch(self.evaluate())
-        accuracy = self.position.test_accuracy
-        self._log(folder, "epoch", {"train_loss": train_loss, "test_accuracy": accuracy})
+        self._log(folder, "epoch", {"train_loss": train_loss, **self.position.scores})
         display.show_epoch(self.position, self.meter, train_loss)
 
-    def evaluate(self) -> float:
-        """Give the share of test samples whose highest output is the right one.
+    def evaluate(self) -> dict[str, float]:
+        """Give the task's figures, of the averaged weights if there are any.
 
         Each replica judges every D-th sample.  All make the same calls: where one has a sample
         less it takes the first one too, which does not count.
         """
-        test, size = self.data.test, self.recipe.train.batch_size
-        num_replicas = self.mesh.num_replicas
-        own = torch.arange(len(test))[self.mesh.replica :: num_replicas]
+        num_test, num_replicas = self.task.num_test, self.mesh.num_replicas
+        own = list(range(self.mesh.replica, num_test, num_replicas))
         known = len(own)
-        padding = -(-len(test) // num_replicas) - known
-        own = torch.cat([own, torch.zeros(padding, dtype=own.dtype)])
-        right = 0
-        for chosen, counted in zip(
-            own.split(size), torch.arange(len(own)).split(size), strict=True
-        ):
-            with autocast(self.recipe, self.pipe):
-                outputs = self.pipe.eval_step(test.inputs[chosen])
-            hits = outputs.argmax(dim=1) == test.targets[chosen]
-            right += int((hits & (counted < known)).sum())
-        of_all: list[int] = self.mesh.gather(right, "for the others to evaluate")
-        return sum(of_all[:: self.mesh.num_stages if self.mesh.is_distributed else 1]) / len(test)
+        own += [0] * (-(-num_test // num_replicas) - known)
+        counted, totals = 0, torch.zeros(0, dtype=torch.float64)
+        with self._average.in_place() if self._average is not None else nullcontext():
+            for inputs, targets in self.task.tests(own):
+                with autocast(self.recipe, self.pipe):
+                    outputs = self.pipe.eval_step(inputs)
+                tally = self.task.tally(outputs, targets)
+                sums = tally[: max(0, known - counted)].sum(dim=0)
+                totals, counted = sums + (totals if counted else 0), counted + len(tally)
+        of_all = self.mesh.gather(totals.tolist(), "for the others to evaluate")
+        ours = of_all[:: self.mesh.num_stages if self.mesh.is_distributed else 1]
+        return dict(self.task.scores([sum(column) for column in zip(*ours, strict=True)]))
 
     def _log(self, folder: RunFolder, kind: str, values: Mapping[str, Any]) -> None:
         where = {"kind": kind, "step": self.position.step, "epoch": self.position.epoch}
@@ -250,6 +274,13 @@ class Trainer:
         if saving is not None:
             saving.wait()
             folder.keep_newest(self.recipe.train.keep_checkpoints)
+
+    def _finish(self, folder: RunFolder) -> None:
+        """Let the task make what it makes of a finished run; rank 0 does it."""
+        if not self.mesh.is_first_rank:
+            return
+        newest = folder.checkpoints()[-1:]
+        self.result = self.task.finish(newest[0], folder.path) if newest else ""
 
     def close(self) -> None:
         """End the pipeline's threads."""

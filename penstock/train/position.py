@@ -1,6 +1,7 @@
 """Where a run is, and what it has summed up so far: all that a resumed run has to know."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,11 +15,11 @@ class Position:
     batch: int = 0
     step: int = 0
     loss_sum: float = 0.0
-    """Sum over the samples of this epoch of the loss of their batch."""
+    """Sum over the samples (or words) of this epoch of the loss of their batch."""
     num_samples: int = 0
-    """Samples of this epoch that were trained on."""
-    test_accuracy: float | None = None
-    """After the last full epoch."""
+    """Samples (or words) of this epoch that were trained on."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """After the last full epoch, by the names of the task's measures."""
 
     @property
     def mean_loss(self) -> float:
@@ -33,9 +34,9 @@ class Position:
             step=self.step + 1,
             loss_sum=self.loss_sum + loss * num_samples,
             num_samples=self.num_samples + num_samples,
-            test_accuracy=self.test_accuracy,
+            scores=self.scores,
         )
 
-    def after_epoch(self, test_accuracy: float) -> "Position":
+    def after_epoch(self, scores: Mapping[str, float]) -> "Position":
         """Stand at the start of the next epoch."""
-        return Position(epoch=self.epoch + 1, step=self.step, test_accuracy=test_accuracy)
+        return Position(epoch=self.epoch + 1, step=self.step, scores=scores)

@@ -7,7 +7,8 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from .recipe import Recipe, Section
+from .recipe import Recipe
+from .section import Section
 
 
 def describe(fault: ErrorDetails) -> str:

@@ -1,12 +1,16 @@
 """What is made of a run when it ends: its summary, and the traced step in every form."""
 
+from itertools import islice
+
+from torch import nn
+
 from penstock.errors import ConfigError, RunFolderError
 from penstock.trace.chrome import to_chrome
 from penstock.trace.picture import save_picture
 from penstock.trace.timeline import Timeline
 from penstock.types import Recompute
 
-from .build import autocast, loss_function
+from .build import autocast
 from .loop import Trainer
 from .memory_formula import cut, formula_bytes
 from .run_folder import RunFolder
@@ -21,7 +25,10 @@ def summarise(trainer: Trainer, folder: RunFolder, seconds: float) -> Summary:
         finished=trainer.finished,
         epochs=trainer.position.epoch,
         steps=trainer.position.step,
-        test_accuracy=trainer.position.test_accuracy,
+        scores=trainer.position.scores,
+        shown={m.title: m.shown(trainer.position.scores) for m in trainer.task.measures},
+        unit=trainer.task.unit,
+        result=trainer.result,
         seconds=seconds,
         samples_per_s=meter.samples_per_s,
         bubble=meter.bubble,
@@ -46,31 +53,35 @@ def write_timeline(folder: RunFolder, timeline: Timeline) -> str:
 
 def _stage_memory(trainer: Trainer) -> tuple[StageMemory, ...]:
     """Give what each stage keeps; each process of a mesh knows of its own stages."""
-    recipe, pipe, mesh, train = trainer.recipe, trainer.pipe, trainer.mesh, trainer.data.train
-    batch_size = min(recipe.train.batch_size, len(train))
-    size = -(-batch_size // recipe.pipeline.num_microbatches)
-    stages, schedule = list(cut(trainer.model, pipe.partition)), pipe.schedule_for()
+    names, expected = iter(trainer.layer_names), _expected_bytes(trainer)
+    return tuple(
+        StageMemory(
+            stage=number,
+            layers=tuple(islice(names, count)),
+            peak_bytes=trainer.meter.peak_bytes.get(number),
+            formula_bytes=expected.get(number),
+        )
+        for number, count in enumerate(trainer.pipe.partition)
+    )
+
+
+def _expected_bytes(trainer: Trainer) -> dict[int, int]:
+    """Give the bytes of the paper's formula for each stage of a chain; nothing for others."""
+    recipe, pipe, mesh, model = trainer.recipe, trainer.pipe, trainer.mesh, trainer.model
+    if not isinstance(model, nn.Sequential):
+        return {}
+    inputs, targets = trainer.example_part()
+    size = -(-len(targets) // recipe.pipeline.num_microbatches)
+    stages, schedule = list(cut(model, pipe.partition)), pipe.schedule_for()
     own = {x.stage for x in schedule.programs[mesh.stage]} if mesh.is_distributed else None
     with autocast(recipe, pipe):
         mine = formula_bytes(
             stages,
-            (train.inputs[:size], train.targets[:size]),
-            loss_function,
+            (inputs[:size], targets[:size]),
+            trainer.task.loss,
             schedule,
             Recompute(recipe.pipeline.recompute),
             only=own,
         )
-    expected = {
-        stage: count
-        for part in mesh.gather(mine, "for the memory of the other stages")
-        for stage, count in part.items()
-    }
-    return tuple(
-        StageMemory(
-            stage=number,
-            layers=tuple(name for name, _ in stage.named_children()),
-            peak_bytes=trainer.meter.peak_bytes.get(number),
-            formula_bytes=expected[number],
-        )
-        for number, stage in enumerate(stages)
-    )
+    parts = mesh.gather(mine, "for the memory of the other stages")
+    return {stage: count for part in parts for stage, count in part.items()}

@@ -1,6 +1,7 @@
 """What a run came to: the values behind the table at its end, and their JSON."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 
@@ -12,7 +13,8 @@ class StageMemory:
     layers: tuple[str, ...]
     peak_bytes: int | None
     """Measured in one step; None if there were too few steps."""
-    formula_bytes: int
+    formula_bytes: int | None
+    """None for a model that is no nn.Sequential."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +25,14 @@ class Summary:
     finished: bool
     epochs: int
     steps: int
-    test_accuracy: float | None
+    scores: Mapping[str, float]
+    """After the last full epoch, by name, such as `test_accuracy`; in the JSON beside the rest."""
+    shown: Mapping[str, str]
+    """The same as texts, by title."""
+    unit: str
+    """What `samples_per_s` counts: samples, or words."""
+    result: str
+    """What the task makes of a finished run."""
     seconds: float
     """Of this process, from the first step to the last evaluation."""
     samples_per_s: float
@@ -33,4 +42,6 @@ class Summary:
 
     def to_json(self) -> str:
         """Write the summary as one line of JSON."""
-        return json.dumps(asdict(self))
+        facts = asdict(self)
+        del facts["shown"]
+        return json.dumps({**facts.pop("scores"), **facts})

@@ -17,4 +17,4 @@ def test_two_stages_read_at_least_97_of_100_unseen_digits(tmp_path: Path) -> Non
     console = Console(file=io.StringIO())
     summary = start_run(Request(DIGITS, [], tmp_path / "run"), console, Interrupt())
     assert summary.finished and len(summary.stages) == 2
-    assert summary.test_accuracy is not None and summary.test_accuracy >= 0.97
+    assert summary.scores["test_accuracy"] >= 0.97

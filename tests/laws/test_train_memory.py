@@ -3,11 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import penstock
 from penstock.schedules import gpipe, one_f_one_b
 from penstock.schedules.lower import ScheduleFunction
-from penstock.train.build import loss_function
 from penstock.train.memory_formula import cut, formula_bytes, most_live
 from penstock.zoo.residual import residual_network
 from tests.every_schedule import EVERY_SCHEDULE
@@ -32,7 +32,7 @@ def test_a_pipeline_keeps_what_the_formula_says(
         model,
         partition=partition,
         num_microbatches=4,
-        loss=loss_function,
+        loss=cross_entropy,
         schedule=schedule,
         recompute=recompute,
     ) as pipe:
@@ -44,7 +44,7 @@ def test_a_pipeline_keeps_what_the_formula_says(
         expected = formula_bytes(
             list(cut(model, pipe.partition)),
             (inputs[:6], targets[:6]),
-            loss_function,
+            cross_entropy,
             pipe.schedule_for(),
             recompute,
         )
@@ -66,7 +66,7 @@ def test_working_it_out_changes_nothing() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     batch = (torch.rand(6, 1, 8, 8), torch.randint(10, (6,)))
     generator = torch.random.get_rng_state()
-    formula_bytes([model], batch, loss_function, gpipe(1, 4), penstock.Recompute.STAGE)
+    formula_bytes([model], batch, cross_entropy, gpipe(1, 4), penstock.Recompute.STAGE)
     assert torch.equal(generator, torch.random.get_rng_state())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())

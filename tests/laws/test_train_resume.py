@@ -54,7 +54,7 @@ def train_until(trainer: Trainer, folder: RunFolder, step: int) -> None:
         def show_step(self, position: Position, meter: Any) -> None:
             interrupt.number = signal.SIGINT if position.step >= step else 0
 
-    trainer.run(folder, Stop(quiet(), 2, 3), interrupt)
+    trainer.run(folder, Stop(quiet(), 2, 3, trainer.task), interrupt)
     assert trainer.position.step == step
 
 

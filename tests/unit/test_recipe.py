@@ -8,7 +8,8 @@ from pydantic import ValidationError
 
 from penstock.errors import RecipeError
 from penstock.train.read_recipe import FREE_ON_RESUME, check_resumable, read_recipe, recipe_to_toml
-from penstock.train.recipe import Recipe, Section
+from penstock.train.recipe import Recipe
+from penstock.train.section import Section
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
 
@@ -66,9 +67,10 @@ def test_an_unknown_key_is_named_with_the_nearest_one(override: str, message: st
         ("optimizer.lr=nan", "optimizer.lr = NaN must be a finite number"),
         (
             "model.name=residul",
-            'model.name = "residul" must be "residual"; did you mean residual?',
+            'model.name = "residul" must be "residual" or "amoebanet" or '
+            '"translation_transformer" or "gpt"; did you mean residual?',
         ),
-        ("optimizer.name=adam", 'optimizer.name = "adam" must be "adamw" or "sgd"; did you mean'),
+        ("optimizer.name=adam", 'optimizer.name = "adam" must be "adamw" or "sgd" or "rmsprop"'),
         (
             "pipeline.schedule=gpip",
             '"gpip" must be "gpipe" or "one_f_one_b" or "eager_1f1b" or "interleaved_1f1b"; '

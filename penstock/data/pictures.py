@@ -1,0 +1,124 @@
+"""Pictures with their classes: those to learn from, batch by batch, and those to be judged by."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .digits import Samples, Split, load_digits
+from .sampler import batch_indices, epoch_order, keyed_generator, num_batches
+from .shift import epoch_shifts, shift_images
+
+Share = Callable[[int], slice]
+
+
+class Pictures(ABC):
+    """Pictures in two parts.  Those to learn from come in the order of (seed, epoch), changed as
+    (seed, epoch, number of the picture) says: batch b of an epoch is the same whenever it is made.
+    """
+
+    classes: tuple[str, ...]
+    channels: int
+    num_train: int
+    num_test: int
+
+    @abstractmethod
+    def example(self, num_samples: int) -> Tensor:
+        """Give so many pictures to learn from: float32, (B, channels, H, W)."""
+
+    @abstractmethod
+    def batches(
+        self, seed: int, epoch: int, first: int, batch_size: int, share: Share
+    ) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Yield the batches of an epoch from number `first` on: of each, the samples that `share`
+        picks (of a count of samples), their classes, and how many the whole batch has.
+        """
+
+    @abstractmethod
+    def tests(self, samples: Sequence[int], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield these of the pictures to be judged by, in order, with their classes."""
+
+
+class TensorPictures(Pictures):
+    """Pictures that fit in memory; those to learn from move by up to `max_shift` pixels."""
+
+    def __init__(self, split: Split, classes: Sequence[str], max_shift: int = 0) -> None:
+        self._train, self._test, self._max_shift = split.train, split.test, max_shift
+        self.classes, self.channels = tuple(classes), split.train.inputs.shape[1]
+        self.num_train, self.num_test = len(split.train), len(split.test)
+
+    def example(self, num_samples: int) -> Tensor:
+        return self._train.inputs[:num_samples]
+
+    def batches(
+        self, seed: int, epoch: int, first: int, batch_size: int, share: Share
+    ) -> Iterator[tuple[Tensor, Tensor, int]]:
+        shifts = epoch_shifts(self.num_train, seed, epoch, self._max_shift)
+        order = epoch_order(self.num_train, seed, epoch)
+        for batch in range(first, num_batches(self.num_train, batch_size)):
+            whole = batch_indices(order, batch, batch_size)
+            own = whole[share(len(whole))]
+            inputs = shift_images(self._train.inputs[own], shifts[own])
+            yield inputs, self._train.targets[own], len(whole)
+
+    def tests(self, samples: Sequence[int], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for chosen in torch.tensor(samples, dtype=torch.int64).split(batch_size):
+            yield self._test.inputs[chosen], self._test.targets[chosen]
+
+
+_LABELS: dict[str, tuple[tuple[str, ...], Callable[[Tensor], Tensor]]] = {
+    "digit": (tuple("0123456789"), lambda digits: digits),
+    "parity": (("even", "odd"), lambda digits: digits % 2),
+    "half": (("0 to 4", "5 to 9"), lambda digits: digits // 5),
+}
+
+
+def digit_pictures(
+    labels: str = "digit",
+    *,
+    size: int = 8,
+    train_share: float = 1.0,
+    test_share: float = 0.2,
+    max_shift: int = 0,
+    seed: int = 0,
+) -> TensorPictures:
+    """Read the handwritten digits: float32, (N, 1, size, size), from 0 to 1.
+
+    Args:
+        labels: the classes: `digit`, its `parity`, or in which `half` of 0 to 9 it is.
+        size: pixels of each side; the originals have 8 and are enlarged (bilinear).
+        train_share: share of the pictures to learn from that is kept, of each digit alike.
+        test_share, seed: see `load_digits`.
+        max_shift: pixels by which pictures move while one learns from them.
+
+    Raises:
+        ConfigError: scikit-learn is not installed, or `test_share` is not between 0 and 1.
+    """
+    split = load_digits(test_share, seed)
+    classes, label = _LABELS[labels]
+    train = _of_each_class(split.train, train_share, seed)
+    return TensorPictures(
+        Split(*(Samples(_resized(p.inputs, size), label(p.targets)) for p in (train, split.test))),
+        classes,
+        max_shift,
+    )
+
+
+def _of_each_class(samples: Samples, share: float, seed: int) -> Samples:
+    if share == 1:
+        return samples
+    kept = []
+    for target in samples.targets.unique().tolist():
+        members = (samples.targets == target).nonzero().flatten()
+        order = torch.randperm(len(members), generator=keyed_generator(seed, "share", target))
+        kept.append(members[order[: max(1, round(share * len(members)))]])
+    chosen = torch.cat(kept).sort().values
+    return Samples(samples.inputs[chosen], samples.targets[chosen])
+
+
+def _resized(images_BCHW: Tensor, size: int) -> Tensor:
+    if images_BCHW.shape[-1] == size:
+        return images_BCHW
+    return F.interpolate(images_BCHW, size=(size, size), mode="bilinear", align_corners=False)

@@ -1,0 +1,88 @@
+"""The networks that a recipe may name: `[model]`."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from .section import Above0, Count, Section, Share
+
+
+class Residual(Section):
+    """A small residual convolution network, for pictures of any size from 2 x 2."""
+
+    name: Literal["residual"]
+    """residual: a small residual convolution network."""
+    num_blocks: Annotated[int, Field(ge=0)] = 4
+    """Residual blocks of two convolutions each."""
+    width: Count = 32
+    """Channels of the first half of the blocks; the second half has twice as many."""
+    dropout: Share = 0.2
+    """Share of the features that is dropped before the head."""
+
+
+class AmoebaNet(Section):
+    """AmoebaNet (Real et al. 2019), the network of GPipe's image classification."""
+
+    name: Literal["amoebanet"]
+    """amoebanet: cells found by evolution, of two inputs each."""
+    genotype: Literal["b", "d"] = "d"
+    """Which cells: b, of the ImageNet result, or d, of the scaling study."""
+    num_layers: Count = 18
+    """L, normal cells; a multiple of 3."""
+    num_filters: Count = 256
+    """D, filters of the first stack of normal cells."""
+    dropout: Share = 0.5
+    """Share of the features that is dropped before the head."""
+    drop_path: Share = 0.3
+    """Share of the paths within cells that is dropped at the end; it rises from 0 in a line."""
+    auxiliary_weight: Annotated[float, Field(ge=0)] = 0.4
+    """What the loss of the auxiliary head counts; 0: there is no such head."""
+    stem: Literal["imagenet", "small"] = "imagenet"
+    """imagenet: the first layers divide each side by 8; small: they keep the resolution."""
+    norm_decay: Share = 0.9
+    """Share of BatchNorm's running statistics that is kept in each step."""
+
+
+class TranslationTransformer(Section):
+    """GPipe's T(L, H, A): L encoder and L decoder layers, for translation."""
+
+    name: Literal["translation_transformer"]
+    """translation_transformer: an encoder and a decoder."""
+    num_layers: Count = 6
+    """L, layers of the encoder, and of the decoder."""
+    ff_width: Count = 8192
+    """H, the width inside feed-forward layers."""
+    num_heads: Count = 16
+    """A, attention heads."""
+    width: Count = 1024
+    """The width between layers."""
+    head_width: Count = 64
+    """The width of one attention head."""
+    dropout: Share = 0.1
+    """Share that is dropped behind attention and feed-forward layers."""
+    tied: bool = True
+    """Whether source words, target words and the output share one matrix."""
+    logit_clip: Above0 | None = None
+    """Clamp the logits to this magnitude while training; left out: never."""
+    depth_scaled: bool = True
+    """Whether feed-forward layers begin smaller the deeper the model is (Fixup)."""
+
+
+class Gpt(Section):
+    """A decoder of the GPT family, for language modelling."""
+
+    name: Literal["gpt"]
+    """gpt: a decoder with causal attention."""
+    num_layers: Count = 12
+    """Blocks of attention and feed-forward."""
+    width: Count = 768
+    """The width between layers."""
+    num_heads: Count = 12
+    """Attention heads; they divide the width."""
+    dropout: Share = 0.1
+    """Share that is dropped behind embeddings, attention and feed-forward layers."""
+    tied: bool = True
+    """Whether input words and the output share one matrix."""
+
+
+ModelSection = Residual | AmoebaNet | TranslationTransformer | Gpt

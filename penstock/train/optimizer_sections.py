@@ -1,0 +1,116 @@
+"""The optimizers that a recipe may name, and how their learning rates go over time."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from .section import Above0, Count, From0, Section, Share
+
+
+class AdamW(Section):
+    """Adam with decoupled weight decay."""
+
+    name: Literal["adamw"]
+    """adamw."""
+    lr: Above0
+    """Highest learning rate, reached after the warm-up."""
+    weight_decay: From0 = 0.01
+    """Share of a weight that is taken off it per step, times the learning rate."""
+    beta1: Share = 0.9
+    """How long the mean of the gradient remembers."""
+    beta2: Share = 0.999
+    """How long the mean of its square remembers."""
+    eps: Above0 = 1e-8
+    """Added to the denominator."""
+
+
+class SGD(Section):
+    """Stochastic gradient descent with momentum."""
+
+    name: Literal["sgd"]
+    """sgd."""
+    lr: Above0
+    """Highest learning rate, reached after the warm-up."""
+    momentum: Share = 0.9
+    """How long the mean of the gradients remembers."""
+    nesterov: bool = False
+    """Look ahead by one step of momentum."""
+    weight_decay: From0 = 0.0
+    """Share of a weight that is added to its gradient."""
+
+    @model_validator(mode="after")
+    def _nesterov_needs_momentum(self) -> Self:
+        if self.nesterov and not self.momentum:
+            raise ValueError("optimizer.nesterov = true needs optimizer.momentum above 0")
+        return self
+
+
+class RMSProp(Section):
+    """RMSProp as TensorFlow has it, in which AmoebaNet was trained."""
+
+    name: Literal["rmsprop"]
+    """rmsprop."""
+    lr: Above0
+    """Highest learning rate, reached after the warm-up."""
+    decay: Share = 0.9
+    """How long the mean of the squared gradient remembers."""
+    momentum: Share = 0.9
+    """How long the mean of the steps remembers."""
+    eps: Above0 = 0.1
+    """Added to the squared gradient, under the root."""
+    weight_decay: From0 = 4e-5
+    """Share of a weight that is added to its gradient."""
+
+
+class Adafactor(Section):
+    """Adafactor (Shazeer and Stern 2018): a row and a column of second moments for each matrix."""
+
+    name: Literal["adafactor"]
+    """adafactor."""
+    lr: Above0
+    """Highest learning rate, reached after the warm-up; relative to each weight's own size."""
+    beta2_decay: Annotated[float, Field(lt=0)] = -0.8
+    """The second moments remember 1 - step ** beta2_decay."""
+    clip: Above0 = 1.0
+    """Steps of one tensor are scaled down to this root mean square."""
+    weight_decay: From0 = 0.0
+    """Share of a weight that is taken off it per step, times the learning rate."""
+
+
+class Cosine(Section):
+    """Up in a line, down in half a cosine."""
+
+    name: Literal["cosine"] = "cosine"
+    """cosine: down to a share of the peak at the end of the last epoch."""
+    warmup_epochs: From0 = 0.0
+    """Epochs in which it rises from near zero to optimizer.lr."""
+    final_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of optimizer.lr that is left at the end."""
+
+
+class Exponential(Section):
+    """Up in a line, down in equal steps, as AmoebaNet's."""
+
+    name: Literal["exponential"]
+    """exponential: times a factor after every so many epochs."""
+    warmup_epochs: From0 = 0.0
+    """Epochs in which it rises from near zero to optimizer.lr."""
+    factor: Annotated[float, Field(gt=0, le=1)] = 0.97
+    """What it is multiplied with."""
+    every_epochs: Above0 = 2.0
+    """After so many epochs each time."""
+    final_share: Annotated[float, Field(ge=0, le=1)] = 1e-4
+    """Share of optimizer.lr below which it does not fall."""
+
+
+class InverseSqrt(Section):
+    """Up in a line, down as one over the root of the step, as the Transformer's."""
+
+    name: Literal["inverse_sqrt"]
+    """inverse_sqrt: halved when the number of steps is four times as high."""
+    warmup_steps: Count = 4000
+    """Steps in which it rises from near zero to optimizer.lr."""
+
+
+Optimizer = AdamW | SGD | RMSProp | Adafactor
+LearningRate = Cosine | Exponential | InverseSqrt

@@ -1,0 +1,119 @@
+"""What a run is about: samples in order, a model, a loss, and how the model is judged."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.trace.units import percent_text
+from penstock.types import Reduction
+
+Share = Callable[[int], slice]
+"""Which of so many samples are this replica's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Inputs and targets of one call of `train_step`, of this replica.
+
+    `share` is what the part's loss counts in the mini-batch's; those of all parts sum to 1.
+    """
+
+    inputs: Any
+    targets: Any
+    share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A mini-batch, in one part or several whose gradients add up.
+
+    `count` is how many samples, or words, it has on all replicas together.
+    """
+
+    parts: Sequence[Part]
+    count: int
+    is_full: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A figure by which a model is judged: its name in files, its name in tables, and its form."""
+
+    name: str
+    title: str
+    text: Callable[[float], str] = percent_text
+
+    def shown(self, scores: Mapping[str, float]) -> str:
+        """Give its text of these figures."""
+        return self.text(scores[self.name]) if self.name in scores else "-"
+
+
+class Task(ABC):
+    """What a run is about.
+
+    All that it gives is a function of the recipe and of (epoch, number of the batch), so that a
+    run that is resumed there goes on bit by bit.
+    """
+
+    unit = "samples"
+    """What `Batch.count` counts."""
+    measures: tuple[Measure, ...]
+    """What `scores` gives; the first is the one that counts."""
+    num_test: int
+    """Samples to be judged by."""
+    reduction: Reduction | Callable[[Any], Any] = Reduction.MEAN
+    """How `loss` reduces: see `Pipeline`."""
+
+    def check(self, num_replicas: int) -> None:  # noqa: B027 - few need it
+        """See that so many replicas find samples in every mini-batch.
+
+        Raises:
+            RecipeError: they do not.
+        """
+
+    @abstractmethod
+    def make_model(self) -> nn.Module:
+        """Make the model; its weights are drawn from torch's generator."""
+
+    @abstractmethod
+    def example(self, num_samples: int) -> Any:
+        """Give inputs of so many training samples, or of all if there are fewer."""
+
+    @abstractmethod
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        """Give the mean loss of a micro-batch."""
+
+    @abstractmethod
+    def num_steps(self, epoch: int) -> int:
+        """Count the mini-batches of an epoch."""
+
+    @abstractmethod
+    def batches(self, epoch: int, first: int, share: Share) -> Iterator[Batch]:
+        """Give the mini-batches of an epoch from number `first` on."""
+
+    @abstractmethod
+    def tests(self, samples: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+        """Give inputs and targets of these of the `num_test` samples, in order, some at a time."""
+
+    @abstractmethod
+    def tally(self, outputs: Any, targets: Any) -> Tensor:
+        """Give what is to be summed up of each sample: float64, (B, counts)."""
+
+    @abstractmethod
+    def scores(self, totals: Sequence[float]) -> Mapping[str, float]:
+        """Make the figures of `measures` of the sums over all samples to be judged by."""
+
+    def begin_step(self, model: nn.Module, progress: float) -> None:  # noqa: B027 - few need it
+        """Prepare the model for a step; `progress` goes from 0 to 1 over the run."""
+
+    def finish(self, checkpoint: Path, folder: Path) -> str:
+        """Make what is made of a finished run of its last checkpoint, and write it to its folder.
+
+        Returns:
+            What is to be shown.
+        """
+        return ""
