@@ -1,0 +1,109 @@
+"""A run that starts from the weights of another, and runs judged by averaged weights."""
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from penstock.errors import CheckpointError, RecipeError
+from penstock.train.command import Request, resume_run, start_run
+from penstock.train.display import Display
+from penstock.train.interrupt import Interrupt
+from penstock.train.loop import Trainer
+from penstock.train.read_recipe import read_recipe, recipe_to_toml
+from penstock.train.run_folder import RunFolder, create
+
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
+SMALL = [
+    "model.num_blocks=1",
+    "model.width=4",
+    "train.epochs=1",
+    "train.batch_size=500",
+    "train.average_decay=0.5",
+    "learning_rate.warmup_epochs=0",
+    "train.checkpoint_every=1",
+    "train.keep_checkpoints=9",
+]
+
+
+def quiet() -> Console:
+    """Make a console that nobody reads."""
+    return Console(file=io.StringIO())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    assert start_run(Request(DIGITS, SMALL, folder), quiet(), Interrupt()).finished
+    return folder
+
+
+def test_all_but_the_new_layers_are_the_averages_of_the_other_run(finished: Path) -> None:
+    given = [f"start.checkpoint={finished}", 'start.new_layers=["head"]', "data.labels=parity"]
+    checkpoint = RunFolder(finished).checkpoints()[-1]
+    saved = load_file(checkpoint / "model.safetensors")
+    averages = load_file(checkpoint / "optimizer.safetensors")
+    with Trainer(read_recipe(DIGITS, [*SMALL, *given])) as trainer:
+        found = trainer.pipe.state_dict()
+    assert found["head.weight"].shape[0] == 2
+    for name, tensor in found.items():
+        if not name.startswith("head."):
+            assert torch.equal(tensor, averages.get(f"{name}.average", saved[name])), name
+    assert not torch.equal(averages["stem.weight.average"], saved["stem.weight"])
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (["data.labels=parity"], r"head.weight is \[10, 4\] there, \[2, 4\] in the model"),
+        (["model.width=5"], "name what begins anew in start.new_layers"),
+        (['start.new_layers=["tail"]'], 'new_layers has "tail", and the model has no such'),
+    ],
+)
+def test_what_does_not_fit_is_named(finished: Path, changes: list[str], message: str) -> None:
+    recipe = read_recipe(DIGITS, [*SMALL, f"start.checkpoint={finished}", *changes])
+    with pytest.raises((CheckpointError, RecipeError), match=message):
+        Trainer(recipe)
+
+
+def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
+    recipe = read_recipe(DIGITS, [*SMALL, f"start.checkpoint={tmp_path / 'none'}"])
+    with pytest.raises(RecipeError, match="does not exist; give the folder of a finished run"):
+        Trainer(recipe)
+
+
+def test_new_layers_need_a_checkpoint() -> None:
+    recipe = read_recipe(DIGITS, [*SMALL, 'start.new_layers=["head"]'])
+    with pytest.raises(RecipeError, match="there is no start.checkpoint"):
+        Trainer(recipe)
+
+
+def test_a_resumed_run_has_the_same_averages_in_any_other_layout(
+    finished: Path, tmp_path: Path
+) -> None:
+    interrupt = Interrupt()
+    folder = tmp_path / "run"
+    recipe = [*SMALL, "pipeline.num_stages=3"]
+    with Trainer(read_recipe(DIGITS, recipe)) as trainer:
+        opened = create(folder, recipe_to_toml(trainer.recipe))
+
+        class Stop(Display):
+            def show_step(self, *_: object) -> None:
+                interrupt.number = 2
+
+        trainer.run(opened, Stop(quiet(), 1, 3, trainer.task), interrupt)
+        assert trainer.position.step == 1
+    changes = ["pipeline.num_stages=2"]
+    assert resume_run(Request(None, changes, folder), quiet(), Interrupt()).finished
+    for name in ("model", "optimizer"):
+        found, expected = (
+            load_file(RunFolder(f).checkpoints()[-1] / f"{name}.safetensors")
+            for f in (folder, finished)
+        )
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+    scores = [list(RunFolder(f).read_metrics())[-1]["test_accuracy"] for f in (folder, finished)]
+    assert scores[0] == scores[1]

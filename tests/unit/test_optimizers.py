@@ -1,0 +1,81 @@
+"""RMSProp and the running average do what their formulas say."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.train.averaging import Averaging
+from penstock.train.rmsprop import RMSProp
+
+
+def test_rmsprop_by_hand() -> None:
+    weight = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    optimizer = RMSProp([weight], lr=0.5, decay=0.9, momentum=0.8, eps=0.1, weight_decay=0.01)
+    square, buffer, expected = 1.0, 0.0, 2.0
+    for grad in (3.0, -1.0, 0.5):
+        weight.grad = torch.tensor(grad, dtype=torch.float64)
+        optimizer.step()
+        decayed = grad + 0.01 * expected
+        square = 0.9 * square + 0.1 * decayed**2
+        buffer = 0.8 * buffer + 0.5 * decayed / math.sqrt(square + 0.1)
+        expected -= buffer
+        assert weight.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_rmsprop_leaves_what_has_no_gradient() -> None:
+    weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    optimizer = RMSProp(weights, lr=0.1)
+    weights[0].grad = torch.ones(2)
+    optimizer.step()
+    assert not torch.equal(weights[0], torch.ones(2))
+    assert torch.equal(weights[1], torch.ones(2)) and weights[1] not in optimizer.state
+
+
+def test_the_average_follows_the_weights_more_slowly_as_steps_go_by() -> None:
+    weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    averaging = Averaging(optimizer, 0.9)
+    expected = None
+    for step in range(200):
+        averaging.step = step
+        weight.grad = torch.tensor(-1.0, dtype=torch.float64)
+        optimizer.step()
+        decay = min(0.9, (1 + step) / (10 + step))
+        value = float(step + 1)
+        expected = value if expected is None else decay * expected + (1 - decay) * value
+    with averaging.in_place():
+        assert weight.item() == pytest.approx(expected, rel=1e-12)
+    assert weight.item() == 200.0
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, RMSProp])
+def test_an_average_does_not_change_the_steps(kind: type[torch.optim.Optimizer]) -> None:
+    torch.manual_seed(0)
+    plain, averaged = nn.Linear(3, 2), nn.Linear(3, 2)
+    averaged.load_state_dict(plain.state_dict())
+    optimizers = [kind(m.parameters(), lr=0.01) for m in (plain, averaged)]  # type: ignore[call-arg]
+    averaging = Averaging(optimizers[1], 0.5)
+    for step in range(5):
+        inputs = torch.randn(4, 3)
+        averaging.step = step
+        for model, optimizer in zip((plain, averaged), optimizers, strict=True):
+            optimizer.zero_grad()
+            if step == 2:  # nothing moves in this one
+                continue
+            model(inputs).square().sum().backward()
+            optimizer.step()
+    assert all(map(torch.equal, plain.parameters(), averaged.parameters()))
+
+
+def test_weights_return_after_an_error() -> None:
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    averaging = Averaging(optimizer, 0.9)
+    for _ in range(3):
+        weight.grad = torch.ones(())
+        optimizer.step()
+    with pytest.raises(ValueError, match="within"), averaging.in_place():
+        raise ValueError("within")
+    assert weight.item() == -3.0
