@@ -1,0 +1,121 @@
+"""The sizes and choices of an AmoebaNet, checked; and the row of cells that follows from them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+from penstock.errors import ConfigError
+
+NUM_STACKS = 3
+STEM_SHARES = (4, 2)
+"""The two reduction cells of the stem have so many times fewer channels than the first stack."""
+LEAST_FILTERS = 16
+"""With a quarter of these, a bottleneck of a quarter of that has one channel."""
+LEAST_SIDE, LEAST_SIDE_SMALL = 32, 4
+
+
+@dataclass(frozen=True, slots=True)
+class CellPlace:
+    """A cell in the row: its channels, and whether it halves the resolution."""
+
+    width: int
+    is_reduction: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Design:
+    """What `amoebanet_d` and `amoebanet_b` are given; see there.
+
+    Raises:
+        ConfigError: a size or a share cannot work.
+    """
+
+    num_layers: int
+    num_filters: int
+    num_classes: int
+    in_channels: int
+    image_size: int
+    dropout: float
+    drop_path: float
+    auxiliary: bool
+    small: bool
+    norm_momentum: float
+    norm_epsilon: float
+
+    def __post_init__(self) -> None:
+        self._check_depth_and_width()
+        self._check_data()
+        self._check_shares()
+
+    def _check_depth_and_width(self) -> None:
+        if self.num_layers < NUM_STACKS:
+            raise ConfigError(
+                f"num_layers={self.num_layers}: normal cells come in {NUM_STACKS} stacks; give "
+                f"{NUM_STACKS} or more"
+            )
+        first_share = STEM_SHARES[0]
+        if self.num_filters < LEAST_FILTERS or self.num_filters % first_share:
+            raise ConfigError(
+                f"num_filters={self.num_filters}: the first cell has a quarter of these channels, "
+                "and inside it there are a quarter of that; give a multiple of "
+                f"{first_share}, {LEAST_FILTERS} or more"
+            )
+
+    def _check_data(self) -> None:
+        for name, count in (("num_classes", self.num_classes), ("in_channels", self.in_channels)):
+            if count < 1:
+                raise ConfigError(f"{name}={count}: give 1 or more")
+        least = LEAST_SIDE_SMALL if self.small else LEAST_SIDE
+        if self.image_size < least:
+            advice = "make images larger" if self.small else "make them larger, or set small=True"
+            raise ConfigError(
+                f"image_size={self.image_size}: with small={self.small} images have {least} "
+                f"pixels a side or more; {advice}"
+            )
+
+    def _check_shares(self) -> None:
+        for name, chance in (("dropout", self.dropout), ("drop_path", self.drop_path)):
+            if not 0 <= chance < 1:
+                raise ConfigError(
+                    f"{name}={chance}: it is the chance to drop, from 0 to below 1 (1 minus the "
+                    "chance to keep)"
+                )
+        if not 0 < self.norm_momentum <= 1:
+            raise ConfigError(
+                f"norm_momentum={self.norm_momentum}: it is the weight of the newest batch in the "
+                "running statistics (1 minus TensorFlow's decay), above 0, at most 1"
+            )
+        if not self.norm_epsilon > 0:
+            raise ConfigError(f"norm_epsilon={self.norm_epsilon}: give a number above 0")
+
+    @property
+    def cells(self) -> tuple[CellPlace, ...]:
+        """The row of cells: those of the stem, then three stacks, twice as wide each time."""
+        return tuple(self._cells())
+
+    def _cells(self) -> Iterator[CellPlace]:
+        if not self.small:
+            for share in STEM_SHARES:
+                yield CellPlace(self.num_filters // share, is_reduction=True)
+        width = self.num_filters
+        reductions = [self.num_layers * n // NUM_STACKS for n in range(1, NUM_STACKS)]
+        for number in range(self.num_layers):
+            if number in reductions:
+                width *= 2
+                yield CellPlace(width, is_reduction=True)
+            yield CellPlace(width, is_reduction=False)
+
+    @property
+    def auxiliary_cell(self) -> int:
+        """The last cell of the second stack, where the auxiliary head sits."""
+        reductions = [number for number, cell in enumerate(self.cells) if cell.is_reduction]
+        return reductions[-1] - 1
+
+    @property
+    def auxiliary_side(self) -> int:
+        """How many pixels a side that cell gives for images of `image_size`."""
+        side = self.image_size if self.small else (self.image_size - 3) // 2 + 1
+        for cell in self.cells[: self.auxiliary_cell + 1]:
+            if cell.is_reduction:
+                side = ceil(side / 2)
+        return side
