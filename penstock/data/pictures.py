@@ -21,6 +21,8 @@ class Pictures(ABC):
 
     classes: tuple[str, ...]
     channels: int
+    size: int
+    """Pixels of each side."""
     num_train: int
     num_test: int
 
@@ -46,7 +48,8 @@ class TensorPictures(Pictures):
 
     def __init__(self, split: Split, classes: Sequence[str], max_shift: int = 0) -> None:
         self._train, self._test, self._max_shift = split.train, split.test, max_shift
-        self.classes, self.channels = tuple(classes), split.train.inputs.shape[1]
+        self.classes = tuple(classes)
+        _, self.channels, self.size, _ = split.train.inputs.shape
         self.num_train, self.num_test = len(split.train), len(split.test)
 
     def example(self, num_samples: int) -> Tensor:

@@ -77,7 +77,7 @@ def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
 
 def test_new_layers_need_a_checkpoint() -> None:
     recipe = read_recipe(DIGITS, [*SMALL, 'start.new_layers=["head"]'])
-    with pytest.raises(RecipeError, match="there is no start.checkpoint"):
+    with pytest.raises(RecipeError, match=r"there is no start\.checkpoint"):
         Trainer(recipe)
 
 

@@ -8,10 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.data.pictures import Pictures, digit_pictures
+from penstock.errors import RecipeError
 from penstock.train.data_sections import Digits
 from penstock.train.layout import check_batches
 from penstock.train.model_sections import AmoebaNet, Residual
 from penstock.train.recipe import Recipe
+from penstock.zoo import amoebanet_b, amoebanet_d, set_drop_path_progress
 from penstock.zoo.residual import residual_network
 
 from .task import Batch, Measure, Part, Share, Task
@@ -74,7 +76,7 @@ class PictureTask(Task):
 
     def begin_step(self, model: nn.Module, progress: float) -> None:
         if isinstance(self._recipe.model, AmoebaNet):
-            pass
+            set_drop_path_progress(model, progress)
 
 
 def open_pictures(recipe: Recipe) -> Pictures:
@@ -106,5 +108,22 @@ def make_network(recipe: Recipe, pictures: Pictures) -> nn.Module:
                 num_classes=len(pictures.classes),
                 dropout=r.dropout,
             )
+        case AmoebaNet() as a:
+            build = {"b": amoebanet_b, "d": amoebanet_d}[a.genotype]
+            return build(
+                a.num_layers,
+                a.num_filters,
+                num_classes=len(pictures.classes),
+                in_channels=pictures.channels,
+                image_size=pictures.size,
+                dropout=a.dropout,
+                drop_path=a.drop_path,
+                auxiliary=a.auxiliary_weight > 0,
+                small=a.stem == "small",
+                norm_momentum=1 - a.norm_decay,
+            )
         case other:
-            raise NotImplementedError(other)
+            raise RecipeError(
+                f'model.name = "{other.name}" is not made for pictures, data.name = '
+                f'"{recipe.data.name}"; choose residual or amoebanet'
+            )
