@@ -1,0 +1,94 @@
+"""Parallel text in memory: pairs of texts by source language, to learn from and be judged by."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, Self, TypeVar
+
+from penstock.errors import ConfigError
+
+Found = TypeVar("Found")
+_MOST_SHOWN = 30
+
+PartName = Literal["train", "valid", "test"]
+PART_NAMES: tuple[PartName, ...] = ("train", "valid", "test")
+
+
+@dataclass(frozen=True, slots=True)
+class TextPairs:
+    """Texts of one language and their translations: `sources[n]` means `targets[n]`."""
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[str, str]]) -> Self:
+        """Collect (source, target) pairs."""
+        listed = list(pairs)
+        return cls(tuple(source for source, _ in listed), tuple(target for _, target in listed))
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+
+TextPart = Mapping[str, TextPairs]
+"""The pairs of each source language; a language without any is left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelCorpus:
+    """Texts in many languages with translations into one, `target`."""
+
+    target: str
+    train: TextPart
+    valid: TextPart
+    test: TextPart
+    num_skipped: Mapping[str, int]
+    """Pairs of each source language that were left out since one side of them is empty."""
+
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """The source languages, in alphabetical order."""
+        return tuple(sorted({*self.train, *self.valid, *self.test}))
+
+    def only(self, languages: Iterable[str]) -> "ParallelCorpus":
+        """Give the same pairs of fewer languages; a bilingual model learns from one of them.
+
+        Raises:
+            ConfigError: the corpus has none of a language.
+        """
+        wanted = set(languages)
+        check_languages(wanted, self.languages, "the corpus")
+        return replace(
+            self,
+            train=_only(self.train, wanted),
+            valid=_only(self.valid, wanted),
+            test=_only(self.test, wanted),
+            num_skipped=_only(self.num_skipped, wanted),
+        )
+
+    def __str__(self) -> str:
+        sizes = (sum(map(len, part.values())) for part in (self.train, self.valid, self.test))
+        counts = ", ".join(
+            f"{name} {size:,}" for name, size in zip(PART_NAMES, sizes, strict=True)
+        )
+        return f"{len(self.languages)} languages to {self.target}: {counts} pairs"
+
+
+def check_languages(wanted: Iterable[str], known: Iterable[str], where: str) -> None:
+    """See that all languages are known.
+
+    Raises:
+        ConfigError: some are not; says which, and which there are.
+    """
+    there = sorted(known)
+    unknown = sorted(set(wanted).difference(there))
+    if unknown:
+        more = f" and {len(there) - _MOST_SHOWN} more" if len(there) > _MOST_SHOWN else ""
+        raise ConfigError(
+            f"there is no language {', '.join(map(repr, unknown))} in {where}; "
+            f"there is {', '.join(there[:_MOST_SHOWN]) or 'none'}{more}"
+        )
+
+
+def _only(by_language: Mapping[str, Found], wanted: set[str]) -> dict[str, Found]:
+    return {language: found for language, found in by_language.items() if language in wanted}

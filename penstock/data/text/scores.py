@@ -1,0 +1,131 @@
+"""How good translations are: BLEU and chrF by sacrebleu, by language and on average.
+
+Both compare whole sets of texts, from 0 to 100.  BLEU counts runs of one to four words that agree,
+chrF runs of one to six characters.  Names are short: few have four words, so that BLEU is coarse
+for them, and chrF says more.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from penstock.errors import ConfigError
+
+from .corpus import TextPart
+from .optional import optional_library
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """BLEU and chrF, from 0 to 100, of translations from one language."""
+
+    bleu: float
+    chrf: float
+    num_texts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Scores by language; printing them gives a table."""
+
+    by_language: Mapping[str, Score]
+
+    @property
+    def mean_bleu(self) -> float:
+        """Mean over languages, each counted once."""
+        return fmean(score.bleu for score in self.by_language.values())
+
+    @property
+    def mean_chrf(self) -> float:
+        """Mean over languages, each counted once."""
+        return fmean(score.chrf for score in self.by_language.values())
+
+    def only(self, languages: Sequence[str]) -> "Scores":
+        """Give the scores of some languages, for means over those."""
+        return Scores({language: self.by_language[language] for language in languages})
+
+    def __str__(self) -> str:
+        return compare({"": self})
+
+
+def score_translations(
+    translations: Mapping[str, Sequence[str]], part: TextPart, *, target: str
+) -> Scores:
+    """Compare translations from each language with the targets of `part`, in the same order.
+
+    target: The language of the translations, which decides how BLEU finds words.
+
+    Raises:
+        ConfigError: sacrebleu is not installed or lacks what the language needs, there is nothing
+            to compare, or the numbers of texts differ.
+    """
+    _check_same_texts(translations, part)
+    metrics = optional_library("sacrebleu.metrics", "scores of translations (BLEU and chrF)")
+    try:
+        bleu, chrf = metrics.BLEU(trg_lang=target), metrics.CHRF()
+    except (RuntimeError, ImportError) as error:
+        raise ConfigError(f"sacrebleu cannot find words in {target!r}: {error}") from None
+
+    def score(language: str) -> Score:
+        texts, references = list(translations[language]), [list(part[language].targets)]
+        return Score(
+            bleu=bleu.corpus_score(texts, references).score,
+            chrf=chrf.corpus_score(texts, references).score,
+            num_texts=len(texts),
+        )
+
+    return Scores({language: score(language) for language in sorted(translations)})
+
+
+def identity_scores(part: TextPart, *, target: str) -> Scores:
+    """Score sources as if they were translations: what one gets for doing nothing.
+
+    Raises:
+        ConfigError: as `score_translations`.
+    """
+    sources = {language: pairs.sources for language, pairs in part.items()}
+    return score_translations(sources, part, target=target)
+
+
+def compare(systems: Mapping[str, Scores]) -> str:
+    """Give a table: a line for each language and one for the mean, columns for each system.
+
+    A system without scores for a language has - there; its mean is over what it has.
+    """
+    languages = sorted(
+        {language for scores in systems.values() for language in scores.by_language}
+    )
+    titles = (f"{name} {metric}".strip() for name in systems for metric in ("BLEU", "chrF"))
+    rows = [["language", "texts", *titles]]
+    for language in languages:
+        found = [scores.by_language.get(language) for scores in systems.values()]
+        texts = next(score.num_texts for score in found if score)
+        cells = [cell for score in found for cell in _cells(score)]
+        rows.append([language, f"{texts:,}", *cells])
+    means = [f"{m:.1f}" for s in systems.values() for m in (s.mean_bleu, s.mean_chrf)]
+    rows.append(["mean", "", *means])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if n else cell.ljust(width)
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def _cells(score: Score | None) -> tuple[str, str]:
+    return ("-", "-") if score is None else (f"{score.bleu:.1f}", f"{score.chrf:.1f}")
+
+
+def _check_same_texts(translations: Mapping[str, Sequence[str]], part: TextPart) -> None:
+    if not translations:
+        raise ConfigError("there are no translations to compare")
+    for language, texts in translations.items():
+        expected = len(part[language]) if language in part else 0
+        if len(texts) != expected:
+            raise ConfigError(
+                f"there are {len(texts):,} translations from {language!r} and {expected:,} texts "
+                "to compare them with; give one for each text"
+            )
