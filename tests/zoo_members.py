@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.zoo import amoebanet_b, amoebanet_d, residual_network
+from penstock.zoo import amoebanet_b, amoebanet_d, bottleneck_resnet, residual_network, unet
 
 BATCH = 9
 """Samples of an example, so that four micro-batches are uneven, and none has one sample only."""
@@ -34,9 +34,30 @@ def _amoebanet_b() -> Member:
     return model, torch.randn(BATCH, 1, 11, 11)
 
 
+def _resnet() -> Member:
+    return bottleneck_resnet((1, 2), 4, num_classes=5), torch.randn(BATCH, 3, 24, 17)
+
+
+def _wide_resnet() -> Member:
+    return bottleneck_resnet((1, 1, 1), 4, 2, num_classes=5), torch.randn(BATCH, 3, 17, 24)
+
+
+def _unet() -> Member:
+    return unet(depth=3, width=4, out_channels=2, dropout=0.2), torch.randn(BATCH, 3, 11, 14)
+
+
+def _unet_group_norm() -> Member:
+    model = unet(depth=2, width=4, norm="group", dropout=0.2)
+    return model, torch.randn(BATCH, 3, 8, 9)
+
+
 ZOO_MEMBERS: dict[str, Callable[[], Member]] = {
     "residual_network": _residual,
     "amoebanet_d": _amoebanet_d,
     "amoebanet_b": _amoebanet_b,
+    "resnet": _resnet,
+    "wide_resnet": _wide_resnet,
+    "unet": _unet,
+    "unet, group norm": _unet_group_norm,
 }
 """Name -> what makes the member; it draws weights and inputs from torch's global generator."""

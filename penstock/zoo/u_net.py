@@ -1,0 +1,150 @@
+"""U-Net: an encoder, a decoder, and long skips from each level of one to the other's.
+
+Ronneberger, Fischer and Brox 2015 (arXiv:1505.04597), figure 1.
+
+Letters: B samples, C channels, H height, W width.
+"""
+
+from math import gcd, sqrt
+
+import torch
+from torch import Tensor, nn
+
+from .sizes import require_at_least, require_one_of, require_share
+
+NORMS = ("batch", "group")
+MOST_GROUPS = 32
+"""Groups that Wu and He 2018 (arXiv:1803.08494) advise; fewer where channels cannot be so cut."""
+
+
+class UNet(nn.Module):
+    """(B, in_channels, H, W) -> (B, out_channels, H, W).
+
+    `encoder[0]` reads the image; each later entry halves the resolution.  `bottom` halves it once
+    more, and each entry of `decoder` doubles it and reads what the encoder gave at that size.
+    """
+
+    def __init__(
+        self,
+        encoder: list[nn.Module],
+        bottom: nn.Module,
+        decoder: list[nn.Module],
+        head: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(encoder)
+        self.bottom = bottom
+        self.decoder = nn.ModuleList(decoder)
+        self.head = head
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Give one number per output channel for each pixel."""
+        skips = []
+        for block in self.encoder:
+            x_BCHW = block(x_BCHW)
+            skips.append(x_BCHW)
+        x_BCHW = self.bottom(x_BCHW)
+        for block, skip_BCHW in zip(self.decoder, reversed(skips), strict=True):
+            x_BCHW = block(x_BCHW, skip_BCHW)
+        result: Tensor = self.head(x_BCHW)
+        return result
+
+
+class Up(nn.Module):
+    """Double the resolution, set the skip beside it, convolve twice.
+
+    (B, in_channels, H, W) and (B, in_channels / 2, up to 2H, up to 2W) -> the skip's shape.
+    """
+
+    def __init__(self, in_channels: int, norm: str) -> None:
+        super().__init__()
+        channels = in_channels // 2
+        self.widen = nn.ConvTranspose2d(in_channels, channels, 2, stride=2)
+        _draw(self.widen, fan_in=in_channels)  # stride 2: each output reads one pixel only
+        self.convolutions = _convolutions(in_channels, channels, norm)
+
+    def forward(self, x_BCHW: Tensor, skip_BCHW: Tensor) -> Tensor:
+        """Give what both know of each pixel of the skip."""
+        height, width = skip_BCHW.shape[-2:]
+        wide_BCHW = self.widen(x_BCHW)[..., :height, :width]
+        result: Tensor = self.convolutions(torch.cat([skip_BCHW, wide_BCHW], 1))
+        return result
+
+
+def unet(
+    *,
+    in_channels: int = 3,
+    out_channels: int = 2,
+    depth: int = 4,
+    width: int = 64,
+    norm: str = "batch",
+    dropout: float = 0.0,
+) -> UNet:
+    """Build a U-Net whose output is as large as its input, for any H and W.
+
+    It is a plain module; `penstock.capture` finds its blocks, and sends skips past the stages
+    between.  The defaults have 31,037,698 parameters, as in the paper's figure, with a BatchNorm
+    where the paper has biases.  Where this differs from the paper:
+
+    - convolutions pad their input, so that no border is lost (the paper's 572 pixels give 388);
+    - pooling takes an odd last row or column as it is, and what was widened from it is cut back to
+      the skip's size: H and W need not be multiples of 2 ** depth, and no pixel is made up (the
+      paper asks for even sizes, and crops the skip);
+    - each convolution is followed by BatchNorm or GroupNorm, which the paper's time had not.
+
+    As in the paper: channels double on the way down; weights are normal with variance 2 / fan-in;
+    dropout, if any, is at the end of the way down.
+
+    Args:
+        in_channels: channels of an image.
+        out_channels: numbers per pixel, such as one score per class.
+        depth: how often the resolution is halved.
+        width: channels at full resolution.
+        norm: "batch": BatchNorm; "group": GroupNorm, which does not look at other samples, so that
+            gradients do not depend on the number of micro-batches.
+        dropout: share of the values that is dropped at the lowest resolution.
+
+    Raises:
+        ConfigError: a size is below 1, the dropout is no share, the norm is not known.
+    """
+    require_at_least(
+        1, in_channels=in_channels, out_channels=out_channels, depth=depth, width=width
+    )
+    require_one_of(NORMS, norm=norm)
+    require_share(dropout=dropout)
+    widths = [width * 2**level for level in range(depth + 1)]
+    encoder: list[nn.Module] = [_convolutions(in_channels, width, norm)]
+    for level in range(1, depth):
+        encoder.append(_down(widths[level - 1], widths[level], norm))
+    bottom = _down(widths[depth - 1], widths[depth], norm)
+    bottom.append(nn.Dropout(dropout))
+    decoder: list[nn.Module] = [Up(channels, norm) for channels in reversed(widths[1:])]
+    head = nn.Conv2d(width, out_channels, 1)
+    _draw(head, fan_in=width)
+    return UNet(encoder, bottom, decoder, head)
+
+
+def _down(in_channels: int, out_channels: int, norm: str) -> nn.Sequential:
+    pool = nn.MaxPool2d(2, ceil_mode=True)
+    return nn.Sequential(pool, *_convolutions(in_channels, out_channels, norm))
+
+
+def _convolutions(in_channels: int, out_channels: int, norm: str) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for channels in (in_channels, out_channels):
+        made = nn.Conv2d(channels, out_channels, 3, padding=1, bias=False)
+        _draw(made, fan_in=9 * channels)
+        layers += [made, _norm(norm, out_channels), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def _norm(norm: str, channels: int) -> nn.Module:
+    if norm == "batch":
+        return nn.BatchNorm2d(channels)
+    return nn.GroupNorm(gcd(MOST_GROUPS, channels), channels)
+
+
+def _draw(module: nn.Conv2d | nn.ConvTranspose2d, fan_in: int) -> None:
+    nn.init.normal_(module.weight, std=sqrt(2 / fan_in))
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)

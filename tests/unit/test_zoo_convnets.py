@@ -1,0 +1,211 @@
+"""ResNets and U-Nets: published parameter counts, the library's outputs, any size of image."""
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import ResNetConfig, ResNetForImageClassification
+
+from penstock.errors import ConfigError
+from penstock.zoo import (
+    WIDE_RESNET_SIZES,
+    bottleneck_resnet,
+    resnet50,
+    resnet101,
+    unet,
+    wide_resnet,
+)
+from penstock.zoo.resnet import Bottleneck, WideResNetSize
+
+
+def count(build: Callable[[], nn.Module]) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build().parameters())
+
+
+@pytest.mark.parametrize(
+    ("build", "published"),
+    [(resnet50, 25_557_032), (resnet101, 44_549_160), (unet, 31_037_698)],
+)
+def test_published_parameter_counts(build: Callable[[], nn.Module], published: int) -> None:
+    assert count(build) == published
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ("250M", 254_123_104),
+        ("500M", 495_046_176),
+        ("1B", 1_005_653_184),
+        ("2B", 1_965_011_008),
+        ("4B", 4_000_937_344),
+        ("6.8B", 6_727_679_424),
+        ("13B", 12_633_386_944),
+    ],
+)
+def test_a_wide_network_has_the_parameters_of_its_name_to_3_percent(
+    size: str, expected: int
+) -> None:
+    number, unit = float(size[:-1]), {"M": 1e6, "B": 1e9}[size[-1]]
+    assert count(lambda: wide_resnet(size)) == expected == pytest.approx(number * unit, rel=0.03)
+
+
+def test_every_wide_size_has_a_name() -> None:
+    sizes = WIDE_RESNET_SIZES.values()
+    assert [size.num_layers for size in sizes] == [50] * 6 + [101]
+    custom = WideResNetSize(50, 4, 2)
+    assert count(lambda: wide_resnet(custom, num_classes=3)) == count(
+        lambda: bottleneck_resnet(base_channels=4, width_factor=2, num_classes=3)
+    )
+
+
+def small_resnet() -> nn.Sequential:
+    return bottleneck_resnet((1, 2), 8, num_classes=5)
+
+
+def small_library_resnet() -> Any:
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[32, 64], depths=[1, 2])
+    config.num_labels = 5
+    return ResNetForImageClassification(config)
+
+
+def test_it_computes_what_the_library_computes() -> None:
+    ours, library = small_resnet(), small_library_resnet()
+    stages = [block for stage in library.resnet.encoder.stages for block in stage.layers]
+    theirs: list[nn.Module] = [library.resnet.embedder]
+    for block in stages:
+        theirs += [block.layer, block.shortcut]  # theirs holds the shortcut first
+    theirs.append(library.classifier)
+    values = chain.from_iterable(part.state_dict().values() for part in theirs)
+    ours.load_state_dict(dict(zip(ours.state_dict(), values, strict=True)))
+    x_BCHW = torch.randn(2, 3, 40, 33)
+    for mode in (True, False):
+        assert torch.equal(ours.train(mode)(x_BCHW), library.train(mode)(x_BCHW).logits)
+
+
+def test_a_resnet_is_a_plain_list_of_named_layers() -> None:
+    model = small_resnet()
+    assert type(model) is nn.Sequential
+    stem, tail = ["stem", "stem_norm", "stem_relu", "stem_pool"], ["pool", "flatten", "head"]
+    names = [name for name, _ in model.named_children()]
+    assert names == [*stem, "block0", "block1", "block2", *tail]
+
+
+def test_a_group_has_twice_the_channels_at_half_the_resolution() -> None:
+    model, x = bottleneck_resnet((1, 1, 1), 4), torch.randn(2, 3, 64, 64)
+    shapes = []
+    for name, layer in model.named_children():
+        x = layer(x)
+        if name.startswith("block"):
+            shapes.append(tuple(x.shape[1:]))
+    assert shapes == [(16, 16, 16), (32, 8, 8), (64, 4, 4)]
+
+
+@pytest.mark.parametrize("size", [1, 32, 33, 50])
+def test_images_of_any_size_are_classified(size: int) -> None:
+    assert small_resnet()(torch.randn(2, 3, size, size + 1)).shape == (2, 5)
+
+
+def test_the_width_factor_widens_the_3x3_convolution_alone() -> None:
+    weights = [p.shape for p in Bottleneck(8, 4, width_factor=3).body.parameters() if p.dim() > 1]
+    assert weights == [(4, 8, 1, 1), (12, 4, 3, 3), (16, 12, 1, 1)]
+
+
+def test_a_wide_network_starts_as_its_shortcuts_alone() -> None:
+    wide, plain = wide_resnet(WideResNetSize(50, 4, 2)), bottleneck_resnet(base_channels=4)
+    x_BCHW = torch.rand(1, 16, 5, 5)
+    assert torch.equal(wide.get_submodule("block1")(x_BCHW), x_BCHW)
+    assert not torch.equal(plain.get_submodule("block1")(x_BCHW), x_BCHW)
+
+
+@pytest.mark.parametrize("build", [small_resnet, lambda: unet(width=4, depth=2)])
+def test_the_seed_decides_the_weights(build: Callable[[], nn.Module]) -> None:
+    def weights(seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        return list(build().parameters())
+
+    assert all(map(torch.equal, weights(1), weights(1)))
+    assert not all(map(torch.equal, weights(1), weights(2)))
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "fan"),
+    [
+        (lambda: bottleneck_resnet(base_channels=64), "block0.body.3", 9 * 64),
+        (lambda: unet(width=32, depth=1), "decoder.0.widen", 64),
+        (lambda: unet(width=32, depth=1), "decoder.0.convolutions.0", 9 * 64),
+    ],
+)
+def test_convolutions_are_drawn_to_keep_the_variance(
+    build: Callable[[], nn.Module], name: str, fan: int
+) -> None:
+    torch.manual_seed(0)
+    weight = build().get_parameter(f"{name}.weight")
+    assert weight.std().item() == pytest.approx((2 / fan) ** 0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize(("height", "width"), [(1, 2), (5, 7), (8, 8), (17, 12)])
+def test_a_unet_gives_an_output_for_each_pixel(height: int, width: int, norm: str) -> None:
+    model = unet(in_channels=2, out_channels=3, depth=3, width=4, norm=norm)
+    assert model(torch.randn(2, 2, height, width)).shape == (2, 3, height, width)
+
+
+def test_each_level_of_a_unet_has_half_the_resolution_and_twice_the_channels() -> None:
+    model, x_BCHW = unet(depth=3, width=4), torch.randn(1, 3, 20, 9)
+    shapes = []
+    for block in [*model.encoder, model.bottom]:
+        x_BCHW = block(x_BCHW)
+        shapes.append(tuple(x_BCHW.shape[1:]))
+    assert shapes == [(4, 20, 9), (8, 10, 5), (16, 5, 3), (32, 3, 2)]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_each_skip_reaches_the_output(level: int) -> None:
+    model, x_BCHW = unet(depth=3, width=4).eval(), torch.randn(1, 3, 8, 8)
+    before = model(x_BCHW)
+    nothing = {name: torch.zeros_like(p) for name, p in model.bottom.named_parameters()}
+    model.bottom.load_state_dict(nothing, strict=False)
+    without_bottom = model(x_BCHW)
+    assert not torch.equal(without_bottom, before)
+    handle = model.encoder[level].register_forward_hook(lambda _m, _a, y: torch.zeros_like(y))
+    assert not torch.equal(model(x_BCHW), without_bottom)
+    handle.remove()
+
+
+def test_a_unet_with_group_norm_looks_at_one_sample_at_a_time() -> None:
+    model, x_BCHW = unet(depth=2, width=4, norm="group"), torch.randn(3, 3, 8, 8)
+    torch.testing.assert_close(model(x_BCHW)[:1], model(x_BCHW[:1]))
+    mixing = unet(depth=2, width=4)
+    assert not torch.allclose(mixing(x_BCHW)[:1], mixing(x_BCHW[:1]))
+
+
+def test_a_unet_drops_at_the_bottom_only() -> None:
+    model = unet(depth=2, width=4, dropout=0.5)
+    dropouts = [name for name, part in model.named_modules() if isinstance(part, nn.Dropout)]
+    assert dropouts == ["bottom.7"]
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        (bottleneck_resnet, {"blocks": ()}, r"blocks=\(\): give the number of blocks"),
+        (bottleneck_resnet, {"blocks": (2, 0)}, r"blocks\[1\]=0: give an integer from 1 up"),
+        (bottleneck_resnet, {"width_factor": 1.5}, r"width_factor=1\.5: give an integer"),
+        (resnet50, {"num_classes": 0}, "num_classes=0: give an integer from 1 up"),
+        (wide_resnet, {"size": "3B"}, "size='3B' is not known; choose one of '250M', '500M'"),
+        (wide_resnet, {"size": WideResNetSize(49, 8, 2)}, "num_layers=49 .* one of 50, 101, 152"),
+        (wide_resnet, {"size": WideResNetSize(50, 0, 2)}, "base_channels=0: give an integer"),
+        (unet, {"depth": 0}, "depth=0: give an integer from 1 up"),
+        (unet, {"norm": "layer"}, "norm='layer' is not known; choose one of 'batch', 'group'"),
+        (unet, {"dropout": 1.0}, r"dropout=1\.0: give a share from 0 to below 1"),
+    ],
+)
+def test_bad_sizes_are_refused(
+    build: Callable[..., nn.Module], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(**options)
