@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from penstock.zoo import amoebanet_b, amoebanet_d, bottleneck_resnet, residual_network, unet
+from penstock.zoo.u_net import UNet
 
 BATCH = 9
 """Samples of an example, so that four micro-batches are uneven, and none has one sample only."""
@@ -61,3 +62,8 @@ ZOO_MEMBERS: dict[str, Callable[[], Member]] = {
     "unet, group norm": _unet_group_norm,
 }
 """Name -> what makes the member; it draws weights and inputs from torch's global generator."""
+
+BLOCKS: dict[type[nn.Module], list[str]] = {UNet: ["encoder.*", "bottom", "decoder.*", "head"]}
+"""Blocks by which some are cut here: those that capture finds leave dropout between them, whose
+numbers plain torch cannot draw alike.
+"""
