@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .section import Section, Seed
+from .section import Above0, Count, From0, Section, Seed, Words
 
 
 class Digits(Section):
@@ -26,4 +26,88 @@ class Digits(Section):
     """Decides the split into training and test samples."""
 
 
-DataSection = Digits
+class _Translated(Section):
+    """What all parallel text has in common."""
+
+    languages: Words = ()
+    """Source languages, such as ["de", "fr"]; none: all that there are."""
+    vocabulary_size: Annotated[int, Field(ge=260)] = 64000
+    """Subwords of the vocabulary that all languages share."""
+    vocabulary: str = ""
+    """The vocabulary.json of another run, to start from its weights; empty: train a new one."""
+    temperature: Above0 = 5.0
+    """How languages are sampled: 1 as they come, high: all alike.  5 as in the papers that follow
+    GPipe on the same data, 1.43 as multilingual BERT."""
+    tokens_per_step: Count
+    """Most tokens of a step, padding included."""
+    tokens_per_part: Count
+    """Most tokens that are in memory at once; a step has as many parts as fit."""
+    max_length: Count = 256
+    """Most tokens of a text that the model takes."""
+    too_long: Literal["refuse", "drop"] = "drop"
+    """What happens to longer texts: refuse to begin, or leave them out and say how many."""
+    beam: Count = 4
+    """Translations that beam search follows at a time, when the run is finished; 1 is greedy."""
+    length_penalty: From0 = 0.6
+    """How much longer translations are favoured: 0, not at all."""
+    seed: Seed = 0
+    """Decides what is held out, the vocabulary's sample and the order of the texts."""
+
+
+class Names(_Translated):
+    """Names of countries, languages, currencies and units in 86 languages, with the English ones.
+
+    They are those of the Unicode CLDR, which ships with Babel.
+    """
+
+    name: Literal["names"]
+    """names: real names in 86 languages, which ship with Babel."""
+    kinds: Words = ("territories", "languages", "currencies", "units")
+    """Which names."""
+    low_resource: Words = ()
+    """Languages that keep low_resource_pairs training pairs only."""
+    low_resource_pairs: Count = 50
+    """Training pairs of each of those."""
+    hold_out: Literal["pair", "item"] = "pair"
+    """What is never trained on: pairs, of which the English name may be learnt from other
+    languages; or English names, in all languages."""
+    held_out_share: Annotated[float, Field(gt=0, lt=0.25)] = 0.05
+    """Share that is held out for validation, and as much for testing."""
+
+
+class ParallelText(_Translated):
+    """Line-aligned text in files named as OPUS names them, plain or .gz."""
+
+    name: Literal["parallel_text"]
+    """parallel_text: files such as CORPUS.de-en.de and CORPUS.de-en.en."""
+    path: str
+    """The folder of the files."""
+    target: str = "en"
+    """The language that is translated to."""
+    held_out_share: Annotated[float, Field(gt=0, lt=0.25)] = 0.01
+    """Share that is held out for validation, and as much for testing, where no files are."""
+
+
+class Text(Section):
+    """Any text file in UTF-8."""
+
+    name: Literal["text"]
+    """text: one file in UTF-8."""
+    path: str
+    """The file."""
+    vocabulary_size: Annotated[int, Field(ge=256)] = 256
+    """Subwords; 256: the bytes themselves."""
+    length: Count = 256
+    """Tokens of a sample."""
+    valid_share: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Share at the end of the file that is kept for validation."""
+    sample_length: Annotated[int, Field(ge=0)] = 200
+    """Tokens that the model writes when the run is finished."""
+    sample_temperature: Above0 = 0.8
+    """How daring it is then: low, it writes what is likely."""
+    prompt: str = ""
+    """What it goes on from; empty: the beginning of the validation text."""
+
+
+TranslatedSection = Names | ParallelText
+DataSection = Digits | Names | ParallelText | Text

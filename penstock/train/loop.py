@@ -34,7 +34,7 @@ from .meter import Meter
 from .position import Position
 from .recipe import Recipe
 from .run_folder import RunFolder
-from .start import start_from
+from .start import checkpoint_of, mean_weights, start_from
 from .tasks import build_task
 from .tasks.task import Batch
 
@@ -139,6 +139,7 @@ class Trainer:
         """Train to the end, or until `interrupt` is wanted in any process; all is saved when it
         returns.
         """
+        self.mesh.from_first(lambda: self.task.begin(folder.path), "for what belongs to the run")
         stopping = self._must_stop(interrupt)
         while not self.finished and not stopping:
             self._step(folder, display)
@@ -279,8 +280,9 @@ class Trainer:
         """Let the task make what it makes of a finished run; rank 0 does it."""
         if not self.mesh.is_first_rank:
             return
-        newest = folder.checkpoints()[-1:]
-        self.result = self.task.finish(newest[0], folder.path) if newest else ""
+        newest = folder.checkpoints()[-self.recipe.train.average_checkpoints :]
+        weights = mean_weights(newest, self.model.state_dict().keys())
+        self.result = self.task.finish(weights, folder.path)
 
     def close(self) -> None:
         """End the pipeline's threads."""

@@ -113,6 +113,8 @@ class TrainSection(Section):
     """Save after every so many steps; also saved at the end and on Ctrl-C."""
     keep_checkpoints: Count = 2
     """Keep the newest so many checkpoints, delete the others."""
+    average_checkpoints: Count = 1
+    """At the end, make what is made of a run of the mean of so many newest checkpoints."""
     log_every: Count = 10
     """Write a line of metrics after every so many steps."""
     trace_every: Count = 20
@@ -145,6 +147,20 @@ class Recipe(Section):
     ] = Cosine()
     train: TrainSection
     start: Start = Start()
+
+    @model_validator(mode="after")
+    def _averages_exist(self) -> Self:
+        if self.train.average_checkpoints > self.train.keep_checkpoints:
+            raise ValueError(
+                f"train.average_checkpoints = {self.train.average_checkpoints} needs "
+                f"train.keep_checkpoints = {self.train.keep_checkpoints} to be as high"
+            )
+        if self.train.average_decay and self.pipeline.shard_optimizer:
+            raise ValueError(
+                "train.average_decay with pipeline.shard_optimizer = true is not supported: no "
+                "replica has all averages. Leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _warmup_ends(self) -> Self:

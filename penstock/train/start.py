@@ -1,5 +1,6 @@
 """Weights to start from: those of another run, but for the layers that begin anew."""
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ def start_from(start: Start, pipe: Pipeline, names: list[str]) -> None:
     own = pipe.state_dict()
     _check_new(start, names)
     wanted = [name for name in own if not _is_in(name, start.new_layers)]
-    found = _saved(checkpoint, wanted)
+    found = saved_weights(checkpoint, wanted)
     faults = [f"{name} is missing" for name in wanted if name not in found]
     faults += [
         f"{name} is {list(found[name].shape)} there, {list(own[name].shape)} in the model"
@@ -83,7 +84,7 @@ def _is_in(name: str, layers: tuple[str, ...]) -> bool:
     return any(name == layer or name.startswith(f"{layer}.") for layer in layers)
 
 
-def _saved(checkpoint: Path, names: list[str]) -> dict[str, torch.Tensor]:
+def saved_weights(checkpoint: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
     """Read the named tensors of a checkpoint; of parameters the average, if there is one."""
     facts = read_facts(checkpoint)
     found = read_some(checkpoint, MODEL, names)
@@ -93,3 +94,18 @@ def _saved(checkpoint: Path, names: list[str]) -> dict[str, torch.Tensor]:
         of_these = read_some(checkpoint, OPTIMIZER, kept)
         found.update({averages[key]: tensor for key, tensor in of_these.items()})
     return found
+
+
+def mean_weights(checkpoints: Sequence[Path], names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Give the mean of the weights of several checkpoints; of one, its weights."""
+    first, *others = (saved_weights(checkpoint, names) for checkpoint in checkpoints)
+    if not others:
+        return first
+    return {name: _mean([tensor, *(o[name] for o in others)]) for name, tensor in first.items()}
+
+
+def _mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if not tensors[0].is_floating_point():  # a count, such as BatchNorm's of its batches
+        return tensors[0]
+    total = torch.stack([tensor.to(torch.float64) for tensor in tensors]).mean(dim=0)
+    return total.to(tensors[0].dtype)

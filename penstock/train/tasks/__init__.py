@@ -1,8 +1,8 @@
 """One task for each kind of data."""
 
+from penstock.train.data_sections import Digits, Names, ParallelText, Text
 from penstock.train.recipe import Recipe
 
-from .pictures import PictureTask
 from .task import Task
 
 
@@ -12,4 +12,16 @@ def build_task(recipe: Recipe) -> Task:
     Raises:
         ConfigError: they are not there, or the model is not made for them.
     """
-    return PictureTask.of(recipe)
+    match recipe.data:
+        case Text() as section:
+            from .language import LanguageTask
+
+            return LanguageTask(recipe, section)
+        case Names() | ParallelText() as section:
+            from .translation import TranslationTask
+
+            return TranslationTask(recipe, section)
+        case Digits():
+            from .pictures import PictureTask
+
+            return PictureTask.of(recipe)

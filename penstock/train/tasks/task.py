@@ -110,8 +110,26 @@ class Task(ABC):
     def begin_step(self, model: nn.Module, progress: float) -> None:  # noqa: B027 - few need it
         """Prepare the model for a step; `progress` goes from 0 to 1 over the run."""
 
-    def finish(self, checkpoint: Path, folder: Path) -> str:
-        """Make what is made of a finished run of its last checkpoint, and write it to its folder.
+    def remarks(self) -> Iterator[str]:
+        """Say what is to be known of the data before a run begins."""
+        return iter(())
+
+    def begin(self, folder: Path) -> None:  # noqa: B027 - few need it
+        """Keep what belongs to a run beside it, whenever it begins or goes on.
+
+        Raises:
+            ConfigError: what is kept there is of another run.
+        """
+
+    def check_start(self, folder: Path) -> None:  # noqa: B027 - few need it
+        """See that weights of the run in `folder` mean the same in this one.
+
+        Raises:
+            CheckpointError: they do not.
+        """
+
+    def finish(self, weights: Mapping[str, Tensor], folder: Path) -> str:
+        """Make what is made of a finished run of its weights, and write it to its folder.
 
         Returns:
             What is to be shown.

@@ -1,0 +1,121 @@
+"""Foretell the next token of a text."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock.data.sampler import batch_indices, epoch_order, keyed_generator
+from penstock.data.text import (
+    ByteVocabulary,
+    TextVocabulary,
+    load_text,
+    text_windows,
+    train_text_vocabulary,
+)
+from penstock.errors import RecipeError
+from penstock.train.data_sections import Text
+from penstock.train.layout import check_batches
+from penstock.train.model_sections import Gpt
+from penstock.train.recipe import Recipe
+from penstock.train.run_folder import replace_text
+from penstock.zoo import gpt
+
+from .task import Batch, Measure, Part, Share, Task
+
+SAMPLE = "sample.txt"
+
+
+class LanguageTask(Task):
+    """Reads a text; a sample is a window of it.  The model gives (B, T, tokens)."""
+
+    measures = (
+        Measure("valid_perplexity", "perplexity", "{:.3f}".format),
+        Measure("valid_loss", "validation loss", "{:.4f}".format),
+    )
+
+    def __init__(self, recipe: Recipe, section: Text) -> None:
+        self._recipe, self._section = recipe, section
+        split = load_text(Path(section.path), section.valid_share)
+        self._vocabulary: TextVocabulary = ByteVocabulary()
+        if section.vocabulary_size > self._vocabulary.size:
+            self._vocabulary = train_text_vocabulary(split.train, section.vocabulary_size)
+        self._train = text_windows(split.train, self._vocabulary, section.length)
+        self._valid = text_windows(split.valid, self._vocabulary, section.length)
+        self._prompt = section.prompt or split.valid[: section.length // 4]
+        self.num_test = len(self._valid)
+
+    def check(self, num_replicas: int) -> None:
+        check_batches(self._recipe, len(self._train))
+
+    def make_model(self) -> nn.Module:
+        section = self._recipe.model
+        if not isinstance(section, Gpt):
+            raise RecipeError(
+                f'model.name = "{section.name}" is not made for data.name = "text"; choose gpt'
+            )
+        return gpt(
+            num_layers=section.num_layers,
+            width=section.width,
+            num_heads=section.num_heads,
+            num_words=self._vocabulary.size,
+            max_length=self._section.length,
+            dropout=section.dropout,
+            tied=section.tied,
+        )
+
+    def example(self, num_samples: int) -> Tensor:
+        return self._train.batch(torch.arange(min(num_samples, len(self._train))))[0]
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        smoothing = self._recipe.train.label_smoothing
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), label_smoothing=smoothing)
+
+    def num_steps(self, epoch: int) -> int:
+        return -(-len(self._train) // self._recipe.train.batch_size)
+
+    def batches(self, epoch: int, first: int, share: Share) -> Iterator[Batch]:
+        size = self._recipe.train.batch_size
+        order = epoch_order(len(self._train), self._recipe.train.seed, epoch)
+        for number in range(first, self.num_steps(epoch)):
+            whole = batch_indices(order, number, size)
+            part = Part(*self._train.batch(whole[share(len(whole))]))
+            yield Batch([part], len(whole), is_full=len(whole) == size)
+
+    def tests(self, samples: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        for chosen in torch.tensor(samples).split(self._recipe.train.batch_size):
+            yield self._valid.batch(chosen)
+
+    def tally(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses_BT = F.cross_entropy(outputs.mT.float(), targets, reduction="none")
+        sums_B = losses_BT.to(torch.float64).sum(dim=1)
+        return torch.stack([sums_B, torch.full_like(sums_B, targets.shape[1])], dim=1)
+
+    def scores(self, totals: Sequence[float]) -> Mapping[str, float]:
+        loss = totals[0] / totals[1]
+        return {"valid_perplexity": math.exp(min(loss, 700.0)), "valid_loss": loss}
+
+    def finish(self, weights: Mapping[str, Tensor], folder: Path) -> str:
+        """Let the model go on from the prompt; write that to sample.txt."""
+        if not self._section.sample_length:
+            return ""
+        model = self.make_model().eval()
+        model.load_state_dict(weights)
+        written = self._written(model)
+        replace_text(folder / SAMPLE, written + "\n")
+        return f"{folder / SAMPLE} begins:\n\n{written[:1000]}\n"
+
+    def _written(self, model: nn.Module) -> str:
+        (ids,) = self._vocabulary.encode([self._prompt])
+        if not ids:
+            raise RecipeError("data.prompt is empty; give some text to go on from")
+        generator = keyed_generator(self._recipe.train.seed, "sample")
+        with torch.no_grad():
+            for _ in range(self._section.sample_length):
+                logits_V = model(torch.tensor([ids[-self._section.length :]]))[0, -1]
+                shares_V = (logits_V / self._section.sample_temperature).softmax(0)
+                ids.append(int(torch.multinomial(shares_V, 1, generator=generator)))
+        return self._vocabulary.decode(ids)

@@ -1,0 +1,128 @@
+"""What a translation model is judged by at the end: translations of the texts held out for it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from penstock.data.text import (
+    BOS,
+    EOS,
+    PAD,
+    EncodedPairs,
+    ParallelCorpus,
+    Scores,
+    TextPairs,
+    TextPart,
+    Vocabulary,
+    collate,
+    compare,
+    identity_scores,
+    parts_by_length,
+    score_translations,
+)
+from penstock.train.run_folder import replace_text
+from penstock.zoo import beam_search
+
+_TOKENS_AT_ONCE = 2048
+"""Of sources, padding included; a beam search holds `beam` times as many."""
+Translations = Mapping[str, Sequence[str]]
+
+
+def translate(
+    model: nn.Module,
+    encoded: EncodedPairs,
+    vocabulary: Vocabulary,
+    *,
+    beam: int,
+    length_penalty: float,
+) -> dict[str, list[str]]:
+    """Translate all sources; give the translations by language, in the order of the pairs."""
+    found = [""] * len(encoded)
+    longest = max(_TOKENS_AT_ONCE, int(encoded.lengths_N2.max()))
+    for samples in parts_by_length(encoded.lengths_N2, longest):
+        batch = collate(encoded, samples)
+        most = model.target_embedding.max_length
+        words_BT = beam_search(
+            model,
+            batch.source_BS,
+            max_length=min(most, 2 * batch.source_BS.shape[1] + 10),
+            beam=beam,
+            length_penalty=length_penalty,
+            bos=BOS,
+            eos=EOS,
+            pad=PAD,
+        ).best_BT
+        for sample, row in zip(samples.tolist(), words_BT.tolist(), strict=True):
+            found[sample] = vocabulary.decode(word for word in row if word != PAD)
+    return encoded.by_language(found)
+
+
+def judge(
+    translations: Translations, encoded: EncodedPairs, corpus: ParallelCorpus, folder: Path
+) -> str:
+    """Compare translations with the texts held out, and with copying; write all of it.
+
+    Returns:
+        The means, and where the rest is.
+    """
+    part = kept(encoded, corpus.test)
+    systems = {
+        "copy": identity_scores(part, target=corpus.target),
+        "model": score_translations(translations, part, target=corpus.target),
+    }
+    table = compare(systems)
+    lines = [
+        "\t".join((language, source, reference, translation))
+        for language, pairs in part.items()
+        for source, reference, translation in zip(
+            pairs.sources, pairs.targets, translations[language], strict=True
+        )
+    ]
+    replace_text(folder / "translations.tsv", "\n".join(lines) + "\n")
+    replace_text(folder / "scores.txt", table + "\n")
+    replace_text(folder / "scores.json", json.dumps(_as_json(systems), indent=1) + "\n")
+    _plot(systems, folder / "scores.png")
+    ends = [line for n, line in enumerate(table.splitlines()) if n == 0 or line[:4] == "mean"]
+    return "\n".join([*ends, f"by language: {folder / 'scores.txt'}, scores.png; texts in "
+                      "translations.tsv"])
+
+
+def kept(encoded: EncodedPairs, part: TextPart) -> dict[str, TextPairs]:
+    """Give the pairs that were not left out as too long, as texts."""
+    positions = encoded.by_language(encoded.positions_N.tolist())
+    return {
+        language: TextPairs.of(
+            (part[language].sources[n], part[language].targets[n]) for n in numbers
+        )
+        for language, numbers in positions.items()
+    }
+
+
+def _as_json(systems: Mapping[str, Scores]) -> dict[str, object]:
+    return {
+        name: {language: asdict(score) for language, score in scores.by_language.items()}
+        for name, scores in systems.items()
+    }
+
+
+def _plot(systems: Mapping[str, Scores], path: Path) -> None:
+    """Draw chrF by language, best first; nothing where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure  # an optional dependency, and slow to import
+    except ImportError:
+        return
+    model, copy = systems["model"].by_language, systems["copy"].by_language
+    languages = sorted(model, key=lambda language: -model[language].chrf)
+    figure = Figure(figsize=(max(6.0, 0.18 * len(languages) + 1), 3.6), layout="constrained")
+    axes = figure.subplots()
+    axes.bar(languages, [model[name].chrf for name in languages], label="model")
+    axes.plot(languages, [copy[name].chrf for name in languages], "k_", label="copy of the source")
+    axes.set_ylabel("chrF (test)")
+    axes.set_ylim(0, 100)
+    axes.tick_params(axis="x", rotation=90, labelsize=7)
+    axes.legend()
+    figure.savefig(path, dpi=120)
