@@ -7,13 +7,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from penstock.zoo import amoebanet_b, amoebanet_d, bottleneck_resnet, residual_network, unet
+from penstock.zoo import (
+    amoebanet_b,
+    amoebanet_d,
+    bottleneck_resnet,
+    gpt,
+    gshard_moe,
+    residual_network,
+    transformer_lm,
+    translation_transformer,
+    unet,
+)
 from penstock.zoo.u_net import UNet
 
 BATCH = 9
 """Samples of an example, so that four micro-batches are uneven, and none has one sample only."""
+
+NUM_WORDS = 23
 
 Member = tuple[nn.Module, Any]
 """A model, and what it is called with: `BATCH` samples along dimension 0 of each tensor."""
@@ -52,6 +64,41 @@ def _unet_group_norm() -> Member:
     return model, torch.randn(BATCH, 3, 8, 9)
 
 
+def _words(length: int, num_pads: int = 0) -> Tensor:
+    """Give sentences, of which each but the first ends in up to `num_pads` pads."""
+    generator = torch.Generator().manual_seed(length)
+    found = torch.randint(1, NUM_WORDS, (BATCH, length), generator=generator)
+    for row in range(BATCH):
+        found[row, length - row % (num_pads + 1) :] = 0
+    return found
+
+
+def _scaling_model() -> Member:
+    model = transformer_lm(
+        4, width=16, ff_width=24, num_heads=2, num_words=NUM_WORDS, max_length=8, dropout=0.1
+    )
+    return model, _words(8)
+
+
+def _decoder(*, tied: bool) -> Member:
+    sizes: dict[str, Any] = {"num_layers": 4, "width": 16, "num_heads": 2}
+    model = gpt(**sizes, num_words=NUM_WORDS, max_length=8, dropout=0.1, tied=tied)
+    return model, _words(8)
+
+
+def _translation(**options: Any) -> Member:
+    model = translation_transformer(
+        3, 24, 4, num_words=NUM_WORDS, width=16, head_width=8, dropout=0.1, **options
+    )
+    return model, (_words(7, num_pads=4), _words(6, num_pads=2))
+
+
+def _mixture(*, tied: bool) -> Member:
+    sizes: dict[str, Any] = {"num_layers": 4, "width": 16, "num_heads": 2, "num_experts": 3}
+    model = gshard_moe(**sizes, num_words=NUM_WORDS, max_length=8, dropout=0.1, tied=tied)
+    return model, _words(8)
+
+
 ZOO_MEMBERS: dict[str, Callable[[], Member]] = {
     "residual_network": _residual,
     "amoebanet_d": _amoebanet_d,
@@ -60,6 +107,14 @@ ZOO_MEMBERS: dict[str, Callable[[], Member]] = {
     "wide_resnet": _wide_resnet,
     "unet": _unet,
     "unet, group norm": _unet_group_norm,
+    "transformer_lm": _scaling_model,
+    "gpt, tied": lambda: _decoder(tied=True),
+    "gpt, untied": lambda: _decoder(tied=False),
+    "translation, decoder tied": _translation,
+    "translation, all tied": lambda: _translation(tied="all"),
+    "translation, untied, clipped": lambda: _translation(tied="nothing", logit_clip=0.5),
+    "gshard_moe, tied": lambda: _mixture(tied=True),
+    "gshard_moe, untied": lambda: _mixture(tied=False),
 }
 """Name -> what makes the member; it draws weights and inputs from torch's global generator."""
 

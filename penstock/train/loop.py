@@ -34,7 +34,7 @@ from .meter import Meter
 from .position import Position
 from .recipe import Recipe
 from .run_folder import RunFolder
-from .start import checkpoint_of, mean_weights, start_from
+from .start import mean_weights, start_from
 from .tasks import build_task
 from .tasks.task import Batch
 

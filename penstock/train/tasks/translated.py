@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from penstock.data.text import (
@@ -87,8 +86,9 @@ def judge(
     replace_text(folder / "scores.json", json.dumps(_as_json(systems), indent=1) + "\n")
     _plot(systems, folder / "scores.png")
     ends = [line for n, line in enumerate(table.splitlines()) if n == 0 or line[:4] == "mean"]
-    return "\n".join([*ends, f"by language: {folder / 'scores.txt'}, scores.png; texts in "
-                      "translations.tsv"])
+    return "\n".join(
+        [*ends, f"by language: {folder / 'scores.txt'}, scores.png; texts in translations.tsv"]
+    )
 
 
 def kept(encoded: EncodedPairs, part: TextPart) -> dict[str, TextPairs]:

@@ -194,7 +194,9 @@ class TranslationTask(Task):
         model = self.make_model().eval()
         model.load_state_dict(weights)
         test = encode_part(
-            self._corpus.test, self._vocabulary, max_length=self._section.max_length,
+            self._corpus.test,
+            self._vocabulary,
+            max_length=self._section.max_length,
             too_long="drop",
         )
         section = self._section

@@ -1,0 +1,107 @@
+"""GPT-3's decoder, in the sizes at which Alpa and others measure."""
+
+import math
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention import BlockShape, CausalBlock
+from .checks import check_counts, check_heads, check_rates, sizes_of
+from .drawn import Draws, Linear, normal
+from .words import LearnedEmbedding
+
+_NAME = "gpt"
+_STD = 0.02
+
+GPT_SIZES = {
+    "350M": {"num_layers": 24, "width": 1024, "num_heads": 16},
+    "760M": {"num_layers": 24, "width": 1536, "num_heads": 16},
+    "1.3B": {"num_layers": 24, "width": 2048, "num_heads": 32},
+    "2.6B": {"num_layers": 32, "width": 2560, "num_heads": 32},
+    "6.7B": {"num_layers": 32, "width": 4096, "num_heads": 32},
+    "15B": {"num_layers": 48, "width": 5120, "num_heads": 40},
+    "39B": {"num_layers": 48, "width": 8192, "num_heads": 64},
+}
+"""Those of Alpa's evaluation (Zheng et al. 2022, arXiv 2201.12023, section 8; 760M: its code)."""
+
+
+class GPT(nn.Module):
+    """A decoder; see `gpt`, which makes it."""
+
+    def __init__(self, embedding: LearnedEmbedding, blocks: nn.ModuleList, *, tied: bool) -> None:
+        super().__init__()
+        num_words, width = embedding.words.weight.shape
+        self.embedding, self.blocks = embedding, blocks
+        self.norm = nn.LayerNorm(width)
+        self.head = Linear(width, num_words, normal(_STD), bias=False)
+        if tied:
+            self.head.weight = embedding.words.weight
+
+    def forward(self, words_BT: Tensor) -> Tensor:
+        """Give logits (B, T, words), each of the word that follows."""
+        x_BTD = self.embedding(words_BT)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        logits: Tensor = self.head(self.norm(x_BTD))
+        return logits
+
+
+def gpt(  # noqa: PLR0913 - the front door: each a keyword with a default
+    size: str | None = None,
+    *,
+    num_layers: int | None = None,
+    width: int | None = None,
+    num_heads: int | None = None,
+    num_words: int = 51_200,
+    max_length: int = 1024,
+    dropout: float = 0.1,
+    tied: bool = True,
+) -> GPT:
+    """Build a decoder of the GPT-3 family (Brown et al. 2020, arXiv 2005.14165, section 2.1).
+
+    Words (B, T) -> logits (B, T, num_words).  `size` is one of GPT_SIZES; `num_layers`, `width`
+    and `num_heads` replace what it says, or are given without it.
+
+    - Norms before the sublayers and before the head, learned positions, GELU, feed-forward layers
+      of 4 * width.  GPT-3 also makes every other attention sparse, which Alpa and Megatron leave
+      out; so does this.
+    - GELU is its tanh approximation, which GPT-2's published code computes.
+    - Weights are normal with a standard deviation of 0.02, those that write to the sum divided by
+      sqrt(2 * num_layers), biases 0 (Radford et al. 2019, section 2.3).  For positions GPT-2's
+      code has 0.01 and its later ports 0.02, as here.
+    - `tied` makes the softmax matrix the embedding, as GPT has it.  Alpa could not tie and
+      measured, Megatron as well, with two matrices (tied=False): the names of the sizes are
+      those of the tied models, and "350M" untied has 408M parameters.  The softmax has no bias.
+    - 51,200 words, Alpa's: GPT-2's 50,257 and a few unused, so that many devices can share them.
+
+    Raises:
+        ConfigError: nobody knows `size`; a size is missing or below 1, `dropout` is no share, or
+            heads do not divide the width.
+    """
+    given = {"num_layers": num_layers, "width": width, "num_heads": num_heads}
+    sizes = sizes_of(_NAME, size, GPT_SIZES, given)
+    check_counts(_NAME, **sizes, num_words=num_words, max_length=max_length)
+    check_rates(_NAME, dropout=dropout)
+    check_heads(_NAME, sizes["width"], sizes["num_heads"])
+    return _build(sizes, num_words, max_length, dropout, tied=tied)
+
+
+def _build(
+    sizes: dict[str, int], num_words: int, max_length: int, dropout: float, *, tied: bool
+) -> GPT:
+    width = sizes["width"]
+    shape = BlockShape(
+        width=width,
+        num_heads=sizes["num_heads"],
+        head_width=width // sizes["num_heads"],
+        ff_width=4 * width,
+        dropout=dropout,
+    )
+    embedding = LearnedEmbedding(num_words, width, max_length, dropout, normal(_STD))
+    draws = Draws(read=normal(_STD), write=normal(_STD / math.sqrt(2 * sizes["num_layers"])))
+    blocks = nn.ModuleList(
+        CausalBlock(shape, draws, partial(F.gelu, approximate="tanh"))
+        for _ in range(sizes["num_layers"])
+    )
+    return GPT(embedding, blocks, tied=tied)

@@ -1,0 +1,173 @@
+"""GShard's mixture of experts, as a language model in the sizes at which Alpa measures."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError
+
+from .attention import BlockShape, CausalAttention, CausalBlock
+from .checks import check_counts, check_even, check_heads, check_positive, check_rates, sizes_of
+from .drawn import Draws, Linear, normal, xavier
+from .mixture import Mixture, MixtureShape
+from .words import SinusoidalEmbedding
+
+_NAME = "gshard_moe"
+
+GSHARD_SIZES = {
+    "380M": {"num_layers": 8, "width": 768, "num_heads": 16, "num_experts": 8},
+    "690M": {"num_layers": 8, "width": 768, "num_heads": 16, "num_experts": 16},
+    "1.3B": {"num_layers": 16, "width": 768, "num_heads": 16, "num_experts": 16},
+    "2.4B": {"num_layers": 16, "width": 1024, "num_heads": 16, "num_experts": 16},
+    "10B": {"num_layers": 16, "width": 1536, "num_heads": 16, "num_experts": 32},
+    "27B": {"num_layers": 16, "width": 2048, "num_heads": 16, "num_experts": 48},
+    "70B": {"num_layers": 32, "width": 2048, "num_heads": 16, "num_experts": 64},
+}
+"""Those of Alpa's evaluation (Zheng et al. 2022, arXiv 2201.12023, section 8)."""
+
+
+class MixtureBlock(nn.Module):
+    """Causal attention, then a mixture of experts."""
+
+    def __init__(self, shape: BlockShape, mixture: MixtureShape, draws: Draws) -> None:
+        super().__init__()
+        self.attention = CausalAttention(shape, draws)
+        self.norm = nn.LayerNorm(shape.width)
+        self.mixture = Mixture(mixture, draws, F.relu)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Give (B, T, D) for (B, T, D), and the balance loss of the mixture."""
+        x_BTD = self.attention(x_BTD)
+        added_BTD, balance = self.mixture(self.norm(x_BTD))
+        return x_BTD + self.dropout(added_BTD), balance
+
+
+class GShard(nn.Module):
+    """A language model with mixtures of experts; see `gshard_moe`, which makes it."""
+
+    def __init__(
+        self, embedding: SinusoidalEmbedding, blocks: nn.ModuleList, *, tied: bool
+    ) -> None:
+        super().__init__()
+        num_words, width = embedding.words.weight.shape
+        self.embedding, self.blocks = embedding, blocks
+        self.norm = nn.LayerNorm(width)
+        self.head = Linear(width, num_words, normal(1 / embedding.scale), bias=False)
+        if tied:
+            self.head.weight = embedding.words.weight
+
+    def forward(self, words_BT: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Give logits (B, T, words), in training with the balance losses of all mixtures."""
+        x_BTD = self.embedding(words_BT)
+        balance = x_BTD.new_zeros((), dtype=torch.float32)
+        for block in self.blocks:
+            if isinstance(block, MixtureBlock):
+                x_BTD, own_balance = block(x_BTD)
+                balance = balance + own_balance
+            else:
+                x_BTD = block(x_BTD)
+        logits: Tensor = self.head(self.norm(x_BTD))
+        return (logits, balance) if self.training else logits
+
+
+def gshard_moe(  # noqa: PLR0913 - the front door: each a keyword with a default
+    size: str | None = None,
+    *,
+    num_layers: int | None = None,
+    width: int | None = None,
+    num_heads: int | None = None,
+    num_experts: int | None = None,
+    num_words: int = 32_000,
+    max_length: int = 1024,
+    capacity_factor: float = 1.0,
+    random_second: bool = True,
+    dropout: float = 0.1,
+    tied: bool = True,
+) -> GShard:
+    """Build a language model with experts (GShard, Lepikhin et al. 2020, arXiv 2006.16668).
+
+    Words (B, T) -> (logits (B, T, num_words), balance loss) in training, logits in evaluation.
+    The balance loss is a scalar, the sum over all mixtures; add it to the loss, times a weight
+    such as 0.01.  `size` is one of GSHARD_SIZES; `num_layers`, `width`, `num_heads` and
+    `num_experts` replace what it says, or are given without it.
+
+    - Every other block has a mixture of experts for its feed-forward layer: the second, the
+      fourth and so on.  All experts have parameters of their own.
+    - GShard translates, with an encoder and a decoder.  Alpa measures language models, and so is
+      this.
+    - Feed-forward layers, experts or not, are 8 * width wide: that is GShard's ratio, and the only
+      one with which the sizes have the parameters that their names say, with `tied` embeddings.
+    - A group, which shares an expert's places, is one sequence: then the results do not depend on
+      what else is in a micro-batch.  (GShard cuts all positions of a batch into equal groups.)
+    - `capacity_factor` 1 is the paper's: places for 2 * T / E positions of each group.  What finds
+      no place passes by, on the way around the sublayer.
+    - `random_second`: in training, the second expert sees a position with a chance of twice its
+      weight, as in the paper; otherwise always.  In evaluation always.  Off, there is less noise,
+      and more positions that find no place.
+    - Second choices take their places after all first choices of the sequence, later ones too: in
+      this one way, which GShard's decoder has as well, a position knows something of the future.
+    - Norms stand before the sublayers, weights are drawn by Xavier's rule and positions are
+      sinusoids, as in `transformer_lm`: the paper does not say.
+
+    Raises:
+        ConfigError: nobody knows `size`; a size is missing or below 1 (2 for layers and experts), a
+            share or the capacity factor is none, heads do not divide the width, or it is odd.
+    """
+    given = {
+        "num_layers": num_layers,
+        "width": width,
+        "num_heads": num_heads,
+        "num_experts": num_experts,
+    }
+    sizes = sizes_of(_NAME, size, GSHARD_SIZES, given)
+    check_counts(_NAME, **sizes, num_words=num_words, max_length=max_length)
+    check_rates(_NAME, dropout=dropout)
+    check_positive(_NAME, capacity_factor=capacity_factor)
+    check_heads(_NAME, sizes["width"], sizes["num_heads"])
+    check_even(_NAME, sizes["width"])
+    _check_mixtures(sizes["num_layers"], sizes["num_experts"])
+    block = BlockShape(
+        width=sizes["width"],
+        num_heads=sizes["num_heads"],
+        head_width=sizes["width"] // sizes["num_heads"],
+        ff_width=8 * sizes["width"],
+        dropout=dropout,
+    )
+    mixture = MixtureShape(
+        width=sizes["width"],
+        ff_width=8 * sizes["width"],
+        num_experts=sizes["num_experts"],
+        capacity_factor=capacity_factor,
+        random_second=random_second,
+    )
+    embedding = SinusoidalEmbedding(num_words, sizes["width"], max_length, dropout)
+    return _build(sizes["num_layers"], embedding, block, mixture, tied=tied)
+
+
+def _check_mixtures(num_layers: int, num_experts: int) -> None:
+    if num_experts < 2:
+        raise ConfigError(
+            f"{_NAME}: num_experts={num_experts}, but each position goes to two; give at least 2"
+        )
+    if num_layers < 2:
+        raise ConfigError(
+            f"{_NAME}: num_layers={num_layers}, but it is each second layer that has experts; "
+            "give at least 2"
+        )
+
+
+def _build(
+    num_layers: int,
+    embedding: SinusoidalEmbedding,
+    block: BlockShape,
+    mixture: MixtureShape,
+    *,
+    tied: bool,
+) -> GShard:
+    draws = Draws(read=xavier(), write=xavier())
+    blocks = nn.ModuleList(
+        MixtureBlock(block, mixture, draws) if number % 2 else CausalBlock(block, draws, F.relu)
+        for number in range(num_layers)
+    )
+    return GShard(embedding, blocks, tied=tied)
