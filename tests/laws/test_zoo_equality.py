@@ -84,18 +84,15 @@ def layers_of(model: nn.Module, inputs: Any) -> Any:
     return penstock.capture(model, inputs, blocks, check=False)  # compared here, more closely
 
 
-def piped(name: str, run: Run) -> Tensors:
+def piped(name: str, num_microbatches: int, **options: Any) -> Tensors:
     """Train a member as a pipeline."""
     model, inputs = make(name)
     with penstock.Pipeline(
         layers_of(model, inputs),
-        num_stages=run.num_stages,
-        num_microbatches=run.num_microbatches,
-        schedule=run.schedule,
-        recompute=run.recompute,
-        transport=run.transport,
+        num_microbatches=num_microbatches,
         loss=loss,
         threads_per_stage=1,
+        **options,
     ) as pipe:
         return trained(model, inputs, pipe.train_step, pipe.eval_step)
 
@@ -179,9 +176,21 @@ FEW = [
 ]
 
 
+def check(name: str, run: Run) -> None:
+    found = piped(
+        name,
+        run.num_microbatches,
+        num_stages=run.num_stages,
+        schedule=run.schedule,
+        recompute=run.recompute,
+        transport=run.transport,
+    )
+    assert_equal(found, whole(name, run.num_microbatches))
+
+
 @pytest.mark.parametrize(("name", "run"), FEW)
 def test_a_member_trains_cut_as_it_does_whole(name: str, run: Run) -> None:
-    assert_equal(piped(name, run), whole(name, run.num_microbatches))
+    check(name, run)
 
 
 @pytest.mark.slow
@@ -189,7 +198,14 @@ def test_a_member_trains_cut_as_it_does_whole(name: str, run: Run) -> None:
 @pytest.mark.parametrize("name", ZOO_MEMBERS)
 def test_a_member_trains_cut_as_it_does_whole_in_every_way(name: str, num_stages: int) -> None:
     for run in every_run(num_stages):
-        assert_equal(piped(name, run), whole(name, run.num_microbatches))
+        check(name, run)
+
+
+@pytest.mark.parametrize("name", ZOO_MEMBERS)
+def test_each_layer_of_a_member_may_be_a_stage(name: str) -> None:
+    """One of training only, too: in evaluation that stage has nothing to do."""
+    partition = [1] * len(layers_of(*make(name)))
+    assert_equal(piped(name, MOST, partition=partition), whole(name, MOST))
 
 
 @pytest.mark.parametrize("name", ZOO_MEMBERS)
