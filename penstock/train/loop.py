@@ -34,7 +34,7 @@ from .meter import Meter
 from .position import Position
 from .recipe import Recipe
 from .run_folder import RunFolder
-from .start import mean_weights, start_from
+from .start import mean_weights, run_of, start_from
 from .tasks import build_task
 from .tasks.task import Batch
 
@@ -60,6 +60,8 @@ class Trainer:
         self._example: tuple[Any, Any] | None = None
         inputs, _ = self.example_part()
         self.pipe = build_pipeline(recipe, self.task, layers, inputs, self.mesh)
+        if recipe.start.checkpoint:
+            self.task.check_start(run_of(recipe.start))
         start_from(recipe.start, self.pipe, list(self.model.state_dict()))
         self.optimizer = build_optimizer(recipe, self.pipe)
         decay = recipe.train.average_decay

@@ -60,8 +60,8 @@ class TranslationTransformer(Section):
     """The width of one attention head."""
     dropout: Share = 0.1
     """Share that is dropped behind attention and feed-forward layers."""
-    tied: bool = True
-    """Whether source words, target words and the output share one matrix."""
+    tied: Literal["all", "decoder", "nothing"] = "all"
+    """Which matrices are one: source words, target words and output, or the last two."""
     logit_clip: Above0 | None = None
     """Clamp the logits to this magnitude while training; left out: never."""
     depth_scaled: bool = True

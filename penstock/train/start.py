@@ -53,6 +53,12 @@ def start_from(start: Start, pipe: Pipeline, names: list[str]) -> None:
             own[name].copy_(tensor)
 
 
+def run_of(start: Start) -> Path:
+    """Give the folder of the run that is started from."""
+    path = Path(start.checkpoint)
+    return path if (path / RECIPE).is_file() else path.parent.parent
+
+
 def _checkpoint(path: Path) -> Path:
     """Give the checkpoint that a path means."""
     if (path / RECIPE).is_file():

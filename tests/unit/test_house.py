@@ -103,8 +103,8 @@ def may_import(importer: str, imported: str) -> bool:
     """Say whether LAYERS lets the part `importer` take something from the part `imported`."""
     if importer == imported:
         return True
-    if importer in SELF_CONTAINED:
-        return imported == "errors"
+    if importer in TAKES_ONLY:
+        return imported in TAKES_ONLY[importer]
     height = {part: line for line, parts in enumerate(LAYERS) for part in parts}
     return height[imported] < height[importer]
 

@@ -85,16 +85,16 @@ def open_pictures(recipe: Recipe) -> Pictures:
     Raises:
         ConfigError: they cannot be read.
     """
-    match recipe.data:
-        case Digits() as d:
-            return digit_pictures(
-                d.labels,
-                size=d.size,
-                train_share=d.train_share,
-                test_share=d.test_share,
-                max_shift=d.max_shift,
-                seed=d.seed,
-            )
+    d = recipe.data
+    assert isinstance(d, Digits)
+    return digit_pictures(
+        d.labels,
+        size=d.size,
+        train_share=d.train_share,
+        test_share=d.test_share,
+        max_shift=d.max_shift,
+        seed=d.seed,
+    )
 
 
 def make_network(recipe: Recipe, pictures: Pictures) -> nn.Module:

@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from torch import nn
-
 from penstock.data.text import (
     BOS,
     EOS,
@@ -25,6 +23,7 @@ from penstock.data.text import (
 )
 from penstock.train.run_folder import replace_text
 from penstock.zoo import beam_search
+from penstock.zoo.translation.model import TranslationTransformer
 
 _TOKENS_AT_ONCE = 2048
 """Of sources, padding included; a beam search holds `beam` times as many."""
@@ -32,7 +31,7 @@ Translations = Mapping[str, Sequence[str]]
 
 
 def translate(
-    model: nn.Module,
+    model: TranslationTransformer,
     encoded: EncodedPairs,
     vocabulary: Vocabulary,
     *,
@@ -44,11 +43,10 @@ def translate(
     longest = max(_TOKENS_AT_ONCE, int(encoded.lengths_N2.max()))
     for samples in parts_by_length(encoded.lengths_N2, longest):
         batch = collate(encoded, samples)
-        most = model.target_embedding.max_length
         words_BT = beam_search(
             model,
             batch.source_BS,
-            max_length=min(most, 2 * batch.source_BS.shape[1] + 10),
+            max_length=min(model.target_embedding.max_length, 2 * batch.source_BS.shape[1] + 10),
             beam=beam,
             length_penalty=length_penalty,
             bos=BOS,

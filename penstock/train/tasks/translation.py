@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.data.text import (
@@ -28,6 +28,7 @@ from penstock.train.data_sections import Names, ParallelText, TranslatedSection
 from penstock.train.model_sections import TranslationTransformer
 from penstock.train.recipe import Recipe
 from penstock.zoo import smoothed_cross_entropy, translation_transformer
+from penstock.zoo.translation.model import TranslationTransformer as Translator
 
 from .task import Batch, Measure, Part, Share, Task
 from .translated import judge, translate
@@ -105,7 +106,7 @@ class TranslationTask(Task):
             other = Vocabulary.load(folder / VOCABULARY)
             self._vocabulary.check_fits(size=other.size, digest=other.digest)
 
-    def make_model(self) -> nn.Module:
+    def make_model(self) -> Translator:
         section = self._recipe.model
         if not isinstance(section, TranslationTransformer):
             raise RecipeError(
