@@ -92,7 +92,7 @@ class Windows:
     length: int
 
     def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.length
+        return max(0, len(self.tokens) - 1) // self.length
 
     def batch(self, windows: Tensor) -> tuple[Tensor, Tensor]:
         """Give windows (int64, (B,)), and the token that follows each token: int64, (B, T)."""

@@ -120,7 +120,8 @@ class Vocabulary:
             tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises no narrower class
             raise ConfigError(f"{path} holds no vocabulary: {error}") from None
-        if tuple(map(tokenizer.id_to_token, range(4))) != SPECIAL_TOKENS:
+        added = tokenizer.get_added_tokens_decoder()
+        if any(n not in added or added[n].content != t for n, t in enumerate(SPECIAL_TOKENS)):
             raise ConfigError(
                 f"{path} holds a vocabulary whose first tokens are not "
                 f"{' '.join(SPECIAL_TOKENS)}; give one that Penstock trained"

@@ -1,0 +1,215 @@
+"""Parallel text in files: found by OPUS's names, read line by line, and refused early if wrong."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from penstock.data.text import ParallelCorpus, TextPairs, load_parallel
+from penstock.errors import ConfigError
+
+
+def write(path: Path, *lines: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = "".join(f"{line}\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+@pytest.fixture
+def german(tmp_path: Path) -> Path:
+    write(tmp_path / "Books.de-en.de", "Haus", "Baum")
+    write(tmp_path / "Books.de-en.en", "house", "tree")
+    return tmp_path
+
+
+def test_line_n_belongs_to_line_n(german: Path) -> None:
+    corpus = load_parallel(german)
+    assert corpus.languages == ("de",) and corpus.target == "en"
+    assert corpus.train == {"de": TextPairs(("Haus", "Baum"), ("house", "tree"))}
+    assert corpus.valid == {} and corpus.test == {}
+
+
+def test_any_of_the_two_languages_can_be_the_target(german: Path) -> None:
+    assert load_parallel(german, target="de").train == {
+        "en": TextPairs(("house", "tree"), ("Haus", "Baum"))
+    }
+
+
+def test_compressed_files_and_more_corpora_of_one_language_are_read_too(german: Path) -> None:
+    write(german / "more" / "Wiki.de-en.de.gz", "Straße")
+    write(german / "more" / "Wiki.de-en.en", "street")
+    assert load_parallel(german).train["de"].targets == ("house", "tree", "street")
+
+
+@pytest.mark.parametrize(
+    ("stem", "part"),
+    [
+        ("opus.de-en-train", "train"),
+        ("opus.de-en-dev", "valid"),
+        ("opus.de-en-test", "test"),
+        ("test.de-en", "test"),
+        ("news-validation.de-en", "valid"),
+        ("dev/opus.de-en", "valid"),
+        ("de-en/test/opus.de-en", "test"),
+        ("contest.de-en", "train"),
+        ("de-en", "train"),
+    ],
+)
+def test_a_word_in_the_name_or_a_folder_says_what_text_is_for(
+    tmp_path: Path, stem: str, part: str
+) -> None:
+    write(tmp_path / f"{stem}.de", "Haus")
+    write(tmp_path / f"{stem}.en", "house")
+    corpus = load_parallel(tmp_path)
+    found = {"train": corpus.train, "valid": corpus.valid, "test": corpus.test}
+    assert found.pop(part) == {"de": TextPairs(("Haus",), ("house",))}
+    assert list(found.values()) == [{}, {}]
+
+
+def test_other_files_are_left_alone(german: Path) -> None:
+    for name in ("README", "LICENSE.txt", "Books.de-en.ids", "Books.de-en.xml.gz"):
+        write(german / name, "not text")
+    write(german / "Books.de-fr.de", "other languages lack nothing here")
+    assert len(load_parallel(german).train["de"]) == 2
+
+
+def test_pairs_with_an_empty_side_are_left_out_and_counted(tmp_path: Path) -> None:
+    write(tmp_path / "x.de-en.de", "Haus", "", "  \t", "Baum", "")
+    write(tmp_path / "x.de-en.en", " house\r", "empty", "blank", "", "")
+    corpus = load_parallel(tmp_path)
+    assert corpus.train == {"de": TextPairs(("Haus",), ("house",))}
+    assert corpus.num_skipped == {"de": 4}
+
+
+def test_only_line_feeds_end_lines(tmp_path: Path) -> None:
+    write(tmp_path / "x.de-en.de", "eins\u2028zwei\x0bdrei")
+    (tmp_path / "x.de-en.en").write_text("one two three")
+    assert load_parallel(tmp_path).train["de"].sources == ("eins\u2028zwei\x0bdrei",)
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    for language in ("de", "fr"):
+        write(
+            tmp_path / f"x.{language}-en.{language}",
+            *(f"{language} {n % 900}" for n in range(1000)),
+        )
+        write(tmp_path / f"x.{language}-en.en", *(f"text {n % 900}" for n in range(1000)))
+    write(tmp_path / "x.en-fr-test.fr", "quatre")
+    write(tmp_path / "x.en-fr-test.en", "four")
+    return tmp_path
+
+
+def test_held_out_pairs_come_from_training_where_there_are_no_files(large: Path) -> None:
+    corpus = load_parallel(large, held_out_share=0.1)
+    assert corpus.test["fr"].sources == ("quatre",)
+    for part in (corpus.valid["fr"], corpus.valid["de"], corpus.test["de"]):
+        assert 50 < len(part) < 200
+    assert sum(len(part["de"]) for part in (corpus.train, corpus.valid, corpus.test)) == 1000
+    assert len(corpus.train["fr"]) + len(corpus.valid["fr"]) == 1000
+
+
+def test_equal_pairs_are_never_on_both_sides_of_the_split(large: Path) -> None:
+    corpus = load_parallel(large, ["de"], held_out_share=0.1)
+    trained = set(zip(corpus.train["de"].sources, corpus.train["de"].targets, strict=True))
+    held_out = set(corpus.valid["de"].sources) | set(corpus.test["de"].sources)
+    assert {source for source, _ in trained}.isdisjoint(held_out)
+    assert len(trained) + len(held_out) == 900
+
+
+def test_the_seed_decides_what_is_held_out(large: Path) -> None:
+    def test_part(seed: int) -> TextPairs:
+        return load_parallel(large, ["de"], held_out_share=0.1, seed=seed).test["de"]
+
+    assert test_part(0) == test_part(0)
+    assert test_part(0) != test_part(1)
+
+
+def test_fewer_languages_of_a_corpus_are_the_same_pairs(large: Path) -> None:
+    corpus = load_parallel(large, held_out_share=0.1)
+    one = corpus.only(["de"])
+    assert one.languages == ("de",) and one.test == {"de": corpus.test["de"]}
+    assert one == load_parallel(large, ["de"], held_out_share=0.1)
+    with pytest.raises(ConfigError, match="no language 'it' in the corpus; there is de, fr"):
+        corpus.only(["it"])
+
+
+def test_a_corpus_prints_its_sizes() -> None:
+    pairs = TextPairs(("a",) * 1200, ("b",) * 1200)
+    corpus = ParallelCorpus(
+        target="en", train={"de": pairs, "fr": pairs}, valid={}, test={"de": pairs}, num_skipped={}
+    )
+    assert str(corpus) == "2 languages to en: train 2,400, valid 0, test 1,200 pairs"
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere does not exist; give the folder"):
+        load_parallel(tmp_path / "nowhere")
+    write(tmp_path / "file")
+    with pytest.raises(ConfigError, match="file is a file; give the folder"):
+        load_parallel(tmp_path / "file")
+
+
+def test_a_folder_without_pairs_is_refused_and_told_how_to_name_them(tmp_path: Path) -> None:
+    write(tmp_path / "german.txt", "Haus")
+    with pytest.raises(ConfigError, match=r"but german.txt; name the files CORPUS.de-en.de and"):
+        load_parallel(tmp_path)
+
+
+def test_unknown_languages_are_refused(german: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no language 'fr', 'it' in .*; there is de$"):
+        load_parallel(german, ["fr", "de", "it"])
+
+
+def test_a_file_without_its_other_side_is_refused(german: Path) -> None:
+    write(german / "Wiki.de-en.de", "Straße")
+    with pytest.raises(ConfigError, match=r"Wiki.de-en.de lacks its other side, .*Wiki.de-en.en"):
+        load_parallel(german)
+
+
+def test_a_file_that_is_there_twice_is_refused(german: Path) -> None:
+    write(german / "Books.de-en.de.gz", "Haus", "Baum")
+    with pytest.raises(ConfigError, match=r"Books.de-en.de.gz is there both plain and compressed"):
+        load_parallel(german)
+
+
+def test_words_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "train" / "x.de-en-test.de", "Haus")
+    with pytest.raises(ConfigError, match="is named for test and train; rename"):
+        load_parallel(tmp_path)
+
+
+def test_different_numbers_of_lines_are_refused_with_all_files(german: Path) -> None:
+    write(german / "Wiki.de-en.de", "a", "b", "")
+    write(german / "Wiki.de-en.en", "a")
+    write(german / "Wiki.en-fr.fr")
+    write(german / "Wiki.en-fr.en", "a")
+    with pytest.raises(ConfigError) as raised:
+        load_parallel(german)
+    assert [line.partition(";")[0] for line in str(raised.value).splitlines()] == [
+        f"{german}/Wiki.de-en.de has 3 lines and {german}/Wiki.de-en.en has 1",
+        f"{german}/Wiki.en-fr.fr has 0 lines and {german}/Wiki.en-fr.en has 1",
+    ]
+
+
+def test_text_that_is_not_utf_8_is_refused_with_its_line(german: Path) -> None:
+    (german / "Books.de-en.de").write_bytes("Haus\nBäume\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"Books.de-en.de, line 2: byte 1 of the line is not"):
+        load_parallel(german)
+
+
+def test_a_damaged_file_is_refused(german: Path) -> None:
+    for name in ("Books.de-en.de", "Books.de-en.en"):
+        (german / name).unlink()
+    write(german / "Books.de-en.en", "house")
+    whole = gzip.compress(b"Haus\n" * 1000)
+    for damaged in (whole[:-12], b"no gzip", whole[:20] + b"\xff" * 20 + whole[40:]):
+        (german / "Books.de-en.de.gz").write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"Books.de-en.de.gz, after line \d+: .*; get the"):
+            load_parallel(german)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, -1.0])
+def test_a_share_that_leaves_little_to_learn_from_is_refused(german: Path, share: float) -> None:
+    with pytest.raises(ConfigError, match=f"held_out_share={share}: give a share between"):
+        load_parallel(german, held_out_share=share)
