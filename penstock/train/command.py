@@ -262,6 +262,8 @@ def _as_layout(old: Recipe, new: Recipe) -> str:
 
 
 def _run(trainer: Trainer, folder: RunFolder, console: Console, interrupt: Interrupt) -> Summary:
+    for remark in trainer.task.remarks():
+        console.print(remark, highlight=False, markup=False, soft_wrap=True)
     console.print(str(trainer.pipe), highlight=False, markup=False, soft_wrap=True)
     start_s = time.perf_counter()
     num_epochs = trainer.recipe.train.epochs

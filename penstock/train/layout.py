@@ -122,7 +122,7 @@ def check_batches(recipe: Recipe, num_samples: int) -> None:
     Raises:
         RecipeError: the last one has too few.
     """
-    size, num_replicas = recipe.train.batch_size, recipe.pipeline.num_replicas
+    size, num_replicas = recipe.batch_size, recipe.pipeline.num_replicas
     last = num_samples % size or size
     if last < num_replicas:
         raise RecipeError(

@@ -12,7 +12,7 @@ from penstock.errors import ConfigError
 from penstock.schedules.names import SCHEDULE_NAMES, named_schedule
 from penstock.types import Recompute
 
-from .data_sections import DataSection
+from .data_sections import DataSection, Names, ParallelText
 from .model_sections import ModelSection
 from .optimizer_sections import Cosine, InverseSqrt, LearningRate, Optimizer
 from .section import Count, Section, Seed, Share, Words, one_of
@@ -97,8 +97,9 @@ class TrainSection(Section):
 
     epochs: Count
     """How often every training sample is seen."""
-    batch_size: Count
-    """Samples of a step, N; the last step of an epoch takes what is left."""
+    batch_size: Count | None = None
+    """Samples of a step, N; the last step of an epoch takes what is left.  Parallel text counts
+    tokens instead (data.tokens_per_step), and leaves this out."""
     precision: Annotated[str, AfterValidator(one_of(list(PRECISIONS)))] = "float32"
     """What operators compute in where autocast finds it safe; float16 scales the loss."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None
@@ -147,6 +148,24 @@ class Recipe(Section):
     ] = Cosine()
     train: TrainSection
     start: Start = Start()
+
+    @property
+    def batch_size(self) -> int:
+        """N, where samples are counted."""
+        assert self.train.batch_size is not None
+        return self.train.batch_size
+
+    @model_validator(mode="after")
+    def _counts_samples_or_tokens(self) -> Self:
+        counts_tokens = isinstance(self.data, Names | ParallelText)
+        if counts_tokens and self.train.batch_size is not None:
+            raise ValueError(
+                f"train.batch_size = {self.train.batch_size} counts samples, and data.name = "
+                f'"{self.data.name}" counts tokens (data.tokens_per_step); leave it out'
+            )
+        if not counts_tokens and self.train.batch_size is None:
+            raise ValueError("the key train.batch_size is missing")
+        return self
 
     @model_validator(mode="after")
     def _averages_exist(self) -> Self:

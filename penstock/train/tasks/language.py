@@ -75,10 +75,10 @@ class LanguageTask(Task):
         return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), label_smoothing=smoothing)
 
     def num_steps(self, epoch: int) -> int:
-        return -(-len(self._train) // self._recipe.train.batch_size)
+        return -(-len(self._train) // self._recipe.batch_size)
 
     def batches(self, epoch: int, first: int, share: Share) -> Iterator[Batch]:
-        size = self._recipe.train.batch_size
+        size = self._recipe.batch_size
         order = epoch_order(len(self._train), self._recipe.train.seed, epoch)
         for number in range(first, self.num_steps(epoch)):
             whole = batch_indices(order, number, size)
@@ -86,7 +86,7 @@ class LanguageTask(Task):
             yield Batch([part], len(whole), is_full=len(whole) == size)
 
     def tests(self, samples: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        for chosen in torch.tensor(samples).split(self._recipe.train.batch_size):
+        for chosen in torch.tensor(samples).split(self._recipe.batch_size):
             yield self._valid.batch(chosen)
 
     def tally(self, outputs: Tensor, targets: Tensor) -> Tensor:

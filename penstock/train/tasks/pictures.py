@@ -56,15 +56,15 @@ class PictureTask(Task):
         return main + model.auxiliary_weight * auxiliary
 
     def num_steps(self, epoch: int) -> int:
-        return -(-self._pictures.num_train // self._recipe.train.batch_size)
+        return -(-self._pictures.num_train // self._recipe.batch_size)
 
     def batches(self, epoch: int, first: int, share: Share) -> Iterator[Batch]:
-        size, seed = self._recipe.train.batch_size, self._recipe.train.seed
+        size, seed = self._recipe.batch_size, self._recipe.train.seed
         for inputs, targets, count in self._pictures.batches(seed, epoch, first, size, share):
             yield Batch([Part(inputs, targets)], count, is_full=count == size)
 
     def tests(self, samples: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        return self._pictures.tests(samples, self._recipe.train.batch_size)
+        return self._pictures.tests(samples, self._recipe.batch_size)
 
     def tally(self, outputs: Tensor, targets: Tensor) -> Tensor:
         best = outputs.topk(self._top, dim=1).indices == targets[:, None]

@@ -1,0 +1,250 @@
+"""Runs on text that stop and go on are those that never stopped, in every other layout."""
+
+import io
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from penstock.errors import CheckpointError, ConfigError, RecipeError
+from penstock.train.command import Request, resume_run, start_run
+from penstock.train.display import Display
+from penstock.train.interrupt import Interrupt
+from penstock.train.loop import Trainer
+from penstock.train.read_recipe import read_recipe, recipe_to_toml
+from penstock.train.run_folder import RunFolder, create
+
+NAMES = """
+[model]
+name = "translation_transformer"
+num_layers = 1
+ff_width = 24
+num_heads = 2
+width = 16
+head_width = 8
+
+[data]
+name = "names"
+languages = ["de", "nl", "uk"]
+kinds = ["territories"]
+low_resource = ["uk"]
+low_resource_pairs = 9
+vocabulary_size = 300
+tokens_per_step = 2048
+tokens_per_part = 1024
+max_length = 40
+beam = 2
+
+[pipeline]
+num_stages = 2
+num_microbatches = 3
+
+[optimizer]
+name = "adafactor"
+lr = 0.02
+
+[learning_rate]
+name = "inverse_sqrt"
+warmup_steps = 4
+
+[train]
+epochs = 2
+label_smoothing = 0.1
+checkpoint_every = 3
+keep_checkpoints = 99
+average_checkpoints = 2
+log_every = 1
+"""
+TEXT = """
+[model]
+name = "gpt"
+num_layers = 2
+width = 16
+num_heads = 2
+
+[data]
+name = "text"
+path = "PATH"
+vocabulary_size = 300
+length = 16
+valid_share = 0.1
+sample_length = 12
+
+[pipeline]
+num_stages = 2
+num_microbatches = 2
+
+[optimizer]
+name = "adamw"
+lr = 0.01
+
+[train]
+epochs = 2
+batch_size = 24
+average_decay = 0.9
+log_every = 1
+checkpoint_every = 99
+"""
+
+
+def quiet() -> Console:
+    """Make a console that nobody reads."""
+    return Console(file=io.StringIO())
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("recipes")
+    text = "".join(f"line {n}: {n * n} is the square of {n}.\n" for n in range(160))
+    (folder / "text.txt").write_text(text)
+    found = {"names": NAMES, "text": TEXT.replace("PATH", str(folder / "text.txt"))}
+    for name, content in found.items():
+        (folder / f"{name}.toml").write_text(content)
+    return {name: folder / f"{name}.toml" for name in found}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    recipes: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    folders = {name: tmp_path_factory.mktemp("runs") / name for name in recipes}
+    for name, recipe in recipes.items():
+        assert start_run(Request(recipe, [], folders[name]), quiet(), Interrupt()).finished
+    return folders
+
+
+def curve(folder: Path) -> list[dict[str, Any]]:
+    """Read the metrics but for those that a clock decides."""
+    lines = RunFolder(folder).read_metrics()
+    return [{k: v for k, v in line.items() if k != "samples_per_s"} for line in lines]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Read the newest checkpoint's model and optimizer."""
+    newest = RunFolder(folder).checkpoints()[-1]
+    return load_file(newest / "model.safetensors") | load_file(newest / "optimizer.safetensors")
+
+
+@pytest.mark.parametrize("stop", [1, 4, 9])
+@pytest.mark.parametrize("name", ["names", "text"])
+@pytest.mark.parametrize(
+    "changes",
+    [["pipeline.num_stages=1"], ["pipeline.num_stages=3", "pipeline.schedule=one_f_one_b"]],
+    ids=" ".join,
+)
+def test_it_goes_on_bit_by_bit(
+    recipes: dict[str, Path],
+    uninterrupted: dict[str, Path],
+    tmp_path: Path,
+    name: str,
+    stop: int,
+    changes: list[str],
+) -> None:
+    recipe, interrupt = read_recipe(recipes[name]), Interrupt()
+    folder = create(tmp_path / "run", recipe_to_toml(recipe))
+
+    class Stop(Display):
+        def show_step(self, position: Any, meter: Any) -> None:
+            interrupt.number = signal.SIGINT if position.step >= stop else 0
+
+    with Trainer(recipe) as trainer:
+        trainer.run(folder, Stop(quiet(), 2, 9, trainer.task), interrupt)
+        assert trainer.position.step == stop and not trainer.finished
+    assert resume_run(Request(None, changes, folder.path), quiet(), Interrupt()).finished
+    assert curve(folder.path) == curve(uninterrupted[name])
+    found, expected = tensors(folder.path), tensors(uninterrupted[name])
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    made = {"names": "translations.tsv", "text": "sample.txt"}[name]
+    if name == "text" or stop % 3 == 0:  # elsewhere, the mean is of another checkpoint too
+        assert (folder.path / made).read_text() == (uninterrupted[name] / made).read_text()
+
+
+def test_what_is_made_of_a_translation_run(uninterrupted: dict[str, Path]) -> None:
+    folder = uninterrupted["names"]
+    lines = [line.split("\t") for line in (folder / "translations.tsv").read_text().splitlines()]
+    assert {line[0] for line in lines} == {"de", "nl", "uk"}
+    assert all(len(line) == 4 for line in lines)
+    scores = json.loads((folder / "scores.json").read_text())
+    assert scores.keys() == {"copy", "model"}
+    assert scores["copy"]["nl"]["chrf"] > scores["copy"]["uk"]["chrf"]  # one alphabet, two
+    assert (folder / "scores.png").read_bytes()[:4] == b"\x89PNG"
+    assert (folder / "vocabulary.json").is_file()
+
+
+def test_a_run_learns(uninterrupted: dict[str, Path]) -> None:
+    for folder in uninterrupted.values():
+        losses = [line["valid_loss"] for line in curve(folder) if line["kind"] == "epoch"]
+        assert losses[-1] < losses[0]
+    last = curve(uninterrupted["text"])[-1]
+    assert last["valid_perplexity"] == pytest.approx(math.exp(last["valid_loss"]))
+
+
+def test_a_step_weighs_its_parts_by_their_words(recipes: dict[str, Path]) -> None:
+    """The gradient of a step is that of its parts at once, but for rounding."""
+    given = [
+        "model.dropout=0",
+        "pipeline.num_stages=1",
+        "train.average_checkpoints=1",
+        "data.tokens_per_step=4000",
+        "data.tokens_per_part=500",
+    ]
+    with Trainer(read_recipe(recipes["names"], given)) as trainer:
+        batch = next(trainer.task.batches(0, 0, slice))
+        assert len(batch.parts) == 8 and math.isclose(sum(p.share for p in batch.parts), 1)
+        for part in batch.parts:
+            trainer.pipe.train_step(part.inputs, part.targets, loss_scale=part.share)
+        found = [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]
+        trainer.optimizer.zero_grad()
+        losses = [
+            trainer.task.loss(trainer.model(*part.inputs), part.targets) * (part.targets > 0).sum()
+            for part in batch.parts
+        ]
+        (sum(losses[1:], losses[0]) / batch.count).backward()
+        expected = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_weights_of_another_vocabulary_are_refused(
+    recipes: dict[str, Path], uninterrupted: dict[str, Path]
+) -> None:
+    given = [f"start.checkpoint={uninterrupted['names']}", "data.vocabulary_size=280"]
+    with pytest.raises(CheckpointError, match="was trained with a vocabulary of 300 tokens"):
+        Trainer(read_recipe(recipes["names"], given))
+
+
+def test_a_run_that_goes_on_needs_the_same_vocabulary(
+    recipes: dict[str, Path], uninterrupted: dict[str, Path], tmp_path: Path
+) -> None:
+    with Trainer(read_recipe(recipes["names"], ["data.vocabulary_size=280"])) as trainer:
+        with pytest.raises(ConfigError, match="is not this vocabulary; it is never overwritten"):
+            trainer.task.begin(uninterrupted["names"])
+        trainer.task.begin(tmp_path)
+    assert (tmp_path / "vocabulary.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("names", ["model.name=gpt"], "unknown key model.ff_width"),
+        ("text", ["data.path=/nowhere.txt"], "/nowhere.txt does not exist; give a text file"),
+        ("text", ["data.length=100000"], "give a longer text"),
+        ("names", ['data.languages=["de", "qq"]', "data.low_resource=[]"], "no language 'qq'"),
+        ("names", ["data.max_length=2", "data.too_long=refuse"], "longer than the 2 tokens"),
+        ("names", ["train.batch_size=4"], "counts samples, and data.name"),
+        ("text", ["train.keep_checkpoints=1", "train.average_checkpoints=2"], "to be as high"),
+        ("names", ["data.tokens_per_part=8192"], "a step at least one part"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_runs(
+    recipes: dict[str, Path], name: str, changes: list[str], message: str
+) -> None:
+    with pytest.raises((RecipeError, ConfigError)) as caught:
+        Trainer(read_recipe(recipes[name], changes))
+    assert message in " ".join(str(caught.value).split())
