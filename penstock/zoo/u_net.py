@@ -50,6 +50,47 @@ class UNet(nn.Module):
         return result
 
 
+class TwoConvolutions(nn.Module):
+    """Two 3x3 convolutions, each with its norm and ReLU.
+
+    (B, in_channels, H, W) -> (B, out_channels, H, W).
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, norm: str) -> None:
+        super().__init__()
+        self.first = _convolution(in_channels, out_channels)
+        self.first_norm = _norm(norm, out_channels)
+        self.second = _convolution(out_channels, out_channels)
+        self.second_norm = _norm(norm, out_channels)
+        self.activation = nn.ReLU()
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Convolve twice."""
+        x_BCHW = self.activation(self.first_norm(self.first(x_BCHW)))
+        result: Tensor = self.activation(self.second_norm(self.second(x_BCHW)))
+        return result
+
+
+class Down(nn.Module):
+    """Halve the resolution, convolve twice, drop.
+
+    (B, in_channels, H, W) -> (B, out_channels, H / 2, W / 2), rounded up.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, norm: str, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.pool = nn.MaxPool2d(2, ceil_mode=True)
+        self.convolutions = TwoConvolutions(in_channels, out_channels, norm)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Give what is seen at half the resolution."""
+        result: Tensor = self.dropout(self.convolutions(self.pool(x_BCHW)))
+        return result
+
+
 class Up(nn.Module):
     """Double the resolution, set the skip beside it, convolve twice.
 
@@ -61,7 +102,7 @@ class Up(nn.Module):
         channels = in_channels // 2
         self.widen = nn.ConvTranspose2d(in_channels, channels, 2, stride=2)
         _draw(self.widen, fan_in=in_channels)  # stride 2: each output reads one pixel only
-        self.convolutions = _convolutions(in_channels, channels, norm)
+        self.convolutions = TwoConvolutions(in_channels, channels, norm)
 
     def forward(self, x_BCHW: Tensor, skip_BCHW: Tensor) -> Tensor:
         """Give what both know of each pixel of the skip."""
@@ -113,29 +154,20 @@ def unet(
     require_one_of(NORMS, norm=norm)
     require_share(dropout=dropout)
     widths = [width * 2**level for level in range(depth + 1)]
-    encoder: list[nn.Module] = [_convolutions(in_channels, width, norm)]
+    encoder: list[nn.Module] = [TwoConvolutions(in_channels, width, norm)]
     for level in range(1, depth):
-        encoder.append(_down(widths[level - 1], widths[level], norm))
-    bottom = _down(widths[depth - 1], widths[depth], norm)
-    bottom.append(nn.Dropout(dropout))
+        encoder.append(Down(widths[level - 1], widths[level], norm))
+    bottom = Down(widths[depth - 1], widths[depth], norm, dropout)
     decoder: list[nn.Module] = [Up(channels, norm) for channels in reversed(widths[1:])]
     head = nn.Conv2d(width, out_channels, 1)
     _draw(head, fan_in=width)
     return UNet(encoder, bottom, decoder, head)
 
 
-def _down(in_channels: int, out_channels: int, norm: str) -> nn.Sequential:
-    pool = nn.MaxPool2d(2, ceil_mode=True)
-    return nn.Sequential(pool, *_convolutions(in_channels, out_channels, norm))
-
-
-def _convolutions(in_channels: int, out_channels: int, norm: str) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for channels in (in_channels, out_channels):
-        made = nn.Conv2d(channels, out_channels, 3, padding=1, bias=False)
-        _draw(made, fan_in=9 * channels)
-        layers += [made, _norm(norm, out_channels), nn.ReLU()]
-    return nn.Sequential(*layers)
+def _convolution(in_channels: int, out_channels: int) -> nn.Conv2d:
+    made = nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False)
+    _draw(made, fan_in=9 * in_channels)
+    return made
 
 
 def _norm(norm: str, channels: int) -> nn.Module:

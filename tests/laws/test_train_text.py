@@ -131,7 +131,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(newest / "model.safetensors") | load_file(newest / "optimizer.safetensors")
 
 
-@pytest.mark.parametrize("stop", [1, 4, 9])
+@pytest.mark.parametrize("stop", [1, 4, 6])
 @pytest.mark.parametrize("name", ["names", "text"])
 @pytest.mark.parametrize(
     "changes",

@@ -136,7 +136,7 @@ def test_the_seed_decides_the_weights(build: Callable[[], nn.Module]) -> None:
     [
         (lambda: bottleneck_resnet(base_channels=64), "block0.body.3", 9 * 64),
         (lambda: unet(width=32, depth=1), "decoder.0.widen", 64),
-        (lambda: unet(width=32, depth=1), "decoder.0.convolutions.0", 9 * 64),
+        (lambda: unet(width=32, depth=1), "decoder.0.convolutions.first", 9 * 64),
     ],
 )
 def test_convolutions_are_drawn_to_keep_the_variance(
@@ -185,8 +185,10 @@ def test_a_unet_with_group_norm_looks_at_one_sample_at_a_time() -> None:
 
 def test_a_unet_drops_at_the_bottom_only() -> None:
     model = unet(depth=2, width=4, dropout=0.5)
-    dropouts = [name for name, part in model.named_modules() if isinstance(part, nn.Dropout)]
-    assert dropouts == ["bottom.7"]
+    dropouts = {
+        name: part.p for name, part in model.named_modules() if isinstance(part, nn.Dropout)
+    }
+    assert dropouts == {"encoder.1.dropout": 0.0, "bottom.dropout": 0.5}
 
 
 @pytest.mark.parametrize(
