@@ -20,7 +20,6 @@ from penstock.zoo import (
     translation_transformer,
     unet,
 )
-from penstock.zoo.u_net import UNet
 
 BATCH = 9
 """Samples of an example, so that four micro-batches are uneven, and none has one sample only."""
@@ -117,8 +116,3 @@ ZOO_MEMBERS: dict[str, Callable[[], Member]] = {
     "gshard_moe, untied": lambda: _mixture(tied=False),
 }
 """Name -> what makes the member; it draws weights and inputs from torch's global generator."""
-
-BLOCKS: dict[type[nn.Module], list[str]] = {UNet: ["encoder.*", "bottom", "decoder.*", "head"]}
-"""Blocks by which some are cut here: those that capture finds leave dropout between them, whose
-numbers plain torch cannot draw alike.
-"""

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .digits import Samples, Split, load_digits
+from .images import EvaluationView, ImageLoader, ImageSplit, TrainingView, ViewedImages
 from .sampler import batch_indices, epoch_order, keyed_generator, num_batches
 from .shift import epoch_shifts, shift_images
 
@@ -40,7 +41,14 @@ class Pictures(ABC):
 
     @abstractmethod
     def tests(self, samples: Sequence[int], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield these of the pictures to be judged by, in order, with their classes."""
+        """Yield these of the pictures to be judged by, in order, with their classes: -1 for one
+        that cannot be decoded.
+        """
+
+    @property
+    def skipped(self) -> Sequence[str]:
+        """What could not be decoded so far."""
+        return ()
 
 
 class TensorPictures(Pictures):
@@ -69,6 +77,48 @@ class TensorPictures(Pictures):
     def tests(self, samples: Sequence[int], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         for chosen in torch.tensor(samples, dtype=torch.int64).split(batch_size):
             yield self._test.inputs[chosen], self._test.targets[chosen]
+
+
+class ViewedPictures(Pictures):
+    """Pictures in files, decoded and changed by worker processes."""
+
+    def __init__(
+        self,
+        split: ImageSplit,
+        train_view: TrainingView,
+        test_view: EvaluationView,
+        *,
+        num_workers: int = 0,
+        strict: bool = False,
+    ) -> None:
+        self._train = ViewedImages(split.train, train_view, strict)
+        self._test = ViewedImages(split.test, test_view, strict)
+        self._found, self._num_workers = split.skipped, num_workers
+        self.classes, self.channels, self.size = split.train.classes, 3, train_view.size
+        self.num_train, self.num_test = len(split.train), len(split.test)
+        self._loader: ImageLoader | None = None
+        self._judge: ImageLoader | None = None
+
+    def example(self, num_samples: int) -> Tensor:
+        return torch.zeros(min(num_samples, self.num_train), self.channels, self.size, self.size)
+
+    def batches(
+        self, seed: int, epoch: int, first: int, batch_size: int, share: Share
+    ) -> Iterator[tuple[Tensor, Tensor, int]]:
+        if self._loader is None:  # which keeps its workers from epoch to epoch
+            self._loader = ImageLoader(self._train, seed, batch_size, self._num_workers, share)
+        for number, batch in enumerate(self._loader.epoch(epoch, first), first):
+            yield *batch, min(batch_size, self.num_train - number * batch_size)
+
+    def tests(self, samples: Sequence[int], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        if self._judge is None:
+            self._judge = ImageLoader(self._test, 0, batch_size, self._num_workers)
+        return self._judge.in_order(samples)
+
+    @property
+    def skipped(self) -> Sequence[str]:
+        loaders = [loader for loader in (self._loader, self._judge) if loader is not None]
+        return [*self._found, *(name for loader in loaders for name in loader.skipped)]
 
 
 _LABELS: dict[str, tuple[tuple[str, ...], Callable[[Tensor], Tensor]]] = {

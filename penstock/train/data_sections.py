@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .section import Above0, Count, From0, Section, Seed, Words
+from .section import Above0, Count, From0, Section, Seed, Share, Words
 
 
 class Digits(Section):
@@ -24,6 +24,49 @@ class Digits(Section):
     """Training pictures move by up to so many pixels, anew in every epoch."""
     seed: Seed = 0
     """Decides the split into training and test samples."""
+
+
+class _Photographs(Section):
+    """What all colour pictures have in common."""
+
+    path: str
+    """The folder that they are in."""
+    size: Annotated[int, Field(ge=8)] = 224
+    """Pixels of each side, as the network sees them."""
+    least_area: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Least share of a training picture that a random crop shows; 1: all of it."""
+    flip: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """How often left and right change places."""
+    colour: From0 = 1.0
+    """How far colours are moved, as a multiple of Inception's ranges; 0: not."""
+    policy: Literal["none", "randaugment", "autoaugment"] = "none"
+    """Operations beyond those: random ones, or ImageNet's found policy."""
+    magnitude: Annotated[int, Field(ge=1, le=29)] = 9
+    """How strong those of randaugment are."""
+    cutout: Share = 0.0
+    """Side of a square that is covered, as a share of the picture's; 0: none."""
+    test_share: Annotated[float, Field(gt=0, le=1)] = 0.875
+    """Side of the middle that is looked at in evaluation, as a share of the shorter side."""
+    num_workers: Annotated[int, Field(ge=0)] = 2
+    """Processes that decode pictures; 0: none beside the one that trains."""
+    strict: bool = False
+    """Whether a picture that cannot be decoded ends the run; otherwise it is skipped and named."""
+
+
+class ImageFolder(_Photographs):
+    """Pictures in folders as ImageNet is unpacked: train/CLASS/*.jpg and val/CLASS/*.jpg."""
+
+    name: Literal["image_folder"]
+    """image_folder: a folder train with one for each class, and val or test likewise."""
+
+
+class Cifar(_Photographs):
+    """CIFAR's files, binary or for Python, as they are unpacked."""
+
+    name: Literal["cifar"]
+    """cifar: the 60,000 pictures of 32 x 32 pixels in 10 or 100 classes."""
+    num_classes: Literal[10, 100] = 10
+    """Which of the two: 10, or 100."""
 
 
 class _Translated(Section):
@@ -110,4 +153,4 @@ class Text(Section):
 
 
 TranslatedSection = Names | ParallelText
-DataSection = Digits | Names | ParallelText | Text
+DataSection = Digits | ImageFolder | Cifar | Names | ParallelText | Text

@@ -231,6 +231,7 @@ class Trainer:
         self.pipe.trace = Trace.OFF
         self.position = self.position.after_epoch(self.evaluate())
         self._log(folder, "epoch", {"train_loss": train_loss, **self.position.scores})
+        self.mesh.from_first(lambda: self.task.end_epoch(folder.path), "for the end of an epoch")
         display.show_epoch(self.position, self.meter, train_loss)
 
     def evaluate(self) -> dict[str, float]:

@@ -17,6 +17,7 @@ from penstock.errors import ConfigError
 from .source import Images
 from .views import View
 
+NO_CLASS = -1
 Batch = tuple[Tensor, Tensor]
 """Inputs, float32, (B, 3, S, S), and targets, int64, (B,)."""
 
@@ -37,8 +38,8 @@ class ImageLoader:
     """Gives batches of images; worker processes live as long as it does.
 
     `skipped` names the images that could not be decoded so far, each once.  In training the next
-    image that can be stands in for such a one, so that batches keep their size.  In evaluation
-    its batch is smaller.
+    image that can be stands in for such a one; in evaluation it is blank, and of no class (-1).
+    So batches keep their size.
 
     It gives one epoch at a time.  Workers are spawned, so with them a script must guard what it
     runs with `if __name__ == "__main__":`.
@@ -98,26 +99,27 @@ class ImageLoader:
         rows = self._rows(order)[first_batch:]
         return self._batches([row[self._share(len(row))] for row in rows], epoch)
 
-    def in_order(self) -> Iterator[Batch]:
-        """Give all images once, in the order they are numbered.
+    def in_order(self, samples: Sequence[int] | None = None) -> Iterator[Batch]:
+        """Give these images, or all, in the order in which they are named or numbered.
 
         Raises:
             ConfigError: an image cannot be decoded, with `strict`.
         """
-        return self._batches(self._rows(torch.arange(len(self._dataset.images))), None)
+        every = range(len(self._dataset.images))
+        chosen = torch.tensor(every if samples is None else samples, dtype=torch.int64)
+        return self._batches(self._rows(chosen), None)
 
     def _rows(self, order: Tensor) -> list[Tensor]:
-        numbers = range(self.batches_per_epoch)
+        numbers = range(num_batches(len(order), self._batch_size))
         return [batch_indices(order, number, self._batch_size) for number in numbers]
 
     def _batches(self, rows: list[Tensor], epoch: int | None) -> Iterator[Batch]:
         self._wanted.rows, self._wanted.epoch = rows, epoch
         for inputs_BCHW, targets_B, unreadable in self._loader:
             self._note(unreadable)
-            if len(targets_B) or not unreadable:
-                yield inputs_BCHW, targets_B
-            elif epoch is not None:
+            if epoch is not None and NO_CLASS in targets_B:
                 raise ConfigError(f"none of the {len(self._dataset.images)} images can be decoded")
+            yield inputs_BCHW, targets_B
 
     def _note(self, unreadable: Sequence[str]) -> None:
         if unreadable:
@@ -162,9 +164,9 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """One image as a network sees it; None where it cannot be decoded."""
+    """One image as a network sees it; blank and of no class where it cannot be decoded."""
 
-    input_CHW: Tensor | None
+    input_CHW: Tensor
     target: int
     unreadable: tuple[str, ...]
 
@@ -197,13 +199,11 @@ class _Decoder(Dataset[_Sample]):
                 view = self._dataset.view(image, self._seed, "augment", epoch, found)
                 return _Sample(view, images.target(found), tuple(unreadable))
             unreadable.append(images.name(found))
-        return _Sample(None, images.target(index), tuple(unreadable))
+        size = self._dataset.view.size
+        return _Sample(torch.zeros(3, size, size), NO_CLASS, tuple(unreadable))
 
 
 def _joined(samples: list[_Sample]) -> _Decoded:
     unreadable = [name for sample in samples for name in sample.unreadable]
-    good = [(s.input_CHW, s.target) for s in samples if s.input_CHW is not None]
-    if not good:
-        return torch.empty(0), torch.empty(0, dtype=torch.int64), unreadable
-    inputs_BCHW = torch.stack([input_CHW for input_CHW, _ in good])
-    return inputs_BCHW, torch.tensor([target for _, target in good]), unreadable
+    inputs_BCHW = torch.stack([sample.input_CHW for sample in samples])
+    return inputs_BCHW, torch.tensor([sample.target for sample in samples]), unreadable

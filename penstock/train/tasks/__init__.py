@@ -1,6 +1,6 @@
 """One task for each kind of data."""
 
-from penstock.train.data_sections import Digits, Names, ParallelText, Text
+from penstock.train.data_sections import Cifar, Digits, ImageFolder, Names, ParallelText, Text
 from penstock.train.recipe import Recipe
 
 from .task import Task
@@ -21,7 +21,7 @@ def build_task(recipe: Recipe) -> Task:
             from .translation import TranslationTask
 
             return TranslationTask(recipe, section)
-        case Digits():
-            from .pictures import PictureTask
+        case Digits() | ImageFolder() | Cifar() as section:
+            from .pictures import PictureTask, open_pictures
 
-            return PictureTask.of(recipe)
+            return PictureTask(recipe, open_pictures(section))

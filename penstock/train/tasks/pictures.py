@@ -1,22 +1,28 @@
 """Classify pictures."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.data.pictures import Pictures, digit_pictures
+from penstock.data.images import EvaluationView, TrainingView, image_folders, load_cifar
+from penstock.data.images.batches import NO_CLASS
+from penstock.data.pictures import Pictures, ViewedPictures, digit_pictures
 from penstock.errors import RecipeError
-from penstock.train.data_sections import Digits
+from penstock.train.data_sections import Cifar, Digits, ImageFolder
 from penstock.train.layout import check_batches
 from penstock.train.model_sections import AmoebaNet, Residual
 from penstock.train.recipe import Recipe
+from penstock.train.run_folder import replace_text
 from penstock.zoo import amoebanet_b, amoebanet_d, set_drop_path_progress
 from penstock.zoo.residual import residual_network
 
 from .task import Batch, Measure, Part, Share, Task
+
+SKIPPED = "skipped.txt"
 
 
 class PictureTask(Task):
@@ -31,11 +37,6 @@ class PictureTask(Task):
         self.measures = (Measure("test_accuracy", "test accuracy"),)
         if len(pictures.classes) > 10:
             self.measures += (Measure("test_top5", "top 5"),)
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> "PictureTask":
-        """Read the pictures that a recipe names."""
-        return cls(recipe, open_pictures(recipe))
 
     def check(self, num_replicas: int) -> None:
         check_batches(self._recipe, self._pictures.num_train)
@@ -67,33 +68,71 @@ class PictureTask(Task):
         return self._pictures.tests(samples, self._recipe.batch_size)
 
     def tally(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        best = outputs.topk(self._top, dim=1).indices == targets[:, None]
-        return torch.stack([best[:, 0], best.any(dim=1)], dim=1).to(torch.float64)
+        ranked_BC = outputs.argsort(dim=1, descending=True, stable=True)
+        hits_BC = ranked_BC[:, : self._top] == targets[:, None]
+        counts = [hits_BC[:, 0], hits_BC.any(dim=1), targets != NO_CLASS]
+        return torch.stack(counts, dim=1).to(torch.float64)
 
     def scores(self, totals: Sequence[float]) -> Mapping[str, float]:
+        *hits, known = totals
         names = [measure.name for measure in self.measures]
-        return dict(zip(names, [total / self.num_test for total in totals], strict=False))
+        return dict(zip(names, [count / max(1.0, known) for count in hits], strict=False))
+
+    def remarks(self) -> Iterator[str]:
+        pictures = self._pictures
+        yield (
+            f"{pictures.num_train:,} pictures in {len(pictures.classes)} classes to learn from, "
+            f"{pictures.num_test:,} to be judged by"
+        )
+        if pictures.skipped:
+            yield f"skipped, since they are no pictures: {len(pictures.skipped):,} ({SKIPPED})"
+
+    def begin(self, folder: Path) -> None:
+        self.end_epoch(folder)
+
+    def end_epoch(self, folder: Path) -> None:
+        """Name what could not be decoded."""
+        if self._pictures.skipped:
+            replace_text(folder / SKIPPED, "\n".join(self._pictures.skipped) + "\n")
 
     def begin_step(self, model: nn.Module, progress: float) -> None:
         if isinstance(self._recipe.model, AmoebaNet):
             set_drop_path_progress(model, progress)
 
 
-def open_pictures(recipe: Recipe) -> Pictures:
+def open_pictures(section: Digits | ImageFolder | Cifar) -> Pictures:
     """Read the pictures that a recipe names.
 
     Raises:
         ConfigError: they cannot be read.
     """
-    d = recipe.data
-    assert isinstance(d, Digits)
-    return digit_pictures(
-        d.labels,
-        size=d.size,
-        train_share=d.train_share,
-        test_share=d.test_share,
-        max_shift=d.max_shift,
-        seed=d.seed,
+    if isinstance(section, Digits):
+        return digit_pictures(
+            section.labels,
+            size=section.size,
+            train_share=section.train_share,
+            test_share=section.test_share,
+            max_shift=section.max_shift,
+            seed=section.seed,
+        )
+    if isinstance(section, Cifar):
+        split = load_cifar(section.path, f"cifar{section.num_classes}")
+    else:
+        split = image_folders(section.path, strict=section.strict)
+    return ViewedPictures(
+        split,
+        TrainingView(
+            size=section.size,
+            area=(section.least_area, 1.0),
+            flip=section.flip,
+            colour=section.colour,
+            policy=section.policy,
+            magnitude=section.magnitude,
+            cutout=section.cutout,
+        ),
+        EvaluationView(size=section.size, share=section.test_share),
+        num_workers=section.num_workers,
+        strict=section.strict,
     )
 
 

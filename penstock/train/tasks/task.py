@@ -121,6 +121,9 @@ class Task(ABC):
             ConfigError: what is kept there is of another run.
         """
 
+    def end_epoch(self, folder: Path) -> None:  # noqa: B027 - few need it
+        """Write what is to be known of an epoch that ended."""
+
     def check_start(self, folder: Path) -> None:  # noqa: B027 - few need it
         """See that weights of the run in `folder` mean the same in this one.
 
