@@ -111,8 +111,8 @@ def gshard_moe(  # noqa: PLR0913 - the front door: each a keyword with a default
       sinusoids, as in `transformer_lm`: the paper does not say.
 
     Raises:
-        ConfigError: nobody knows `size`; a size is missing or below 1 (2 for layers and experts), a
-            share or the capacity factor is none, heads do not divide the width, or it is odd.
+        ConfigError: nobody knows `size`; a size is missing or too small, a share or the capacity
+            factor is none, heads do not divide the width, or it is odd.
     """
     given = {
         "num_layers": num_layers,
