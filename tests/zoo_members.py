@@ -43,7 +43,8 @@ def translation(**options: Any) -> tuple[nn.Module, Any]:
 
 def mixture(*, tied: bool) -> tuple[nn.Module, Any]:
     sizes: dict[str, Any] = {"num_layers": 4, "width": 16, "num_heads": 2, "num_experts": 3}
-    model = gshard_moe(**sizes, num_words=NUM_WORDS, max_length=8, dropout=0.1, tied=tied)
+    options: dict[str, Any] = {"max_length": 8, "capacity_factor": 0.6, "dropout": 0.1}
+    model = gshard_moe(**sizes, num_words=NUM_WORDS, tied=tied, **options)
     return model, words(8)
 
 

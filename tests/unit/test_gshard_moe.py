@@ -38,11 +38,12 @@ def mixture(capacity_factor: float = 1.0, *, random_second: bool = False) -> Mix
 
 def position_by_position(layer: Mixture, x_TD: Tensor, places: int) -> tuple[Tensor, Tensor]:
     """Do for one group what GShard's algorithm 1 says, in loops; count the dropped as well."""
-    gates = (x_TD @ layer.gate.weight.t()).softmax(1).detach()
+    gates = (x_TD @ layer.gate.weight.t()).softmax(1)
     result, dropped = torch.zeros_like(x_TD), torch.zeros(len(x_TD), 2)
     filled = [0] * EXPERTS
     best = [
-        sorted(range(EXPERTS), key=lambda e: -float(gates[t, e]))[:2] for t in range(len(gates))
+        sorted(range(EXPERTS), key=lambda e: -float(gates.detach()[t, e]))[:2]
+        for t in range(len(gates))
     ]
     for choice in (0, 1):
         for t, pair in enumerate(best):
@@ -75,10 +76,13 @@ def test_each_size_has_the_parameters_of_its_name(size: str) -> None:
 def test_a_mixture_is_what_the_paper_says_position_by_position(factor: float) -> None:
     layer, x_BTD = mixture(factor).double(), torch.randn(3, 7, WIDTH, dtype=torch.float64)
     places = math.ceil(factor * 2 * 7 / EXPERTS)
+    weights = list(layer.parameters())
     found, _ = layer(x_BTD)
     pairs = [position_by_position(layer, x_TD, places) for x_TD in x_BTD]
     expected, dropped = (torch.stack(part) for part in zip(*pairs, strict=True))
     torch.testing.assert_close(found, expected)
+    gradients = torch.autograd.grad(found.square().sum(), weights)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected.square().sum(), weights))
     assert bool(dropped.any()) == (factor < 4)
 
 
