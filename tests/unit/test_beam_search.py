@@ -193,8 +193,8 @@ def test_every_part_of_the_model_is_in_its_mode_afterwards() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beam": 0}, "beam=0 counts something"),
-        ({"max_length": 0}, "max_length=0 counts something"),
+        ({"beam": 0}, "beam=0: give an integer from 1 up"),
+        ({"max_length": 0}, "max_length=0: give an integer"),
         ({"length_penalty": -1.0}, "length_penalty=-1.0 would favour"),
         ({"eos": 1}, "bos=1, eos=1, pad=0: the words"),
         ({"max_length": 2000}, "2000 words is longer than the model's max_length=1024"),

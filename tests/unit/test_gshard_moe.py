@@ -207,10 +207,10 @@ def test_the_gate_computes_in_float32_under_autocast() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"size": "380B"}, "no size is called '380B'; choose \"380M\""),
+        ({"size": "380B"}, "size='380B' is not known; choose one of '380M', '690M'"),
         ({"num_experts": 1}, "num_experts=1, but each position goes to two"),
         ({"num_layers": 1}, "num_layers=1, but it is each second layer that has experts"),
-        ({"capacity_factor": 0.0}, "capacity_factor=0.0; give a number above 0"),
+        ({"capacity_factor": 0.0}, "capacity_factor=0.0: give a number above 0"),
         ({"num_heads": 3}, "width=8 cannot be shared out among num_heads=3"),
     ],
 )

@@ -225,16 +225,16 @@ def test_the_loss_of_no_real_word_is_0() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: transformer_lm(0), "transformer_lm: num_layers=0 counts something"),
-        (lambda: transformer_lm(2, dropout=1.0), "dropout=1.0 is the share"),
+        (lambda: transformer_lm(0), "num_layers=0: give an integer from 1 up"),
+        (lambda: transformer_lm(2, dropout=1.0), "dropout=1.0: give a share"),
         (lambda: transformer_lm(2, width=30, num_heads=4), "width=30 cannot be shared out"),
         (lambda: transformer_lm(2, width=9, num_heads=3), "width=9 is odd"),
-        (lambda: gpt("1.4B"), 'no size is called \'1.4B\'; choose "350M", "760M"'),
-        (lambda: gpt(num_layers=2, width=8), "gpt: num_heads not given"),
+        (lambda: gpt("1.4B"), "size='1.4B' is not known; choose one of '350M', '760M'"),
+        (lambda: gpt(num_layers=2, width=8), "num_heads not given; give all of num_layers, width"),
         (lambda: gpt("350M", num_heads=7), "width=1024 cannot be shared out among num_heads=7"),
-        (lambda: gpt("350M", num_words=0), "num_words=0 counts something"),
+        (lambda: gpt("350M", num_words=0), "num_words=0: give an integer"),
         (lambda: translator(tied="both"), 'tied=\'both\'; choose "nothing", "decoder", "all"'),
-        (lambda: translator(logit_clip=0.0), "logit_clip=0.0; give a number above 0"),
+        (lambda: translator(logit_clip=0.0), "logit_clip=0.0: give a number above 0"),
         (lambda: translator(pad=11), "pad=11 is none of the num_words=11 words"),
     ],
 )
