@@ -63,39 +63,33 @@ def _unet_group_norm() -> Member:
     return model, torch.randn(BATCH, 3, 8, 9)
 
 
-def _words(length: int, num_pads: int = 0) -> Tensor:
-    """Give sentences, of which each but the first ends in up to `num_pads` pads."""
-    generator = torch.Generator().manual_seed(length)
-    found = torch.randint(1, NUM_WORDS, (BATCH, length), generator=generator)
-    for row in range(BATCH):
-        found[row, length - row % (num_pads + 1) :] = 0
-    return found
+def _words(length: int, most_pads: int = 0) -> Tensor:
+    """Give sentences, each with up to `most_pads` pads at the end."""
+    words = torch.randint(1, NUM_WORDS, (BATCH, length))
+    num_pads = torch.arange(BATCH) % (most_pads + 1)
+    return words * (torch.arange(length) < length - num_pads[:, None])
 
 
-def _scaling_model() -> Member:
-    model = transformer_lm(
-        4, width=16, ff_width=24, num_heads=2, num_words=NUM_WORDS, max_length=8, dropout=0.1
-    )
-    return model, _words(8)
+def _transformer_lm() -> Member:
+    sizes: dict[str, Any] = {"width": 16, "ff_width": 24, "num_heads": 2, "max_length": 8}
+    return transformer_lm(4, num_words=NUM_WORDS, dropout=0.1, **sizes), _words(8)
 
 
-def _decoder(*, tied: bool) -> Member:
-    sizes: dict[str, Any] = {"num_layers": 4, "width": 16, "num_heads": 2}
-    model = gpt(**sizes, num_words=NUM_WORDS, max_length=8, dropout=0.1, tied=tied)
-    return model, _words(8)
+def _gpt(*, tied: bool) -> Member:
+    sizes: dict[str, Any] = {"num_layers": 4, "width": 16, "num_heads": 2, "max_length": 8}
+    return gpt(num_words=NUM_WORDS, dropout=0.1, tied=tied, **sizes), _words(8)
 
 
 def _translation(**options: Any) -> Member:
-    model = translation_transformer(
-        3, 24, 4, num_words=NUM_WORDS, width=16, head_width=8, dropout=0.1, **options
-    )
-    return model, (_words(7, num_pads=4), _words(6, num_pads=2))
+    sizes: dict[str, Any] = {"width": 16, "head_width": 8, "max_length": 8}
+    model = translation_transformer(3, 24, 4, num_words=NUM_WORDS, dropout=0.1, **sizes, **options)
+    return model, (_words(7, most_pads=4), _words(6, most_pads=2))
 
 
-def _mixture(*, tied: bool) -> Member:
+def _gshard_moe(*, tied: bool) -> Member:
     sizes: dict[str, Any] = {"num_layers": 4, "width": 16, "num_heads": 2, "num_experts": 3}
-    model = gshard_moe(**sizes, num_words=NUM_WORDS, max_length=8, dropout=0.1, tied=tied)
-    return model, _words(8)
+    options: dict[str, Any] = {"max_length": 8, "capacity_factor": 0.6, "dropout": 0.1}
+    return gshard_moe(num_words=NUM_WORDS, tied=tied, **sizes, **options), _words(8)
 
 
 ZOO_MEMBERS: dict[str, Callable[[], Member]] = {
@@ -106,13 +100,13 @@ ZOO_MEMBERS: dict[str, Callable[[], Member]] = {
     "wide_resnet": _wide_resnet,
     "unet": _unet,
     "unet, group norm": _unet_group_norm,
-    "transformer_lm": _scaling_model,
-    "gpt, tied": lambda: _decoder(tied=True),
-    "gpt, untied": lambda: _decoder(tied=False),
+    "transformer_lm": _transformer_lm,
+    "gpt, tied": lambda: _gpt(tied=True),
+    "gpt, untied": lambda: _gpt(tied=False),
     "translation, decoder tied": _translation,
     "translation, all tied": lambda: _translation(tied="all"),
     "translation, untied, clipped": lambda: _translation(tied="nothing", logit_clip=0.5),
-    "gshard_moe, tied": lambda: _mixture(tied=True),
-    "gshard_moe, untied": lambda: _mixture(tied=False),
+    "gshard_moe, tied": lambda: _gshard_moe(tied=True),
+    "gshard_moe, untied": lambda: _gshard_moe(tied=False),
 }
 """Name -> what makes the member; it draws weights and inputs from torch's global generator."""

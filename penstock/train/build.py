@@ -31,11 +31,8 @@ def build_model(recipe: Recipe, task: Task) -> nn.Module:
 
 
 def build_layers(model: nn.Module, task: Task) -> nn.Sequential | Layers:
-    """Give what a pipeline is made of: a chain as it is, another model captured.
-
-    So is a chain with a parameter in two layers, which may then be cut between them.
-    """
-    if isinstance(model, nn.Sequential) and not _shares(model):
+    """Give what a pipeline is made of: a chain as it is, another model captured."""
+    if isinstance(model, nn.Sequential):
         return model
     return capture(model, task.example(2))
 
@@ -47,17 +44,12 @@ def names_of(layers: nn.Sequential | Layers) -> list[str]:
     return [step.name for step in layers]
 
 
-def _shares(chain: nn.Sequential) -> bool:
-    owners = [{id(p) for p in layer.parameters()} for layer in chain]
-    return sum(map(len, owners)) > len(set().union(*owners))
-
-
 def num_layers(recipe: Recipe) -> int:
     """Count the layers of a recipe's model without making its weights."""
     task = build_task(recipe)
     with torch.device("meta"):
         model = task.make_model()
-    if isinstance(model, nn.Sequential) and not _shares(model):
+    if isinstance(model, nn.Sequential):
         return len(model)
     return len(capture(model, task.example(2), check=False))
 

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import BlockShape, CausalBlock
-from .checks import check_counts, check_heads, check_rates, sizes_of
 from .drawn import Draws, Linear, normal
+from .sizes import require_at_least, require_share
+from .transformer_sizes import require_heads, sizes_of
 from .words import LearnedEmbedding
 
-_NAME = "gpt"
 _STD = 0.02
 
 GPT_SIZES = {
@@ -80,10 +80,10 @@ def gpt(  # noqa: PLR0913 - the front door: each a keyword with a default
             heads do not divide the width.
     """
     given = {"num_layers": num_layers, "width": width, "num_heads": num_heads}
-    sizes = sizes_of(_NAME, size, GPT_SIZES, given)
-    check_counts(_NAME, **sizes, num_words=num_words, max_length=max_length)
-    check_rates(_NAME, dropout=dropout)
-    check_heads(_NAME, sizes["width"], sizes["num_heads"])
+    sizes = sizes_of(size, GPT_SIZES, given)
+    require_at_least(1, **sizes, num_words=num_words, max_length=max_length)
+    require_share(dropout=dropout)
+    require_heads(sizes["width"], sizes["num_heads"])
     return _build(sizes, num_words, max_length, dropout, tied=tied)
 
 

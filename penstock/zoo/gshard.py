@@ -7,12 +7,11 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 
 from .attention import BlockShape, CausalAttention, CausalBlock
-from .checks import check_counts, check_even, check_heads, check_positive, check_rates, sizes_of
 from .drawn import Draws, Linear, normal, xavier
 from .mixture import Mixture, MixtureShape
+from .sizes import require_at_least, require_share
+from .transformer_sizes import require_even, require_heads, require_positive, sizes_of
 from .words import SinusoidalEmbedding
-
-_NAME = "gshard_moe"
 
 GSHARD_SIZES = {
     "380M": {"num_layers": 8, "width": 768, "num_heads": 16, "num_experts": 8},
@@ -111,8 +110,8 @@ def gshard_moe(  # noqa: PLR0913 - the front door: each a keyword with a default
       sinusoids, as in `transformer_lm`: the paper does not say.
 
     Raises:
-        ConfigError: nobody knows `size`; a size is missing or below 1 (2 for layers and experts),
-            a share or the capacity factor is none, heads do not divide the width, or it is odd.
+        ConfigError: nobody knows `size`; a size is missing or too small, a share or the capacity
+            factor is none, heads do not divide the width, or it is odd.
     """
     given = {
         "num_layers": num_layers,
@@ -120,12 +119,12 @@ def gshard_moe(  # noqa: PLR0913 - the front door: each a keyword with a default
         "num_heads": num_heads,
         "num_experts": num_experts,
     }
-    sizes = sizes_of(_NAME, size, GSHARD_SIZES, given)
-    check_counts(_NAME, **sizes, num_words=num_words, max_length=max_length)
-    check_rates(_NAME, dropout=dropout)
-    check_positive(_NAME, capacity_factor=capacity_factor)
-    check_heads(_NAME, sizes["width"], sizes["num_heads"])
-    check_even(_NAME, sizes["width"])
+    sizes = sizes_of(size, GSHARD_SIZES, given)
+    require_at_least(1, **sizes, num_words=num_words, max_length=max_length)
+    require_share(dropout=dropout)
+    require_positive(capacity_factor=capacity_factor)
+    require_heads(sizes["width"], sizes["num_heads"])
+    require_even(sizes["width"])
     _check_mixtures(sizes["num_layers"], sizes["num_experts"])
     block = BlockShape(
         width=sizes["width"],
@@ -148,11 +147,11 @@ def gshard_moe(  # noqa: PLR0913 - the front door: each a keyword with a default
 def _check_mixtures(num_layers: int, num_experts: int) -> None:
     if num_experts < 2:
         raise ConfigError(
-            f"{_NAME}: num_experts={num_experts}, but each position goes to two; give at least 2"
+            f"num_experts={num_experts}, but each position goes to two; give at least 2"
         )
     if num_layers < 2:
         raise ConfigError(
-            f"{_NAME}: num_layers={num_layers}, but it is each second layer that has experts; "
+            f"num_layers={num_layers}, but it is each second layer that has experts; "
             "give at least 2"
         )
 

@@ -88,9 +88,10 @@ class Mixture(nn.Module):
         return self._run_experts(x_BTD, slots_BT2, weights_BT2, places), balance
 
     def _gates(self, x_BTD: Tensor) -> Tensor:
-        """Give how much each expert is liked, in float32 also under autocast, as GShard does."""
+        """Give how much each expert is liked, at least in float32, autocast or not, as GShard."""
+        precise = torch.promote_types(x_BTD.dtype, torch.float32)
         with without_autocast(x_BTD.device):
-            return F.linear(x_BTD.float(), self.gate.weight.float()).softmax(dim=2)
+            return F.linear(x_BTD.to(precise), self.gate.weight.to(precise)).softmax(dim=2)
 
     def _run_experts(
         self, x_BTD: Tensor, slots_BT2: Tensor, weights_BT2: Tensor, places: int

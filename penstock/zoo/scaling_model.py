@@ -6,11 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from .attention import BlockShape, CausalBlock
-from .checks import check_counts, check_even, check_heads, check_rates
 from .drawn import Draws, Linear, xavier
+from .sizes import require_at_least, require_share
+from .transformer_sizes import require_even, require_heads
 from .words import SinusoidalEmbedding
-
-_NAME = "transformer_lm"
 
 
 def transformer_lm(  # noqa: PLR0913 - the front door: each a keyword with a default
@@ -49,10 +48,10 @@ def transformer_lm(  # noqa: PLR0913 - the front door: each a keyword with a def
             odd.
     """
     counts = {"num_layers": num_layers, "width": width, "ff_width": ff_width}
-    check_counts(_NAME, **counts, num_heads=num_heads, num_words=num_words, max_length=max_length)
-    check_rates(_NAME, dropout=dropout)
-    check_heads(_NAME, width, num_heads)
-    check_even(_NAME, width)
+    require_at_least(1, **counts, num_heads=num_heads, num_words=num_words, max_length=max_length)
+    require_share(dropout=dropout)
+    require_heads(width, num_heads)
+    require_even(width)
     shape = BlockShape(
         width=width,
         num_heads=num_heads,

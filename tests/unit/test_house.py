@@ -59,8 +59,7 @@ LAYERS = (
                               └► __main__
 """
 
-TAKES_ONLY = {"zoo": {"errors"}}
-"""Parts that take less than their place in LAYERS allows."""
+SELF_CONTAINED = {"zoo"}
 WITHOUT_TORCH = ("schedules", "simulator", "trace", "planner")
 MOST_LINES = 400
 BANNED = "chunk"
@@ -103,10 +102,9 @@ def may_import(importer: str, imported: str) -> bool:
     """Say whether LAYERS lets the part `importer` take something from the part `imported`."""
     if importer == imported:
         return True
-    if importer in TAKES_ONLY:
-        return imported in TAKES_ONLY[importer]
     height = {part: line for line, parts in enumerate(LAYERS) for part in parts}
-    return height[imported] < height[importer]
+    allowed = importer not in SELF_CONTAINED or imported == "errors"
+    return allowed and height[imported] < height[importer]
 
 
 def bound_names(source: str) -> Iterator[str]:

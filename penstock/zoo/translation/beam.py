@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.zoo.checks import check_counts
+from penstock.zoo.sizes import require_at_least
 from penstock.zoo.words import check_length
 
 from .model import DecodingState, TranslationTransformer
@@ -258,15 +258,15 @@ def _as_tensors(sentences: list[Sentence], rules: Rules, device: torch.device) -
 
 
 def _check(rules: Rules) -> None:
-    check_counts("beam_search", beam=rules.beam, max_length=rules.max_length)
+    require_at_least(1, beam=rules.beam, max_length=rules.max_length)
     if rules.length_penalty < 0:
         raise ConfigError(
-            f"beam_search: length_penalty={rules.length_penalty} would favour short sentences "
+            f"length_penalty={rules.length_penalty} would favour short sentences "
             "beyond what probabilities do; give 0 or more, such as 0.6"
         )
     words = {"bos": rules.bos, "eos": rules.eos, "pad": rules.pad}
     if len(set(words.values())) < len(words):
         raise ConfigError(
-            f"beam_search: {', '.join(f'{name}={word}' for name, word in words.items())}: "
+            f"{', '.join(f'{name}={word}' for name, word in words.items())}: "
             "the words for beginning, end and padding have to be three"
         )

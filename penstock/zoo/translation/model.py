@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.zoo.attention import BlockShape
-from penstock.zoo.checks import check_counts, check_even, check_positive, check_rates
 from penstock.zoo.drawn import Draws, Linear, normal, xavier
+from penstock.zoo.sizes import require_at_least, require_share
+from penstock.zoo.transformer_sizes import require_even, require_positive
 from penstock.zoo.words import SinusoidalEmbedding
 
 from .blocks import BlockCache, BlockDraws, DecoderBlock, EncoderBlock
-
-_NAME = "translation_transformer"
 
 
 class Tied(Enum):
@@ -190,11 +189,11 @@ def translation_transformer(  # noqa: PLR0913 - the front door: each a keyword w
     """
     counts = {"num_layers": num_layers, "ff_width": ff_width, "num_heads": num_heads}
     sizes = {"width": width, "head_width": head_width, "max_length": max_length}
-    check_counts(_NAME, **counts, num_words=num_words, **sizes)
-    check_rates(_NAME, dropout=dropout)
-    check_even(_NAME, width)
+    require_at_least(1, **counts, num_words=num_words, **sizes)
+    require_share(dropout=dropout)
+    require_even(width)
     if logit_clip is not None:
-        check_positive(_NAME, logit_clip=logit_clip)
+        require_positive(logit_clip=logit_clip)
     _check_pad(pad, num_words)
     words = Vocabulary(num_words=num_words, max_length=max_length, pad=pad, tied=_tied(tied))
     shape = BlockShape(
@@ -220,12 +219,12 @@ def _tied(tied: Tied | str) -> Tied:
         return Tied(tied)
     except ValueError:
         known = ", ".join(f'"{choice.value}"' for choice in Tied)
-        raise ConfigError(f"{_NAME}: tied={tied!r}; choose {known}") from None
+        raise ConfigError(f"tied={tied!r}; choose {known}") from None
 
 
 def _check_pad(pad: int, num_words: int) -> None:
     if not 0 <= pad < num_words:
         raise ConfigError(
-            f"{_NAME}: pad={pad} is none of the num_words={num_words} words; "
+            f"pad={pad} is none of the num_words={num_words} words; "
             f"give a number from 0 to {num_words - 1}"
         )

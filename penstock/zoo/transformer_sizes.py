@@ -1,0 +1,67 @@
+"""Sizes of Transformers, by name or one by one, checked before anything is made."""
+
+from collections.abc import Mapping
+
+from penstock.errors import ConfigError
+
+from .sizes import require_one_of
+
+
+def require_positive(**numbers: float) -> None:
+    """Refuse the first of `numbers` that is not above 0.
+
+    Raises:
+        ConfigError: names the number and its value.
+    """
+    for name, value in numbers.items():
+        if not value > 0:
+            raise ConfigError(f"{name}={value!r}: give a number above 0")
+
+
+def require_heads(width: int, num_heads: int) -> None:
+    """Refuse heads that cannot share out the channels evenly.
+
+    Raises:
+        ConfigError: `num_heads` does not divide `width`.
+    """
+    if width % num_heads:
+        raise ConfigError(
+            f"width={width} cannot be shared out among num_heads={num_heads}; give a width that "
+            f"is a multiple of {num_heads}, or a number of heads that divides {width}"
+        )
+
+
+def require_even(width: int) -> None:
+    """Refuse a width without a cosine for each sine of the positions.
+
+    Raises:
+        ConfigError: `width` is odd.
+    """
+    if width % 2:
+        raise ConfigError(
+            f"width={width} is odd, but positions are pairs of a sine and a cosine; "
+            f"give an even width, such as {width + 1}"
+        )
+
+
+def sizes_of(
+    size: str | None,
+    known: Mapping[str, Mapping[str, int]],
+    given: Mapping[str, int | None],
+) -> dict[str, int]:
+    """Give the sizes that a name stands for, each replaced by the one given, if there is one.
+
+    Raises:
+        ConfigError: nobody knows the name; without a name, one of the sizes is not given.
+    """
+    if size is not None:
+        require_one_of(tuple(known), size=size)
+    named = known[size] if size is not None else {}
+    found = {**named, **{name: value for name, value in given.items() if value is not None}}
+    missing = [name for name in given if name not in found]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} not given; give all of {', '.join(given)}, or a size, one of "
+            + ", ".join(map(repr, known))
+        )
+    return found
