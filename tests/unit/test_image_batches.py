@@ -146,10 +146,15 @@ def test_the_next_image_stands_in_for_a_damaged_one_in_training() -> None:
     assert len(loader.skipped) == 3
 
 
-def test_a_damaged_image_is_left_out_of_evaluation() -> None:
+def test_a_damaged_image_is_blank_and_of_no_class_in_evaluation() -> None:
     images = Made(damaged=frozenset({0, 4, 5, 6, 7}))
     loader = ImageLoader(ViewedImages(images, EvaluationView(size=8)), seed=0, batch_size=4)
-    assert targets(list(loader.in_order())) == [[1, 2, 3], [8, 9, 10]]
+    batches = list(loader.in_order())
+    assert targets(batches) == [[-1, 1, 2, 3], [-1, -1, -1, -1], [8, 9, 10]]
+    assert all(
+        (row == 0).all() == (n == -1) for x, t in batches for row, n in zip(x, t, strict=True)
+    )
+    assert targets(list(loader.in_order([3, 0, 10]))) == [[3, -1, 10]]
     assert loader.skipped == [f"image {n}" for n in (0, 4, 5, 6, 7)]
 
 

@@ -1,6 +1,5 @@
 """The zoo's Transformers: as large as published, and each does what its docstring says."""
 
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import penstock.zoo
 from penstock.errors import ConfigError
 from penstock.zoo import (
     GPT_SIZES,
@@ -254,17 +252,3 @@ def test_a_sentence_that_is_too_long_is_refused(lengths: tuple[int, int]) -> Non
     batch = [torch.ones(1, length, dtype=torch.int64) for length in lengths]
     with pytest.raises(ConfigError, match="10 words is longer than the model's max_length=9"):
         translator()(*batch)
-
-
-# -- names ------------------------------------------------------------------------------------
-
-
-def test_public_names_are_sorted_and_found_whatever_was_imported() -> None:
-    names = penstock.zoo.__all__
-    assert names == sorted(names)
-    for name in names:
-        home = importlib.import_module(penstock.zoo._HOME[name])
-        assert getattr(penstock.zoo, name) is getattr(home, name)
-    assert set(names) == penstock.zoo._HOME.keys()
-    with pytest.raises(AttributeError, match="has no attribute 'bert'"):
-        _ = penstock.zoo.bert

@@ -205,5 +205,7 @@ class _Decoder(Dataset[_Sample]):
 
 def _joined(samples: list[_Sample]) -> _Decoded:
     unreadable = [name for sample in samples for name in sample.unreadable]
+    if not samples:  # this replica's share of a small batch
+        return torch.empty(0), torch.empty(0, dtype=torch.int64), unreadable
     inputs_BCHW = torch.stack([sample.input_CHW for sample in samples])
     return inputs_BCHW, torch.tensor([sample.target for sample in samples]), unreadable
