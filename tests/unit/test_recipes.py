@@ -1,0 +1,46 @@
+"""Every recipe that ships can be read, and says how it is started."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.train.build import build_model
+from penstock.train.model_sections import AmoebaNet, TranslationTransformer
+from penstock.train.read_recipe import read_recipe
+from penstock.train.tasks import build_task
+from penstock.zoo import amoebanet_b, translation_transformer
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+TASKS = ("cifar10", "cifar100", "cars", "pets", "food101", "aircraft", "birdsnap")
+AT_HOME = ("digits", "digits_amoebanet", "digits_parity", "names")
+
+
+def test_the_papers_recipes_are_there() -> None:
+    names = {path.stem for path in RECIPES}
+    assert {f"finetune_{task}" for task in TASKS} | {"imagenet_amoebanet_b", "gpt_small"} <= names
+    assert sum(name.startswith("translation_T") for name in names) == 5
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_can_be_read_and_says_how_it_is_started(path: Path) -> None:
+    recipe = read_recipe(path)
+    assert f"penstock train recipes/{path.name}" in path.read_text()
+    model = recipe.model
+    with torch.device("meta"):
+        if isinstance(model, TranslationTransformer):
+            made = translation_transformer(
+                model.num_layers, model.ff_width, model.num_heads, width=model.width
+            )
+            assert sum(p.numel() for p in made.parameters()) > 0
+        if isinstance(model, AmoebaNet) and model.genotype == "b":
+            made_b = amoebanet_b(model.num_layers, model.num_filters, auxiliary=False)
+            assert sum(p.numel() for p in made_b.parameters()) == 557_277_864
+
+
+@pytest.mark.parametrize("name", AT_HOME)
+def test_what_a_recipe_at_home_needs_is_here(name: str) -> None:
+    recipe = read_recipe(next(path for path in RECIPES if path.stem == name))
+    task = build_task(recipe)
+    model = build_model(recipe, task)
+    assert task.num_steps(0) > 0 and sum(1 for _ in model.parameters()) > 0
