@@ -116,16 +116,36 @@ def replica_share(
     return slice(sum(sizes[:first]), sum(sizes[:end]))
 
 
-def check_batches(recipe: Recipe, num_samples: int) -> None:
-    """See that every mini-batch of an epoch has a sample for each replica.
+def num_batches(recipe: Recipe, num_samples: int) -> int:
+    """Count the mini-batches of an epoch of so many samples."""
+    whole, rest = divmod(num_samples, recipe.batch_size)
+    return whole + (rest > 0 and not recipe.train.drop_last)
+
+
+def check_batches(recipe: Recipe, num_samples: int, fewest: int = 1) -> None:
+    """See that every mini-batch of an epoch has a sample for each replica, and each micro-batch
+    `fewest`.
 
     Raises:
-        RecipeError: the last one has too few.
+        RecipeError: the last one has too few, or there is none.
     """
-    size, num_replicas = recipe.batch_size, recipe.pipeline.num_replicas
-    last = num_samples % size or size
-    if last < num_replicas:
+    size, section = recipe.batch_size, recipe.pipeline
+    if not num_batches(recipe, num_samples):
         raise RecipeError(
-            f"train.batch_size = {size} leaves {last} of {num_samples} samples for the last step "
-            f"of an epoch, fewer than the {num_replicas} replicas; choose another batch size"
+            f"train.batch_size = {size} with train.drop_last = true leaves no step: there are "
+            f"{num_samples} samples"
+        )
+    last = size if recipe.train.drop_last else num_samples % size or size
+    left = f"train.batch_size = {size} leaves {last} of {num_samples} samples for the last step"
+    if last < section.num_replicas:
+        raise RecipeError(
+            f"{left} of an epoch, fewer than the {section.num_replicas} replicas; choose another "
+            "batch size, or set train.drop_last = true"
+        )
+    smallest = min(microbatch_sizes(last, section.num_microbatches))
+    if smallest < fewest:
+        raise RecipeError(
+            f"{left} of an epoch, so that a micro-batch has {smallest}, and the model's BatchNorm "
+            f"needs {fewest}; choose another batch size or fewer micro-batches, or set "
+            "train.drop_last = true"
         )

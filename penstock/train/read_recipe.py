@@ -24,6 +24,7 @@ FREE_ON_RESUME = frozenset(
         "pipeline.recompute",
         "pipeline.threads_per_stage",
         "pipeline.timeout_s",
+        "data.num_workers",
         "train.checkpoint_every",
         "train.keep_checkpoints",
         "train.log_every",

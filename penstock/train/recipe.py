@@ -100,6 +100,8 @@ class TrainSection(Section):
     batch_size: Count | None = None
     """Samples of a step, N; the last step of an epoch takes what is left.  Parallel text counts
     tokens instead (data.tokens_per_step), and leaves this out."""
+    drop_last: bool = False
+    """Leave out the samples of an epoch that do not fill a last step."""
     precision: Annotated[str, AfterValidator(one_of(list(PRECISIONS)))] = "float32"
     """What operators compute in where autocast finds it safe; float16 scales the loss."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None

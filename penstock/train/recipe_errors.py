@@ -78,7 +78,7 @@ def _mistyped(where: str, fault: ErrorDetails) -> str:
         return message  # a rule between keys; it names them itself
     expected = fault.get("ctx", {}).get("expected", "")
     if fault["type"] == "literal_error" and isinstance(fault["input"], str):
-        words = [word.strip("'") for word in expected.split(" or ")]
+        words = expected.split("'")[1::2]
         message = f"must be {_or(words)}{_nearest(fault['input'], words)}"
     elif fault["type"] == "value_error" and isinstance(fault["input"], str):
         message += _nearest(fault["input"], message.split('"')[1::2])

@@ -18,7 +18,7 @@ from penstock.data.text import (
 )
 from penstock.errors import RecipeError
 from penstock.train.data_sections import Text
-from penstock.train.layout import check_batches
+from penstock.train.layout import check_batches, num_batches
 from penstock.train.model_sections import Gpt
 from penstock.train.recipe import Recipe
 from penstock.train.run_folder import replace_text
@@ -75,7 +75,7 @@ class LanguageTask(Task):
         return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), label_smoothing=smoothing)
 
     def num_steps(self, epoch: int) -> int:
-        return -(-len(self._train) // self._recipe.batch_size)
+        return num_batches(self._recipe, len(self._train))
 
     def batches(self, epoch: int, first: int, share: Share) -> Iterator[Batch]:
         size = self._recipe.batch_size

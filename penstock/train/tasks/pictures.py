@@ -13,7 +13,7 @@ from penstock.data.images.batches import NO_CLASS
 from penstock.data.pictures import Pictures, ViewedPictures, digit_pictures
 from penstock.errors import RecipeError
 from penstock.train.data_sections import Cifar, Digits, ImageFolder
-from penstock.train.layout import check_batches
+from penstock.train.layout import check_batches, num_batches
 from penstock.train.model_sections import AmoebaNet, Residual
 from penstock.train.recipe import Recipe
 from penstock.train.run_folder import replace_text
@@ -39,7 +39,8 @@ class PictureTask(Task):
             self.measures += (Measure("test_top5", "top 5"),)
 
     def check(self, num_replicas: int) -> None:
-        check_batches(self._recipe, self._pictures.num_train)
+        has_auxiliary = isinstance(self._recipe.model, AmoebaNet)  # of one pixel for each sample
+        check_batches(self._recipe, self._pictures.num_train, 2 if has_auxiliary else 1)
 
     def make_model(self) -> nn.Module:
         return make_network(self._recipe, self._pictures)
@@ -57,11 +58,13 @@ class PictureTask(Task):
         return main + model.auxiliary_weight * auxiliary
 
     def num_steps(self, epoch: int) -> int:
-        return -(-self._pictures.num_train // self._recipe.batch_size)
+        return num_batches(self._recipe, self._pictures.num_train)
 
     def batches(self, epoch: int, first: int, share: Share) -> Iterator[Batch]:
         size, seed = self._recipe.batch_size, self._recipe.train.seed
-        for inputs, targets, count in self._pictures.batches(seed, epoch, first, size, share):
+        rest = range(first, self.num_steps(epoch))
+        found = self._pictures.batches(seed, epoch, first, size, share)
+        for _, (inputs, targets, count) in zip(rest, found, strict=False):
             yield Batch([Part(inputs, targets)], count, is_full=count == size)
 
     def tests(self, samples: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,0 +1,158 @@
+"""Runs on pictures in files: they go on bit by bit, and what cannot be read is named."""
+
+import io
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+from safetensors.torch import load_file
+
+from penstock.errors import ConfigError
+from penstock.train.command import Request, resume_run, start_run
+from penstock.train.display import Display
+from penstock.train.interrupt import Interrupt
+from penstock.train.loop import Trainer
+from penstock.train.read_recipe import read_recipe, recipe_to_toml
+from penstock.train.run_folder import RunFolder, create
+
+RECIPE = """
+[model]
+name = "amoebanet"
+num_layers = 3
+num_filters = 16
+drop_path = 0.3
+stem = "small"
+
+[data]
+name = "image_folder"
+path = "PATH"
+size = 12
+policy = "randaugment"
+cutout = 0.3
+num_workers = 0
+
+[pipeline]
+num_stages = 2
+num_microbatches = 2
+
+[optimizer]
+name = "rmsprop"
+lr = 0.002
+
+[learning_rate]
+name = "exponential"
+every_epochs = 1.0
+factor = 0.5
+
+[train]
+epochs = 2
+batch_size = 6
+label_smoothing = 0.1
+average_decay = 0.5
+log_every = 1
+checkpoint_every = 99
+"""
+CLASSES = ("dark", "light", "red")
+DAMAGED = "train/light/3.png"
+
+
+def quiet() -> Console:
+    """Make a console that nobody reads."""
+    return Console(file=io.StringIO())
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make some pictures, of which one in each part is damaged behind its header."""
+    folder = tmp_path_factory.mktemp("pictures")
+    random = np.random.default_rng(0)
+    for part, count in (("train", 6), ("val", 3)):
+        for number, name in enumerate(CLASSES):
+            (folder / part / name).mkdir(parents=True)
+            for picture in range(count):
+                noise = random.integers(0, 60, (14 + picture, 17, 3), dtype=np.uint8)
+                pixels = noise + np.array([[0] * 3, [190] * 3, [190, 0, 0]][number], np.uint8)
+                Image.fromarray(pixels).save(folder / part / name / f"{picture}.png")
+    for damaged in (folder / DAMAGED, folder / "val/red/1.png"):
+        damaged.write_bytes(damaged.read_bytes()[:150])
+    path = folder / "pictures.toml"
+    path.write_text(RECIPE.replace("PATH", str(folder)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    assert start_run(Request(recipe, [], folder), quiet(), Interrupt()).finished
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["pipeline.num_stages=1"],
+        ["pipeline.num_stages=3", "pipeline.schedule=one_f_one_b", "data.num_workers=1"],
+    ],
+    ids=" ".join,
+)
+def test_a_run_on_pictures_goes_on_bit_by_bit(
+    recipe: Path, uninterrupted: Path, tmp_path: Path, changes: list[str]
+) -> None:
+    folder, interrupt = create(tmp_path / "run", recipe_to_toml(read_recipe(recipe))), Interrupt()
+
+    class Stop(Display):
+        def show_step(self, position: Any, meter: Any) -> None:
+            interrupt.number = signal.SIGINT if position.step >= 4 else 0
+
+    with Trainer(read_recipe(recipe)) as trainer:
+        trainer.run(folder, Stop(quiet(), 2, 3, trainer.task), interrupt)
+        assert trainer.position.step == 4
+    assert resume_run(Request(None, changes, folder.path), quiet(), Interrupt()).finished
+    for name in ("model", "optimizer"):
+        found, expected = (
+            load_file(RunFolder(f).checkpoints()[-1] / f"{name}.safetensors")
+            for f in (folder.path, uninterrupted)
+        )
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+    scores = [list(RunFolder(f).read_metrics())[-1] for f in (folder.path, uninterrupted)]
+    assert scores[0]["test_accuracy"] == scores[1]["test_accuracy"]
+
+
+def test_what_cannot_be_decoded_is_named_and_counts_nothing(uninterrupted: Path) -> None:
+    named = (uninterrupted / "skipped.txt").read_text().splitlines()
+    assert sorted(Path(name).parts[-3:] for name in named) == [
+        ("train", "light", "3.png"),
+        ("val", "red", "1.png"),
+    ]
+    accuracy = list(RunFolder(uninterrupted).read_metrics())[-1]["test_accuracy"]
+    assert any(accuracy == right / 8 for right in range(9))  # of nine, one cannot be read
+
+
+def test_what_cannot_be_decoded_ends_a_strict_run(recipe: Path, tmp_path: Path) -> None:
+    request = Request(recipe, ["data.strict=true"], tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"3\.png cannot be decoded; remove or replace it"):
+        start_run(request, quiet(), Interrupt())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("data.path=/nowhere", "/nowhere"),
+        ("train.batch_size=8", "a micro-batch has 1, and the model's BatchNorm needs 2"),
+        ("model.name=residual", "unknown key"),
+        ("data.least_area=0", "data.least_area = 0 must be greater than 0"),
+        ("data.policy=cutmix", 'must be "none" or "randaugment" or "autoaugment"'),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_runs(
+    recipe: Path, change: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Trainer(read_recipe(recipe, [change]))
+    assert message in str(caught.value)
