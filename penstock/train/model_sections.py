@@ -28,13 +28,13 @@ class AmoebaNet(Section):
     genotype: Literal["b", "d"] = "d"
     """Which cells: b, of the ImageNet result, or d, of the scaling study."""
     num_layers: Count = 18
-    """L, normal cells; a multiple of 3."""
+    """L, normal cells, in three stacks with a reduction between."""
     num_filters: Count = 256
     """D, filters of the first stack of normal cells."""
     dropout: Share = 0.5
     """Share of the features that is dropped before the head."""
     drop_path: Share = 0.3
-    """Share of the paths within cells that is dropped at the end; it rises from 0 in a line."""
+    """Share of the operations in cells that is dropped at the end; it rises from 0 in a line."""
     auxiliary_weight: Annotated[float, Field(ge=0)] = 0.4
     """What the loss of the auxiliary head counts; 0: there is no such head."""
     stem: Literal["imagenet", "small"] = "imagenet"
