@@ -55,6 +55,7 @@ class Trainer:
         self.task = build_task(recipe)
         self.task.check(recipe.pipeline.num_replicas)
         self.model = build_model(recipe, self.task)
+        self._names = list(self.model.state_dict())  # a process keeps those of its stage only
         layers = build_layers(self.model, self.task)
         self.layer_names = names_of(layers)
         self._example: tuple[Any, Any] | None = None
@@ -62,7 +63,7 @@ class Trainer:
         self.pipe = build_pipeline(recipe, self.task, layers, inputs, self.mesh)
         if recipe.start.checkpoint:
             self.task.check_start(run_of(recipe.start))
-        start_from(recipe.start, self.pipe, list(self.model.state_dict()))
+        start_from(recipe.start, self.pipe, self._names)
         self.optimizer = build_optimizer(recipe, self.pipe)
         decay = recipe.train.average_decay
         self._average = Averaging(self.optimizer, decay) if decay else None
@@ -284,7 +285,7 @@ class Trainer:
         if not self.mesh.is_first_rank:
             return
         newest = folder.checkpoints()[-self.recipe.train.average_checkpoints :]
-        weights = mean_weights(newest, self.model.state_dict().keys())
+        weights = mean_weights(newest, self._names)
         self.result = self.task.finish(weights, folder.path)
 
     def close(self) -> None:
