@@ -107,3 +107,21 @@ def test_a_resumed_run_has_the_same_averages_in_any_other_layout(
         assert all(torch.equal(found[key], expected[key]) for key in expected)
     scores = [list(RunFolder(f).read_metrics())[-1]["test_accuracy"] for f in (folder, finished)]
     assert scores[0] == scores[1]
+
+
+def test_a_run_is_judged_by_its_averages(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    with Trainer(read_recipe(DIGITS, SMALL)) as trainer:
+        trainer.resume(RunFolder(finished, writes=False))
+        before = {n: p.detach().clone() for n, p in trainer.pipe.named_parameters()}
+        tally = trainer.task.tally
+        monkeypatch.setattr(trainer.task, "tally", lambda o, t: seen.append(o) or tally(o, t))
+        assert trainer.evaluate() == dict(trainer.position.scores)
+        assert trainer._average is not None
+        inputs, _ = next(trainer.task.tests(range(trainer.task.num_test)))
+        with trainer._average.in_place():
+            of_averages = trainer.pipe.eval_step(inputs)
+        of_newest = trainer.pipe.eval_step(inputs)
+        assert torch.equal(torch.cat(seen), of_averages)
+        assert not torch.equal(of_averages, of_newest)
+        assert all(torch.equal(before[n], p) for n, p in trainer.pipe.named_parameters())
