@@ -65,6 +65,8 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[dict[str, A
             f"data.low_resource={words([language])}",
             f"data.vocabulary={folder / 'multilingual' / 'vocabulary.json'}",
             f"train.epochs={1 if options.smallest else options.epochs}",
+            "train.checkpoint_every=50",
+            "learning_rate.warmup_steps=50",
         ]
         alone = train(folder / f"bilingual-{language}", [*small, *own])
         row = {"language": language, "pairs": section.low_resource_pairs}
@@ -106,7 +108,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print; the plot is written where the README is, or beside the JSON."""
     options = parser(__doc__ or "")
-    options.add_argument("--epochs", type=int, default=200, help="of each bilingual model")
+    options.add_argument("--epochs", type=int, default=400, help="of each bilingual model")
     options.add_argument("--runs", type=Path, help="where the runs are kept; default: nowhere")
     chosen = options.parse_args(arguments)
     load, here = Load.now(), Path(__file__).parent

@@ -16,7 +16,7 @@ from penstock.schedules.names import named_schedule
 from penstock.types import Recompute
 from penstock.zero import zero_optimizer
 
-from . import rmsprop
+from . import adafactor, rmsprop
 from .optimizer_sections import SGD, Adafactor, AdamW, RMSProp
 from .recipe import Recipe
 from .tasks import build_task
@@ -114,10 +114,10 @@ def build_optimizer(recipe: Recipe, pipe: Pipeline) -> torch.optim.Optimizer:
             )
         case Adafactor() as o:
             make = partial(
-                torch.optim.Adafactor,
+                adafactor.Adafactor,
                 lr=o.lr,
                 beta2_decay=o.beta2_decay,
-                d=o.clip,
+                clip=o.clip,
                 weight_decay=o.weight_decay,
             )
         case SGD() as o:
@@ -128,9 +128,21 @@ def build_optimizer(recipe: Recipe, pipe: Pipeline) -> torch.optim.Optimizer:
                 nesterov=o.nesterov,
                 weight_decay=o.weight_decay,
             )
+    groups = parameter_groups(recipe, pipe)
     if recipe.pipeline.shard_optimizer:
-        return zero_optimizer(pipe, make)
-    return make(pipe.parameters())
+        return zero_optimizer(pipe, make, groups)
+    return make(groups)
+
+
+def parameter_groups(recipe: Recipe, pipe: Pipeline) -> list[dict[str, Any]]:
+    """Give all parameters; for RMSProp those of norms, and biases, apart: they do not decay."""
+    every = list(pipe.parameters())
+    if not isinstance(recipe.optimizer, RMSProp):
+        return [{"params": every}]
+    return [
+        {"params": [p for p in every if p.dim() > 1]},
+        {"params": [p for p in every if p.dim() < 2], "weight_decay": 0.0},
+    ]
 
 
 def build_scaler(recipe: Recipe, pipe: Pipeline) -> GradScaler:

@@ -116,17 +116,29 @@ def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summ
     """
     assert request.run_folder is not None
     old, new = _old_and_new(request, num_processes())
-    with make_mesh(new) as mesh, mesh.reporting(), Trainer(new, mesh) as trainer:
+    with (
+        make_mesh(new) as mesh,
+        mesh.reporting(),
+        Trainer(new, mesh, resumes=_has_weights(mesh, request.run_folder)) as trainer,
+    ):
         trainer.raise_if_wanted(interrupt)
         with _opened(mesh, request.run_folder) as folder:
             trainer.resume(folder)
-            if trainer.finished:
+            if trainer.finished and trainer.is_made(folder):
                 raise RunFolderError(
                     f"{folder.path} has trained all its {new.train.epochs} epochs; there is "
                     "nothing to resume. Start a new run for more"
                 )
             _say_how(console, folder, trainer, old)
             return _run(trainer, folder, console, interrupt)
+
+
+def _has_weights(mesh: Mesh, path: Path) -> bool:
+    """Whether a run folder has a checkpoint, as rank 0 sees it."""
+    found: bool = mesh.from_first(
+        lambda: bool(RunFolder(path, writes=False).checkpoints()), "for the checkpoints"
+    )
+    return found
 
 
 def _old_and_new(request: Request, num_processes: int) -> tuple[Recipe, Recipe]:
@@ -151,12 +163,16 @@ def _go_on(path: Path, wanted: Recipe, console: Console, interrupt: Interrupt) -
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         _check_same_job(path, old, wanted)
     new = refit(_with_layout_of(wanted, old), num_processes(), num_layers(old))
-    with make_mesh(new) as mesh, mesh.reporting(), Trainer(new, mesh) as trainer:
+    with (
+        make_mesh(new) as mesh,
+        mesh.reporting(),
+        Trainer(new, mesh, resumes=_has_weights(mesh, path)) as trainer,
+    ):
         trainer.raise_if_wanted(interrupt)
         with _opened(mesh, path) as folder:
             for warning in trainer.resume(folder, falls_back=True):
                 console.print(warning, highlight=False, markup=False, soft_wrap=True)
-            if trainer.finished:
+            if trainer.finished and trainer.is_made(folder):
                 console.print(
                     f"{path}, which this job began, has trained all its epochs",
                     highlight=False,

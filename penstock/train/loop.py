@@ -4,16 +4,19 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from penstock.checkpoint import Saving, async_save_checkpoint, load_checkpoint
 from penstock.clip import clip_grad_norm_
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
+from penstock.model.pytree import tree_map
 from penstock.types import Trace
 
 from .averaging import Averaging
@@ -33,8 +36,8 @@ from .learning_rate import learning_rate
 from .meter import Meter
 from .position import Position
 from .recipe import Recipe
-from .run_folder import RunFolder
-from .start import mean_weights, run_of, start_from
+from .run_folder import SKIPPED, RunFolder
+from .start import mean_weights, run_of, start_from, tensor_names
 from .tasks import build_task
 from .tasks.task import Batch
 
@@ -45,25 +48,29 @@ class Trainer:
     In a mesh of processes each makes a trainer and calls it alike; `mesh` is by default the
     recipe's, in this process.
 
+    With `resumes`, weights are not loaded from what the recipe starts from: they will be those of
+    a checkpoint of its own run.
+
     Raises:
         PenstockError: the recipe asks for what cannot be built; nothing has run then.
     """
 
-    def __init__(self, recipe: Recipe, mesh: Mesh | None = None) -> None:
+    def __init__(self, recipe: Recipe, mesh: Mesh | None = None, *, resumes: bool = False) -> None:
         self.recipe = recipe
         self.mesh = mesh if mesh is not None else make_mesh(recipe)
         self.task = build_task(recipe)
         self.task.check(recipe.pipeline.num_replicas)
         self.model = build_model(recipe, self.task)
-        self._names = list(self.model.state_dict())  # a process keeps those of its stage only
+        self._names = tensor_names(self.model)  # a process keeps those of its stage only
         layers = build_layers(self.model, self.task)
         self.layer_names = names_of(layers)
         self._example: tuple[Any, Any] | None = None
         inputs, _ = self.example_part()
         self.pipe = build_pipeline(recipe, self.task, layers, inputs, self.mesh)
-        if recipe.start.checkpoint:
-            self.task.check_start(run_of(recipe.start))
-        start_from(recipe.start, self.pipe, self._names)
+        if not resumes:
+            if recipe.start.checkpoint:
+                self.task.check_start(run_of(recipe.start))
+            start_from(recipe.start, self.pipe, self._names)
         self.optimizer = build_optimizer(recipe, self.pipe)
         decay = recipe.train.average_decay
         self._average = Averaging(self.optimizer, decay) if decay else None
@@ -89,7 +96,7 @@ class Trainer:
             self._example = part.inputs, part.targets
         return self._example
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         """Of the first epoch; where they differ, of about every epoch."""
         return self.task.num_steps(0)
@@ -143,6 +150,7 @@ class Trainer:
         returns.
         """
         self.mesh.from_first(lambda: self.task.begin(folder.path), "for what belongs to the run")
+        folder.add_lines(SKIPPED, self.task.skipped)
         stopping = self._must_stop(interrupt)
         while not self.finished and not stopping:
             self._step(folder, display)
@@ -154,7 +162,7 @@ class Trainer:
                 self._save(folder)
         self._settle(folder)
         if self.finished:
-            self._finish(folder)
+            self.finish(folder)
 
     def _must_stop(self, interrupt: Interrupt) -> bool:
         """Agree with the other processes whether to end here; what one was told, all know then.
@@ -232,7 +240,8 @@ class Trainer:
         self.pipe.trace = Trace.OFF
         self.position = self.position.after_epoch(self.evaluate())
         self._log(folder, "epoch", {"train_loss": train_loss, **self.position.scores})
-        self.mesh.from_first(lambda: self.task.end_epoch(folder.path), "for the end of an epoch")
+        skipped = self.mesh.gather(list(self.task.skipped), "for what was skipped")
+        folder.add_lines(SKIPPED, [name for names in skipped for name in names])
         display.show_epoch(self.position, self.meter, train_loss)
 
     def evaluate(self) -> dict[str, float]:
@@ -250,7 +259,7 @@ class Trainer:
             for inputs, targets in self.task.tests(own):
                 with autocast(self.recipe, self.pipe):
                     outputs = self.pipe.eval_step(inputs)
-                tally = self.task.tally(outputs, targets)
+                tally = self.task.tally(tree_map(Tensor.cpu, outputs), targets)
                 sums = tally[: max(0, known - counted)].sum(dim=0)
                 totals, counted = sums + (totals if counted else 0), counted + len(tally)
         of_all = self.mesh.gather(totals.tolist(), "for the others to evaluate")
@@ -278,15 +287,28 @@ class Trainer:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
-            folder.keep_newest(self.recipe.train.keep_checkpoints)
+            folder.keep_newest(
+                self.recipe.train.keep_checkpoints, self.recipe.train.checkpoint_every
+            )
 
-    def _finish(self, folder: RunFolder) -> None:
-        """Let the task make what it makes of a finished run; rank 0 does it."""
+    def is_made(self, folder: RunFolder) -> bool:
+        """Whether what is made of a finished run is there, as rank 0 sees it."""
+        found: bool = self.mesh.from_first(
+            lambda: self.task.is_made(folder.path), "for what is made of the run"
+        )
+        return found
+
+    def finish(self, folder: RunFolder) -> None:
+        """Let the task make what it makes of a finished run; rank 0 does it.
+
+        It is made of the mean of the newest checkpoints that were due, however often the run was
+        interrupted.
+        """
         if not self.mesh.is_first_rank:
             return
-        newest = folder.checkpoints()[-self.recipe.train.average_checkpoints :]
-        weights = mean_weights(newest, self._names)
-        self.result = self.task.finish(weights, folder.path)
+        section = self.recipe.train
+        due = folder.due(section.checkpoint_every)[-section.average_checkpoints :]
+        self.result = self.task.finish(mean_weights(due, self._names), folder.path)
 
     def close(self) -> None:
         """End the pipeline's threads."""

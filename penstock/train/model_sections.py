@@ -41,6 +41,8 @@ class AmoebaNet(Section):
     """imagenet: the first layers divide each side by 8; small: they keep the resolution."""
     norm_decay: Share = 0.9
     """Share of BatchNorm's running statistics that is kept in each step."""
+    norm_epsilon: Above0 = 1e-5
+    """Added to BatchNorm's variances."""
 
 
 class TranslationTransformer(Section):

@@ -59,7 +59,7 @@ class RMSProp(Section):
     eps: Above0 = 0.1
     """Added to the squared gradient, under the root."""
     weight_decay: From0 = 4e-5
-    """Share of a weight that is added to its gradient."""
+    """Share of a weight that is added to its gradient; not of norms and biases."""
 
 
 class Adafactor(Section):

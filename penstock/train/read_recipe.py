@@ -71,10 +71,13 @@ def check_resumable(old: Recipe, new: Recipe) -> None:
         RecipeError: lists every key that may not change, with both values and the reason.
     """
     before, after = _flat(old), _flat(new)
+    free = FREE_ON_RESUME
+    if old.train.average_checkpoints > 1:  # they decide what the mean is of
+        free -= {"train.checkpoint_every", "train.keep_checkpoints"}
     faults = []
     for key in sorted(before.keys() | after.keys()):
         was, would = before.get(key), after.get(key)
-        if was != would and key not in FREE_ON_RESUME:
+        if was != would and key not in free:
             change = f"{key} was {_toml_value(was)} and cannot become {_toml_value(would)}"
             faults.append(f"{change} on resume: {_reason(key)}")
     if faults:

@@ -2,6 +2,7 @@
 
 recipe.toml             the recipe with every key
 job                     what torchrun calls the job that began the run, on each of its hosts
+skipped.txt             what could not be read of the data
 metrics.jsonl           one JSON object a line: kind "step" and kind "epoch"
 checkpoints/step-000120 the newest few; a folder is there whole or not at all
 timeline.json, .svg, .png, .chrome.json     one traced step
@@ -27,6 +28,7 @@ METRICS = "metrics.jsonl"
 _LOCK = ".lock"
 JOB = "job"
 CHECKPOINTS = "checkpoints"
+SKIPPED = "skipped.txt"
 _PREFIX = "step-"
 _CHECKPOINT = re.compile(rf"{_PREFIX}(\d+)")
 
@@ -122,13 +124,33 @@ class RunFolder:
         if self.writes:
             checkpoint.rename(checkpoint.with_name(f"damaged-{checkpoint.name}"))
 
-    def keep_newest(self, number: int) -> None:
-        """Delete all checkpoints but the newest `number`, and what an interrupted save left."""
+    def due(self, every: int) -> list[Path]:
+        """List the complete checkpoints that are of every so many steps, and the newest one.
+
+        Others were saved where the run was interrupted.
+        """
+        found = self.checkpoints()
+        return [path for path in found if _step(path) % every == 0 or path == found[-1]]
+
+    def keep_newest(self, number: int, every: int) -> None:
+        """Delete all checkpoints but the newest `number` of those that were due, and what an
+        interrupted save left.
+        """
         if not self.writes:
             return
-        for path in self.checkpoints()[:-number]:
-            remove_folder(path)
+        kept = self.due(every)[-number:]
+        for path in self.checkpoints():
+            if path not in kept:
+                remove_folder(path)
         self.remove_unfinished()
+
+    def add_lines(self, name: str, lines: Iterable[str]) -> None:
+        """Add lines to a file, but for those that it has."""
+        path = self.path / name
+        before = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        every = list(dict.fromkeys([*before, *lines]))
+        if len(every) > len(before):
+            self.write_text(name, "\n".join(every) + "\n")
 
     def remove_unfinished(self) -> None:
         """Delete what interrupted saves left; call when none is under way."""
@@ -136,6 +158,10 @@ class RunFolder:
             return
         for path in (self.path / CHECKPOINTS).glob(f".*{UNFINISHED}"):
             remove_folder(path)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(_PREFIX))
 
 
 def check_free(path: Path) -> None:

@@ -1,9 +1,10 @@
 """Weights to start from: those of another run, but for the layers that begin anew."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from penstock.checkpoint.files import MODEL, OPTIMIZER, read_facts, read_some, tensor_kinds
 from penstock.errors import CheckpointError, RecipeError
@@ -13,8 +14,11 @@ from .averaging import KEY
 from .recipe import Start
 from .run_folder import RECIPE, RunFolder
 
+Names = Mapping[str, str]
+"""Names of tensors, each with the first name of the same tensor: see `tensor_names`."""
 
-def start_from(start: Start, pipe: Pipeline, names: list[str]) -> None:
+
+def start_from(start: Start, pipe: Pipeline, names: Names) -> None:
     """Load the weights that a recipe names into a pipeline, but for its new layers.
 
     `names` are those of the whole model's tensors.  The running average is taken if the run kept
@@ -33,8 +37,9 @@ def start_from(start: Start, pipe: Pipeline, names: list[str]) -> None:
         return
     checkpoint = _checkpoint(Path(start.checkpoint))
     own = pipe.state_dict()
-    _check_new(start, names)
-    wanted = [name for name in own if not _is_in(name, start.new_layers)]
+    _check_new(start, list(names))
+    old = {name for name in own if not _is_in(name, start.new_layers)}
+    wanted = {name: first for name, first in names.items() if name in old}
     found = saved_weights(checkpoint, wanted)
     faults = [f"{name} is missing" for name in wanted if name not in found]
     faults += [
@@ -90,28 +95,43 @@ def _is_in(name: str, layers: tuple[str, ...]) -> bool:
     return any(name == layer or name.startswith(f"{layer}.") for layer in layers)
 
 
-def saved_weights(checkpoint: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Read the named tensors of a checkpoint; of parameters the average, if there is one."""
+def tensor_names(model: nn.Module) -> dict[str, str]:
+    """Give all names of a whole model's tensors, each with the first name of the same tensor."""
+    first: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    return {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
+
+
+def saved_weights(checkpoint: Path, names: Names) -> dict[str, torch.Tensor]:
+    """Read the named tensors of a checkpoint; of parameters the average, if there is one.
+
+    A parameter of several names has its average under one of them: it is that of all.
+    """
     facts = read_facts(checkpoint)
     found = read_some(checkpoint, MODEL, names)
-    if facts["optimizer"] is not None:
-        averages = {f"{name}.{KEY}": name for name in names}
-        kept = [key for key in tensor_kinds(checkpoint, OPTIMIZER) if key in averages]
-        of_these = read_some(checkpoint, OPTIMIZER, kept)
-        found.update({averages[key]: tensor for key, tensor in of_these.items()})
-    return found
+    if facts["optimizer"] is None:
+        return found
+    kept = {
+        names[name]: key
+        for key in tensor_kinds(checkpoint, OPTIMIZER)
+        if key.endswith(f".{KEY}") and (name := key.removesuffix(f".{KEY}")) in names
+    }
+    averages = read_some(checkpoint, OPTIMIZER, set(kept.values()))
+    of_parameters = {name: kept[names[name]] for name in found if names[name] in kept}
+    return {**found, **{name: averages[key] for name, key in of_parameters.items()}}
 
 
-def mean_weights(checkpoints: Sequence[Path], names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Give the mean of the weights of several checkpoints; of one, its weights."""
-    first, *others = (saved_weights(checkpoint, names) for checkpoint in checkpoints)
-    if not others:
-        return first
-    return {name: _mean([tensor, *(o[name] for o in others)]) for name, tensor in first.items()}
-
-
-def _mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    if not tensors[0].is_floating_point():  # a count, such as BatchNorm's of its batches
-        return tensors[0]
-    total = torch.stack([tensor.to(torch.float64) for tensor in tensors]).mean(dim=0)
-    return total.to(tensors[0].dtype)
+def mean_weights(checkpoints: Sequence[Path], names: Names) -> dict[str, torch.Tensor]:
+    """Give the mean of the weights of several checkpoints, one read after the other; of one, its
+    weights.
+    """
+    newest = saved_weights(checkpoints[-1], names)
+    if len(checkpoints) == 1:
+        return newest
+    floats = {n: first for n, first in names.items() if newest[n].is_floating_point()}
+    totals = {name: newest[name].to(torch.float64) for name in floats}
+    for checkpoint in reversed(checkpoints[:-1]):
+        for name, tensor in saved_weights(checkpoint, floats).items():
+            totals[name] += tensor
+    means = {n: (t / len(checkpoints)).to(newest[n].dtype) for n, t in totals.items()}
+    return {**newest, **means}

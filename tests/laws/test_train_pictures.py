@@ -136,7 +136,7 @@ def test_what_cannot_be_decoded_is_named_and_counts_nothing(uninterrupted: Path)
 
 
 def test_drop_path_rises_from_nothing_over_the_run(recipe: Path, tmp_path: Path) -> None:
-    seen = []
+    seen: list[set[float]] = []
 
     class Watch(Display):
         def show_step(self, position: Any, meter: Any) -> None:

@@ -3,7 +3,9 @@
 import io
 import json
 import math
+import shutil
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,14 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from penstock.errors import CheckpointError, ConfigError, RecipeError
+from penstock.errors import CheckpointError, ConfigError, RecipeError, RunFolderError
 from penstock.train.command import Request, resume_run, start_run
 from penstock.train.display import Display
 from penstock.train.interrupt import Interrupt
 from penstock.train.loop import Trainer
 from penstock.train.read_recipe import read_recipe, recipe_to_toml
 from penstock.train.run_folder import RunFolder, create
+from penstock.train.start import mean_weights, tensor_names
 from tests.text_recipes import NAMES, TEXT
 
 
@@ -91,8 +94,7 @@ def test_it_goes_on_bit_by_bit(
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     made = {"names": "translations.tsv", "text": "sample.txt"}[name]
-    if name == "text" or stop % 3 == 0:  # elsewhere, the mean is of another checkpoint too
-        assert (folder.path / made).read_text() == (uninterrupted[name] / made).read_text()
+    assert (folder.path / made).read_text() == (uninterrupted[name] / made).read_text()
 
 
 def test_what_is_made_of_a_translation_run(uninterrupted: dict[str, Path]) -> None:
@@ -105,6 +107,84 @@ def test_what_is_made_of_a_translation_run(uninterrupted: dict[str, Path]) -> No
     assert scores["copy"]["nl"]["chrf"] > scores["copy"]["uk"]["chrf"]  # one alphabet, two
     assert (folder / "scores.png").read_bytes()[:4] == b"\x89PNG"
     assert (folder / "vocabulary.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["names", "text"])
+def test_what_is_made_of_a_run_is_of_the_weights_it_was_judged_by(
+    recipes: dict[str, Path], uninterrupted: dict[str, Path], name: str
+) -> None:
+    """Tied matrices too, whose average is kept under one of their names."""
+    given = ["train.average_decay=0.9"] if name == "text" else ["train.average_checkpoints=1"]
+    with Trainer(read_recipe(recipes[name], given)) as trainer:
+        folder = RunFolder(uninterrupted[name], writes=False)
+        trainer.resume(folder)
+        averages = trainer._average.in_place() if trainer._average is not None else nullcontext()
+        with averages:
+            judged = {n: t.clone() for n, t in trainer.model.state_dict().items()}
+        names = tensor_names(trainer.model)
+        assert len(set(names.values())) < len(names)  # some are tied
+        found = mean_weights(folder.checkpoints()[-1:], names)
+        assert found.keys() == judged.keys()
+        assert all(torch.equal(found[n], judged[n]) for n in judged)
+        both = mean_weights(folder.checkpoints()[:1] * 3, names)
+        alone = mean_weights(folder.checkpoints()[:1], names)
+        assert all(torch.equal(both[n], alone[n]) for n in both)
+
+
+@pytest.mark.parametrize(
+    ("name", "made"), [("names", "scores.json"), ("text", "sample.txt")], ids=["names", "text"]
+)
+def test_what_was_not_made_of_a_finished_run_is_made_when_it_is_resumed(
+    uninterrupted: dict[str, Path], tmp_path: Path, name: str, made: str
+) -> None:
+    folder = shutil.copytree(uninterrupted[name], tmp_path / "run")
+    expected = (folder / made).read_text()
+    (folder / made).unlink()
+    assert resume_run(Request(None, [], folder), quiet(), Interrupt()).finished
+    assert (folder / made).read_text() == expected
+    with pytest.raises(RunFolderError, match="there is nothing to resume"):
+        resume_run(Request(None, [], folder), quiet(), Interrupt())
+
+
+def test_a_run_goes_on_with_the_text_that_it_began_with(
+    uninterrupted: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(uninterrupted["text"], tmp_path / "run")
+    recipe = (folder / "recipe.toml").read_text()
+    path = Path(read_recipe(folder / "recipe.toml").data.path)  # type: ignore[union-attr]
+    (tmp_path / "text.txt").write_text(path.read_text().replace("square", "SQUARE"))
+    (folder / "recipe.toml").write_text(recipe.replace(str(path), str(tmp_path / "text.txt")))
+    (folder / "sample.txt").unlink()
+    with pytest.raises(ConfigError, match=r"the data are not those that .* began with"):
+        resume_run(Request(None, [], folder), quiet(), Interrupt())
+
+
+def test_weights_without_their_vocabulary_are_refused(
+    recipes: dict[str, Path], uninterrupted: dict[str, Path], tmp_path: Path
+) -> None:
+    for name in recipes:
+        folder = shutil.copytree(uninterrupted[name], tmp_path / name)
+        (folder / "vocabulary.json").unlink()
+        with pytest.raises(CheckpointError, match="nobody knows what the weights' tokens mean"):
+            Trainer(read_recipe(recipes[name], [f"start.checkpoint={folder}"]))
+
+
+def test_a_fine_tuned_run_goes_on_without_the_run_that_it_began_with(
+    recipes: dict[str, Path], uninterrupted: dict[str, Path], tmp_path: Path
+) -> None:
+    old = shutil.copytree(uninterrupted["text"], tmp_path / "old")
+    given, interrupt = [f"start.checkpoint={old}", "train.checkpoint_every=2"], Interrupt()
+    recipe = read_recipe(recipes["text"], given)
+    folder = create(tmp_path / "run", recipe_to_toml(recipe))
+
+    class Stop(Display):
+        def show_step(self, position: Any, meter: Any) -> None:
+            interrupt.number = signal.SIGINT
+
+    with Trainer(recipe) as trainer:
+        trainer.run(folder, Stop(quiet(), 2, 9, trainer.task), interrupt)
+    shutil.rmtree(old)
+    assert resume_run(Request(None, [], folder.path), quiet(), Interrupt()).finished
 
 
 def test_a_run_learns(uninterrupted: dict[str, Path]) -> None:
@@ -166,6 +246,7 @@ def test_a_run_that_goes_on_needs_the_same_vocabulary(
         ("text", ["data.length=100000"], "give a longer text"),
         ("names", ['data.languages=["de", "qq"]', "data.low_resource=[]"], "no language 'qq'"),
         ("names", ["data.max_length=2", "data.too_long=refuse"], "longer than the 2 tokens"),
+        ("names", ["data.max_length=2"], "no text of at most 2 tokens is in the part 'train'"),
         ("names", ["train.batch_size=4"], "counts samples, and data.name"),
         ("text", ["train.keep_checkpoints=1", "train.average_checkpoints=2"], "to be as high"),
         ("names", ["data.tokens_per_part=8192"], "a step at least one part"),

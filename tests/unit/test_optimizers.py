@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.train.adafactor import Adafactor
 from penstock.train.averaging import Averaging
 from penstock.train.rmsprop import RMSProp
 
@@ -50,7 +51,7 @@ def test_the_average_follows_the_weights_more_slowly_as_steps_go_by() -> None:
     assert weight.item() == 200.0
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, RMSProp])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Adafactor, RMSProp])
 def test_an_average_does_not_change_the_steps(kind: type[torch.optim.Optimizer]) -> None:
     torch.manual_seed(0)
     plain, averaged = nn.Linear(3, 2), nn.Linear(3, 2)
@@ -79,3 +80,31 @@ def test_weights_return_after_an_error() -> None:
     with pytest.raises(ValueError, match="within"), averaging.in_place():
         raise ValueError("within")
     assert weight.item() == -3.0
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (4, 6), (2, 3, 4)])
+def test_adafactor_is_torchs_as_long_as_that_does_what_it_is_told(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    start = torch.linspace(-1, 1, 24)[: math.prod(shape)].reshape(shape)
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    optimizers = [
+        Adafactor([ours], lr=0.02, clip=1.0, weight_decay=0.1),
+        torch.optim.Adafactor([theirs], lr=0.02, d=1.0, weight_decay=0.1, eps=(1e-30, 1e-3)),
+    ]
+    for _ in range(6):
+        grad = torch.randn(shape)
+        for weight, optimizer in zip((ours, theirs), optimizers, strict=True):
+            weight.grad = grad.clone()
+            optimizer.step()
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_adafactor_moves_by_the_learning_rate_late_in_a_run() -> None:
+    weight = nn.Parameter(torch.ones(3, 3))
+    optimizer = Adafactor([weight], lr=0.015)
+    weight.grad = torch.ones(3, 3)
+    optimizer.step()
+    optimizer.state[weight]["step"] = 39_999
+    before = weight.detach().clone()
+    optimizer.step()
+    torch.testing.assert_close(before - weight, 0.015 * before, rtol=1e-4, atol=0)

@@ -76,8 +76,18 @@ def test_a_run_without_metrics_can_be_resumed(folder: RunFolder) -> None:
 def test_only_the_newest_checkpoints_stay(folder: RunFolder) -> None:
     for step in (5, 40, 300, 1_000_000):
         folder.checkpoint_path(step).mkdir(parents=True)
-    folder.keep_newest(2)
+    folder.keep_newest(2, every=5)
     assert folder.checkpoints() == [folder.checkpoint_path(300), folder.checkpoint_path(1_000_000)]
+
+
+def test_checkpoints_of_interruptions_do_not_take_the_place_of_those_that_are_due(
+    folder: RunFolder,
+) -> None:
+    for step in (10, 20, 23, 30, 37):
+        folder.checkpoint_path(step).mkdir(parents=True)
+    assert [path.name[-2:] for path in folder.due(10)] == ["10", "20", "30", "37"]
+    folder.keep_newest(3, every=10)
+    assert [path.name[-2:] for path in folder.checkpoints()] == ["20", "30", "37"]
 
 
 def test_what_an_interrupted_save_left_is_cleared_and_never_listed(folder: RunFolder) -> None:
@@ -85,7 +95,7 @@ def test_what_an_interrupted_save_left_is_cleared_and_never_listed(folder: RunFo
     left = folder.path / "checkpoints" / ".step-000006.abc.unfinished"
     left.mkdir()
     assert folder.checkpoints() == [folder.checkpoint_path(5)]
-    folder.keep_newest(2)
+    folder.keep_newest(2, every=5)
     assert not left.exists()
 
 

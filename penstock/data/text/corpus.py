@@ -43,7 +43,9 @@ class ParallelCorpus:
     valid: TextPart
     test: TextPart
     num_skipped: Mapping[str, int]
-    """Pairs of each source language that were left out since one side of them is empty."""
+    """Pairs of each source language that were left out: one side is empty, or they are to be
+    learnt from and judged by.
+    """
 
     @property
     def languages(self) -> tuple[str, ...]:

@@ -74,7 +74,9 @@ def load_parallel(
 ) -> ParallelCorpus:
     """Read the text in `languages`, or in all that there are, with its translation to `target`.
 
-    A pair of lines of which one is empty is left out and counted.
+    Left out and counted are pairs of lines of which one is empty, and training pairs that are in
+    validation or test too.  In text of many languages the target of a test pair may still be
+    learnt from another language's pair.
 
     held_out_share: Share of the pairs that is kept for validation, and the same again for testing,
         in each language that has no files for it; by default only what has such files is.
@@ -103,6 +105,7 @@ def load_parallel(
         parts[files.part].setdefault(files.language, []).extend(full)
     if held_out_share is not None:
         _hold_out(parts, held_out_share, seed)
+    _keep_apart(parts, num_skipped)
     return ParallelCorpus(
         target=target,
         train=_packed(parts["train"]),
@@ -114,6 +117,22 @@ def load_parallel(
 
 def _packed(part: Mapping[str, list[tuple[str, str]]]) -> dict[str, TextPairs]:
     return {language: TextPairs.of(part[language]) for language in sorted(part) if part[language]}
+
+
+def _keep_apart(
+    parts: dict[PartName, dict[str, list[tuple[str, str]]]], num_skipped: dict[str, int]
+) -> None:
+    """Take pairs out of training that are to be judged by, in whatever language they are."""
+    judged = {
+        same_pair(*pair)
+        for part in ("valid", "test")
+        for pairs in parts[part].values()
+        for pair in pairs
+    }
+    for language, pairs in parts["train"].items():
+        kept = [pair for pair in pairs if same_pair(*pair) not in judged]
+        num_skipped[language] += len(pairs) - len(kept)
+        parts["train"][language] = kept
 
 
 def _hold_out(

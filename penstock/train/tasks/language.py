@@ -1,5 +1,6 @@
 """Foretell the next token of a text."""
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from penstock.data.sampler import batch_indices, epoch_order, keyed_generator
 from penstock.data.text import (
     ByteVocabulary,
     TextVocabulary,
+    Vocabulary,
     load_text,
     text_windows,
     train_text_vocabulary,
@@ -24,6 +26,7 @@ from penstock.train.recipe import Recipe
 from penstock.train.run_folder import replace_text
 from penstock.zoo import gpt
 
+from .kept_vocabulary import VOCABULARY, check_vocabulary
 from .task import Batch, Measure, Part, Share, Task
 
 SAMPLE = "sample.txt"
@@ -45,11 +48,28 @@ class LanguageTask(Task):
             self._vocabulary = train_text_vocabulary(split.train, section.vocabulary_size)
         self._train = text_windows(split.train, self._vocabulary, section.length)
         self._valid = text_windows(split.valid, self._vocabulary, section.length)
-        self._prompt = section.prompt or split.valid[: section.length // 4]
+        self._prompt = section.prompt or split.valid[: max(1, section.length // 4)]
+        self._digest = hashlib.blake2b((split.train + split.valid).encode()).hexdigest()
         self.num_test = len(self._valid)
 
     def check(self, num_replicas: int) -> None:
         check_batches(self._recipe, len(self._train))
+
+    @property
+    def data_digest(self) -> str:
+        return self._digest
+
+    def begin(self, folder: Path) -> None:
+        super().begin(folder)
+        if isinstance(self._vocabulary, Vocabulary):
+            self._vocabulary.save(folder / VOCABULARY)
+
+    def check_start(self, folder: Path) -> None:
+        if isinstance(self._vocabulary, Vocabulary):
+            check_vocabulary(self._vocabulary, folder)
+
+    def is_made(self, folder: Path) -> bool:
+        return not self._section.sample_length or (folder / SAMPLE).is_file()
 
     def make_model(self) -> nn.Module:
         section = self._recipe.model
@@ -110,8 +130,6 @@ class LanguageTask(Task):
 
     def _written(self, model: nn.Module) -> str:
         (ids,) = self._vocabulary.encode([self._prompt])
-        if not ids:
-            raise RecipeError("data.prompt is empty; give some text to go on from")
         generator = keyed_generator(self._recipe.train.seed, "sample")
         with torch.no_grad():
             for _ in range(self._section.sample_length):

@@ -1,7 +1,6 @@
 """Classify pictures."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +15,11 @@ from penstock.train.data_sections import Cifar, Digits, ImageFolder
 from penstock.train.layout import check_batches, num_batches
 from penstock.train.model_sections import AmoebaNet, Residual
 from penstock.train.recipe import Recipe
-from penstock.train.run_folder import replace_text
+from penstock.train.run_folder import SKIPPED
 from penstock.zoo import amoebanet_b, amoebanet_d, set_drop_path_progress
 from penstock.zoo.residual import residual_network
 
 from .task import Batch, Measure, Part, Share, Task
-
-SKIPPED = "skipped.txt"
 
 
 class PictureTask(Task):
@@ -90,13 +87,9 @@ class PictureTask(Task):
         if pictures.skipped:
             yield f"skipped, since they are no pictures: {len(pictures.skipped):,} ({SKIPPED})"
 
-    def begin(self, folder: Path) -> None:
-        self.end_epoch(folder)
-
-    def end_epoch(self, folder: Path) -> None:
-        """Name what could not be decoded."""
-        if self._pictures.skipped:
-            replace_text(folder / SKIPPED, "\n".join(self._pictures.skipped) + "\n")
+    @property
+    def skipped(self) -> Sequence[str]:
+        return self._pictures.skipped
 
     def begin_step(self, model: nn.Module, progress: float) -> None:
         if isinstance(self._recipe.model, AmoebaNet):
@@ -163,6 +156,7 @@ def make_network(recipe: Recipe, pictures: Pictures) -> nn.Module:
                 auxiliary=a.auxiliary_weight > 0,
                 small=a.stem == "small",
                 norm_momentum=1 - a.norm_decay,
+                norm_epsilon=a.norm_epsilon,
             )
         case other:
             raise RecipeError(

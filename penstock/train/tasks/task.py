@@ -8,8 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.errors import ConfigError
 from penstock.trace.units import percent_text
+from penstock.train.run_folder import replace_text
 from penstock.types import Reduction
+
+DIGEST = "data.digest"
 
 Share = Callable[[int], slice]
 """Which of so many samples are this replica's."""
@@ -114,15 +118,36 @@ class Task(ABC):
         """Say what is to be known of the data before a run begins."""
         return iter(())
 
-    def begin(self, folder: Path) -> None:  # noqa: B027 - few need it
+    @property
+    def skipped(self) -> Sequence[str]:
+        """Name what could not be read of the data so far, and was skipped."""
+        return ()
+
+    @property
+    def data_digest(self) -> str:
+        """Tell data apart, so that a run goes on with those that it began with; empty: no need."""
+        return ""
+
+    def begin(self, folder: Path) -> None:
         """Keep what belongs to a run beside it, whenever it begins or goes on.
 
         Raises:
-            ConfigError: what is kept there is of another run.
+            ConfigError: what is kept there is of other data.
         """
+        digest, path = self.data_digest, folder / DIGEST
+        if not digest:
+            return
+        if not path.is_file():
+            replace_text(path, digest + "\n")
+        elif path.read_text(encoding="utf-8").strip() != digest:
+            raise ConfigError(
+                f"the data are not those that {folder} began with, so it cannot go on with them; "
+                "put the old ones back, or start a new run"
+            )
 
-    def end_epoch(self, folder: Path) -> None:  # noqa: B027 - few need it
-        """Write what is to be known of an epoch that ended."""
+    def is_made(self, folder: Path) -> bool:
+        """Whether what is made of a finished run is there."""
+        return True
 
     def check_start(self, folder: Path) -> None:  # noqa: B027 - few need it
         """See that weights of the run in `folder` mean the same in this one.

@@ -21,13 +21,24 @@ from penstock.data.text import (
     parts_by_length,
     score_translations,
 )
+from penstock.data.text.optional import optional_library
 from penstock.train.run_folder import replace_text
 from penstock.zoo import beam_search
 from penstock.zoo.translation.model import TranslationTransformer
 
+SCORES = "scores.json"
 _TOKENS_AT_ONCE = 2048
 """Of sources, padding included; a beam search holds `beam` times as many."""
 Translations = Mapping[str, Sequence[str]]
+
+
+def require_metrics() -> None:
+    """Refuse to begin what could not be judged.
+
+    Raises:
+        ConfigError: sacrebleu is not installed.
+    """
+    optional_library("sacrebleu", "scores of translations (BLEU and chrF)")
 
 
 def translate(
@@ -81,8 +92,8 @@ def judge(
     ]
     replace_text(folder / "translations.tsv", "\n".join(lines) + "\n")
     replace_text(folder / "scores.txt", table + "\n")
-    replace_text(folder / "scores.json", json.dumps(_as_json(systems), indent=1) + "\n")
     _plot(systems, folder / "scores.png")
+    replace_text(folder / SCORES, json.dumps(_as_json(systems), indent=1) + "\n")
     ends = [line for n, line in enumerate(table.splitlines()) if n == 0 or line[:4] == "mean"]
     return "\n".join(
         [*ends, f"by language: {folder / 'scores.txt'}, scores.png; texts in translations.tsv"]

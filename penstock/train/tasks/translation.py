@@ -1,5 +1,6 @@
 """Translate from many languages into one."""
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -30,10 +31,10 @@ from penstock.train.recipe import Recipe
 from penstock.zoo import smoothed_cross_entropy, translation_transformer
 from penstock.zoo.translation.model import TranslationTransformer as Translator
 
+from .kept_vocabulary import VOCABULARY, check_vocabulary
 from .task import Batch, Measure, Part, Share, Task
-from .translated import judge, translate
+from .translated import SCORES, judge, require_metrics, translate
 
-VOCABULARY = "vocabulary.json"
 _ROWS_AT_ONCE = 64
 
 
@@ -53,6 +54,8 @@ class TranslationTask(Task):
         self._vocabulary = self._open_vocabulary()
         self._train = self._encoded(self._corpus.train, "train")
         self._valid = self._encoded(self._corpus.valid, "valid")
+        self._test = self._encoded(self._corpus.test, "test")
+        require_metrics()
         self.num_test = len(self._valid)
         self._plan = BatchPlan(
             tokens_per_step=section.tokens_per_step,
@@ -75,14 +78,19 @@ class TranslationTask(Task):
         )
 
     def _encoded(self, part: TextPart, name: str) -> EncodedPairs:
-        if not part:
-            raise RecipeError(f"there is no text in the part {name!r} of {self._corpus}")
-        return encode_part(
+        encoded = encode_part(
             part,
             self._vocabulary,
             max_length=self._section.max_length,
             too_long=self._section.too_long,
         )
+        if not len(encoded):
+            raise RecipeError(
+                f"no text of at most {self._section.max_length} tokens is in the part {name!r} of "
+                f"{self._corpus}; give files for it, or a larger data.held_out_share or "
+                "data.max_length"
+            )
+        return encoded
 
     def check(self, num_replicas: int) -> None:
         self._fewest_rows = num_replicas
@@ -90,21 +98,28 @@ class TranslationTask(Task):
     def remarks(self) -> Iterator[str]:
         yield str(self._corpus)
         for what, counts in (
-            ("without text on one side", self._corpus.num_skipped),
-            ("too long", self._train.num_dropped),
+            ("empty on one side, or to be judged by too", self._corpus.num_skipped),
+            ("too long to learn from", self._train.num_dropped),
+            ("too long to be judged by", self._valid.num_dropped),
+            ("too long to be tested", self._test.num_dropped),
         ):
             if total := sum(counts.values()):
                 yield f"left out since they are {what}: {total:,} pairs"
 
+    @property
+    def data_digest(self) -> str:
+        return corpus_digest(self._corpus)
+
     def begin(self, folder: Path) -> None:
         """Keep the vocabulary beside the run; one that goes on must have the same."""
+        super().begin(folder)
         self._vocabulary.save(folder / VOCABULARY)
 
     def check_start(self, folder: Path) -> None:
-        """See that weights of another run are of this vocabulary."""
-        if (folder / VOCABULARY).is_file():
-            other = Vocabulary.load(folder / VOCABULARY)
-            self._vocabulary.check_fits(size=other.size, digest=other.digest)
+        check_vocabulary(self._vocabulary, folder)
+
+    def is_made(self, folder: Path) -> bool:
+        return (folder / SCORES).is_file()
 
     def make_model(self) -> Translator:
         section = self._recipe.model
@@ -194,22 +209,30 @@ class TranslationTask(Task):
         """Translate the test texts; write translations.tsv, scores.json, scores.png."""
         model = self.make_model().eval()
         model.load_state_dict(weights)
-        test = encode_part(
-            self._corpus.test,
-            self._vocabulary,
-            max_length=self._section.max_length,
-            too_long="drop",
-        )
-        section = self._section
         translations = translate(
-            model, test, self._vocabulary, beam=section.beam, length_penalty=section.length_penalty
+            model,
+            self._test,
+            self._vocabulary,
+            beam=self._section.beam,
+            length_penalty=self._section.length_penalty,
         )
-        return judge(translations, test, self._corpus, folder)
+        return judge(translations, self._test, self._corpus, folder)
 
 
 def _part(batch: TextBatch, rows: slice, share: float) -> Part:
     inputs = batch.source_BS[rows], batch.target_in_BT[rows]
     return Part(inputs, batch.target_out_BT[rows], share)
+
+
+def corpus_digest(corpus: ParallelCorpus) -> str:
+    """Tell corpora apart."""
+    digest = hashlib.blake2b(digest_size=32)
+    for part in (corpus.train, corpus.valid, corpus.test):
+        for language, pairs in part.items():
+            digest.update(repr((language, len(pairs))).encode())
+            for text in (*pairs.sources, *pairs.targets):
+                digest.update(text.encode() + b"\n")
+    return digest.hexdigest()
 
 
 def open_corpus(section: TranslatedSection) -> ParallelCorpus:
