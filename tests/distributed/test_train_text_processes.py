@@ -51,6 +51,7 @@ def assert_same_run(folder: Path, expected: Path) -> None:
     assert (folder / MADE).read_text() == (expected / MADE).read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_bit_by_bit(recipe: str, uninterrupted: Path, tmp_path: Path) -> None:
     code, said = outcome(begin([*faulty("kill", "0", 5), "train", recipe], tmp_path))
     assert code != 0, said

@@ -38,7 +38,10 @@ def test_a_recipe_can_be_read_and_says_how_it_is_started(path: Path) -> None:
             assert sum(p.numel() for p in made_b.parameters()) == 557_277_864
 
 
-@pytest.mark.parametrize("name", AT_HOME)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name == "names" else []) for name in AT_HOME],
+)
 def test_what_a_recipe_at_home_needs_is_here(name: str) -> None:
     recipe = read_recipe(next(path for path in RECIPES if path.stem == name))
     task = build_task(recipe)

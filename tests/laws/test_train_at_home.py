@@ -1,0 +1,71 @@
+"""The recipes that run at home learn what their pages say, in shorter variants."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from penstock.train.command import Request, start_run
+from penstock.train.interrupt import Interrupt
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+FEW = ("de", "nl", "nl", "sv", "no", "da", "es", "pt", "it", "fr", "ca", "gl")
+
+
+def quiet() -> Console:
+    """Make a console that nobody reads."""
+    return Console(file=io.StringIO())
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train AmoebaNet-D on the digits, with fewer filters than the recipe has."""
+    folder = tmp_path_factory.mktemp("runs") / "digits"
+    given = ["model.num_filters=16", "data.size=8", "data.max_shift=1", "train.epochs=10"]
+    request = Request(RECIPES / "digits_amoebanet.toml", given, folder)
+    summary = start_run(request, quiet(), Interrupt())
+    assert summary.scores["test_accuracy"] >= 0.95
+    return folder
+
+
+@pytest.mark.slow
+def test_what_was_learnt_of_digits_helps_with_another_question(
+    digits: Path, tmp_path: Path
+) -> None:
+    """Which digits are odd, from four pictures of each: as many steps from both beginnings."""
+    given = ["model.num_filters=16", "data.size=8", "data.max_shift=1"]
+    starts = {
+        "tuned": [f"start.checkpoint={digits}"],
+        "scratch": ["start.checkpoint=", "start.new_layers=[]"],
+    }
+    found = {}
+    for name, start in starts.items():
+        request = Request(RECIPES / "digits_parity.toml", [*given, *start], tmp_path / name)
+        summary = start_run(request, quiet(), Interrupt())
+        found[name] = summary.steps, summary.scores["test_accuracy"]
+    assert found["tuned"][0] == found["scratch"][0]
+    assert found["tuned"][1] >= 0.85
+    assert found["tuned"][1] > found["scratch"][1] + 0.1
+
+
+@pytest.mark.slow
+def test_one_model_of_several_languages_translates_names_of_one_with_few(tmp_path: Path) -> None:
+    given = [
+        f"data.languages={json.dumps(sorted(set(FEW)))}",
+        'data.low_resource=["gl"]',
+        'data.kinds=["territories", "languages"]',
+        "data.vocabulary_size=700",
+        "data.tokens_per_step=2048",
+        "data.tokens_per_part=2048",
+        "model.width=64",
+        "model.head_width=16",
+        "train.epochs=30",
+        "learning_rate.warmup_steps=100",
+    ]
+    folder = tmp_path / "names"
+    assert start_run(Request(RECIPES / "names.toml", given, folder), quiet(), Interrupt()).finished
+    scores = json.loads((folder / "scores.json").read_text())
+    for language in ("gl", "de"):
+        assert scores["model"][language]["chrf"] > scores["copy"][language]["chrf"] + 10
