@@ -42,10 +42,10 @@ COLUMNS = (
     Column("model", "name"),
     Column("seed", "seed"),
     Column("parameters", "parameters", ","),
-    Column("high-resource: validation loss", "high_loss", ".3f"),
+    Column("high-resource: NLL", "high_loss", ".3f"),
     Column("chrF", "high_chrf", ".1f"),
     Column("BLEU", "high_bleu", ".1f"),
-    Column("low-resource: validation loss", "low_loss", ".3f"),
+    Column("low-resource: NLL", "low_loss", ".3f"),
     Column("chrF", "low_chrf", ".1f"),
     Column("BLEU", "low_bleu", ".1f"),
 )
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> Report:
 
 def verdicts(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Say by how much deep is beyond wide."""
-    for key, what, form in (("loss", "loss", "+.3f"), ("chrf", "chrF", "+.1f")):
+    for key, what, form in (("loss", "NLL", "+.3f"), ("chrf", "chrF", "+.1f")):
         high, low = (
             [row[f"{group}_{key}"] for row in _of("deep", rows)]
             + [-row[f"{group}_{key}"] for row in _of("wide", rows)]
@@ -149,7 +149,7 @@ def draw(report: Report, figure: "Figure") -> None:
             label = rows[0]["name"] if group == "high" else None
             scores.bar(at, fmean(found), 0.34, color=colours[kind], label=label)
             scores.plot([at] * len(found), found, "k_")
-    losses.set(xlabel="steps", ylabel="validation loss, nats a word")
+    losses.set(xlabel="steps", ylabel="NLL (validation), nats a word")
     losses.legend(fontsize=7)
     scores.set_xticks([0, 1], ["high-resource\n(paper: equal)", "low-resource\n(paper: deep)"])
     scores.set(ylabel="chrF (test); marks: seeds")
