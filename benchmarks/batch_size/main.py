@@ -121,6 +121,7 @@ def row_of(parts: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
     tokens, loss, bleu = PAPER[parts]
     row = {
         "tokens": parts * TOKENS_PER_PART,
+        "same_steps": runs[0]["same_steps"],
         "num_steps": runs[0]["steps"][-1],
         "paper_tokens": tokens,
         "paper_loss": loss,
@@ -154,13 +155,15 @@ def draw(report: Report, figure: "Figure") -> None:
         for run in row["runs"]:
             look = curve_look(number, row, run is row["runs"][0])
             by_epoch.plot(range(1, len(run["losses"]) + 1), run["losses"], **look)
-            by_step.plot(run["steps"], run["losses"], **look)
+            early = {row["same_steps"]: run["same_steps_loss"]}
+            points = sorted((early | dict(zip(run["steps"], run["losses"], strict=True))).items())
+            by_step.plot(*zip(*points, strict=True), **look)
     by_epoch.set(xlabel="epochs", ylabel="NLL (validation), nats a word")
     by_step.set(xlabel="steps", xscale="log")
     by_epoch.legend(fontsize=7, title="tokens a step", title_fontsize=7)
     names = [row["paper_tokens"] for row in report.rows]
     paper.plot(names, [row["paper_loss"] for row in report.rows], "ks-")
-    paper.set(xlabel="tokens a step", title="the paper's NLL")
+    paper.set(xlabel="tokens a step", title="the paper's")
 
 
 def curve_look(number: int, row: Mapping[str, Any], labelled: bool) -> dict[str, Any]:
@@ -176,7 +179,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure and print."""
     options = parser(__doc__ or "")
     options.add_argument("--seeds", type=int, default=2, help="runs of each size")
-    options.add_argument("--epochs", type=int, default=10)
+    options.add_argument("--epochs", type=int, default=12)
     options.add_argument("--jobs", type=int, default=num_cores(), help="runs at a time")
     chosen = options.parse_args(arguments)
     report = run(chosen)

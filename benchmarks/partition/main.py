@@ -26,6 +26,7 @@ from benchmarks.report import (
     publish,
 )
 from penstock import Layers, Pipeline, Transport, capture
+from penstock.planner.partition import balance
 from penstock.runtime.devices import num_cores
 from penstock.schedules.ir import Backward, Forward, Recompute
 from penstock.simulator import Costs, simulate
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 AUXILIARY_WEIGHT = 0.4
 NUM_CLASSES = 10
+EQUAL = "equal"
 KINDS = (Forward, Recompute, Backward)
 
 COLUMNS = (
@@ -188,8 +190,12 @@ def make_work(options: argparse.Namespace) -> Work:
 
 
 def measure(work: Work, of_layers: Profile, num_stages: int, rounds: int) -> list[dict[str, Any]]:
-    """Foretell both partitions, and time them where each stage has a core."""
-    partitions = {"equal": work.equal(num_stages), "balanced": work.balanced(num_stages)}
+    """Foretell the partitions, and time them where each stage has a core."""
+    partitions = {
+        EQUAL: work.equal(num_stages),
+        "balanced by the profile": balance(of_layers.whole(), num_stages),
+        "balanced by Pipeline": work.balanced(num_stages),
+    }
     rows: list[dict[str, Any]] = [
         {
             "num_stages": num_stages,
@@ -243,25 +249,29 @@ def run(options: argparse.Namespace) -> Report:
 
 def verdicts(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Say what balancing brings, predicted and measured."""
-    for row in rows[1::2]:
+    for row in rows:
+        if row["name"] == EQUAL:
+            continue
         found = f"predicted {row['predicted_gain']:.2f}"
         found += f", measured {row['measured_gain']:.2f}" if "measured_gain" in row else ""
-        yield f"K = {row['num_stages']}: balanced stages are {found} times as fast as equal ones."
+        yield f"K = {row['num_stages']}, {row['name']}: {found} times as fast as equal stages."
 
 
 def draw(report: Report, figure: "Figure") -> None:
     """Draw the time of each layer, and where the partitions for the fewest stages cut."""
     axes = figure.subplots()
-    equal, balanced = report.rows[:2]
-    axes.bar(equal["layers"], equal["layers_ms"], color="tab:grey")
-    for row, colour in ((equal, "tab:orange"), (balanced, "tab:blue")):
+    first = report.rows[0]
+    axes.bar(first["layers"], first["layers_ms"], color="lightgrey")
+    rows = [row for row in report.rows if row["num_stages"] == first["num_stages"]]
+    for place, row in enumerate(rows):
         ends = list(accumulate(map(int, row["partition"].split(", "))))[:-1]
         label = f"cut into {row['num_stages']} stages: {row['name']}"
         for number, end in enumerate(ends):
-            axes.axvline(end - 0.5, color=colour, label=None if number else label)
+            at = end - 0.5 + 0.08 * (place - 1)
+            axes.axvline(at, color=f"C{place}", label=None if number else label)
     axes.set_ylabel("forward, recompute and backward\nof a micro-batch, ms")
     axes.tick_params(axis="x", rotation=30)
-    axes.legend()
+    axes.legend(loc="lower left", fontsize=8)
 
 
 def main(arguments: list[str] | None = None) -> None:
