@@ -11,14 +11,18 @@ from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 import penstock
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _T = TypeVar("_T")
 MOST_LOAD = 0.5
+PLOT = "result.png"
 PEERS = ("torchgpipe", "deepspeed")
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -140,9 +144,16 @@ def parser(description: str) -> argparse.ArgumentParser:
     """Give the options that every benchmark has."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--smallest", action="store_true", help="a few seconds; means nothing")
-    options.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     options.add_argument(
-        "--update-readme", action="store_true", help="replace the table in this README by this run"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the figures there too, and the plot, where there is one, beside it as .png",
+    )
+    options.add_argument(
+        "--update-readme",
+        action="store_true",
+        help="replace table and plot in this README by this run's",
     )
     return options
 
@@ -152,16 +163,33 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def publish(report: Report, options: argparse.Namespace, folder: Path) -> None:
-    """Print a report, and write it where the options say."""
+def publish(
+    report: Report,
+    options: argparse.Namespace,
+    folder: Path,
+    draw: "Callable[[Figure], None] | None" = None,
+) -> None:
+    """Print a report, and write it and its plot where the options say."""
     print(report)
     if options.json is not None:
         options.json.write_text(report.to_json() + "\n")
+        _save_plot(draw, options.json.with_suffix(".png"))
     if options.update_readme:
+        _save_plot(draw, folder / PLOT)
         readme = folder / "README.md"
         before, _, rest = readme.read_text().partition(BEGIN)
         _, _, after = rest.partition(END)
         readme.write_text(f"{before}{BEGIN}\n{report}\n{END}{after}")
+
+
+def _save_plot(draw: "Callable[[Figure], None] | None", path: Path) -> None:
+    if draw is None:
+        return
+    from matplotlib.figure import Figure  # slow to import, and most benchmarks have no plot
+
+    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
+    draw(figure)
+    figure.savefig(path, dpi=110)
 
 
 def progress(text: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report import BEGIN, END, Column, Report, publish
+from benchmarks.report import BEGIN, END, PLOT, Column, Report, publish
 from benchmarks.throughput.contestants import InProcess, Work, check, plain
 from benchmarks.throughput.main import SMALLEST
 from benchmarks.throughput.processes import Key, Part, Processes
@@ -59,6 +59,7 @@ def test_every_benchmark_runs_and_prints_its_table(folder: Path, tmp_path: Path)
     assert "hardware: " in done.stdout
     left_out = [note for note in figures["notes"] if "left out" in note]
     assert not [note for note in left_out if "penstock" in note or "torch.dist" in note]
+    assert written.with_suffix(".png").exists() == (folder / PLOT).exists()
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
@@ -70,11 +71,13 @@ def test_every_benchmark_says_what_it_claims_and_holds_a_measured_table(folder: 
     assert "| --" in measured
     assert "hardware: " in measured
     assert (folder / "requirements.txt").exists()
+    assert (folder / PLOT).exists() == (f"]({PLOT})" in text)
 
 
 def test_there_is_a_benchmark_for_each_claim() -> None:
-    names = ["capture", "memory", "overhead", "throughput", "two_hosts"]
-    assert [folder.name for folder in FOLDERS] == names
+    claims = ["capture", "memory", "overhead", "partition", "throughput", "two_hosts"]
+    questions = ["batch_size", "depth_width", "stability"]
+    assert [folder.name for folder in FOLDERS] == sorted(claims + questions)
 
 
 def test_a_table_is_aligned_markdown(report: Report) -> None:
