@@ -4,6 +4,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,7 +19,6 @@ from penstock.train.interrupt import Interrupt
 from penstock.train.read_recipe import read_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "names.toml"
-PLOT = "low_resource.png"
 SYSTEMS = ("copy", "bilingual", "multilingual")
 COLUMNS = (
     Column("language", "language"),
@@ -91,9 +91,8 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[dict[str, A
     return rows, notes
 
 
-def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def draw(rows: Sequence[Mapping[str, Any]], figure: Figure) -> None:
     """Draw chrF of the three systems side by side."""
-    figure = Figure(figsize=(7, 3.4), layout="constrained")
     axes = figure.subplots()
     for number, name in enumerate(SYSTEMS):
         places = [n + 0.27 * (number - 1) for n in range(len(rows))]
@@ -102,11 +101,10 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set_ylabel("chrF on held-out names")
     axes.set_ylim(0, 100)
     axes.legend()
-    figure.savefig(path, dpi=120)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and print; the plot is written where the README is, or beside the JSON."""
+    """Measure, print and draw."""
     options = parser(__doc__ or "")
     options.add_argument("--epochs", type=int, default=400, help="of each bilingual model")
     options.add_argument("--runs", type=Path, help="where the runs are kept; default: nowhere")
@@ -115,11 +113,8 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         rows, notes = measure(chosen, chosen.runs or Path(scratch))
     settings = {"bilingual epochs": chosen.epochs, "recipe": "recipes/names.toml"}
-    if chosen.update_readme:
-        draw(rows, here / PLOT)
-    elif chosen.json is not None:
-        draw(rows, chosen.json.with_suffix(".png"))
-    publish(Report(COLUMNS, tuple(rows), settings, (*notes, *load.notes)), chosen, here)
+    report = Report(COLUMNS, tuple(rows), settings, (*notes, *load.notes))
+    publish(report, chosen, here, partial(draw, rows))
 
 
 if __name__ == "__main__":
