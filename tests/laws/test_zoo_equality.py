@@ -64,9 +64,11 @@ def few_runs(rotation: int) -> Iterator[Run]:
 
 
 def every_run(num_stages: int) -> Iterator[Run]:
-    counts = (FEWEST, MOST)
-    for values in product((num_stages,), counts, EVERY_SCHEDULE, RECOMPUTE, TRANSPORT):
-        yield Run(*values)
+    """Give a run for each schedule and recompute policy; M and transports take turns."""
+    for turn, (schedule, recompute) in enumerate(product(EVERY_SCHEDULE, RECOMPUTE)):
+        num_microbatches = FEWEST if turn % 5 == 0 else MOST
+        transport = TRANSPORT[turn // 2 % len(TRANSPORT)]
+        yield Run(num_stages, num_microbatches, schedule, recompute, transport)
 
 
 def make(name: str, device: str = "cpu") -> Member:
