@@ -63,7 +63,9 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(newest / "model.safetensors") | load_file(newest / "optimizer.safetensors")
 
 
-@pytest.mark.parametrize("stop", [1, 4, 6])
+@pytest.mark.parametrize(
+    "stop", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(6, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", ["names", "text"])
 @pytest.mark.parametrize(
     "changes",

@@ -215,6 +215,7 @@ def test_a_member_passes_the_check_of_a_capture(name: str) -> None:
     assert str(layers).splitlines()[-1].startswith("checked: outputs and gradients over ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO_MEMBERS)
 def test_a_member_without_values_gets_the_same_ones_for_every_cut(name: str) -> None:
     states = []

@@ -50,7 +50,7 @@ def test_amoebanet_b_has_the_papers_557_million_parameters() -> None:
         ((18, 416), 317_541_696, 318_277_617),
         ((18, 544), 540_196_240, 540_986_433),
         ((36, 544), 1_053_293_776, 1_054_083_969),
-        ((72, 512), 1_842_610_248, 1_843_386_873),
+        pytest.param((72, 512), 1_842_610_248, 1_843_386_873, marks=pytest.mark.slow),
     ],
 )
 def test_amoebanet_d_has_as_many_parameters_as_the_public_rules_give(

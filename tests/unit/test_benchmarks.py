@@ -23,7 +23,11 @@ MARKS: dict[str, list[pytest.MarkDecorator]] = {
     "two_hosts": [
         pytest.mark.skipif(NO_HOSTS is not None, reason=NO_HOSTS or ""),
         pytest.mark.slow,
-    ]
+    ],
+    **{
+        name: [pytest.mark.slow]
+        for name in ("batch_size", "depth_width", "low_resource", "stability")
+    },
 }
 """Marks of the benchmarks that do not run everywhere, or not within seconds."""
 
