@@ -1,15 +1,15 @@
 """Adafactor, at the learning rate that it is given."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+
+from .per_parameter import PerParameter
 
 
-class Adafactor(Optimizer):
+class Adafactor(PerParameter):
     """Adafactor (Shazeer and Stern 2018, algorithms 4 and 5): of a matrix's squared gradients it
     keeps means by row and by column only.
 
@@ -35,20 +35,7 @@ class Adafactor(Optimizer):
         options = {"lr": lr, "beta2_decay": beta2_decay, "clip": clip}
         super().__init__(params, {**options, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step."""
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._move(parameter, parameter.grad, group)
-        return result
-
-    def _move(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def move(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         state["step"] = state.get("step", 0) + 1
         share = state["step"] ** group["beta2_decay"]  # 1 in the first step

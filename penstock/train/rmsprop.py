@@ -1,14 +1,14 @@
 """RMSProp as TensorFlow has it."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+
+from .per_parameter import PerParameter
 
 
-class RMSProp(Optimizer):
+class RMSProp(PerParameter):
     """RMSProp with the epsilon under the root, as AmoebaNet was trained.
 
         square <- decay * square + (1 - decay) * grad ** 2         begins at 1
@@ -34,20 +34,7 @@ class RMSProp(Optimizer):
         options = {"lr": lr, "decay": decay, "momentum": momentum, "eps": eps}
         super().__init__(params, {**options, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step."""
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._move(parameter, parameter.grad, group)
-        return result
-
-    def _move(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def move(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if "square" not in state:
             state["square"] = torch.ones_like(parameter)
