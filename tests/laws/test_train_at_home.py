@@ -1,22 +1,16 @@
 """The recipes that run at home learn what their pages say, in shorter variants."""
 
-import io
 import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from penstock.train.command import Request, start_run
 from penstock.train.interrupt import Interrupt
+from tests.quiet import quiet
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FEW = ("de", "nl", "nl", "sv", "no", "da", "es", "pt", "it", "fr", "ca", "gl")
-
-
-def quiet() -> Console:
-    """Make a console that nobody reads."""
-    return Console(file=io.StringIO())
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Runs on pictures in files: they go on bit by bit, and what cannot be read is named."""
 
-import io
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from rich.console import Console
 from safetensors.torch import load_file
 
 from penstock.errors import ConfigError
@@ -20,6 +18,7 @@ from penstock.train.loop import Trainer
 from penstock.train.read_recipe import read_recipe, recipe_to_toml
 from penstock.train.run_folder import RunFolder, create
 from penstock.zoo import DropPath
+from tests.quiet import quiet
 
 RECIPE = """
 [model]
@@ -60,11 +59,6 @@ checkpoint_every = 99
 """
 CLASSES = ("dark", "light", "red")
 DAMAGED = "train/light/3.png"
-
-
-def quiet() -> Console:
-    """Make a console that nobody reads."""
-    return Console(file=io.StringIO())
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """A run that stops and goes on is the run that never stopped, bit by bit, for any other K."""
 
-import io
 import json
 import os
 import signal
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 
 from penstock.cli.main import run
@@ -24,6 +22,7 @@ from penstock.train.loop import Trainer
 from penstock.train.position import Position
 from penstock.train.read_recipe import read_recipe, recipe_to_toml
 from penstock.train.run_folder import RunFolder, create
+from tests.quiet import quiet
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "recipes" / "digits.toml"
@@ -39,11 +38,6 @@ SMALL = [
     "learning_rate.warmup_epochs=1",
 ]
 NUM_STEPS = 6
-
-
-def quiet() -> Console:
-    """Make a console that nobody reads."""
-    return Console(file=io.StringIO())
 
 
 def train_until(trainer: Trainer, folder: RunFolder, step: int) -> None:

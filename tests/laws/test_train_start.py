@@ -1,11 +1,9 @@
 """A run that starts from the weights of another, and runs judged by averaged weights."""
 
-import io
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -16,6 +14,7 @@ from penstock.train.interrupt import Interrupt
 from penstock.train.loop import Trainer
 from penstock.train.read_recipe import read_recipe, recipe_to_toml
 from penstock.train.run_folder import RunFolder, create
+from tests.quiet import quiet
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
 SMALL = [
@@ -28,11 +27,6 @@ SMALL = [
     "train.checkpoint_every=1",
     "train.keep_checkpoints=9",
 ]
-
-
-def quiet() -> Console:
-    """Make a console that nobody reads."""
-    return Console(file=io.StringIO())
 
 
 @pytest.fixture(scope="module")

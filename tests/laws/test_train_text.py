@@ -1,6 +1,5 @@
 """Runs on text that stop and go on are those that never stopped, in every other layout."""
 
-import io
 import json
 import math
 import shutil
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 
 from penstock.errors import CheckpointError, ConfigError, RecipeError, RunFolderError
@@ -22,12 +20,8 @@ from penstock.train.loop import Trainer
 from penstock.train.read_recipe import read_recipe, recipe_to_toml
 from penstock.train.run_folder import RunFolder, create
 from penstock.train.start import mean_weights, tensor_names
+from tests.quiet import quiet
 from tests.text_recipes import NAMES, TEXT
-
-
-def quiet() -> Console:
-    """Make a console that nobody reads."""
-    return Console(file=io.StringIO())
 
 
 @pytest.fixture(scope="module")
