@@ -47,26 +47,25 @@ def _measure_all(layers: Layers, inputs: Any) -> tuple[float, ...]:
 
 @_measure_all.register
 def _(layers: CapturedLayers, inputs: Any) -> tuple[float, ...]:
-    """Measure the calls of blocks as the model makes them; backwards are taken to cost two."""
-    found = {step.index: float("inf") for step in layers}
+    """Measure the calls of blocks as the model makes them, each on copies of its arguments."""
+    found = {call: float("inf") for call in layers.captured.calls}
+    step_of = dict(zip(found, layers, strict=True))
     whole = Cut(layers.captured, (len(layers),))
-    number_of = {call: number for number, call in enumerate(layers.captured.calls)}
     args, kwargs = as_call(tree_map(partial(_outer, device=None), inputs))
 
-    def timed(key: EventKey, function: Callable[[], Any]) -> Any:
-        start_s = _now_s()
-        result = function()
-        if key.number == 0:
-            index = number_of[key.block, key.call]
-            found[index] = min(found[index], _now_s() - start_s)
+    def timed(key: EventKey, function: Any) -> Any:
+        if key.number != 0:
+            return function()
+        call = key.block, key.call
+        arguments = tree_map(_as_wanted, (function.args, function.keywords))
+        run = partial(function.func, *arguments[0], **arguments[1])
+        result, seconds = _timed(step_of[call], run, arguments)
+        found[call] = min(found[call], seconds)
         return result
 
     for _ in range(REPEATS):
         whole.run(whole.replay(0, {}, {}, timed), args, kwargs)
-    return tuple(
-        (1 + BACKWARD_PER_FORWARD) * (0.0 if seconds == float("inf") else seconds)
-        for seconds in found.values()
-    )
+    return tuple(0.0 if seconds == float("inf") else seconds for seconds in found.values())
 
 
 def _measure(step: Step, values: dict[Value, Any]) -> float:
@@ -77,25 +76,28 @@ def _measure(step: Step, values: dict[Value, Any]) -> float:
             tree_map(partial(_outer if v == MODEL_INPUT else _inner, device=device), values[v])
             for v in step.inputs
         ]
-        start_s = _now_s()
-        try:
-            given = call(step, arguments)
-            forward_s = _now_s() - start_s
-            backward_s = _backward_s(step.module, arguments, given, forward_s)
-        except Exception as error:
-            error.add_note(
-                f"raised in layer {step.label}, micro-batch 0, while its cost was measured to "
-                "balance the stages"
-            )
-            raise
-        best_s = min(best_s, forward_s + backward_s)
+        given, seconds = _timed(step, partial(call, step, arguments), arguments)
+        best_s = min(best_s, seconds)
     values.update(tree_map(lambda t: t.detach(), given))
     return best_s
 
 
-def _backward_s(
-    module: nn.Module, arguments: Any, given: dict[Value, Any], forward_s: float
-) -> float:
+def _timed(step: Step, run: Callable[[], Any], arguments: Any) -> tuple[Any, float]:
+    """Run a layer forward and backward; give what it gave, without its graph, and the seconds."""
+    try:
+        start_s = _now_s()
+        given = run()
+        forward_s = _now_s() - start_s
+        return given, forward_s + _backward_s(step.module, arguments, given, forward_s)
+    except Exception as error:
+        error.add_note(
+            f"raised in layer {step.label}, micro-batch 0, while its cost was measured to "
+            "balance the stages"
+        )
+        raise
+
+
+def _backward_s(module: nn.Module, arguments: Any, given: Any, forward_s: float) -> float:
     outputs = [t for t in flatten(given)[0] if t.requires_grad]
     wanted = [t for t in (*flatten(arguments)[0], *module.parameters()) if t.requires_grad]
     if not outputs or not wanted:
@@ -103,7 +105,8 @@ def _backward_s(
     seeds = [torch.ones_like(t) for t in outputs]
     start_s = _now_s()
     try:
-        torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+        # a graph that layers share, by what one of them remembers, is needed again
+        torch.autograd.grad(outputs, wanted, seeds, allow_unused=True, retain_graph=True)
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
@@ -126,6 +129,11 @@ def _inner(tensor: Tensor, device: torch.device | None) -> Tensor:
     """Copy a tensor between layers: it wants a gradient, and a layer may change it in place."""
     copy = tensor.detach().to(device, copy=True)
     return copy.requires_grad_().clone() if copy.is_floating_point() else copy
+
+
+def _as_wanted(tensor: Tensor) -> Tensor:
+    """Copy a tensor that a model gives a block: it wants a gradient where the model's own did."""
+    return _inner(tensor, None) if tensor.requires_grad else _outer(tensor, None)
 
 
 def _now_s() -> float:

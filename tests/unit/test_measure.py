@@ -1,0 +1,73 @@
+"""The time of a layer is that of its forward and of its backward, however the layers are found."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import Layers, capture
+from penstock.costs.measure import measure_layers
+from penstock.model.layers import as_layers
+
+
+class _Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return gradients[0], None, None
+
+
+class Slow(nn.Module):
+    """Takes so long, and takes what came before it too."""
+
+    def __init__(self, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.took = forward_s, backward_s
+
+    def forward(self, x: Tensor, before: Tensor | None = None) -> Tensor:
+        y = x * self.weight if before is None else x * self.weight + before
+        found: Tensor = _Slow.apply(y, *self.took)
+        return found
+
+
+class Skips(nn.Module):
+    """Hands the input of each block to the next one as well: what follows uses what came before,
+    by two ways.
+    """
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = x
+        for block in self.blocks:
+            x, before = block(x, before), x
+        return x
+
+
+def blocks() -> list[nn.Module]:
+    return [Slow(0.0, 0.06), Slow(0.015, 0.0), Slow(0.0, 0.0)]
+
+
+def chained() -> Layers:
+    return as_layers(nn.Sequential(*blocks()))
+
+
+def captured() -> Layers:
+    return capture(Skips(*blocks()), torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("make", (chained, captured))
+def test_a_slow_backward_counts_for_its_own_layer(make: Any) -> None:
+    backward_s, forward_s, rest_s = measure_layers(make(), torch.randn(2, 4), 1)
+    assert backward_s > forward_s > rest_s
