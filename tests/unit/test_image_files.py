@@ -99,6 +99,9 @@ def test_an_image_that_is_gone_is_no_damaged_one(tree: Path) -> None:
     (tree / "train" / "ant" / "0.JPEG").unlink()
     with pytest.raises(FileNotFoundError):
         train.read(0)
+    (tree / "train" / "ant" / "0.JPEG").mkdir()
+    with pytest.raises(IsADirectoryError):
+        train.read(0)
 
 
 def test_missing_folders_are_named(tree: Path) -> None:

@@ -37,18 +37,19 @@ class FolderImages:
         return str(Path(self.folder, self.files[index]))
 
     def read(self, index: int) -> Any:
-        """Decode an image as RGB, unturned whatever its EXIF says; None if that fails.
+        """Decode an image as RGB, unturned whatever its EXIF says; None if it is damaged.
 
         Raises:
-            FileNotFoundError: it was there before, and is no longer.
+            OSError: the file is gone, or its disk or network fails: what may pass must not decide
+                which images a run learns from.
         """
         library = pillow()
         try:
             with library.open(self.name(index)) as image:
                 return image.convert("RGB")
-        except FileNotFoundError:
-            raise
-        except _unreadable(library):
+        except _unreadable(library) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # Pillow's have no number
+                raise
             return None
 
 
