@@ -78,6 +78,9 @@ class _Translated(Section):
     """Subwords of the vocabulary that all languages share."""
     vocabulary: str = ""
     """The vocabulary.json of another run, to start from its weights; empty: train a new one."""
+    hold_out: Literal["pair", "target"] = "pair"
+    """What is kept from training: a pair, whose translation other languages may teach all the
+    same; or a translation (target), in all languages."""
     temperature: Above0 = 5.0
     """How languages are sampled: 1 as they come, high: all alike.  5 as in the papers that follow
     GPipe on the same data, 1.43 as multilingual BERT."""
@@ -111,9 +114,6 @@ class Names(_Translated):
     """Languages that keep low_resource_pairs training pairs only."""
     low_resource_pairs: Count = 50
     """Training pairs of each of those."""
-    hold_out: Literal["pair", "item"] = "pair"
-    """What is never trained on: pairs, of which the English name may be learnt from other
-    languages; or English names, in all languages."""
     held_out_share: Annotated[float, Field(gt=0, lt=0.25)] = 0.05
     """Share that is held out for validation, and as much for testing."""
 

@@ -186,8 +186,9 @@ def test_planning_works_where_torch_is_not_installed(folder: str) -> None:
     )
 
 
-def test_importing_penstock_does_not_import_torch() -> None:
-    run_python("import sys, penstock; assert 'torch' not in sys.modules")
+@pytest.mark.parametrize("module", ("penstock", "penstock.train.recipe"))
+def test_what_needs_no_torch_does_not_import_it(module: str) -> None:
+    run_python(f"import sys, {module}; assert 'torch' not in sys.modules")
 
 
 def test_public_names_are_sorted_and_found() -> None:

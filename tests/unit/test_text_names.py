@@ -9,7 +9,7 @@ from babel.core import get_global
 from babel.localedata import locale_identifiers
 
 from penstock.data.text import NAME_KINDS, NAME_LANGUAGES, ParallelCorpus, TextPart, load_names
-from penstock.data.text.held_out import same_pair, same_text
+from penstock.data.text.held_out import group_of
 from penstock.data.text.names import names_in
 from penstock.errors import ConfigError
 
@@ -70,9 +70,9 @@ def test_every_kind_of_name_is_what_babel_has() -> None:
 
 
 def test_no_tested_pair_is_trained_on_in_any_language(corpus: ParallelCorpus) -> None:
-    trained = {same_pair(source, target) for _, source, target in pairs_of(corpus.train)}
+    trained = {group_of(source, target, "pair") for _, source, target in pairs_of(corpus.train)}
     for part in (corpus.test, corpus.valid):
-        held_out = {same_pair(source, target) for _, source, target in pairs_of(part)}
+        held_out = {group_of(source, target, "pair") for _, source, target in pairs_of(part)}
         assert held_out and trained.isdisjoint(held_out)
 
 
@@ -84,15 +84,15 @@ def test_the_english_side_of_a_held_out_pair_is_learnt_from_other_languages(
 
 
 def test_held_out_items_are_never_seen_in_any_language() -> None:
-    found = load_names(FEW, hold_out="item")
-    trained = {same_text(target) for _, _, target in pairs_of(found.train)}
-    tested = {same_text(target) for _, _, target in pairs_of(found.test)}
+    found = load_names(FEW, hold_out="target")
+    trained = {group_of("", target, "target") for _, _, target in pairs_of(found.train)}
+    tested = {group_of("", target, "target") for _, _, target in pairs_of(found.test)}
     assert tested and trained.isdisjoint(tested)
 
 
 def test_a_pair_is_there_once_in_a_language(corpus: ParallelCorpus) -> None:
     everywhere = [
-        (language, same_pair(source, target))
+        (language, group_of(source, target, "pair"))
         for part in (corpus.train, corpus.valid, corpus.test)
         for language, source, target in pairs_of(part)
     ]

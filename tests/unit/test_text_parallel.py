@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.data.text import ParallelCorpus, TextPairs, load_parallel
+from penstock.data.text.corpus import TextPart
 from penstock.errors import ConfigError
 
 
@@ -115,6 +116,22 @@ def test_equal_pairs_are_never_on_both_sides_of_the_split(large: Path) -> None:
     held_out = set(corpus.valid["de"].sources) | set(corpus.test["de"].sources)
     assert {source for source, _ in trained}.isdisjoint(held_out)
     assert len(trained) + len(held_out) == 900
+
+
+def targets_of(*parts: TextPart) -> set[str]:
+    return {t.casefold() for part in parts for pairs in part.values() for t in pairs.targets}
+
+
+def test_held_out_translations_are_learnt_from_no_language(large: Path) -> None:
+    write(large / "more" / "x.de-en.de", "vier")
+    write(large / "more" / "x.de-en.en", "Four")
+    pairs = load_parallel(large, held_out_share=0.1)
+    targets = load_parallel(large, hold_out="target", held_out_share=0.1)
+    for corpus, may_be_learnt in ((pairs, True), (targets, False)):
+        judged = targets_of(corpus.valid, corpus.test)
+        assert "four" in judged and len(judged) > 100
+        assert bool(judged & targets_of(corpus.train)) == may_be_learnt
+    assert targets.num_skipped["de"] == pairs.num_skipped["de"] + 1
 
 
 def test_the_seed_decides_what_is_held_out(large: Path) -> None:

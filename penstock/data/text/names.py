@@ -3,21 +3,10 @@
 Unicode's Common Locale Data Repository has the names of territories, languages, scripts,
 currencies and units in hundreds of languages, and Babel ships with them.  Each name in a language
 and the same thing's name in English are a pair.
-
-What is held out, by `hold_out`:
-
-"pair"  Single pairs.  The English name of a pair that is tested may well be learnt from other
-        languages: a model that knows Frankreich and Francia, and how Slovak words look, can find
-        France for Francúzsko.  This asks what languages learn from each other, and is the default.
-        No tested pair is ever trained on: pairs that read alike in several languages, such as
-        Peru and Peru, are held out of all of them or of none.
-"item"  English names, in all languages.  What is tested was then never seen in any, so that much
-        of it cannot be known (who has never heard of Japan cannot translate its name); what is
-        left is spelling by sound and putting known words together.  A harder, second figure.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -25,7 +14,7 @@ from penstock.data.sampler import keyed_generator
 from penstock.errors import ConfigError
 
 from .corpus import ParallelCorpus, PartName, TextPairs, check_languages
-from .held_out import check_shares, held_out_part, same_pair, same_text
+from .held_out import HoldOut, check_hold_out, check_shares, group_of, held_out_part
 from .optional import optional_library
 
 TARGET = "en"
@@ -59,23 +48,24 @@ def load_names(
     *,
     kinds: Sequence[str] = NAME_KINDS,
     most_pairs: Mapping[str, int] | None = None,
-    hold_out: Literal["pair", "item"] = "pair",
+    hold_out: HoldOut = "pair",
     held_out_share: float = 0.05,
     seed: int = 0,
 ) -> ParallelCorpus:
-    """Pair the names of `languages` with the English ones; see above for what is held out.
+    """Pair the names of `languages` with the English ones.
 
     kinds: Which names: "territories", "languages", "scripts", "currencies", "units".
     most_pairs: How many training pairs a language may keep, which makes it a low-resource one;
         its pairs for validation and testing stay.
-    held_out_share: Share of the pairs kept for validation, and as much again for testing.
+    hold_out: Whether pairs are kept from training, or English names in all languages; see
+        held_out.py.
+    held_out_share: Share of them kept for validation, and as much again for testing.
 
     Raises:
         ConfigError: Babel is not installed, or a language, a kind or a number cannot be.
     """
     check_shares("held_out_share", held_out_share)
-    if hold_out not in ("pair", "item"):
-        raise ConfigError(f'hold_out={hold_out!r}: must be "pair" or "item"')
+    check_hold_out(hold_out)
     _check_kinds(kinds)
     _check_names(languages)
     limits = dict(most_pairs or {})
@@ -86,7 +76,7 @@ def load_names(
     for language in languages:
         pairs: dict[PartName, list[tuple[str, str]]] = {part: [] for part in parts}
         for source, target in _pairs(names_in(language, kinds), english):
-            group = same_pair(source, target) if hold_out == "pair" else same_text(target)
+            group = group_of(source, target, hold_out)
             pairs[held_out_part(group, shares, seed)].append((source, target))
         if language in limits:
             pairs["train"] = _some(pairs["train"], limits[language], language, seed)
@@ -122,7 +112,7 @@ def _pairs(
     seen = set()
     for item, name in names.items():
         if name and item in english:
-            key = same_pair(name, english[item])
+            key = group_of(name, english[item], "pair")
             if key not in seen:
                 seen.add(key)
                 yield name, english[item]

@@ -27,7 +27,7 @@ from typing import IO, cast
 from penstock.errors import ConfigError
 
 from .corpus import ParallelCorpus, PartName, TextPairs, check_languages
-from .held_out import check_shares, held_out_part, same_pair
+from .held_out import HoldOut, check_hold_out, check_shares, group_of, held_out_part
 
 _WORDS: dict[str, PartName] = {
     "train": "train",
@@ -41,6 +41,8 @@ _FILE = re.compile(
     rf"(?P<stem>(?:(?P<corpus>.+)\.)?(?P<first>{_LANGUAGE})-(?P<second>{_LANGUAGE})"
     rf"(?:-(?P<word>{'|'.join(_WORDS)}))?)\.(?P<side>{_LANGUAGE}?)(?:\.gz)?"
 )
+_Lists = dict[PartName, dict[str, list[tuple[str, str]]]]
+"""Pairs of each language, by what they are for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +71,18 @@ def load_parallel(
     languages: Sequence[str] | None = None,
     *,
     target: str = "en",
+    hold_out: HoldOut = "pair",
     held_out_share: float | None = None,
     seed: int = 0,
 ) -> ParallelCorpus:
     """Read the text in `languages`, or in all that there are, with its translation to `target`.
 
     Left out and counted are pairs of lines of which one is empty, and training pairs that are in
-    validation or test too.  In text of many languages the target of a test pair may still be
-    learnt from another language's pair.
+    validation or test too.
 
+    hold_out: Whether pairs are kept from training, or whatever has a translation that is in
+        validation or test, in any language: text of many languages often has the same one; see
+        held_out.py.
     held_out_share: Share of the pairs that is kept for validation, and the same again for testing,
         in each language that has no files for it; by default only what has such files is.
 
@@ -88,24 +93,21 @@ def load_parallel(
     """
     if held_out_share is not None:
         check_shares("held_out_share", held_out_share)
+    check_hold_out(hold_out)
     found = _files(folder, target)
     known = sorted({files.language for files in found})
     check_languages(languages or (), known, f"{folder}, as text with a translation to {target}")
     wanted = [files for files in found if files.language in (languages or known)]
     texts = _read_all(wanted)
-    parts: dict[PartName, dict[str, list[tuple[str, str]]]] = {
-        "train": {},
-        "valid": {},
-        "test": {},
-    }
+    parts: _Lists = {"train": {}, "valid": {}, "test": {}}
     num_skipped = dict.fromkeys(sorted({files.language for files in wanted}), 0)
     for files, lines in zip(wanted, texts, strict=True):
         full = [pair for pair in lines if all(pair)]
         num_skipped[files.language] += len(lines) - len(full)
         parts[files.part].setdefault(files.language, []).extend(full)
     if held_out_share is not None:
-        _hold_out(parts, held_out_share, seed)
-    _keep_apart(parts, num_skipped)
+        _hold_out(parts, hold_out, held_out_share, seed)
+    _keep_apart(parts, hold_out, num_skipped)
     return ParallelCorpus(
         target=target,
         train=_packed(parts["train"]),
@@ -119,32 +121,28 @@ def _packed(part: Mapping[str, list[tuple[str, str]]]) -> dict[str, TextPairs]:
     return {language: TextPairs.of(part[language]) for language in sorted(part) if part[language]}
 
 
-def _keep_apart(
-    parts: dict[PartName, dict[str, list[tuple[str, str]]]], num_skipped: dict[str, int]
-) -> None:
+def _keep_apart(parts: _Lists, hold_out: HoldOut, num_skipped: dict[str, int]) -> None:
     """Take pairs out of training that are to be judged by, in whatever language they are."""
     judged = {
-        same_pair(*pair)
+        group_of(*pair, hold_out)
         for part in ("valid", "test")
         for pairs in parts[part].values()
         for pair in pairs
     }
     for language, pairs in parts["train"].items():
-        kept = [pair for pair in pairs if same_pair(*pair) not in judged]
+        kept = [pair for pair in pairs if group_of(*pair, hold_out) not in judged]
         num_skipped[language] += len(pairs) - len(kept)
         parts["train"][language] = kept
 
 
-def _hold_out(
-    parts: dict[PartName, dict[str, list[tuple[str, str]]]], share: float, seed: int
-) -> None:
+def _hold_out(parts: _Lists, hold_out: HoldOut, share: float, seed: int) -> None:
     """Move training pairs to the parts that a language has no files for."""
     for language, pairs in parts["train"].items():
         lacking: tuple[PartName, ...] = ("test", "valid")
         shares = {part: share for part in lacking if language not in parts[part]}
         parts["train"][language] = []
         for source, target in pairs:
-            part = held_out_part(same_pair(source, target), shares, seed)
+            part = held_out_part(group_of(source, target, hold_out), shares, seed)
             parts[part].setdefault(language, []).append((source, target))
 
 

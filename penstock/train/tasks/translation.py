@@ -247,6 +247,7 @@ def open_corpus(section: TranslatedSection) -> ParallelCorpus:
                 Path(section.path),
                 section.languages or None,
                 target=section.target,
+                hold_out=section.hold_out,
                 held_out_share=section.held_out_share,
                 seed=section.seed,
             )
