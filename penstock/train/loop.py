@@ -73,7 +73,8 @@ class Trainer:
             start_from(recipe.start, self.pipe, self._names)
         self.optimizer = build_optimizer(recipe, self.pipe)
         decay = recipe.train.average_decay
-        self._average = Averaging(self.optimizer, decay) if decay else None
+        modules = self.model.modules()
+        self._average = Averaging(self.optimizer, decay, modules) if decay else None
         self.scaler = build_scaler(recipe, self.pipe)
         self.position = Position()
         self.meter = Meter(recipe.train.trace_every)

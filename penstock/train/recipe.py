@@ -109,7 +109,8 @@ class TrainSection(Section):
     label_smoothing: Share = 0.0
     """Share of each target that is spread evenly over all classes or words."""
     average_decay: Share = 0.0
-    """Judge a running average of the weights, of which so much is kept in each step; 0: none."""
+    """Judge a running average of weights and BatchNorm's statistics, of which so much is kept in
+    each step; 0: none."""
     seed: Seed = 0
     """Decides the initial weights, the order of the samples and how they are changed."""
     checkpoint_every: Count = 100

@@ -10,7 +10,7 @@ from penstock.checkpoint.files import MODEL, OPTIMIZER, read_facts, read_some, t
 from penstock.errors import CheckpointError, RecipeError
 from penstock.pipeline import Pipeline
 
-from .averaging import KEY
+from .averaging import name_of_averaged
 from .recipe import Start
 from .run_folder import RECIPE, RunFolder
 
@@ -103,7 +103,7 @@ def tensor_names(model: nn.Module) -> dict[str, str]:
 
 
 def saved_weights(checkpoint: Path, names: Names) -> dict[str, torch.Tensor]:
-    """Read the named tensors of a checkpoint; of parameters the average, if there is one.
+    """Read the named tensors of a checkpoint; the average of each that has one.
 
     A parameter of several names has its average under one of them: it is that of all.
     """
@@ -114,11 +114,11 @@ def saved_weights(checkpoint: Path, names: Names) -> dict[str, torch.Tensor]:
     kept = {
         names[name]: key
         for key in tensor_kinds(checkpoint, OPTIMIZER)
-        if key.endswith(f".{KEY}") and (name := key.removesuffix(f".{KEY}")) in names
+        if (name := name_of_averaged(key)) in names
     }
     averages = read_some(checkpoint, OPTIMIZER, set(kept.values()))
-    of_parameters = {name: kept[names[name]] for name in found if names[name] in kept}
-    return {**found, **{name: averages[key] for name, key in of_parameters.items()}}
+    averaged = {name: kept[names[name]] for name in found if names[name] in kept}
+    return {**found, **{name: averages[key] for name, key in averaged.items()}}
 
 
 def mean_weights(checkpoints: Sequence[Path], names: Names) -> dict[str, torch.Tensor]:

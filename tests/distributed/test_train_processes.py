@@ -29,6 +29,7 @@ SMALL = (
     "train.log_every=1",
     "train.checkpoint_every=2",
     "train.keep_checkpoints=9",
+    "train.average_decay=0.5",
     "learning_rate.warmup_epochs=1",
 )
 NUM_STEPS = 6
@@ -305,7 +306,12 @@ def test_replicas_train_the_same_model_but_for_rounding(
 @pytest.mark.slow
 def test_replicas_that_share_out_the_optimizer_train_the_same_bits(tmp_path: Path) -> None:
     """In float16, with clipped gradients, and killed on the way."""
-    changes = ("pipeline.num_replicas=2", "train.precision=float16", "train.max_grad_norm=0.5")
+    changes = (
+        "pipeline.num_replicas=2",
+        "train.precision=float16",
+        "train.max_grad_norm=0.5",
+        "train.average_decay=0",
+    )
     run([*TRAIN, *words(*changes), "--num-processes", "4", "--run-folder", "whole"], tmp_path)
     job = [*faulty("kill", "2", 5), *words(*changes, "pipeline.shard_optimizer=true")]
     said = run(elastic(job, processes=4), tmp_path)

@@ -51,6 +51,28 @@ def test_the_average_follows_the_weights_more_slowly_as_steps_go_by() -> None:
     assert weight.item() == 200.0
 
 
+def test_running_statistics_are_averaged_with_the_weight_of_their_layer() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    averaging = Averaging(optimizer, 0.9, model.modules())
+    norm, seen = model[0], []
+    assert isinstance(norm, nn.BatchNorm1d) and norm.running_var is not None
+    for step in range(3):
+        averaging.step = step
+        model(torch.randn(8, 2)).sum().backward()
+        optimizer.step()
+        seen.append(norm.running_var.clone())
+    expected = seen[0]
+    for step, variance in enumerate(seen[1:], start=1):
+        expected = expected.lerp(variance, 1 - (1 + step) / (10 + step))
+    newest = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with averaging.in_place():
+        assert torch.equal(norm.running_var, expected)
+        assert torch.equal(model.state_dict()["1.running_var"], newest["1.running_var"])
+    assert all(torch.equal(newest[name], t) for name, t in model.state_dict().items())
+    assert not torch.equal(expected, newest["0.running_var"])
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Adafactor, RMSProp])
 def test_an_average_does_not_change_the_steps(kind: type[torch.optim.Optimizer]) -> None:
     torch.manual_seed(0)
