@@ -1,5 +1,6 @@
 """Where a pipeline's layers are cut: as given, by parameter counts, or by measured time."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -11,6 +12,11 @@ from penstock.mesh import Mesh
 from penstock.mesh.agreement import require_same
 from penstock.model.layers import Layers
 from penstock.planner.partition import balance_spans
+from penstock.runtime.engine import Execution
+from penstock.schedules import ir
+from penstock.schedules.lower import schedule_of
+from penstock.schedules.passes import add_recompute
+from penstock.types import Recompute
 
 _BY_COUNTS = "balanced by parameter counts"
 
@@ -23,12 +29,13 @@ class Cut:
         layers: Layers,
         num_stages: int,
         partition: Sequence[int] | None,
-        num_threads: int,
+        num_microbatches: int,
+        how: Execution,
     ) -> None:
-        self._layers, self._num_threads = layers, num_threads
+        self._layers, self._num_microbatches, self._how = layers, num_microbatches, how
         self._can_improve = partition is None and num_stages > 1
         counts = layers.parameter_counts()
-        self.partition = tuple(partition or balance_spans(counts, num_stages, layers.spans))
+        self.partition = tuple(partition or balance_spans([counts] * num_stages, layers.spans))
         self.how = "as given" if partition is not None else ""
         if self._can_improve:
             self.how = f"{_BY_COUNTS}, until the first batch is measured"
@@ -36,21 +43,38 @@ class Cut:
     def measure(self, part: Any) -> bool:
         """Balance by the measured time of one micro-batch, the first time that one is at hand.
 
+        A layer costs a stage its backward, and its forward as often as the schedule runs that:
+        a stage whose backward follows at once recomputes nothing, and has time for more layers.
+
         Returns:
             Whether the partition is another one now.
         """
         if not self._can_improve or part is None:
             return False
         self._can_improve = False
-        costs_s = measure_layers(self._layers, part, self._num_threads)
+        times = measure_layers(self._layers, part, self._how.num_threads)
         before = self.partition
-        self.partition = balance_spans(costs_s, len(before), self._layers.spans)
-        stage_s = [sum(costs_s[i] for i in row) for row in _rows(self.partition)]
+        costs_s = [
+            [forwards * forward_s + backward_s for forward_s, backward_s in times]
+            for forwards in self._forwards(len(before))
+        ]
+        self.partition = balance_spans(costs_s, self._layers.spans)
+        rows = zip(costs_s, _rows(self.partition), strict=True)
+        stage_s = [sum(on_stage[i] for i in row) for on_stage, row in rows]
         self.how = (
             f"balanced by measured time: slowest stage {max(stage_s) * 1e3:.3g} ms a micro-batch, "
             f"{max(stage_s) * len(stage_s) / sum(stage_s):.2f} times the mean"
         )
         return self.partition != before
+
+    def _forwards(self, num_stages: int) -> list[float]:
+        """Say how often each stage runs a micro-batch forward, recomputed ones included."""
+        schedule = schedule_of(self._how.schedule, num_stages, self._num_microbatches)
+        if self._how.recompute is not Recompute.NEVER:
+            schedule = add_recompute(schedule)
+        programs = chain.from_iterable(schedule.programs)
+        stages = Counter(i.stage for i in programs if isinstance(i, ir.Forward | ir.Recompute))
+        return [stages[stage] / self._num_microbatches for stage in range(num_stages)]
 
     def settle(self, mesh: Mesh, part: Any, facts: Mapping[str, Any]) -> None:
         """Decide for all processes of a mesh, for good: each then keeps its own layers only.

@@ -54,8 +54,8 @@ class Pipeline(nn.Module):
     Args:
         layers: an nn.Sequential, a list of modules and `penstock.Layer`s, or any nn.Module with
             `example_inputs` (see `penstock.capture`); used as they are, not copied.
-        num_stages: K.  Layers are balanced by measured forward and backward time: of
-            `example_inputs` now, else of the first batch; until then by parameter counts.
+        num_stages: K.  Layers are balanced by measured time, as often as the schedule runs them:
+            of `example_inputs` now, else of the first batch; until then by parameter counts.
         partition: layers per stage, instead of `num_stages`.
         num_microbatches: M.  A batch of N < M samples runs as N micro-batches; sizes differ by
             at most 1.
@@ -147,7 +147,7 @@ class Pipeline(nn.Module):
         self._timeline: Timeline | None = None
         self._evaluations = 0
         self._threads = threads
-        self._cut = Cut(self._layers, self._num_stages, partition, threads)
+        self._cut = Cut(self._layers, self._num_stages, partition, num_microbatches, how)
         if mesh is not None and mesh.is_distributed:
             facts = {"num_microbatches": num_microbatches, "seed": seed, "how": self._choices}
             with self._engine.crew.reporting():

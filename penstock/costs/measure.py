@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, singledispatch
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.model.ghost.cut import Cut
 from penstock.model.ghost.inputs import as_call
 from penstock.model.ghost.layers import CapturedLayers
+from penstock.model.ghost.routes import Call
 from penstock.model.ghost.values import EventKey
 from penstock.model.layers import MODEL_INPUT, Layers, Step, Value, call
 from penstock.model.pytree import flatten, tree_map
@@ -24,10 +25,20 @@ BACKWARD_PER_FORWARD = 2
 """Matrix products of a backward for one of the forward: the guess where none can be measured."""
 
 
-def measure_layers(layers: Layers, inputs: Any, num_threads: int) -> tuple[float, ...]:
-    """Give the seconds of forward plus backward of each layer on `inputs` (one micro-batch).
+class LayerTime(NamedTuple):
+    """Seconds of a layer, for one micro-batch."""
 
-    Each layer runs a few times and the fastest time counts.  Gradients, buffers and random number
+    forward_s: float
+    backward_s: float
+
+
+NO_TIME = LayerTime(0.0, 0.0)
+
+
+def measure_layers(layers: Layers, inputs: Any, num_threads: int) -> tuple[LayerTime, ...]:
+    """Time forward and backward of each layer on `inputs` (one micro-batch).
+
+    Each layer runs a few times and the fastest one counts.  Gradients, buffers and random number
     generators are as before afterwards; forward hooks of the user run as often as the layers do.
     """
     threads = torch.get_num_threads()
@@ -40,15 +51,15 @@ def measure_layers(layers: Layers, inputs: Any, num_threads: int) -> tuple[float
 
 
 @singledispatch
-def _measure_all(layers: Layers, inputs: Any) -> tuple[float, ...]:
+def _measure_all(layers: Layers, inputs: Any) -> tuple[LayerTime, ...]:
     values: dict[Value, Any] = {MODEL_INPUT: inputs}
     return tuple(_measure(step, values) for step in layers)
 
 
 @_measure_all.register
-def _(layers: CapturedLayers, inputs: Any) -> tuple[float, ...]:
+def _(layers: CapturedLayers, inputs: Any) -> tuple[LayerTime, ...]:
     """Measure the calls of blocks as the model makes them, each on copies of its arguments."""
-    found = {call: float("inf") for call in layers.captured.calls}
+    found: dict[Call, list[LayerTime]] = {call: [] for call in layers.captured.calls}
     step_of = dict(zip(found, layers, strict=True))
     whole = Cut(layers.captured, (len(layers),))
     args, kwargs = as_call(tree_map(partial(_outer, device=None), inputs))
@@ -59,36 +70,37 @@ def _(layers: CapturedLayers, inputs: Any) -> tuple[float, ...]:
         call = key.block, key.call
         arguments = tree_map(_as_wanted, (function.args, function.keywords))
         run = partial(function.func, *arguments[0], **arguments[1])
-        result, seconds = _timed(step_of[call], run, arguments)
-        found[call] = min(found[call], seconds)
+        result, took = _timed(step_of[call], run, arguments)
+        found[call].append(took)
         return result
 
     for _ in range(REPEATS):
         whole.run(whole.replay(0, {}, {}, timed), args, kwargs)
-    return tuple(0.0 if seconds == float("inf") else seconds for seconds in found.values())
+    return tuple(min(took, key=sum, default=NO_TIME) for took in found.values())
 
 
-def _measure(step: Step, values: dict[Value, Any]) -> float:
-    best_s = float("inf")
+def _measure(step: Step, values: dict[Value, Any]) -> LayerTime:
+    found = []
     device = _device_of(step.module)
     for _ in range(REPEATS):
         arguments = [
             tree_map(partial(_outer if v == MODEL_INPUT else _inner, device=device), values[v])
             for v in step.inputs
         ]
-        given, seconds = _timed(step, partial(call, step, arguments), arguments)
-        best_s = min(best_s, seconds)
+        given, took = _timed(step, partial(call, step, arguments), arguments)
+        found.append(took)
     values.update(tree_map(lambda t: t.detach(), given))
-    return best_s
+    return min(found, key=sum)
 
 
-def _timed(step: Step, run: Callable[[], Any], arguments: Any) -> tuple[Any, float]:
-    """Run a layer forward and backward; give what it gave, without its graph, and the seconds."""
+def _timed(step: Step, run: Callable[[], Any], arguments: Any) -> tuple[Any, LayerTime]:
+    """Run a layer forward and backward; give what it gave, and what that took."""
     try:
         start_s = _now_s()
         given = run()
         forward_s = _now_s() - start_s
-        return given, forward_s + _backward_s(step.module, arguments, given, forward_s)
+        backward_s = _backward_s(step.module, arguments, given, forward_s)
+        return given, LayerTime(forward_s, backward_s)
     except Exception as error:
         error.add_note(
             f"raised in layer {step.label}, micro-batch 0, while its cost was measured to "

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError
-from penstock.planner.partition import balance
+from penstock.planner.partition import balance, balance_stages
 
 
 def every_cut(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
@@ -15,22 +15,23 @@ def every_cut(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
     return [tuple(b - a for a, b in pairwise((0, *cut, num_layers))) for cut in ends]
 
 
-def stage_costs(costs: list[int], partition: tuple[int, ...]) -> list[int]:
+def rank(costs: list[list[int]], partition: tuple[int, ...]) -> tuple[int, int]:
+    """Give what partitions are compared by: the slowest stage, then how much stages vary."""
     ends = [sum(partition[:k]) for k in range(len(partition) + 1)]
-    return [sum(costs[a:b]) for a, b in pairwise(ends)]
+    rows = zip(costs, pairwise(ends), strict=True)
+    stages = [sum(on_stage[a:b]) for on_stage, (a, b) in rows]
+    return max(stages), sum(cost * cost for cost in stages)
 
 
 @given(st.data())
 def test_the_slowest_stage_is_as_fast_as_can_be_and_ties_vary_least(data: st.DataObject) -> None:
-    costs = data.draw(st.lists(st.integers(0, 20), min_size=1, max_size=8))
-    num_stages = data.draw(st.integers(1, len(costs)))
-    found = stage_costs(costs, balance(costs, num_stages))
-
-    def rank(stages: list[int]) -> tuple[int, int]:
-        return max(stages), sum(cost * cost for cost in stages)
-
-    best = min(rank(stage_costs(costs, cut)) for cut in every_cut(len(costs), num_stages))
-    assert rank(found) == best
+    num_layers = data.draw(st.integers(1, 8))
+    num_stages = data.draw(st.integers(1, num_layers))
+    cost = st.integers(0, 20)
+    layers = st.lists(cost, min_size=num_layers, max_size=num_layers)
+    costs = data.draw(st.lists(layers, min_size=num_stages, max_size=num_stages))
+    best = min(rank(costs, cut) for cut in every_cut(num_layers, num_stages))
+    assert rank(costs, balance_stages(costs)) == best
 
 
 def test_layers_of_one_cost_are_shared_evenly() -> None:
