@@ -17,6 +17,7 @@
     ├── WaitTimeout (TimeoutError)    a wait that outlived its deadline
     ├── MeshError                     processes that do not find each other, or lose each other
     │   └── PeerError (RuntimeError)  another process failed; says which, and what was awaited
+    ├── DivergedError (ArithmeticError)  a training run whose loss is no number any more
     ├── RunFolderError                a run folder that exists already, or is not one
     └── CheckpointError               a checkpoint that is corrupt, foreign or incomplete
 
@@ -98,6 +99,10 @@ class PeerError(MeshError, RuntimeError):
     def __init__(self, message: str, *, complete: bool = False) -> None:
         super().__init__(message)
         self.complete = complete
+
+
+class DivergedError(PenstockError, ArithmeticError):
+    """The loss of a training run is infinite or no number: it will not come back."""
 
 
 class RunFolderError(PenstockError):

@@ -4,11 +4,12 @@ import click
 
 from penstock.schedules.names import SCHEDULE_NAMES
 
-from .options import stages_per_rank_option
+from .options import set_option, stages_per_rank_option
 
 
 @click.command()
 @click.argument("target")
+@set_option
 @click.option("--num-stages", type=click.IntRange(min=1), help="K.  [default: the recipe's, or 2]")
 @stages_per_rank_option
 @click.option(
@@ -23,6 +24,7 @@ from .options import stages_per_rank_option
 @click.option("--json", "as_json", is_flag=True, help="Write the report as JSON.")
 def check(  # noqa: PLR0913 - one for each option
     target: str,
+    overrides: tuple[str, ...],
     num_stages: int | None,
     stages_per_rank: int | None,
     num_microbatches: int | None,
@@ -42,6 +44,7 @@ def check(  # noqa: PLR0913 - one for each option
     \b
     Examples:
       penstock check recipes/digits.toml --num-stages 4
+      penstock check recipes/gpt_small.toml --set data.path=book.txt
       penstock check mymodel:example --num-stages 2 --num-microbatches 8 --schedule one_f_one_b
     """
     from penstock.equality import check as compare
@@ -55,7 +58,8 @@ def check(  # noqa: PLR0913 - one for each option
         "schedule": schedule,
         "recompute": recompute,
     }
-    arguments, options = load_target(target, {k: v for k, v in given.items() if v is not None})
+    known = {key: value for key, value in given.items() if value is not None}
+    arguments, options = load_target(target, known, overrides)
     report = compare(*arguments, **options)
     click.echo(report.to_json() if as_json else str(report))
     return 0 if report.equal else 1

@@ -1,7 +1,7 @@
 """What `penstock check` is pointed at: a recipe, or a function named package.module:function."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,24 +30,30 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def load_target(target: str, given: Mapping[str, Any]) -> CheckArguments:
+def load_target(
+    target: str, given: Mapping[str, Any], changes: Sequence[str] = ()
+) -> CheckArguments:
     """Find what `target` names; `given` are the options of the command line that were used.
+
+    `changes` are of a recipe: "section.key=value".
 
     Raises:
         ConfigError: there is no such recipe, module or function, or it returns something else.
     """
-    return (
-        _from_recipe(Path(target), given) if ":" not in target else _from_function(target, given)
-    )
+    if ":" not in target:
+        return _from_recipe(Path(target), given, changes)
+    if changes:
+        raise ConfigError(f"--set {changes[0]} changes a recipe, and {target} is a function")
+    return _from_function(target, given)
 
 
-def _from_recipe(path: Path, given: Mapping[str, Any]) -> CheckArguments:
+def _from_recipe(path: Path, given: Mapping[str, Any], changes: Sequence[str]) -> CheckArguments:
     if path.suffix != ".toml":
         raise ConfigError(
             f"cannot check {str(path)!r}: give a recipe, a path that ends in .toml, or a function "
             "as package.module:function"
         )
-    overrides = [f"pipeline.{key}={value}" for key, value in given.items()]
+    overrides = [*changes, *(f"pipeline.{key}={value}" for key, value in given.items())]
     if "num_stages" in given:
         overrides.append("pipeline.partition=auto")
     recipe = read_recipe(path, overrides)

@@ -13,6 +13,14 @@ num_processes_option = click.option(
     help="Run in so many processes of this host instead of one; to train, K x D of them.",
 )
 
+set_option = click.option(
+    "--set",
+    "overrides",
+    metavar="SECTION.KEY=VALUE",
+    multiple=True,
+    help="Change a key of the recipe.",
+)
+
 stages_per_rank_option = click.option(
     "--stages-per-rank",
     type=click.IntRange(min=1),

@@ -9,7 +9,7 @@ import click
 
 from penstock.train.interrupt import Interrupt
 
-from .options import num_processes_option, refuse_inside_torchrun
+from .options import num_processes_option, refuse_inside_torchrun, set_option
 
 if TYPE_CHECKING:
     from penstock.train.command import Request
@@ -17,13 +17,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("recipe", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "--set",
-    "overrides",
-    metavar="SECTION.KEY=VALUE",
-    multiple=True,
-    help="Change a key of the recipe.",
-)
+@set_option
 @click.option(
     "--run-folder",
     type=click.Path(path_type=Path),

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -46,6 +47,11 @@ class Pictures(ABC):
         """
 
     @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Tell these pictures, their order and their classes from others."""
+
+    @property
     def skipped(self) -> Sequence[str]:
         """What could not be decoded so far."""
         return ()
@@ -59,6 +65,14 @@ class TensorPictures(Pictures):
         self.classes = tuple(classes)
         _, self.channels, self.size, _ = split.train.inputs.shape
         self.num_train, self.num_test = len(split.train), len(split.test)
+
+    @property
+    def digest(self) -> str:
+        found = blake2b(repr(self.classes).encode())
+        for part in (self._train, self._test):
+            for tensor in (part.inputs, part.targets):
+                found.update(tensor.contiguous().numpy().tobytes())
+        return found.hexdigest()
 
     def example(self, num_samples: int) -> Tensor:
         return self._train.inputs[:num_samples]
@@ -98,6 +112,11 @@ class ViewedPictures(Pictures):
         self.num_train, self.num_test = len(split.train), len(split.test)
         self._loader: ImageLoader | None = None
         self._judge: ImageLoader | None = None
+
+    @property
+    def digest(self) -> str:
+        images = (self._train.images, self._test.images)
+        return blake2b(b"".join(part.digest() for part in images)).hexdigest()
 
     def example(self, num_samples: int) -> Tensor:
         return torch.zeros(min(num_samples, self.num_train), self.channels, self.size, self.size)

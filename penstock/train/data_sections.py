@@ -4,12 +4,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .section import Above0, Count, From0, Section, Seed, Share, Words
+from .section import Above0, Count, File, From0, Section, Seed, Share, Words
 
 
 class Digits(Section):
     """The 1,797 handwritten digits that ship with scikit-learn."""
 
+    split_keys = ("test_share", "seed")
     name: Literal["digits"]
     """digits: 1,797 handwritten digits, which ship with scikit-learn."""
     labels: Literal["digit", "parity", "half"] = "digit"
@@ -29,7 +30,7 @@ class Digits(Section):
 class _Photographs(Section):
     """What all colour pictures have in common."""
 
-    path: str
+    path: File
     """The folder that they are in."""
     size: Annotated[int, Field(ge=8)] = 224
     """Pixels of each side, as the network sees them."""
@@ -72,11 +73,12 @@ class Cifar(_Photographs):
 class _Translated(Section):
     """What all parallel text has in common."""
 
+    split_keys = ("hold_out", "held_out_share", "seed")
     languages: Words = ()
     """Source languages, such as ["de", "fr"]; none: all that there are."""
     vocabulary_size: Annotated[int, Field(ge=260)] = 64000
     """Subwords of the vocabulary that all languages share."""
-    vocabulary: str = ""
+    vocabulary: File = ""
     """The vocabulary.json of another run, to start from its weights; empty: train a new one."""
     hold_out: Literal["pair", "target"] = "pair"
     """What is kept from training: a pair, whose translation other languages may teach all the
@@ -123,7 +125,7 @@ class ParallelText(_Translated):
 
     name: Literal["parallel_text"]
     """parallel_text: files such as CORPUS.de-en.de and CORPUS.de-en.en."""
-    path: str
+    path: File
     """The folder of the files."""
     target: str = "en"
     """The language that is translated to."""
@@ -134,12 +136,15 @@ class ParallelText(_Translated):
 class Text(Section):
     """Any text file in UTF-8."""
 
+    split_keys = ("valid_share",)
     name: Literal["text"]
     """text: one file in UTF-8."""
-    path: str
+    path: File
     """The file."""
     vocabulary_size: Annotated[int, Field(ge=256)] = 256
     """Subwords; 256: the bytes themselves."""
+    vocabulary: File = ""
+    """The vocabulary.json of another run, to start from its weights; empty: make a new one."""
     length: Count = 256
     """Tokens of a sample."""
     valid_share: Annotated[float, Field(gt=0, lt=1)] = 0.05
@@ -152,5 +157,6 @@ class Text(Section):
     """What it goes on from; empty: the beginning of the validation text."""
 
 
+PictureSection = Digits | ImageFolder | Cifar
 TranslatedSection = Names | ParallelText
 DataSection = Digits | ImageFolder | Cifar | Names | ParallelText | Text

@@ -11,6 +11,7 @@ from penstock.trace.units import bytes_text, percent_text
 
 from .meter import Meter
 from .position import Position
+from .run_folder import SKIPPED
 from .summary import Summary
 from .tasks.task import Task
 
@@ -62,12 +63,16 @@ class Display:
             bubble=f"bubble {_percent(meter.bubble)}",
         )
 
-    def show_epoch(self, position: Position, meter: Meter, train_loss: float) -> None:
+    def show_epoch(
+        self, position: Position, meter: Meter, train_loss: float, num_skipped: int
+    ) -> None:
         """Write a line about the epoch that ended."""
+        bubble = f"bubble {_percent(meter.bubble)}"
+        skipped = f"   {num_skipped:,} unreadable" if num_skipped else ""
         self._console.print(
             f"epoch {position.epoch:>3}/{self._num_epochs}   loss {train_loss:.4f}   "
             f"{self._scores(position)}   "
-            f"{_speed(meter.samples_per_s, self._task.unit)}   bubble {_percent(meter.bubble)}",
+            f"{_speed(meter.samples_per_s, self._task.unit)}   {bubble}{skipped}",
             highlight=False,
             soft_wrap=True,
         )
@@ -79,6 +84,14 @@ class Display:
 
 def show_summary(console: Console, summary: Summary) -> None:
     """Write the tables at the end of a run."""
+    if summary.num_skipped:
+        console.print(
+            f"{summary.num_skipped:,} that could not be read are neither learnt from nor judged "
+            f"by: {summary.run_folder}/{SKIPPED}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     if summary.result:
         console.print(summary.result, highlight=False, markup=False, soft_wrap=True)
     table = Table(title=f"{summary.run_folder} after {summary.steps} steps", title_justify="left")

@@ -122,9 +122,10 @@ def num_batches(recipe: Recipe, num_samples: int) -> int:
     return whole + (rest > 0 and not recipe.train.drop_last)
 
 
-def check_batches(recipe: Recipe, num_samples: int, fewest: int = 1) -> None:
-    """See that every mini-batch of an epoch has a sample for each replica, and each micro-batch
-    `fewest`.
+def smallest_microbatch(recipe: Recipe, num_samples: int) -> int:
+    """Give the fewest samples that a micro-batch of an epoch has.
+
+    Every mini-batch must have a sample for each replica.
 
     Raises:
         RecipeError: the last one has too few, or there is none.
@@ -136,16 +137,10 @@ def check_batches(recipe: Recipe, num_samples: int, fewest: int = 1) -> None:
             f"{num_samples} samples"
         )
     last = size if recipe.train.drop_last else num_samples % size or size
-    left = f"train.batch_size = {size} leaves {last} of {num_samples} samples for the last step"
     if last < section.num_replicas:
         raise RecipeError(
-            f"{left} of an epoch, fewer than the {section.num_replicas} replicas; choose another "
+            f"train.batch_size = {size} leaves {last} of {num_samples} samples for the last step "
+            f"of an epoch, fewer than the {section.num_replicas} replicas; choose another "
             "batch size, or set train.drop_last = true"
         )
-    smallest = min(microbatch_sizes(last, section.num_microbatches))
-    if smallest < fewest:
-        raise RecipeError(
-            f"{left} of an epoch, so that a micro-batch has {smallest}, and the model's BatchNorm "
-            f"needs {fewest}; choose another batch size or fewer micro-batches, or set "
-            "train.drop_last = true"
-        )
+    return min(microbatch_sizes(last, section.num_microbatches))

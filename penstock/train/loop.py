@@ -1,5 +1,6 @@
 """The training loop: a run is what its recipe says, wherever and however often it is resumed."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from penstock.checkpoint import Saving, async_save_checkpoint, load_checkpoint
 from penstock.clip import clip_grad_norm_
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, DivergedError
 from penstock.mesh import Mesh
 from penstock.model.pytree import tree_map
 from penstock.types import Trace
@@ -37,9 +38,10 @@ from .meter import Meter
 from .position import Position
 from .recipe import Recipe
 from .run_folder import SKIPPED, RunFolder
-from .start import mean_weights, run_of, start_from, tensor_names
+from .start import check_start, start_from
 from .tasks import build_task
 from .tasks.task import Batch
+from .weights import mean_weights, tensor_names
 
 
 class Trainer:
@@ -60,6 +62,8 @@ class Trainer:
         self.mesh = mesh if mesh is not None else make_mesh(recipe)
         self.task = build_task(recipe)
         self.task.check(recipe.pipeline.num_replicas)
+        if not resumes:
+            check_start(recipe, self.task)
         self.model = build_model(recipe, self.task)
         self._names = tensor_names(self.model)  # a process keeps those of its stage only
         layers = build_layers(self.model, self.task)
@@ -68,8 +72,6 @@ class Trainer:
         inputs, _ = self.example_part()
         self.pipe = build_pipeline(recipe, self.task, layers, inputs, self.mesh)
         if not resumes:
-            if recipe.start.checkpoint:
-                self.task.check_start(run_of(recipe.start))
             start_from(recipe.start, self.pipe, self._names)
         self.optimizer = build_optimizer(recipe, self.pipe)
         decay = recipe.train.average_decay
@@ -80,6 +82,8 @@ class Trainer:
         self.meter = Meter(recipe.train.trace_every)
         self.result = ""
         """What the task has made of the finished run."""
+        self.num_skipped = 0
+        """What could not be read of the data, so far."""
         self._batches: Iterator[Batch] | None = None
         self._saving: Saving | None = None
 
@@ -116,7 +120,9 @@ class Trainer:
 
         Raises:
             CheckpointError: it is damaged or of another model.
+            ConfigError: the run began with other data.
         """
+        self._begin(folder)
         warnings = []
         while (newest := self._newest(folder)) is not None:
             try:
@@ -150,8 +156,8 @@ class Trainer:
         """Train to the end, or until `interrupt` is wanted in any process; all is saved when it
         returns.
         """
-        self.mesh.from_first(lambda: self.task.begin(folder.path), "for what belongs to the run")
-        folder.add_lines(SKIPPED, self.task.skipped)
+        self._begin(folder)
+        self.num_skipped = folder.add_lines(SKIPPED, self.task.skipped)
         stopping = self._must_stop(interrupt)
         while not self.finished and not stopping:
             self._step(folder, display)
@@ -164,6 +170,10 @@ class Trainer:
         self._settle(folder)
         if self.finished:
             self.finish(folder)
+
+    def _begin(self, folder: RunFolder) -> None:
+        """Let rank 0 keep, or compare, what belongs to the run."""
+        self.mesh.from_first(lambda: self.task.begin(folder.path), "for what belongs to the run")
 
     def _must_stop(self, interrupt: Interrupt) -> bool:
         """Agree with the other processes whether to end here; what one was told, all know then.
@@ -205,6 +215,7 @@ class Trainer:
                     part.inputs, part.targets, loss_scale=scale * part.share
                 )
             loss += float(of_part) * part.share
+        self._check_loss("loss", loss)
         if self.recipe.train.max_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
             clip_grad_norm_(self.pipe, self.recipe.train.max_grad_norm)
@@ -212,6 +223,23 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad()
         return loss
+
+    def _check_loss(self, name: str, value: float) -> None:
+        """Refuse to go on with what is no number.
+
+        A loss in float16 may overflow for as long as its scale is too high.
+
+        Raises:
+            DivergedError: it is none.
+        """
+        if math.isfinite(value) or (self.scaler.is_enabled() and self.scaler.get_scale() >= 1):
+            return
+        rate = self.optimizer.param_groups[0]["lr"]
+        raise DivergedError(
+            f"the {name} is {value} in step {self.position.step + 1}, at a learning rate of "
+            f"{rate:.3g}: the run has diverged. Start a new one with a lower optimizer.lr, a "
+            "longer warm-up, or a train.max_grad_norm; checkpoints from before are kept"
+        )
 
     def _next_batch(self) -> Batch:
         """Give the batch at the position."""
@@ -239,11 +267,15 @@ class Trainer:
     def _end_epoch(self, folder: RunFolder, display: Display) -> None:
         train_loss, self._batches = self.position.mean_loss, None
         self.pipe.trace = Trace.OFF
-        self.position = self.position.after_epoch(self.evaluate())
-        self._log(folder, "epoch", {"train_loss": train_loss, **self.position.scores})
-        skipped = self.mesh.gather(list(self.task.skipped), "for what was skipped")
-        folder.add_lines(SKIPPED, [name for names in skipped for name in names])
-        display.show_epoch(self.position, self.meter, train_loss)
+        scores = self.evaluate()
+        for name, value in scores.items():
+            self._check_loss(name, value)
+        self.position = self.position.after_epoch(scores)
+        of_all = self.mesh.gather(list(self.task.skipped), "for what was skipped")
+        self.num_skipped = folder.add_lines(SKIPPED, [name for names in of_all for name in names])
+        more = {"num_skipped": self.num_skipped} if self.num_skipped else {}
+        self._log(folder, "epoch", {"train_loss": train_loss, **scores, **more})
+        display.show_epoch(self.position, self.meter, train_loss, self.num_skipped)
 
     def evaluate(self) -> dict[str, float]:
         """Give the task's figures, of the averaged weights if there are any.

@@ -24,6 +24,7 @@ FREE_ON_RESUME = frozenset(
         "pipeline.recompute",
         "pipeline.threads_per_stage",
         "pipeline.timeout_s",
+        "data.path",  # what is there must be the same
         "data.num_workers",
         "train.checkpoint_every",
         "train.keep_checkpoints",
@@ -107,6 +108,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _apply(data: dict[str, Any], override: str) -> None:
     place, equals, text = override.partition("=")
     section, dot, key = place.strip().partition(".")
+    if not _is_text(text):
+        raise RecipeError(f"--set {override!a}: the value is no valid Unicode; write it in UTF-8")
     if not equals or not dot or not key:
         hint = suggest_place(section)
         raise RecipeError(
@@ -116,6 +119,15 @@ def _apply(data: dict[str, Any], override: str) -> None:
     keys = data.setdefault(section, {})
     if isinstance(keys, dict):
         keys[key] = _parse_value(text.strip())
+
+
+def _is_text(value: str) -> bool:
+    """Whether a word of the command line could be decoded."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _parse_value(text: str) -> Any:
@@ -131,7 +143,8 @@ def _toml_value(value: Any) -> str:
         return "nothing"
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
-    return json.dumps(value)
+    text = json.dumps(value, ensure_ascii=False)  # TOML knows no pairs of surrogates
+    return text.replace("\x7f", "\\u007f")
 
 
 def _flat(recipe: Recipe) -> Mapping[str, Any]:

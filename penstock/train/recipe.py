@@ -12,10 +12,10 @@ from penstock.errors import ConfigError
 from penstock.schedules.names import SCHEDULE_NAMES, named_schedule
 from penstock.types import Recompute
 
-from .data_sections import DataSection, Names, ParallelText
+from .data_sections import DataSection, Names, ParallelText, PictureSection
 from .model_sections import ModelSection
 from .optimizer_sections import Cosine, InverseSqrt, LearningRate, Optimizer
-from .section import Count, Section, Seed, Share, Words, one_of
+from .section import Count, File, Section, Seed, Share, Words, one_of
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 
@@ -133,7 +133,7 @@ def _named_cosine(value: Any) -> Any:
 class Start(Section):
     """Where the weights come from, if not from chance: `[start]`."""
 
-    checkpoint: str = ""
+    checkpoint: File = ""
     """A run folder, whose newest checkpoint is taken, or a checkpoint; empty: draw all weights."""
     new_layers: Words = ()
     """Layers that begin anew, by the beginning of their parameters' names, such as ["head"]."""
@@ -166,8 +166,23 @@ class Recipe(Section):
                 f"train.batch_size = {self.train.batch_size} counts samples, and data.name = "
                 f'"{self.data.name}" counts tokens (data.tokens_per_step); leave it out'
             )
+        if counts_tokens and self.train.drop_last:
+            raise ValueError(
+                f'train.drop_last = true with data.name = "{self.data.name}" has nothing to leave '
+                "out: steps are made of all texts of an epoch; leave it out itself"
+            )
         if not counts_tokens and self.train.batch_size is None:
             raise ValueError("the key train.batch_size is missing")
+        return self
+
+    @model_validator(mode="after")
+    def _makes_something_of_the_mean(self) -> Self:
+        if self.train.average_checkpoints > 1 and isinstance(self.data, PictureSection):
+            raise ValueError(
+                f"train.average_checkpoints = {self.train.average_checkpoints} with data.name = "
+                f'"{self.data.name}" changes nothing: nothing is made of such a run at its end. '
+                "Set train.average_decay to judge averaged weights"
+            )
         return self
 
     @model_validator(mode="after")

@@ -82,6 +82,8 @@ def _mistyped(where: str, fault: ErrorDetails) -> str:
         message = f"must be {_or(words)}{_nearest(fault['input'], words)}"
     elif fault["type"] == "value_error" and isinstance(fault["input"], str):
         message += _nearest(fault["input"], message.split('"')[1::2])
+    elif fault["type"] == "string_type":
+        message += f'; write it in quotes: {where}="{fault["input"]}"'
     return f"{where} = {_shown(fault['input'])} {message}"
 
 

@@ -28,6 +28,7 @@ def summarise(trainer: Trainer, folder: RunFolder, seconds: float) -> Summary:
         scores=trainer.position.scores,
         shown={m.title: m.shown(trainer.position.scores) for m in trainer.task.measures},
         unit=trainer.task.unit,
+        num_skipped=trainer.num_skipped,
         result=trainer.result,
         seconds=seconds,
         samples_per_s=meter.samples_per_s,

@@ -10,6 +10,7 @@ timeline.json, .svg, .png, .chrome.json     one traced step
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -80,12 +81,12 @@ class RunFolder:
             replace_text(self.path / name, text)
 
     def append_metrics(self, metrics: Metrics) -> None:
-        """Add one line to metrics.jsonl."""
+        """Add one line to metrics.jsonl; a number that is none, as JSON has it, is null."""
         if not self.writes:
             return
         try:
             with self.metrics_path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(metrics) + "\n")
+                file.write(json.dumps(_finite(metrics)) + "\n")
         except OSError as error:
             raise RunFolderError(f"cannot write {self.metrics_path}: {error.strerror}") from error
 
@@ -144,13 +145,14 @@ class RunFolder:
                 remove_folder(path)
         self.remove_unfinished()
 
-    def add_lines(self, name: str, lines: Iterable[str]) -> None:
-        """Add lines to a file, but for those that it has."""
+    def add_lines(self, name: str, lines: Iterable[str]) -> int:
+        """Add lines to a file, but for those that it has; give how many it has then."""
         path = self.path / name
         before = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         every = list(dict.fromkeys([*before, *lines]))
         if len(every) > len(before):
             self.write_text(name, "\n".join(every) + "\n")
+        return len(every)
 
     def remove_unfinished(self) -> None:
         """Delete what interrupted saves left; call when none is under way."""
@@ -158,6 +160,11 @@ class RunFolder:
             return
         for path in (self.path / CHECKPOINTS).glob(f".*{UNFINISHED}"):
             remove_folder(path)
+
+
+def _finite(metrics: Metrics) -> Metrics:
+    is_none = {key for key, v in metrics.items() if isinstance(v, float) and not math.isfinite(v)}
+    return {key: None if key in is_none else value for key, value in metrics.items()}
 
 
 def _step(checkpoint: Path) -> int:

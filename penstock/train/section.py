@@ -1,9 +1,10 @@
 """What the sections of a recipe are made of."""
 
 from collections.abc import Callable
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0)]
@@ -16,6 +17,12 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _in_home(path: str) -> str:
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+File = Annotated[str, AfterValidator(_in_home)]
+"""A path, of a file or a folder; "~" is the user's home."""
 Words = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 
 
@@ -32,6 +39,9 @@ def one_of(words: list[str]) -> Callable[[str], str]:
 
 class Section(BaseModel):
     """Base of every section: frozen, no unknown keys, no silent conversions."""
+
+    split_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of data that decide what is held out of them."""
 
     model_config = ConfigDict(
         frozen=True,

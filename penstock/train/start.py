@@ -1,21 +1,53 @@
 """Weights to start from: those of another run, but for the layers that begin anew."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from penstock.checkpoint.files import MODEL, OPTIMIZER, read_facts, read_some, tensor_kinds
 from penstock.errors import CheckpointError, RecipeError
 from penstock.pipeline import Pipeline
 
-from .averaging import name_of_averaged
-from .recipe import Start
+from .read_recipe import read_recipe
+from .recipe import Recipe, Start
 from .run_folder import RECIPE, RunFolder
+from .tasks.task import Task
+from .weights import Names, saved_weights
 
-Names = Mapping[str, str]
-"""Names of tensors, each with the first name of the same tensor: see `tensor_names`."""
+
+def check_start(recipe: Recipe, task: Task) -> None:
+    """See that the weights that a recipe starts from are there, and mean the same in its task.
+
+    Raises:
+        RecipeError: there is no such checkpoint; or it has learnt from what is to be judged by.
+        CheckpointError: its weights mean something else.
+    """
+    start = recipe.start
+    if start.checkpoint:
+        _checkpoint(Path(start.checkpoint))
+        task.check_start(run_of(start))
+        _check_split(recipe, run_of(start))
+    elif start.new_layers:
+        raise RecipeError(
+            f"start.new_layers = {list(start.new_layers)} begin anew in any case: there is no "
+            "start.checkpoint. Give one, or leave them out"
+        )
+
+
+def _check_split(recipe: Recipe, folder: Path) -> None:
+    """Refuse weights that have learnt from what this run holds out of the same data."""
+    if not (folder / RECIPE).is_file():
+        return
+    data, other = recipe.data, read_recipe(folder / RECIPE).data
+    if data.name != other.name or getattr(data, "path", "") != getattr(other, "path", ""):
+        return
+    for key in data.split_keys:
+        here, there = getattr(data, key), getattr(other, key)
+        if here != there:
+            raise RecipeError(
+                f"data.{key} = {here!r} holds out other samples than the {there!r} of {folder}, "
+                "whose weights are started from: they have learnt from what this run would be "
+                f"judged by. Set data.{key} to {there!r} too"
+            )
 
 
 def start_from(start: Start, pipe: Pipeline, names: Names) -> None:
@@ -29,18 +61,13 @@ def start_from(start: Start, pipe: Pipeline, names: Names) -> None:
         CheckpointError: it lacks a tensor of the model, or has one of another shape.
     """
     if not start.checkpoint:
-        if start.new_layers:
-            raise RecipeError(
-                f"start.new_layers = {list(start.new_layers)} begin anew in any case: there is no "
-                "start.checkpoint. Give one, or leave them out"
-            )
         return
     checkpoint = _checkpoint(Path(start.checkpoint))
     own = pipe.state_dict()
     _check_new(start, list(names))
     old = {name for name in own if not _is_in(name, start.new_layers)}
-    wanted = {name: first for name, first in names.items() if name in old}
-    found = saved_weights(checkpoint, wanted)
+    wanted = [name for name in names if name in old]
+    found = saved_weights(checkpoint, names, wanted)
     faults = [f"{name} is missing" for name in wanted if name not in found]
     faults += [
         f"{name} is {list(found[name].shape)} there, {list(own[name].shape)} in the model"
@@ -93,45 +120,3 @@ def _check_new(start: Start, names: list[str]) -> None:
 
 def _is_in(name: str, layers: tuple[str, ...]) -> bool:
     return any(name == layer or name.startswith(f"{layer}.") for layer in layers)
-
-
-def tensor_names(model: nn.Module) -> dict[str, str]:
-    """Give all names of a whole model's tensors, each with the first name of the same tensor."""
-    first: dict[int, str] = {}
-    state = model.state_dict(keep_vars=True)
-    return {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
-
-
-def saved_weights(checkpoint: Path, names: Names) -> dict[str, torch.Tensor]:
-    """Read the named tensors of a checkpoint; the average of each that has one.
-
-    A parameter of several names has its average under one of them: it is that of all.
-    """
-    facts = read_facts(checkpoint)
-    found = read_some(checkpoint, MODEL, names)
-    if facts["optimizer"] is None:
-        return found
-    kept = {
-        names[name]: key
-        for key in tensor_kinds(checkpoint, OPTIMIZER)
-        if (name := name_of_averaged(key)) in names
-    }
-    averages = read_some(checkpoint, OPTIMIZER, set(kept.values()))
-    averaged = {name: kept[names[name]] for name in found if names[name] in kept}
-    return {**found, **{name: averages[key] for name, key in averaged.items()}}
-
-
-def mean_weights(checkpoints: Sequence[Path], names: Names) -> dict[str, torch.Tensor]:
-    """Give the mean of the weights of several checkpoints, one read after the other; of one, its
-    weights.
-    """
-    newest = saved_weights(checkpoints[-1], names)
-    if len(checkpoints) == 1:
-        return newest
-    floats = {n: first for n, first in names.items() if newest[n].is_floating_point()}
-    totals = {name: newest[name].to(torch.float64) for name in floats}
-    for checkpoint in reversed(checkpoints[:-1]):
-        for name, tensor in saved_weights(checkpoint, floats).items():
-            totals[name] += tensor
-    means = {n: (t / len(checkpoints)).to(newest[n].dtype) for n, t in totals.items()}
-    return {**newest, **means}

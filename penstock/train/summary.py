@@ -31,6 +31,8 @@ class Summary:
     """The same as texts, by title."""
     unit: str
     """What `samples_per_s` counts: samples, or words."""
+    num_skipped: int
+    """What could not be read of the data; skipped.txt names it."""
     result: str
     """What the task makes of a finished run."""
     seconds: float

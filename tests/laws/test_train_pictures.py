@@ -1,5 +1,6 @@
 """Runs on pictures in files: they go on bit by bit, and what cannot be read is named."""
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, RunFolderError
 from penstock.train.command import Request, resume_run, start_run
 from penstock.train.display import Display
 from penstock.train.interrupt import Interrupt
@@ -129,6 +130,44 @@ def test_what_cannot_be_decoded_is_named_and_counts_nothing(uninterrupted: Path)
     assert accuracy in {right / 8 for right in range(1, 8)}  # of nine, one cannot be read
 
 
+def test_what_cannot_be_decoded_is_counted(recipe: Path, uninterrupted: Path) -> None:
+    lines = [m for m in RunFolder(uninterrupted).read_metrics() if m["kind"] == "epoch"]
+    assert lines[-1]["num_skipped"] == 2
+
+
+def test_a_run_goes_on_with_the_pictures_that_it_began_with(
+    recipe: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    """Wherever they are now."""
+    moved, folder = tmp_path / "moved", tmp_path / "run"
+    for part in ("train", "val"):
+        shutil.copytree(recipe.parent / part, moved / part)
+    shutil.copytree(uninterrupted, folder)
+    request = Request(None, [f"data.path={moved}"], folder)
+    with pytest.raises(RunFolderError, match="there is nothing to resume"):
+        resume_run(request, quiet(), Interrupt())
+    for part in ("train", "val"):
+        (moved / part / "dark").rename(moved / part / "pale")  # which is another class's number
+    with pytest.raises(ConfigError, match=r"the data are not those that .* began with"):
+        resume_run(request, quiet(), Interrupt())
+    assert str(recipe.parent) in (folder / "recipe.toml").read_text()
+
+
+def test_a_run_without_a_picture_to_be_judged_by_is_an_error(recipe: Path, tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        shutil.copytree(recipe.parent / part, tmp_path / part)
+    for file in (tmp_path / "val").rglob("*.png"):
+        file.write_bytes(file.read_bytes()[:150])
+    request = Request(recipe, [f"data.path={tmp_path}"], tmp_path / "run")
+    with pytest.raises(ConfigError, match="none of the 9 pictures to be judged by can be decoded"):
+        start_run(request, quiet(), Interrupt())
+
+
+def test_one_sample_is_enough_where_batch_norm_sees_many_values_of_it(recipe: Path) -> None:
+    given = ["train.batch_size=8", "model.auxiliary_weight=0", "data.size=64"]
+    Trainer(read_recipe(recipe, given)).close()
+
+
 def test_drop_path_rises_from_nothing_over_the_run(recipe: Path, tmp_path: Path) -> None:
     seen: list[set[float]] = []
 
@@ -153,7 +192,7 @@ def test_what_cannot_be_decoded_ends_a_strict_run(recipe: Path, tmp_path: Path) 
     ("change", "message"),
     [
         ("data.path=/nowhere", "/nowhere"),
-        ("train.batch_size=8", "a micro-batch has 1, and the model's BatchNorm needs 2"),
+        ("train.batch_size=8", "has one sample, of which the model's BatchNorm sees one value"),
         ("model.name=residual", "unknown key"),
         ("data.least_area=0", "data.least_area = 0 must be greater than 0"),
         ("data.policy=cutmix", 'must be "none" or "randaugment" or "autoaugment"'),

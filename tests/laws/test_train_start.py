@@ -60,6 +60,7 @@ def test_all_but_the_new_layers_are_the_averages_of_the_other_run(finished: Path
         (["data.labels=parity"], r"head.weight is \[10, 4\] there, \[2, 4\] in the model"),
         (["model.width=5"], "name what begins anew in start.new_layers"),
         (['start.new_layers=["tail"]'], 'new_layers has "tail", and the model has no such'),
+        (["data.seed=1"], "data.seed = 1 holds out other samples than the 0 of"),
     ],
 )
 def test_what_does_not_fit_is_named(finished: Path, changes: list[str], message: str) -> None:

@@ -19,7 +19,7 @@ from penstock.train.interrupt import Interrupt
 from penstock.train.loop import Trainer
 from penstock.train.read_recipe import read_recipe, recipe_to_toml
 from penstock.train.run_folder import RunFolder, create
-from penstock.train.start import mean_weights, tensor_names
+from penstock.train.weights import mean_weights, tensor_names
 from tests.quiet import quiet
 from tests.text_recipes import NAMES, TEXT
 
@@ -119,11 +119,11 @@ def test_what_is_made_of_a_run_is_of_the_weights_it_was_judged_by(
             judged = {n: t.clone() for n, t in trainer.model.state_dict().items()}
         names = tensor_names(trainer.model)
         assert len(set(names.values())) < len(names)  # some are tied
-        found = mean_weights(folder.checkpoints()[-1:], names)
+        found = dict(mean_weights(folder.checkpoints()[-1:], names))
         assert found.keys() == judged.keys()
         assert all(torch.equal(found[n], judged[n]) for n in judged)
-        both = mean_weights(folder.checkpoints()[:1] * 3, names)
-        alone = mean_weights(folder.checkpoints()[:1], names)
+        both = dict(mean_weights(folder.checkpoints()[:1] * 3, names))
+        alone = dict(mean_weights(folder.checkpoints()[:1], names))
         assert all(torch.equal(both[n], alone[n]) for n in both)
 
 
@@ -163,6 +163,34 @@ def test_weights_without_their_vocabulary_are_refused(
         (folder / "vocabulary.json").unlink()
         with pytest.raises(CheckpointError, match="nobody knows what the weights' tokens mean"):
             Trainer(read_recipe(recipes[name], [f"start.checkpoint={folder}"]))
+
+
+def test_a_run_on_other_text_starts_from_weights_and_their_vocabulary(
+    recipes: dict[str, Path], uninterrupted: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "other.txt").write_text("It is another text, of other words.\n" * 40)
+    start = uninterrupted["text"]
+    given = [f"start.checkpoint={start}", f"data.path={tmp_path / 'other.txt'}"]
+    with pytest.raises(CheckpointError, match="was trained with a vocabulary of"):
+        Trainer(read_recipe(recipes["text"], given))
+    given.append(f"data.vocabulary={start / 'vocabulary.json'}")
+    with Trainer(read_recipe(recipes["text"], given)) as trainer:
+        names = tensor_names(trainer.model)
+        expected = dict(mean_weights(RunFolder(start).checkpoints()[-1:], names))
+        found = trainer.pipe.state_dict()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), [("names", "data.seed=1"), ("text", "data.valid_share=0.2")]
+)
+def test_weights_that_have_learnt_what_is_held_out_are_refused(
+    recipes: dict[str, Path], uninterrupted: dict[str, Path], name: str, change: str
+) -> None:
+    vocabulary = uninterrupted[name] / "vocabulary.json"
+    given = [f"start.checkpoint={uninterrupted[name]}", f"data.vocabulary={vocabulary}", change]
+    with pytest.raises(RecipeError, match="they have learnt from what this run would be judged"):
+        Trainer(read_recipe(recipes[name], given))
 
 
 def test_a_fine_tuned_run_goes_on_without_the_run_that_it_began_with(
@@ -244,6 +272,8 @@ def test_a_run_that_goes_on_needs_the_same_vocabulary(
         ("names", ["data.max_length=2", "data.too_long=refuse"], "longer than the 2 tokens"),
         ("names", ["data.max_length=2"], "no text of at most 2 tokens is in the part 'train'"),
         ("names", ["train.batch_size=4"], "counts samples, and data.name"),
+        ("names", ["train.drop_last=true"], "has nothing to leave out"),
+        ("names", ["start.checkpoint=/nowhere"], '"/nowhere" does not exist; give the folder'),
         ("text", ["train.keep_checkpoints=1", "train.average_checkpoints=2"], "to be as high"),
         ("names", ["data.tokens_per_part=8192"], "a step at least one part"),
     ],

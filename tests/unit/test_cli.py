@@ -11,6 +11,7 @@ from penstock.cli.main import run
 
 ROOT = Path(__file__).parents[2]
 DIGITS = str(ROOT / "recipes" / "digits.toml")
+GPT_SMALL = str(ROOT / "recipes" / "gpt_small.toml")
 
 Captured = pytest.CaptureFixture[str]
 
@@ -145,6 +146,17 @@ def test_check_says_equal_with_0_and_different_with_1(tmp_path: Path, capsys: Ca
     assert run(["check", "my_model:bad"]) == 2  # a pipeline would not train it
     assert "counts its calls" in (said := capsys.readouterr().err)
     assert said.endswith("(raised on stage 1, in the recompute, micro-batch 0)\n")
+
+
+def test_check_takes_a_recipe_with_changes(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "book.txt").write_text("It was a dark and stormy night. " * 30)
+    changes = ["data.path=book.txt", "data.length=8", "train.batch_size=4"]
+    changes += ["model.num_layers=2", "model.width=8", "model.num_heads=2"]
+    words = [word for change in changes for word in ("--set", change)]
+    assert run(["check", GPT_SMALL, *words, "--num-stages", "2"]) == 0
+    assert "EQUAL: all" in capsys.readouterr().out
+    assert run(["check", "my_model:good", "--set", "data.path=book.txt"]) == 2
+    assert "changes a recipe, and my_model:good is a function" in capsys.readouterr().err
 
 
 ANY_MODEL = """

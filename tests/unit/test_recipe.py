@@ -2,8 +2,11 @@
 
 import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from penstock.errors import RecipeError
@@ -11,7 +14,8 @@ from penstock.train.read_recipe import FREE_ON_RESUME, check_resumable, read_rec
 from penstock.train.recipe import Recipe
 from penstock.train.section import Section
 
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
+RECIPES = Path(__file__).parents[2] / "recipes"
+DIGITS, GPT_SMALL = RECIPES / "digits.toml", RECIPES / "gpt_small.toml"
 
 
 def refused(path: Path, *overrides: str) -> str:
@@ -24,7 +28,7 @@ def refused(path: Path, *overrides: str) -> str:
 def written(folder: Path, text: str) -> Path:
     """Write `text` as a recipe."""
     path = folder / "recipe.toml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -88,6 +92,11 @@ def test_a_mistyped_value_is_shown_with_what_is_expected(override: str, message:
     assert message in refused(DIGITS, override)
 
 
+def test_a_number_where_text_is_due_is_to_be_quoted() -> None:
+    said = refused(GPT_SMALL, "data.path=2024")
+    assert 'data.path = 2024 must be a valid string; write it in quotes: data.path="2024"' in said
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [
@@ -99,6 +108,10 @@ def test_a_mistyped_value_is_shown_with_what_is_expected(override: str, message:
         (
             ["optimizer.name=sgd", "optimizer.nesterov=true", "optimizer.momentum=0"],
             "optimizer.nesterov = true needs optimizer.momentum above 0",
+        ),
+        (
+            ["train.average_checkpoints=2"],
+            'train.average_checkpoints = 2 with data.name = "digits" changes nothing',
         ),
     ],
 )
@@ -164,6 +177,26 @@ def test_a_recipe_written_is_the_recipe_read(tmp_path: Path) -> None:
     text = recipe_to_toml(recipe)
     assert read_recipe(written(tmp_path, text)) == recipe
     assert "eps = 1e-08" in text  # defaults are written as well
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_any_text_can_be_written_and_read(text: str) -> None:
+    recipe = read_recipe(GPT_SMALL, ["data.path=text.txt"])
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"prompt": text})})
+    with TemporaryDirectory() as folder:
+        assert read_recipe(written(Path(folder), recipe_to_toml(recipe))) == recipe
+
+
+def test_what_is_no_text_is_refused() -> None:
+    assert "'data.path=\\udcff': the value is no valid Unicode" in refused(
+        GPT_SMALL, "data.path=\udcff"
+    )
+
+
+def test_a_tilde_is_the_users_home() -> None:
+    recipe = read_recipe(GPT_SMALL, ["data.path=~/text.txt", "start.checkpoint=~/runs/old"])
+    assert recipe.data.path == str(Path.home() / "text.txt")  # type: ignore[union-attr]
+    assert recipe.start.checkpoint == str(Path.home() / "runs" / "old")
 
 
 def test_a_recipe_is_frozen() -> None:

@@ -27,6 +27,9 @@ class Images(Protocol):
     def read(self, index: int) -> Any:
         """Give an RGB image of Pillow's; None if it cannot be decoded."""
 
+    def digest(self) -> bytes:
+        """Tell these images, their order and their classes from others, wherever they are kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class ImageSplit:

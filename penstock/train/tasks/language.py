@@ -20,10 +20,11 @@ from penstock.data.text import (
 )
 from penstock.errors import RecipeError
 from penstock.train.data_sections import Text
-from penstock.train.layout import check_batches, num_batches
+from penstock.train.layout import num_batches, smallest_microbatch
 from penstock.train.model_sections import Gpt
 from penstock.train.recipe import Recipe
 from penstock.train.run_folder import replace_text
+from penstock.train.weights import Weights, fill
 from penstock.zoo import gpt
 
 from .kept_vocabulary import VOCABULARY, check_vocabulary
@@ -44,7 +45,9 @@ class LanguageTask(Task):
         self._recipe, self._section = recipe, section
         split = load_text(Path(section.path), section.valid_share)
         self._vocabulary: TextVocabulary = ByteVocabulary()
-        if section.vocabulary_size > self._vocabulary.size:
+        if section.vocabulary:
+            self._vocabulary = Vocabulary.load(Path(section.vocabulary))
+        elif section.vocabulary_size > self._vocabulary.size:
             self._vocabulary = train_text_vocabulary(split.train, section.vocabulary_size)
         self._train = text_windows(split.train, self._vocabulary, section.length)
         self._valid = text_windows(split.valid, self._vocabulary, section.length)
@@ -53,7 +56,7 @@ class LanguageTask(Task):
         self.num_test = len(self._valid)
 
     def check(self, num_replicas: int) -> None:
-        check_batches(self._recipe, len(self._train))
+        smallest_microbatch(self._recipe, len(self._train))
 
     @property
     def data_digest(self) -> str:
@@ -118,12 +121,12 @@ class LanguageTask(Task):
         loss = totals[0] / totals[1]
         return {"valid_perplexity": math.exp(min(loss, 700.0)), "valid_loss": loss}
 
-    def finish(self, weights: Mapping[str, Tensor], folder: Path) -> str:
+    def finish(self, weights: Weights, folder: Path) -> str:
         """Let the model go on from the prompt; write that to sample.txt."""
         if not self._section.sample_length:
             return ""
         model = self.make_model().eval()
-        model.load_state_dict(weights)
+        fill(model, weights)
         written = self._written(model)
         replace_text(folder / SAMPLE, written + "\n")
         return f"{folder / SAMPLE} begins:\n\n{written[:1000]}\n"

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from penstock.data.images import EvaluationView, TrainingView, image_folders, load_cifar
 from penstock.data.images.batches import NO_CLASS
 from penstock.data.pictures import Pictures, ViewedPictures, digit_pictures
-from penstock.errors import RecipeError
-from penstock.train.data_sections import Cifar, Digits, ImageFolder
-from penstock.train.layout import check_batches, num_batches
+from penstock.errors import ConfigError, RecipeError
+from penstock.train.data_sections import Cifar, Digits, PictureSection
+from penstock.train.layout import num_batches, smallest_microbatch
 from penstock.train.model_sections import AmoebaNet, Residual
 from penstock.train.recipe import Recipe
 from penstock.train.run_folder import SKIPPED
@@ -36,8 +36,29 @@ class PictureTask(Task):
             self.measures += (Measure("test_top5", "top 5"),)
 
     def check(self, num_replicas: int) -> None:
-        has_auxiliary = isinstance(self._recipe.model, AmoebaNet)  # of one pixel for each sample
-        check_batches(self._recipe, self._pictures.num_train, 2 if has_auxiliary else 1)
+        num_train, num_test = self._pictures.num_train, self._pictures.num_test
+        if not num_train or not num_test:
+            raise RecipeError(
+                f"{num_train:,} pictures are to be learnt from and {num_test:,} to be judged by: "
+                "both need some; choose another data.test_share"
+            )
+        if smallest_microbatch(self._recipe, num_train) == 1 and not self._takes_one_sample():
+            raise RecipeError(
+                "a micro-batch of the last step of an epoch has one sample, of which the model's "
+                f"BatchNorm sees one value at {self._pictures.size} pixels: choose another "
+                "train.batch_size, fewer pipeline.num_microbatches, or train.drop_last = true"
+            )
+
+    def _takes_one_sample(self) -> bool:
+        """Whether the model can be trained on one sample: BatchNorm of one value is an error."""
+        pictures = self._pictures
+        with torch.device("meta"):
+            model, size = make_network(self._recipe, pictures), pictures.size
+            try:
+                model(torch.zeros(1, pictures.channels, size, size))
+            except ValueError:
+                return False
+        return True
 
     def make_model(self) -> nn.Module:
         return make_network(self._recipe, self._pictures)
@@ -75,8 +96,13 @@ class PictureTask(Task):
 
     def scores(self, totals: Sequence[float]) -> Mapping[str, float]:
         *hits, known = totals
+        if not known:
+            raise ConfigError(
+                f"none of the {self.num_test:,} pictures to be judged by can be decoded; put good "
+                "ones in their place"
+            )
         names = [measure.name for measure in self.measures]
-        return dict(zip(names, [count / max(1.0, known) for count in hits], strict=False))
+        return dict(zip(names, [count / known for count in hits], strict=False))
 
     def remarks(self) -> Iterator[str]:
         pictures = self._pictures
@@ -88,6 +114,10 @@ class PictureTask(Task):
             yield f"skipped, since they are no pictures: {len(pictures.skipped):,} ({SKIPPED})"
 
     @property
+    def data_digest(self) -> str:
+        return self._pictures.digest
+
+    @property
     def skipped(self) -> Sequence[str]:
         return self._pictures.skipped
 
@@ -96,7 +126,7 @@ class PictureTask(Task):
             set_drop_path_progress(model, progress)
 
 
-def open_pictures(section: Digits | ImageFolder | Cifar) -> Pictures:
+def open_pictures(section: PictureSection) -> Pictures:
     """Read the pictures that a recipe names.
 
     Raises:

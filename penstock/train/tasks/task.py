@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 from penstock.trace.units import percent_text
 from penstock.train.run_folder import replace_text
+from penstock.train.weights import Weights
 from penstock.types import Reduction
 
 DIGEST = "data.digest"
@@ -124,9 +125,9 @@ class Task(ABC):
         return ()
 
     @property
+    @abstractmethod
     def data_digest(self) -> str:
-        """Tell data apart, so that a run goes on with those that it began with; empty: no need."""
-        return ""
+        """Tell data apart, so that a run goes on with those that it began with."""
 
     def begin(self, folder: Path) -> None:
         """Keep what belongs to a run beside it, whenever it begins or goes on.
@@ -135,8 +136,6 @@ class Task(ABC):
             ConfigError: what is kept there is of other data.
         """
         digest, path = self.data_digest, folder / DIGEST
-        if not digest:
-            return
         if not path.is_file():
             replace_text(path, digest + "\n")
         elif path.read_text(encoding="utf-8").strip() != digest:
@@ -156,8 +155,10 @@ class Task(ABC):
             CheckpointError: they do not.
         """
 
-    def finish(self, weights: Mapping[str, Tensor], folder: Path) -> str:
+    def finish(self, weights: Weights, folder: Path) -> str:
         """Make what is made of a finished run of its weights, and write it to its folder.
+
+        The weights are read as they are asked for.
 
         Returns:
             What is to be shown.

@@ -28,6 +28,7 @@ from penstock.errors import RecipeError
 from penstock.train.data_sections import Names, ParallelText, TranslatedSection
 from penstock.train.model_sections import TranslationTransformer
 from penstock.train.recipe import Recipe
+from penstock.train.weights import Weights, fill
 from penstock.zoo import smoothed_cross_entropy, translation_transformer
 from penstock.zoo.translation.model import TranslationTransformer as Translator
 
@@ -51,6 +52,7 @@ class TranslationTask(Task):
     def __init__(self, recipe: Recipe, section: TranslatedSection) -> None:
         self._recipe, self._section = recipe, section
         self._corpus = open_corpus(section)
+        self._digest = corpus_digest(self._corpus)
         self._vocabulary = self._open_vocabulary()
         self._train = self._encoded(self._corpus.train, "train")
         self._valid = self._encoded(self._corpus.valid, "valid")
@@ -108,7 +110,7 @@ class TranslationTask(Task):
 
     @property
     def data_digest(self) -> str:
-        return corpus_digest(self._corpus)
+        return self._digest
 
     def begin(self, folder: Path) -> None:
         """Keep the vocabulary beside the run; one that goes on must have the same."""
@@ -205,10 +207,10 @@ class TranslationTask(Task):
     def scores(self, totals: Sequence[float]) -> Mapping[str, float]:
         return {"valid_loss": totals[0] / totals[1]}
 
-    def finish(self, weights: Mapping[str, Tensor], folder: Path) -> str:
+    def finish(self, weights: Weights, folder: Path) -> str:
         """Translate the test texts; write translations.tsv, scores.json, scores.png."""
         model = self.make_model().eval()
-        model.load_state_dict(weights)
+        fill(model, weights)
         translations = translate(
             model,
             self._test,
