@@ -146,7 +146,7 @@ class Text(Section):
     """Share at the end of the file that is kept for validation."""
     sample_length: Annotated[int, Field(ge=0)] = 200
     """Tokens that the model writes when the run is finished."""
-    sample_temperature: Above0 = 0.8
+    sample_temperature: Annotated[float, Field(ge=0.01)] = 0.8
     """How daring it is then: low, it writes what is likely."""
     prompt: str = ""
     """What it goes on from; empty: the beginning of the validation text."""

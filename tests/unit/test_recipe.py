@@ -61,6 +61,8 @@ def test_an_unknown_key_is_named_with_the_nearest_one(override: str, message: st
         ("train.epochs=2.5", "train.epochs = 2.5 must be a valid integer"),
         ("train.epochs=true", "train.epochs = true must be a valid integer"),
         ("train.seed=-1", "train.seed = -1 must be greater than or equal to 0"),
+        (f"train.seed={2**63}", f"{2**63} must be less than or equal to {2**63 - 1}"),
+        (f"data.seed={2**64}", f"{2**64} must be less than or equal to {2**63 - 1}"),
         ("pipeline.num_stages=0", "pipeline.num_stages = 0 must be greater than or equal to 1"),
         ("pipeline.num_microbatches=0", "pipeline.num_microbatches = 0 must be greater than"),
         ("model.dropout=1", "model.dropout = 1 must be less than 1"),
@@ -86,6 +88,14 @@ def test_an_unknown_key_is_named_with_the_nearest_one(override: str, message: st
 )
 def test_a_mistyped_value_is_shown_with_what_is_expected(override: str, message: str) -> None:
     assert message in refused(DIGITS, override)
+
+
+@pytest.mark.parametrize("temperature", ["0", "1e-40", "0.009"])
+def test_a_text_cannot_be_written_at_a_temperature_near_0(temperature: str) -> None:
+    """It would be found out after all the training: weights overflow."""
+    message = f"data.sample_temperature = {temperature} must be greater than or equal to 0.01"
+    path = DIGITS.with_name("gpt_small.toml")
+    assert message in refused(path, f"data.sample_temperature={temperature}")
 
 
 @pytest.mark.parametrize(
