@@ -126,7 +126,9 @@ def open_pictures(section: Digits | ImageFolder | Cifar) -> Pictures:
             magnitude=section.magnitude,
             cutout=section.cutout,
         ),
-        EvaluationView(size=section.size, share=section.test_share),
+        EvaluationView(
+            size=section.size, share=section.test_share, squeezed=section.test_squeezed
+        ),
         num_workers=section.num_workers,
         strict=section.strict,
     )
