@@ -48,6 +48,9 @@ class _Photographs(Section):
     """Side of a square that is covered, as a share of the picture's; 0: none."""
     test_share: Annotated[float, Field(gt=0, le=1)] = 0.875
     """Side of the middle that is looked at in evaluation, as a share of the shorter side."""
+    test_squeezed: bool = False
+    """Whether evaluation looks at that share of both sides instead, squeezed into a square: with
+    test_share = 1 at the whole picture, as training does with least_area = 1."""
     num_workers: Annotated[int, Field(ge=0)] = 2
     """Processes that decode pictures; 0: none beside the one that trains."""
     strict: bool = False
@@ -151,7 +154,7 @@ class Text(Section):
     """Share at the end of the file that is kept for validation."""
     sample_length: Annotated[int, Field(ge=0)] = 200
     """Tokens that the model writes when the run is finished."""
-    sample_temperature: Above0 = 0.8
+    sample_temperature: Annotated[float, Field(ge=0.01)] = 0.8
     """How daring it is then: low, it writes what is likely."""
     prompt: str = ""
     """What it goes on from; empty: the beginning of the validation text."""

@@ -61,7 +61,8 @@ class TranslationTransformer(Section):
     head_width: Count = 64
     """The width of one attention head."""
     dropout: Share = 0.1
-    """Share that is dropped behind attention and feed-forward layers."""
+    """Share that is dropped of embeddings, of attention weights, and behind attention and
+    feed-forward layers."""
     tied: Literal["all", "decoder", "nothing"] = "all"
     """Which matrices are one: source words, target words and output, or the last two."""
     logit_clip: Above0 | None = None
@@ -82,7 +83,8 @@ class Gpt(Section):
     num_heads: Count = 12
     """Attention heads; they divide the width."""
     dropout: Share = 0.1
-    """Share that is dropped behind embeddings, attention and feed-forward layers."""
+    """Share that is dropped of embeddings, of attention weights, and behind attention and
+    feed-forward layers."""
     tied: bool = True
     """Whether input words and the output share one matrix."""
 

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Above0 = Annotated[float, Field(gt=0)]
 From0 = Annotated[float, Field(ge=0)]

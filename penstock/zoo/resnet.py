@@ -1,7 +1,7 @@
 """Residual networks of bottleneck blocks: ResNet-50 and -101, and the wide ones of Alpa.
 
 He et al. 2016 (arXiv:1512.03385), table 1; Zagoruyko and Komodakis 2016 (arXiv:1605.07146) for
-width; Zheng et al. 2022 (arXiv:2201.12086), table 8, for the wide configurations.
+width; Zheng et al. 2022 (arXiv:2201.12023), table 8, for the wide configurations.
 
 Letters: B samples, C channels, H height, W width.
 """

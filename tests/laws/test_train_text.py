@@ -1,5 +1,6 @@
 """Runs on text that stop and go on are those that never stopped, in every other layout."""
 
+import csv
 import json
 import math
 import shutil
@@ -95,7 +96,8 @@ def test_it_goes_on_bit_by_bit(
 
 def test_what_is_made_of_a_translation_run(uninterrupted: dict[str, Path]) -> None:
     folder = uninterrupted["names"]
-    lines = [line.split("\t") for line in (folder / "translations.tsv").read_text().splitlines()]
+    with (folder / "translations.tsv").open(encoding="utf-8", newline="") as file:
+        lines = list(csv.reader(file, "excel-tab"))
     assert {line[0] for line in lines} == {"de", "nl", "uk"}
     assert all(len(line) == 4 for line in lines)
     scores = json.loads((folder / "scores.json").read_text())

@@ -14,7 +14,6 @@ from penstock.data.images import (
     ImageLoader,
     TrainingView,
     ViewedImages,
-    image_batches,
     image_folders,
 )
 from penstock.data.images.batches import Batch
@@ -48,6 +47,9 @@ class Made:
         rng = np.random.default_rng(index)
         return Image.fromarray(rng.integers(0, 256, (12, 15, 3), dtype=np.uint8))
 
+    def digest(self) -> bytes:
+        return b"made"
+
 
 TRAINED = ViewedImages(Made(), VIEW)
 
@@ -63,7 +65,7 @@ def targets(batches: list[Batch]) -> list[list[int]]:
 
 
 def test_batches_follow_the_order_of_the_epoch() -> None:
-    batches = list(image_batches(TRAINED, 3, 1, 0, 4))
+    batches = list(ImageLoader(TRAINED, seed=3, batch_size=4).epoch(1))
     order = epoch_order(NUM_IMAGES, seed=3, epoch=1)
     assert targets(batches) == [part.tolist() for part in order.split(4)]
     assert [x.shape for x, _ in batches] == [(4, 3, 8, 8), (4, 3, 8, 8), (3, 3, 8, 8)]
@@ -86,7 +88,8 @@ def test_an_epoch_resumes_at_any_batch() -> None:
     whole = list(loader.epoch(2))
     for first_batch in range(loader.batches_per_epoch + 1):
         assert_same(list(loader.epoch(2, first_batch)), whole[first_batch:])
-        assert_same(list(image_batches(TRAINED, 0, 2, first_batch, 4)), whole[first_batch:])
+        other = ImageLoader(TRAINED, seed=0, batch_size=4)
+        assert_same(list(other.epoch(2, first_batch)), whole[first_batch:])
 
 
 def test_workers_give_the_same_batches_also_after_an_epoch_that_was_left() -> None:
@@ -104,7 +107,7 @@ def test_the_number_of_threads_changes_nothing() -> None:
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.append(list(image_batches(large, 0, 0, 0, NUM_IMAGES)))
+            found.append(list(ImageLoader(large, 0, NUM_IMAGES).epoch(0)))
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
@@ -113,7 +116,7 @@ def test_the_number_of_threads_changes_nothing() -> None:
 
 def test_making_batches_leaves_the_global_generator_alone() -> None:
     before = torch.random.get_rng_state()
-    list(image_batches(TRAINED, 0, 0, 0, 4))
+    list(ImageLoader(TRAINED, 0, 4).epoch(0))
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -162,13 +165,13 @@ def test_a_damaged_image_is_blank_and_of_no_class_in_evaluation() -> None:
 def test_a_damaged_image_is_refused_where_that_is_asked(num_workers: int) -> None:
     images = ViewedImages(Made(damaged=frozenset({3})), VIEW, strict=True)
     with pytest.raises(ConfigError, match=r"^image 3 cannot be decoded; remove or replace it"):
-        list(image_batches(images, 0, 0, 0, 4, num_workers))
+        list(ImageLoader(images, 0, 4, num_workers).epoch(0))
 
 
 def test_nothing_but_damaged_images_is_refused() -> None:
     images = ViewedImages(Made(damaged=frozenset(range(NUM_IMAGES))), VIEW)
     with pytest.raises(ConfigError, match="none of the 11 images can be decoded"):
-        list(image_batches(images, 0, 0, 0, 4))
+        list(ImageLoader(images, 0, 4).epoch(0))
 
 
 def test_numbers_out_of_bounds_are_refused() -> None:

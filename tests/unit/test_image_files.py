@@ -123,6 +123,21 @@ def test_images_without_class_folders_are_refused(tree: Path) -> None:
         image_folders(tree)
 
 
+def test_a_single_class_is_refused(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        save(tmp_path / part / "photos" / "ant.png")
+    with pytest.raises(ConfigError, match="train has 1 class, 'photos', and a model needs"):
+        image_folders(tmp_path)
+
+
+def test_class_folders_that_are_one_folder_too_deep_are_refused(tree: Path) -> None:
+    (tree / "train").rename(tree / "photos")
+    (tree / "train").mkdir()
+    (tree / "photos").rename(tree / "train" / "photos")
+    with pytest.raises(ConfigError, match=r"class, 'photos', .* one folder too deep, or too shal"):
+        image_folders(tree)
+
+
 def test_empty_classes_are_named_with_what_was_found_instead(tree: Path) -> None:
     (tree / "train" / "bee").mkdir()
     (tree / "train" / "bee" / "0.gif").write_text("")

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from penstock.data.images import EvaluationView, TrainingView, count_top
+from penstock.data.images import EvaluationView, TrainingView
 from penstock.errors import ConfigError
 
 PLAIN: dict[str, Any] = {"mean": (0.0, 0.0, 0.0), "deviation": (1.0, 1.0, 1.0)}
@@ -120,6 +120,23 @@ def test_evaluation_sees_the_middle() -> None:
     assert torch.equal(view(wide), torch.ones(3, 4, 4))
 
 
+def test_a_squeezed_evaluation_sees_what_training_on_whole_images_does() -> None:
+    pixels_HWC = np.zeros((100, 300, 3), np.uint8)
+    pixels_HWC[:, :100, 0] = pixels_HWC[:, 200:, 0] = 255
+    wide = Image.fromarray(pixels_HWC)
+    judged = EvaluationView(size=30, share=1.0, squeezed=True, **PLAIN)(wide)
+    assert torch.equal(judged, TrainingView(size=30, **WHOLE)(wide, 0))
+    assert judged[0].mean().item() == pytest.approx(2 / 3, abs=0.01)
+    assert EvaluationView(size=30, share=1.0, **PLAIN)(wide)[0].mean() < 0.01
+
+
+def test_a_squeezed_evaluation_sees_the_share_of_both_sides() -> None:
+    wide = Image.fromarray(np.repeat(np.array(squares()), 3, axis=1))
+    x_CHW = EvaluationView(size=4, share=0.5, squeezed=True, **PLAIN)(wide)
+    middle = wide.resize((4, 4), Image.Resampling.BILINEAR, box=(6, 2, 18, 6))
+    assert torch.equal(x_CHW, pixels(middle)) and x_CHW.min() > 0.8
+
+
 def test_inputs_are_normalised_by_channel() -> None:
     view = EvaluationView(size=2, mean=(0.0, 0.5, 1.0), deviation=(1.0, 0.5, 0.25))
     white = view(Image.fromarray(np.full((9, 9, 3), 255, np.uint8)))
@@ -156,16 +173,3 @@ def test_without_kornia_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
 def test_a_share_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"share=0\.0: give a share above 0, up to 1"):
         EvaluationView(size=8, share=0.0)
-
-
-def test_the_target_counts_if_it_is_among_the_best() -> None:
-    scores = torch.tensor([[0.1, 0.9, 0.5], [0.3, 0.2, 0.1], [0.0, 0.1, 0.2], [0.5, 0.4, 0.3]])
-    targets = torch.tensor([1, 1, 0, 0])
-    assert count_top(scores, targets, (1, 2, 3)) == (2, 3, 4)
-    assert count_top(scores, targets) == (2, 4)
-
-
-def test_a_model_that_knows_nothing_is_right_as_often_as_chance() -> None:
-    targets = torch.arange(10)
-    for value in (0.0, float("nan")):
-        assert count_top(torch.full((10, 10), value), targets) == (1, 5)

@@ -65,6 +65,8 @@ def test_an_unknown_key_is_named_with_the_nearest_one(override: str, message: st
         ("train.epochs=2.5", "train.epochs = 2.5 must be a valid integer"),
         ("train.epochs=true", "train.epochs = true must be a valid integer"),
         ("train.seed=-1", "train.seed = -1 must be greater than or equal to 0"),
+        (f"train.seed={2**63}", f"{2**63} must be less than or equal to {2**63 - 1}"),
+        (f"data.seed={2**64}", f"{2**64} must be less than or equal to {2**63 - 1}"),
         ("pipeline.num_stages=0", "pipeline.num_stages = 0 must be greater than or equal to 1"),
         ("pipeline.num_microbatches=0", "pipeline.num_microbatches = 0 must be greater than"),
         ("model.dropout=1", "model.dropout = 1 must be less than 1"),
@@ -95,6 +97,13 @@ def test_a_mistyped_value_is_shown_with_what_is_expected(override: str, message:
 def test_a_number_where_text_is_due_is_to_be_quoted() -> None:
     said = refused(GPT_SMALL, "data.path=2024")
     assert 'data.path = 2024 must be a valid string; write it in quotes: data.path="2024"' in said
+
+
+@pytest.mark.parametrize("temperature", ["0", "1e-40", "0.009"])
+def test_a_text_cannot_be_written_at_a_temperature_near_0(temperature: str) -> None:
+    """It would be found out after all the training: weights overflow."""
+    message = f"data.sample_temperature = {temperature} must be greater than or equal to 0.01"
+    assert message in refused(GPT_SMALL, f"data.sample_temperature={temperature}")
 
 
 @pytest.mark.parametrize(

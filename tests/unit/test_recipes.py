@@ -1,11 +1,13 @@
 """Every recipe that ships can be read, and says how it is started."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from penstock.train.build import build_model
+from penstock.train.data_sections import Cifar, ImageFolder
 from penstock.train.model_sections import AmoebaNet, TranslationTransformer
 from penstock.train.read_recipe import read_recipe
 from penstock.train.tasks import build_task
@@ -36,6 +38,26 @@ def test_a_recipe_can_be_read_and_says_how_it_is_started(path: Path) -> None:
         if isinstance(model, AmoebaNet) and model.genotype == "b":
             made_b = amoebanet_b(model.num_layers, model.num_filters, auxiliary=False)
             assert sum(p.numel() for p in made_b.parameters()) == 557_277_864
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_fine_tuning_recipe_says_how_many_steps_it_takes(task: str) -> None:
+    path = next(path for path in RECIPES if path.stem == f"finetune_{task}")
+    recipe, text = read_recipe(path), path.read_text()
+    pictures, steps, size = (
+        int(re.findall(rf"([\d,]+) {what}", text)[0].replace(",", ""))
+        for what in ("pictures in", "steps of", "pictures\\.")
+    )
+    assert size == recipe.train.batch_size
+    assert steps == pictures // size * recipe.train.epochs
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_pictures_of_any_shape_are_judged_as_they_are_learnt(task: str) -> None:
+    data = read_recipe(next(path for path in RECIPES if path.stem == f"finetune_{task}")).data
+    assert isinstance(data, Cifar | ImageFolder)  # CIFAR's are square
+    assert data.least_area == data.test_share == 1.0
+    assert data.test_squeezed == isinstance(data, ImageFolder)
 
 
 @pytest.mark.parametrize(

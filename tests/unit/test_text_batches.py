@@ -178,6 +178,27 @@ def test_shares_are_the_formula(counts: list[int], temperature: float) -> None:
         assert share == pytest.approx(expected, rel=1e-9)
 
 
+@given(COUNTS.filter(any), TEMPERATURE)
+def test_usual_temperatures_have_the_bits_of_the_formula(
+    counts: list[int], temperature: float
+) -> None:
+    """A run that goes on has the shares that it began with."""
+    raw = [(n / sum(counts)) ** (1 / temperature) if n else 0.0 for n in counts]
+    assert language_shares(counts, temperature) == [weight / sum(raw) for weight in raw]
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-9, 1e-300, 5e-324])
+def test_a_low_temperature_takes_the_largest_languages_alone(temperature: float) -> None:
+    assert language_shares([400, 0, 900, 300], temperature) == [0, 0, 1, 0]
+    assert language_shares([7, 7, 6], temperature)[:2] == [0.5, 0.5]
+    assert language_places([400, 900, 300], temperature, 1600) == [0, 1600, 0]
+
+
+@pytest.mark.parametrize("temperature", [1e9, 1e308])
+def test_a_high_temperature_takes_all_languages_alike(temperature: float) -> None:
+    assert language_shares([1, 0, 10**9], temperature) == pytest.approx([0.5, 0, 0.5])
+
+
 def test_the_temperatures_of_the_papers() -> None:
     million, thousand = 1_000_000, 1000
     assert language_shares([million, thousand], 1) == pytest.approx([1000 / 1001, 1 / 1001])

@@ -16,6 +16,9 @@ def write(path: Path, *lines: str) -> None:
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
+NONE = TextPairs((), ())
+
+
 @pytest.fixture
 def german(tmp_path: Path) -> Path:
     write(tmp_path / "Books.de-en.de", "Haus", "Baum")
@@ -61,10 +64,36 @@ def test_a_word_in_the_name_or_a_folder_says_what_text_is_for(
 ) -> None:
     write(tmp_path / f"{stem}.de", "Haus")
     write(tmp_path / f"{stem}.en", "house")
+    write(tmp_path / "learnt" / "more.de-en.de", "Baum")
+    write(tmp_path / "learnt" / "more.de-en.en", "tree")
     corpus = load_parallel(tmp_path)
     found = {"train": corpus.train, "valid": corpus.valid, "test": corpus.test}
-    assert found.pop(part) == {"de": TextPairs(("Haus",), ("house",))}
-    assert list(found.values()) == [{}, {}]
+    holding = [name for name, pairs in found.items() if "Haus" in pairs.get("de", NONE).sources]
+    assert holding == [part]
+    assert sum(len(pairs["de"]) for pairs in found.values() if pairs) == 2
+
+
+@pytest.mark.parametrize("side", ["de", "en"])
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_a_byte_order_mark_is_no_text(german: Path, side: str, ending: str) -> None:
+    """Else a pair of a test file with it could be learnt from."""
+    expected = load_parallel(german)
+    path = german / f"Books.de-en.{side}"
+    lines = path.read_text().splitlines()
+    path.unlink()
+    write(path.with_name(path.name + ending), "\ufeff" + lines[0], *lines[1:])
+    assert load_parallel(german) == expected
+    write(german / "Books.de-en-test.de", "Haus")
+    write(german / "Books.de-en-test.en", "\ufeffhouse")
+    corpus = load_parallel(german)
+    assert corpus.train == {"de": TextPairs(("Baum",), ("tree",))}
+    assert corpus.test == {"de": TextPairs(("Haus",), ("house",))}
+
+
+def test_only_the_first_byte_order_mark_of_a_file_is_none_of_its_text(tmp_path: Path) -> None:
+    write(tmp_path / "x.de-en.de", "\ufeff\ufeffeins", "\ufeffzwei")
+    write(tmp_path / "x.de-en.en", "one", "two")
+    assert load_parallel(tmp_path).train["de"].sources == ("\ufeffeins", "\ufeffzwei")
 
 
 def test_other_files_are_left_alone(german: Path) -> None:
@@ -171,6 +200,25 @@ def test_a_folder_without_pairs_is_refused_and_told_how_to_name_them(tmp_path: P
     write(tmp_path / "german.txt", "Haus")
     with pytest.raises(ConfigError, match=r"but german.txt; name the files CORPUS.de-en.de and"):
         load_parallel(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["valid", "test"])
+def test_a_language_that_is_judged_by_and_not_learnt_is_refused(german: Path, part: str) -> None:
+    write(german / f"Books.fr-en-{part}.fr", "maison")
+    write(german / f"Books.fr-en-{part}.en", "house")
+    with pytest.raises(ConfigError, match=r"'fr' has text to be judged by, but none to learn .*"):
+        load_parallel(german)
+    assert load_parallel(german, ["de"]).languages == ("de",)
+    write(german / "Wiki.fr-en.fr", "maison")
+    write(german / "Wiki.fr-en.en", "house")
+    with pytest.raises(ConfigError, match=r"'fr' .* \(what is in validation or test too does not"):
+        load_parallel(german)
+
+
+def test_a_language_without_any_text_is_left_out(german: Path) -> None:
+    write(german / "Books.fr-en-test.fr", "")
+    write(german / "Books.fr-en-test.en", "house")
+    assert load_parallel(german).languages == ("de",)
 
 
 def test_unknown_languages_are_refused(german: Path) -> None:

@@ -34,6 +34,15 @@ def test_the_end_of_the_file_is_for_validation(file: Path, share: float) -> None
     assert len(split.valid) == pytest.approx(share * len(TEXT), abs=1)
 
 
+def test_a_byte_order_mark_is_no_text(file: Path) -> None:
+    expected = load_text(file)
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert load_text(file) == expected
+    file.write_bytes(b"\xef\xbb\xbfH\xe4user")
+    with pytest.raises(ConfigError, match=r"byte 4 \(line 1\) is 0xe4"):
+        load_text(file)
+
+
 @given(st.text(min_size=20), st.integers(1, 7))
 def test_windows_give_back_the_text(text: str, length: int) -> None:
     vocabulary = ByteVocabulary()

@@ -1,8 +1,7 @@
-"""Images of a user's own: read from folders or CIFAR's files, augmented, batched, counted."""
+"""Images of a user's own: read from folders or CIFAR's files, augmented, batched."""
 
-from .batches import ImageLoader, ViewedImages, image_batches
+from .batches import ImageLoader, ViewedImages
 from .cifar import load_cifar
-from .counting import count_top
 from .folders import image_folders
 from .source import Images, ImageSplit
 from .views import EvaluationView, TrainingView
@@ -14,8 +13,6 @@ __all__ = [
     "Images",
     "TrainingView",
     "ViewedImages",
-    "count_top",
-    "image_batches",
     "image_folders",
     "load_cifar",
 ]

@@ -131,18 +131,6 @@ class ImageLoader:
             )
 
 
-def image_batches(
-    dataset: ViewedImages,
-    seed: int,
-    epoch: int,
-    first_batch: int,
-    batch_size: int,
-    num_workers: int = 0,
-) -> Iterator[Batch]:
-    """Give the batches of one epoch, as `ImageLoader.epoch` does, with workers for it alone."""
-    return ImageLoader(dataset, seed, batch_size, num_workers).epoch(epoch, first_batch)
-
-
 Place = tuple[int, int | None]
 """An image's number, and the epoch it is augmented for; None in evaluation."""
 _Decoded = tuple[Tensor, Tensor, list[str]]

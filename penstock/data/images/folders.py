@@ -73,8 +73,8 @@ def image_folders(root: str | Path, *, strict: bool = False) -> ImageSplit:
         strict: refuse files that are no images.
 
     Raises:
-        ConfigError: a folder is missing; a class has no images; val has a class that train lacks;
-            a file is no image, with `strict`.
+        ConfigError: a folder is missing; there is one class only, or a class has no images; val
+            has a class that train lacks; a file is no image, with `strict`.
     """
     root = Path(root)
     train_folder = root / TRAIN
@@ -87,6 +87,12 @@ def image_folders(root: str | Path, *, strict: bool = False) -> ImageSplit:
             f"the model into {root / TESTS[0]}/CLASS/"
         )
     classes = _classes(train_folder)
+    if len(classes) == 1:
+        raise ConfigError(
+            f"{train_folder} has 1 class, {classes[0]!r}, and a model needs 2 or more to tell "
+            f"apart; class folders are expected right in {train_folder}, and images right in "
+            "them: see whether yours are one folder too deep, or too shallow"
+        )
     test_classes = _classes(test_folder)
     _require_known(test_classes, classes, test_folder, train_folder)
     train, skipped = _read_folder(train_folder, classes, classes)

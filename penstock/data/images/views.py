@@ -103,7 +103,7 @@ class TrainingView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationView:
-    """The middle of an image, normalised: float32, (3, S, S); nothing is random.
+    """The middle of an image, or all of it, normalised: float32, (3, S, S); nothing is random.
 
     Raises:
         ConfigError: a value is out of bounds, or a library is missing.
@@ -113,6 +113,9 @@ class EvaluationView:
     """Pixels of a side."""
     share: float = 0.875
     """Side of the square that is seen, as a share of the image's shorter side."""
+    squeezed: bool = False
+    """See that share of both sides instead, squeezed into a square; with a share of 1 that is all,
+    as in training with an area of (1, 1)."""
     mean: Triple = IMAGENET_MEAN
     deviation: Triple = IMAGENET_DEVIATION
 
@@ -126,9 +129,10 @@ class EvaluationView:
     def __call__(self, image: Any, *_key: object) -> Tensor:
         """Give an image as a network sees it."""
         width, height = image.size
-        side = self.share * min(width, height)
-        left, upper = (width - side) / 2, (height - side) / 2
-        x_CHW = _pixels(image, (left, upper, left + side, upper + side), self.size)
+        sides = (width, height) if self.squeezed else (min(width, height),) * 2
+        seen_width, seen_height = (self.share * side for side in sides)
+        left, upper = (width - seen_width) / 2, (height - seen_height) / 2
+        x_CHW = _pixels(image, (left, upper, left + seen_width, upper + seen_height), self.size)
         return _normalised(x_CHW, self.mean, self.deviation)
 
 

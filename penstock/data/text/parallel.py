@@ -13,7 +13,8 @@ and is training if nothing says otherwise:
     FOLDER/**/test.de-en.de          in the name of the corpus, between dots, hyphens, underscores
     FOLDER/**/test/**/CORPUS.de-en.de    as a folder
 
-Other files are left alone.  All text is held in memory.
+Other files are left alone, and a byte order mark at the start of a file is no text.  All text is
+held in memory.
 """
 
 import gzip
@@ -28,6 +29,7 @@ from penstock.errors import ConfigError
 
 from .corpus import ParallelCorpus, PartName, TextPairs, check_languages
 from .held_out import HoldOut, check_hold_out, check_shares, group_of, held_out_part
+from .plain_text import BYTE_ORDER_MARK
 
 _WORDS: dict[str, PartName] = {
     "train": "train",
@@ -89,7 +91,8 @@ def load_parallel(
     Raises:
         ConfigError: there is no such folder, no such text, or none in a language; one side of some
             text lacks, or the sides differ in their numbers of lines; a file is not UTF-8 or
-            damaged.  All files are looked at before any error is raised.
+            damaged; a language has text to be judged by and none to learn from.  All files are
+            looked at before any error is raised.
     """
     if held_out_share is not None:
         check_shares("held_out_share", held_out_share)
@@ -108,6 +111,7 @@ def load_parallel(
     if held_out_share is not None:
         _hold_out(parts, hold_out, held_out_share, seed)
     _keep_apart(parts, hold_out, num_skipped)
+    _check_learnt(parts)
     return ParallelCorpus(
         target=target,
         train=_packed(parts["train"]),
@@ -133,6 +137,21 @@ def _keep_apart(parts: _Lists, hold_out: HoldOut, num_skipped: dict[str, int]) -
         kept = [pair for pair in pairs if group_of(*pair, hold_out) not in judged]
         num_skipped[language] += len(pairs) - len(kept)
         parts["train"][language] = kept
+
+
+def _check_learnt(parts: _Lists) -> None:
+    """See that no language is only judged by: the vocabulary has no tag for such a one.
+
+    Raises:
+        ConfigError: some are.
+    """
+    judged = {name for part in ("valid", "test") for name, pairs in parts[part].items() if pairs}
+    if unlearnt := [name for name in sorted(judged) if not parts["train"].get(name)]:
+        raise ConfigError(
+            f"language {', '.join(map(repr, unlearnt))} has text to be judged by, but none to "
+            "learn from (what is in validation or test too does not count); add training files, "
+            "or leave it out: name the other languages in data.languages"
+        )
 
 
 def _hold_out(parts: _Lists, hold_out: HoldOut, share: float, seed: int) -> None:
@@ -244,7 +263,8 @@ def _lines(path: Path) -> Iterator[str]:
         with _opened(path) as file:
             for line in file:
                 number += 1
-                yield line.decode().strip()
+                text = line.decode()
+                yield (text.removeprefix(BYTE_ORDER_MARK) if number == 1 else text).strip()
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path}, line {number}: byte {error.start} of the line is not UTF-8; convert it, say "

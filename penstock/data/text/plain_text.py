@@ -18,6 +18,9 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 
+BYTE_ORDER_MARK = "\ufeff"
+"""What some editors write before a text in UTF-8; it is none of it."""
+
 
 class TextVocabulary(Protocol):
     """What turns text into numbers and back: `ByteVocabulary`, or a `Vocabulary` of subwords."""
@@ -57,6 +60,8 @@ class TextSplit:
 def load_text(path: Path, valid_share: float = 0.05) -> TextSplit:
     """Read a text, and keep the last `valid_share` of its characters for validation.
 
+    A byte order mark at its start is left out.
+
     Raises:
         ConfigError: there is no such file, it is not UTF-8, or too short to be split.
     """
@@ -67,7 +72,7 @@ def load_text(path: Path, valid_share: float = 0.05) -> TextSplit:
         raise ConfigError(f"{path} {what}; give a text file")
     content = path.read_bytes()
     try:
-        text = content.decode()
+        text = content.decode().removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError(

@@ -19,6 +19,7 @@ epoch holds follows from (seed, epoch) alone.
 """
 
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -54,6 +55,9 @@ def language_shares(counts: Sequence[int], temperature: float) -> list[float]:
     total = sum(counts)
     if not total:
         raise ConfigError("there is no pair to learn from in any language")
+    most = max(counts)
+    if (most / total) ** (1 / temperature) < sys.float_info.min:
+        total = most  # T is so near 0 that all weights would be too small for a float
     raw = [(count / total) ** (1 / temperature) if count else 0.0 for count in counts]
     whole = sum(raw)
     return [weight / whole for weight in raw]

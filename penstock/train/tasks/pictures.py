@@ -156,7 +156,9 @@ def open_pictures(section: PictureSection) -> Pictures:
             magnitude=section.magnitude,
             cutout=section.cutout,
         ),
-        EvaluationView(size=section.size, share=section.test_share),
+        EvaluationView(
+            size=section.size, share=section.test_share, squeezed=section.test_squeezed
+        ),
         num_workers=section.num_workers,
         strict=section.strict,
     )

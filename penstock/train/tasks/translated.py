@@ -1,8 +1,10 @@
 """What a translation model is judged by at the end: translations of the texts held out for it."""
 
+import csv
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 
 from penstock.data.text import (
@@ -84,7 +86,7 @@ def judge(
     }
     table = compare(systems)
     lines = [
-        "\t".join((language, source, reference, translation))
+        _quoted(language, source, reference, translation)
         for language, pairs in part.items()
         for source, reference, translation in zip(
             pairs.sources, pairs.targets, translations[language], strict=True
@@ -109,6 +111,13 @@ def kept(encoded: EncodedPairs, part: TextPart) -> dict[str, TextPairs]:
         )
         for language, numbers in positions.items()
     }
+
+
+def _quoted(*columns: str) -> str:
+    """Give a row as the csv module reads it with the dialect excel-tab, without its end."""
+    row = StringIO(newline="")
+    csv.writer(row, "excel-tab").writerow(columns)  # quotes "\r" too, since a row ends with it
+    return row.getvalue().removesuffix("\r\n")
 
 
 def _as_json(systems: Mapping[str, Scores]) -> dict[str, object]:
