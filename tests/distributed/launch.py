@@ -7,9 +7,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.distributed.warm import ROOT as ROOT
+from tests.distributed.warm import Forked, origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Ended:
 class Job:
     """Processes that run."""
 
-    processes: list["subprocess.Popen[str]"]
+    processes: list["subprocess.Popen[str] | Forked"]
 
     def wait(self, timeout_s: float) -> list[Ended]:
         """Wait for all; kill those that do not end in time."""
@@ -49,7 +49,10 @@ def start(
     *,
     only: Sequence[int] | None = None,
 ) -> Job:
-    """Start `python ARGUMENTS` once for each rank, as torchrun would, or for some ranks `only`."""
+    """Start `python ARGUMENTS` once for each rank, as torchrun would, or for some ranks `only`.
+
+    Modules (-m) run in processes that have imported torch already.
+    """
     port = free_port()
     common = {
         **os.environ,
@@ -60,18 +63,21 @@ def start(
         "WORLD_SIZE": str(world_size),
         **(environment or {}),
     }
-    return Job(
-        [
-            subprocess.Popen(
-                [sys.executable, "-W", "error::UserWarning:penstock", *arguments],
-                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                cwd=ROOT,
-            )
-            for rank in (range(world_size) if only is None else only)
-        ]
+    ranks = range(world_size) if only is None else only
+    own = {rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks}
+    if arguments[0] == "-m":
+        return Job([origin(rank).start(arguments, own[rank]) for rank in ranks])
+    return Job([_started(arguments, own[rank]) for rank in ranks])
+
+
+def _started(arguments: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-W", "error::UserWarning:penstock", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
     )
 
 
