@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,18 +20,31 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
+State = list[tuple[str, Tensor | None]]
+"""What training changes of a model, each with what it is called."""
+
+
+def state_of(modules: Sequence[nn.Module]) -> State:
+    """List every gradient, parameter and buffer."""
+    found: State = []
+    for number, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            found.append((f"gradient of {number}.{name}", parameter.grad))
+            found.append((f"parameter {number}.{name}", parameter))
+        found += [(f"buffer {number}.{name}", buffer) for name, buffer in module.named_buffers()]
+    return found
+
+
+def differing(ours: State, unsplit: State) -> list[str]:
+    """Name what differs between the states of two copies of a model."""
+    assert [name for name, _ in ours] == [name for name, _ in unsplit]
+    pairs = zip(ours, unsplit, strict=True)
+    return [said for (name, a), (_, b) in pairs for said in _differ(name, a, b)]
+
+
 def differences(ours: Sequence[nn.Module], unsplit: Sequence[nn.Module]) -> list[str]:
     """Name every gradient, parameter and buffer in which two copies of a model differ."""
-    found = []
-    for number, (mine, theirs) in enumerate(zip(ours, unsplit, strict=True)):
-        for (name, a), (_, b) in zip(
-            mine.named_parameters(), theirs.named_parameters(), strict=True
-        ):
-            found += _differ(f"gradient of {number}.{name}", a.grad, b.grad)
-            found += _differ(f"parameter {number}.{name}", a, b)
-        for (name, c), (_, d) in zip(mine.named_buffers(), theirs.named_buffers(), strict=True):
-            found += _differ(f"buffer {number}.{name}", c, d)
-    return found
+    return differing(state_of(ours), state_of(unsplit))
 
 
 def autocast(enabled: bool) -> AbstractContextManager[Any]:
@@ -47,17 +61,36 @@ def assert_trains_like_unsplit(
     model: Model, num_samples: int, *, steps: int = 3, bf16: bool = False, **options: Any
 ) -> None:
     """Accumulate gradients of several mini-batches in both; all bits must agree at each step."""
-    built, twin = model.build(), model.build()
-    unsplit = Unsplit(twin.modules, twin.forward, options["num_microbatches"])
-    ours, theirs = model.batches(num_samples, steps), model.batches(num_samples, steps)
+    built = model.build()
+    expected = unsplit_steps(model, num_samples, options["num_microbatches"], steps, bf16)
     with pipeline(model, built, **options) as pipe:
-        for step, (batch, same_batch) in enumerate(zip(ours, theirs, strict=True)):
+        for step, batch in enumerate(model.batches(num_samples, steps)):
             with autocast(bf16):
-                expected = unsplit.train_step(*same_batch, model.loss)
                 loss = pipe.train_step(*batch)
-            assert same_bits(loss, expected), f"step {step}: loss {loss}, unsplit {expected}"
-            found = differences(built.modules, twin.modules)
+            wanted, state = expected[step]
+            assert same_bits(loss, wanted), f"step {step}: loss {loss}, unsplit {wanted}"
+            found = differing(state_of(built.modules), state)
             assert not found, f"step {step}: " + "; ".join(found)
+
+
+@lru_cache(maxsize=64)
+def unsplit_steps(
+    model: Model, num_samples: int, num_microbatches: int, steps: int, bf16: bool
+) -> list[tuple[Tensor, State]]:
+    """Train the unsplit model; give the loss and a copy of the state after each step.
+
+    It is the same for every way to cut and run the model, so it is kept.
+    """
+    twin = model.build()
+    unsplit = Unsplit(twin.modules, twin.forward, num_microbatches)
+    done = []
+    for batch in model.batches(num_samples, steps):
+        with autocast(bf16):
+            loss = unsplit.train_step(*batch, model.loss)
+        state = state_of(twin.modules)
+        copies = [(name, None if t is None else t.detach().clone()) for name, t in state]
+        done.append((loss, copies))
+    return done
 
 
 def _differ(what: str, a: Tensor | None, b: Tensor | None) -> list[str]:

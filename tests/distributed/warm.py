@@ -117,23 +117,28 @@ def _serve(orders: socket.socket) -> list[str]:
     """
     running: dict[int, socket.socket] = {}
     while True:
-        if select.select([orders], [], [], _POLL_S)[0]:
-            message, descriptors, _, _ = socket.recv_fds(orders, _MOST_BYTES, 2)
-            if not message:
-                os._exit(0)
-            order = json.loads(message)
-            pid = os.fork()
-            if pid == 0:
-                orders.close()
-                for control in running.values():
-                    control.close()
-                return _become(order, *descriptors)
-            os.close(descriptors[1])
-            running[pid] = socket.socket(fileno=descriptors[0])
-            running[pid].send(str(pid).encode())
-        while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            with running.pop(ended[0]) as control:
-                control.send(str(os.waitstatus_to_exitcode(ended[1])).encode())
+        if not select.select([orders], [], [], _POLL_S)[0]:
+            _tell_of_ended(running)
+            continue
+        message, descriptors, _, _ = socket.recv_fds(orders, _MOST_BYTES, 2)
+        if not message:
+            os._exit(0)
+        order = json.loads(message)
+        pid = os.fork()
+        if pid == 0:
+            break
+        os.close(descriptors[1])
+        running[pid] = socket.socket(fileno=descriptors[0])
+        running[pid].send(str(pid).encode())
+    for own in (orders, *running.values()):
+        own.close()
+    return _become(order, *descriptors)
+
+
+def _tell_of_ended(running: dict[int, socket.socket]) -> None:
+    while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+        with running.pop(ended[0]) as control, suppress(OSError):  # nobody may wait any more
+            control.send(str(os.waitstatus_to_exitcode(ended[1])).encode())
 
 
 def _become(order: Mapping[str, dict[str, str]], control: int, output: int) -> list[str]:
