@@ -50,10 +50,18 @@ class Run:
         return "-".join(words)
 
 
-def all_runs() -> Iterator[Run]:
-    """Give every combination of every factor."""
-    for values in product(*FACTORS.values()):
-        yield Run(*values)
+def many_runs(num_stages: int) -> Iterator[Run]:
+    """Give every number of micro-batches with every schedule, policy and transport.
+
+    Even batches and autocast take turns, so that all values of any three factors meet.
+    """
+    names = ("num_microbatches", "schedule", "recompute", "transport")
+    for index, values in enumerate(product(*(FACTORS[name] for name in names))):
+        turn = index + index // 4 + index // 16
+        options = dict(zip(names, values, strict=True))
+        yield Run(
+            num_stages=num_stages, even=turn % 2 == 0, autocast=turn // 2 % 2 == 0, **options
+        )
 
 
 def covering_runs(rotation: int) -> list[Run]:

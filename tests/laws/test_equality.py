@@ -1,6 +1,6 @@
 """The promise: a pipeline's losses, gradients and buffers are the unsplit model's, bit by bit."""
 
-from itertools import pairwise
+from itertools import combinations, pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +11,7 @@ from penstock.schedules import Backward, Forward
 from penstock.schedules.ir import Instruction, Schedule
 from penstock.schedules.passes import add_communication, chain_edges
 from penstock.schedules.verify import verify
-from tests.covering import Run, all_runs, covering_runs
+from tests.covering import FACTORS, Run, covering_runs, many_runs
 from tests.equality import assert_trains_like_unsplit, differences, pipeline, same_bits
 from tests.every_schedule import EVERY_SCHEDULE, ready_in
 from tests.models import ALL_MODELS, Model
@@ -46,12 +46,16 @@ def test_training_equals_the_unsplit_model_in_every_bit(model: Model, run: Run) 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_stages", (1, 2, 3, 4))
 @pytest.mark.parametrize("model", ALL_MODELS, ids=repr)
-def test_training_equals_the_unsplit_model_in_every_combination(
-    model: Model, num_stages: int
-) -> None:
-    for run in all_runs():
-        if run.num_stages == num_stages:
-            check(model, run)
+def test_training_equals_the_unsplit_model_in_many_ways(model: Model, num_stages: int) -> None:
+    for run in many_runs(num_stages):
+        check(model, run)
+
+
+def test_all_values_of_any_three_factors_meet_in_many_ways() -> None:
+    runs = [run for num_stages in FACTORS["num_stages"] for run in many_runs(num_stages)]
+    for three in combinations(FACTORS, 3):
+        met = {tuple(getattr(run, name) for name in three) for run in runs}
+        assert met == set(product(*(FACTORS[name] for name in three))), three
 
 
 def partitions(num_layers: int) -> st.SearchStrategy[tuple[int, ...]]:
