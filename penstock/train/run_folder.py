@@ -2,6 +2,7 @@
 
 recipe.toml             the recipe with every key
 job                     what torchrun calls the job that began the run, on each of its hosts
+data.digest             tells the data from others
 skipped.txt             what could not be read of the data
 metrics.jsonl           one JSON object a line: kind "step" and kind "epoch"
 checkpoints/step-000120 the newest few; a folder is there whole or not at all
