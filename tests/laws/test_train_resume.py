@@ -174,6 +174,7 @@ def test_a_run_folder_holds_what_the_run_was(uninterrupted: Path) -> None:
     assert names - {".lock"} == {
         "recipe.toml",
         "metrics.jsonl",
+        "data.digest",
         "checkpoints",
         "timeline.json",
         "timeline.chrome.json",
