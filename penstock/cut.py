@@ -70,7 +70,7 @@ class Cut:
     def _forwards(self, num_stages: int) -> list[float]:
         """Say how often each stage runs a micro-batch forward, recomputed ones included."""
         schedule = schedule_of(self._how.schedule, num_stages, self._num_microbatches)
-        if self._how.recompute is not Recompute.NEVER:
+        if self._how.recompute is Recompute.STAGE:
             schedule = add_recompute(schedule)
         programs = chain.from_iterable(schedule.programs)
         stages = Counter(i.stage for i in programs if isinstance(i, ir.Forward | ir.Recompute))

@@ -162,4 +162,4 @@ class Text(Section):
 
 PictureSection = Digits | ImageFolder | Cifar
 TranslatedSection = Names | ParallelText
-DataSection = Digits | ImageFolder | Cifar | Names | ParallelText | Text
+DataSection = PictureSection | TranslatedSection | Text

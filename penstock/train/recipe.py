@@ -12,7 +12,7 @@ from penstock.errors import ConfigError
 from penstock.schedules.names import SCHEDULE_NAMES, named_schedule
 from penstock.types import Recompute
 
-from .data_sections import DataSection, Names, ParallelText, PictureSection
+from .data_sections import DataSection, PictureSection, TranslatedSection
 from .model_sections import ModelSection
 from .optimizer_sections import Cosine, InverseSqrt, LearningRate, Optimizer
 from .section import Count, File, Section, Seed, Share, Words, one_of
@@ -160,7 +160,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _counts_samples_or_tokens(self) -> Self:
-        counts_tokens = isinstance(self.data, Names | ParallelText)
+        counts_tokens = isinstance(self.data, TranslatedSection)
         if counts_tokens and self.train.batch_size is not None:
             raise ValueError(
                 f"train.batch_size = {self.train.batch_size} counts samples, and data.name = "

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -52,7 +53,6 @@ class TranslationTask(Task):
     def __init__(self, recipe: Recipe, section: TranslatedSection) -> None:
         self._recipe, self._section = recipe, section
         self._corpus = open_corpus(section)
-        self._digest = corpus_digest(self._corpus)
         self._vocabulary = self._open_vocabulary()
         self._train = self._encoded(self._corpus.train, "train")
         self._valid = self._encoded(self._corpus.valid, "valid")
@@ -108,9 +108,9 @@ class TranslationTask(Task):
             if total := sum(counts.values()):
                 yield f"left out since they are {what}: {total:,} pairs"
 
-    @property
+    @cached_property
     def data_digest(self) -> str:
-        return self._digest
+        return corpus_digest(self._corpus)
 
     def begin(self, folder: Path) -> None:
         """Keep the vocabulary beside the run; one that goes on must have the same."""
