@@ -1,6 +1,6 @@
 """Apply each deliberate fault to a copy of the repository and see that its test fails.
 
-    python -m scripts.deliberate_faults            every fault, and the table for CONTRIBUTING.md
+    python -m scripts.deliberate_faults            every fault, as a table
     python -m scripts.deliberate_faults WORD ...   those whose names hold all these words
 
 A fault that no test catches, or that no longer fits the code, ends the script with an error.
@@ -11,11 +11,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from . import captured, one_process, processes
+from . import captured, one_process, processes, runs
 from .fault import catches
 
 ROOT = Path(__file__).parents[2]
-FAULTS = (*one_process.FAULTS, *processes.FAULTS, *captured.FAULTS)
+FAULTS = (*one_process.FAULTS, *processes.FAULTS, *captured.FAULTS, *runs.FAULTS)
 
 
 def main() -> None:
