@@ -29,6 +29,7 @@ from .made import (
     encoder,
     hugging_face,
     image,
+    masked,
     numbers,
     pixels,
     uncached,
@@ -110,6 +111,15 @@ def two_sided(family: str, **options: Any) -> Any:
     return hugging_face(family, "ForConditionalGeneration", TWO_SIDED, both_sides, **options)
 
 
+def translated(batch: int) -> dict[str, Any]:
+    """Give words for an encoder, and labels, which the model shifts for its decoder."""
+    return masked(batch, labels=words(batch, 5), use_cache=False)
+
+
+def shifting(family: str, head: str = "ForConditionalGeneration") -> Any:
+    return hugging_face(family, head, TWO_SIDED, translated)
+
+
 OTHERS = (
     AnyModel("nanoGPT", lambda: (NanoGPT(), words), "tied, attention with dropout"),
     AnyModel("DenseNet", lambda: (DenseNet(), pixels(8)), "every value goes to all that follow"),
@@ -152,6 +162,9 @@ OTHERS = (
         "other layers at every step",
     ),
     AnyModel("mbart", two_sided("MBart")),
+    AnyModel("marian", shifting("Marian", "MTModel"), "labels shifted in place"),
+    AnyModel("pegasus", shifting("Pegasus"), "labels shifted in place"),
+    AnyModel("m2m100", shifting("M2M100"), "labels shifted in place"),
     AnyModel(
         "convnext",
         classifier("ConvNext", **CONVOLVED, drop_path_rate=0.2, patch_size=4),

@@ -243,6 +243,7 @@ class Replay(Pass):
             return self.stand_in(told.infos[0])
         for number, info in told.changed:
             ghosts[number].info, ghosts[number].here = info, self.received.get(info.value)
+            self._pass_on(ghosts[number])
         known = {ghost.info.value: ghost for ghost in ghosts}
         given = []
         for info in told.infos:
@@ -252,9 +253,13 @@ class Replay(Pass):
 
     def stand_in(self, info: Any) -> Ghost:
         ghost = Ghost.standing_for(info, self.received.get(info.value), self.home)
+        self._pass_on(ghost)
+        return ghost
+
+    def _pass_on(self, ghost: Ghost) -> None:
+        """Send a received value on as long as Python refers to it, where any branch may follow."""
         if ghost.here is not None and self._wanted is None:
             self._alive.append(weakref.ref(ghost))
-        return ghost
 
 
 def _lending(lent: Lent, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
