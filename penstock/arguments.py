@@ -1,6 +1,7 @@
 """Check and complete what the front door was given, before anything is built."""
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -9,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError, PartitionError
+from penstock.errors import ConfigError, ExecutionWarning, PartitionError
+from penstock.mesh import Mesh
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten
 from penstock.model.stages import check_partition
-from penstock.runtime.devices import with_index
+from penstock.runtime.devices import num_cores, with_index
 from penstock.schedules.lower import ScheduleFunction, schedule_of, stage_ranks
 from penstock.types import Reduction
 
@@ -90,6 +92,28 @@ def check_count(name: str, value: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name}={value!r}; it must be a whole number of at least 1")
     return value
+
+
+def resolve_threads(threads_per_stage: int | None, ranks: Sequence[int], mesh: Mesh | None) -> int:
+    """Decide the intra-op threads of a stage: as asked, at most the cores; else torch's count for
+    this process (OMP_NUM_THREADS, torch.set_num_threads) divided among its ranks.
+
+    Raises:
+        ConfigError: `threads_per_stage` is no whole number of at least 1.
+    """
+    if threads_per_stage is None:
+        in_process = 1 if mesh is not None and mesh.is_distributed else 1 + max(ranks)
+        return max(1, torch.get_num_threads() // in_process)
+    asked, cores = check_count("threads_per_stage", threads_per_stage), num_cores()
+    if asked > cores:
+        warnings.warn(
+            f"threads_per_stage={asked}, and this process may use {cores} cores: each stage "
+            f"computes with {cores} threads. Some kernels round differently for another count; "
+            f"to compare with another machine, give both the same number, at most {cores}",
+            ExecutionWarning,
+            stacklevel=3,
+        )
+    return min(asked, cores)
 
 
 def check_targets(targets: Any) -> None:

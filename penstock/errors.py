@@ -115,3 +115,7 @@ class CheckpointError(PenstockError):
 
 class ExportWarning(UserWarning):
     """A model was exported, and lost what a graph cannot hold; the message says what."""
+
+
+class ExecutionWarning(UserWarning):
+    """A pipeline does not run as it was asked to; the message says how it runs, and why."""

@@ -17,6 +17,7 @@ from penstock.arguments import (
     resolve_devices,
     resolve_num_stages,
     resolve_ranks,
+    resolve_threads,
     stages_of_mesh,
 )
 from penstock.cut import Cut
@@ -27,7 +28,6 @@ from penstock.model.layers import Layer, Layers
 from penstock.pretrained import load_and_tell
 from penstock.runtime.caller import CallerContext
 from penstock.runtime.crew import Batch
-from penstock.runtime.devices import num_cores
 from penstock.runtime.engine import Engine, Execution
 from penstock.runtime.handshake import Call
 from penstock.runtime.input_gradients import accumulate_into_inputs
@@ -71,8 +71,8 @@ class Pipeline(nn.Module):
             rank's stages, else the CPU.
         seed: of the layers' random streams.
         example_inputs: a batch to balance the layers with, and to capture a model with.
-        threads_per_stage: intra-op threads of each stage on the CPU; default: the cores divided
-            among the ranks.  Some kernels round differently for another count.
+        threads_per_stage: intra-op threads of a stage on the CPU, at most the cores; default:
+            torch's, divided among the process's ranks.  Another count may round differently.
         transport: worker threads, or everything in the calling thread.
         trace: what to record of each step, in `last_timeline`; between processes the strongest
             that any of them asks for, of all stages of the own replica.
@@ -121,13 +121,13 @@ class Pipeline(nn.Module):
         self._num_microbatches = check_count("num_microbatches", num_microbatches)
         in_mesh = mesh.num_stages if mesh is not None else None
         ranks = resolve_ranks(schedule, self._num_stages, num_microbatches, in_mesh)
-        threads = threads_per_stage or max(1, num_cores() // (1 + max(ranks)))
+        threads = resolve_threads(threads_per_stage, ranks, mesh)
         how = Execution(
             schedule=schedule,
             ranks=ranks,
             recompute=recompute,
             transport=transport,
-            num_threads=check_count("threads_per_stage", threads),
+            num_threads=threads,
             timeout_s=timeout_s,
             seed=seed,
             draws=weights is None,

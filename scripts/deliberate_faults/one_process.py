@@ -205,4 +205,11 @@ FAULTS = (
         "tests/unit/test_measure.py",
         "",
     ),
+    Fault(
+        "the cores decide how many threads a stage has, whatever torch was told",
+        "penstock/arguments.py",
+        "torch.get_num_threads() // in_process",
+        "num_cores() // in_process",
+        "tests/unit/test_interleaved.py::test_a_rank_per_thread_and_torchs_threads_divided_among_ranks",
+    ),
 )

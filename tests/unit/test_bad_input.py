@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import BatchError, BoundaryError, ConfigError, PartitionError, ScheduleError
+from penstock.errors import (
+    BatchError,
+    BoundaryError,
+    ConfigError,
+    ExecutionWarning,
+    PartitionError,
+    ScheduleError,
+)
+from penstock.runtime.devices import num_cores
 from penstock.schedules import ALL_SCHEDULES, Backward, Forward, gpipe
 from penstock.schedules.ir import Schedule
 
@@ -50,6 +58,20 @@ def refused_step(
 def test_less_than_one_micro_batch(count: Any) -> None:
     with pytest.raises(ConfigError, match=f"num_microbatches={count!r}.*at least 1"):
         make(num_microbatches=count)
+
+
+@pytest.mark.parametrize("count", (0, -1, 1.5, "2", True))
+def test_less_than_one_thread(count: Any) -> None:
+    with pytest.raises(ConfigError, match=f"threads_per_stage={count!r}.*at least 1"):
+        make(threads_per_stage=count)
+
+
+def test_more_threads_than_cores_are_cut_down_with_a_warning() -> None:
+    cores = num_cores()
+    with pytest.warns(ExecutionWarning, match=f"threads_per_stage=100000, .* {cores} cores"):
+        pipe = make(threads_per_stage=100_000)
+    assert pipe.threads_per_stage == cores
+    assert make(threads_per_stage=cores).threads_per_stage == cores
 
 
 @pytest.mark.parametrize("count", (0, -3, 2.0))

@@ -186,9 +186,14 @@ def test_by_default_the_stages_of_a_rank_share_a_gpu(monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_a_rank_per_thread_and_cores_divided_among_ranks() -> None:
-    cores = penstock.runtime.devices.num_cores()
-    assert pipeline(interleaved_1f1b(3), num_stages=6).threads_per_stage == max(1, cores // 2)
+def test_a_rank_per_thread_and_torchs_threads_divided_among_ranks() -> None:
+    torch.set_num_threads(4)
+    try:
+        assert pipeline(interleaved_1f1b(3), num_stages=6).threads_per_stage == 2
+        assert pipeline(interleaved_1f1b(1), num_stages=6).threads_per_stage == 1
+    finally:
+        torch.set_num_threads(1)
+    assert pipeline(interleaved_1f1b(6), num_stages=6).threads_per_stage == 1
 
 
 def test_a_schedule_that_deals_out_stages_differently_for_a_small_batch_is_refused() -> None:
