@@ -1,6 +1,6 @@
 """What may leave a stage, and what the loss may be."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,53 +86,6 @@ def check_routes(exported: Mapping[int, Sequence[Tensor]], stage: int) -> None:
                     "add up in the order of the unsplit model. Let both stages read one name, or "
                     "return a copy (x.clone()) under the second"
                 )
-
-
-def find_aliases(
-    exported: Mapping[int, Sequence[Tensor]], known: Iterable[Tensor] = ()
-) -> dict[int, frozenset[int]]:
-    """Give, for each peer, the places of tensors that overlap in memory with another one.
-
-    `known` are tensors that came in as such: what overlaps with one is an alias too.
-    """
-    known = list(known)
-    if sum(map(len, exported.values())) + len(known) < 2:
-        return {}
-    places = [(peer, place) for peer, leaves in exported.items() for place in range(len(leaves))]
-    tensors = [exported[peer][place] for peer, place in places]
-    found: dict[int, set[int]] = {}
-    for n, (peer, place) in enumerate(places):
-        others = [*tensors[:n], *tensors[n + 1 :], *known]
-        if any(_overlap(tensors[n], other) for other in others):
-            found.setdefault(peer, set()).add(place)
-    return {peer: frozenset(of_peer) for peer, of_peer in found.items()}
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors share a byte; where their strides differ, whether they might."""
-    (start, end), (other_start, other_end) = _span(a), _span(b)
-    if start >= other_end or other_start >= end:
-        return False
-    row = a.stride(0) * a.element_size() if a.dim() else 0
-    width, other_width = _row_bytes(a), _row_bytes(b)
-    if not row or a.stride() != b.stride() or max(width, other_width) > row:
-        return True
-    distance = (other_start - start) % row  # slices of the same rows, side by side
-    return distance < width or distance + other_width > row
-
-
-def _row_bytes(tensor: Tensor) -> int:
-    start, end = _span(tensor[:1])
-    return end - start
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Give the first address of a tensor's memory, and the first one after it."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0:
-        return (0, 0)
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    elements = 1 + sum((n - 1) * stride for n, stride in steps)
-    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
 
 
 def check_loss(loss: Any, with_grad: bool) -> None:

@@ -26,13 +26,13 @@ from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stages import StagePlan
 from penstock.types import Trace
 
+from .aliases import find_aliases
 from .batch_norm import batch_norms, commit_statistics, separate_statistics
 from .boundary import (
     check_leaving,
     check_loss,
     check_routes,
     check_still_as_sent,
-    find_aliases,
     version_of,
 )
 from .changes import Changes
