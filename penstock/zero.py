@@ -9,7 +9,6 @@ for many small ones, and computes and waits in one call, so that an error in com
 for a connection that broke.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -136,11 +135,21 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the options of all parameters, and the state of those that this replica steps."""
-        super().load_state_dict(state_dict)
-        share = self.share
-        own = [p for p in self.state if self._owners[p] == self._mesh.replica]
-        share.state = defaultdict(dict, {p: self.state[p] for p in own})
+        """Load the options of all parameters, and the state of those that this replica steps.
+
+        The share loads its state in the way of its own class, which may keep types that torch
+        would round.
+        """
+        saved_groups: list[Group] = state_dict["param_groups"]
+        super().load_state_dict({**state_dict, "state": {}})
+        share, groups = self.share, []
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            pairs = zip(group["params"], saved["params"], strict=True)
+            own = [number for p, number in pairs if self._owners[p] == self._mesh.replica]
+            groups.append({**saved, "params": own})
+        numbers = {number for group in groups for number in group["params"]}
+        state = {n: of for n, of in state_dict["state"].items() if n in numbers}
+        share.load_state_dict({"state": state, "param_groups": groups})
         self.state = share.state
 
     def _mine(self, group: Group) -> Group:

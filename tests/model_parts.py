@@ -324,3 +324,15 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(F.linear(x, self.weight).tanh(), self.weight.t())
+
+
+class Masters(torch.optim.SGD):
+    """Keeps a float32 copy of each parameter, under keys with a dot, and steps that."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # one thing to test
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state.setdefault("master.50%", parameter.detach().float())
+            state["steps.taken"] = state.get("steps.taken", 0) + 1
+            state["master.50%"].sub_(parameter.grad.float(), alpha=1e-3)
+            parameter.data.copy_(state["master.50%"])

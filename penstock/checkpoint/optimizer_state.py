@@ -22,6 +22,7 @@ def pack_optimizer(
 ) -> tuple[dict[str, Tensor], Json]:
     """Split an optimizer's state into tensors by "<parameter name>.<state key>" and JSON values.
 
+    What follows the last dot is the state key; a dot in it is written as %2E.
     One whose state is shared out over replicas gives this replica's share.
 
     Raises:
@@ -38,7 +39,7 @@ def pack_optimizer(
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             target = tensors if isinstance(value, Tensor) else values
-            target[f"{names[id(parameter)]}.{key}"] = value
+            target[f"{names[id(parameter)]}.{_escaped(str(key))}"] = value
     return tensors, {"kind": type(optimizer).__name__, "groups": groups, "values": values}
 
 
@@ -124,7 +125,7 @@ def unpack_optimizer(
     by_parameter: dict[str, dict[str, Any]] = {}
     for key, value in (*tensors.items(), *facts["values"].items()):
         name, _, state_key = key.rpartition(".")
-        by_parameter.setdefault(name, {})[state_key] = value
+        by_parameter.setdefault(name, {})[_unescaped(state_key)] = value
     number = 0
     state: dict[int, dict[str, Any]] = {}
     groups = []
@@ -138,6 +139,27 @@ def unpack_optimizer(
         options = {key: _like(value, group.get(key)) for key, value in saved["options"].items()}
         groups.append({**options, "params": numbers})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for parameter, loaded in optimizer.state.items():
+        _restore_types(loaded, by_parameter.get(names[id(parameter)], {}))
+
+
+def _restore_types(loaded: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Put back the values that torch has rounded to the type of their parameter.
+
+    A float32 copy of a bfloat16 parameter, which some optimizers keep, would lose 16 of its bits.
+    """
+    for key, value in saved.items():
+        now = loaded.get(key)
+        if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
+            loaded[key] = value.to(now.device)
+
+
+def _escaped(key: str) -> str:
+    return key.replace("%", "%25").replace(".", "%2E")
+
+
+def _unescaped(key: str) -> str:
+    return key.replace("%2E", ".").replace("%25", "%")
 
 
 def _group_names(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:

@@ -1,6 +1,7 @@
 """Find tensors that share memory: a change of one in place would have to be seen in the other."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -72,7 +73,7 @@ def _crowds(extents: Sequence[_Extent]) -> Iterator[list[_Extent]]:
         if not all(_has_rows_of(first, extent) for extent in crowd):
             yield crowd
             continue
-        columns = list(_divided(crowd, lambda extent, base=first: _columns(base, extent)))
+        columns = list(_divided(crowd, partial(_columns, first)))
         if len(columns) == 1:
             yield crowd
         for column in columns if len(columns) > 1 else ():

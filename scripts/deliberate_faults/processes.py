@@ -52,6 +52,22 @@ FAULTS = (
         "beside_the_training",
     ),
     Fault(
+        "optimizer state is rounded to the type of its parameter as it is loaded",
+        "penstock/checkpoint/optimizer_state.py",
+        "loaded[key] = value.to(now.device)",
+        "loaded[key] = now",
+        "tests/unit/test_checkpoint.py",
+        "another_type",
+    ),
+    Fault(
+        "a key of optimizer state with a dot is taken for a part of the parameter's name",
+        "penstock/checkpoint/optimizer_state.py",
+        'return key.replace("%", "%25").replace(".", "%2E")',
+        "return key",
+        "tests/unit/test_checkpoint.py",
+        "another_type",
+    ),
+    Fault(
         "a checkpoint lacks the optimizer state of all replicas but the first",
         "penstock/checkpoint/save.py",
         "own = content if is_first_replica or is_shared else {}",

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 import penstock
+from tests.equality import same_bits
+from tests.model_parts import Masters
 
 
 def work(mesh: penstock.Mesh, folder_for_saves: str) -> list[str]:
@@ -32,4 +34,27 @@ def work(mesh: penstock.Mesh, folder_for_saves: str) -> list[str]:
             pipe.train_step(torch.ones(1, 2), torch.ones(1, 2))
     except penstock.PenstockError as error:
         found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def masters(mesh: penstock.Mesh, folder_for_saves: str) -> list[bool]:
+    """Save and load float32 copies of bfloat16 parameters, plainly and shared out over replicas;
+    tell whether each came back to the bit.
+    """
+    found: list[bool] = []
+    for kind in (penstock.zero_optimizer, lambda pipe, make: make(pipe.parameters())):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)).bfloat16()
+        pipe = penstock.Pipeline(layers, mesh=mesh, loss=lambda out, y: out.float().sum())
+        first, second = kind(pipe, Masters), kind(pipe, Masters)
+        pipe.train_step(torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(2))
+        first.step()
+        saved = Path(folder_for_saves) / f"masters-{len(found)}"
+        penstock.save_checkpoint(saved, pipe, first)
+        penstock.load_checkpoint(saved, pipe, second)
+        assert first.state.keys() == second.state.keys()
+        found += [
+            same_bits(state["master.50%"], second.state[parameter]["master.50%"])
+            for parameter, state in first.state.items()
+        ]
     return found

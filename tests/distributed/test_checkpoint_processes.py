@@ -98,6 +98,15 @@ def test_what_cannot_be_saved_together_is_one_error_on_all(tmp_path: Path) -> No
     assert {path.name for path in tmp_path.glob("*save*")} == {"save-2"}
 
 
+def test_optimizer_state_of_another_type_than_its_parameter_comes_back_to_the_bit(
+    tmp_path: Path,
+) -> None:
+    """Of replicas that share it out, and of those that do not; its key holds a dot."""
+    first, second = call(odd_saves.masters, (1, 2), tmp_path, folder_for_saves=str(tmp_path))
+    assert (len(first), len(second)) == (9, 9)  # 3 each of the 6 parameters, then all 6
+    assert all(first) and all(second)
+
+
 def test_optimizer_state_that_replicas_share_out_is_saved_whole(tmp_path: Path) -> None:
     """Go on as one replica of another number of stages, and back: the rounding of D alone."""
     (expected,) = losses(1, 2, "save", [tmp_path / "shared"], shared="1")

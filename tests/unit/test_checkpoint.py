@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import CheckpointError
 from penstock.zoo.residual import residual_network
+from tests.model_parts import Masters
 
 Damage = Callable[[Path], Any]
 
@@ -82,6 +83,28 @@ def test_a_loaded_run_goes_on_bit_by_bit(
     train_step(model, optimizer)
     train_step(twin, fresh)
     assert equal(model, twin)
+
+
+def test_state_of_another_type_than_its_parameter_comes_back_to_the_bit(tmp_path: Path) -> None:
+    """Its keys hold a dot and a percent sign, too."""
+
+    def made() -> tuple[nn.Module, Masters]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).bfloat16()
+        return model, Masters(model.parameters())
+
+    model, optimizer = made()
+    for _ in range(2):
+        model(torch.ones(3, 4, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    penstock.save_checkpoint(tmp_path / "c", model, optimizer)
+    twin, fresh = made()
+    penstock.load_checkpoint(tmp_path / "c", twin, fresh)
+    for one, other in zip(optimizer.state.values(), fresh.state.values(), strict=True):
+        assert one.keys() == other.keys()
+        assert other["steps.taken"] == 2
+        assert other["master.50%"].dtype is torch.float32
+        assert torch.equal(one["master.50%"], other["master.50%"])
 
 
 def test_the_unsplit_model_loads_it_with_plain_torch(tmp_path: Path) -> None:
