@@ -144,6 +144,24 @@ def check_loss_scale(loss_scale: Any) -> float:
     return float(loss_scale)
 
 
+def device_of_process(devices: Devices, mesh: Mesh) -> torch.device:
+    """Return where all stages of this process run: in a mesh of processes, on its one device.
+
+    Raises:
+        ConfigError: other devices are asked for.
+    """
+    own = mesh.device or torch.device("cpu")
+    asked = [devices] if devices is None or isinstance(devices, str | torch.device) else devices
+    kinds = {"cuda" if isinstance(d, int) else torch.device(d or own).type for d in asked}
+    if kinds - {own.type}:
+        raise ConfigError(
+            f"devices={devices!r}, but this mesh has several processes, and the stages of each "
+            f"run on its own device, {own}: processes compute on CPUs so far. Leave devices out, "
+            "or use one process (no torchrun), where each stage can have a GPU of this host"
+        )
+    return own
+
+
 def resolve_devices(devices: Devices, ranks: Sequence[int]) -> list[torch.device]:
     """Give each stage its device: as asked, else the visible GPUs rank by rank, else the CPU.
 

@@ -65,7 +65,7 @@ def _of_all_stages(pipe: Pipeline, norms: list[tuple[int, float]]) -> list[tuple
     mesh = pipe.mesh
     if mesh is None or not mesh.is_distributed or mesh.background is None:
         return norms
-    mesh.begin_call("clip_grad_norm_")
+    mesh.begin_call("clip_grad_norm_", pipe.number)
     everyone: list[Any] = [None] * mesh.num_stages
     group = mesh.group("stage")
     mesh.background.run(

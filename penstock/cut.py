@@ -1,7 +1,7 @@
 """Where a pipeline's layers are cut: as given, by parameter counts, or by measured time."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -76,17 +76,29 @@ class Cut:
         stages = Counter(i.stage for i in programs if isinstance(i, ir.Forward | ir.Recompute))
         return [stages[stage] / self._num_microbatches for stage in range(num_stages)]
 
-    def settle(self, mesh: Mesh, part: Any, facts: Mapping[str, Any]) -> None:
+    def settle(self, mesh: Mesh, part: Any) -> int:
         """Decide for all processes of a mesh, for good: each then keeps its own layers only.
 
         Rank 0 measures if it has a micro-batch and layers with values.
 
+        Returns:
+            The pipeline's number on the mesh: how many were made there before it.
+
         Raises:
-            ConfigError: the processes differ in their layers, or in other `facts`.
+            ConfigError: the processes make different pipelines, or in another order.
         """
-        layers = [(step.name, type(step.module).__name__) for step in self._layers]
         counts = self._layers.parameter_counts()
-        same = {"layers": layers, "parameters": counts, "partition": self.partition, **facts}
+        shapes = [[tuple(p.shape) for p in step.module.parameters()] for step in self._layers]
+        same = {
+            "number of pipelines made before": len(mesh.pipelines),
+            "layers": [(step.name, type(step.module).__name__) for step in self._layers],
+            "parameters": counts,
+            "shapes of parameters": shapes,
+            "partition": self.partition,
+            "num_microbatches": self._num_microbatches,
+            "seed": self._how.seed,
+            "how": self._how.choices,
+        }
         assert mesh.background is not None
         mesh.background.run(
             lambda: require_same("Pipeline", same), "for the others to make the same pipeline"
@@ -103,6 +115,7 @@ class Cut:
             lambda: dist.broadcast_object_list(decided, src=0), "for the partition of the layers"
         )
         self.partition, self.how = decided
+        return mesh.number_pipeline(f"{len(counts)} layers, {sum(counts):,} parameters")
 
 
 def _rows(partition: Sequence[int]) -> Iterator[range]:

@@ -14,6 +14,7 @@ from penstock.arguments import (
     check_count,
     check_loss_scale,
     check_targets,
+    device_of_process,
     resolve_devices,
     resolve_num_stages,
     resolve_ranks,
@@ -91,6 +92,8 @@ class Pipeline(nn.Module):
         CheckpointError: `weights` are not this model's.
     """
 
+    number = 0  # among the pipelines of a mesh of processes
+
     def __init__(  # noqa: PLR0913 - the front door: each a keyword with a default
         self,
         layers: "nn.Module | Sequence[nn.Module | Layer] | Layers",
@@ -137,9 +140,7 @@ class Pipeline(nn.Module):
         loss = loss or self._layers.own_loss
         self._engine = Engine(self._layers, loss, how)
         self._objective = Objective(loss, reduction)
-        self._choices = (
-            f"schedule={getattr(schedule, '__name__', schedule)}, recompute={recompute.name}"
-        )
+        self._choices = how.choices
         self.seed = seed
         self.step = 0
         self.trace = trace
@@ -149,10 +150,10 @@ class Pipeline(nn.Module):
         self._threads = threads
         self._cut = Cut(self._layers, self._num_stages, partition, num_microbatches, how)
         if mesh is not None and mesh.is_distributed:
-            facts = {"num_microbatches": num_microbatches, "seed": seed, "how": self._choices}
+            part = first_microbatch(example_inputs, num_microbatches)
             with self._engine.crew.reporting():
-                self._cut.settle(mesh, first_microbatch(example_inputs, num_microbatches), facts)
-            devices = mesh.device
+                self.number = self._engine.crew.number = self._cut.settle(mesh, part)
+            devices = device_of_process(devices, mesh)
         with self._engine.crew.reporting():
             self._engine.cut(self._cut.partition, resolve_devices(devices, ranks))
             self.__dict__.update(self._layers.registered(self._engine.holds))
@@ -234,11 +235,10 @@ class Pipeline(nn.Module):
 
     def __repr__(self) -> str:
         head = f"Pipeline({self.num_stages} stages, {self.num_microbatches} micro-batches, "
-        head += f"{self._choices}"
         cut = f"  partition {list(self.partition)}" + (
             f", {self._cut.how}" if self._cut.how else ""
         )
-        return "\n".join([head, cut, *self._engine.describe(), ")"])
+        return "\n".join([head + self._choices, cut, *self._engine.describe(), ")"])
 
     # -- a training step ------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from penstock.pipeline import Pipeline
@@ -32,6 +31,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         PeerError: by `unscale_` and `step`: another process failed, or is gone.
+        MeshError: likewise: another process makes another call, or for another pipeline.
         WaitTimeout: likewise: the others do not come to the same call within the deadline.
     """
 
@@ -49,7 +49,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(
             self._place.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
-        self._mesh = pipe.mesh
+        self._mesh, self._number = pipe.mesh, pipe.number
         self.scale(torch.zeros((), device=self._place))  # or torch knows no scale yet
 
     def _unscale_grads_(
@@ -61,17 +61,14 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """Do as torch does, which calls this wherever it looks for inf and nan; then tell all."""
         mesh = self._mesh
-        if mesh is None or mesh.watch is None or mesh.background is None:
+        if mesh is None or mesh.watch is None:
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
             return found or {found_inf.device: found_inf}  # torch wants to see one, even of nobody
         with mesh.watch.reporting():
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        anywhere = torch.tensor([float(any(found.values()))])
-        mesh.background.run(
-            lambda: dist.all_reduce(anywhere, op=dist.ReduceOp.MAX),
-            "for the others to look for inf and nan in their gradients",
-        )
-        return {found_inf.device: found_inf.fill_(float(anywhere))}
+            mine = float(any(found.values()))
+            rows = mesh.exchange("GradScaler", self._number, (mine,))
+        return {found_inf.device: found_inf.fill_(max(anywhere for (anywhere,) in rows))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -2,6 +2,9 @@
 
 from enum import Enum
 
+LONGEST_TIMEOUT_S = 365 * 24 * 3600.0
+"""A wait that may last longer is taken for a mistake."""
+
 
 class Reduction(Enum):
     """How the user's loss function reduces over the samples it is given.

@@ -96,7 +96,8 @@ def _load_into_many(
             faults += check_optimizer(optimizer, module, facts["optimizer"], optimizer_tensors)
     except Exception as error:
         problem = str(error)
-    mesh.begin_call("load_checkpoint")
+    assert isinstance(module, Pipeline)
+    mesh.begin_call("load_checkpoint", module.number)
     parts = mesh.gather((problem, faults, set(here)), "for the others to load the same checkpoint")
     if problems := [said for said, _, _ in parts if said is not None]:
         raise CheckpointError("; ".join(dict.fromkeys(problems)))

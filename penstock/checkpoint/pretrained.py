@@ -58,7 +58,7 @@ def load_pretrained(folder: str | os.PathLike[str], pipe: Pipeline) -> tuple[str
             every tensor that is missing or of another shape.  Nothing has changed then.
     """
     if pipe.mesh is not None:
-        pipe.mesh.begin_call("load_pretrained")
+        pipe.mesh.begin_call("load_pretrained", pipe.number)
     return load(Path(folder), pipe, pipe.original, pipe.mesh)
 
 
@@ -83,7 +83,7 @@ def save_pretrained(
     most = check_count("max_shard_bytes", max_shard_bytes)
     mesh = pipe.mesh if pipe.mesh is not None and pipe.mesh.is_distributed else None
     if mesh is not None:
-        mesh.begin_call("save_pretrained")
+        mesh.begin_call("save_pretrained", pipe.number)
     own: dict[str, Tensor] = {}
     with mesh.reporting() if mesh is not None else nullcontext():
         if mesh is None or mesh.replica == 0:

@@ -160,7 +160,8 @@ def _collect_together(
             tensors[OPTIMIZER_FOLDER] = storable(own, copy=copy)
     except Exception as problem:
         error = f"rank {mesh.rank}: {problem}"
-    mesh.begin_call("save_checkpoint")
+    assert isinstance(module, Pipeline)
+    mesh.begin_call("save_checkpoint", module.number)
     parts = mesh.gather((error, mine), "for the others to save the same checkpoint")
     if errors := [said for said, _ in parts if said is not None]:
         raise CheckpointError("; ".join(errors))

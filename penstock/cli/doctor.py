@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.types import LONGEST_TIMEOUT_S
+
 from .options import num_processes_option, refuse_inside_torchrun
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=1),
+    type=click.FloatRange(min=1, max=LONGEST_TIMEOUT_S),
     default=60.0,
     show_default=True,
     metavar="SECONDS",

@@ -112,8 +112,8 @@ class _Wish:
 
 def _train(wish: _Wish) -> int:
     """Train in this process, which may be one of many; rank 0 speaks for all."""
-    is_one_of_many = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    is_first = int(os.environ.get("RANK", "0")) == 0
+    is_one_of_many = os.environ.get("WORLD_SIZE", "1") != "1"  # numbers are checked later
+    is_first = os.environ.get("RANK", "0") == "0"
     with Interrupt(is_one_of_many=is_one_of_many) as interrupt:  # before the imports, which may
         from rich.console import Console  # swallow a KeyboardInterrupt
 

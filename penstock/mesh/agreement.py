@@ -1,8 +1,11 @@
 """What all processes must have in common: compared at the start, the first difference named."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from penstock.errors import ConfigError, MeshError, PenstockError
@@ -15,9 +18,12 @@ CALLS = (
     "clip_grad_norm_",
     "load_pretrained",
     "save_pretrained",
+    "GradScaler",
 )
-"""What all processes do together; each begins with a row of numbers, the first its place here."""
-ROW_WIDTH = 7
+"""What all processes do together.  Each begins with a row of numbers: its place here, the number
+of the pipeline that it is for, and what else the processes must know of each other.
+"""
+ROW_WIDTH = 8
 
 Outcome = tuple[bool, Any]
 """(True, result) or (False, the error that was raised)."""
@@ -43,19 +49,24 @@ def result_of(outcome: Outcome) -> Any:
     return value
 
 
-def check_same_kind(rows: Sequence[Sequence[float]]) -> None:
-    """See that all processes begin the same kind of call.
+def check_same_kind(rows: Sequence[Sequence[float]], pipelines: Sequence[str]) -> None:
+    """Compare the kinds of calls that the processes begin, and the pipelines these are for.
 
     Raises:
-        MeshError: they do not; on every process alike.
+        MeshError: they differ; on every process alike.
     """
     for rank, row in enumerate(rows):
-        if row[0] != rows[0][0]:
-            began = [f"rank {r} began {CALLS[int(rows[r][0])]}" for r in (0, rank)]
-            raise MeshError(
-                f"the processes do not do the same: {' and '.join(began)}. Every process must "
-                "make every call, in the same order (no `if rank == 0` around a step or a save)"
-            )
+        if row[:2] == rows[0][:2]:
+            continue
+        began = [f"rank {r} began {CALLS[int(rows[r][0])]}" for r in (0, rank)]
+        if row[1] != rows[0][1]:
+            of_both = (pipelines[int(rows[r][1])] for r in (0, rank))
+            began = [f"{call} of {which}" for call, which in zip(began, of_both, strict=True)]
+        raise MeshError(
+            f"the processes do not do the same: {' and '.join(began)}. Every process must "
+            "make every call, in the same order (no `if rank == 0` around a step or a save), and "
+            "for the same pipeline"
+        )
 
 
 def require_same(where: str, fields: Mapping[str, Any]) -> None:
@@ -65,6 +76,8 @@ def require_same(where: str, fields: Mapping[str, Any]) -> None:
         ConfigError: on every process alike; names the first field that differs, with each value.
     """
     mine = {name: repr(value) for name, value in fields.items()}
+    if _is_same_everywhere(mine):
+        return
     everyone: list[dict[str, str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     for name in mine:
@@ -74,6 +87,15 @@ def require_same(where: str, fields: Mapping[str, Any]) -> None:
                 f"{where}: the processes do not agree on {name}: {_by_value(values)}. Start all "
                 "of them with the same script, arguments and versions"
             )
+
+
+def _is_same_everywhere(facts: dict[str, str]) -> bool:
+    """Compare the digests of what the processes give: few bytes, however many processes."""
+    digest = sha256(json.dumps(facts).encode()).digest()
+    words = torch.frombuffer(bytearray(digest), dtype=torch.int32).long()
+    highest = torch.cat([words, -words])
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return torch.equal(highest, torch.cat([words, -words]))
 
 
 def _by_value(values: list[str]) -> str:

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from penstock.errors import MeshError
 
+from .start import meeting_place, num_processes, process_rank
 from .threads import THREAD_PREFIX, end_now
 
 _PAUSE_S = 0.02
@@ -36,17 +37,18 @@ def join(timeout_s: float) -> None:
     """Let the processes of a job meet, if they have not.
 
     Raises:
+        ConfigError: the environment does not say where and who they are.
         MeshError: they do not find each other in time.
     """
     if dist.is_initialized():
         return
+    rank, world_size, (address, port) = process_rank(), num_processes(), meeting_place()
     try:
         _within(timeout_s + _MARGIN_S, lambda: _meet(timeout_s))
     except (RuntimeError, ValueError) as error:
-        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise MeshError(
-            f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} did not find the "
-            f"others at {place} within {timeout_s:g} s: {first_line(error)}. See that all "
+            f"rank {rank} of {world_size} did not find the others at {address}:{port} within "
+            f"{timeout_s:g} s: {first_line(error)}. See that all "
             "processes run, that this host reaches that address (MASTER_ADDR, firewall), that the "
             "port is free on it (MASTER_PORT), and that GLOO_SOCKET_IFNAME names the right "
             "interface"
@@ -58,8 +60,7 @@ def _meet(timeout_s: float) -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group("gloo", timeout=limit)
         return
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, world_size, (address, port) = process_rank(), num_processes(), meeting_place()
     store = TCPStore(address, port, is_master=False, timeout=limit)
     attempt = name_attempt(PrefixStore("penstock/meeting", store), rank, world_size, timeout_s)
     dist.init_process_group(

@@ -7,12 +7,11 @@ Stages that talk to each other are neighbours in rank, and so mostly on one host
 """
 
 import atexit
-import os
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from platform import python_version
 from typing import Any
 
@@ -32,6 +31,7 @@ from .agreement import (
 )
 from .background import Background
 from .meet import join, meeting, told_by_first
+from .start import check_timeout, num_processes
 from .streams import Streams
 from .threads import end_now
 from .watch import Watch
@@ -47,6 +47,7 @@ class Mesh:
     `stage` and `replica` are this process's place.  Where a schedule runs several stages on each
     rank, `num_stages` counts ranks, and `stage` is the first of this one's.  `device_mesh` has the
     axes `replica` and `stage`; it is None where all stages run in this process, in threads.
+    `pipelines` describes those made on the mesh of processes, in the order of their numbers.
     """
 
     num_stages: int
@@ -58,6 +59,7 @@ class Mesh:
     watch: Watch | None = None
     background: Background | None = None
     streams: Streams | None = None
+    pipelines: list[str] = field(default_factory=list)
 
     @property
     def is_distributed(self) -> bool:
@@ -104,31 +106,43 @@ class Mesh:
         assert self.device_mesh is not None
         return self.device_mesh.get_group(axis)
 
-    def exchange(self, row: Sequence[float]) -> list[list[float]]:
-        """Begin a call together with all processes; give the rows of all, in the order of ranks.
+    def number_pipeline(self, what: str) -> int:
+        """Number a pipeline that all processes have made alike; `what` describes it in messages.
+
+        Calls name it by this number, so that those for one pipeline never meet those for another.
+        """
+        self.pipelines.append(f"pipeline {len(self.pipelines)} ({what})")
+        return len(self.pipelines) - 1
+
+    def exchange(self, kind: str, pipeline: int, row: Sequence[float]) -> list[list[float]]:
+        """Begin a call together with all processes, and compare what it is and for which pipeline.
+
+        Returns:
+            The rows of all processes, in the order of ranks.
 
         Raises:
-            MeshError: they begin different kinds of calls.
+            MeshError: they begin different kinds of calls, or for different pipelines.
         """
-        sent = torch.tensor([*row, *[0.0] * (ROW_WIDTH - len(row))], dtype=torch.float64)
         if self.background is None:
-            return [sent.tolist()]
+            return [list(row)]
+        full = [float(CALLS.index(kind)), float(pipeline), *row]
+        sent = torch.tensor(full + [0.0] * (ROW_WIDTH - len(full)), dtype=torch.float64)
         rows = [torch.empty_like(sent) for _ in range(self.world_size)]
         self.background.run(
             lambda: dist.all_gather(rows, sent), "for the others to begin the same call"
         )
         numbers = [found.tolist() for found in rows]
-        check_same_kind(numbers)
-        return numbers
+        check_same_kind(numbers, self.pipelines)
+        return [found[2 : 2 + len(row)] for found in numbers]
 
-    def begin_call(self, kind: str) -> None:
-        """See that all processes make a call of this kind; one of `agreement.CALLS`.
+    def begin_call(self, kind: str, pipeline: int) -> None:
+        """Compare that all processes make a call of this kind, one of `agreement.CALLS`.
 
         Raises:
             MeshError: they do not.
         """
         with self.reporting():
-            self.exchange([float(CALLS.index(kind))])
+            self.exchange(kind, pipeline, ())
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Give every process the values of all, in the order of ranks; only its own where it is
@@ -209,17 +223,18 @@ def init_mesh(
             says so; default: as many as processes divided by `num_replicas`, or 1 without
             torchrun.
         num_replicas: D, copies of the pipeline that share each mini-batch's samples.
-        timeout_s: deadline of every wait between processes, in seconds.
+        timeout_s: deadline of every wait between processes, in seconds; at most a year.
         device: what this process computes on; between processes only the CPU so far.
 
     Raises:
-        ConfigError: the number of processes is not K x D, or the processes were given different
-            arguments or run different versions of Python, torch or Penstock.
+        ConfigError: the number of processes is not K x D, an argument or a variable of the
+            environment cannot work, or the processes were given different arguments or run
+            different versions of Python, torch or Penstock.
         MeshError: the processes do not find each other in time.
     """
     _check_counts(num_stages, num_replicas)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == 1 and not dist.is_initialized():
+    timeout_s = check_timeout(timeout_s)
+    if not dist.is_initialized() and num_processes() == 1:
         if num_replicas != 1:
             raise ConfigError(
                 f"num_replicas={num_replicas}, but this is a single process; replicas are "

@@ -3,18 +3,34 @@
 Such a thread would crash the interpreter if it woke while that goes down.
 """
 
+import atexit
 import logging
 import os
 import sys
 import threading
+from collections.abc import Iterable, Sequence
 
 THREAD_PREFIX = "penstock-mesh-"
-"""How the names of threads begin that wait for other processes."""
+"""How the names of threads begin that wait for other processes, or were given up."""
 
 
 def is_any_left() -> bool:
-    """Tell whether a thread still waits for another process."""
+    """Tell whether a thread is left that would crash the interpreter if it woke at its end."""
     return any(t.name.startswith(THREAD_PREFIX) for t in threading.enumerate())
+
+
+def leave_behind(threads: Iterable[threading.Thread]) -> None:
+    """Let the process end despite those of `threads` that are stuck in a layer; then not well."""
+    stuck = [thread for thread in threads if thread.is_alive()]
+    for thread in stuck:
+        thread.name = f"{THREAD_PREFIX}{thread.name}"
+    if stuck:
+        atexit.register(_end_despite, stuck)
+
+
+def _end_despite(threads: Sequence[threading.Thread]) -> None:
+    if any(thread.is_alive() for thread in threads):
+        end_now(1)
 
 
 def end_now(code: int) -> None:

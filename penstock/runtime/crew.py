@@ -76,9 +76,13 @@ class Batch:
 
 
 class Crew(ABC):
-    """What a pipeline asks of those who run it; `readers` are the stages that read the inputs."""
+    """What a pipeline asks of those who run it; `readers` are the stages that read the inputs.
+
+    `number` is the pipeline's among those of the mesh.
+    """
 
     readers: tuple[int, ...] = (0,)
+    number: int = 0
 
     @abstractmethod
     def runs(self, stage: int) -> bool:
@@ -188,15 +192,15 @@ class Together(Crew):
     def cut(self, inputs: Any, targets: Any, call: Call) -> Batch:
         self._calls += 1
         everyone = self._exchange(
+            "train_step" if call.trains else "eval_step",
             Said(
-                trains=float(call.trains),
                 number=float(self._calls),
                 num_inputs=-1.0 if inputs is None else float(batch_size(inputs, "inputs")),
                 num_targets=-1.0 if targets is None else float(batch_size(targets, "targets")),
                 raw_total=self._raw_total(inputs if targets is None else targets, call),
                 loss_scale=call.loss_scale,
                 trace=strength(call.trace),
-            )
+            ),
         )
         check_same_call(everyone)
         mesh, wanted = self._mesh, call.num_microbatches
@@ -231,8 +235,8 @@ class Together(Crew):
         sizes = microbatch_sizes(batch_size(weighed, "targets"), call.num_microbatches)
         return sum(raw_weights(call.reduction, split(weighed, sizes), sizes))
 
-    def _exchange(self, mine: Said) -> list[Said]:
-        rows = self._mesh.exchange(mine)
+    def _exchange(self, kind: str, mine: Said) -> list[Said]:
+        rows = self._mesh.exchange(kind, self.number, mine)
         self._agreed_s = time.perf_counter()
         return [Said(*row) for row in rows]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError, CutError, PenstockError, RandomnessError
 from penstock.mesh import Mesh
+from penstock.mesh.start import check_timeout
 from penstock.model.layers import Layers, Step
 from penstock.model.make import move_or_make_all
 from penstock.model.stages import StagePlan, check_partition, plan_stages, stage_of_layers
@@ -48,6 +49,16 @@ class Execution:
     draws: bool
     mesh: Mesh | None
     pools_statistics: bool
+
+    def __post_init__(self) -> None:
+        """Refuse a deadline that no wait could have."""
+        check_timeout(self.timeout_s)
+
+    @property
+    def choices(self) -> str:
+        """The schedule and what is recomputed, in words."""
+        name = getattr(self.schedule, "__name__", self.schedule)
+        return f"schedule={name}, recompute={self.recompute.name}"
 
     def make_transport(self) -> AbstractTransport:
         """Make what moves values between the stages."""

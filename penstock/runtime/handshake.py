@@ -28,12 +28,8 @@ class Call:
 
 
 class Said(NamedTuple):
-    """What one process says, all in numbers; -1 samples where it was given none.
+    """What one process says, all in numbers; -1 samples where it was given none."""
 
-    `trains`, 1 or 0, is the call's place in `mesh.agreement.CALLS`.
-    """
-
-    trains: float
     number: float
     num_inputs: float
     num_targets: float

@@ -16,12 +16,13 @@ from rich.console import Console
 from penstock.errors import RecipeError, RunFolderError
 from penstock.mesh import Mesh
 from penstock.mesh.meet import join, meeting, told_by_first
+from penstock.mesh.start import num_processes
 
 from .build import num_layers
 from .display import Display
 from .interrupt import Interrupt
 from .job import job_name
-from .layout import check_layout, make_mesh, num_processes, refit
+from .layout import check_layout, make_mesh, refit
 from .loop import Trainer
 from .read_recipe import check_resumable, read_recipe, recipe_to_toml
 from .recipe import Recipe

@@ -1,22 +1,11 @@
 """Which stages and replicas the processes of a run take: K x D of them, or one with K threads."""
 
-import os
-
 from penstock.errors import RecipeError
 from penstock.mesh import Mesh, init_mesh
+from penstock.mesh.start import num_processes
 from penstock.runtime.microbatches import microbatch_sizes
 
 from .recipe import Recipe
-
-
-def num_processes() -> int:
-    """Count the processes that torchrun, or whoever set its variables, started; 1 without."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def process_rank() -> int:
-    """Give this process's number among them."""
-    return int(os.environ.get("RANK", "0"))
 
 
 def make_mesh(recipe: Recipe) -> Mesh:

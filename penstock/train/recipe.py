@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from penstock.errors import ConfigError
 from penstock.schedules.names import SCHEDULE_NAMES, named_schedule
-from penstock.types import Recompute
+from penstock.types import LONGEST_TIMEOUT_S, Recompute
 
 from .data_sections import DataSection, PictureSection, TranslatedSection
 from .model_sections import ModelSection
@@ -51,7 +51,7 @@ class PipelineSection(Section):
     """stage: keep only what enters a stage, run its forward twice; never: keep everything."""
     threads_per_stage: Count = 1
     """CPU threads inside each operator of a stage; another number may round differently."""
-    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    timeout_s: Annotated[float, Field(gt=0, le=LONGEST_TIMEOUT_S)] = 600.0
     """Give up when a stage has waited so many seconds for another."""
     seed: Seed = 0
     """Decides what the layers draw, such as dropout masks."""

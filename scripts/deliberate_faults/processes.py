@@ -22,10 +22,18 @@ FAULTS = (
     Fault(
         "each rank decides for itself whether its gradients overflowed",
         "penstock/scaler.py",
-        "lambda: dist.all_reduce(anywhere, op=dist.ReduceOp.MAX),",
-        "lambda: None,",
+        "max(anywhere for (anywhere,) in rows)",
+        "mine",
         "tests/distributed/test_amp_processes.py",
         "inf_on_one_rank",
+    ),
+    Fault(
+        "a call does not say which pipeline it is for",
+        "penstock/mesh/mesh.py",
+        "float(CALLS.index(kind)), float(pipeline), *row]",
+        "float(CALLS.index(kind)), 0.0, *row]",
+        "tests/distributed/test_crossing.py",
+        "another_pipeline and layout1",
     ),
     Fault(
         "parameters that another replica stepped stay as they were",

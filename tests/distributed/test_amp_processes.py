@@ -48,4 +48,4 @@ def test_what_torchs_scaler_refuses_on_one_rank_ends_all(tmp_path: Path) -> None
     first, second = call(amp_job.half_gradients_on_one_rank, (2, 1), tmp_path, ends_well=False)
     assert "ValueError: Attempting to unscale FP16 gradients" in first
     assert "PeerError: rank 0 (stage 0) failed: ValueError: Attempting to unscale" in second
-    assert "waited for the others to look for inf and nan" in second
+    assert "waited for the others to begin the same call" in second

@@ -136,6 +136,27 @@ def test_a_wait_beyond_the_deadline_says_who_waits_for_whom() -> None:
     assert not workers_since(before)
 
 
+def test_a_process_with_a_stuck_stage_ends_with_the_error_that_said_so() -> None:
+    """The stage's operators wake again and again while the interpreter goes down."""
+    program = (
+        "import torch, penstock\nfrom torch import nn\n"
+        "class Stuck(nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        y = torch.ones(300, 300)\n"
+        "        while True:\n"
+        "            y = (y @ y).clamp(max=1)\n"
+        "pipe = penstock.Pipeline([nn.Linear(2, 2), Stuck(), nn.Linear(2, 2)],\n"
+        "    partition=[1, 1, 1], loss=nn.MSELoss(), timeout_s=0.1)\n"
+        "pipe.train_step(torch.ones(4, 2), torch.ones(4, 2))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "WaitTimeout: stage" in ended.stderr
+    assert "terminate" not in ended.stderr
+    assert ended.returncode == 1
+
+
 @pytest.mark.parametrize(
     "ending", ("pass", "raise SystemExit(3)", "raise ValueError('late')", "out = pipe(x)")
 )

@@ -1,7 +1,9 @@
 """What cannot work is refused in one clear error, with its remedy, before any gradient."""
 
+import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock.arguments import device_of_process
 from penstock.errors import (
     BatchError,
     BoundaryError,
@@ -150,6 +153,47 @@ def test_a_layer_that_returns_fewer_values_than_it_names() -> None:
 def test_a_wrong_number_of_devices(count: int) -> None:
     with pytest.raises(ConfigError, match=rf"{count} devices.*2 stages"):
         make(devices=["cpu"] * count)
+
+
+@pytest.mark.parametrize("devices", ("cuda:1", ["cpu", "cuda:0"], [0, 1]))
+def test_devices_of_a_mesh_of_processes_are_those_of_its_processes(devices: Any) -> None:
+    mesh = penstock.Mesh(2, 1, 1.0, device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"devices=.*several processes.*Leave devices out"):
+        device_of_process(devices, mesh)
+    of_processes: tuple[Any, ...] = (None, "cpu", ["cpu", torch.device("cpu")])
+    for same in of_processes:
+        assert device_of_process(same, mesh) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("timeout_s", (0, -1.0, 1e10, math.inf, math.nan, "60", True))
+def test_a_deadline_that_no_wait_can_have(timeout_s: Any) -> None:
+    for refused in (partial(make, timeout_s=timeout_s), partial(penstock.init_mesh, 2)):
+        with pytest.raises(ConfigError, match=r"timeout_s=.*above 0 and at most 31,536,000"):
+            refused(timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc in the environment; it must be a whole number of"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in the environment"),
+        ({"WORLD_SIZE": "2"}, "RANK and MASTER_ADDR and MASTER_PORT are not set"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set: they cannot find each other"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT=x in the environment"),
+        ({"RANK": "two"}, "RANK=two in the environment"),
+        ({"RANK": "2"}, "RANK=2 with WORLD_SIZE=2: ranks count from 0, so the last one is 1"),
+    ],
+)
+def test_variables_that_do_not_say_who_takes_part(
+    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name in good:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (variables if "WORLD_SIZE" in variables else good | variables).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        penstock.init_mesh(2, timeout_s=5.0)
 
 
 def test_an_empty_batch() -> None:

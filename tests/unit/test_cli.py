@@ -84,7 +84,7 @@ def test_python_m_penstock_is_the_same_command() -> None:
             ["check", "os:getcwd"],
             "os:getcwd returned a str; return (layers, inputs, targets, loss)",
         ),
-        (["doctor", "--timeout", "0"], "0.0 is not in the range x>=1"),
+        (["doctor", "--timeout", "0"], "0.0 is not in the range 1<=x<=31536000"),
         (
             ["simulate", "--schedule", "gpip"],
             "'gpip' is not one of 'gpipe', 'one_f_one_b', 'eager_1f1b', 'interleaved_1f1b'",
@@ -220,6 +220,16 @@ def test_another_number_of_processes_than_stages_is_said_before_they_meet(
     said = capsys.readouterr().err
     assert said.startswith("penstock: rank 3: pipeline.num_stages = 2 x pipeline.num_replicas = 1")
     assert "are 2 processes, but 4 were started" in said
+
+
+def test_a_number_of_processes_that_is_none_is_one_line_and_exit_code_2(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    assert run(["train", DIGITS]) == 2
+    said = capsys.readouterr().err
+    assert "WORLD_SIZE=abc in the environment; it must be a whole number" in said
+    assert said.count("\n") == 1
 
 
 def test_one_process_cannot_be_two_replicas(capsys: Captured) -> None:

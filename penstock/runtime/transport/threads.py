@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from penstock.errors import WaitTimeout
+from penstock.mesh.threads import leave_behind
 from penstock.runtime.caller import keeping_casts
 from penstock.runtime.channels import AbstractChannels, Stopped
 from penstock.runtime.devices import num_cores
@@ -82,6 +83,7 @@ class ThreadTransport(AbstractTransport):
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._inboxes: list[SimpleQueue[Any]] = []
+        self._threads: list[threading.Thread] = []
         self._finalizer: weakref.finalize[..., Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -150,13 +152,14 @@ class ThreadTransport(AbstractTransport):
         torch.set_num_threads(
             torch.get_num_threads()
         )  # a worker's count is also the next thread's default
+        self._threads = threads
         self._finalizer = weakref.finalize(self, _stop, self._inboxes, threads)
 
     def _drain(self, done: "SimpleQueue[None]", waiting: int) -> None:
         try:
             for _ in range(waiting):
                 done.get(timeout=self._timeout_s)
-        except Empty:
+        except (Empty, KeyboardInterrupt):
             self._abandon()
 
     def _abandon(self) -> None:
@@ -166,6 +169,8 @@ class ThreadTransport(AbstractTransport):
         for inbox in self._inboxes:
             inbox.put(None)
         self._inboxes, self._finalizer = [], None
+        leave_behind(self._threads)
+        self._threads = []
 
 
 def _raise_failure(work: Work) -> NoReturn:

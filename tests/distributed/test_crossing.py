@@ -1,0 +1,32 @@
+"""Pipelines that share a mesh are never mixed: a call names the pipeline that it is for."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import crossing_job
+from tests.distributed.call import call
+
+WORDS = {"step": "train_step", "evaluate": "eval_step", "clip": "clip_grad_norm_"}
+WORDS |= {"unscale": "GradScaler", "save": "save_checkpoint"}
+PAIRS = [("step", "step"), ("clip", "clip"), ("unscale", "evaluate"), ("save", "step")]
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
+def test_a_call_for_another_pipeline_is_refused_everywhere_and_names_both(
+    layout: tuple[int, int], tmp_path: Path
+) -> None:
+    pairs = PAIRS if layout == (2, 1) else PAIRS[:1]
+    by_rank = call(crossing_job.all_of_them, layout, tmp_path, pairs=pairs)
+    for pair, *found in zip(pairs, *by_rank, strict=True):
+        for error, is_unchanged in found:
+            layers = f"({layout[0]} layers, {12 * layout[0]} parameters)"
+            for rank, name in enumerate(pair):
+                assert f"rank {rank} began {WORDS[name]} of pipeline {rank} {layers}" in error
+            assert error.startswith("MeshError")
+            assert is_unchanged or "unscale" in pair  # which divides before it asks the others
+
+
+def test_pipelines_made_in_another_order_are_refused(tmp_path: Path) -> None:
+    for error in call(crossing_job.in_other_order, (2, 1), tmp_path):
+        assert "number of pipelines made before: 1 on rank 0; 0 on rank 1" in error
