@@ -10,15 +10,17 @@ from penstock.schedules.ir import (
     Backward,
     CommitStatistics,
     Forward,
+    Instruction,
     PostReceive,
     ReceiveActivation,
     ReceiveGradient,
     Recompute,
     ReduceGradients,
+    Schedule,
     SendActivation,
     SendGradient,
 )
-from penstock.schedules.walk import Message, awaited_message, sent_message
+from penstock.schedules.walk import Message, awaited_message, sent_message, walk
 
 from .timeline import Span, Timeline
 from .units import percent_text, unit_for
@@ -56,6 +58,9 @@ class Breakdown:
     num_ranks: int
     num_microbatches: int
     step_s: float
+    ideal_step_s: float
+    """What the same work would take, in the same order on each rank, if no message took time and
+    each instruction began as soon as it could: the longest chain of work."""
 
     @property
     def utilisation(self) -> float:
@@ -74,14 +79,21 @@ class Breakdown:
 
     @property
     def ideal_utilisation(self) -> float:
-        """The v m / (v m + p - 1) of p equal ranks, v stages each, and messages without delay."""
-        work = self.num_microbatches * len(self.stages)
-        return share(work, work + self.num_ranks * (self.num_ranks - 1))
+        """Share of the ranks' time in which layers run in the ideal step.
+
+        The v m / (v m + p - 1) of p equal ranks, v stages each; less where stages are unequal, and
+        more where ranks recompute while they wait for gradients.
+        """
+        busy_s = sum(stage.busy_s for stage in self.stages)
+        return share(busy_s, self.num_ranks * self.ideal_step_s)
 
     @property
     def share_of_ideal(self) -> float:
-        """How much of the ideal utilisation was reached; a recompute counts as use."""
-        return share(self.utilisation, self.ideal_utilisation)
+        """How much of the ideal utilisation was reached, from 0 to 1; a recompute counts as use.
+
+        What is missing went into messages and into starting late.
+        """
+        return share(self.ideal_step_s, self.step_s)
 
     def __str__(self) -> str:
         unit = unit_for(self.step_s)
@@ -162,7 +174,34 @@ def breakdown(timeline: Timeline) -> Breakdown:
         num_ranks=timeline.num_ranks,
         num_microbatches=timeline.schedule.num_microbatches,
         step_s=timeline.step_s,
+        ideal_step_s=_ideal_step_s(timeline),
     )
+
+
+def _ideal_step_s(timeline: Timeline) -> float:
+    """Compute the length of the longest chain of work that a timeline's order and messages allow.
+
+    A receive whose send the timeline lacks waits for nothing.
+    """
+    work_s: dict[tuple[int, Instruction], float] = {
+        (span.rank, span.instruction): span.duration_s
+        for span in timeline.spans
+        if isinstance(span.instruction, Forward | Recompute | Backward)
+    }
+    sent = {None, *(sent_message(span.instruction) for span in timeline.spans)}
+    programs = (
+        tuple(x for x in program if awaited_message(x) in sent)
+        for program in timeline.schedule.programs
+    )
+    arrival_s: dict[Message | None, float] = {None: 0}
+    free_s: list[float] = [0] * timeline.num_ranks
+    for rank, instruction in walk(Schedule(tuple(programs))):
+        begin_s = max(free_s[rank], arrival_s[awaited_message(instruction)])
+        free_s[rank] = begin_s + work_s.get((rank, instruction), 0)
+        message = sent_message(instruction)
+        if message is not None:
+            arrival_s[message] = free_s[rank]
+    return max(free_s, default=0)
 
 
 def waits_s(timeline: Timeline) -> tuple[float, ...]:

@@ -279,7 +279,7 @@ def _as_layout(old: Recipe, new: Recipe) -> str:
 
 
 def _run(trainer: Trainer, folder: RunFolder, console: Console, interrupt: Interrupt) -> Summary:
-    for remark in trainer.task.remarks():
+    for remark in filter(None, (trainer.recipe.shortened_warmup, *trainer.task.remarks())):
         console.print(remark, highlight=False, markup=False, soft_wrap=True)
     console.print(str(trainer.pipe), highlight=False, markup=False, soft_wrap=True)
     start_s = time.perf_counter()

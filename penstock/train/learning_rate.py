@@ -8,18 +8,21 @@ from .optimizer_sections import Cosine, Exponential, InverseSqrt, LearningRate
 def learning_rate(
     section: LearningRate, step: int, *, peak: float, steps_per_epoch: int, epochs: int
 ) -> float:
-    """Give the learning rate of `step` (from 0), as the recipe says."""
+    """Give the learning rate of `step` (from 0), as the recipe says.
+
+    A warm-up in epochs that is longer than the run is shortened to the run's steps.
+    """
     match section:
         case Cosine():
             return warmup_cosine(
                 step,
                 num_steps=epochs * steps_per_epoch,
-                warmup_steps=round(section.warmup_epochs * steps_per_epoch),
+                warmup_steps=_warmup_steps(section, steps_per_epoch, epochs),
                 peak=peak,
                 final_share=section.final_share,
             )
         case Exponential():
-            warmup_steps = round(section.warmup_epochs * steps_per_epoch)
+            warmup_steps = _warmup_steps(section, steps_per_epoch, epochs)
             if step < warmup_steps:
                 return peak * (step + 1) / warmup_steps
             times = math.floor(step / steps_per_epoch / section.every_epochs)
@@ -27,6 +30,10 @@ def learning_rate(
         case InverseSqrt(warmup_steps=warmup_steps):
             number = step + 1
             return peak * min(number / warmup_steps, math.sqrt(warmup_steps / number))
+
+
+def _warmup_steps(section: Cosine | Exponential, steps_per_epoch: int, epochs: int) -> int:
+    return round(min(section.warmup_epochs, epochs) * steps_per_epoch)
 
 
 def warmup_cosine(
@@ -38,7 +45,7 @@ def warmup_cosine(
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    done = (step - warmup_steps) / (num_steps - warmup_steps)
+    done = (step - warmup_steps) / max(1, num_steps - warmup_steps)
     return peak * (
         final_share + (1 - final_share) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
     )

@@ -9,7 +9,8 @@ Huang et al. 2019, section 2.3: O(N + L/K * N/M).  Written out for stage s:
     activation_bytes(s)   what autograd saves for a micro-batch beyond inputs, parameters, buffers
     graphs(s)             1 with recompute; live(s) without, since nothing is dropped
 
-`live` is M for GPipe and min(M, K - s) for 1F1B.
+`live` is M for GPipe and min(M, K - s) for 1F1B.  Where micro-batches differ in size, each counts
+with its own: the result is the most that is kept at any time of the schedule.
 """
 
 import copy
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.runtime.microbatches import microbatch_sizes
 from penstock.schedules.ir import Backward, Forward, Schedule
 from penstock.types import Recompute
 
@@ -29,19 +31,20 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 def formula_bytes(
     stages: Sequence[nn.Sequential],
-    microbatch: tuple[Tensor, Tensor],
+    batch: tuple[Tensor, Tensor],
     loss: Loss,
     schedule: Schedule,
     recompute: Recompute,
     *,
     only: Collection[int] | None = None,
 ) -> dict[int, int]:
-    """Give the formula's bytes for each stage, or for those in `only`.
+    """Compute the formula's bytes for each stage, or for those in `only`.
 
-    `microbatch` is (inputs, targets) of full size.  Stages that are not asked for may be on the
-    meta device.
+    `batch` is (inputs, targets) of all micro-batches of the schedule.  Stages that are not asked
+    for may be on the meta device.
     """
-    value, targets = microbatch
+    sizes = microbatch_sizes(len(batch[1]), schedule.num_microbatches)
+    value, targets = (part[: sizes[0]] for part in batch)
     result = {}
     for number, stage in enumerate(stages):
         last = number == len(stages) - 1
@@ -51,9 +54,13 @@ def formula_bytes(
         entering = _as_leaf(value, wants_grad=number > 0)
         activation_bytes, value = _run(stage, entering, (loss, targets) if last else None)
         input_bytes = _bytes(entering) + (_bytes(targets) if last else 0)
-        live = most_live(schedule, number)
-        graphs = live if recompute is Recompute.NEVER else 1
-        result[number] = live * input_bytes + graphs * activation_bytes
+        kept_bytes, passing_bytes = input_bytes, activation_bytes
+        if recompute is Recompute.NEVER:
+            kept_bytes, passing_bytes = input_bytes + activation_bytes, 0
+        weights = [size / sizes[0] for size in sizes]
+        result[number] = round(
+            most_kept(schedule, number, weights, kept=kept_bytes, passing=passing_bytes)
+        )
     return result
 
 
@@ -77,16 +84,23 @@ def cut(model: nn.Sequential, partition: Sequence[int]) -> Iterator[nn.Sequentia
         yield nn.Sequential(OrderedDict(layers[first:end]))
 
 
-def most_live(schedule: Schedule, stage: int) -> int:
-    """Count the most micro-batches between their forward and their backward on `stage`."""
-    live = most = 0
+def most_kept(
+    schedule: Schedule, stage: int, weights: Sequence[float], *, kept: float, passing: float
+) -> float:
+    """Compute the most that `stage` keeps at any time.
+
+    A micro-batch i adds `weights[i] * kept` from its forward to the end of its backward, and
+    `weights[i] * passing` during its backward.
+    """
+    now = most = 0.0
     for _, instruction in schedule:
         match instruction:
-            case Forward(s, _) if s == stage:
-                live += 1
-            case Backward(s, _) if s == stage:
-                live -= 1
-        most = max(most, live)
+            case Forward(s, i) if s == stage:
+                now += weights[i] * kept
+                most = max(most, now)
+            case Backward(s, i) if s == stage:
+                most = max(most, now + weights[i] * passing)
+                now -= weights[i] * kept
     return most
 
 

@@ -83,7 +83,7 @@ class Cosine(Section):
     name: Literal["cosine"] = "cosine"
     """cosine: down to a share of the peak at the end of the last epoch."""
     warmup_epochs: From0 = 0.0
-    """Epochs in which it rises from near zero to optimizer.lr."""
+    """Epochs in which it rises from near zero to optimizer.lr; at most those of the run."""
     final_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of optimizer.lr that is left at the end."""
 
@@ -94,7 +94,7 @@ class Exponential(Section):
     name: Literal["exponential"]
     """exponential: times a factor after every so many epochs."""
     warmup_epochs: From0 = 0.0
-    """Epochs in which it rises from near zero to optimizer.lr."""
+    """Epochs in which it rises from near zero to optimizer.lr; at most those of the run."""
     factor: Annotated[float, Field(gt=0, le=1)] = 0.97
     """What it is multiplied with."""
     every_epochs: Above0 = 2.0

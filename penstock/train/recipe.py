@@ -199,12 +199,14 @@ class Recipe(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def _warmup_ends(self) -> Self:
-        rate = self.learning_rate
-        if not isinstance(rate, InverseSqrt) and rate.warmup_epochs >= self.train.epochs:
-            raise ValueError(
-                f"learning_rate.warmup_epochs = {rate.warmup_epochs:g} must be less "
-                f"than train.epochs = {self.train.epochs}"
-            )
-        return self
+    @property
+    def shortened_warmup(self) -> str:
+        """Say that the run ends before its warm-up would; empty if it does not."""
+        rate, epochs = self.learning_rate, self.train.epochs
+        if isinstance(rate, InverseSqrt) or rate.warmup_epochs < epochs:
+            return ""
+        return (
+            f"learning_rate.warmup_epochs = {rate.warmup_epochs:g} is not less than "
+            f"train.epochs = {epochs}: the learning rate rises over the whole run, up to "
+            "optimizer.lr, and does not fall"
+        )

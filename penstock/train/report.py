@@ -67,22 +67,28 @@ def _stage_memory(trainer: Trainer) -> tuple[StageMemory, ...]:
 
 
 def _expected_bytes(trainer: Trainer) -> dict[int, int]:
-    """Give the bytes of the paper's formula for each stage of a chain; nothing for others."""
+    """Compute the bytes of the paper's formula for each stage of a chain; nothing for others.
+
+    They are those of the replica that this process belongs to: its share of the mini-batch, in as
+    many micro-batches as there are samples for.
+    """
     recipe, pipe, mesh, model = trainer.recipe, trainer.pipe, trainer.mesh, trainer.model
     if not isinstance(model, nn.Sequential):
         return {}
     inputs, targets = trainer.example_part()
-    size = -(-len(targets) // recipe.pipeline.num_microbatches)
-    stages, schedule = list(cut(model, pipe.partition)), pipe.schedule_for()
+    count = min(len(targets), pipe.num_microbatches)
+    stages, schedule = list(cut(model, pipe.partition)), pipe.schedule_for(count)
     own = {x.stage for x in schedule.programs[mesh.stage]} if mesh.is_distributed else None
     with autocast(recipe, pipe):
         mine = formula_bytes(
             stages,
-            (inputs[:size], targets[:size]),
+            (inputs, targets),
             trainer.task.loss,
             schedule,
             Recompute(recipe.pipeline.recompute),
             only=own,
         )
     parts = mesh.gather(mine, "for the memory of the other stages")
+    if mesh.is_distributed:
+        parts = parts[mesh.rank_of(0) :][: mesh.num_stages]
     return {stage: count for part in parts for stage, count in part.items()}

@@ -151,6 +151,15 @@ def test_sigterm_to_one_process_saves_on_all_and_any_other_number_goes_on(
     assert_same_run(tmp_path / "runs" / "digits-1", uninterrupted)
 
 
+def test_the_formula_counts_the_samples_of_one_replica(tmp_path: Path) -> None:
+    changes = ("pipeline.num_replicas=2", "pipeline.num_stages=1", "train.epochs=1")
+    arguments = [*TRAIN, *words(*changes), "--run-folder", str(tmp_path / "run"), "--json"]
+    ended = start(2, arguments).wait(100)
+    assert [process.code for process in ended] == [0, 0], ended
+    (stage,) = json.loads(ended[0].output.splitlines()[-1])["stages"]
+    assert stage["peak_bytes"] == pytest.approx(stage["formula_bytes"], rel=0.01)
+
+
 @pytest.mark.slow
 def test_sigterm_to_the_command_reaches_its_processes(tmp_path: Path) -> None:
     job = [*TRAIN, *words("train.epochs=2000"), "--run-folder", "run", "--num-processes", "2"]

@@ -1,11 +1,21 @@
 """The learning rate is a function of the step: up in a line, down in half a cosine."""
 
+import io
 import math
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from penstock.train.learning_rate import warmup_cosine
+from penstock.train.command import Request, start_run
+from penstock.train.interrupt import Interrupt
+from penstock.train.learning_rate import learning_rate, warmup_cosine
+from penstock.train.optimizer_sections import Cosine, Exponential, LearningRate
+
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
 
 PEAK = 0.3
 
@@ -32,6 +42,34 @@ def test_it_reaches_the_peak_at_the_end_of_the_warm_up_and_only_falls_then(
 @pytest.mark.parametrize("final_share", [0.0, 0.1, 1.0])
 def test_it_ends_at_its_final_share(final_share: float) -> None:
     assert rates(10, final_share)[-1] == pytest.approx(PEAK * final_share)
+
+
+@pytest.mark.parametrize("section", [Cosine, partial(Exponential, name="exponential")])
+@pytest.mark.parametrize("warmup_epochs", [2, 2.5, 7])
+def test_a_warm_up_longer_than_the_run_is_shortened_to_it(
+    section: Callable[..., LearningRate], warmup_epochs: float
+) -> None:
+    found = [
+        learning_rate(
+            section(warmup_epochs=warmup_epochs), step, peak=PEAK, steps_per_epoch=5, epochs=2
+        )
+        for step in range(10)
+    ]
+    assert found == pytest.approx([PEAK * (n + 1) / 10 for n in range(10)])
+
+
+def test_a_step_more_than_was_reckoned_with_has_a_learning_rate_too() -> None:
+    """Epochs of parallel text differ in steps, so a run may have more than the first one says."""
+    section = Cosine(warmup_epochs=2, final_share=0.5)
+    assert learning_rate(section, 10, peak=PEAK, steps_per_epoch=5, epochs=2) == PEAK
+
+
+def test_a_run_says_that_its_warm_up_is_shortened(tmp_path: Path) -> None:
+    said = io.StringIO()
+    changes = ["model.num_blocks=1", "model.width=4", "train.epochs=1", "train.batch_size=500"]
+    console = Console(file=said)
+    assert start_run(Request(DIGITS, changes, tmp_path / "run"), console, Interrupt()).finished
+    assert "warmup_epochs = 2 is not less than train.epochs = 1" in said.getvalue()
 
 
 def test_halfway_down_the_cosine_is_half_the_peak() -> None:

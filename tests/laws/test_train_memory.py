@@ -1,22 +1,39 @@
 """What a stage keeps at most is what the paper's formula says."""
 
+import signal
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import penstock
-from penstock.schedules import gpipe, one_f_one_b
+from penstock.schedules import Schedule, gpipe, one_f_one_b
 from penstock.schedules.lower import ScheduleFunction
-from penstock.train.memory_formula import cut, formula_bytes, most_live
+from penstock.train.display import Display
+from penstock.train.interrupt import Interrupt
+from penstock.train.loop import Trainer
+from penstock.train.memory_formula import cut, formula_bytes, most_kept
+from penstock.train.meter import Meter
+from penstock.train.position import Position
+from penstock.train.read_recipe import read_recipe, recipe_to_toml
+from penstock.train.report import summarise
+from penstock.train.run_folder import create
 from penstock.zoo.residual import residual_network
 from tests.every_schedule import EVERY_SCHEDULE
+from tests.quiet import quiet
+
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_gpipe_keeps_m_micro_batches_and_1f1b_those_on_their_way(stage: int) -> None:
-    assert most_live(gpipe(4, 8), stage) == 8
-    assert most_live(one_f_one_b(4, 8), stage) == 4 - stage
+    def most_live(schedule: Schedule) -> float:
+        return most_kept(schedule, stage, [1] * 8, kept=1, passing=0)
+
+    assert most_live(gpipe(4, 8)) == 8
+    assert most_live(one_f_one_b(4, 8)) == 4 - stage
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
@@ -43,7 +60,7 @@ def test_a_pipeline_keeps_what_the_formula_says(
         measured = pipe.last_timeline.peak_bytes()
         expected = formula_bytes(
             list(cut(model, pipe.partition)),
-            (inputs[:6], targets[:6]),
+            (inputs, targets),
             cross_entropy,
             pipe.schedule_for(),
             recompute,
@@ -51,10 +68,33 @@ def test_a_pipeline_keeps_what_the_formula_says(
     assert measured == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize("batch_size", [1, 3, 8, 20])
+def test_a_run_is_compared_with_the_micro_batches_that_it_has(
+    batch_size: int, tmp_path: Path
+) -> None:
+    """8 are asked for; a batch of fewer samples has as many as there are samples."""
+    changes = [f"train.batch_size={batch_size}", "model.num_blocks=1", "model.width=4"]
+    changes += ["model.dropout=0", "pipeline.partition=[4, 4]"]
+    recipe, interrupt = read_recipe(DIGITS, changes), Interrupt()
+    folder = create(tmp_path / "run", recipe_to_toml(recipe))
+
+    class Stop(Display):
+        def show_step(self, position: Position, meter: Meter) -> None:
+            interrupt.number = signal.SIGINT if position.step == 3 else 0
+
+    with Trainer(recipe) as trainer:
+        trainer.run(folder, Stop(quiet(), 1, 3, trainer.task), interrupt)
+        stages = summarise(trainer, folder, seconds=0.0).stages
+    assert len(stages) == 2
+    measured = [stage.peak_bytes for stage in stages]
+    expected = [stage.formula_bytes for stage in stages]
+    assert measured == pytest.approx(expected, rel=0.01, abs=128)  # BatchNorm's few numbers
+
+
 def test_the_formula_by_hand() -> None:
     """Stage 0 keeps 3 batches of 2 x 4 floats, and the Tanh's output of 2 x 5 floats."""
     stages = [nn.Sequential(nn.Linear(4, 5), nn.Tanh()), nn.Sequential(nn.Linear(5, 1))]
-    inputs, targets = torch.randn(2, 4), torch.randn(2, 1)
+    inputs, targets = torch.randn(6, 4), torch.randn(6, 1)
     schedule, recompute = gpipe(2, 3), penstock.Recompute.STAGE
     found = formula_bytes(stages, (inputs, targets), nn.functional.mse_loss, schedule, recompute)
     assert found[0] == 3 * (2 * 4 * 4) + 2 * 5 * 4

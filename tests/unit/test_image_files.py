@@ -57,6 +57,22 @@ def test_every_kind_of_image_becomes_rgb(tree: Path, mode: str) -> None:
     assert np.abs(np.array(image).astype(int) - 102).max() <= 2
 
 
+def test_grey_of_16_bits_is_scaled_to_8(tree: Path) -> None:
+    """0 is black, 65535 white, and 257 steps of 16 bits are one of 8."""
+    values = np.array([[0, 128, 129, 257, 32896, 65535]], np.uint16)
+    Image.fromarray(values).save(tree / "train" / "ant" / "2.png")
+    image = image_folders(tree).train.read(2)
+    assert image.mode == "RGB"
+    assert np.array(image)[0].tolist() == [[v] * 3 for v in (0, 0, 1, 1, 128, 255)]
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int32])
+def test_values_without_a_known_white_are_not_guessed(tree: Path, kind: Any) -> None:
+    file = tree / "train" / "ant" / "2.png"  # Pillow goes by content
+    Image.fromarray(np.ones((4, 5), kind)).save(file, "TIFF")
+    assert image_folders(tree).train.read(2) is None
+
+
 def test_pixels_are_those_of_the_file(tree: Path) -> None:
     assert np.array_equal(np.array(image_folders(tree).train.read(1)), colours())
 

@@ -111,10 +111,6 @@ def test_a_text_cannot_be_written_at_a_temperature_near_0(temperature: str) -> N
     [
         (["pipeline.partition=[5, 3, 3]"], "pipeline.partition = [5, 3, 3] has 3 stages, "),
         (
-            ["learning_rate.warmup_epochs=20"],
-            "warmup_epochs = 20 must be less than train.epochs = 20",
-        ),
-        (
             ["optimizer.name=sgd", "optimizer.nesterov=true", "optimizer.momentum=0"],
             "optimizer.nesterov = true needs optimizer.momentum above 0",
         ),

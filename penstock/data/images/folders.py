@@ -7,6 +7,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from penstock.errors import ConfigError
 
 from .source import ImageSplit, pillow
@@ -40,6 +42,9 @@ class FolderImages:
     def read(self, index: int) -> Any:
         """Decode an image as RGB, unturned whatever its EXIF says; None if it is damaged.
 
+        16-bit grey is scaled to 8 bits.  Other values of more than 8 bits have no black and white
+        that a file would name, so such an image counts as damaged.
+
         Raises:
             OSError: the file is gone, or its disk or network fails: what may pass must not decide
                 which images a run learns from.
@@ -47,7 +52,7 @@ class FolderImages:
         library = pillow()
         try:
             with library.open(self.name(index)) as image:
-                return image.convert("RGB")
+                return _as_rgb(library, image)
         except _unreadable(library) as error:
             if isinstance(error, OSError) and error.errno is not None:  # Pillow's have no number
                 raise
@@ -56,6 +61,17 @@ class FolderImages:
     def digest(self) -> bytes:
         """Tell by names: an image that was drawn anew under its name is the same."""
         return blake2b(repr((self.classes, self.files, self.targets)).encode()).digest()
+
+
+def _as_rgb(library: Any, image: Any) -> Any:
+    """Convert to 8-bit RGB; Pillow itself clips values of more than 8 bits to white."""
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        image.load()  # NumPy would hide what this raises
+        values = np.asarray(image).astype(np.uint32)
+        image = library.fromarray(((values + 128) // 257).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        return None
+    return image.convert("RGB")
 
 
 def image_folders(root: str | Path, *, strict: bool = False) -> ImageSplit:
