@@ -119,3 +119,7 @@ class ExportWarning(UserWarning):
 
 class ExecutionWarning(UserWarning):
     """A pipeline does not run as it was asked to; the message says how it runs, and why."""
+
+
+class StatisticsWarning(UserWarning):
+    """The running statistics of a BatchNorm layer move with every micro-batch; says why."""

@@ -1,20 +1,16 @@
-"""One training step of the unsplit model, in this thread, drawing from torch's own generators."""
+"""One training step of the unsplit model in plain torch: in this thread, drawing from torch's own
+generators.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.model.layers import Layers, Step
 from penstock.pipeline import LossFunction, Pipeline
-from penstock.runtime.batch_norm import (
-    MomentsByModule,
-    batch_norms,
-    commit_statistics,
-    separate_statistics,
-)
+from penstock.runtime.batch_norm import batch_norms
 from penstock.runtime.crew import Alone, Batch
 from penstock.runtime.handshake import Call
 from penstock.runtime.microbatches import gather
@@ -22,6 +18,7 @@ from penstock.runtime.random_streams import stream_key
 from penstock.types import Reduction
 
 from .result import Result, as_modules, collect, digests
+from .statistics import ExpectedStatistics
 
 
 def run_unsplit(
@@ -33,25 +30,25 @@ def run_unsplit(
 ) -> Result:
     """Run the layers in order, drawing from torch's own generator, seeded anew for each layer."""
     cut = Alone().cut(*batch, Call(pipe.num_microbatches, reduction, trains=True))
-    moments: MomentsByModule = {}
     total: Tensor | None = None
-    modules = batch_norms([*(step.module for step in layers), *as_modules(loss)])
+    norms = batch_norms([*(step.module for step in layers), *as_modules(loss)])
+    statistics = ExpectedStatistics(norms)
     with digests(layers) as seen, torch.random.fork_rng(_cuda_numbers(pipe)):
         for i, part in enumerate(cut.inputs):
-            with separate_statistics(modules, moments):
+            with statistics.watching():
                 output = _run_seeded(layers, part, pipe.seed, i)
                 torch.manual_seed(stream_key(pipe.seed, "train", 0, len(layers), i))
                 value = loss(output, cut.targets[i])
             if cut.weights[i]:
-                _run_backward(value, cut.weights[i], modules)
+                _run_backward(value, cut.weights[i])
                 weighted = value.detach() * cut.weights[i]
                 total = weighted if total is None else total + weighted
-    commit_statistics(moments)
+    statistics.put()
     return collect(layers, loss, total, _evaluate(layers, cut), seen)
 
 
-def _run_backward(value: Tensor, weight: float, modules: tuple[_BatchNorm, ...]) -> None:
-    with torch.autocast(value.device.type, enabled=False), separate_statistics(modules, None):
+def _run_backward(value: Tensor, weight: float) -> None:
+    with torch.autocast(value.device.type, enabled=False):
         torch.autograd.backward(value, torch.full_like(value, weight))
 
 

@@ -2,8 +2,13 @@
 
 In training each micro-batch is normalised by its own statistics.  The running statistics, used in
 evaluation, move once per mini-batch, by the moments pooled over all its micro-batches.
+
+That holds for layers that run torch's own forward, which in training writes the running statistics
+and does not read them.  A forward of the user's may do anything with them (batch renormalisation
+reads them): it runs as any module does, and its statistics move with every micro-batch.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, StatisticsWarning
 
 from .boundary import same_bits, version_of
 from .users_checkpoint import autograd_mode
@@ -25,11 +30,44 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def batch_norms(modules: Iterable[nn.Module]) -> tuple[_BatchNorm, ...]:
-    """Find the BatchNorm layers that track running statistics.
+    """Find the BatchNorm layers whose running statistics move once per mini-batch.
 
     Raises:
         ConfigError: one of them is a SyncBatchNorm, which pools over processes on its own.
     """
+    return tuple(module for module in _tracking(modules) if _runs_torchs_forward(module))
+
+
+def warn_of_unpooled(modules: Iterable[nn.Module], *, over_replicas: bool) -> None:
+    """Warn of BatchNorm layers whose running statistics move with every micro-batch.
+
+    Raises:
+        ConfigError: they were to be pooled over replicas.
+    """
+    unpooled = [module for module in _tracking(modules) if not _runs_torchs_forward(module)]
+    if not unpooled:
+        return
+    kinds = ", ".join(sorted({type(module).__name__ for module in unpooled}))
+    reason = (
+        f"{len(unpooled)} BatchNorm layers ({kinds}) have a forward of their own, which may read "
+        "their running statistics or move them in its own way"
+    )
+    if over_replicas:
+        raise ConfigError(
+            f"batch_norm_over_replicas=True, but {reason}, so they cannot be pooled. Use torch's "
+            "nn.BatchNorm1d, 2d or 3d, or leave out batch_norm_over_replicas"
+        )
+    warnings.warn(
+        f"{reason}; these move with every micro-batch, as where the unsplit model runs "
+        "micro-batch after micro-batch, not once per mini-batch, and each replica has its own. To "
+        "have them pooled, use torch's nn.BatchNorm1d, 2d or 3d and add the rest as a module "
+        "after it",
+        StatisticsWarning,
+        stacklevel=4,
+    )
+
+
+def _tracking(modules: Iterable[nn.Module]) -> list[_BatchNorm]:
     found = {m: None for module in modules for m in module.modules() if isinstance(m, _BatchNorm)}
     for module in found:
         if isinstance(module, nn.SyncBatchNorm):
@@ -38,7 +76,18 @@ def batch_norms(modules: Iterable[nn.Module]) -> tuple[_BatchNorm, ...]:
                 "result depend on the layout; use BatchNorm (micro-batch statistics, pooled once "
                 "per mini-batch)"
             )
-    return tuple(module for module in found if module.track_running_stats)
+    return [module for module in found if module.track_running_stats]
+
+
+def _runs_torchs_forward(module: _BatchNorm) -> bool:
+    """Tell whether a call runs torch's own forward, with a momentum that can be set."""
+    kind, own = type(module), vars(module)
+    return (
+        kind.forward is nn.BatchNorm1d.forward
+        and kind.__call__ is nn.Module.__call__
+        and "forward" not in own
+        and "momentum" in own
+    )
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode, ScheduleFunction, lower, stage_ranks
 from penstock.types import Recompute, Trace, Transport
 
-from .batch_norm import batch_norms
+from .batch_norm import batch_norms, warn_of_unpooled
 from .caller import CallerContext
 from .crew import Alone, Crew, Together
 from .host_memory import keep_freed_memory
@@ -80,6 +80,10 @@ class Engine:
         keep_freed_memory()
         self._layers, self._loss, self._how = layers, loss, how
         self._running = _Turn()
+        warn_of_unpooled(
+            _with_loss([step.module for step in layers], loss),
+            over_replicas=how.pools_statistics,
+        )
         self.crew = how.make_crew()
         self._transport = how.make_transport()
         self._in_caller = make_transport(Transport.LOOPBACK, how.num_threads, how.timeout_s)
@@ -155,9 +159,7 @@ class Engine:
         return self._loss if plan.output else None
 
     def _modules_of(self, plan: StagePlan) -> list[nn.Module]:
-        loss = self._loss_of(plan)
-        modules = [step.module for step in plan.steps]
-        return [*modules, loss] if isinstance(loss, nn.Module) else modules
+        return _with_loss([step.module for step in plan.steps], self._loss_of(plan))
 
     def program(self, mode: Mode, num_microbatches: int) -> Schedule:
         """Give the lowered and verified schedule of a call; kept for the next one like it.
@@ -295,6 +297,10 @@ class _Turn:
             yield
         finally:
             self._lock.release()
+
+
+def _with_loss(modules: list[nn.Module], loss: Any) -> list[nn.Module]:
+    return [*modules, loss] if isinstance(loss, nn.Module) else modules
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

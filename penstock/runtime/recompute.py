@@ -15,6 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.errors import RecomputeError
 from penstock.model.state import ABSENT, Place, attributes, holder, put_state, read_state
 
+from .boundary import same_bits
+
 
 @dataclass(slots=True)
 class Seen:
@@ -98,9 +100,8 @@ class Repeatable:
 
     def look(self, inputs: Sequence[Tensor]) -> Seen:
         """Say what a forward is about to see."""
-        return Seen(
-            self._state.look(), self._modes(), self._weights(), [t._version for t in inputs]
-        )
+        modes = self._modes()
+        return Seen(self._state.look(modes), modes, self._weights(), [t._version for t in inputs])
 
     def note_changes(self, seen: Seen) -> None:
         """Keep, of all that the forward saw, what it has changed.
@@ -164,9 +165,10 @@ def _changed(what: str, remedy: str) -> RecomputeError:
 class _ChangingState:
     """Finds out what state of a stage its forward changes, and keeps what each forward saw.
 
-    State are buffers, and tensors that a module holds as plain attributes.  The first forward
-    keeps a copy of everything; from then on only of what was seen to change in place.  A buffer
-    may be None, or not be there yet.
+    State are buffers, and tensors that a module holds as plain attributes.  The first forward in
+    some training modes keeps a copy of everything and compares it, since some kernels (that of
+    BatchNorm) change a buffer without a new version; from then on only what was seen to change in
+    place is copied.  A buffer may be None, or not be there yet.
     """
 
     def __init__(self, modules: tuple[nn.Module, ...], skip: tuple[nn.Module, ...]) -> None:
@@ -174,9 +176,12 @@ class _ChangingState:
         self._modules = [m for root in modules for m in root.modules() if id(m) not in skipped]
         self._attributes = attributes(self._modules)
         self._copied: set[Place] | None = None
+        self._modes: list[bool] = []
 
-    def look(self) -> dict[Place, Any]:
+    def look(self, modes: list[bool]) -> dict[Place, Any]:
         """Give what stands at each place, its version, and a copy if it may change in place."""
+        if modes != self._modes:  # what a layer leaves alone in one mode it may change in another
+            self._copied, self._modes = None, modes
         before = read_state(self._modules, self._attributes)
         return {
             place: (tensor, tensor._version, _copy(tensor) if self._may_change(place) else None)
@@ -201,7 +206,9 @@ class _ChangingState:
         now = read_state(self._modules, self._attributes)
         old: dict[Place, Any] = dict.fromkeys(now.keys() - before.keys(), ABSENT)
         for place, (tensor, version, copy) in before.items():
-            if tensor is not None and tensor._version != version:
+            if tensor is not None and (
+                place in self._copied or _changed_in_place(tensor, version, copy)
+            ):
                 self._copied.add(place)
                 if copy is None:
                     raise _lost(place)
@@ -219,6 +226,12 @@ def _lost(place: Place) -> RecomputeError:
         "forward before it did, so a recompute could not see its old value. Zero the gradients "
         "and run the step again: from now on the old value is kept"
     )
+
+
+def _changed_in_place(tensor: Tensor, version: int, copy: Tensor | None) -> bool:
+    if tensor._version != version or copy is None or tensor.layout is not torch.strided:
+        return tensor._version != version
+    return not same_bits(tensor, copy)
 
 
 def _copy(tensor: Tensor) -> Tensor:

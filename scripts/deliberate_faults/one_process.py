@@ -35,6 +35,28 @@ FAULTS = (
         "batch_norms",
     ),
     Fault(
+        "a BatchNorm with a forward of its own is given stand-ins for its statistics",
+        "penstock/runtime/batch_norm.py",
+        "kind.forward is nn.BatchNorm1d.forward",
+        "True",
+        "tests/laws/test_batch_norm.py::test_a_forward_of_its_own_runs_as_in_plain_torch_and_that_is_said",
+    ),
+    Fault(
+        "the check does not see that a BatchNorm's statistics were replaced",
+        "penstock/runtime/batch_norm.py",
+        "kind.forward is nn.BatchNorm1d.forward",
+        "True",
+        "tests/laws/test_batch_norm.py::test_the_check_compares_a_forward_of_its_own_with_plain_torch",
+    ),
+    Fault(
+        "a recompute moves buffers that a kernel changes without a new version",
+        "penstock/runtime/recompute.py",
+        "return not same_bits(tensor, copy)",
+        "return False",
+        "tests/laws/test_batch_norm.py",
+        "kernel",
+    ),
+    Fault(
         "BatchNorm pools moments without their counts",
         "penstock/runtime/batch_norm.py",
         "n * m.double() for n, m, _ in rows",

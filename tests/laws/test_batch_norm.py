@@ -1,16 +1,23 @@
-"""BatchNorm: micro-batch statistics in training; running ones move once per mini-batch."""
+"""BatchNorm: micro-batch statistics in training; running ones move once per mini-batch.
 
+Where the forward is not torch's own, they move with every micro-batch, as in plain torch.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import penstock
-from tests.equality import assert_trains_like_unsplit
+from penstock.errors import ConfigError, StatisticsWarning
+from tests.equality import assert_trains_like_unsplit, differences
 from tests.every_schedule import EVERY_SCHEDULE
 from tests.models import Model, images
+from tests.ways import WAYS
 
 EVERY_WAY = [
     pytest.param(
@@ -240,3 +247,136 @@ def test_a_norm_put_in_after_the_pipeline_was_made_is_refused() -> None:
         block.append(nn.BatchNorm1d(3))
         with pytest.raises(penstock.errors.ConfigError, match="BatchNorm layers, and others"):
             pipe.train_step(x, y)
+
+
+class _Renormalised(nn.BatchNorm2d):
+    """Batch renormalisation: the running statistics take part in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, deviation = x.mean((0, 2, 3)), (x.var((0, 2, 3)) + self.eps).sqrt()
+        running_mean, running_var, _ = running(self)
+        known = (running_var + self.eps).sqrt()
+        ratio = (deviation.detach() / known).clamp(0.25, 4)
+        offset = ((mean.detach() - running_mean) / known).clamp(-5, 5)
+        with torch.no_grad():
+            running_mean += 0.1 * (mean - running_mean)
+            running_var += 0.1 * (deviation**2 - running_var)
+        y = (x - mean[:, None, None]) / deviation[:, None, None]
+        return y * ratio[:, None, None] + offset[:, None, None]
+
+
+class _OwnMomentum(nn.BatchNorm2d):
+    """A forward of its own, whose kernel moves the statistics by its own momentum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, training=True, momentum=0.3)
+
+
+class _FixedMomentum(nn.BatchNorm2d):
+    """Torch's forward, with a momentum that nobody can set."""
+
+    momentum = property(lambda self: 0.2, lambda self, value: None)
+
+
+class _NoBatchNorm(nn.Module):
+    """Buffers that torch's kernel moves, in a module that is no BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("variance", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, variance = self.get_buffer("mean"), self.get_buffer("variance")
+        return F.batch_norm(x, mean, variance, training=True)
+
+
+def _rebound() -> nn.Module:
+    norm = nn.BatchNorm2d(4)
+    norm.forward = lambda x: nn.BatchNorm2d.forward(norm, x) * 2  # type: ignore[method-assign,assignment]
+    return norm
+
+
+OWN_FORWARDS = [
+    pytest.param(lambda: _Renormalised(4), id="reads the statistics"),
+    pytest.param(lambda: _OwnMomentum(4), id="own momentum"),
+    pytest.param(lambda: _FixedMomentum(4), id="fixed momentum"),
+    pytest.param(_rebound, id="bound to the instance"),
+]
+
+
+def around(norm: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 4, 3), norm, nn.Flatten(), nn.Linear(144, 3))
+
+
+def assert_trains_like_plain_torch(norm: Callable[[], nn.Module], **way: Any) -> None:
+    ours, plain = around(norm()), around(norm())
+    batches = some_batches(6, 6)
+    train(list(ours), batches, num_microbatches=3, **way)
+    for x, y in batches:
+        for part, target in zip(x.split(2), y.split(2), strict=True):
+            loss = F.cross_entropy(plain(part), target)
+            loss.backward(torch.full_like(loss, 1 / 3))
+    assert not differences([ours], [plain])
+
+
+@pytest.mark.parametrize("norm", OWN_FORWARDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_forward_of_its_own_runs_as_in_plain_torch_and_that_is_said(
+    norm: Callable[[], nn.Module], way: dict[str, Any]
+) -> None:
+    with pytest.warns(StatisticsWarning, match=r"1 BatchNorm layers.*with every micro-batch"):
+        assert_trains_like_plain_torch(norm, **way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_recompute_does_not_move_buffers_that_a_kernel_moves(way: dict[str, Any]) -> None:
+    assert_trains_like_plain_torch(_NoBatchNorm, **way)
+
+
+def test_buffers_that_a_kernel_begins_to_move_later_are_seen() -> None:
+    class Switched(_NoBatchNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.training else x
+
+    ours, plain = around(Switched()), around(Switched())
+    [(x, y)] = some_batches(6)
+    with penstock.Pipeline(
+        list(ours), 2, num_microbatches=3, loss=F.cross_entropy, threads_per_stage=1
+    ) as pipe:
+        for training in (False, True):
+            ours[1].train(training)
+            plain[1].train(training)
+            pipe.train_step(x, y)
+            for part, target in zip(x.split(2), y.split(2), strict=True):
+                loss = F.cross_entropy(plain(part), target)
+                loss.backward(torch.full_like(loss, 1 / 3))
+    assert not differences([ours], [plain])
+
+
+@pytest.mark.parametrize("norm", [*OWN_FORWARDS[:3], pytest.param(_NoBatchNorm, id="no norm")])
+@pytest.mark.filterwarnings("ignore::penstock.errors.StatisticsWarning")
+def test_the_check_compares_a_forward_of_its_own_with_plain_torch(
+    norm: Callable[[], nn.Module],
+) -> None:
+    [(x, y)] = some_batches(6)
+    report = penstock.check(
+        around(norm()), x, y, loss=F.cross_entropy, num_stages=2, num_microbatches=3
+    )
+    assert report.equal, report
+
+
+def test_statistics_of_a_forward_of_its_own_cannot_be_pooled_over_replicas() -> None:
+    with pytest.raises(ConfigError, match=r"batch_norm_over_replicas.*_Renormalised.*leave out"):
+        penstock.Pipeline(list(around(_Renormalised(4))), 2, batch_norm_over_replicas=True)
+
+
+def test_a_parametrised_norm_is_pooled() -> None:
+    def norm() -> nn.Module:
+        made = nn.BatchNorm2d(4)
+        parametrize.register_parametrization(made, "weight", nn.Softplus())
+        return made
+
+    model = Model("parametrised", lambda: list(around(norm())), images, F.cross_entropy)
+    assert_trains_like_unsplit(model, 7, num_stages=2, num_microbatches=3)
