@@ -3,6 +3,7 @@
 import random
 import warnings
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +89,50 @@ class Counting(Chain):
     def between(self, x: Tensor, _number: int) -> Tensor:
         self.count += 1
         return x * self.count
+
+
+class CountingElsewhere(Chain):
+    """Counts its calls in an object that is no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = SimpleNamespace(counts=[SimpleNamespace(calls=0)])
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        self.state.counts[0].calls += 1
+        return x
+
+
+@dataclass(slots=True)
+class Slotted:
+    calls: int = 0
+
+
+class CountingInSlots(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = Slotted()
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        self.state.calls += 1
+        return x
+
+
+CALLS = SimpleNamespace(count=0)
+
+
+class CountingGlobally(Chain):
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        CALLS.count += 1
+        return x
+
+
+class CountingByClass(Chain):
+    calls = 0
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        CountingByClass.calls += 1
+        return x
 
 
 class Keeping(Chain):
@@ -217,6 +262,10 @@ REFUSED = (
     Refused("a mask made between blocks", Masking, CutError, _WRITES),
     Refused("out= between blocks", IntoOut, CutError, _WRITES),
     Refused("a counter of the model's own", Counting, CutError, _CHANGES),
+    Refused("a counter in an object of the model's", CountingElsewhere, CutError, _CHANGES),
+    Refused("a counter in slots of an object", CountingInSlots, CutError, _CHANGES),
+    Refused("a counter in a global variable", CountingGlobally, CutError, _CHANGES),
+    Refused("a counter of the model's class", CountingByClass, CutError, _CHANGES),
     Refused("a tensor kept by the model itself", Keeping, CutError, _CHANGES),
     Refused("a buffer of the model's own", Moving, CutError, _WRITES),
     Refused("BatchNorm without parameters between blocks", Normalised, CutError, _CHANGES),

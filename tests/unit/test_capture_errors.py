@@ -91,10 +91,12 @@ def test_code_that_goes_another_way_on_another_stage_is_refused() -> None:
 def test_what_would_be_wrong_is_refused_and_left_as_it_was(refused: Refused) -> None:
     model = refused.build()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    state = copy.deepcopy(getattr(model, "state", None))
     with pytest.raises(refused.error, match=refused.message):
         record_model(model, inputs())
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, before[name])
+    assert getattr(model, "state", None) == state
 
 
 def test_random_numbers_inside_a_block_may_be_pythons() -> None:
@@ -187,18 +189,16 @@ def test_what_draws_between_blocks_and_is_not_known_to_is_refused() -> None:
         record_model(Shaken(), inputs())
 
 
-_KEPT: list[Tensor] = []
-
-
 def test_a_value_of_another_forward_is_refused() -> None:
-    class Global(Chain):
+    kept: list[Tensor] = []
+
+    class Enclosing(Chain):
         def between(self, x: Tensor, number: int) -> Tensor:
-            _KEPT.append(x)
-            return x + _KEPT[number]
+            kept.append(x)
+            return x + kept[number]
 
     with pytest.raises(GlueError, match="of another micro-batch is read"):
-        record_model(Global(), inputs())
-    _KEPT.clear()
+        record_model(Enclosing(), inputs())
 
 
 def test_a_cache_in_the_output_is_not_there_to_use() -> None:

@@ -19,7 +19,7 @@ from .groups import Groups, find_groups, ranges_of
 from .inputs import EVERYWHERE, ROUTED, as_call, routed
 from .record import Event, Recording, SideChannel
 from .routes import Call, calls_of, holders, stages_of_events
-from .state import check_unchanged, outer_state, put_back, vars_of
+from .state import check_unchanged, kept_by, outer_state, put_back
 from .values import START, Info, ValueId
 from .writes import Writes, seeds_refused
 
@@ -236,7 +236,7 @@ def as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
         after.callback(numpy.random.set_state, numpy.random.get_state())
         after.enter_context(torch.random.fork_rng(list(range(torch.cuda.device_count()))))
         after.enter_context(keeping_values([*model.buffers(), *tensors_at(attributes(modules))]))
-        after.callback(put_back, vars_of(model))
+        after.callback(put_back, kept_by(model))
         if model.training != training:
             model.train(training)
         yield

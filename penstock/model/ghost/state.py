@@ -1,9 +1,10 @@
 """What a model's own forward changes outside its blocks, and so on every stage."""
 
-import copy
-import operator
+import sys
 from collections import deque
 from collections.abc import Collection, Iterator
+from functools import cache
+from types import FunctionType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,34 +16,73 @@ from .graphs import Exported
 
 Outer = dict[tuple[str, str], tuple[Any, int, tuple[Any, ...]]]
 """(name of a module, name of an attribute) -> its value, its version if it is a tensor, and what
-it holds if it is a list or a dict."""
+it holds if it is a container or a plain object, and what is in those."""
 UNCOUNTED = frozenset(name for name in vars(nn.Module()) if name.endswith("hooks"))
-_DICTIONARIES = frozenset(
-    name for name, value in vars(nn.Module()).items() if isinstance(value, dict)
-)
+_LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "penstock"))
+_COMPARED = (bool, int, float, complex, str)
 
 
 def outer_state(model: nn.Module, blocks: Collection[nn.Module]) -> Outer:
-    """Note all attributes of the modules that are not inside blocks."""
+    """Note all attributes of the modules that are not inside blocks, and what these hold.
+
+    Attributes of their classes, and the global variables that the methods name, are noted too.
+    """
     inside = {id(part) for block in blocks for part in block.modules()}
+    outside = [(path, m) for path, m in model.named_modules() if id(m) not in inside]
     found: Outer = {}
-    for path, module in model.named_modules():
-        if id(module) in inside:
-            continue
+    for path, module in outside:
         for name, value in _attributes(module):
-            found[path, name] = value, _version(value), tuple(_contents(value))
+            content = tuple(
+                part
+                for holder, entries in _holders([value])
+                for part in (type(holder), *entries, *map(_version, entries))
+            )
+            found[path, name] = value, _version(value), content
     return found
 
 
-def _contents(value: Any) -> Iterator[Any]:
-    """Yield the entries of a list, set or dict, and of those in it."""
+def _holders(values: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield containers and plain objects, and those in them, each once, with what it holds."""
+    seen: set[int] = set()
+    while values:
+        holder = values.pop()
+        entries = _entries(holder)
+        if entries is not None and id(holder) not in seen:
+            seen.add(id(holder))
+            yield holder, entries
+            values.extend(entries)
+
+
+def _entries(value: Any) -> list[Any] | None:
     if isinstance(value, dict):
-        value = [*value.keys(), *value.values()]
+        return [*value.keys(), *value.values()]
     if isinstance(value, list | tuple | set | deque):
-        yield type(value)
-        for entry in value:
-            yield entry
-            yield from _contents(entry)
+        return [*value]
+    kind: type = type(value)
+    return [*_fields(value).values()] if _is_plain(kind) else None
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the attributes of a plain object, also those in slots."""
+    slots = (
+        name
+        for kind in type(value).__mro__
+        for name, kept in vars(kind).items()
+        if isinstance(kept, MemberDescriptorType) and name != "__dict__" and hasattr(value, name)
+    )
+    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots}}
+
+
+@cache
+def _is_plain(kind: type) -> bool:
+    """Whether objects of a class hold attributes of the user's, and no more."""
+    if not _is_of_user(kind):
+        return kind is SimpleNamespace
+    return not issubclass(kind, type | ModuleType | Tensor | nn.Module)
+
+
+def _is_of_user(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
 def _version(value: Any) -> int:
@@ -51,44 +91,62 @@ def _version(value: Any) -> int:
 
 
 def _is_same(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
-    alike = len(old[2]) == len(new[2]) and all(map(operator.is_, old[2], new[2]))
-    return old[0] is new[0] and old[1] == new[1] and alike
+    alike = len(old[2]) == len(new[2]) and all(map(_are_alike, old[2], new[2]))
+    return _are_alike(old[0], new[0]) and old[1] == new[1] and alike
 
 
-def put_back(before: dict[nn.Module, dict[str, Any]]) -> None:
-    """Give modules the attributes that they had; see `vars_of`."""
-    for module, names in before.items():
-        for name in set(vars(module)) - set(names):
-            del module.__dict__[name]
-        for name, value in names.items():
-            if name in _DICTIONARIES:
-                module.__dict__[name].clear()
-                module.__dict__[name].update(value)
-                continue
-            module.__dict__[name], content = value
-            if isinstance(content, list):
-                value[0][:] = content
-            elif isinstance(content, dict | set):
-                value[0].clear()
-                value[0].update(content)
+def _are_alike(one: Any, other: Any) -> bool:
+    return one is other or (
+        type(one) is type(other) and isinstance(one, _COMPARED) and bool(one == other)
+    )
 
 
-def vars_of(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
-    """Note the attributes of all modules."""
+def kept_by(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Note what all modules keep, in attributes and in containers and plain objects there."""
     modules = [*model.modules()]
     if isinstance(model, Exported):  # its mode is that of what was exported
         modules += model.original.modules()
-    return {
-        module: {
-            name: dict(value) if name in _DICTIONARIES else (value, _copy(value))
-            for name, value in vars(module).items()
-        }
-        for module in modules
-    }
+    found = (holder for holder, _ in _holders([vars(module) for module in modules]))
+    return [(holder, _content(holder)) for holder in found if not isinstance(holder, tuple)]
 
 
-def _copy(value: Any) -> Any:
-    return copy.copy(value) if type(value) in (list, dict, set) else None
+def put_back(kept: list[tuple[Any, Any]]) -> None:
+    """Give modules, containers and plain objects the content that they had; see `kept_by`."""
+    for holder, content in kept:
+        now = _content(holder)
+        if len(now) == len(content) and all(map(_is_entry, now.items(), content.items())):
+            continue
+        if isinstance(holder, dict | set | list | deque):
+            holder.clear()
+        match holder:
+            case dict():
+                holder.update(content)
+            case set():
+                holder.update(content.values())
+            case list() | deque():
+                holder.extend(content.values())
+            case _:
+                _put_fields_back(holder, now, content)
+
+
+def _put_fields_back(holder: Any, now: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in now.keys() - before.keys():
+        object.__delattr__(holder, name)
+    for name, value in before.items():
+        object.__setattr__(holder, name, value)
+
+
+def _content(holder: Any) -> dict[Any, Any]:
+    """Return what is in a holder, by its key or place."""
+    if isinstance(holder, dict):
+        return dict(holder)
+    if isinstance(holder, list | set | deque):
+        return dict(enumerate(holder))
+    return _fields(holder)
+
+
+def _is_entry(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    return one[1] is other[1] and (one[0] is other[0] or bool(one[0] == other[0]))
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -97,6 +155,19 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield from ((key, tensor) for key, tensor in value.items() if tensor is not None)
         elif name not in UNCOUNTED:
             yield name, value
+    for kind in type(module).__mro__:
+        if _is_of_user(kind):
+            yield from _of_class(kind)
+
+
+def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a class, and the global variables that its methods name."""
+    for name, value in vars(kind).items():
+        if isinstance(value, FunctionType):
+            known = value.__globals__
+            yield from ((f"global {n}", known[n]) for n in value.__code__.co_names if n in known)
+        elif not name.startswith("__"):
+            yield f"{kind.__name__}.{name}", value
 
 
 def check_unchanged(before: Outer, after: Outer) -> None:
