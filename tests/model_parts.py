@@ -151,6 +151,15 @@ class Named(NamedTuple):
     nothing: None
 
 
+class Doubled(Tensor):
+    """A subclass at a boundary: its class says that layers are to use twice its values."""
+
+    @classmethod
+    def used(cls, x: Tensor) -> Tensor:
+        """Return the values to use of a tensor that may be one."""
+        return 2 * x.as_subclass(Tensor) if isinstance(x, cls) else x
+
+
 class ToDict(nn.Module):
     """Tensor in; a dict with a tensor twice, one that needs no gradient, a number and None out."""
 
@@ -188,14 +197,20 @@ class PairToNamed(nn.Module):
 
 
 class NamedToTuple(nn.Module):
-    """Named tuple in; a tuple out, in which nobody uses the last value."""
+    """Named tuple in; a tuple out, of which the first value is of a subclass, and nobody uses the
+    last.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear, self.spare = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, named: Named) -> tuple[Tensor, list[Tensor], Tensor]:
-        return self.linear(named.x), [named.x, named.mask], self.spare(named.x)
+        return (
+            self.linear(named.x).as_subclass(Doubled),
+            [named.x, named.mask],
+            self.spare(named.x),
+        )
 
 
 class TupleToTensor(nn.Module):
@@ -207,7 +222,7 @@ class TupleToTensor(nn.Module):
 
     def forward(self, values: tuple[Tensor, list[Tensor], Tensor]) -> Tensor:
         first, (second, mask), _ = values
-        return self.linear(first * mask + second)
+        return self.linear(Doubled.used(first) * mask + second)
 
 
 class Concatenate(nn.Module):

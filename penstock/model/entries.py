@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .subclasses import LASTING, as_plain
+
 _CACHE_LINE_BYTES = 64
-_LASTING = "penstock_lasting"
 
 
 @dataclass(slots=True)
@@ -29,8 +30,10 @@ class Entry:
 
 
 def make_entry(tensor: Tensor, wants_grad: bool) -> Entry:
-    """Detach a tensor; with `wants_grad`, catch the gradient that a backward pass finds for it."""
-    leaf = tensor.detach()
+    """Detach a tensor, as a plain one; with `wants_grad`, catch the gradient that a backward pass
+    finds for it.
+    """
+    leaf = as_plain(tensor).detach()
     if not wants_grad:
         return Entry(leaf)
     view = leaf.requires_grad_().view_as(leaf)
@@ -61,12 +64,12 @@ def no_leaf(tensor: Tensor) -> Tensor:
 
 def lasts(tensor: Tensor) -> bool:
     """Tell whether a tensor is a parameter, or one that was sent here."""
-    return isinstance(tensor, nn.Parameter) or hasattr(tensor, _LASTING)
+    return isinstance(tensor, nn.Parameter) or hasattr(tensor, LASTING)
 
 
 def mark_lasting(tensor: Tensor) -> None:
     """Note that a tensor is a parameter of another stage."""
-    setattr(tensor, _LASTING, True)
+    setattr(tensor, LASTING, True)
 
 
 def faithful_copy(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What may leave a stage, and what the loss may be."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from penstock.errors import BoundaryError, ConfigError
 from penstock.model.pytree import Structure, opaque_values
+from penstock.model.subclasses import can_be_made_again, is_plain_class
 
 
 def check_leaving(
@@ -19,7 +20,8 @@ def check_leaving(
     micro-batch, as in code between the blocks of a model that runs as it is.
 
     Raises:
-        BoundaryError: a tensor has no batch dimension, or a tensor could hide in an object.
+        BoundaryError: a tensor has no batch dimension, or is of a class that does not cross, or
+            could hide in an object.
     """
     for value in opaque_values(structure):
         raise BoundaryError(
@@ -28,6 +30,7 @@ def check_leaving(
             "dicts and dataclasses of them cross stages: return one of those, or keep the layers "
             "that use it on one stage"
         )
+    check_classes(leaves, f"leaves stage {stage} for stage {peer}")
     for leaf in leaves:
         if leaf.dim() == 0 and not any_shape:
             raise BoundaryError(
@@ -36,6 +39,24 @@ def check_leaving(
                 "give. Return one value per sample, or a Python number, or keep its producer and "
                 "its users on one stage"
             )
+
+
+def check_classes(tensors: Iterable[Tensor | None], what_it_does: str) -> None:
+    """Refuse tensors that are more than their values and their class.
+
+    Raises:
+        BoundaryError: there is one.
+    """
+    for tensor in tensors:
+        if tensor is None or is_plain_class(tensor) or can_be_made_again(tensor):
+            continue
+        raise BoundaryError(
+            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} {what_it_does}; what it "
+            "holds beside its values would be lost. Plain tensors cross, and subclasses of "
+            "torch.Tensor that hold nothing of their own (no __torch_dispatch__, no attributes) "
+            "and stand in a module where every process can import them. Return plain tensors, or "
+            "keep the layers that use it on one stage"
+        )
 
 
 def version_of(tensor: Tensor) -> int:

@@ -24,11 +24,13 @@ from penstock.model.entries import faithful_copy, lasts, make_entry, mark_lastin
 from penstock.model.layers import MODEL_INPUT, Step, Value, join_output
 from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stages import StagePlan
+from penstock.model.subclasses import detached, like
 from penstock.types import Trace
 
 from .aliases import find_aliases
 from .batch_norm import batch_norms, commit_statistics, separate_statistics
 from .boundary import (
+    check_classes,
     check_leaving,
     check_loss,
     check_routes,
@@ -190,6 +192,7 @@ class Stage:
                 raise
         for peer, entries in kept.entries.items():
             found = tuple(entry.gradient for entry in entries)
+            check_classes(found, f"is a gradient that stage {self.index} found")
             if peer == FROM_CALLER:
                 run.input_gradients[microbatch] = found
             else:
@@ -280,7 +283,7 @@ class Stage:
         aliases = find_aliases(kept.exported, (g.tensor for g in given if g.is_alias))
         return {
             peer: Activation(
-                tuple(leaf.detach() for leaf in leaves),
+                tuple(map(detached, leaves)),
                 tuple(leaf.requires_grad for leaf in leaves),
                 structures[peer],
                 tuple(map(version_of, leaves)),
@@ -311,11 +314,11 @@ class Stage:
                 key, alias = (peer, place), place in activation.aliases
                 copied = run.with_grad and self._changes.copies(key, lasts=lasts_on)
                 value = faithful_copy(entry.tensor) if copied else entry.tensor
-                if lasts_on:
-                    mark_lasting(value)
-                elif caches and not copied:
+                if caches and not copied and not lasts_on:
                     value = no_leaf(value)
-                inside.append(value)
+                inside.append(like(value, tensor))
+                if lasts_on:
+                    mark_lasting(inside[-1])
                 elsewhere = peer != FROM_CALLER or self.plan.shares_input
                 if run.with_grad or (alias and elsewhere):
                     sent = entry.tensor
@@ -328,8 +331,9 @@ class Stage:
     def _finish(self, run: Run, microbatch: int, kept: Kept, output: Any) -> None:
         if run.loss is None:
             kept.output, structure = flatten(output)
+            check_classes(kept.output, "leaves the last stage")
             kept.output_wants_grad = tuple(leaf.requires_grad for leaf in kept.output)
-            run.outputs[microbatch] = unflatten(structure, [leaf.detach() for leaf in kept.output])
+            run.outputs[microbatch] = unflatten(structure, list(map(detached, kept.output)))
             return
         target = run.targets[microbatch]
         if not isinstance(target, Tensor) or target.device != self.device.device:

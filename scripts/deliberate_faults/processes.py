@@ -12,6 +12,22 @@ FAULTS = (
         "unsplit_models_bits and 2",
     ),
     Fault(
+        "a tensor arrives in another process without its class",
+        "penstock/runtime/transport/wire.py",
+        "return tensor if kind.type is Tensor else tensor.as_subclass(kind.type)",
+        "return tensor",
+        "tests/distributed/test_equality_processes.py",
+        "unsplit_models_bits and 2",
+    ),
+    Fault(
+        "a tensor of a subclass loses its gradient where it crosses",
+        "penstock/model/entries.py",
+        "leaf = as_plain(tensor).detach()",
+        "leaf = tensor.detach()",
+        "tests/laws/test_equality.py",
+        "structures",
+    ),
+    Fault(
         "a replica weighs its losses by its own samples only",
         "penstock/runtime/crew.py",
         "total = float(sum(counts)) if known",

@@ -262,6 +262,58 @@ def test_a_value_without_dimensions_at_a_boundary(transport: penstock.Transport)
     assert "Summed" in " ".join([str(error), *error.__notes__])
 
 
+def ragged(x: Tensor) -> Tensor:
+    """Make a tensor that holds others: one of torch's own wrappers."""
+    return torch.nested.as_nested_tensor(x, layout=torch.jagged)
+
+
+class Labelled(Tensor):
+    """A subclass whose tensors have an attribute."""
+
+    label: str
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Labelled":
+        made = x.as_subclass(cls)
+        made.label = "seen"
+        return made
+
+
+class Giving(nn.Module):
+    """Give what a function makes of the input."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(x)
+
+
+def local_class(x: Tensor) -> Tensor:
+    class Local(Tensor):
+        pass
+
+    return x.as_subclass(Local)
+
+
+@pytest.mark.parametrize("make_it", (ragged, Labelled.of, local_class))
+@pytest.mark.parametrize("transport", penstock.Transport)
+def test_a_tensor_that_holds_more_than_values_at_a_boundary(
+    transport: penstock.Transport, make_it: Callable[[Tensor], Any]
+) -> None:
+    modules = [nn.Linear(6, 6), Giving(make_it), nn.Tanh()]
+    refused_step(
+        BoundaryError,
+        "leaves stage 0.*Return plain tensors",
+        modules,
+        partition=(2, 1),
+        transport=transport,
+    )
+    with make(modules[:2]) as pipe, pytest.raises(BoundaryError, match="leaves the last stage"):
+        pipe.eval_step(torch.randn(4, 6))
+
+
 def test_a_value_without_dimensions_inside_a_stage_is_the_models_business() -> None:
     modules = [nn.Linear(6, 6), Summed(), nn.Tanh()]
     with make(modules, partition=(1, 2), loss=lambda output, target: output) as pipe:

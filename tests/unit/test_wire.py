@@ -6,8 +6,15 @@ from torch import Tensor
 
 from penstock.runtime.transport.wire import CACHE_LINE_BYTES, TensorKind, fill, room_for, to_bytes
 
+
+class Marked(Tensor):
+    """A subclass that holds nothing of its own."""
+
+
 BASE = torch.arange(240.0)
 TENSORS = {
+    "of a subclass": BASE.view(4, 60).as_subclass(Marked),
+    "of a subclass, gaps": BASE.view(4, 60)[:, ::2].as_subclass(Marked),
     "plain": BASE.view(4, 60),
     "transposed": BASE.view(4, 60).t(),
     "channels last": BASE.view(1, 4, 6, 10).contiguous(memory_format=torch.channels_last),
@@ -36,6 +43,7 @@ def test_a_tensor_arrives_as_it_left(name: str) -> None:
         received.copy_(sent)
     arrived = fill(arrived, received, kind)
     assert torch.equal(arrived, tensor)
+    assert type(arrived) is type(tensor)
     assert arrived.stride() == tensor.stride()
     assert distance(arrived) == distance(tensor) or not tensor.numel()
 

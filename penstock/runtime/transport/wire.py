@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.model.subclasses import as_plain
+
 CACHE_LINE_BYTES = 64
 
 
@@ -23,11 +25,12 @@ class TensorKind(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     distance: int
+    type: type[Tensor]
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorKind":
         distance = tensor.data_ptr() % CACHE_LINE_BYTES
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), distance)
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), distance, type(tensor))
 
     @property
     def num_bytes(self) -> int:
@@ -75,7 +78,7 @@ def _layout(kind: TensorKind) -> _Layout:
 
 def to_bytes(tensor: Tensor, kind: TensorKind) -> Tensor:
     """Give a tensor's values as bytes, in the order of its memory; a view if there are no gaps."""
-    layout, plain = _layout(kind), tensor.detach()
+    layout, plain = _layout(kind), as_plain(tensor).detach()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
     elif layout.is_dense:
@@ -112,6 +115,7 @@ def _aligned(kind: TensorKind, layout: _Layout, device: torch.device) -> Tensor:
 
 def memory_of(tensor: Tensor, kind: TensorKind) -> Any:
     """Give the memory of a tensor on the CPU as bytes to send: a copy only if there are gaps."""
+    tensor = as_plain(tensor)
     if not _layout(kind).is_dense or tensor.is_conj() or tensor.is_neg():
         tensor = to_bytes(tensor, kind)
     return _bytes_at(tensor, kind.num_bytes)
@@ -129,15 +133,19 @@ def _bytes_at(tensor: Tensor, num_bytes: int) -> Any:
 
 
 def fill(tensor: Tensor, received: Tensor, kind: TensorKind) -> Tensor:
-    """Move received bytes into their tensor, if they are not there already."""
+    """Move received bytes into their tensor, if they are not there already; give it its class."""
     layout = _layout(kind)
     if layout.is_dense or layout.num_bytes == 0:
-        return tensor
+        return _of_class(tensor, kind)
     back = [layout.order.index(dim) for dim in range(len(layout.order))]
     size = [layout.shape[dim] for dim in layout.order]
     compact = received.view(kind.dtype).view(size).permute(back)
     _without_repetition(tensor, kind).copy_(compact)
-    return tensor
+    return _of_class(tensor, kind)
+
+
+def _of_class(tensor: Tensor, kind: TensorKind) -> Tensor:
+    return tensor if kind.type is Tensor else tensor.as_subclass(kind.type)
 
 
 def _without_repetition(tensor: Tensor, kind: TensorKind) -> Tensor:

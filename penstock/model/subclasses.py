@@ -1,0 +1,63 @@
+"""Subclasses of Tensor at a boundary: what crosses is plain, and gets its class again behind it.
+
+Autograd's leaves at a boundary are plain too: of a subclass that only sees functions of torch,
+torch itself puts nodes around its leaves.
+"""
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+
+LASTING = "penstock_lasting"
+"""The attribute of a tensor that was sent for a parameter."""
+_NO_STATE = {LASTING, "_is_param"}
+
+
+def is_plain_class(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a Tensor and nothing else, or a parameter, which crosses as one."""
+    return type(tensor) is Tensor or issubclass(type(tensor), nn.Parameter)
+
+
+def can_be_made_again(tensor: Tensor) -> bool:
+    """Tell whether its class and a plain tensor of its values are all that there is to a tensor.
+
+    Not so where it holds tensors of its own, as those with `__torch_dispatch__` do, or attributes,
+    or where another process cannot import its class.
+    """
+    kind = type(tensor)
+    return (
+        kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+        and vars(tensor).keys() <= _NO_STATE
+        and not any(vars(base).get("__slots__") for base in kind.__mro__)
+        and _imported(kind.__module__, kind.__qualname__) is kind
+        and type(tensor.as_subclass(Tensor)) is Tensor
+    )
+
+
+def _imported(module: str, name: str) -> Any:
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def as_plain(tensor: Tensor) -> Tensor:
+    """Return a tensor as a plain one with the same values and graph, if that is all it is."""
+    if is_plain_class(tensor) or not can_be_made_again(tensor):
+        return tensor
+    return tensor.as_subclass(Tensor)
+
+
+def like(tensor: Tensor, model: Tensor) -> Tensor:
+    """Return a plain tensor as one of the class of `model`."""
+    is_alike = is_plain_class(model) or type(tensor) is type(model)
+    return tensor if is_alike else tensor.as_subclass(type(model))
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """Detach a tensor; what comes of it has the same class."""
+    if is_plain_class(tensor):
+        return tensor.detach()
+    plain = as_plain(tensor)
+    return tensor.detach() if plain is tensor else like(plain.detach(), tensor)
