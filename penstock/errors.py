@@ -19,7 +19,8 @@
     │   └── PeerError (RuntimeError)  another process failed; says which, and what was awaited
     ├── DivergedError (ArithmeticError)  a training run whose loss is no number any more
     ├── RunFolderError                a run folder that exists already, or is not one
-    └── CheckpointError               a checkpoint that is corrupt, foreign or incomplete
+    ├── CheckpointError               a checkpoint that is corrupt, foreign or incomplete
+    └── TorchError (ImportError)      an installed torch that Penstock does not work with
 
 An exception raised by user code inside a stage is never wrapped: it arrives as itself, with a note
 (``Exception.__notes__``) that names the stage, the layer and the micro-batch.
@@ -111,6 +112,10 @@ class RunFolderError(PenstockError):
 
 class CheckpointError(PenstockError):
     """A checkpoint is corrupt, incomplete or belongs to another model."""
+
+
+class TorchError(PenstockError, ImportError):
+    """The installed torch is too old, or lacks something; the message says which versions work."""
 
 
 class ExportWarning(UserWarning):

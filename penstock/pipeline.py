@@ -39,13 +39,14 @@ from penstock.runtime.run import Run
 from penstock.schedules.gpipe import gpipe
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode, ScheduleFunction
+from penstock.torch_private import AbstractMovable
 from penstock.trace.timeline import Timeline
 from penstock.types import Recompute, Reduction, Trace, Transport
 
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-class Pipeline(nn.Module):
+class Pipeline(AbstractMovable):
     """Trains a layered model as a pipeline of K stages over M micro-batches.
 
     The gradients are those of the unsplit model run micro-batch after micro-batch, to the bit, for
@@ -383,11 +384,9 @@ class Pipeline(nn.Module):
             module.training = mode
         return super().train(mode)
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Pipeline":
-        """Move or cast the layers (`to`, `half`); a stage then runs where its parameters are."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._engine.cut(self.partition, self._engine.devices_after(fn))
-        return self
+    def after_move(self, function: Callable[..., Any]) -> None:
+        """Let each stage run where its parameters are now (after `to`, `half`)."""
+        self._engine.cut(self.partition, self._engine.devices_after(function))
 
     def close(self) -> None:
         """End the worker threads, as garbage collection does; the next call starts new ones."""

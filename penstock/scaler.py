@@ -1,14 +1,16 @@
 """Loss scaling for float16: torch's scaler, with one decision for all processes of a mesh."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.pipeline import Pipeline
+from penstock.torch_private import AbstractSharedScaler
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(AbstractSharedScaler):
     """Keeps small float16 gradients from vanishing: torch.amp.GradScaler for a pipeline.
 
         scaler = penstock.GradScaler(pipe)
@@ -52,20 +54,16 @@ class GradScaler(torch.amp.GradScaler):
         self._mesh, self._number = pipe.mesh, pipe.number
         self.scale(torch.zeros((), device=self._place))  # or torch knows no scale yet
 
-    def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,
+    def share(
+        self, look: Callable[[], dict[torch.device, Tensor]], found_inf: Tensor
     ) -> dict[torch.device, Tensor]:
-        """Do as torch does, which calls this wherever it looks for inf and nan; then tell all."""
+        """Look for inf and nan as torch does; then tell all."""
         mesh = self._mesh
         if mesh is None or mesh.watch is None:
-            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            found = look()
             return found or {found_inf.device: found_inf}  # torch wants to see one, even of nobody
         with mesh.watch.reporting():
-            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            found = look()
             mine = float(any(found.values()))
             rows = mesh.exchange("GradScaler", self._number, (mine,))
         return {found_inf.device: found_inf.fill_(max(anywhere for (anywhere,) in rows))}

@@ -19,6 +19,7 @@ from penstock.model.ghost.values import EventKey
 from penstock.model.layers import MODEL_INPUT, Layers, Step, Value, call
 from penstock.model.pytree import flatten, tree_map
 from penstock.model.state import ABSENT, attributes, keeping_values, put_state, read_state
+from penstock.torch_private import saving_hooks
 
 REPEATS = 3
 BACKWARD_PER_FORWARD = 2
@@ -156,7 +157,7 @@ def _now_s() -> float:
 
 def _saving_as_usual() -> AbstractContextManager[Any]:
     """Set hooks aside that would change what autograd saves: the caller may be in a checkpoint."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+    if saving_hooks() is None:
         return nullcontext()
     return saved_tensors_hooks(_as_it_is, _as_it_is)
 

@@ -13,6 +13,7 @@ from penstock.model.capture import resolve_layers
 from penstock.model.layers import Layer, Layers
 from penstock.model.pytree import tree_map
 from penstock.pipeline import LossFunction, Pipeline
+from penstock.torch_private import version_counter
 from penstock.types import Reduction
 
 from .compare import compare
@@ -97,11 +98,11 @@ def _untouched(layers: Layers) -> Iterator[None]:
         ConfigError: a loss computed gradients of its parameters.
     """
     before = {p: p.grad for _, holder in layers.holders() for p in holder.parameters()}
-    counts = {p: 0 if grad is None else grad._version for p, grad in before.items()}
+    counts = {p: 0 if grad is None else version_counter(grad) for p, grad in before.items()}
     yield
     for parameter, grad in before.items():
         now = parameter.grad
-        if now is not grad or (now is not None and now._version != counts[parameter]):
+        if now is not grad or (now is not None and version_counter(now) != counts[parameter]):
             raise ConfigError(
                 f"the loss computed a gradient of a parameter of shape {tuple(parameter.shape)} "
                 "of the model that was given, while copies of the model were checked: it holds on "

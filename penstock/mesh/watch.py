@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from penstock.errors import PeerError, WaitTimeout
+from penstock.torch_private import default_store
 
 from .threads import THREAD_PREFIX
 
@@ -75,7 +75,7 @@ class Watch:
                 host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s)
             )
         else:
-            store = dist.distributed_c10d._get_default_store()
+            store = default_store()
         place = f"{host}:{port}"
         watch = cls(PrefixStore(f"penstock/{attempt}", store), place, rank, world_size)
         watch._thread.start()

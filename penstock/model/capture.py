@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import CutError, ExportWarning
+from penstock.torch_private import uncompiled
 
 from .ghost.inputs import ROUTED, as_call
 from .ghost.layers import CapturedLayers
@@ -104,7 +105,7 @@ def resolve_layers(model: Any, example_inputs: Any) -> Layers:
 def _check_signature(model: nn.Module, example_inputs: Any) -> None:
     if not isinstance(model, nn.Module):
         raise CutError(f"capture takes an nn.Module, and was given a {type(model).__name__}")
-    if model._compiled_call_impl is not None or "_orig_mod" in model._modules:
+    if uncompiled(model) is not None:
         raise CutError(
             f"the whole of {type(model).__name__} is compiled; give the model as it was, and "
             "compile its blocks (for block in model.layers: block.compile())"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PartitionError
+from penstock.torch_private import CHILDREN, children_of, has_hooks
 
 if TYPE_CHECKING:
     from .stages import Perform, StagePlan
@@ -131,7 +132,7 @@ class Layers:
 
         The keys are those of an nn.Module's own dictionaries, such as `_modules`.
         """
-        return {"_modules": {s.name: s.module for s in self.steps if holds(s.index)}}
+        return {CHILDREN: {s.name: s.module for s in self.steps if holds(s.index)}}
 
     @property
     def own_loss(self) -> Callable[[Any, Any], Tensor] | None:
@@ -209,8 +210,7 @@ def is_plain_chain(model: object) -> bool:
     if not isinstance(model, nn.Sequential | nn.ModuleList):
         return isinstance(model, Sequence | Layers)
     plain = nn.Sequential if isinstance(model, nn.Sequential) else nn.Module
-    hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks)
-    return type(model).forward is plain.forward and not any(hooks)
+    return type(model).forward is plain.forward and not has_hooks(model)
 
 
 def as_layers(model: "nn.Sequential | Sequence[nn.Module | Layer] | Layers") -> Layers:
@@ -229,7 +229,7 @@ def as_layers(model: "nn.Sequential | Sequence[nn.Module | Layer] | Layers") -> 
     if isinstance(model, nn.Sequential | nn.ModuleList):
         named: list[tuple[str, Any]] = list(model.named_children())
         if len(named) != len(model):  # named_children skips a module that comes a second time
-            named = [(name, module) for name, module in model._modules.items()]
+            named = [(name, module) for name, module in children_of(model).items()]
     elif isinstance(model, Sequence):
         named = [(str(n), layer) for n, layer in enumerate(model)]
     else:

@@ -11,6 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.torch_private import (
+    buffers_of,
+    parameters_of,
+    reset_of,
+    unsaved_buffers_of,
+    version_counter,
+)
 
 from .layers import Layers, Step
 from .stages import StagePlan
@@ -52,7 +59,7 @@ def move_or_make(
             raise _cannot_make(step, owner)
     _give_memory(step.module, device, {} if made is None else made)
     step.module.to(device)
-    versions = {tensor: tensor._version for owner in owners for tensor in needed(owner)}
+    versions = {tensor: version_counter(tensor) for owner in owners for tensor in needed(owner)}
     with forked_random([device]):
         torch.manual_seed(_init_key(seed, step.index))
         for owner in reversed(owners):  # a parent may refine its children
@@ -60,14 +67,14 @@ def move_or_make(
             assert reset is not None
             reset()
     for owner in owners:
-        if any(versions.get(tensor) == tensor._version for tensor in needed(owner)):
+        if any(versions.get(tensor) == version_counter(tensor) for tensor in needed(owner)):
             raise _cannot_make(step, owner)
 
 
 def _give_memory(module: nn.Module, device: torch.device, made: Made) -> None:
     """Put tensors with memory where there are such on the meta device."""
     both: Iterable[dict[str, Any]] = chain.from_iterable(
-        (part._parameters, part._buffers) for part in module.modules()
+        (parameters_of(part), buffers_of(part)) for part in module.modules()
     )
     for places in both:
         for name, tensor in places.items():
@@ -102,7 +109,7 @@ def own_tensors(module: nn.Module) -> list[Tensor]:
 
 def unsaved_buffers(module: nn.Module) -> list[Tensor]:
     """Give the buffers of a module itself that no state dict holds."""
-    found = (module._buffers.get(name) for name in module._non_persistent_buffers_set)
+    found = (buffers_of(module).get(name) for name in unsaved_buffers_of(module))
     return [buffer for buffer in found if buffer is not None]
 
 
@@ -114,11 +121,6 @@ def may_be_absent(original: nn.Module) -> Callable[[str], bool]:
     kinds = ("_keys_to_ignore_on_save", "_keys_to_ignore_on_load_missing")
     patterns = [re.compile(p) for kind in kinds for p in getattr(original, kind, None) or ()]
     return lambda name: any(pattern.search(name) for pattern in patterns)
-
-
-def reset_of(module: nn.Module) -> Callable[[], None] | None:
-    """Give what torch's own modules draw their initial values with."""
-    return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
 
 
 def _cannot_make(step: Step, module: nn.Module) -> ConfigError:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.torch_private import buffers_of
+
 from .pytree import Sealed
 
 Place = tuple[nn.Module, bool, str]
@@ -31,7 +33,7 @@ def read_state(
 ) -> dict[Place, Tensor | None]:
     """Give all buffers of `modules`, and what stands at `places`; None where no tensor does."""
     now: dict[Place, Tensor | None] = {
-        (m, True, name): buffer for m in modules for name, buffer in m._buffers.items()
+        (m, True, name): buffer for m in modules for name, buffer in buffers_of(m).items()
     }
     for place in places:
         value = holder(place).get(place[2])
@@ -42,7 +44,7 @@ def read_state(
 def holder(place: Place) -> dict[str, Any]:
     """Give the dictionary in which the module keeps the tensor."""
     module, is_buffer, _ = place
-    return module._buffers if is_buffer else vars(module)
+    return buffers_of(module) if is_buffer else vars(module)
 
 
 def put_state(state: Mapping[Place, Any]) -> None:

@@ -15,21 +15,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import ConfigError, StatisticsWarning
+from penstock.torch_private import AnyBatchNorm, buffers_of
 
 from .boundary import same_bits, version_of
 from .users_checkpoint import autograd_mode
 
 Moments = tuple[int, Tensor, Tensor]
 """(values per channel, their mean, their unbiased variance): one call of one BatchNorm layer."""
-MomentsByModule = dict[_BatchNorm, list[Moments]]
+MomentsByModule = dict[AnyBatchNorm, list[Moments]]
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def batch_norms(modules: Iterable[nn.Module]) -> tuple[_BatchNorm, ...]:
+def batch_norms(modules: Iterable[nn.Module]) -> tuple[AnyBatchNorm, ...]:
     """Find the BatchNorm layers whose running statistics move once per mini-batch.
 
     Raises:
@@ -67,8 +67,10 @@ def warn_of_unpooled(modules: Iterable[nn.Module], *, over_replicas: bool) -> No
     )
 
 
-def _tracking(modules: Iterable[nn.Module]) -> list[_BatchNorm]:
-    found = {m: None for module in modules for m in module.modules() if isinstance(m, _BatchNorm)}
+def _tracking(modules: Iterable[nn.Module]) -> list[AnyBatchNorm]:
+    found = {
+        m: None for module in modules for m in module.modules() if isinstance(m, AnyBatchNorm)
+    }
     for module in found:
         if isinstance(module, nn.SyncBatchNorm):
             raise ConfigError(
@@ -79,7 +81,7 @@ def _tracking(modules: Iterable[nn.Module]) -> list[_BatchNorm]:
     return [module for module in found if module.track_running_stats]
 
 
-def _runs_torchs_forward(module: _BatchNorm) -> bool:
+def _runs_torchs_forward(module: AnyBatchNorm) -> bool:
     """Tell whether a call runs torch's own forward, with a momentum that can be set."""
     kind, own = type(module), vars(module)
     return (
@@ -92,8 +94,8 @@ def _runs_torchs_forward(module: _BatchNorm) -> bool:
 
 @contextmanager
 def separate_statistics(
-    modules: tuple[_BatchNorm, ...], into: MomentsByModule | None
-) -> Iterator[set[_BatchNorm]]:
+    modules: tuple[AnyBatchNorm, ...], into: MomentsByModule | None
+) -> Iterator[set[AnyBatchNorm]]:
     """Let the given layers leave their running statistics alone, and note each call's moments.
 
     While a layer is called in training mode its running statistics are stand-ins which its own
@@ -107,7 +109,7 @@ def separate_statistics(
     Raises:
         ConfigError: something other than a call of a layer moved its running statistics.
     """
-    in_checkpoint: set[_BatchNorm] = set()
+    in_checkpoint: set[AnyBatchNorm] = set()
     swaps = [
         _Swap(m, into, in_checkpoint)
         for m in modules
@@ -126,11 +128,11 @@ class _Swap:
     """Stand-ins for the running statistics of one layer, for as long as a call of it lasts."""
 
     def __init__(
-        self, module: _BatchNorm, into: MomentsByModule | None, in_checkpoint: set[_BatchNorm]
+        self, module: AnyBatchNorm, into: MomentsByModule | None, in_checkpoint: set[AnyBatchNorm]
     ) -> None:
         self._module, self._into, self._in_checkpoint = module, into, in_checkpoint
         self._outside = autograd_mode()
-        self._own = {name: module._buffers[name] for name in _STATISTICS}
+        self._own = {name: buffers_of(module)[name] for name in _STATISTICS}
         self._momentum = module.momentum
         self._seen = [
             (b, version_of(b), _contents(b)) for b in self._own.values() if b is not None
@@ -161,14 +163,14 @@ class _Swap:
             )
 
     def _put_back(self) -> None:
-        self._module._buffers.update(self._own)
+        buffers_of(self._module).update(self._own)
         self._module.momentum = self._momentum
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not module.training:
             self._put_back()  # a call that raised may have left stand-ins behind
             return
-        module._buffers.update(
+        buffers_of(module).update(
             {n: None if b is None else torch.zeros_like(b) for n, b in self._own.items()}
         )
         self._module.momentum = 1.0
@@ -208,7 +210,7 @@ def commit_statistics(moments: MomentsByModule) -> None:
             _commit(module, rows)
 
 
-def _commit(module: _BatchNorm, rows: list[Moments]) -> None:
+def _commit(module: AnyBatchNorm, rows: list[Moments]) -> None:
     running_mean, running_var = module.running_mean, module.running_var
     assert running_mean is not None
     assert running_var is not None

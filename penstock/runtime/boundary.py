@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock.errors import BoundaryError, ConfigError
 from penstock.model.pytree import Structure, opaque_values
 from penstock.model.subclasses import can_be_made_again, is_plain_class
+from penstock.torch_private import version_counter
 
 
 def check_leaving(
@@ -61,7 +62,7 @@ def check_classes(tensors: Iterable[Tensor | None], what_it_does: str) -> None:
 
 def version_of(tensor: Tensor) -> int:
     """Count the changes in place; inference tensors do not count them."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_counter(tensor)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
+
+from penstock.torch_private import AnyDropout
 
 from .random_streams import (
     KeyedRandomness,
@@ -63,7 +64,7 @@ class Drawing:
         self._own_generators = set()
         self._dropouts = {}
         for index, module in layers:
-            self._dropouts[index] = [m for m in module.modules() if isinstance(m, _DropoutNd)]
+            self._dropouts[index] = [m for m in module.modules() if isinstance(m, AnyDropout)]
             if holds_generator(module):
                 self._own_generators.add(index)
 

@@ -4,21 +4,15 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-import torch
 from torch.autograd.graph import Node
 
 from penstock.model.layers import Step
+from penstock.torch_private import node_number
 
 
 def note_failure(error: BaseException, stage: int, where: str, microbatch: int) -> None:
     """Add one note that names the stage, the layer (`where`) and the micro-batch."""
     error.add_note(f"raised on stage {stage}, in {where}, micro-batch {microbatch}")
-
-
-def next_node_number() -> int:
-    """Give the number that autograd will give the next node that this thread makes."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
 
 
 def backward_of(error: BaseException, marks: Sequence[tuple[int, Step]]) -> str:
@@ -29,8 +23,8 @@ def backward_of(error: BaseException, marks: Sequence[tuple[int, Step]]) -> str:
     only the stage is known.
     """
     numbers, steps = [number for number, _ in marks], [step for _, step in marks]
-    for node in _nodes(error):
-        position = bisect_right(numbers, node._sequence_nr()) - 1
+    for number in _node_numbers(error):
+        position = bisect_right(numbers, number) - 1
         if position >= 0:
             return f"the backward of layer {steps[position].label}"
     if not steps:
@@ -40,7 +34,7 @@ def backward_of(error: BaseException, marks: Sequence[tuple[int, Step]]) -> str:
     return f"the backward of one of the layers {steps[0].label} to {steps[-1].label}"
 
 
-def _nodes(error: BaseException) -> Iterator[Node]:
+def _node_numbers(error: BaseException) -> Iterator[int]:
     traceback = error.__traceback__
     frames: list[FrameType] = []
     while traceback is not None:
@@ -48,5 +42,6 @@ def _nodes(error: BaseException) -> Iterator[Node]:
         traceback = traceback.tb_next
     for frame in reversed(frames):
         for value in frame.f_locals.values():
-            if isinstance(value, Node) and hasattr(value, "_sequence_nr"):
-                yield value
+            number = node_number(value) if isinstance(value, Node) else None
+            if number is not None:
+                yield number

@@ -16,10 +16,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import RandomnessError, RecomputeError
+from penstock.torch_private import OpOverload, TorchDispatchMode, arguments_of
 
 from .devices import with_index
 from .users_checkpoint import autograd_mode
@@ -209,7 +208,7 @@ def _may_draw(func: OpOverload) -> bool:
 
 def _draws_now(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Tell whether an operator that may draw does: attention without dropout does not."""
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(arguments_of(func)):
         if argument.name == "dropout_p":
             given = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
             return bool(given)
@@ -220,7 +219,7 @@ def _route(func: OpOverload) -> Callable[..., Any] | None:
     """Say how to make an operator draw from a given generator; None if it never draws."""
     if not _may_draw(func):
         return None
-    if any(argument.name == "generator" for argument in func._schema.arguments):
+    if any(argument.name == "generator" for argument in arguments_of(func)):
         return lambda generator, args, kwargs: func(*args, **{**kwargs, "generator": generator})
     twin = _overload_with_generator(func)
     if twin is not None:
@@ -230,10 +229,10 @@ def _route(func: OpOverload) -> Callable[..., Any] | None:
 
 def _overload_with_generator(func: OpOverload) -> OpOverload | None:
     packet = func.overloadpacket
-    own = [(a.name, str(a.type)) for a in func._schema.arguments]
+    own = [(a.name, str(a.type)) for a in arguments_of(func)]
     for name in packet.overloads():
         twin: OpOverload = getattr(packet, name)
-        arguments = [(a.name, str(a.type)) for a in twin._schema.arguments]
+        arguments = [(a.name, str(a.type)) for a in arguments_of(twin)]
         if [a for a in arguments if a[0] != "generator"] == own and len(arguments) == len(own) + 1:
             return twin
     return None

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import RecomputeError
 from penstock.model.state import ABSENT, Place, attributes, holder, put_state, read_state
+from penstock.torch_private import parameters_of, version_counter
 
 from .boundary import same_bits
 
@@ -39,7 +40,7 @@ class Witness:
     def among(cls, results: Iterable[Tensor]) -> "Witness | None":
         """Choose one of the results; keeps its memory."""
         chosen = _first_floating(results)
-        return None if chosen is None else cls(chosen, chosen._version)
+        return None if chosen is None else cls(chosen, version_counter(chosen))
 
     def compare(self, results: Iterable[Tensor]) -> None:
         """Compare with what a recompute gave: to the bit, on a GPU to rounding, since some of its
@@ -49,7 +50,7 @@ class Witness:
             RecomputeError: it gave something else, so a layer reads what changed in between.
         """
         again = _first_floating(results)
-        if self.tensor._version != self.version or again is None:
+        if version_counter(self.tensor) != self.version or again is None:
             return  # the caller has changed the output in place since
         rounding = torch.finfo(again.dtype).eps ** 0.5 if again.is_cuda else 0.0
         same_shape = again.shape == self.tensor.shape
@@ -101,7 +102,9 @@ class Repeatable:
     def look(self, inputs: Sequence[Tensor]) -> Seen:
         """Say what a forward is about to see."""
         modes = self._modes()
-        return Seen(self._state.look(modes), modes, self._weights(), [t._version for t in inputs])
+        return Seen(
+            self._state.look(modes), modes, self._weights(), [version_counter(t) for t in inputs]
+        )
 
     def note_changes(self, seen: Seen) -> None:
         """Keep, of all that the forward saw, what it has changed.
@@ -119,7 +122,7 @@ class Repeatable:
         """
         if seen.weights != self._weights():
             raise _changed("a weight", "call optimizer.step() only after the backward")
-        if seen.input_versions != [t._version for t in inputs]:
+        if seen.input_versions != [version_counter(t) for t in inputs]:
             raise _changed("an input", "leave the batch as it is until the backward has run")
         modes = self._modes()
         if not seen.state and modes == seen.modes:
@@ -144,9 +147,9 @@ class Repeatable:
     def _weights(self) -> list[tuple[int, int, int]]:
         """Say which weights there are, in which version, where; an assigned `.data` moves."""
         return [
-            (id(p), p._version, p.data_ptr())
+            (id(p), version_counter(p), p.data_ptr())
             for m in self._modules
-            for p in m._parameters.values()
+            for p in parameters_of(m).values()
             if p is not None
         ]
 
@@ -184,7 +187,11 @@ class _ChangingState:
             self._copied, self._modes = None, modes
         before = read_state(self._modules, self._attributes)
         return {
-            place: (tensor, tensor._version, _copy(tensor) if self._may_change(place) else None)
+            place: (
+                tensor,
+                version_counter(tensor),
+                _copy(tensor) if self._may_change(place) else None,
+            )
             if tensor is not None
             else (None, 0, None)
             for place, tensor in before.items()
@@ -229,8 +236,8 @@ def _lost(place: Place) -> RecomputeError:
 
 
 def _changed_in_place(tensor: Tensor, version: int, copy: Tensor | None) -> bool:
-    if tensor._version != version or copy is None or tensor.layout is not torch.strided:
-        return tensor._version != version
+    if version_counter(tensor) != version or copy is None or tensor.layout is not torch.strided:
+        return version_counter(tensor) != version
     return not same_bits(tensor, copy)
 
 

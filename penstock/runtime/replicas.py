@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import ConfigError
 from penstock.mesh import Mesh
+from penstock.torch_private import AnyBatchNorm
 
 from .batch_norm import Moments, MomentsByModule, pooled
 
@@ -89,7 +89,7 @@ class Replicas:
             now = parameter.grad
             parameter.grad = gradient if now is None else gradient.add_(now)
 
-    def pool(self, moments: MomentsByModule, modules: Sequence[_BatchNorm]) -> MomentsByModule:
+    def pool(self, moments: MomentsByModule, modules: Sequence[AnyBatchNorm]) -> MomentsByModule:
         """Pool the moments of each BatchNorm layer over all replicas, in their order.
 
         A layer may have run on some replicas only; all of them take part all the same.
@@ -115,7 +115,7 @@ class Replicas:
         self._mesh.background.run(job, what)
 
 
-def _as_row(module: _BatchNorm, moments: Moments | None) -> Tensor:
+def _as_row(module: AnyBatchNorm, moments: Moments | None) -> Tensor:
     """Write count, means and variances one after the other; zeros for a layer that did not run."""
     if moments is None:
         return torch.zeros(1 + 2 * module.num_features, dtype=torch.float64)
@@ -124,7 +124,7 @@ def _as_row(module: _BatchNorm, moments: Moments | None) -> Tensor:
     return torch.cat([number, mean.cpu(), variance.cpu()])
 
 
-def _device_of(module: _BatchNorm) -> torch.device:
+def _device_of(module: AnyBatchNorm) -> torch.device:
     assert module.running_mean is not None
     return module.running_mean.device
 

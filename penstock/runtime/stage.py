@@ -25,6 +25,7 @@ from penstock.model.layers import MODEL_INPUT, Step, Value, join_output
 from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stages import StagePlan
 from penstock.model.subclasses import detached, like
+from penstock.torch_private import next_node_number
 from penstock.types import Trace
 
 from .aliases import find_aliases
@@ -42,7 +43,7 @@ from .devices import StageDevice
 from .drawing import Drawing, LayerCall
 from .leaves import claim_leaves
 from .memory import KeptBytes
-from .notes import backward_of, next_node_number, note_failure
+from .notes import backward_of, note_failure
 from .random_streams import alone_with_generators, checked_draws, refuse_draws
 from .recompute import Repeatable, Witness, dropping_graph
 from .replicas import Replicas

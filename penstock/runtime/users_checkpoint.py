@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from penstock.torch_private import saving_hooks
+
 AutogradMode = tuple[bool, Any]
 
 
 def autograd_mode() -> AutogradMode:
     """Say how autograd records now.  Inside a checkpoint it does so otherwise than around it."""
-    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch.is_grad_enabled(), saving_hooks()

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+
+from penstock.torch_private import AnyBatchNorm
 
 KEY = "average"
 STATISTICS = ("running_mean", "running_var")
@@ -30,10 +31,10 @@ class Averaging:
     ) -> None:
         self._optimizer, self._decay, self.step = optimizer, decay, 0
         """Steps before the next one; the trainer says."""
-        self._norms: dict[Tensor, _BatchNorm] = {
+        self._norms: dict[Tensor, AnyBatchNorm] = {
             norm.weight: norm
             for norm in modules
-            if isinstance(norm, _BatchNorm) and norm.affine and norm.track_running_stats
+            if isinstance(norm, AnyBatchNorm) and norm.affine and norm.track_running_stats
         }
         optimizer.register_step_post_hook(self._note)
 

@@ -8,17 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.errors import ConfigError
+from penstock.torch_private import data_dependent_errors, fake_tensors, tree_map_only
 
 from .sizes import require_at_least
 
@@ -222,7 +217,7 @@ def _run(model: nn.Module, example_inputs: Any) -> None:
     """
     with (
         torch.random.fork_rng(devices=[]),
-        FakeTensorMode(allow_non_fake_inputs=True),
+        fake_tensors(allow_non_fake_inputs=True),
         _written_out(),
         torch.no_grad(),
     ):
@@ -233,7 +228,7 @@ def _run(model: nn.Module, example_inputs: Any) -> None:
         args, kwargs = _as_call(tree_map_only(Tensor, _fake, example_inputs))
         try:
             functional_call(model, state, args, kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except data_dependent_errors() as error:
             raise ConfigError(
                 f"the forward of {type(model).__name__} depends on values ({error}), and a "
                 "summary computes none. Leave example_inputs out to see the parameters alone, or "

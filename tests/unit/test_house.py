@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import penstock
 
 LAYERS = (
     {"errors", "types"},
+    {"torch_private"},
     {"schedules"},
     {"trace"},
     {"simulator"},
@@ -36,6 +37,7 @@ LAYERS = (
 """Who may import whom: a module takes only from its own folder and from lines above its own.
 
     errors  types                 the words
+       └► torch_private           what torch hides
        └► schedules               WHEN
              └► trace             SEEN
                   └► simulator    FORESEE
@@ -52,7 +54,7 @@ LAYERS = (
     ┌─────────────────────────┘
     └► checkpoint
           └► doctor               BEFORE IT RUNS
-          └► data   zoo           zoo: plain modules, so it takes errors only
+          └► data   zoo           zoo: plain modules, of LOWEST only
                └► train
                     └► __init__   the public names, found when asked for
                          └► cli
@@ -60,8 +62,11 @@ LAYERS = (
 """
 
 SELF_CONTAINED = {"zoo"}
+LOWEST = {"errors", "torch_private"}
 WITHOUT_TORCH = ("schedules", "simulator", "trace", "planner")
 MOST_LINES = 400
+TORCH_PRIVATE = "penstock.torch_private"
+PYTHONS_PRIVATE = {"_replace", "_exit", "_getframe"}
 BANNED = "chunk"
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +108,7 @@ def may_import(importer: str, imported: str) -> bool:
     if importer == imported:
         return True
     height = {part: line for line, parts in enumerate(LAYERS) for part in parts}
-    allowed = importer not in SELF_CONTAINED or imported == "errors"
+    allowed = importer not in SELF_CONTAINED or imported in LOWEST
     return allowed and height[imported] < height[importer]
 
 
@@ -123,6 +128,29 @@ def bound_names(source: str) -> Iterator[str]:
                 | ast.MatchMapping(_, _, str(name))
             ):
                 yield name
+
+
+def private_names(source: str, *, elsewhere: Set[str] = frozenset()) -> set[str]:
+    """Find what a file names with a leading underscore that is neither its own nor Python's.
+
+    That are modules, attributes of what is not `self`, and strings that are one of `elsewhere`.
+    """
+    tree = ast.parse(source)
+    own = {*bound_names(source), *PYTHONS_PRIVATE} - elsewhere
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(str(module), names, 0) if not module.startswith("penstock"):
+                found.update(part for part in module.split(".") if part.startswith("_"))
+                found.update(alias.name for alias in names if alias.name.startswith("_"))
+            case ast.Import(names):
+                found.update(p for a in names for p in a.name.split(".") if p.startswith("_"))
+            case ast.Attribute(value, name) if name.startswith("_") and name not in own:
+                if not (isinstance(value, ast.Name) and value.id in ("self", "cls")):
+                    found.add(name)
+            case ast.Constant(str(text)) if text in elsewhere:
+                found.add(text)
+    return {name for name in found if not name.endswith("__")}
 
 
 def run_python(program: str, *arguments: str) -> None:
@@ -167,6 +195,35 @@ def test_an_import_against_the_arrow_is_refused() -> None:
     assert not may_import("data", "zoo")
     assert may_import("zoo", "errors")
     assert not may_import("zoo", "model")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_private_names_of_torch_stand_in_one_file(path: Path) -> None:
+    if module_name(path) == TORCH_PRIVATE:
+        return
+    kept = private_names((ROOT / "penstock" / "torch_private.py").read_text())
+    assert sorted(private_names(path.read_text(), elsewhere=kept)) == []
+
+
+def test_every_way_to_name_something_private_is_seen() -> None:
+    theirs = (
+        "import torch._dynamo\n"
+        "from torch._C import Graph\n"
+        "from torch.nn.modules.dropout import _DropoutNd\n"
+        "def function(self, module):\n"
+        "    return module._buffers, torch._sample(), getattr(module, '_parameters')\n"
+    )
+    names = {"_dynamo", "_C", "_DropoutNd", "_buffers", "_sample", "_parameters"}
+    assert private_names(theirs, elsewhere={"_parameters"}) == names
+    ours = (
+        "from penstock.cut import _cut\n"
+        "class A:\n"
+        "    def __init__(self, other):\n"
+        "        self._modules = other._modules\n"
+        "        other.__class__ = entry._replace(a=self._b)\n"
+    )
+    assert private_names(ours) == set()
+    assert private_names(ours, elsewhere={"_modules"}) == {"_modules"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)

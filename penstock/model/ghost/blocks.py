@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import CheckpointFunction
 
 from penstock.errors import CutError
+from penstock.torch_private import forward_hooks_of, has_gradient_hooks, wants_kwargs
 
 from .checkpoints import reentrant, watch_checkpoints
 from .ghost import CURRENT, ghosts_in
@@ -122,7 +123,7 @@ def check_hooks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
     """
     inside = {id(part) for block in blocks for part in block.modules()}
     for path, module in model.named_modules():
-        if id(module) not in inside and (module._backward_hooks or module._backward_pre_hooks):
+        if id(module) not in inside and has_gradient_hooks(module):
             raise CutError(
                 f"{path or type(model).__name__!r} has a hook on its gradients and holds several "
                 "blocks, of which each stage has its own; put the hook on a block"
@@ -174,7 +175,7 @@ def _watched(kind: type[nn.Module]) -> type[nn.Module]:
         current = CURRENT.get()
         if current is None or current.is_inside or not current.knows(self):
             return native(self, *args, **kwargs)
-        if not self._forward_hooks or not _observers(self):
+        if not forward_hooks_of(self) or not _observers(self):
             return current.block_call(self, partial(native, self), args, kwargs)
         return _observed_call(current, self, native, args, kwargs)
 
@@ -217,11 +218,11 @@ def _observers(module: nn.Module) -> dict[int, _Outside]:
     Those of torch.distributed, and our own, belong to the block: they run where it runs.
     """
     found = {}
-    for number, hook in list(module._forward_hooks.items()):
+    for number, hook in list(forward_hooks_of(module).items()):
         if not isinstance(hook, _Outside):
             if getattr(hook, "__module__", "").startswith(_PARTS_OF_BLOCKS):
                 continue
-            hook = module._forward_hooks[number] = _Outside(hook)
+            hook = forward_hooks_of(module)[number] = _Outside(hook)
         found[number] = hook
     return found
 
@@ -233,7 +234,7 @@ def _observed_call(
     outside = _observers(module)
     result = current.block_call(module, partial(native, module), args, kwargs)
     for number, observer in outside.items():
-        if number in module._forward_hooks_with_kwargs:
+        if wants_kwargs(module, number):
             changed = observer.hook(module, args, kwargs, result)
         else:
             changed = observer.hook(module, args, result)

@@ -17,23 +17,23 @@ from torch.utils import checkpoint as torchs
 
 from penstock.errors import CutError
 from penstock.model.pytree import Structure, flatten, unflatten
+from penstock.torch_private import checkpoint_generator, replace_checkpoint_generator
 
 from .ghost import CURRENT, ghosts_in
 
-_generator = torchs._checkpoint_without_reentrant_generator
-_options = inspect.signature(_generator)
+_options = inspect.signature(checkpoint_generator)
 
 
 def watch_checkpoints() -> None:
     """Let checkpoints without reentry go to the pass that is under way."""
-    torchs._checkpoint_without_reentrant_generator = _routed_generator
+    replace_checkpoint_generator(_routed_generator)
 
 
 def _routed_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
     """Stand in for what runs before and after the function in a checkpoint."""
     current = CURRENT.get()
     if current is None or current.is_inside:
-        yield from _generator(*args, **kwargs)
+        yield from checkpoint_generator(*args, **kwargs)
         return
     given = _options.bind(*args, **kwargs).arguments
     kept = {n: v for n, v in given.items() if n not in ("fn", "args", "kwargs")}

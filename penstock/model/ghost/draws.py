@@ -4,15 +4,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
+
+from penstock.torch_private import DRAWING_FUNCTIONS, OpOverload
 
 _functional: Any = nn.functional
 _ALWAYS = frozenset(
     (
         *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like),
         *(torch.randn_like, torch.randint_like, torch.bernoulli, torch.normal),
-        *(torch.multinomial, torch.poisson, torch.binomial, torch._standard_gamma),
-        *(torch._sample_dirichlet, _functional.gumbel_softmax),
+        *(torch.multinomial, torch.poisson, torch.binomial, *DRAWING_FUNCTIONS),
+        _functional.gumbel_softmax,
         *(_functional.fractional_max_pool2d_with_indices, nn.init.normal_, nn.init.uniform_),
         *(_functional.fractional_max_pool3d_with_indices, nn.init.kaiming_uniform_),
         *(Tensor.bernoulli, Tensor.bernoulli_, Tensor.multinomial, Tensor.uniform_),

@@ -15,6 +15,7 @@ from torch.export import Dim, ShapesCollection, unflatten
 
 from penstock.errors import GlueError
 from penstock.model.pytree import flatten
+from penstock.torch_private import has_hooks
 
 from .blocks import find_blocks
 from .graphs import Exported, check_modes
@@ -89,5 +90,5 @@ def _dropped(model: nn.Module) -> Iterator[str]:
     """Say what a graph lacks of the model."""
     yield _ALWAYS
     for path, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        if has_hooks(module):
             yield f"the hooks of '{path}' do not run"

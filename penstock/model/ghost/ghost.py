@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.model.pytree import flatten, unflatten
+from penstock.torch_private import without_torch_dispatch, without_torch_function
 
 from .values import Info
 
@@ -46,7 +47,7 @@ class Ghost(Tensor):
         current = CURRENT.get()
         if current is None:
             return NotImplemented
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return current.operation(func, args, kwargs or {})
 
     @classmethod
@@ -56,7 +57,7 @@ class Ghost(Tensor):
         current = CURRENT.get()
         if current is not None and not current.is_answering:
             raise current.below_torch_function(func)
-        with torch._C._DisableTorchDispatch():
+        with without_torch_dispatch():
             return func(*args, **(kwargs or {}))
 
     def __iter__(self) -> Iterator[Any]:
@@ -69,7 +70,7 @@ class Ghost(Tensor):
 @lru_cache(maxsize=4096)
 def _bare(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
     """Make a tensor without values; nothing ever happens to one, so that ghosts may share it."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         if strides is None:
             return torch.empty(shape, dtype=dtype, device="meta")
         return torch.empty_strided(shape, strides, dtype=dtype, device="meta")

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import CutError
+from penstock.torch_private import buffers_of, parameters_of, registered_of
 
 
 class Exported(nn.Module):
@@ -24,9 +25,7 @@ class Exported(nn.Module):
         first = graphs[True]
         for graph in graphs.values():
             _adopt(model, graph)
-        self._modules, self._parameters = first._modules, first._parameters
-        self._buffers = first._buffers
-        self._non_persistent_buffers_set = first._non_persistent_buffers_set
+        self.__dict__.update(registered_of(first))
         self.train(mode)
 
     @property
@@ -91,7 +90,7 @@ def _adopt(model: nn.Module, graph: nn.Module) -> None:
     own: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     own.update(model.named_buffers(remove_duplicate=False))
     for path, module in graph.named_modules():
-        for kept in (module._parameters, module._buffers):
+        for kept in (parameters_of(module), buffers_of(module)):
             for name in kept:
                 kept[name] = own.get(f"{_plain(path)}.{name}".removeprefix("."), kept[name])
 

@@ -14,6 +14,7 @@ from penstock.model.make import move_or_make_all
 from penstock.model.output_loss import output_loss
 from penstock.model.pytree import flatten
 from penstock.model.stages import Perform, StagePlan, plan_stages
+from penstock.torch_private import children_of, parameters_of, registered_of
 
 from .cut import Cut
 from .describe import described
@@ -103,8 +104,7 @@ class CapturedLayers(Layers):
                 )
 
     def registered(self, holds: Callable[[int], bool]) -> dict[str, Any]:
-        names = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
-        return {name: getattr(self.captured.model, name) for name in names}
+        return registered_of(self.captured.model)
 
     @property
     def own_loss(self) -> Callable[[Any, Any], Tensor]:
@@ -117,10 +117,10 @@ class CapturedLayers(Layers):
         model = self.captured.model
         found: list[tuple[dict[str, Any], str, Any]] = []
         for module in model.modules():
-            found += [(module._parameters, n, p) for n, p in module._parameters.items()]
+            found += [(parameters_of(module), n, p) for n, p in parameters_of(module).items()]
         for name, block in self.captured.blocks.items():
             path, _, last = name.rpartition(".")
-            found.append((model.get_submodule(path)._modules, last, block))
+            found.append((children_of(model.get_submodule(path)), last, block))
         return found
 
     def holders(self) -> list[tuple[str, nn.Module]]:

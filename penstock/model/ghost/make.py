@@ -16,18 +16,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ConfigError
 from penstock.model.make import (
     Made,
     forked_random,
     may_be_absent,
-    reset_of,
     unsaved_buffers,
     with_memory,
 )
 from penstock.model.state import keeping_values
+from penstock.torch_private import (
+    TorchDispatchMode,
+    arguments_of,
+    buffers_of,
+    move_tensors,
+    parameters_of,
+    reset_of,
+    storage_id,
+)
 
 from .record_model import Captured
 
@@ -70,7 +77,7 @@ def _move(captured: Captured, part: Part) -> None:
         return tensor if tensor.is_meta else tensor.to(part.device)
 
     for block in part.blocks:
-        captured.blocks[block]._apply(move)
+        move_tensors(captured.blocks[block], move)
 
 
 def _devices(captured: Captured, parts: Sequence[Part]) -> dict[str, torch.device]:
@@ -106,7 +113,7 @@ def _places(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     """Give the dictionary in which a module has the parameter or buffer, and its name there."""
     path, _, last = name.rpartition(".")
     owner = model.get_submodule(path)
-    return (owner._parameters if last in owner._parameters else owner._buffers), last
+    return (parameters_of(owner) if last in parameters_of(owner) else buffers_of(owner)), last
 
 
 @contextmanager
@@ -115,7 +122,7 @@ def _keeping_others(model: nn.Module, fresh: Mapping[str, Tensor]) -> Iterator[N
     new = {id(tensor) for tensor in fresh.values()}
     both: list[dict[str, Any]] = []
     for module in model.modules():
-        both += (module._parameters, module._buffers)
+        both += (parameters_of(module), buffers_of(module))
     others = [
         (places, name, tensor)
         for places in both
@@ -200,12 +207,12 @@ class _Filling(TorchDispatchMode):
             key = blake2b(f"{self._place} {self._draws}".encode(), digest_size=8).digest()
             torch.manual_seed(int.from_bytes(key, "little"))
             self._draws += 1
-        arguments = func._schema.arguments
+        arguments = arguments_of(func)
         given = {**dict(zip((a.name for a in arguments), args, strict=False)), **(kwargs or {})}
         for argument in arguments:
             value = given.get(argument.name)
             if argument.is_write and isinstance(value, Tensor):
-                self.written.add(value.untyped_storage()._cdata)
+                self.written.add(storage_id(value))
         return func(*args, **(kwargs or {}))
 
 
@@ -214,7 +221,7 @@ def _is_filled(model: nn.Module, name: str, tensor: Tensor, filling: _Filling) -
     now = places.get(last)
     if now is not tensor:
         return isinstance(now, Tensor) and not now.is_meta
-    return not tensor.numel() or tensor.untyped_storage()._cdata in filling.written
+    return not tensor.numel() or storage_id(tensor) in filling.written
 
 
 def _cannot_fill(model: nn.Module, names: Sequence[str]) -> ConfigError:
@@ -222,7 +229,7 @@ def _cannot_fill(model: nn.Module, names: Sequence[str]) -> ConfigError:
     for name in names:
         path, _, last = name.rpartition(".")
         owner = model.get_submodule(path)
-        kind = "parameter" if last in owner._parameters else "buffer"
+        kind = "parameter" if last in parameters_of(owner) else "buffer"
         lines.append(f"  {kind} {last!r} of {path!r} ({type(owner).__name__})")
     return ConfigError(
         "the model was built on the meta device, and nothing gives these tensors values:\n"

@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import CutError, GlueError
 from penstock.model.pytree import Leaf, flatten, unflatten
+from penstock.torch_private import version_counter, without_torch_function
 
 from .checkpoints import checkpointed
 from .containers import SIMPLE, changes, contents
@@ -295,7 +295,7 @@ class Pass(ABC):
         if not is_question(function, args, kwargs):
             drawn = draws(function, args, kwargs)
             if drawn or any(id(t) in self._parameter_ids for t in flatten((args, kwargs))[0]):
-                with torch._C.DisableTorchFunctionSubclass():
+                with without_torch_function():
                     return self.event(self._between(function, args, kwargs))
         return function(*args, **kwargs)
 
@@ -365,7 +365,7 @@ def _writes_into(tensor: Tensor, operation: Operation) -> CutError:
 
 def _version(tensor: Any) -> int:
     try:
-        version: int = tensor._version
+        version: int = version_counter(tensor)
     except RuntimeError:  # made in inference mode: it has none
         return 0
     return version

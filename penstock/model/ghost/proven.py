@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import CheckError
+from penstock.torch_private import has_accumulation_hooks
 
 from .blocks import original_class
 from .graphs import Exported
@@ -58,7 +59,7 @@ def _why_not(captured: Captured) -> str | None:
         return "the model has no values yet"
     if len(captured.calls) < 2:
         return "there is one block, and so no cut"
-    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
+    if any(has_accumulation_hooks(p) for p in parameters):
         return "hooks on its gradients would run"
     if dist.is_available() and dist.is_initialized() and dist.get_rank():
         return "rank 0 does"

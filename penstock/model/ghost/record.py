@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import CutError, GlueError
 from penstock.model.pytree import flatten
+from penstock.torch_private import uncompiled, without_any_torch_function
 
 from .draws import draws
 from .ghost import QUESTIONS, Ghost, ghosts_in, map_tensors
@@ -283,9 +284,7 @@ def _uncompiled(operation: Operation) -> Operation:
     block = operation.function.args[0] if isinstance(operation.function, partial) else None
     if not isinstance(block, nn.Module):
         return operation
-    if block._compiled_call_impl is not None:
-        return operation._replace(function=block._call_impl)
-    written = block._modules.get("_orig_mod")
+    written = uncompiled(block)
     return operation if written is None else operation._replace(function=written)
 
 
@@ -307,5 +306,5 @@ def _drawing_nothing(function: Any) -> Iterator[None]:
 
 
 def _torchs_random_state() -> bytes:
-    with torch._C.DisableTorchFunction():
+    with without_any_torch_function():
         return torch.get_rng_state().numpy().tobytes()

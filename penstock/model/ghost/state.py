@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import CutError
+from penstock.torch_private import BUFFERS, PARAMETERS, version_counter
 
 from .ghost import Ghost
 from .graphs import Exported
@@ -87,7 +88,7 @@ def _is_of_user(kind: type) -> bool:
 
 def _version(value: Any) -> int:
     is_plain = isinstance(value, Tensor) and type(value) is not Ghost
-    return value._version if is_plain else 0
+    return version_counter(value) if is_plain else 0
 
 
 def _is_same(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
@@ -151,7 +152,7 @@ def _is_entry(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
-        if name in ("_buffers", "_parameters"):
+        if name in (BUFFERS, PARAMETERS):
             yield from ((key, tensor) for key, tensor in value.items() if tensor is not None)
         elif name not in UNCOUNTED:
             yield name, value

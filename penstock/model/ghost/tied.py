@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import CutError, RouteError
 from penstock.model.pytree import Sealed, flatten
+from penstock.torch_private import buffers_of, parameters_of, without_torch_function
 
 from .ghost import METADATA, QUESTIONS, map_tensors
 from .graphs import Exported
@@ -91,7 +92,7 @@ def find_tensor(model: nn.Module, name: str) -> Tensor | None:
     """Give the parameter called `name`, or what stands in its place on a stage that borrows it."""
     path, _, last = name.rpartition(".")
     owner = model.get_submodule(path)
-    found: Tensor | None = owner.__dict__.get(last, owner._parameters.get(last))
+    found: Tensor | None = owner.__dict__.get(last, parameters_of(owner).get(last))
     return found
 
 
@@ -106,8 +107,8 @@ def release(model: nn.Module, kept: Collection[str]) -> None:
         path, _, last = name.rpartition(".")
         absent = Absent.instead_of(parameter, name)
         for owner in owners_of(model, path):
-            if last in owner._parameters:
-                owner._parameters[last] = None
+            if last in parameters_of(owner):
+                parameters_of(owner)[last] = None
                 owner.__dict__[last] = absent
 
 
@@ -137,7 +138,7 @@ class Absent(Tensor, Sealed):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in QUESTIONS or func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*args, **(kwargs or {}))
         raise next(t for t in flatten((args, kwargs or {}))[0] if isinstance(t, cls)).is_read()
 
@@ -153,9 +154,9 @@ class Absent(Tensor, Sealed):
 def empty_buffers(module: nn.Module) -> None:
     """Give back the memory of a block's buffers."""
     for part in module.modules():
-        for name, buffer in part._buffers.items():
+        for name, buffer in buffers_of(part).items():
             if buffer is not None:
-                part._buffers[name] = torch.empty_like(buffer, device="meta")
+                buffers_of(part)[name] = torch.empty_like(buffer, device="meta")
 
 
 class Lent(TorchFunctionMode):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError
+from penstock.torch_private import buffers_of, children_of, parameters_of
 
 from .ghost import CURRENT
 from .passes import calling_line
@@ -86,7 +87,7 @@ def _is_harmless(module: nn.Module, name: str, value: Any) -> bool:
         return True
     if hasattr(getattr(type(module), name, None), "__set__"):  # what it writes is noted
         return True
-    kept = (vars(module), module._parameters, module._buffers, module._modules)
+    kept = (vars(module), parameters_of(module), buffers_of(module), children_of(module))
     old = next((names[name] for names in kept if name in names), _ABSENT)
     if value is True:  # a flag, set once and for all
         return old is _ABSENT or old is True

@@ -1,0 +1,273 @@
+"""Hold every private name of torch that Penstock uses: a new torch is compared with one file.
+
+A private name is one that torch itself defines with a leading underscore, or in a module whose
+path has such a part (torch._C): classes, functions, and attributes of torch's objects, such as
+the dictionaries of an nn.Module.  A public name is used instead wherever there is one.
+
+Each name has a purpose, and says what happens on a torch without it: "needed" ends the import with
+one line that says which versions work; the others do without, as told there.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from penstock.errors import TorchError
+
+OLDEST = (2, 11)
+"""The oldest torch that the tests were run with; also the bound in pyproject.toml."""
+NEWEST = (2, 15)
+"""The newest torch that they were run with; later ones are not refused."""
+
+
+def _refusal(reason: str) -> TorchError:
+    (major, oldest), (_, newest) = OLDEST, NEWEST
+    return TorchError(
+        f"Penstock works with torch {major}.{oldest} to {major}.{newest}, and {reason}; "
+        f"pip install 'torch>={major}.{oldest},<{major}.{newest + 1}'"
+    )
+
+
+def _needed(owner: Any, name: str) -> Any:
+    """Read what Penstock cannot do without.
+
+    Raises:
+        TorchError: this torch lacks it.
+    """
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        where = getattr(owner, "__name__", type(owner).__name__)
+        raise _refusal(f"torch {torch.__version__} has no {where}.{name}") from None
+
+
+if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < OLDEST:
+    raise _refusal(f"torch {torch.__version__} is installed")
+
+# -- classes ----------------------------------------------------------------------------------
+
+try:
+    from torch._ops import OpOverload as OpOverload
+    from torch.nn.modules.batchnorm import _BatchNorm as _BatchNorm
+    from torch.nn.modules.dropout import _DropoutNd as _DropoutNd
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._pytree import tree_map_only as tree_map_only
+except ImportError as missing:
+    raise _refusal(f"torch {torch.__version__} lacks one: {missing}") from None
+
+AnyBatchNorm = _BatchNorm
+"""The base of all kinds of BatchNorm, users' own included.  Needed."""
+AnyDropout = _DropoutNd
+"""The base of all kinds of dropout.  Needed."""
+
+
+def fake_tensors(**options: Any) -> Any:
+    """Return a mode in which tensors have a device but no memory.  Needed by `summary`."""
+    return _fake_tensor("FakeTensorMode")(**options)
+
+
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    """List what fake tensors raise where a model asks for their values.  Needed by `summary`."""
+    names = ("DataDependentOutputException", "DynamicOutputShapeException")
+    return tuple(_fake_tensor(name) for name in names)
+
+
+def _fake_tensor(name: str) -> Any:
+    return _needed(_needed(_needed(torch, "_subclasses"), "fake_tensor"), name)
+
+
+# -- switches that keep torch's dispatch away from a subclass of Tensor -------------------------
+
+without_torch_function = _needed(torch._C, "DisableTorchFunctionSubclass")
+"""While entered, no subclass sees operations by __torch_function__; modes do.  Needed."""
+without_any_torch_function = _needed(torch._C, "DisableTorchFunction")
+"""While entered, modes do not see them either.  Needed."""
+without_torch_dispatch = _needed(torch._C, "_DisableTorchDispatch")
+"""While entered, no subclass sees operations by __torch_dispatch__.  Needed."""
+
+# -- autograd -----------------------------------------------------------------------------------
+
+_autograd = _needed(torch._C, "_autograd")
+_hooks_on_top = _needed(_autograd, "_top_saved_tensors_default_hooks")
+_next_number = getattr(_autograd, "_get_sequence_nr", lambda: 0)
+
+version_counter: Callable[[Tensor], int] = attrgetter("_version")
+"""Count the changes in place of a tensor; RuntimeError for an inference tensor.  Needed."""
+
+
+def saving_hooks() -> Any:
+    """Return the innermost saved_tensors_hooks in force, or None.  Needed."""
+    return _hooks_on_top(True)
+
+
+def next_node_number() -> int:
+    """Return the number that autograd gives the next node of this thread; 0 where torch hides it.
+
+    Then the backward of a layer that fails is named as the first or the last that is possible.
+    """
+    number: int = _next_number()
+    return number
+
+
+def node_number(node: Node) -> int | None:
+    """Return the number of a node of the autograd graph; None where it has none."""
+    numbered = getattr(node, "_sequence_nr", None)
+    return None if numbered is None else numbered()
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return what tells storages apart, those without memory (meta) too.
+
+    Falls back on the address of the memory, which is 0 for all those without.
+    """
+    storage = tensor.untyped_storage()
+    number: int = getattr(storage, "_cdata", storage.data_ptr())
+    return number
+
+
+def has_accumulation_hooks(parameter: Tensor) -> bool:
+    """Tell whether hooks run when a gradient is accumulated; False where torch hides it."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+# -- checkpoints of the user's own --------------------------------------------------------------
+
+checkpoint_generator: Callable[..., Iterator[None]] = _needed(
+    torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
+)
+"""torch's own code before and after the function in a checkpoint without reentry.  Needed."""
+
+
+def replace_checkpoint_generator(replacement: Callable[..., Iterator[None]]) -> None:
+    """Let every checkpoint without reentry run `replacement` in its place."""
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = replacement
+
+
+# -- operators ----------------------------------------------------------------------------------
+
+DRAWING_FUNCTIONS = tuple(
+    getattr(torch, name)
+    for name in ("_standard_gamma", "_sample_dirichlet")
+    if hasattr(torch, name)
+)
+"""Functions that draw, below torch.distributions; a torch without one does not call it."""
+
+
+def arguments_of(operator: OpOverload) -> Any:
+    """Return the arguments an operator declares: name, type, is_write.  Needed."""
+    return operator._schema.arguments
+
+
+# -- modules ------------------------------------------------------------------------------------
+
+parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
+"""The dictionary in which a module itself has its parameters; to write it, too.  Needed."""
+buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
+"""The same of its buffers.  Needed."""
+children_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
+"""The same of its modules, each as often as it has names.  Needed."""
+unsaved_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+"""The names of the buffers of a module itself that no state dict holds.  Needed."""
+CHILDREN, PARAMETERS, BUFFERS = "_modules", "_parameters", "_buffers"
+"""The names of these dictionaries among the attributes of a module."""
+for _name in (CHILDREN, PARAMETERS, BUFFERS, "_non_persistent_buffers_set", "_forward_hooks"):
+    _needed(nn.Module(), _name)
+
+
+def registered_of(module: nn.Module) -> dict[str, Any]:
+    """Return all that a module registers, by the names of its attributes.  Needed."""
+    names = (CHILDREN, PARAMETERS, BUFFERS, "_non_persistent_buffers_set")
+    return {name: getattr(module, name) for name in names}
+
+
+forward_hooks_of: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter(
+    "_forward_hooks"
+)
+"""The forward hooks of a module by number, in the order in which they run; to write it, too."""
+
+
+def wants_kwargs(module: nn.Module, number: int) -> bool:
+    """Tell whether a forward hook is given keyword arguments; False where torch hides it."""
+    return number in getattr(module, "_forward_hooks_with_kwargs", ())
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Tell whether a module has hooks of any kind; those that torch hides are not seen."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks")
+    return has_gradient_hooks(module) or any(getattr(module, kind, None) for kind in kinds)
+
+
+def has_gradient_hooks(module: nn.Module) -> bool:
+    """Tell whether a module has hooks on its gradients; those that torch hides are not seen."""
+    kinds = ("_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind, None) for kind in kinds)
+
+
+def uncompiled(module: nn.Module) -> Callable[..., Any] | None:
+    """Return what a compiled module was; None where it is not compiled, or torch hides it."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        call: Callable[..., Any] = _needed(module, "_call_impl")
+        return call
+    return children_of(module).get("_orig_mod")
+
+
+def reset_of(module: nn.Module) -> Callable[[], None] | None:
+    """Find what one of torch's modules draws its initial values with; None if it has nothing."""
+    return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+
+
+def move_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Put what `function` returns in place of each parameter, gradient and buffer.  Needed."""
+    _needed(module, "_apply")(function)
+
+
+class AbstractMovable(nn.Module):
+    """A module that is told after its tensors were moved or cast (`to`, `half`).  Needed."""
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.after_move(fn)
+        return self
+
+    def after_move(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Take notice that `function` was applied to all tensors."""
+        raise NotImplementedError
+
+
+_needed(nn.Module, "_apply")
+
+
+class AbstractSharedScaler(torch.amp.GradScaler):
+    """A GradScaler that may talk to others whenever it has looked for inf and nan.  Needed."""
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        look = super()._unscale_grads_
+        return self.share(lambda: look(optimizer, inv_scale, found_inf, allow_fp16), found_inf)
+
+    def share(
+        self, look: Callable[[], dict[torch.device, Tensor]], found_inf: Tensor
+    ) -> dict[torch.device, Tensor]:
+        """Unscale by `look`; return what was found, by device, in tensors like `found_inf`."""
+        raise NotImplementedError
+
+
+_needed(torch.amp.GradScaler, "_unscale_grads_")
+
+# -- processes ----------------------------------------------------------------------------------
+
+
+def default_store() -> Any:
+    """Return the store that the processes met at, where it has no address.  Needed there."""
+    return _needed(torch.distributed.distributed_c10d, "_get_default_store")()

@@ -1,0 +1,336 @@
+"""Each private name of torch does what Penstock takes it for; a new torch is judged by these."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from penstock import torch_private as private
+
+
+class Seeing(Tensor):
+    """A subclass that counts the operations it is shown."""
+
+    functions = 0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        Seeing.functions += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class SeeingBelow(Tensor):
+    """The same, one level below."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch types it as an instance's method
+        cls, func, types, args=(), kwargs=None
+    ):
+        raise AssertionError(f"{func} was dispatched")
+
+
+class SeeingAll(torch.overrides.TorchFunctionMode):
+    """Counts the operations on any tensor."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class SeeingOperators(private.TorchDispatchMode):
+    """Lists the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[private.OpOverload] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_subclass_sees_no_functions_where_they_are_switched_off_and_modes_do() -> None:
+    tensor = torch.ones(2).as_subclass(Seeing)
+    before = Seeing.functions
+    with SeeingAll() as mode, private.without_torch_function():
+        torch.add(tensor, 1)
+    assert Seeing.functions == before
+    assert mode.count == 1
+
+
+def test_modes_see_no_functions_where_all_are_switched_off() -> None:
+    with SeeingAll() as mode, private.without_any_torch_function():
+        torch.add(torch.ones(2), 1)
+    assert mode.count == 0
+
+
+def test_a_subclass_sees_no_operators_where_they_are_switched_off() -> None:
+    with private.without_torch_function(), private.without_torch_dispatch():
+        torch.ones(2).as_subclass(SeeingBelow).add(1)
+
+
+def test_a_dispatch_mode_sees_operators_and_their_arguments() -> None:
+    tensor = torch.ones(2)
+    with SeeingOperators() as mode:
+        tensor.mul_(0.5)
+        torch.bernoulli(tensor)
+    changed, drawn = mode.seen
+    assert [(a.name, a.is_write) for a in private.arguments_of(changed)] == [
+        ("self", True),
+        ("other", False),
+    ]
+    assert all(isinstance(operator, private.OpOverload) for operator in mode.seen)
+    assert [str(a.type) for a in private.arguments_of(drawn)] == ["Tensor", "Optional[Generator]"]
+
+
+@pytest.mark.parametrize("kind", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
+def test_every_batch_norm_has_one_base(kind: type[nn.Module]) -> None:
+    assert issubclass(kind, private.AnyBatchNorm)
+    assert not issubclass(nn.InstanceNorm1d, private.AnyBatchNorm)
+
+
+@pytest.mark.parametrize("kind", (nn.Dropout, nn.Dropout2d, nn.AlphaDropout))
+def test_every_dropout_has_one_base(kind: type[nn.Module]) -> None:
+    assert issubclass(kind, private.AnyDropout)
+
+
+def test_fake_tensors_have_shapes_and_refuse_their_values() -> None:
+    with private.fake_tensors():
+        tensor = torch.ones(3, 4)
+        assert (tensor @ tensor.T).shape == (3, 3)
+        with pytest.raises(private.data_dependent_errors()):
+            tensor.sum().item()
+        with pytest.raises(private.data_dependent_errors()):
+            tensor.nonzero()
+
+
+def test_tree_map_only_changes_tensors_in_nested_values() -> None:
+    changed = private.tree_map_only(Tensor, lambda t: t + 1, {"a": (torch.zeros(()), "b")})
+    assert changed == {"a": (torch.ones(()), "b")}
+
+
+def test_a_change_in_place_is_counted() -> None:
+    tensor = torch.ones(2)
+    before = private.version_counter(tensor)
+    tensor.add_(1)
+    assert private.version_counter(tensor) == before + 1
+    with torch.inference_mode(), pytest.raises(RuntimeError):
+        private.version_counter(torch.ones(2))
+
+
+def test_hooks_on_what_is_saved_are_seen() -> None:
+    assert private.saving_hooks() is None
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        assert private.saving_hooks() is not None
+
+    def function(tensor: Tensor) -> Tensor:
+        seen.append(private.saving_hooks())
+        return tensor * 2
+
+    seen: list[object] = []
+    checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=False)
+    assert seen != [None]
+
+
+def test_nodes_are_numbered_as_they_are_made() -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    first = private.next_node_number()
+    result = (tensor * 2).sum()
+    node = result.grad_fn
+    assert node is not None
+    number = private.node_number(node)
+    assert first + 1 == number == private.next_node_number() - 1
+
+
+def test_nodes_of_each_thread_are_numbered_for_themselves() -> None:
+    before = private.next_node_number()
+    thread = threading.Thread(target=lambda: torch.ones(2, requires_grad=True) * 2)
+    thread.start()
+    thread.join()
+    assert private.next_node_number() == before
+
+
+def test_storages_without_memory_are_told_apart() -> None:
+    one, other = torch.empty(2, device="meta"), torch.empty(2, device="meta")
+    assert private.storage_id(one) == private.storage_id(one.view(1, 2))
+    assert private.storage_id(one) != private.storage_id(other)
+
+
+def test_hooks_on_accumulated_gradients_are_seen() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert not private.has_accumulation_hooks(parameter)
+    parameter.register_post_accumulate_grad_hook(lambda _: None)
+    assert private.has_accumulation_hooks(parameter)
+
+
+def test_a_checkpoint_without_reentry_runs_what_takes_its_place() -> None:
+    ran = []
+
+    def replacement(*args: object, **kwargs: object) -> Iterator[None]:
+        ran.append("before")
+        yield from current(*args, **kwargs)
+        ran.append("after")
+
+    current = torch.utils.checkpoint.__dict__[private.checkpoint_generator.__name__]
+    tensor = torch.ones(2, requires_grad=True)
+    private.replace_checkpoint_generator(replacement)
+    try:
+        checkpoint(torch.sin, tensor, use_reentrant=False).sum().backward()
+    finally:
+        private.replace_checkpoint_generator(current)
+    assert ran == ["before", "after"]
+    assert tensor.grad is not None
+    assert torch.equal(tensor.grad, torch.ones(2).cos())
+
+
+def test_distributions_draw_by_functions_that_are_known() -> None:
+    tensor = torch.ones(2)
+    states = []
+    for function in private.DRAWING_FUNCTIONS:
+        states.append(torch.get_rng_state())
+        function(tensor)
+        assert not torch.equal(torch.get_rng_state(), states[-1])
+    assert len(states) == 2
+
+
+class Registering(nn.Module):
+    """Has one of each thing that a module registers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("saved", torch.ones(2))
+        self.register_buffer("unsaved", torch.ones(2), persistent=False)
+        self.child = nn.Identity()
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        return tensor * self.weight
+
+
+def test_the_dictionaries_of_a_module_are_its_own_and_may_be_written() -> None:
+    module = Registering()
+    assert list(private.parameters_of(module)) == ["weight"]
+    assert list(private.buffers_of(module)) == ["saved", "unsaved"]
+    assert list(private.children_of(module)) == ["child"]
+    assert private.unsaved_buffers_of(module) == {"unsaved"}
+    private.buffers_of(module)["saved"] = new = torch.zeros(2)
+    assert module.saved is new
+
+
+def test_a_module_may_take_over_what_another_one_registers() -> None:
+    module, other = Registering(), nn.Module()
+    vars(other).update(private.registered_of(module))
+    assert dict(other.named_parameters()) == dict(module.named_parameters())
+    assert list(other.state_dict()) == ["weight", "saved"]
+    names = {private.CHILDREN, private.PARAMETERS, private.BUFFERS}
+    assert names < set(private.registered_of(module))
+
+
+@pytest.mark.parametrize(
+    "register",
+    (
+        lambda module: module.register_forward_hook(lambda *_: None),
+        lambda module: module.register_forward_pre_hook(lambda *_: None),
+        lambda module: module.register_full_backward_hook(lambda *_: None),
+        lambda module: module.register_full_backward_pre_hook(lambda *_: None),
+    ),
+    ids=("forward", "forward_pre", "backward", "backward_pre"),
+)
+def test_hooks_of_every_kind_are_seen(
+    register: Callable[[nn.Module], object], request: pytest.FixtureRequest
+) -> None:
+    module = nn.Identity()
+    assert not private.has_hooks(module)
+    register(module)
+    assert private.has_hooks(module)
+    assert private.has_gradient_hooks(module) == ("backward" in request.node.callspec.id)
+
+
+def test_a_forward_hook_is_found_by_its_number_and_may_be_replaced() -> None:
+    module = nn.Identity()
+    plain = module.register_forward_hook(lambda module, args, result: result)
+    other = module.register_forward_hook(lambda module, args, kwargs, result: 0, with_kwargs=True)
+    assert list(private.forward_hooks_of(module)) == [plain.id, other.id]
+    assert not private.wants_kwargs(module, plain.id)
+    assert private.wants_kwargs(module, other.id)
+    private.forward_hooks_of(module)[other.id] = lambda module, args, kwargs, result: result + 1
+    assert module(1) == 2
+
+
+def test_what_a_compiled_module_was_is_found() -> None:
+    module = nn.Linear(2, 2)
+    assert private.uncompiled(module) is None
+    compiled = torch.compile(module, backend="eager")
+    assert isinstance(compiled, nn.Module)
+    assert private.uncompiled(compiled) is module
+    module.compile(backend="eager")
+    written = private.uncompiled(module)
+    assert written is not None
+    inputs = torch.ones(1, 2)
+    assert torch.equal(written(inputs), nn.functional.linear(inputs, module.weight, module.bias))
+
+
+@pytest.mark.parametrize(
+    "module", (nn.Linear(2, 2), nn.LayerNorm(2), nn.MultiheadAttention(2, 1)), ids=repr
+)
+def test_initial_values_of_torchs_modules_can_be_drawn_anew(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            parameter.fill_(7.0)
+    reset = private.reset_of(module)
+    assert reset is not None
+    reset()
+    assert not any((p == 7.0).any() for p in module.parameters(recurse=False))
+    assert private.reset_of(nn.ReLU()) is None
+
+
+def test_all_tensors_of_a_module_are_moved() -> None:
+    module = Registering()
+    private.move_tensors(module, lambda tensor: tensor + 1)
+    assert all((tensor == 2).all() for tensor in (*module.parameters(), *module.buffers()))
+
+
+def test_a_module_is_told_after_it_was_moved() -> None:
+    class Told(private.AbstractMovable):
+        def after_move(self, function: Callable[[Tensor], Tensor]) -> None:
+            told.append(next(self.parameters()).dtype)
+
+    told: list[torch.dtype] = []
+    module = Told()
+    module.weight = nn.Parameter(torch.ones(2))
+    assert module.half() is module
+    assert told == [torch.half]
+
+
+def test_a_scaler_shares_what_it_found_before_it_decides() -> None:
+    class Alarmed(private.AbstractSharedScaler):
+        def share(self, look, found_inf):
+            looked.append(look())
+            return {found_inf.device: found_inf.fill_(1.0)}
+
+    looked: list[dict[torch.device, Tensor]] = []
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = Alarmed("cpu", init_scale=4.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    assert [float(found) for each in looked for found in each.values()] == [0.0]
+    assert torch.equal(parameter.detach(), torch.ones(2))
+    assert parameter.grad is not None
+    assert torch.equal(parameter.grad, torch.ones(2))
+
+
+def test_the_store_that_processes_met_at_is_found() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        private.default_store().set("key", "value")
+        assert private.default_store().get("key") == b"value"
+    finally:
+        dist.destroy_process_group()
