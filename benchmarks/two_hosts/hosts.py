@@ -37,6 +37,10 @@ class TwoHosts:
         """Give what to put before a command that is to run on `host`, 0 or 1."""
         return ["ip", "netns", "exec", self.names[host]]
 
+    def cut_off(self, host: int) -> None:
+        """Take the link down on `host`, 0 or 1: what was sent is lost, and nobody is told."""
+        _run("ip", "-n", self.names[host], "link", "set", INTERFACE, "down")
+
     def throttle(self, bits_per_s: float | None) -> None:
         """Let the link carry so much in each direction, whatever it would carry otherwise.
 

@@ -19,6 +19,8 @@ from .background import Slot, Worker
 
 _PAUSE_S = 200e-6
 """A message that is nearly there is looked for again and again: to sleep takes longer."""
+_LONGEST_SELECT_S = 24 * 3600.0
+"""Systems refuse to wait for much longer in one call."""
 _MOST_PARTS = 256
 """Pieces of memory in one call; systems allow 1024."""
 
@@ -49,6 +51,11 @@ class Alarm:
         self._bell.close()
 
 
+def _patience_s(deadline: float | None) -> float:
+    left_s = _LONGEST_SELECT_S if deadline is None else deadline - time.monotonic()
+    return max(0.0, min(left_s, _LONGEST_SELECT_S))
+
+
 class Readiness:
     """Waits until a socket, or one of several, can be read or written."""
 
@@ -73,9 +80,9 @@ class Readiness:
             TimeoutError: it is not, by then.
             PeerError: a process has failed.
         """
-        timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not self._selector.select(timeout_s):
-            raise TimeoutError
+        while not self._selector.select(_patience_s(deadline)):
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError
         self._alarm.check()
 
     def close(self) -> None:

@@ -31,8 +31,8 @@ class Guests:
         self._said: dict[socket.socket, bytes] = {}
         self._since: dict[socket.socket, float] = {}
 
-    def admit(self, deadline: float | None) -> Iterator[tuple[int, int, socket.socket]]:
-        """Wait until somebody knocks or speaks; yield those who know the word: rank, stream.
+    def admit(self, deadline: float | None) -> Iterator[tuple[tuple[int, int], socket.socket]]:
+        """Wait until somebody knocks or speaks; yield those who know the word: rank and stream.
 
         Raises:
             TimeoutError: nobody does, by `deadline`.
@@ -59,7 +59,7 @@ class Guests:
         self._said[connection], self._since[connection] = b"", time.monotonic()
         self._ready.add(connection)
 
-    def _hear(self, connection: socket.socket) -> Iterator[tuple[int, int, socket.socket]]:
+    def _hear(self, connection: socket.socket) -> Iterator[tuple[tuple[int, int], socket.socket]]:
         said = self._said[connection]
         try:
             more = connection.recv(HELLO.size - len(said))
@@ -75,7 +75,7 @@ class Guests:
             self._turn_away(connection)
             return
         self._forget(connection)
-        yield rank, channel, connection
+        yield (rank, channel), connection
 
     def _turn_away(self, connection: socket.socket) -> None:
         if connection in self._said:

@@ -30,6 +30,7 @@ from .agreement import (
     result_of,
 )
 from .background import Background
+from .lifelines import Lifelines
 from .meet import join, meeting, told_by_first
 from .start import check_timeout, num_processes
 from .streams import Streams
@@ -59,6 +60,7 @@ class Mesh:
     watch: Watch | None = None
     background: Background | None = None
     streams: Streams | None = None
+    lifelines: Lifelines | None = None
     pipelines: list[str] = field(default_factory=list)
 
     @property
@@ -178,6 +180,8 @@ class Mesh:
         """Leave the mesh: end its threads and process groups; also done when the process ends."""
         if self.background is None or self.watch is None:
             return
+        if self.lifelines is not None:
+            self.lifelines.close()
         self.background.close()
         self.watch.close()
         if self.is_clean and self.streams is not None:
@@ -262,6 +266,7 @@ def init_mesh(
     )
     watch.name_ranks(_names(range(stages), num_replicas))
     background = Background(watch, timeout_s)
+    streams = Streams(dist.get_rank(), background)
     mesh = Mesh(
         stages,
         num_replicas,
@@ -271,7 +276,8 @@ def init_mesh(
         device_mesh=device_mesh,
         watch=watch,
         background=background,
-        streams=Streams(dist.get_rank(), background),
+        streams=streams,
+        lifelines=Lifelines(streams, background, world_size),
     )
     atexit.register(_leave, mesh)
     return mesh

@@ -50,6 +50,7 @@ class Watch:
         self._tick_s = max(_TICK_S, world_size * 1e-3)
         self._store = store
         self._names = [""] * world_size
+        self._hosts: list[str] = []
         self._lock = threading.Lock()
         self._waiting: dict[int, Any] = {}
         self._failure: Failure | None = None
@@ -76,7 +77,7 @@ class Watch:
             )
         else:
             store = default_store()
-        place = f"{host}:{port}"
+        place = f"{host}:{port}" if host is not None and port is not None else "torch's own store"
         watch = cls(PrefixStore(f"penstock/{attempt}", store), place, rank, world_size)
         watch._thread.start()
         return watch
@@ -84,6 +85,14 @@ class Watch:
     def name_ranks(self, names: Iterable[str]) -> None:
         """Say what each rank is, for messages."""
         self._names = list(names)
+
+    def name_hosts(self, names: Iterable[str]) -> None:
+        """Say where each rank runs, for messages."""
+        self._hosts = list(names)
+
+    def host(self, rank: int) -> str:
+        """Name the host of a rank as messages do."""
+        return f"host {self._hosts[rank]}" if self._hosts else "an unknown host"
 
     def name(self, rank: int) -> str:
         """Name a rank as messages do."""
@@ -97,9 +106,25 @@ class Watch:
             return
         notes = "; ".join(getattr(error, "__notes__", []))
         text = f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
-        self._to_tell = Failure(self.rank, text)
-        if self._told.wait((_LINGER_TICKS + 1) * self._tick_s):
+        if self._announce(Failure(self.rank, text)):
             time.sleep(_LINGER_TICKS * self._tick_s)
+
+    def lose(self, rank: int, why: str) -> None:
+        """Tell all processes that `rank` is gone, unless something is known to have gone wrong.
+
+        It may have ended because of a failure, or have said itself what went wrong.
+        """
+        self._await_account()
+        if self._failure is None and self._to_tell is None and not self._ended.is_set():
+            failure = Failure(rank, why)
+            self._announce(failure)
+            if self._failure is None:
+                self._tell(failure)
+
+    def _announce(self, failure: Failure) -> bool:
+        """Let the thread tell all processes; tells whether it could."""
+        self._to_tell = failure
+        return self._told.wait((_LINGER_TICKS + 1) * self._tick_s)
 
     @contextmanager
     def reporting(self) -> Iterator[None]:

@@ -124,6 +124,22 @@ FAULTS = (
         "a_fault and raise",
     ),
     Fault(
+        "nobody looks whether a process is gone before a wait is overdue",
+        "penstock/mesh/lifelines.py",
+        "self._watch.lose(rank, why)",
+        "pass",
+        "tests/distributed/test_lost.py",
+        "killed_process and 1",
+    ),
+    Fault(
+        "a forked child keeps its parent's connections open",
+        "penstock/mesh/children.py",
+        "        connection.close()",
+        "        pass",
+        "tests/distributed/test_lost.py",
+        "killed_process and 1",
+    ),
+    Fault(
         "a message overtakes the rest of the one before it",
         "penstock/mesh/flows.py",
         "return parts if self._waiting else self._push(parts)",

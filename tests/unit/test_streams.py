@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from penstock.errors import PeerError
 from penstock.mesh.background import Background, Worker
 from penstock.mesh.flows import Alarm, Inflow, Outflow
-from penstock.mesh.streams import Streams, _own_host
+from penstock.mesh.streams import Streams, _listen, _own_host
 from penstock.mesh.watch import Watch
 
 MEGABYTES = 1 << 20
@@ -180,13 +181,27 @@ def test_the_interface_that_gloo_was_told_to_use_is_used(monkeypatch: pytest.Mon
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,other")
-    assert _own_host() == "127.0.0.1"
+    assert _own_host() == ("127.0.0.1", "127.0.0.1")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="interfaces are asked for their address")
+def test_only_the_interface_that_others_know_is_listened_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "1")
+    for chosen, master in (("lo", "192.0.2.1"), ("", "127.0.0.1"), ("", "localhost")):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)
+        monkeypatch.setenv("MASTER_ADDR", master)
+        host, interface = _own_host()
+        with _listen(interface) as listener:
+            assert host == interface == listener.getsockname()[0]
+            assert ip_address(host).is_loopback
 
 
 def test_who_does_not_know_the_word_is_turned_away(streams: Streams) -> None:
     port = streams._mine.port
     for said in (b"", b"hello?", bytes(24)):
-        with socket.create_connection(("localhost", port)) as stranger:
+        with socket.create_connection((streams._mine.host, port)) as stranger:
             stranger.sendall(said)
             stranger.shutdown(socket.SHUT_WR)
             with pytest.raises(TimeoutError):
@@ -195,7 +210,8 @@ def test_who_does_not_know_the_word_is_turned_away(streams: Streams) -> None:
 
 
 def test_silent_strangers_keep_nobody_waiting(streams: Streams) -> None:
-    strangers = [socket.create_connection(("localhost", streams._mine.port)) for _ in range(80)]
+    address = (streams._mine.host, streams._mine.port)
+    strangers = [socket.create_connection(address) for _ in range(80)]
     strangers[-1].sendall(b"slow")
     began = time.monotonic()
     with pytest.raises(TimeoutError):

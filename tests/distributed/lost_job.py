@@ -1,0 +1,46 @@
+"""A process is killed while a child that it forked lives on, and so holds all that it had open.
+
+python -m tests.distributed.lost_job RANK
+"""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import nn
+
+import penstock
+from penstock.errors import PenstockError
+
+TIMEOUT_S = 3600.0
+
+
+def die_but_for_a_child() -> None:
+    """Be killed, and leave a child behind for a while, as a DataLoader's worker may stay."""
+    if os.fork() == 0:
+        for output in (1, 2):  # which the test reads to their end
+            os.close(output)
+        time.sleep(60.0)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Train; process RANK is killed after the first step."""
+    torch.set_num_threads(1)
+    mesh = penstock.init_mesh(timeout_s=TIMEOUT_S)
+    layers = [nn.Linear(2, 2) for _ in range(mesh.num_stages)]
+    pipe = penstock.Pipeline(layers, mesh=mesh, loss=nn.MSELoss())
+    try:
+        for _ in range(3):
+            pipe.train_step(torch.ones(2, 2), torch.zeros(2, 2))
+            if str(mesh.rank) == sys.argv[1]:
+                die_but_for_a_child()
+    except PenstockError as error:
+        sys.exit(f"ENDED {type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

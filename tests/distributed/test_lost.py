@@ -1,0 +1,37 @@
+"""A process or a host that is gone is noticed long before any deadline, and all others end."""
+
+import re
+import socket
+
+import pytest
+
+from benchmarks.two_hosts.hosts import ADDRESSES, two_hosts, why_not
+from benchmarks.two_hosts.lost_host import lose_a_host
+from tests.distributed.launch import start
+
+NO_HOSTS = why_not()
+
+
+@pytest.mark.parametrize("killed", (0, 1))
+def test_a_killed_process_is_noticed_though_its_child_holds_its_connections(killed: int) -> None:
+    job = start(3, ["-m", "tests.distributed.lost_job", str(killed)])
+    for process in job.wait(60.0):
+        if process.rank == killed:
+            assert process.code == -9
+            continue
+        assert process.code == 1, process.output
+        said = f"ENDED PeerError: rank {killed} (stage {killed}) failed: it has ended or was"
+        assert said in process.output
+        assert f"on host {socket.gethostname()}" in process.output
+        assert f"rank {process.rank} (stage {process.rank}) waited" in process.output
+
+
+@pytest.mark.skipif(NO_HOSTS is not None, reason=NO_HOSTS or "")
+def test_a_lost_host_is_named_by_all_processes_on_both_sides_of_the_link() -> None:
+    with two_hosts() as hosts:
+        for process in lose_a_host(hosts, timeout_s=3600.0):
+            (other,) = set(ADDRESSES) - {process.address}
+            assert process.seconds is not None, process
+            assert f"({other}), where it ran, does not answer: lost, or cut off" in process.said
+            lost = "0" if other == ADDRESSES[0] else "[23]"
+            assert re.search(rf"PeerError: rank {lost} \(stage {lost}\) failed", process.said)
