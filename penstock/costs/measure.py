@@ -1,7 +1,7 @@
 """Measure what each layer costs, on the device it is on, without leaving a trace in the model."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, singledispatch
 from itertools import chain
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.costs.kinds import kind_of
 from penstock.model.ghost.cut import Cut
 from penstock.model.ghost.inputs import as_call
 from penstock.model.ghost.layers import CapturedLayers
-from penstock.model.ghost.routes import Call
 from penstock.model.ghost.values import EventKey
 from penstock.model.layers import MODEL_INPUT, Layers, Step, Value, call
 from penstock.model.pytree import flatten, tree_map
@@ -22,6 +22,8 @@ from penstock.model.state import ABSENT, attributes, keeping_values, put_state, 
 from penstock.torch_private import saving_hooks
 
 REPEATS = 3
+ENOUGH_S = 0.5
+"""Seconds of measuring after which the model is not run again: one run of long layers will do."""
 BACKWARD_PER_FORWARD = 2
 """Matrix products of a backward for one of the forward: the guess where none can be measured."""
 
@@ -39,8 +41,10 @@ NO_TIME = LayerTime(0.0, 0.0)
 def measure_layers(layers: Layers, inputs: Any, num_threads: int) -> tuple[LayerTime, ...]:
     """Time forward and backward of each layer on `inputs` (one micro-batch).
 
-    Each layer runs a few times and the fastest one counts.  Gradients, buffers and random number
-    generators are as before afterwards; forward hooks of the user run as often as the layers do.
+    The model runs a few times, fewer if it takes long, and the fastest time of a layer counts; of
+    layers that are alike one is timed, and the others run forward only.  Gradients, buffers and
+    random number generators are as before afterwards; forward hooks of the user run as often as
+    the layers do.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(num_threads)
@@ -51,63 +55,80 @@ def measure_layers(layers: Layers, inputs: Any, num_threads: int) -> tuple[Layer
         torch.set_num_threads(threads)
 
 
-@singledispatch
 def _measure_all(layers: Layers, inputs: Any) -> tuple[LayerTime, ...]:
+    start_s = _now_s()
+    found: list[tuple[LayerTime, ...]] = []
+    while not found or (len(found) < REPEATS and _now_s() - start_s < ENOUGH_S):
+        meter = _Meter()
+        _run_once(layers, inputs, meter)
+        found.append(tuple(meter.time_of(step) for step in layers))
+    return tuple(min(times, key=sum) for times in zip(*found, strict=True))
+
+
+class _Meter:
+    """Times the layers of one run of the model, the first one of each kind."""
+
+    def __init__(self) -> None:
+        self._times: dict[Hashable, LayerTime] = {}
+        self._kinds: dict[int, Hashable] = {}
+
+    def time_of(self, step: Step) -> LayerTime:
+        """Return what a layer took, or one like it; nothing if it did not run."""
+        kind = self._kinds.get(step.index)
+        return NO_TIME if kind is None else self._times[kind]
+
+    def run(self, step: Step, run: Callable[[], Any], arguments: Any) -> Any:
+        """Run a layer, and return what it gives."""
+        kind = self._kinds[step.index] = kind_of(step, arguments)
+        try:
+            if kind in self._times:
+                return run()
+            result, self._times[kind] = _timed(step, run, arguments)
+            return result
+        except Exception as error:
+            error.add_note(
+                f"raised in layer {step.label}, micro-batch 0, while its cost was measured to "
+                "balance the stages"
+            )
+            raise
+
+
+@singledispatch
+def _run_once(layers: Layers, inputs: Any, meter: _Meter) -> None:
     values: dict[Value, Any] = {MODEL_INPUT: inputs}
-    return tuple(_measure(step, values) for step in layers)
+    for step in layers:
+        device = _device_of(step.module)
+        arguments = [
+            tree_map(partial(_outer if v == MODEL_INPUT else _inner, device=device), values[v])
+            for v in step.inputs
+        ]
+        given = meter.run(step, partial(call, step, arguments), arguments)
+        values.update(tree_map(lambda t: t.detach(), given))
 
 
-@_measure_all.register
-def _(layers: CapturedLayers, inputs: Any) -> tuple[LayerTime, ...]:
-    """Measure the calls of blocks as the model makes them, each on copies of its arguments."""
-    found: dict[Call, list[LayerTime]] = {call: [] for call in layers.captured.calls}
-    step_of = dict(zip(found, layers, strict=True))
+@_run_once.register
+def _(layers: CapturedLayers, inputs: Any, meter: _Meter) -> None:
+    """Run the calls of blocks as the model makes them, each on copies of its arguments."""
+    step_of = dict(zip(layers.captured.calls, layers, strict=True))
     whole = Cut(layers.captured, (len(layers),))
     args, kwargs = as_call(tree_map(partial(_outer, device=None), inputs))
 
     def timed(key: EventKey, function: Any) -> Any:
         if key.number != 0:
             return function()
-        call = key.block, key.call
         arguments = tree_map(_as_wanted, (function.args, function.keywords))
         run = partial(function.func, *arguments[0], **arguments[1])
-        result, took = _timed(step_of[call], run, arguments)
-        found[call].append(took)
-        return result
+        return meter.run(step_of[key.block, key.call], run, arguments)
 
-    for _ in range(REPEATS):
-        whole.run(whole.replay(0, {}, {}, timed), args, kwargs)
-    return tuple(min(took, key=sum, default=NO_TIME) for took in found.values())
-
-
-def _measure(step: Step, values: dict[Value, Any]) -> LayerTime:
-    found = []
-    device = _device_of(step.module)
-    for _ in range(REPEATS):
-        arguments = [
-            tree_map(partial(_outer if v == MODEL_INPUT else _inner, device=device), values[v])
-            for v in step.inputs
-        ]
-        given, took = _timed(step, partial(call, step, arguments), arguments)
-        found.append(took)
-    values.update(tree_map(lambda t: t.detach(), given))
-    return min(found, key=sum)
+    whole.run(whole.replay(0, {}, {}, timed), args, kwargs)
 
 
 def _timed(step: Step, run: Callable[[], Any], arguments: Any) -> tuple[Any, LayerTime]:
-    """Run a layer forward and backward; give what it gave, and what that took."""
-    try:
-        start_s = _now_s()
-        given = run()
-        forward_s = _now_s() - start_s
-        backward_s = _backward_s(step.module, arguments, given, forward_s)
-        return given, LayerTime(forward_s, backward_s)
-    except Exception as error:
-        error.add_note(
-            f"raised in layer {step.label}, micro-batch 0, while its cost was measured to "
-            "balance the stages"
-        )
-        raise
+    """Run a layer forward and backward; return what it gave, and what that took."""
+    start_s = _now_s()
+    given = run()
+    forward_s = _now_s() - start_s
+    return given, LayerTime(forward_s, _backward_s(step.module, arguments, given, forward_s))
 
 
 def _backward_s(module: nn.Module, arguments: Any, given: Any, forward_s: float) -> float:

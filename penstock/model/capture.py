@@ -37,8 +37,9 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
 
     The model stays as it is, also its class, names and `state_dict`: each stage runs the model's
     own Python, in which the blocks of other stages give placeholders.  It is run on the example
-    twice, in training and in evaluation mode; buffers, modes, gradients and random states are as
-    before.  A model on the meta device is captured without memory for its weights.
+    in training mode, and on its first samples in evaluation mode; buffers, modes, gradients and
+    random states are as before.  A model on the meta device is captured without memory for its
+    weights.
 
     Printing the result gives a table: layer, block, parameters, live bytes before it, and below
     it tied weights and warnings.
@@ -56,10 +57,10 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
         method: "rerun": stages run the model's own Python; "export": they run what torch.export
             makes of it, for models whose Python cannot be followed.  What is lost then is warned
             of, and the graph is compared with the model in any case.
-        check: compare the cut model with the whole one on two samples of the example, outputs and
-            all gradients: once for a model, its code and library versions (the cache is in
-            `PENSTOCK_CACHE`, by default ~/.cache/penstock).  Of several processes the first one
-            does.  A model without values is not checked.
+        check: compare the cut model with the whole one on one sample of the example, or on more
+            where one shows too little, outputs and all gradients: once for a model, its code and
+            library versions (the cache is in `PENSTOCK_CACHE`, by default ~/.cache/penstock).  Of
+            several processes the first one does.  A model without values is not checked.
 
     Raises:
         CutError: the example does not fit the model's signature; a pattern fits nothing; a tensor

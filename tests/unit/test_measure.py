@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Layers, capture
-from penstock.costs.measure import measure_layers
+from penstock.costs.measure import REPEATS, measure_layers
 from penstock.model.layers import as_layers
 
 
@@ -73,3 +73,49 @@ def test_a_slow_backward_counts_for_its_own_layer(make: Any) -> None:
     assert sum(in_backward) > sum(in_forward) > sum(rest)
     assert in_backward.backward_s > in_backward.forward_s
     assert in_forward.forward_s > in_forward.backward_s
+
+
+class Counting(torch.autograd.Function):
+    num_backwards = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        Counting.num_backwards += 1
+        return gradients[0]
+
+
+class Counted(nn.Module):
+    """A layer with settings of every kind, whose backward is counted."""
+
+    def __init__(self, index: int, width: int = 4, drops: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.layer_idx, self.widths, self.drop_prob = index, {"hidden": [width]}, drops
+        self.register_forward_hook(lambda *_: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Counting.apply(x * self.weight)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        ([{}, {}, {}, {}], 1),
+        ([{}, {"width": 5}, {}, {"width": 5}], 2),
+        ([{"drops": 0.0}, {"drops": 0.1}, {"drops": 0.2}, {"drops": 0.3}], 2),
+    ],
+)
+def test_the_backward_of_layers_that_are_alike_is_measured_once(
+    options: list[dict[str, Any]], kinds: int
+) -> None:
+    counted = (Counted(index, **some) for index, some in enumerate(options, start=1))
+    layers = as_layers(nn.Sequential(nn.Linear(4, 4), *counted))
+    Counting.num_backwards = 0
+    times = measure_layers(layers, torch.randn(2, 4), 1)
+    assert Counting.num_backwards == kinds * REPEATS
+    assert len(set(times[1:])) == kinds

@@ -21,6 +21,19 @@ def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (example_inputs,), {}
 
 
+def first_samples(example_inputs: Any, count: int) -> Any:
+    """Take the first samples along dimension 0; None where there are not more, or it is not known.
+
+    It is known if all tensors have the same size there.
+    """
+    leaves, structure = flatten(example_inputs)
+    if len({leaf.shape[:1] for leaf in leaves}) != 1 or not leaves[0].dim():
+        return None
+    if len(leaves[0]) <= count:
+        return None
+    return unflatten(structure, [leaf.detach()[:count] for leaf in leaves])
+
+
 def routed(
     run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

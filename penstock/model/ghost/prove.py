@@ -1,18 +1,18 @@
-"""Is a model that was cut the model?  Both run on a small example, and are compared bit by bit.
+"""Compare a model that was cut with the model as it is, bit by bit, on the fewest samples that do.
 
-    evaluation    the model as it is                           against    the chain of its stages
-    training      the model as it is                           against    all blocks as one stage
-                  all blocks as one stage, drawing by key      against    the chain of its stages
+    training      forward and backward     outputs, gradients, buffers
+    evaluation    forward                  outputs, buffers
 
-The chain runs here, stage after stage, without a schedule: forwards in order, then backwards.
+The stages run here one after the other, without a schedule: forwards in order, then backwards.  So
+they draw their random numbers in the order in which the whole model draws them.
 """
 
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,15 @@ from penstock.model.entries import Entry, faithful_copy, make_entry
 from penstock.model.pytree import flatten, unflatten
 
 from .cut import Cut
-from .inputs import as_call
-from .passes import Perform, plainly
+from .inputs import as_call, first_samples
 from .record_model import Captured, as_it_was
-from .values import EventKey, Header, ValueId
+from .values import Header, ValueId
 
 ROUNDING = 64
 """A difference below so many times the largest value's precision is one of summation order."""
 _MOST_ROUNDING = 1e-2
-_SMALL = 2
-"""Samples of the example that are used."""
+_FEW = (1, 2)
+"""Numbers of samples that are tried before the example as it is."""
 
 _NOISY = (
     "the model gives other bits each time, in evaluation mode too: it keeps state outside "
@@ -44,7 +43,21 @@ class Side:
     """What one run gave: `kind name` of each tensor, and the tensor."""
 
     tensors: dict[str, Tensor | None]
-    has_gradient: bool
+    has_gradient: bool = False
+
+    @property
+    def shows_gradients(self) -> bool:
+        """Whether each gradient there is could show a fault: it is finite, and not zero all over.
+
+        A contrastive loss of one sample is constant, and so is a BatchNorm of one value.
+        """
+        named = self.tensors.items()
+        return all(_is_telling(tensor) for name, tensor in named if name.startswith(_GRADIENT))
+
+
+_GRADIENT = "the gradient of "
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Forward = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,32 +85,17 @@ def prove(captured: Captured, example_inputs: Any, partition: tuple[int, ...]) -
     Raises:
         CheckError: outputs, gradients or buffers differ by more than rounding (E8).
     """
-    model, cut, whole = (
-        captured.model,
-        Cut(captured, partition),
-        Cut(captured, (len(captured.calls),)),
-    )
-    call = as_call(_small(example_inputs))
+    model, cut = captured.model, Cut(captured, partition)
     with _keeping_gradients(model):
-        expected = _run(model, False, lambda: model(*_fresh(call)[0], **_fresh(call)[1]))
-        found = _run(model, False, lambda: _chain(cut, call, _keyed))
+        call, expected = _reference(model, example_inputs)
+        found = _in_both_modes(model, call, partial(_chain, cut))
         different = _differences(expected, found)
-        if different:
-            again = _run(model, False, lambda: model(*_fresh(call)[0], **_fresh(call)[1]))
-            if _differences(expected, again):
-                warnings.warn(_NOISY, stacklevel=5)
-                return f"not checked: {_NOISY}"
-        different += _differences(
-            _run(model, True, lambda: model(*_fresh(call)[0], **_fresh(call)[1])),
-            _run(model, True, lambda: _chain(whole, call, plainly)),
-        )
-        different += _differences(
-            _run(model, True, lambda: _chain(whole, call, _keyed)),
-            _run(model, True, lambda: _chain(cut, call, _keyed)),
-        )
-    _refuse(different, len(partition))
-    gradients = "and gradients " if expected.has_gradient else ""
-    how = "to the bit" if not different else f"but for rounding ({different[0].name})"
+        if different and _is_noisy(model, call):
+            warnings.warn(_NOISY, stacklevel=5)
+            return f"not checked: {_NOISY}"
+    _refuse([difference for _, difference in different], len(partition))
+    gradients = "and gradients " if expected[0].has_gradient else ""
+    how = "to the bit" if not different else f"but for rounding ({different[0][1].name})"
     return f"checked: outputs {gradients}over {len(partition)} stages are the model's, {how}"
 
 
@@ -107,19 +105,12 @@ def prove_alike(model: nn.Module, other: nn.Module, example_inputs: Any) -> None
     Raises:
         CheckError: outputs, gradients or buffers differ, and by more than rounding.
     """
-    call = as_call(_small(example_inputs))
     with _keeping_gradients(model):
-        different = [
-            (difference, "training" if training else "evaluation")
-            for training in (False, True)
-            for difference in _differences(
-                _run(model, training, lambda: model(*_fresh(call)[0], **_fresh(call)[1])),
-                _run(other, training, lambda: _running(other, call)),
-            )
-            if not difference.is_rounding
-        ]
+        call, expected = _reference(model, example_inputs, _FEW[1:])  # graphs fix a size of 1
+        found = _in_both_modes(other, call, partial(_running, other))
+    different = [d for d in _differences(expected, found) if not d[1].is_rounding]
     if different:
-        worst, mode = different[0]
+        mode, worst = different[0]
         raise CheckError(
             f"the exported graph is not the model: in {mode}, {worst.name} differs by "
             f"{worst.share:.1e} of its largest value. What is exported lacks hooks, custom "
@@ -127,8 +118,40 @@ def prove_alike(model: nn.Module, other: nn.Module, example_inputs: Any) -> None
         )
 
 
-def _running(other: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    args, kwargs = _fresh(call)
+def _reference(
+    model: nn.Module, example_inputs: Any, counts: tuple[int, ...] = _FEW
+) -> tuple[Call, tuple[Side, Side]]:
+    """Run the model as it is, in training and in evaluation, on as few samples as show something.
+
+    A model may refuse a few samples, or have gradients that are zero for one: it gets more.
+    """
+    for count in counts:
+        few = first_samples(example_inputs, count)
+        if few is None:
+            break
+        try:
+            with warnings.catch_warnings():  # of a variance of one value, say
+                warnings.simplefilter("ignore")
+                sides = _in_both_modes(model, as_call(few), model)
+        except Exception:  # whatever a model may raise for a batch that is too small for it
+            continue
+        if count > 1 or sides[0].shows_gradients:
+            return as_call(few), sides
+    call = as_call(example_inputs)
+    return call, _in_both_modes(model, call, model)
+
+
+def _in_both_modes(model: nn.Module, call: Call, forward: Forward) -> tuple[Side, Side]:
+    return _run(model, call, forward), _run(model, call, forward, training=False, backward=False)
+
+
+def _is_noisy(model: nn.Module, call: Call) -> bool:
+    """Tell whether the model differs from itself, in evaluation mode."""
+    one, other = (_run(model, call, model, training=False) for _ in range(2))
+    return bool(_differing(one, other))
+
+
+def _running(other: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     try:
         return other(*args, **kwargs)
     except Exception as error:
@@ -151,31 +174,24 @@ def _refuse(different: list[Difference], num_stages: int) -> None:
     )
 
 
-def _small(example_inputs: Any) -> Any:
-    """Take the first samples, if all tensors have the same number of them."""
-    leaves, structure = flatten(example_inputs)
-    if len({leaf.shape[:1] for leaf in leaves}) != 1 or not leaves[0].dim():
-        return example_inputs
-    return unflatten(structure, [leaf.detach()[:_SMALL] for leaf in leaves])
-
-
-def _fresh(call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _fresh(call: Call) -> Call:
     """Copy the inputs: a model may change them."""
     leaves, structure = flatten(call)
-    fresh: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(
-        structure, [leaf.detach().clone() for leaf in leaves]
-    )
+    fresh: Call = unflatten(structure, [leaf.detach().clone() for leaf in leaves])
     return fresh
 
 
-def _run(model: nn.Module, training: bool, forward: Callable[[], Any]) -> Side:
-    """Run a forward and its backward in one mode; gather what they leave."""
+def _run(
+    model: nn.Module, call: Call, forward: Forward, *, training: bool = True, backward: bool = True
+) -> Side:
+    """Run a forward, and its backward, in one mode; gather what they leave."""
     for parameter in model.parameters():
         parameter.grad = None
-    with as_it_was(model, training=training), torch.enable_grad():
-        output = forward()
+    args, kwargs = _fresh(call)
+    with as_it_was(model, training=training), torch.set_grad_enabled(backward):
+        output = forward(*args, **kwargs)
         leaves = flatten(output.output if isinstance(output, _Chained) else output)[0]
-        roots = [leaf for leaf in leaves if leaf.requires_grad]
+        roots = [leaf for leaf in leaves if leaf.requires_grad and backward]
         seeds = [_seed(root) for root in roots]
         if isinstance(output, _Chained):
             output.backward(roots, seeds)
@@ -185,7 +201,7 @@ def _run(model: nn.Module, training: bool, forward: Callable[[], Any]) -> Side:
             f"output {n}": leaf.detach() for n, leaf in enumerate(leaves)
         }
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            tensors[f"the gradient of {name!r}"] = parameter.grad
+            tensors[f"{_GRADIENT}{name!r}"] = parameter.grad
         for name, buffer in model.named_buffers():
             tensors[f"the buffer {name!r}"] = buffer.clone()
     return Side(tensors, bool(roots))
@@ -197,7 +213,21 @@ def _seed(tensor: Tensor) -> Tensor:
     return steps[: tensor.numel()].reshape(tensor.shape).to(tensor.dtype)
 
 
-def _differences(expected: Side, found: Side) -> list[Difference]:
+def _is_telling(gradient: Tensor | None) -> bool:
+    if gradient is None or not gradient.numel():
+        return True
+    return 0 < float(gradient.abs().max()) < float("inf")
+
+
+def _differences(
+    expected: tuple[Side, Side], found: tuple[Side, Side]
+) -> list[tuple[str, Difference]]:
+    """Compare what both modes gave; name the mode of each difference."""
+    modes = zip(("training", "evaluation"), expected, found, strict=True)
+    return [(mode, difference) for mode, *sides in modes for difference in _differing(*sides)]
+
+
+def _differing(expected: Side, found: Side) -> list[Difference]:
     different = []
     for name, tensor in expected.tensors.items():
         other = found.tensors.get(name)
@@ -206,10 +236,17 @@ def _differences(expected: Side, found: Side) -> list[Difference]:
                 different.append(Difference(name, float("inf")))
         elif tensor.shape != other.shape:
             different.append(Difference(name, float("inf")))
-        elif not torch.equal(tensor.nan_to_num(), other.nan_to_num()):
+        elif not _is_equal(tensor, other):
             precision = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
             different.append(Difference(name, _share(tensor, other), precision))
     return different
+
+
+def _is_equal(tensor: Tensor, other: Tensor) -> bool:
+    if torch.equal(tensor, other):
+        return True
+    alike = torch.equal(tensor.isnan(), other.isnan())  # which is equal to nothing
+    return alike and torch.equal(tensor.nan_to_num(), other.nan_to_num())
 
 
 def _share(tensor: Tensor, other: Tensor) -> float:
@@ -262,26 +299,20 @@ class _Chained:
                     pairs.setdefault(link.source, []).append((link.sent, link.entry.gradient))
 
 
-def _chain(cut: Cut, call: tuple[tuple[Any, ...], dict[str, Any]], perform: Perform) -> _Chained:
+def _chain(cut: Cut, /, *args: Any, **kwargs: Any) -> _Chained:
     chained, header = _Chained(), Header()
     waiting: dict[int, list[tuple[int, ValueId, Tensor]]] = {}
     for stage in range(cut.num_stages):
         links, received = [], {}
         for source, value, tensor in waiting.pop(stage, []):
-            link = _Link(source, tensor, make_entry(tensor, tensor.requires_grad))
+            wants_gradient = tensor.requires_grad and torch.is_grad_enabled()
+            link = _Link(source, tensor, make_entry(tensor, wants_gradient))
             links.append(link)
             received[value] = faithful_copy(link.entry.tensor)
         chained.links[stage] = links
-        args, kwargs = _fresh(call)
-        replay = cut.replay(stage, received, header, perform)
-        chained.output = cut.run(replay, args, kwargs)
+        replay = cut.replay(stage, received, header)
+        chained.output = cut.run(replay, *_fresh((args, kwargs)))
         header = replay.header
         for target, values in cut.sent_on(replay, stage).items():
             waiting.setdefault(target, []).extend((stage, v, t) for v, t in values.items())
     return chained
-
-
-def _keyed(key: EventKey, function: Callable[[], Any]) -> Any:
-    """Draw the same random numbers for an operation wherever it is cut."""
-    torch.manual_seed(crc32(repr(tuple(key)).encode()))
-    return function()

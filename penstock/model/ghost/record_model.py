@@ -3,8 +3,9 @@
 import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy
@@ -16,12 +17,15 @@ from penstock.model.state import attributes, keeping_values, tensors_at
 
 from .blocks import check_hooks, find_blocks, original_class, watch, watch_functions
 from .groups import Groups, find_groups, ranges_of
-from .inputs import EVERYWHERE, ROUTED, as_call, routed
+from .inputs import EVERYWHERE, ROUTED, as_call, first_samples, routed
 from .record import Event, Recording, SideChannel
 from .routes import Call, calls_of, holders, stages_of_events
 from .state import check_unchanged, kept_by, outer_state, put_back
 from .values import START, Info, ValueId
 from .writes import Writes, seeds_refused
+
+_FEW = 2
+"""Samples that evaluation is recorded on: with one, a copy may not be told from its source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,26 +142,42 @@ def _record(
     inputs: str,
     groups: Groups,
 ) -> dict[bool, Recording]:
-    """Run the model in training mode, True, and in evaluation mode."""
+    """Run the model in training mode, True, and in evaluation mode.
+
+    Evaluation is run on a few samples: it adds to what training has shown of the whole example.
+    """
     check_hooks(model, blocks.values())
-    names = watch(model, blocks)
+    record = partial(_record_mode, model, blocks, inputs, groups)
+    training = record((args, kwargs), training=True)
+    few = first_samples((args, kwargs), _FEW)
+    if few is not None:
+        with suppress(Exception):  # it may refuse so few, as a model of one size of batch does
+            return {True: training, False: record(few, training=False)}
+    return {True: training, False: record((args, kwargs), training=False)}
+
+
+def _record_mode(
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    inputs: str,
+    groups: Groups,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    *,
+    training: bool,
+) -> Recording:
     parameters = {id(p): name for name, p in model.named_parameters()}
     on_meta = any(p.is_meta for p in model.parameters())
-    recordings = {}
-    for training in (True, False):
-        recording = Recording(names, parameters, on_meta=on_meta, together=groups)
-        with as_it_was(model, training=training), torch.no_grad():
-            given = (args, kwargs)
-            if inputs == ROUTED:
-                given = routed(recording, args, kwargs)
-                recording.note_inputs(recording.header[START])
-            before, writes = outer_state(model, blocks.values()), Writes(model, blocks)
-            with seeds_refused(), writes.noted(recording):
-                recording.run(model, *given)
-            writes.check(groups)
-            check_unchanged(before, outer_state(model, blocks.values()))
-        recordings[training] = recording
-    return recordings
+    recording = Recording(watch(model, blocks), parameters, on_meta=on_meta, together=groups)
+    with as_it_was(model, training=training), torch.no_grad():
+        if inputs == ROUTED:
+            given = routed(recording, *given)
+            recording.note_inputs(recording.header[START])
+        before, writes = outer_state(model, blocks.values()), Writes(model, blocks)
+        with seeds_refused(), writes.noted(recording):
+            recording.run(model, *given)
+        writes.check(groups)
+        check_unchanged(before, outer_state(model, blocks.values()))
+    return recording
 
 
 def _captured(

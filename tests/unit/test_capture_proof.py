@@ -1,0 +1,101 @@
+"""How much of the example the comparison with the whole model takes, and what it finds."""
+
+import pytest
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import CheckError
+from tests.any_models.chain import WIDTH, Chain, inputs
+
+SIZES: list[int] = []
+
+
+class Recording(Chain):
+    """Notes how many samples the model as it is was trained on."""
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        if type(x) is Tensor and x.requires_grad:  # the model as it is, not a stage of it
+            SIZES.append(len(x))
+        return x
+
+
+class Contrasting(Recording):
+    """Compares the samples: of one there is nothing to learn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x - x.mean(0)
+
+
+class Normalised(Recording):
+    """Refuses one sample in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = nn.BatchNorm1d(WIDTH)
+
+
+class OfOneSize(Recording):
+    """Works for three samples only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(3, WIDTH))
+
+
+class Spreading(Recording):
+    """Divides by a number of samples that is zero for one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / (x.var(0, keepdim=True) + 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [(Recording, 1), (Contrasting, 2), (Normalised, 2), (Spreading, 2), (OfOneSize, 3)],
+)
+def test_the_proof_takes_as_many_samples_as_show_gradients(
+    kind: type[Recording], size: int
+) -> None:
+    SIZES.clear()
+    layers = penstock.capture(kind(), inputs(batch=3))
+    assert "checked: outputs and gradients over 3 stages are the model's, to the bit" in str(
+        layers
+    )
+    assert SIZES[-1] == size
+
+
+class Drawing(Chain):
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        return nn.functional.dropout(x, 0.5, self.training)
+
+
+def test_stages_draw_in_the_proof_as_the_model_does() -> None:
+    layers = penstock.capture(Drawing(), inputs(batch=64))
+    assert "over 3 stages are the model's, to the bit" in str(layers)
+
+
+class Written(nn.Linear):
+    """Returns a tensor that was written to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mul_(2)
+
+
+class Wrong(nn.Linear):
+    """Reads in one mode how often its input was written to: on another stage that is not known."""
+
+    def __init__(self, is_wrong_in_training: bool) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.is_wrong_in_training = is_wrong_in_training
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_wrong = self.training == self.is_wrong_in_training
+        return super().forward(x) + (x._version if is_wrong else 0)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_cut_model_that_is_wrong_in_one_mode_is_refused(is_training: bool) -> None:
+    model = Chain()
+    model.blocks = nn.ModuleList([Written(WIDTH, WIDTH), Wrong(is_training)])
+    with pytest.raises(CheckError, match="output 0 differs by"):
+        penstock.capture(model, inputs())
