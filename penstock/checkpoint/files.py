@@ -162,6 +162,15 @@ def read_facts(path: Path, *, check: bool = True) -> dict[str, Any]:
     return facts
 
 
+def digest_of_checkpoint(path: Path) -> str:
+    """Tell a checkpoint from others by what state.json notes of all its files.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    return _digest_of_facts(_read_state(path).get("digests", {}))
+
+
 def _read_state(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"

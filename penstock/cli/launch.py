@@ -22,8 +22,10 @@ def launch(num_processes: int, max_restarts: int, arguments: Sequence[str]) -> i
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would say so, and do the same
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").setLevel(logging.CRITICAL)
+    is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # torchrun would end for it
     options = torchrun.parse_args(
         [
+            *(("--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT") if is_nohup else ()),
             *("--standalone", "--nproc-per-node", str(num_processes)),
             *("--max-restarts", str(max_restarts), "-m", "penstock", *arguments),
         ]

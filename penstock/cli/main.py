@@ -12,6 +12,7 @@ from penstock.errors import PenstockError
 from .check import check
 from .doctor import doctor
 from .options import INTERRUPTED, USER_ERROR
+from .output import lasting_output
 from .simulate import simulate
 from .train import train
 
@@ -33,7 +34,8 @@ for command in (check, doctor, simulate, train):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 well, 1 "different", 2 the user's mistake, 130 Ctrl-C."""
-    code = run(arguments)
+    with lasting_output():
+        code = run(arguments)
     if "penstock.mesh.threads" in sys.modules:  # other commands start without torch
         from penstock.mesh.threads import end_now, is_any_left
 

@@ -42,9 +42,10 @@ if TYPE_CHECKING:
 def train(context: click.Context, /, **_: object) -> int:
     """Train the model of RECIPE, a TOML file, as a pipeline.
 
-    Ctrl-C or SIGTERM finishes the step, saves a checkpoint and ends with code 130 or 143.  A
-    resumed run goes on bit by bit, also with another number of stages, schedule or recompute
-    policy, in one process or in many.
+    Ctrl-C, SIGTERM or SIGHUP finishes the step, saves a checkpoint and ends with code 130, 143 or
+    129.  A closed pipe or terminal ends what is shown, not the run.  A resumed run goes on bit by
+    bit, also with another number of stages, schedule or recompute policy, in one process or in
+    many.
 
     \b
     Examples:

@@ -6,7 +6,7 @@ but for the shards of checkpoints, and the others see it on a disk that all host
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,11 +120,11 @@ def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summ
     with (
         make_mesh(new) as mesh,
         mesh.reporting(),
-        Trainer(new, mesh, resumes=_has_weights(mesh, request.run_folder)) as trainer,
+        Trainer(new, mesh, resumes=True) as trainer,
     ):
         trainer.raise_if_wanted(interrupt)
         with _opened(mesh, request.run_folder) as folder:
-            trainer.resume(folder)
+            _print(console, trainer.resume(folder))
             if trainer.finished and trainer.is_made(folder):
                 raise RunFolderError(
                     f"{folder.path} has trained all its {new.train.epochs} epochs; there is "
@@ -132,14 +132,6 @@ def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summ
                 )
             _say_how(console, folder, trainer, old)
             return _run(trainer, folder, console, interrupt)
-
-
-def _has_weights(mesh: Mesh, path: Path) -> bool:
-    """Whether a run folder has a checkpoint, as rank 0 sees it."""
-    found: bool = mesh.from_first(
-        lambda: bool(RunFolder(path, writes=False).checkpoints()), "for the checkpoints"
-    )
-    return found
 
 
 def _old_and_new(request: Request, num_processes: int) -> tuple[Recipe, Recipe]:
@@ -167,12 +159,11 @@ def _go_on(path: Path, wanted: Recipe, console: Console, interrupt: Interrupt) -
     with (
         make_mesh(new) as mesh,
         mesh.reporting(),
-        Trainer(new, mesh, resumes=_has_weights(mesh, path)) as trainer,
+        Trainer(new, mesh, resumes=True) as trainer,
     ):
         trainer.raise_if_wanted(interrupt)
         with _opened(mesh, path) as folder:
-            for warning in trainer.resume(folder, falls_back=True):
-                console.print(warning, highlight=False, markup=False, soft_wrap=True)
+            _print(console, trainer.resume(folder, falls_back=True))
             if trainer.finished and trainer.is_made(folder):
                 console.print(
                     f"{path}, which this job began, has trained all its epochs",
@@ -264,6 +255,12 @@ def _lock(folder: RunFolder, held: ExitStack) -> None:
         held.callback(lock.release)
 
 
+def _print(console: Console, lines: Iterable[str]) -> None:
+    """Write lines as they are."""
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 def _says_layout(overrides: Sequence[str]) -> bool:
     return any(override.partition("=")[0].strip() in _LAYOUT_KEYS for override in overrides)
 
@@ -279,9 +276,8 @@ def _as_layout(old: Recipe, new: Recipe) -> str:
 
 
 def _run(trainer: Trainer, folder: RunFolder, console: Console, interrupt: Interrupt) -> Summary:
-    for remark in filter(None, (trainer.recipe.shortened_warmup, *trainer.task.remarks())):
-        console.print(remark, highlight=False, markup=False, soft_wrap=True)
-    console.print(str(trainer.pipe), highlight=False, markup=False, soft_wrap=True)
+    remarks = (trainer.recipe.shortened_warmup, *trainer.task.remarks(), str(trainer.pipe))
+    _print(console, filter(None, remarks))
     start_s = time.perf_counter()
     num_epochs = trainer.recipe.train.epochs
     with Display(console, num_epochs, trainer.steps_per_epoch, trainer.task) as display:

@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM as wishes: the loop finishes its step, saves and ends.
+"""Turn SIGINT, SIGTERM and SIGHUP into a request to stop: finish the step, save, exit.
 
 A second Ctrl-C ends at once, but not where several processes must end together; they are told by
-torchrun, which may send a signal twice.
+torchrun, which may send a signal twice.  SIGHUP stays ignored where nohup has it ignored.
 """
 
 import signal
@@ -9,12 +9,12 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupt:
-    """While entered, notes SIGINT and SIGTERM instead of ending; outside the main thread it does
-    nothing.
+    """While entered, notes SIGINT, SIGTERM and SIGHUP instead of ending; outside the main thread
+    it does nothing.
     """
 
     def __init__(self, *, is_one_of_many: bool = False) -> None:
@@ -30,12 +30,18 @@ class Interrupt:
 
     @property
     def exit_code(self) -> int:
-        """What a shell says of a process that a signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
+        """What a shell says of a process that a signal ended: 130 for Ctrl-C, 143 for SIGTERM, 129
+        for SIGHUP.
+        """
         return 128 + (self.number or signal.SIGINT)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+            self._before = {
+                number: signal.signal(number, self._note)
+                for number in _SIGNALS
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+            }
         return self
 
     def __exit__(

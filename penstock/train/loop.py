@@ -2,10 +2,10 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -37,8 +37,9 @@ from .learning_rate import learning_rate
 from .meter import Meter
 from .position import Position
 from .recipe import Recipe
-from .run_folder import SKIPPED, RunFolder
-from .start import check_start, start_from
+from .resume import check_state, way_out
+from .run_folder import DAMAGED_METRICS, SKIPPED, RunFolder
+from .start import begun_from, check_start, checkpoint_of, note_start, start_from
 from .tasks import build_task
 from .tasks.task import Batch
 from .weights import mean_weights, tensor_names
@@ -50,8 +51,8 @@ class Trainer:
     In a mesh of processes each makes a trainer and calls it alike; `mesh` is by default the
     recipe's, in this process.
 
-    With `resumes`, weights are not loaded from what the recipe starts from: they will be those of
-    a checkpoint of its own run.
+    With `resumes`, weights are not loaded yet from what the recipe starts from: `resume` finds out
+    whether they are those of a checkpoint of its own run.
 
     Raises:
         PenstockError: the recipe asks for what cannot be built; nothing has run then.
@@ -71,8 +72,9 @@ class Trainer:
         self._example: tuple[Any, Any] | None = None
         inputs, _ = self.example_part()
         self.pipe = build_pipeline(recipe, self.task, layers, inputs, self.mesh)
+        self._begun_from: Path | None = None
         if not resumes:
-            start_from(recipe.start, self.pipe, self._names)
+            self._start(lambda: checkpoint_of(recipe.start))
         self.optimizer = build_optimizer(recipe, self.pipe)
         decay = recipe.train.average_decay
         modules = self.model.modules()
@@ -119,7 +121,9 @@ class Trainer:
             What was set aside, and why.
 
         Raises:
-            CheckpointError: it is damaged or of another model.
+            CheckpointError: it is damaged or of another model; or there is none, and the weights
+                that the run began with are not there any more.
+            RunFolderError: it is of another run.
             ConfigError: the run began with other data.
         """
         self._begin(folder)
@@ -130,14 +134,30 @@ class Trainer:
                 break
             except CheckpointError as error:
                 if not falls_back:
-                    raise CheckpointError(
-                        f"{error}\nTo resume from the checkpoint before it, delete {newest}"
-                    ) from None
+                    advice = self.mesh.from_first(lambda: way_out(folder), "for a way out")
+                    raise CheckpointError(f"{error}\n{advice}") from None
                 warnings.append(f"{newest} is set aside: {error}")
                 folder.set_aside(newest)
+        else:
+            if warnings:
+                warnings.append("no checkpoint is left: the run begins again at step 0")
+            self._start(lambda: begun_from(self.recipe.start, folder))
         folder.remove_unfinished()
-        folder.drop_metrics_after(self.position.step)
+        damaged = folder.drop_metrics_after(self.position.step)
+        if damaged:
+            warnings.append(
+                f"{damaged} damaged lines of {folder.metrics_path} are set aside in "
+                f"{DAMAGED_METRICS}"
+            )
         return warnings
+
+    def _start(self, find: Callable[[], Path]) -> None:
+        """Load the weights that the recipe starts from, if any; rank 0 finds the checkpoint."""
+        start = self.recipe.start
+        if start.checkpoint:
+            found: Path = self.mesh.from_first(find, "for the weights to start from")
+            start_from(start, found, self.pipe, self._names)
+            self._begun_from = found
 
     def _newest(self, folder: RunFolder) -> Path | None:
         """Give the newest checkpoint, as rank 0 sees it."""
@@ -147,8 +167,10 @@ class Trainer:
         return found
 
     def _load(self, checkpoint: Path) -> None:
+        check = partial(check_state, checkpoint, self.recipe)
+        self.mesh.from_first(check, "to see that the checkpoint is of this run")
         state = load_checkpoint(checkpoint, self.pipe, self.optimizer)
-        self.position = _position(state)
+        self.position = Position(**state["position"])
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
 
@@ -173,7 +195,13 @@ class Trainer:
 
     def _begin(self, folder: RunFolder) -> None:
         """Let rank 0 keep, or compare, what belongs to the run."""
-        self.mesh.from_first(lambda: self.task.begin(folder.path), "for what belongs to the run")
+
+        def begin() -> None:
+            self.task.begin(folder.path)
+            if self._begun_from is not None:
+                note_start(self._begun_from, folder)
+
+        self.mesh.from_first(begin, "for what belongs to the run")
 
     def _must_stop(self, interrupt: Interrupt) -> bool:
         """Agree with the other processes whether to end here; what one was told, all know then.
@@ -357,11 +385,3 @@ class Trainer:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _position(state: Mapping[str, Any]) -> Position:
-    if "position" not in state:
-        raise CheckpointError(
-            "the checkpoint was not saved by `penstock train`: it has no position"
-        )
-    return Position(**state["position"])

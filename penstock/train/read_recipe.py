@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from penstock.errors import RecipeError
+from penstock.errors import RecipeError, RunFolderError
 
 from .recipe import Recipe
 from .recipe_errors import describe, suggest_place
@@ -71,18 +71,41 @@ def check_resumable(old: Recipe, new: Recipe) -> None:
     Raises:
         RecipeError: lists every key that may not change, with both values and the reason.
     """
-    before, after = _flat(old), _flat(new)
+    before, after = _flat(old.model_dump()), _flat(new.model_dump())
     free = FREE_ON_RESUME
     if old.train.average_checkpoints > 1:  # they decide what the mean is of
         free -= {"train.checkpoint_every", "train.keep_checkpoints"}
     faults = []
-    for key in sorted(before.keys() | after.keys()):
+    for key in sorted((before.keys() | after.keys()) - free):
         was, would = before.get(key), after.get(key)
-        if was != would and key not in free:
+        if was != would:
             change = f"{key} was {_toml_value(was)} and cannot become {_toml_value(would)}"
             faults.append(f"{change} on resume: {_reason(key)}")
     if faults:
         raise RecipeError("\n".join(faults))
+
+
+def check_same_run(saved: Mapping[str, Any], recipe: Recipe, checkpoint: Path) -> None:
+    """Refuse a checkpoint of another run: one that was saved with another recipe.
+
+    `saved` is that recipe as JSON gives it back.  Keys that only one of both has are passed over:
+    another version may have added them.
+
+    Raises:
+        RunFolderError: names every key that differs, with both values.
+    """
+    there, here = _flat(saved), _flat(json.loads(json.dumps(recipe.model_dump())))
+    keys = sorted((there.keys() & here.keys()) - FREE_ON_RESUME)
+    faults = [
+        f"{key} is {_toml_value(there[key])} there and {_toml_value(here[key])} here"
+        for key in keys
+        if there[key] != here[key]
+    ]
+    if faults:
+        raise RunFolderError(
+            f"{checkpoint} is of another run: {'; '.join(faults)}. Put it back into its own run "
+            "folder, or the recipe that belongs to it into this one"
+        )
 
 
 def _reason(key: str) -> str:
@@ -141,15 +164,15 @@ def _parse_value(text: str) -> Any:
 def _toml_value(value: Any) -> str:
     if value is None:
         return "nothing"
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
     text = json.dumps(value, ensure_ascii=False)  # TOML knows no pairs of surrogates
     return text.replace("\x7f", "\\u007f")
 
 
-def _flat(recipe: Recipe) -> Mapping[str, Any]:
+def _flat(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {
         f"{section}.{key}": value
-        for section, keys in recipe.model_dump().items()
+        for section, keys in sections.items()
         for key, value in keys.items()
     }

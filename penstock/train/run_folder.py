@@ -3,8 +3,10 @@
 recipe.toml             the recipe with every key
 job                     what torchrun calls the job that began the run, on each of its hosts
 data.digest             tells the data from others
+start.digest            tells the checkpoint whose weights the run began with from others
 skipped.txt             what could not be read of the data
 metrics.jsonl           one JSON object a line: kind "step" and kind "epoch"
+metrics.damaged         lines of it that could not be read when the run was resumed
 checkpoints/step-000120 the newest few; a folder is there whole or not at all
 timeline.json, .svg, .png, .chrome.json     one traced step
 .lock                   held while a job trains here; the system frees it when the process ends
@@ -27,8 +29,10 @@ from penstock.errors import RunFolderError
 
 RECIPE = "recipe.toml"
 METRICS = "metrics.jsonl"
+DAMAGED_METRICS = "metrics.damaged"
 _LOCK = ".lock"
 JOB = "job"
+START = "start.digest"
 CHECKPOINTS = "checkpoints"
 SKIPPED = "skipped.txt"
 _PREFIX = "step-"
@@ -83,30 +87,37 @@ class RunFolder:
 
     def append_metrics(self, metrics: Metrics) -> None:
         """Add one line to metrics.jsonl; a number that is none, as JSON has it, is null."""
-        if not self.writes:
-            return
-        try:
-            with self.metrics_path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_finite(metrics)) + "\n")
-        except OSError as error:
-            raise RunFolderError(f"cannot write {self.metrics_path}: {error.strerror}") from error
+        if self.writes:
+            _append(self.metrics_path, json.dumps(_finite(metrics)).encode() + b"\n")
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines of metrics.jsonl; a last line that a crash cut short is left out."""
-        if not self.metrics_path.exists():
-            return
-        for line in self.metrics_path.read_text(encoding="utf-8").splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:
-                return
+        """Yield the lines of metrics.jsonl; those that are damaged are left out."""
+        for line in self._metrics_lines():
+            metrics = _metrics_of(line)
+            if metrics is not None:
+                yield metrics
 
-    def drop_metrics_after(self, step: int) -> None:
-        """Remove the lines of later steps, which a resumed run will write again."""
-        if self.writes:
-            kept = [metrics for metrics in self.read_metrics() if metrics["step"] <= step]
-            lines = (json.dumps(metrics) + "\n" for metrics in kept)
-            self.write_text(METRICS, "".join(lines))
+    def _metrics_lines(self) -> list[bytes]:
+        return self.metrics_path.read_bytes().split(b"\n") if self.metrics_path.exists() else []
+
+    def drop_metrics_after(self, step: int) -> int:
+        """Remove the lines of later steps, which a resumed run will write again.
+
+        Damaged lines go to metrics.damaged, but for a last one that a crash cut short.
+
+        Returns:
+            How many were damaged.
+        """
+        if not self.writes:
+            return 0
+        lines = self._metrics_lines()
+        read = [(line, _metrics_of(line)) for line in lines]
+        damaged = [line for line, metrics in read[:-1] if metrics is None and line.strip()]
+        if damaged:
+            _append(self.path / DAMAGED_METRICS, b"".join(line + b"\n" for line in damaged))
+        kept = (line for line, metrics in read if metrics is not None and metrics["step"] <= step)
+        self.write_text(METRICS, "".join(line.decode() + "\n" for line in kept))
+        return len(damaged)
 
     def checkpoint_path(self, step: int) -> Path:
         """Give where the checkpoint after `step` steps lies."""
@@ -161,6 +172,16 @@ class RunFolder:
             return
         for path in (self.path / CHECKPOINTS).glob(f".*{UNFINISHED}"):
             remove_folder(path)
+
+
+def _metrics_of(line: bytes) -> dict[str, Any] | None:
+    """Read a line of metrics.jsonl; None if it is damaged."""
+    try:
+        metrics = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    is_good = isinstance(metrics, dict) and isinstance(metrics.get("step"), int)
+    return metrics if is_good else None
 
 
 def _finite(metrics: Metrics) -> Metrics:
@@ -258,6 +279,14 @@ def open_existing(path: Path, *, writes: bool = True) -> RunFolder:
             "made"
         )
     return RunFolder(path, writes)
+
+
+def _append(path: Path, content: bytes) -> None:
+    try:
+        with path.open("ab") as file:
+            file.write(content)
+    except OSError as error:
+        raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import torch
 
+from penstock.checkpoint.files import digest_of_checkpoint
 from penstock.errors import CheckpointError, RecipeError
 from penstock.pipeline import Pipeline
 
 from .read_recipe import read_recipe
 from .recipe import Recipe, Start
-from .run_folder import RECIPE, RunFolder
+from .run_folder import RECIPE, START, RunFolder
 from .tasks.task import Task
 from .weights import Names, saved_weights
 
@@ -23,7 +24,7 @@ def check_start(recipe: Recipe, task: Task) -> None:
     """
     start = recipe.start
     if start.checkpoint:
-        _checkpoint(Path(start.checkpoint))
+        checkpoint_of(start)
         task.check_start(run_of(start))
         _check_split(recipe, run_of(start))
     elif start.new_layers:
@@ -50,19 +51,53 @@ def _check_split(recipe: Recipe, folder: Path) -> None:
             )
 
 
-def start_from(start: Start, pipe: Pipeline, names: Names) -> None:
-    """Load the weights that a recipe names into a pipeline, but for its new layers.
+def begun_from(start: Start, folder: RunFolder) -> Path:
+    """Find the checkpoint whose weights the run in `folder` began with, to begin once more.
+
+    The run that is started from may have gone on, so that its newest checkpoint is another one.
+
+    Raises:
+        RecipeError: there is no such checkpoint.
+        CheckpointError: what is there now is not what the run began with.
+    """
+    kept = _kept(folder)
+    if kept is None:
+        return checkpoint_of(start)  # the run ended before it noted one
+    digest, name = kept
+    checkpoint = Path(name)
+    if not checkpoint.is_dir() or digest_of_checkpoint(checkpoint) != digest:
+        raise CheckpointError(
+            f"{folder.path} has no checkpoint to go on from, and cannot begin again: the weights "
+            f"that it began with, {checkpoint}, are gone or not the same any more. Put that "
+            "checkpoint back, or start a new run"
+        )
+    return checkpoint
+
+
+def note_start(checkpoint: Path, folder: RunFolder) -> None:
+    """Keep which checkpoint's weights a run begins with, unless that is known."""
+    if _kept(folder) is None:
+        folder.write_text(START, f"{digest_of_checkpoint(checkpoint)}  {checkpoint}\n")
+
+
+def _kept(folder: RunFolder) -> tuple[str, str] | None:
+    """Read the digest and the path that `note_start` wrote."""
+    if not (folder.path / START).is_file():
+        return None
+    digest, _, name = (folder.path / START).read_text(encoding="utf-8").strip().partition("  ")
+    return digest, name
+
+
+def start_from(start: Start, checkpoint: Path, pipe: Pipeline, names: Names) -> None:
+    """Load the weights of a checkpoint into a pipeline, but for the recipe's new layers.
 
     `names` are those of the whole model's tensors.  The running average is taken if the run kept
     one.  Everything is compared first.
 
     Raises:
-        RecipeError: there is no such checkpoint, or a new layer that the model does not have.
+        RecipeError: there is a new layer that the model does not have.
         CheckpointError: it lacks a tensor of the model, or has one of another shape.
     """
-    if not start.checkpoint:
-        return
-    checkpoint = _checkpoint(Path(start.checkpoint))
     own = pipe.state_dict()
     _check_new(start, list(names))
     old = {name for name in own if not _is_in(name, start.new_layers)}
@@ -91,8 +126,13 @@ def run_of(start: Start) -> Path:
     return path if (path / RECIPE).is_file() else path.parent.parent
 
 
-def _checkpoint(path: Path) -> Path:
-    """Give the checkpoint that a path means."""
+def checkpoint_of(start: Start) -> Path:
+    """Find the checkpoint that a recipe means: itself, or the newest of a run folder.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    path = Path(start.checkpoint)
     if (path / RECIPE).is_file():
         checkpoints = RunFolder(path, writes=False).checkpoints()
         if not checkpoints:

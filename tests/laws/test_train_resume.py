@@ -1,5 +1,6 @@
 """A run that stops and goes on is the run that never stopped, bit by bit, for any other K."""
 
+import io
 import json
 import os
 import signal
@@ -146,6 +147,22 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(
     )
 
 
+def test_a_damaged_line_of_metrics_costs_no_other_and_is_said(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    recipe = read_recipe(DIGITS, SMALL)
+    folder = create(tmp_path / "run", recipe_to_toml(recipe))
+    with Trainer(recipe) as trainer:
+        train_until(trainer, folder, 4)
+    first, rest = folder.metrics_path.read_bytes().split(b"\n", 1)
+    folder.metrics_path.write_bytes(first + b"\n\xff{]\n" + rest)
+    console = quiet()
+    assert resume_run(Request(None, [], folder.path), console, Interrupt()).finished
+    assert curve(folder.path) == curve(uninterrupted)
+    assert isinstance(console.file, io.StringIO)
+    assert "1 damaged lines of" in console.file.getvalue()
+
+
 def test_a_run_without_any_checkpoint_starts_again(uninterrupted: Path, tmp_path: Path) -> None:
     folder = create(tmp_path / "run", recipe_to_toml(read_recipe(DIGITS, SMALL)))
     folder.append_metrics({"kind": "step", "step": 1, "loss": 0.0})
@@ -215,8 +232,29 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
     with Trainer(recipe) as trainer:
         train_until(trainer, folder, 4)
     (folder.checkpoint_path(4) / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"damaged.*\nTo resume .*, delete .*step-000004"):
+    way_out = r"damaged.*\nTo resume from .*step-000002, delete .*step-000004$"
+    with pytest.raises(CheckpointError, match=way_out):
         resume_run(Request(None, [], folder.path), quiet(), Interrupt())
+    (folder.checkpoint_path(2) / "optimizer.safetensors").write_bytes(b"")
+    way_out = r"damaged.*\nNo other checkpoint in .* is sound.* begin again at step 0"
+    with pytest.raises(CheckpointError, match=way_out):
+        resume_run(Request(None, [], folder.path), quiet(), Interrupt())
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
+    ours, theirs = (tmp_path / name for name in ("ours", "theirs"))
+    for path, changes in ((ours, []), (theirs, ["train.seed=1", "optimizer.lr=0.5"])):
+        recipe = read_recipe(DIGITS, [*SMALL, *changes])
+        folder = create(path, recipe_to_toml(recipe))
+        with Trainer(recipe) as trainer:
+            train_until(trainer, folder, 3)
+    before = curve(ours)
+    RunFolder(theirs).checkpoint_path(3).rename(RunFolder(ours).checkpoint_path(5))
+    differs = "step-000005 is of another run: optimizer.lr is 0.5 there and 0.005 here; train.see"
+    with pytest.raises(RunFolderError, match=differs):
+        resume_run(Request(None, ["pipeline.num_stages=1"], ours), quiet(), Interrupt())
+    assert curve(ours) == before
+    assert len(RunFolder(ours).checkpoints()) == 3
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
@@ -241,6 +279,41 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     done = max(line["step"] for line in folder.read_metrics())
     assert folder.checkpoints()[-1] == folder.checkpoint_path(done)
     assert f"run after {done} steps" in said
+
+
+@pytest.mark.parametrize("before, number", [(print, signal.SIGHUP), (signal.SIG_IGN, 0)])
+def test_a_hangup_is_a_request_to_stop_unless_nohup_has_it_ignored(
+    before: Any, number: int
+) -> None:
+    kept = signal.signal(signal.SIGHUP, before)
+    try:
+        with Interrupt() as interrupt:
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, kept)
+    assert interrupt.number == number
+    assert not number or interrupt.exit_code == 129
+
+
+def test_a_closed_pipe_ends_what_is_shown_and_not_the_run(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    """As in `penstock train ... 2>&1 | head -2`."""
+    sets = [word for change in SMALL for word in ("--set", change)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock", "train", str(DIGITS), "--run-folder", "run", *sets],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    said = [process.stdout.readline() for _ in range(2)]
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0, said
+    assert curve(tmp_path / "run") == curve(uninterrupted)
+    assert weights(tmp_path / "run", NUM_STEPS).keys() == weights(uninterrupted, NUM_STEPS).keys()
 
 
 def test_the_command_prints_a_summary_as_json(

@@ -1,5 +1,6 @@
 """A run that starts from the weights of another, and runs judged by averaged weights."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from penstock.train.display import Display
 from penstock.train.interrupt import Interrupt
 from penstock.train.loop import Trainer
 from penstock.train.read_recipe import read_recipe, recipe_to_toml
+from penstock.train.recipe import Recipe
 from penstock.train.run_folder import RunFolder, create
 from tests.quiet import quiet
 
@@ -81,21 +83,75 @@ def test_new_layers_need_a_checkpoint() -> None:
         Trainer(recipe)
 
 
+FINE_TUNED = ('start.new_layers=["head"]', "data.labels=parity")
+
+
+def stopped(recipe: Recipe, path: Path) -> RunFolder:
+    """Train one step of a run."""
+    interrupt = Interrupt()
+    folder = create(path, recipe_to_toml(recipe))
+
+    class Stop(Display):
+        def show_step(self, *_: object) -> None:
+            interrupt.number = 2
+
+    with Trainer(recipe) as trainer:
+        trainer.run(folder, Stop(quiet(), 1, 3, trainer.task), interrupt)
+        assert trainer.position.step == 1
+    return folder
+
+
+def test_a_fine_tuned_run_without_a_sound_checkpoint_begins_with_the_same_weights(
+    finished: Path, tmp_path: Path
+) -> None:
+    recipe = read_recipe(DIGITS, [*SMALL, f"start.checkpoint={finished}", *FINE_TUNED])
+    folder = stopped(recipe, tmp_path / "run")
+    (folder.checkpoints()[-1] / "model.safetensors").write_bytes(b"")
+    with Trainer(recipe) as trainer:
+        expected = {name: t.clone() for name, t in trainer.pipe.state_dict().items()}
+    with Trainer(recipe, resumes=True) as trainer:
+        said = trainer.resume(folder, falls_back=True)
+        found = trainer.pipe.state_dict()
+    assert trainer.position.step == 0
+    assert "is set aside" in said[0] and said[1].endswith("the run begins again at step 0")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_fine_tuned_run_begins_again_with_the_checkpoint_it_began_with_or_not_at_all(
+    finished: Path, tmp_path: Path
+) -> None:
+    """The other run has gone on meanwhile; then its old checkpoint changes."""
+    source = tmp_path / "source"
+    shutil.copytree(finished, source)
+    changes = [*SMALL, f"start.checkpoint={source}", *FINE_TUNED]
+    whole = tmp_path / "whole"
+    assert start_run(Request(DIGITS, changes, whole), quiet(), Interrupt()).finished
+    folder = stopped(read_recipe(DIGITS, changes), tmp_path / "run")
+    shutil.rmtree(folder.checkpoints()[-1])
+    begun_from = RunFolder(source).checkpoints()[-1]
+    shutil.copytree(begun_from.with_name("step-000001"), begun_from.with_name("step-000009"))
+    assert resume_run(Request(None, [], folder.path), quiet(), Interrupt()).finished
+    ours, theirs = (
+        load_file(RunFolder(f).checkpoints()[-1] / "model.safetensors")
+        for f in (folder.path, whole)
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+    shutil.rmtree(folder.path / "checkpoints")
+    shutil.rmtree(begun_from)
+    with pytest.raises(CheckpointError, match=r"step-000003, are gone or not the same any more"):
+        resume_run(Request(None, [], folder.path), quiet(), Interrupt())
+    shutil.copytree(begun_from.with_name("step-000001"), begun_from)
+    with pytest.raises(CheckpointError, match=r"step-000003, are gone or not the same any more"):
+        resume_run(Request(None, [], folder.path), quiet(), Interrupt())
+    assert list(folder.read_metrics())  # nothing was lost
+
+
 def test_a_resumed_run_has_the_same_averages_in_any_other_layout(
     finished: Path, tmp_path: Path
 ) -> None:
-    interrupt = Interrupt()
     folder = tmp_path / "run"
-    recipe = [*SMALL, "pipeline.num_stages=3"]
-    with Trainer(read_recipe(DIGITS, recipe)) as trainer:
-        opened = create(folder, recipe_to_toml(trainer.recipe))
-
-        class Stop(Display):
-            def show_step(self, *_: object) -> None:
-                interrupt.number = 2
-
-        trainer.run(opened, Stop(quiet(), 1, 3, trainer.task), interrupt)
-        assert trainer.position.step == 1
+    stopped(read_recipe(DIGITS, [*SMALL, "pipeline.num_stages=3"]), folder)
     changes = ["pipeline.num_stages=2"]
     assert resume_run(Request(None, changes, folder), quiet(), Interrupt()).finished
     for name in ("model", "optimizer"):

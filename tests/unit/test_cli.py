@@ -1,6 +1,7 @@
 """The command line: a clear line and exit code 2 for mistakes, no traceback, a quick start."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,33 @@ def test_python_m_penstock_is_the_same_command() -> None:
         [sys.executable, "-m", "penstock", "--version"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.stdout.startswith("penstock, version ")
+
+
+def test_a_full_disk_at_standard_output_is_said_once_and_changes_no_exit_code() -> None:
+    command = [sys.executable, "-m", "penstock", "simulate"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0
+    assert done.stderr == (
+        "penstock: standard output is lost (No space left on device): nothing more is written to "
+        "it\n"
+    )
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = [sys.executable, "-m", "penstock", "simulate", "--num-stages", "9"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("lost", ["/dev/full", None])
+def test_a_mistake_is_a_mistake_where_nobody_can_read_it(lost: str | None) -> None:
+    closes = f"2> {lost}" if lost is not None else "2>&- >&-"
+    command = f"{sys.executable} -m penstock fly {closes}"
+    assert subprocess.run(command, shell=True, cwd=ROOT).returncode == 2
 
 
 @pytest.mark.parametrize(

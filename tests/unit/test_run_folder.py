@@ -68,6 +68,30 @@ def test_a_line_that_a_crash_cut_short_is_dropped(folder: RunFolder) -> None:
     assert [line["step"] for line in folder.read_metrics()] == [1, 2]
 
 
+DAMAGED = [
+    b'{"kind": "st',
+    b"[1, 2]",
+    b"null",
+    b'{"kind": "step"}',
+    b'{"step": "4"}',
+    b"\xff\xfe\x00",
+    b"[" * 100_000,
+]
+
+
+def test_a_damaged_line_costs_none_of_the_others(folder: RunFolder) -> None:
+    for step, line in enumerate(DAMAGED, start=1):
+        folder.append_metrics({"kind": "step", "step": step, "at": "\x85\u2028"})
+        with folder.metrics_path.open("ab") as file:
+            file.write(line + b"\n")
+    folder.append_metrics({"kind": "step", "step": 8})
+    assert [metrics["step"] for metrics in folder.read_metrics()] == list(range(1, 9))
+    assert folder.drop_metrics_after(7) == len(DAMAGED)
+    assert [metrics["step"] for metrics in folder.read_metrics()] == list(range(1, 8))
+    assert (folder.path / "metrics.damaged").read_bytes().splitlines() == DAMAGED
+    assert folder.drop_metrics_after(7) == 0
+
+
 def test_a_run_without_metrics_can_be_resumed(folder: RunFolder) -> None:
     folder.drop_metrics_after(0)
     assert list(folder.read_metrics()) == []

@@ -1,0 +1,46 @@
+"""From which checkpoint a run may go on."""
+
+from pathlib import Path
+
+from penstock.checkpoint.files import read_facts
+from penstock.errors import CheckpointError
+
+from .read_recipe import check_same_run
+from .recipe import Recipe
+from .run_folder import RunFolder
+
+
+def check_state(checkpoint: Path, recipe: Recipe) -> None:
+    """Refuse a checkpoint of another run before anything is loaded.
+
+    Raises:
+        CheckpointError: it is damaged, or was not saved by a run.
+        RunFolderError: it was saved by a run of another recipe.
+    """
+    state = read_facts(checkpoint, check=False)["state"]
+    if "position" not in state:
+        raise CheckpointError(
+            f"{checkpoint} was not saved by `penstock train`: it has no position"
+        )
+    check_same_run(state["recipe"], recipe, checkpoint)
+
+
+def way_out(folder: RunFolder) -> str:
+    """Say what can be done about a newest checkpoint that cannot be loaded."""
+    *before, newest = folder.checkpoints()
+    number = next((n for n in reversed(range(len(before))) if _is_sound(before[n])), None)
+    if number is None:
+        return (
+            f"No other checkpoint in {folder.path} is sound. If there is a copy of this one, put "
+            f"it back; else the run can only begin again at step 0, which deleting {newest} does"
+        )
+    doomed = ", ".join(str(path) for path in (*before[number + 1 :], newest))
+    return f"To resume from {before[number]}, delete {doomed}"
+
+
+def _is_sound(checkpoint: Path) -> bool:
+    try:
+        read_facts(checkpoint)
+    except CheckpointError:
+        return False
+    return True
