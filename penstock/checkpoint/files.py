@@ -4,8 +4,10 @@
     optimizer.safetensors   the optimizer's tensors, under "<parameter name>.<state key>"
     state.json              format, digests of the other files, and everything that is no tensor
 
-Many processes write folders model/ and optimizer/ of such files instead, a shard each.  The folder
-is written under a hidden name beside its place, forced to the disk, and renamed.
+Many processes write folders model/ and optimizer/ of such files instead, a shard each, so that no
+file has two writers: at most 2 K + 1 files for K processes.  state.json then names the tensors of
+each, so that a reader opens only those it needs.  The folder is written under a hidden name beside
+its place, forced to the disk, and renamed.
 """
 
 import hashlib
@@ -13,7 +15,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -136,13 +138,22 @@ def put_in_place(unfinished: Path, path: Path) -> None:
     force_to_disk(path.parent)
 
 
-def read_facts(path: Path, *, check: bool = True) -> dict[str, Any]:
+def read_facts(path: Path) -> dict[str, Any]:
     """Read state.json, and prove by digest that the other files are as they were written.
-
-    With `check` false another process does that.
 
     Raises:
         CheckpointError: not a checkpoint, of another version, incomplete or damaged.
+    """
+    facts, digests = read_state(path)
+    check_files(path, digests)
+    return facts
+
+
+def read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Read state.json: what describes the checkpoint, and the digests of its other files.
+
+    Raises:
+        CheckpointError: not a checkpoint, of another version, or state.json is damaged.
     """
     state = _read_state(path)
     if state.get("version") != VERSION:
@@ -154,12 +165,32 @@ def read_facts(path: Path, *, check: bool = True) -> dict[str, Any]:
     digests: dict[str, str] = state.get("digests", {})
     if digests.pop(STATE, None) != _digest_of_facts(facts):
         raise _damaged(path, STATE, _OTHER_DIGEST)
-    for name, digest in digests.items() if check else ():
+    return facts, digests
+
+
+def check_files(path: Path, digests: Mapping[str, str]) -> None:
+    """Prove that files are as they were written.
+
+    Raises:
+        CheckpointError: one is missing or damaged.
+    """
+    for name, digest in digests.items():
         if not (path / name).is_file():
             raise _damaged(path, name, "it is missing")
         if _digest(path / name) != digest:
             raise _damaged(path, name, _OTHER_DIGEST)
-    return facts
+
+
+def size_of(path: Path, name: str) -> int:
+    """Return the bytes of a file.
+
+    Raises:
+        CheckpointError: it is missing.
+    """
+    try:
+        return (path / name).stat().st_size
+    except OSError:
+        raise _damaged(path, name, "it is missing") from None
 
 
 def digest_of_checkpoint(path: Path) -> str:
@@ -209,25 +240,48 @@ def read_some(path: Path, name: str, wanted: Container[str]) -> dict[str, Tensor
     Raises:
         CheckpointError: it is no safetensors file.
     """
+    return read_from(path, {n: f for n, f in files_by_tensor(path, name).items() if n in wanted})
+
+
+def read_from(path: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
+    """Read tensors, each from its file in `files`; every file is opened once.
+
+    Raises:
+        CheckpointError: one is no safetensors file, or lacks a tensor.
+    """
     tensors: dict[str, Tensor] = {}
-    for file in tensor_files(path, name):
+    for file in dict.fromkeys(files.values()):
+        names = [name for name, its_file in files.items() if its_file == file]
         try:
-            with safe_open(file, framework="pt") as opened:
-                tensors |= {n: opened.get_tensor(n) for n in opened.keys() if n in wanted}  # noqa: SIM118 - it is no dict
+            with safe_open(path / file, framework="pt") as opened:
+                tensors |= {name: opened.get_tensor(name) for name in names}
         except (OSError, SafetensorError) as error:
-            raise _damaged(path, file.name, str(error)) from None
+            raise _damaged(path, file, str(error)) from None
     return tensors
 
 
-def tensor_kinds(path: Path, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Give (type, shape) of each tensor without reading it."""
-    kinds = {}
+def files_by_tensor(
+    path: Path, name: str, noted: Mapping[str, Iterable[str]] | None = None
+) -> dict[str, str]:
+    """Map the tensors of what one process writes as `name` to the files that hold them.
+
+    `noted` are the tensors of all files, as state.json has them; without, the files are opened.
+
+    Raises:
+        CheckpointError: a file has to be opened, and is no safetensors file.
+    """
+    if noted is not None:
+        folder = name.removesuffix(SUFFIX)
+        own = {f: names for f, names in noted.items() if f.startswith((f"{folder}/", name))}
+        return {tensor: file for file, names in own.items() for tensor in names}
+    found: dict[str, str] = {}
     for file in tensor_files(path, name):
-        with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 - it is no dict
-                part = opened.get_slice(key)
-                kinds[key] = (part.get_dtype(), tuple(part.get_shape()))
-    return kinds
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found |= dict.fromkeys(opened.keys(), file.relative_to(path).as_posix())
+        except (OSError, SafetensorError) as error:
+            raise _damaged(path, file.name, str(error)) from None
+    return found
 
 
 def tensor_files(path: Path, name: str) -> list[Path]:

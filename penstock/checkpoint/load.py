@@ -1,7 +1,9 @@
 """Load what `save_checkpoint` wrote; all of it is checked first, so nothing is half loaded."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,24 @@ from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
 from penstock.pipeline import Pipeline
 
-from .files import MODEL, OPTIMIZER, read_facts, read_some, read_tensors, tensor_kinds
+from .files import (
+    MODEL,
+    OPTIMIZER,
+    check_files,
+    files_by_tensor,
+    read_facts,
+    read_from,
+    read_state,
+    read_tensors,
+    size_of,
+)
 from .optimizer_state import (
     check_optimizer,
     keys_of,
     names_of_share,
     only_of,
     parameter_names,
+    state_here,
     unpack_optimizer,
 )
 
@@ -67,7 +80,7 @@ def _put(
     tensors: dict[str, Tensor],
     optimizer_tensors: dict[str, Tensor],
 ) -> dict[str, Any]:
-    module.load_state_dict(tensors)
+    module.load_state_dict({**module.state_dict(), **tensors})  # other processes have the rest
     if optimizer is not None:
         unpack_optimizer(optimizer, module, facts["optimizer"], optimizer_tensors)
     if isinstance(module, Pipeline) and facts["pipeline"] is not None:
@@ -79,36 +92,121 @@ def _put(
 def _load_into_many(
     path: Path, mesh: Mesh, module: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    """Let each process read what its own stage needs; all of them refuse what one must refuse."""
-    here = module.state_dict()
-    facts, tensors, optimizer_tensors, faults = {}, {}, {}, []
-    problem: str | None = None
-    try:
-        facts = read_facts(path, check=mesh.is_first_rank)
-        tensors = read_some(path, MODEL, here)
-        faults = [f for f in _model_faults(here, tensors) if not f.endswith(_NOT_IN_MODEL)]
-        if optimizer is not None and facts["optimizer"] is None:
-            faults.append("it was saved without an optimizer; load it without one")
-        elif optimizer is not None:
-            facts["optimizer"] = only_of(facts["optimizer"], parameter_names(module).values())
-            mine = keys_of(names_of_share(optimizer, module), tensor_kinds(path, OPTIMIZER))
-            optimizer_tensors = read_some(path, OPTIMIZER, mine)
-            faults += check_optimizer(optimizer, module, facts["optimizer"], optimizer_tensors)
-    except Exception as error:
-        problem = str(error)
+    """Let each process read what its own stage needs; all of them refuse what one must refuse.
+
+    No file is opened by a process that needs none of it, and each is verified by one of those
+    that read it.
+    """
     assert isinstance(module, Pipeline)
     mesh.begin_call("load_checkpoint", module.number)
-    parts = mesh.gather((problem, faults, set(here)), "for the others to load the same checkpoint")
-    if problems := [said for said, _, _ in parts if said is not None]:
-        raise CheckpointError("; ".join(dict.fromkeys(problems)))
+    what = "for the others to load the same checkpoint"
+    found, problem = _try(partial(_Wanted.find, path, module, optimizer))
+    needs = mesh.gather((problem, found.sizes if found is not None else {}), what)
+    _refuse_problems(problem for problem, _ in needs)
+    assert found is not None
+    digests = {
+        file: found.digests.get(file, "")
+        for file, rank in _verifiers([sizes for _, sizes in needs]).items()
+        if rank == mesh.rank
+    }
+    here = state_here(module)
+    read, problem = mesh.work(lambda: _try(partial(found.read, path, digests)), what)
+    tensors, optimizer_tensors = read or ({}, {})
+    faults: list[str] = []
+    if problem is None:
+        faults = [f for f in _model_faults(here, tensors) if not f.endswith(_NOT_IN_MODEL)]
+        faults += _optimizer_faults(optimizer, module, found.facts, optimizer_tensors)
+    parts = mesh.gather((problem, faults, set(here)), what)
+    _refuse_problems(problem for problem, _, _ in parts)
     faults = [fault for _, said, _ in parts for fault in said]
     if not faults:
         known = set().union(*(names for _, _, names in parts))
-        there = tensor_kinds(path, MODEL)
-        faults = [f"{name}{_NOT_IN_MODEL}" for name in there if name not in known]
+        faults = [f"{name}{_NOT_IN_MODEL}" for name in found.there if name not in known]
     if faults:
         raise CheckpointError(_foreign(path, list(dict.fromkeys(faults))))
-    return _put(module, optimizer, facts, tensors, optimizer_tensors)
+    return _put(module, optimizer, found.facts, tensors, optimizer_tensors)
+
+
+def _try(job: Callable[[], Any]) -> tuple[Any, str | None]:
+    """Return what a job gives, or what went wrong, to be told to the other processes."""
+    try:
+        return job(), None
+    except Exception as error:
+        return None, str(error)
+
+
+def _refuse_problems(problems: Iterable[str | None]) -> None:
+    if said := [problem for problem in problems if problem is not None]:
+        raise CheckpointError("; ".join(dict.fromkeys(said)))
+
+
+def _verifiers(needs: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Deal out files to be verified, each to one of the ranks that read it, evenly by bytes."""
+    loads = [0] * len(needs)
+    found = {}
+    for file, size in sorted({file: n for need in needs for file, n in need.items()}.items()):
+        readers = [rank for rank, need in enumerate(needs) if file in need]
+        found[file] = min(readers, key=lambda rank: (loads[rank], rank))
+        loads[found[file]] += size
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What a checkpoint holds, and what of it this process needs: tensors, each with its file."""
+
+    facts: dict[str, Any]
+    digests: dict[str, str]
+    there: Collection[str]
+    of_model: dict[str, str]
+    of_optimizer: dict[str, str]
+    sizes: dict[str, int]
+
+    @classmethod
+    def find(
+        cls, path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> "_Wanted":
+        """Find out, without reading tensors.
+
+        Raises:
+            CheckpointError: it is no checkpoint, or damaged.
+        """
+        facts, digests = read_state(path)
+        there, noted = files_by_tensor(path, MODEL, facts.get("files")), facts.get("files")
+        of_model = {name: there[name] for name in state_here(module) if name in there}
+        of_optimizer: dict[str, str] = {}
+        if optimizer is not None and facts["optimizer"] is not None:
+            facts["optimizer"] = only_of(facts["optimizer"], parameter_names(module).values())
+            files = files_by_tensor(path, OPTIMIZER, noted)
+            own = keys_of(names_of_share(optimizer, module), files)
+            of_optimizer = {key: files[key] for key in own}
+        needed = {*of_model.values(), *of_optimizer.values()}
+        sizes = {file: size_of(path, file) for file in needed}
+        return cls(facts, digests, there, of_model, of_optimizer, sizes)
+
+    def read(
+        self, path: Path, digests: Mapping[str, str]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Verify the files of `digests`, and read the tensors of model and optimizer.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        check_files(path, digests)
+        return read_from(path, self.of_model), read_from(path, self.of_optimizer)
+
+
+def _optimizer_faults(
+    optimizer: torch.optim.Optimizer | None,
+    module: nn.Module,
+    facts: dict[str, Any],
+    tensors: dict[str, Tensor],
+) -> list[str]:
+    if optimizer is None:
+        return []
+    if facts["optimizer"] is None:
+        return ["it was saved without an optimizer; load it without one"]
+    return check_optimizer(optimizer, module, facts["optimizer"], tensors)
 
 
 _NOT_IN_MODEL = " is not in the model"

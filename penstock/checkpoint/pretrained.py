@@ -101,7 +101,7 @@ def save_pretrained(
     refuse_filled(target)
     try:
         with unfinished_folder(target) as unfinished:
-            finish(unfinished, write(unfinished, None))
+            finish(unfinished, write(unfinished))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot write {target}: {error}; nothing is left of it. Make room, or choose another "
@@ -189,9 +189,7 @@ def _begin(target: Path) -> Path:
     return make_unfinished(target)
 
 
-def _write_own(
-    layout: _Layout, rank: int, own: Mapping[str, Tensor], unfinished: Path, _group: Any
-) -> Digests:
+def _write_own(layout: _Layout, rank: int, own: Mapping[str, Tensor], unfinished: Path) -> Digests:
     written = {}
     for name, tensors in layout.files.items():
         if layout.writers[name] == rank:

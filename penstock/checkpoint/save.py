@@ -25,9 +25,9 @@ from .files import (
     refuse_existing,
     write_folder,
 )
-from .optimizer_state import merge_optimizers, pack_optimizer
+from .optimizer_state import merge_optimizers, pack_optimizer, state_here
 from .saving import Saving, in_thread
-from .together import MODEL_FOLDER, OPTIMIZER_FOLDER, begin_together
+from .together import MODEL_FOLDER, OPTIMIZER_FOLDER, begin_together, shard_names
 
 
 def save_checkpoint(
@@ -152,7 +152,7 @@ def _collect_together(
         if mesh.is_first_rank:
             refuse_existing(target)
         facts = _facts(module, state)
-        model = module.state_dict() if is_first_replica else {}
+        model = state_here(module) if is_first_replica else {}
         tensors[MODEL_FOLDER] = storable(model, copy=copy)
         if optimizer is not None:
             content, mine = pack_optimizer(optimizer, module)
@@ -162,7 +162,9 @@ def _collect_together(
         error = f"rank {mesh.rank}: {problem}"
     assert isinstance(module, Pipeline)
     mesh.begin_call("save_checkpoint", module.number)
-    parts = mesh.gather((error, mine), "for the others to save the same checkpoint")
+    own_files = shard_names(mesh.rank, tensors)
+    told = mesh.gather((error, mine, own_files), "for the others to save the same checkpoint")
+    parts = [(said, part) for said, part, _ in told]
     if errors := [said for said, _ in parts if said is not None]:
         raise CheckpointError("; ".join(errors))
     without = [str(rank) for rank, (_, part) in enumerate(parts) if part is None]
@@ -175,6 +177,7 @@ def _collect_together(
         facts["optimizer"] = merge_optimizers(
             [part for _, part in (parts if is_shared else parts[: mesh.num_stages])]
         )
+    facts["files"] = {file: names for *_, files in told for file, names in files.items()}
     return _Content(tensors, facts)
 
 

@@ -1,29 +1,28 @@
 """Write a folder from many processes: each writes the tensors of its own stage.
 
-    model/*.safetensors       one shard a process, by torch.distributed.checkpoint
+    model/*.safetensors       one shard a process that has tensors for it
     optimizer/*.safetensors   likewise
-    state.json                as ever; rank 0 writes it when all shards are there
+    state.json                as ever, and the tensors of each shard; rank 0 writes it when all
+                              shards are there
 
 A save runs in a thread of its own in every process, and over a process group of its own, so that
 training may go on beside it.  The folder has a hidden name until it is complete.
 """
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
 
-from .files import digest_and_force, finish_folder, make_unfinished, refuse_existing
+from .files import SUFFIX, digest_and_force, finish_folder, make_unfinished, refuse_existing
 from .saving import Saving
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "model", "optimizer"
@@ -33,8 +32,8 @@ Digests = dict[str, str]
 """What a process has written, by the name in the folder."""
 Begin = Callable[[], Path]
 """Makes the unfinished folder, or raises where nothing may be written."""
-WriteOwn = Callable[[Path, Any], Digests]
-"""(unfinished folder, process group) -> what this process has written there."""
+WriteOwn = Callable[[Path], Digests]
+"""(unfinished folder) -> what this process has written there."""
 Finish = Callable[[Path, Digests], None]
 """(unfinished folder, what all have written): completes the folder and gives it its name."""
 
@@ -74,15 +73,18 @@ def write_together(
     return Saving(path, lambda: background.wait(slot, f"for all to write the checkpoint {path}"))
 
 
-def _write_shards(
-    rank: int, tensors: Mapping[str, Tensors], unfinished: Path, group: Any
-) -> Digests:
+def shard_names(rank: int, names: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+    """Name the shards of a process by the folders they are for, with the tensors of each."""
+    return {f"{f}/shard-{rank + 1:05d}{SUFFIX}": list(own) for f, own in names.items() if own}
+
+
+def _write_shards(rank: int, tensors: Mapping[str, Tensors], unfinished: Path) -> Digests:
     """Write a checkpoint's shards; force them to the disk, and give the digests."""
-    for folder, content in tensors.items():  # each raises on all processes or on none
-        writer = HuggingFaceStorageWriter(str(unfinished / folder), save_distributed=True)
-        save(dict(content), storage_writer=writer, process_group=group)
-    own = unfinished.glob(f"*/shard-{rank + 1:05d}-*")
-    return {file.relative_to(unfinished).as_posix(): digest_and_force(file) for file in own}
+    digests = {}
+    for file in shard_names(rank, tensors):
+        save_file(dict(tensors[file.partition("/")[0]]), unfinished / file)
+        digests[file] = digest_and_force(unfinished / file)
+    return digests
 
 
 class _Writing:
@@ -96,11 +98,7 @@ class _Writing:
         error: str | None = None
         digests: Digests = {}
         try:
-            digests = write_own(unfinished, self._group)
-        except CheckpointException as failed:  # no Exception to torch; all processes raise it
-            error = "; ".join(
-                f"rank {r}: {problem}" for r, (problem, _) in failed.failures.items()
-            )
+            digests = write_own(unfinished)
         except Exception as problem:
             error = self._account(problem)
         everyone = self._gather((error, digests))

@@ -4,6 +4,7 @@ controls   collectives of a few numbers
 receives   large messages, one after the other, in the order the program wants them
 sends-R-C  what the kernel does not take at once for stream C to rank R
 saves      checkpoints that are written while training goes on; over a process group of its own
+long       work of an unknown length that all processes wait for, such as reading a checkpoint
 """
 
 import threading
@@ -60,6 +61,7 @@ class Background:
         self.receives = self.new_worker("receives")
         self.controls = self.new_worker("controls")
         self.saves = self.new_worker("saves")
+        self.long = self.new_worker("long")
         self._saving_group: Any = None
 
     def saving_group(self) -> Any:
@@ -90,6 +92,19 @@ class Background:
             return slot.get(self.timeout_s)
         except (*WAIT_FAILURES, RuntimeError) as error:
             raise self.blame(error, what, peer) from error
+
+    def look(self, slot: Slot, patience_s: float, what: str) -> Any:
+        """Return a job's outcome, or None if there is none within `patience_s`.
+
+        Raises:
+            PeerError: another process failed, or is gone.
+        """
+        try:
+            return slot.get(patience_s)
+        except Empty:
+            return None
+        except WAIT_FAILURES as error:
+            raise self.blame(error, what, None) from error
 
     def blame(self, error: Exception, what: str, peer: int | None) -> BaseException:
         """Turn what ended a wait into who is to blame for it, and tell all.

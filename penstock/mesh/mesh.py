@@ -39,6 +39,8 @@ from .watch import Watch
 
 REPLICA, STAGE = "replica", "stage"
 DEFAULT_TIMEOUT_S = 600.0
+_LOOK_S = 5.0
+"""How often processes that have ended their work ask whether the others have."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,6 +157,27 @@ class Mesh:
         everyone: list[Any] = [None] * self.world_size
         self.background.run(lambda: dist.all_gather_object(everyone, value), what)
         return everyone
+
+    def work(self, job: Callable[[], Any], what: str) -> Any:
+        """Run a job in every process that may take long, and return when all have ended theirs.
+
+        All processes call this alike.  No deadline runs on it: those that have ended theirs ask
+        the others time and again whether they are still at work, in exchanges that are short.
+        What a job raises is raised when all have ended.
+
+        Raises:
+            PeerError: another process failed, or is gone.
+        """
+        if self.background is None:
+            return job()
+        slot, outcome = self.background.long.submit(lambda: outcome_of(job)), None
+        while True:
+            if outcome is None:
+                outcome = self.background.look(
+                    slot, min(_LOOK_S, self.background.timeout_s / 4), what
+                )
+            if not self.highest(int(outcome is None), what):
+                return result_of(outcome)
 
     def highest(self, value: int, what: str) -> int:
         """Give the highest of all processes' values; a cheaper `gather`."""

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -110,14 +110,23 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
+    """Read an index; its files are in the folder, though links there may lead out of it."""
     try:
         found = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in found.items()}
+        files = {str(name): str(file) for name, file in found.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path / INDEX} is no index of tensors ({type(error).__name__}: {error}); copy it "
             "anew"
         ) from None
+    for name, file in files.items():
+        if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
+            raise CheckpointError(
+                f"{path / INDEX} says that {name} is in {file!r}, which is outside of the folder; "
+                "an index names files of its own folder. Do not use a folder whose origin you do "
+                "not trust; else put the file into it, and correct the index"
+            )
+    return files
 
 
 def _without_safetensors(path: Path) -> str:

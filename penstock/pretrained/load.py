@@ -66,8 +66,12 @@ def load(path: Path, module: nn.Module, original: nn.Module, mesh: Mesh | None) 
     if faults := [fault for _, said, _ in parts for fault in said]:
         unknown = _unknown(folder.files, (names for _, _, names in parts), original)
         raise CheckpointError(_foreign(path, list(dict.fromkeys(faults)), unknown))
-    with folder.reading(used) as (_, read), torch.no_grad():
-        _fill(found, read)
+
+    def fill() -> None:
+        with folder.reading(used) as (_, read), torch.no_grad():
+            _fill(found, read)
+
+    fill() if mesh is None else mesh.work(fill, "for the others to read the same folder")
     return _unknown(folder.files, (names for _, _, names in parts), original)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from penstock.checkpoint.files import MODEL, OPTIMIZER, read_facts, read_some, tensor_kinds
+from penstock.checkpoint.files import MODEL, OPTIMIZER, files_by_tensor, read_facts, read_some
 
 from .averaging import name_of_averaged
 
@@ -36,7 +36,7 @@ def saved_weights(
         return found
     kept = {
         names[name]: key
-        for key in tensor_kinds(checkpoint, OPTIMIZER)
+        for key in files_by_tensor(checkpoint, OPTIMIZER)
         if (name := name_of_averaged(key)) in names
     }
     averaged = {name: kept[names[name]] for name in found if names[name] in kept}

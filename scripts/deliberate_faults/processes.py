@@ -92,6 +92,22 @@ FAULTS = (
         "another_type",
     ),
     Fault(
+        "a process that reads a part of a checkpoint does not verify it",
+        "penstock/checkpoint/load.py",
+        "check_files(path, digests)",
+        "pass",
+        "tests/distributed/test_checkpoint_processes.py",
+        "damage",
+    ),
+    Fault(
+        "a process that works for long does not say so to those that wait for it",
+        "penstock/mesh/background.py",
+        "return slot.get(patience_s)",
+        "return slot.get(self.timeout_s * 99)",
+        "tests/distributed/test_checkpoint_processes.py",
+        "without_a_deadline",
+    ),
+    Fault(
         "a checkpoint lacks the optimizer state of all replicas but the first",
         "penstock/checkpoint/save.py",
         "own = content if is_first_replica or is_shared else {}",

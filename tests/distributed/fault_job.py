@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 import penstock
 from penstock import schedules
+from penstock.checkpoint import together
 from penstock.runtime.executor import Executor
 from penstock.schedules import ir
 
@@ -55,14 +55,14 @@ def inject(kind: str, action: str) -> None:
 
 def inject_into_save(action: str) -> None:
     """Let this process go wrong when it writes its shard of the faulty step's checkpoint."""
-    write = HuggingFaceStorageWriter.write_data
+    write = together.save_file  # type: ignore[attr-defined]  # of safetensors
 
-    def faulty(self: HuggingFaceStorageWriter, *arguments: Any) -> Any:
-        if f"step-{FAULTY_STEP}" in str(self.path):
+    def faulty(tensors: Any, file: Path) -> None:
+        if f"step-{FAULTY_STEP}" in str(file):
             go_wrong(action)
-        return write(self, *arguments)
+        write(tensors, file)
 
-    HuggingFaceStorageWriter.write_data = faulty  # type: ignore[method-assign, assignment]
+    together.save_file = faulty  # type: ignore[attr-defined, assignment]
 
 
 def newest(folder: Path) -> Path | None:

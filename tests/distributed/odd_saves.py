@@ -1,13 +1,28 @@
 """Saves that processes do not make alike, or of odd values; called in two processes."""
 
+import threading
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import penstock
 from tests.equality import same_bits
 from tests.model_parts import Masters
+
+
+class Normed(nn.Module):
+    """A model that is captured, with buffers on each of two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.second = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x))
+        return y
 
 
 def work(mesh: penstock.Mesh, folder_for_saves: str) -> list[str]:
@@ -27,6 +42,12 @@ def work(mesh: penstock.Mesh, folder_for_saves: str) -> list[str]:
     penstock.load_checkpoint(folder / "save-2", pipe, optimizer)
     assert optimizer.param_groups[0]["plan"] == {"9": 0.1, "10": 0.2}
     found.append("dict of numbers came back")
+    captured = penstock.Pipeline(
+        Normed(), mesh=mesh, example_inputs=torch.randn(4, 2), loss=nn.MSELoss()
+    )
+    captured.train_step(torch.randn(4, 2), torch.randn(4, 2))
+    penstock.save_checkpoint(folder / "save-normed", captured)
+    penstock.load_checkpoint(folder / "save-normed", captured)
     try:
         if mesh.stage == 0:
             penstock.save_checkpoint(folder / "save-3", pipe, optimizer)
@@ -58,3 +79,15 @@ def masters(mesh: penstock.Mesh, folder_for_saves: str) -> list[bool]:
             for parameter, state in first.state.items()
         ]
     return found
+
+
+def slow_reader(mesh: penstock.Mesh) -> list[int]:
+    """Work for longer than the deadline of a wait in one process; give what each gets."""
+    assert mesh.background is not None
+    mesh.background.timeout_s = 2.0
+
+    def work(slow: int) -> int:
+        threading.Event().wait(5.0 if mesh.rank == slow else 0.0)
+        return slow
+
+    return [mesh.work(partial(work, slow), "for the work") for slow in (0, 1)]

@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import penstock
+from penstock.checkpoint.files import read_facts
 from tests.distributed import odd_saves
 from tests.distributed.call import call
 from tests.distributed.checkpoint_job import Run, finish, layers
@@ -57,6 +58,29 @@ def test_two_processes_save_and_one_process_goes_on_bit_by_bit(tmp_path: Path) -
     unsplit = nn.Sequential(*layers())
     unsplit.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert {path.name for path in tmp_path.iterdir()} == {"two", "model.safetensors"}
+    check_files_are_noted(tmp_path / "two", num_files=5)
+
+
+def check_files_are_noted(folder: Path, num_files: int) -> None:
+    """See that a checkpoint is few files, and tells which tensors each of them holds."""
+    noted = read_facts(folder)["files"]
+    there = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+    assert there == {*noted, "state.json"} and len(there) == num_files
+    assert all(load_file(folder / file).keys() == set(names) for file, names in noted.items())
+
+
+def test_who_has_read_its_part_waits_without_a_deadline_for_who_has_not(tmp_path: Path) -> None:
+    assert call(odd_saves.slow_reader, (2, 1), tmp_path) == [[0, 1], [0, 1]]
+
+
+def test_damage_that_one_process_finds_is_an_error_on_all(tmp_path: Path) -> None:
+    losses(2, 1, "save", [tmp_path / "two"])
+    shard = tmp_path / "two" / "optimizer" / "shard-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    job = ["-m", "tests.distributed.checkpoint_job", "2", "1", "load", str(tmp_path / "two")]
+    for process in start(2, job).wait(60):
+        assert process.code == 1
+        assert "optimizer/shard-00002.safetensors is damaged" in process.output, process.output
 
 
 def test_one_process_saves_and_two_load_it_or_say_what_does_not_fit(tmp_path: Path) -> None:
@@ -95,7 +119,7 @@ def test_what_cannot_be_saved_together_is_one_error_on_all(tmp_path: Path) -> No
     assert first[1] == second[1] == "dict of numbers came back"
     both = "rank 0 began save_checkpoint and rank 1 began train_step"
     assert all(both in said for said in (first[2], second[2])), (first[2], second[2])
-    assert {path.name for path in tmp_path.glob("*save*")} == {"save-2"}
+    assert {path.name for path in tmp_path.glob("*save*")} == {"save-2", "save-normed"}
 
 
 def test_optimizer_state_of_another_type_than_its_parameter_comes_back_to_the_bit(

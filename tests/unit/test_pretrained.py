@@ -230,6 +230,26 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path: Path) -> None
         penstock.load_pretrained(tmp_path / "m", pipe)
 
 
+@pytest.mark.parametrize("file", ("../outside.safetensors", "/outside.safetensors", "a/../../b"))
+def test_an_index_that_leaves_its_folder_is_refused(file: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"weight": file}}))
+    with pytest.raises(CheckpointError, match=r"weight is in .* outside of the folder"):
+        penstock.load_pretrained(tmp_path, penstock.Pipeline([nn.Linear(1, 1)], num_stages=1))
+
+
+def test_files_of_a_folder_may_be_links_as_in_a_cache(tmp_path: Path) -> None:
+    model, twin = nn.Linear(2, 2), nn.Linear(2, 2)
+    blob, folder = tmp_path / "blobs" / "0f3a", tmp_path / "snapshots" / "main"
+    blob.parent.mkdir()
+    folder.mkdir(parents=True)
+    save_file({"0.weight": model.weight.detach(), "0.bias": model.bias.detach()}, blob)
+    (folder / "model-1.safetensors").symlink_to(blob)
+    index = {"weight_map": dict.fromkeys(("0.weight", "0.bias"), "model-1.safetensors")}
+    (folder / INDEX).write_text(json.dumps(index))
+    penstock.load_pretrained(folder, penstock.Pipeline([twin], num_stages=1))
+    assert torch.equal(model.weight, twin.weight)
+
+
 def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
