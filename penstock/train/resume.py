@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from penstock.checkpoint.files import read_facts
+from penstock.checkpoint.files import read_facts, read_state
 from penstock.errors import CheckpointError
 
 from .read_recipe import check_same_run
@@ -17,7 +17,7 @@ def check_state(checkpoint: Path, recipe: Recipe) -> None:
         CheckpointError: it is damaged, or was not saved by a run.
         RunFolderError: it was saved by a run of another recipe.
     """
-    state = read_facts(checkpoint, check=False)["state"]
+    state = read_state(checkpoint)[0]["state"]
     if "position" not in state:
         raise CheckpointError(
             f"{checkpoint} was not saved by `penstock train`: it has no position"
