@@ -138,15 +138,20 @@ def has_accumulation_hooks(parameter: Tensor) -> bool:
 
 # -- checkpoints of the user's own --------------------------------------------------------------
 
-checkpoint_generator: Callable[..., Iterator[None]] = _needed(
-    torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
-)
-"""torch's own code before and after the function in a checkpoint without reentry.  Needed."""
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+if hasattr(torch.utils.checkpoint, f"{_GENERATOR}_impl"):  # since torch 2.15; the other calls it
+    _GENERATOR = f"{_GENERATOR}_impl"
+
+checkpoint_generator: Callable[..., Iterator[None]] = _needed(torch.utils.checkpoint, _GENERATOR)
+"""torch's own code before and after the function in a checkpoint without reentry.  Needed.
+
+It takes the function, its arguments, and the options of the checkpoint by their names.
+"""
 
 
 def replace_checkpoint_generator(replacement: Callable[..., Iterator[None]]) -> None:
     """Let every checkpoint without reentry run `replacement` in its place."""
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = replacement
+    setattr(torch.utils.checkpoint, _GENERATOR, replacement)
 
 
 # -- operators ----------------------------------------------------------------------------------

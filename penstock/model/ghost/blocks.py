@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -244,21 +245,22 @@ def _observed_call(
 
 # -- functions of the user's own --------------------------------------------------------------
 
-_apply = torch.autograd.Function.__dict__["apply"].__func__
+_native_apply = getattr_static(torch.autograd.Function, "apply")
+"""In Python or in C, as the version of torch has it."""
 
 
 def _routed_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
     """Handle a custom autograd function that is applied to ghosts between blocks."""
     current = CURRENT.get()
     if current is None or current.is_inside:
-        return _apply(cls, *args, **kwargs)
+        return _native_apply.__get__(None, cls)(*args, **kwargs)
     if cls is CheckpointFunction:
         return reentrant(current, *args)
     if not ghosts_in(args):
-        return _apply(cls, *args, **kwargs)
+        return _native_apply.__get__(None, cls)(*args, **kwargs)
 
     def function(*a: Any, **k: Any) -> Any:
-        return _apply(cls, *a, **k)
+        return _native_apply.__get__(None, cls)(*a, **k)
 
     function.__name__ = f"{cls.__name__}.apply"
     return current.operation(function, args, kwargs)
