@@ -147,7 +147,7 @@ def test_a_factorised_reduction_reads_every_second_pixel_and_those_beside_them()
     reduction = FactorizedReduction(1, 2, norm).eval()
     for conv in (reduction.here, reduction.beside):
         nn.init.ones_(conv.weight)
-    reduction.norm = nn.Identity()
+    reduction.norm = nn.Identity()  # type: ignore[assignment]  # to see what it is given
     x = torch.arange(1.0, 26).view(1, 1, 5, 5)
     here, beside = reduction(x)[0]
     assert torch.equal(here, x[0, 0, ::2, ::2])
