@@ -91,6 +91,26 @@ without_any_torch_function = _needed(torch._C, "DisableTorchFunction")
 without_torch_dispatch = _needed(torch._C, "_DisableTorchDispatch")
 """While entered, no subclass sees operations by __torch_dispatch__.  Needed."""
 
+# -- modes of a thread, and compiled code -------------------------------------------------------
+
+_dispatch_stack = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", list)
+_function_stack = getattr(torch.overrides, "_get_current_function_mode_stack", list)
+
+
+def dispatch_modes() -> list[Any]:
+    """List the dispatch modes this thread is under, outermost first; none where torch hides it."""
+    return list(_dispatch_stack())
+
+
+def function_modes() -> list[Any]:
+    """List the function modes this thread is under, outermost first; none where torch hides it."""
+    return list(_function_stack())
+
+
+COMPILED_CALLS = "torch._dynamo.eval_frame"
+"""The module whose code every call of a compiled function runs.  Where it has another name,
+compiled layers that draw run uncompiled."""
+
 # -- autograd -----------------------------------------------------------------------------------
 
 _autograd = _needed(torch._C, "_autograd")

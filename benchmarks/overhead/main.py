@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from benchmarks.overhead.small_layer import verdict
 from benchmarks.report import (
     Column,
     Load,
@@ -33,6 +34,7 @@ TRACE_TARGET_US = 2.0
 WIDTH = 8
 LEAST_INSTRUCTIONS = 2_048
 """Small steps run several times a measurement, or one hiccup of the machine is all one sees."""
+SMALL_LAYER_ROUNDS = 200
 MOST_INSTRUCTIONS = 200_000
 """Large steps are measured in fewer rounds, but never fewer than three."""
 
@@ -187,9 +189,9 @@ def run(options: argparse.Namespace) -> Report:
         Column("trace adds: CPU µs", "trace_us", ".2f"),
     ]
     settings = {"rounds": rounds, "load before": f"{load.before:.2f}"}
-    return Report(
-        (*COLUMNS, *per_count), tuple(rows), settings, (*verdicts(rows, most), *load.notes)
-    )
+    small = verdict(rounds if options.smallest else SMALL_LAYER_ROUNDS)
+    said = (*verdicts(rows, most), small, *load.notes)
+    return Report((*COLUMNS, *per_count), tuple(rows), settings, said)
 
 
 def verdicts(rows: list[dict[str, Any]], most: int) -> Iterator[str]:

@@ -142,9 +142,9 @@ def _backward_s(module: nn.Module, arguments: Any, given: Any, forward_s: float)
         # a graph that layers share, by what one of them remembers, is needed again
         torch.autograd.grad(outputs, wanted, seeds, allow_unused=True, retain_graph=True)
     except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-        return forward_s * BACKWARD_PER_FORWARD  # a reentrant checkpoint cannot be asked like this
+        if not any(word in str(error) for word in ("use_reentrant", "donated buffers")):
+            raise  # a reentrant checkpoint, and a compiled layer, cannot be asked like this
+        return forward_s * BACKWARD_PER_FORWARD
     return _now_s() - start_s
 
 

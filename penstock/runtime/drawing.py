@@ -1,4 +1,4 @@
-"""Which layers draw random numbers: found out as they run, so that only those pay for it."""
+"""How each layer draws random numbers: found out as it runs, so that only those pay that draw."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.errors import RandomnessError
 from penstock.torch_private import AnyDropout
 
+from .compiled import CompiledCalls
+from .dropout import is_plain, with_keyed_dropouts
 from .random_streams import (
     KeyedRandomness,
-    WatchCheckpoints,
+    WatchDraws,
     holds_generator,
     runs_and_draws,
     stream_key,
@@ -22,12 +25,24 @@ from .run import Kept, Run
 
 
 class Draws(Enum):
-    """What is known of a layer: that it draws, and whether it will draw again in its backward."""
+    """What is known of how a layer draws."""
 
     NEVER = auto()
+    """It does not."""
     SOMEHOW = auto()
-    ONCE = auto()
-    AGAIN = auto()
+    """It does; how has not been seen yet."""
+    IN_COMPILED = auto()
+    """It does, and runs compiled code; whether its backward draws again has not been seen yet."""
+    IN_OPERATORS = auto()
+    """Torch's random operators draw, somewhere in the layer."""
+    IN_DROPOUTS = auto()
+    """Plain dropout modules inside the layer draw, and nothing else does."""
+    COMPILED = auto()
+    """Compiled code draws, which a dispatch mode would switch off; or an operator that torch keeps
+    out of compiled code (`torch.library.custom_op`)."""
+    SEEDED = auto()
+    """What draws takes its numbers from torch's default generators only: an operator of the user's
+    own, or a checkpoint, which will draw them again in the backward."""
 
 
 @dataclass(slots=True)
@@ -53,24 +68,27 @@ class Drawing:
     What was seen of a layer holds for its mode and its dropout probabilities: a schedule may
     raise one from 0.
 
-    first call     alone, from the default generators: does it draw?
-    second call    likewise, and watched: does it draw inside a checkpoint of the user's own?
-    from then on   from a generator of its own; or as before, if a checkpoint will draw again
+    first call     alone, from the default generators: does it draw?  does it run compiled code?
+    second call    likewise, and watched: where does it draw?
+    from then on   from a generator of its own where all that draws can take one; else as before
     """
 
     def __init__(self, layers: Iterable[tuple[int, nn.Module]], device: torch.device) -> None:
         self._device = device
         self._known: dict[tuple[float, ...], Draws] = {}
         self._own_generators = set()
-        self._dropouts = {}
+        self._dropouts: dict[int, list[Any]] = {}
+        self._elsewhere_too = False
         for index, module in layers:
             self._dropouts[index] = [m for m in module.modules() if isinstance(m, AnyDropout)]
             if holds_generator(module):
                 self._own_generators.add(index)
 
-    def forget(self) -> None:
+    def forget(self, error: BaseException) -> None:
         """Look at every layer again before trusting that it draws no random numbers."""
-        self._known = {key: how for key, how in self._known.items() if how is Draws.AGAIN}
+        lasting = (Draws.SEEDED, Draws.COMPILED)
+        self._known = {key: how for key, how in self._known.items() if how in lasting}
+        self._elsewhere_too |= isinstance(error, RandomnessError)
 
     def run(self, call: LayerCall, function: Callable[[], Any]) -> Any:
         """Run `function`, the layer; note in `call.kept` if its backward may draw again."""
@@ -79,30 +97,68 @@ class Drawing:
         known = self._known.get(key)
         if known is Draws.NEVER or (known is None and not training and call.run.trusts_evaluation):
             return function()
-        if known is Draws.ONCE or layer in self._own_generators:
+        if known is Draws.IN_OPERATORS or layer in self._own_generators:
             return self._run_keyed(key, call, function)
-        watch = WatchCheckpoints()
-        watched = function if known is not Draws.SOMEHOW else partial(_under, watch, function)
-        call.run.has_seeded = True
-        result, drew = runs_and_draws(call.key, watched, self._device)
-        if known is None:
-            self._known[key] = Draws.SOMEHOW if drew else Draws.NEVER
-        elif known is Draws.SOMEHOW and drew:
-            self._known[key] = Draws.AGAIN if watch.drew_in_checkpoint else Draws.ONCE
-        call.kept.draws_again |= drew and self._known[key] is not Draws.ONCE
+        if known is Draws.IN_DROPOUTS:
+            return self._run_dropouts(key, call, function)
+        return self._run_seeded(key, call, function)
+
+    def _run_seeded(
+        self, key: tuple[float, ...], call: LayerCall, function: Callable[[], Any]
+    ) -> Any:
+        """Run a layer alone, from the default generators, and see more of it each time."""
+        known, compiled = self._known.get(key), CompiledCalls()
+        watch = WatchDraws(self._device, filter(is_plain, self._dropouts.get(call.layer, ())))
+        run = function
+        match known:
+            case None:
+                run = partial(compiled.look, function, only_first=True)
+            case Draws.SOMEHOW:
+                run = partial(watch.run, function)
+            case Draws.IN_COMPILED:
+                run = partial(compiled.look, function)
+        call.run.has_seeded |= known is not Draws.COMPILED
+        result, drew = runs_and_draws(call.key, run, self._device)
+        if known is None and not drew:
+            self._known[key] = Draws.NEVER
+        elif drew and known is None:
+            self._known[key] = Draws.IN_COMPILED if compiled.seen else Draws.SOMEHOW
+        elif drew and known is Draws.SOMEHOW:
+            self._known[key] = self._seen(watch)
+        elif drew and known is Draws.IN_COMPILED:
+            self._known[key] = Draws.SEEDED if compiled.reruns else Draws.COMPILED
+        call.kept.draws_again |= drew and self._known[key] in _MAY_DRAW_AGAIN
         return result
+
+    def _seen(self, watch: WatchDraws) -> Draws:
+        if watch.in_checkpoint or watch.unseen:
+            return Draws.SEEDED
+        if watch.outside or self._elsewhere_too:
+            return Draws.IN_OPERATORS
+        return Draws.IN_DROPOUTS
 
     def _run_keyed(
         self, key: tuple[float, ...], call: LayerCall, function: Callable[[], Any]
     ) -> Any:
-        with KeyedRandomness(call.key, repeatable=call.kept.graph_dropped) as mode:
+        with KeyedRandomness(call.key, repeatable=call.kept.graph_dropped) as stream:
             result = function()
-        if mode.drew_in_checkpoint:  # one that was switched on since
-            self._known[key] = Draws.AGAIN
-            call.kept.reruns_in_backward = call.kept.must_not_draw = True
+        self._note_checkpoint(key, call, stream)
         return result
 
+    def _run_dropouts(
+        self, key: tuple[float, ...], call: LayerCall, function: Callable[[], Any]
+    ) -> Any:
+        stream = KeyedRandomness(call.key)
+        result = with_keyed_dropouts(self._dropouts[call.layer], stream, function)
+        self._note_checkpoint(key, call, stream)
+        return result
 
-def _under(watch: WatchCheckpoints, function: Callable[[], Any]) -> Any:
-    with watch:
-        return function()
+    def _note_checkpoint(
+        self, key: tuple[float, ...], call: LayerCall, stream: KeyedRandomness
+    ) -> None:
+        if stream.drew_in_checkpoint:  # one that was switched on since
+            self._known[key] = Draws.SEEDED
+            call.kept.reruns_in_backward = call.kept.must_not_draw = True
+
+
+_MAY_DRAW_AGAIN = (Draws.SOMEHOW, Draws.IN_COMPILED, Draws.SEEDED)

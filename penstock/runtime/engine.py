@@ -222,9 +222,9 @@ class Engine:
                 (self._in_caller if in_caller else self._transport).drive(work)
             if replicas is not None:
                 replicas.finish()
-        except BaseException:  # what was seen of the layers may be half of it, or the cause
+        except BaseException as error:  # what was seen of the layers may be half, or the cause
             for stage in self.stages:
-                stage.forget()
+                stage.forget(error)
             raise
         finally:
             for stage in self.stages:

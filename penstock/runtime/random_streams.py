@@ -70,11 +70,15 @@ class KeyedRandomness(TorchDispatchMode):
             route = self._routes[func] = _route(func)
         if route is None or not _draws_now(func, args, kwargs):
             return func(*args, **kwargs)
-        self.drew_in_checkpoint |= autograd_mode() != self._outside
+        self.note_checkpoint()
         if isinstance(kwargs.get("generator"), Generator):
             self._check_own_generator(func)
             return func(*args, **kwargs)
-        return route(self._generator(_device_of(args, kwargs)), args, kwargs)
+        return route(self.generator(_device_of(args, kwargs)), args, kwargs)
+
+    def note_checkpoint(self) -> None:
+        """Note whether the caller, who is about to draw, is in a checkpoint of the user's own."""
+        self.drew_in_checkpoint |= autograd_mode() != self._outside
 
     def _check_own_generator(self, func: OpOverload) -> None:
         if self._repeatable:
@@ -84,7 +88,8 @@ class KeyedRandomness(TorchDispatchMode):
                 "(Penstock keys it per layer and micro-batch), or use recompute=Recompute.NEVER"
             )
 
-    def _generator(self, device: torch.device) -> Generator:
+    def generator(self, device: torch.device) -> Generator:
+        """Return the stream's generator for a device, where its last draw left it."""
         if device not in self._generators:
             self._generators[device] = Generator(device).manual_seed(self.key)
         return self._generators[device]
@@ -113,7 +118,7 @@ def alone_with_generators(device: torch.device) -> Iterator[list[Generator]]:
     A backward pass needs them so where checkpoints may run again: each brings the generators to
     the state of its forward meanwhile.
     """
-    generators = list(dict.fromkeys(map(_default_generator, (torch.device("cpu"), device))))
+    generators = _generators_for(device)
     with _default_generators_lock.get(), _lock_of_its_own():
         before = [(generator, generator.get_state()) for generator in generators]
         try:
@@ -130,7 +135,7 @@ def checked_draws(device: torch.device) -> Iterator[None]:
     Raises:
         RandomnessError: something drew that did not.
     """
-    generators = list(dict.fromkeys(map(_default_generator, (torch.device("cpu"), device))))
+    generators = _generators_for(device)
     before = [generator.get_state() for generator in generators]
     yield
     if any(not torch.equal(g.get_state(), s) for g, s in zip(generators, before, strict=True)):
@@ -169,13 +174,50 @@ def refuse_draws() -> AbstractContextManager[Any]:
     return mode
 
 
-class WatchCheckpoints(TorchDispatchMode):
-    """See whether a random operator draws inside a checkpoint of the user's own."""
+class WatchDraws(TorchDispatchMode):
+    """See where a function draws from the default generators, which nobody else uses meanwhile.
 
-    def __init__(self) -> None:
+    `in_checkpoint`: inside a checkpoint of the user's own.  `outside`: not during a call of one of
+    `modules`.  `unseen`: in no random operator, but inside an operator of the user's own.
+    """
+
+    def __init__(self, device: torch.device, modules: Iterable[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.drew_in_checkpoint = False
+        self.in_checkpoint = self.outside = self.unseen = False
+        self._generators = _generators_for(device)
+        self._modules, self._depth = tuple(modules), 0
         self._outside = autograd_mode()
+        self._states: list[Tensor] = []
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Run `function` and look at its draws."""
+        handles = [
+            handle
+            for module in self._modules
+            for handle in (
+                module.register_forward_pre_hook(self._enter),
+                module.register_forward_hook(self._leave, always_call=True),
+            )
+        ]
+        self._states = [g.get_state() for g in self._generators]
+        try:
+            with self:
+                result = function()
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.unseen |= self._moved()
+        return result
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._depth += 1
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
+
+    def _moved(self) -> bool:
+        pairs = zip(self._generators, self._states, strict=True)
+        return any(not torch.equal(g.get_state(), state) for g, state in pairs)
 
     def __torch_dispatch__(
         self,
@@ -184,9 +226,15 @@ class WatchCheckpoints(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Any = None,
     ) -> Any:
-        if _may_draw(func) and _draws_now(func, args, kwargs or {}):
-            self.drew_in_checkpoint |= autograd_mode() != self._outside
-        return func(*args, **(kwargs or {}))
+        if not (_may_draw(func) and _draws_now(func, args, kwargs or {})):
+            return func(*args, **(kwargs or {}))
+        self.in_checkpoint |= autograd_mode() != self._outside
+        self.outside |= not self._depth
+        self.unseen |= self._moved()
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._states = [g.get_state() for g in self._generators]
 
 
 def _drew_in_backward(who: str) -> RandomnessError:
@@ -194,8 +242,10 @@ def _drew_in_backward(who: str) -> RandomnessError:
         f"{who} drew random numbers during the backward pass that are not those of its forward: "
         "it runs again there, in a torch.utils.checkpoint that was switched on after its first "
         "steps, or keeps no random state (preserve_rng_state=False), or in a checkpoint written "
-        "by hand. The gradients of this step must not be used: zero them. A checkpoint that was "
-        "switched on is known from the next step; for the others, use recompute=Recompute.STAGE"
+        "by hand; or the backward of an operator of your own draws, which has no numbers of its "
+        "own to draw: draw them in its forward. The gradients of this step must not be used: zero "
+        "them. A checkpoint that was switched on is known from the next step; for other "
+        "checkpoints, use recompute=Recompute.STAGE"
     )
 
 
@@ -257,6 +307,11 @@ def _default_generator(device: torch.device) -> Generator:
     return torch.default_generator
 
 
+def _generators_for(device: torch.device) -> list[Generator]:
+    """Return the default generators that a layer on `device` may draw from."""
+    return list(dict.fromkeys(map(_default_generator, (torch.device("cpu"), device))))
+
+
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     if kwargs.get("device") is not None:
         return with_index(torch.device(kwargs["device"]))
@@ -284,10 +339,11 @@ def guarded_default_generators(devices: Iterable[torch.device]) -> Iterator[None
         differing = error
     if any(not torch.equal(now, s) for now, s in zip(_states(generators), before, strict=True)):
         raise RandomnessError(
-            "a layer drew random numbers outside its own stream: it drew none when it first ran "
-            "in this mode and draws now. The gradients of this step must not be used: zero them. "
-            "Layers are looked at again in the next step. If it was another thread of this "
-            "process (one that prepares data, say), give that thread a torch.Generator of its own"
+            "a layer drew random numbers outside its own stream: it did not draw, or not there, "
+            "when it first ran in this mode, or it draws in its backward. The gradients of this "
+            "step must not be used: zero them. Layers are looked at again in the next step. If it "
+            "was another thread of this process (one that prepares data, say), give that thread a "
+            "torch.Generator of its own"
         ) from differing
     if differing is not None:
         raise differing

@@ -95,9 +95,9 @@ class Stage:
         """All buffers that are here now; each once."""
         return list(dict.fromkeys(b for m in self._modules for b in m.buffers()))
 
-    def forget(self) -> None:
-        """Forget what was seen of the layers: whether they draw, or change their input."""
-        self._drawing.forget()
+    def forget(self, error: BaseException) -> None:
+        """Forget what was seen of the layers: how they draw, whether they change their input."""
+        self._drawing.forget(error)
         self._changes.forget()
 
     def check_norms(self) -> None:

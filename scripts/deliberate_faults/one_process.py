@@ -234,4 +234,27 @@ FAULTS = (
         "num_cores() // in_process",
         "tests/unit/test_interleaved.py::test_a_rank_per_thread_and_torchs_threads_divided_among_ranks",
     ),
+    Fault(
+        "a compiled layer that draws is run uncompiled",
+        "penstock/runtime/drawing.py",
+        "Draws.IN_COMPILED if compiled.seen else Draws.SOMEHOW",
+        "Draws.SOMEHOW",
+        "tests/laws/test_compiled.py",
+    ),
+    Fault(
+        "draws inside an operator of the user's own are overlooked",
+        "penstock/runtime/drawing.py",
+        "watch.in_checkpoint or watch.unseen",
+        "watch.in_checkpoint",
+        "tests/laws/test_random_streams.py",
+        "operator_of_the_users_own",
+    ),
+    Fault(
+        "each dropout module of a layer draws the same numbers",
+        "penstock/runtime/dropout.py",
+        "stream.generator(x.device)",
+        "Generator(x.device).manual_seed(stream.key)",
+        "tests/laws/test_random_streams.py",
+        "go_on_from_one_generator",
+    ),
 )

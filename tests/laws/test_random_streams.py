@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
+from penstock.torch_private import dispatch_modes
 from tests.equality import assert_trains_like_unsplit, differences, pipeline, same_bits
 from tests.models import ALL_MODELS, Model, vectors
 from tests.reference import Unsplit, chain, stream_key
@@ -272,3 +273,100 @@ def test_a_generator_of_the_users_own_is_right_or_refused(way: dict[str, Any]) -
         assert_trains_like_unsplit(model, 5, partition=(1, 1, 1), num_microbatches=2, **way)
     except penstock.errors.PenstockError as error:
         assert "generator" in str(error)
+
+
+@torch.library.custom_op("penstock_tests::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    """Draw inside an operator, where a dispatch mode does not see it."""
+    return x + torch.rand(x.shape)
+
+
+noisy.register_autograd(lambda ctx, gradient: gradient)
+
+
+@torch.library.custom_op("penstock_tests::noisy_backward", mutates_args=())
+def noisy_backward(x: Tensor) -> Tensor:
+    """Draw in the backward."""
+    return x * torch.rand(x.shape)
+
+
+noisy_backward.register_autograd(lambda ctx, gradient: gradient * torch.rand(gradient.shape))
+
+
+_library = torch.library.Library("penstock_tests", "FRAGMENT")
+_library.define("noise_like(Tensor x) -> Tensor")
+_library.impl("noise_like", lambda x: torch.rand(x.shape), "CPU")
+
+
+def low_level(x: Tensor) -> Tensor:
+    """Draw in an operator that was registered without `custom_op`, as those in C++ are."""
+    noise: Tensor = torch.ops.penstock_tests.noise_like(x.detach())
+    return x + noise
+
+
+@pytest.mark.parametrize("operator", (noisy, low_level))
+@pytest.mark.parametrize("way", WAYS)
+def test_an_operator_of_the_users_own_that_draws_equals_the_unsplit_model(
+    operator: Callable[[Tensor], Tensor], way: dict[str, Any]
+) -> None:
+    def layers() -> list[Any]:
+        both = nn.Sequential(nn.Dropout(0.2), Draw(operator), nn.Linear(6, 6))
+        return [nn.Linear(6, 6), Draw(operator), both, nn.Linear(6, 3)]
+
+    model = Model("operator", layers, vectors, F.mse_loss)
+    assert_trains_like_unsplit(model, 5, partition=(2, 2), num_microbatches=2, **way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_operator_that_draws_in_its_backward_is_refused(way: dict[str, Any]) -> None:
+    model = Model("backward", lambda: [Draw(noisy_backward), nn.Linear(6, 3)], vectors, F.mse_loss)
+    [(x, y)] = model.batches(5, count=1)
+    x.requires_grad_()
+    with (
+        pipeline(model, model.build(), num_stages=2, num_microbatches=2, **way) as pipe,
+        pytest.raises(penstock.errors.RandomnessError, match=r"draws in its backward|own draws"),
+    ):
+        pipe.train_step(x, y)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_draws_of_dropout_modules_and_of_functions_go_on_from_one_generator(
+    way: dict[str, Any],
+) -> None:
+    """A dropout module that two stages share, in-place ones, and draws in and beside modules."""
+    shared = nn.Dropout(0.4)
+
+    class Mixed(nn.Module):
+        def __init__(self, *, outside: bool) -> None:
+            super().__init__()
+            self.first, self.second, self.outside = shared, nn.Dropout(0.2, True), outside
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.second(self.linear(self.first(x)))
+            return self.first(F.dropout(y, 0.3) if self.outside else y)
+
+    def layers() -> list[Any]:
+        middle = [Mixed(outside=False), Mixed(outside=True), Mixed(outside=False)]
+        return [nn.Linear(6, 6), *middle, nn.Linear(6, 3)]
+
+    model = Model("mixed", layers, vectors, F.mse_loss)
+    options: dict[str, Any] = {"partition": (2, 1, 2), "num_microbatches": 4, **way}
+    assert_trains_like_unsplit(model, 8, steps=4, **options)
+    assert "forward" not in vars(shared)
+
+
+def test_plain_dropout_modules_run_without_a_dispatch_mode() -> None:
+    modes = []
+
+    class Looks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            modes.append(len(dispatch_modes()))
+            return x
+
+    layers = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), Looks()), nn.Linear(6, 3)]
+    model = Model("plain", lambda: layers, vectors, F.mse_loss)
+    with pipeline(model, model.build(), num_stages=2, num_microbatches=4) as pipe:
+        for batch in model.batches(8, count=2):
+            pipe.train_step(*batch)
+    assert modes[-4:] == [0, 0, 0, 0]

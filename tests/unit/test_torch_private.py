@@ -1,5 +1,6 @@
 """Each private name of torch does what Penstock takes it for; a new torch is judged by these."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -334,3 +335,21 @@ def test_the_store_that_processes_met_at_is_found() -> None:
         assert private.default_store().get("key") == b"value"
     finally:
         dist.destroy_process_group()
+
+
+def test_the_modes_of_a_thread_are_listed() -> None:
+    assert private.dispatch_modes() == private.function_modes() == []
+    with SeeingOperators() as dispatch, SeeingAll() as function:
+        assert private.dispatch_modes() == [dispatch]
+        assert private.function_modes() == [function]
+
+
+def test_a_call_of_a_compiled_function_runs_code_of_the_module_named() -> None:
+    compiled = torch.compile(lambda x: x + 1, backend=lambda graph, example: graph)
+    names: list[str] = []
+    sys.setprofile(lambda frame, event, _: names.append(str(frame.f_globals.get("__name__"))))
+    try:
+        compiled(torch.ones(2))
+    finally:
+        sys.setprofile(None)
+    assert private.COMPILED_CALLS in names
