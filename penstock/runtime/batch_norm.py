@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, StatisticsWarning
+from penstock.model.ghost.blocks import original_class
 from penstock.torch_private import AnyBatchNorm, buffers_of
 
 from .boundary import same_bits, version_of
@@ -83,7 +84,7 @@ def _tracking(modules: Iterable[nn.Module]) -> list[AnyBatchNorm]:
 
 def _runs_torchs_forward(module: AnyBatchNorm) -> bool:
     """Tell whether a call runs torch's own forward, with a momentum that can be set."""
-    kind, own = type(module), vars(module)
+    kind, own = original_class(module), vars(module)
     return (
         kind.forward is nn.BatchNorm1d.forward
         and kind.__call__ is nn.Module.__call__

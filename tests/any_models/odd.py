@@ -258,6 +258,17 @@ class TensorHook(Chain):
         return x
 
 
+class ByGradient(Chain):
+    """Goes another way where gradients are recorded, and needs other values there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.blocks[0](x)
+        if x.requires_grad:
+            x = x * 0.5
+        x = self.blocks[2](self.blocks[1](x) + 1)
+        return x + first if torch.is_grad_enabled() else x
+
+
 class Adapted(nn.Module):
     """A frozen linear layer, and a small one beside it that is trained."""
 
@@ -365,6 +376,7 @@ CHAINS = (
     AnyModel("hook on a block", chain(Hooked)),
     AnyModel("hook on a block of two stages", chain(HookedTwice)),
     AnyModel("hook on a gradient", chain(TensorHook)),
+    AnyModel("branches on gradients", chain(ByGradient)),
     AnyModel("while loop on values", chain(WhileLoop)),
     AnyModel("shapes that depend on values", chain(Picking)),
     AnyModel("NumPy between blocks", chain(ByNumpy)),

@@ -80,6 +80,13 @@ def _size(ghost: Ghost, dim: int | None = None) -> Any:
     return torch.Size(ghost.info.shape) if dim is None else ghost.info.shape[dim]
 
 
+def _requires_grad(ghost: Ghost) -> bool:
+    current = CURRENT.get()
+    if current is not None:
+        current.asks_for_grad = True
+    return ghost.info.requires_grad
+
+
 def _set_requires_grad(ghost: Ghost, value: bool) -> None:
     Tensor.requires_grad.__set__(ghost, value)  # type: ignore[attr-defined]  # a C attribute
 
@@ -89,7 +96,7 @@ _ATTRIBUTES: dict[str, Any] = {
     "dtype": property(lambda ghost: ghost.info.dtype),
     "device": property(lambda ghost: ghost.info.device),
     "ndim": property(lambda ghost: len(ghost.info.shape)),
-    "requires_grad": property(lambda ghost: ghost.info.requires_grad, _set_requires_grad),
+    "requires_grad": property(_requires_grad, _set_requires_grad),
     "is_meta": property(lambda ghost: False),
     "is_cuda": property(lambda ghost: ghost.info.device.type == "cuda"),
     "is_cpu": property(lambda ghost: ghost.info.device.type == "cpu"),

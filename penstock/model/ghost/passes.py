@@ -65,6 +65,8 @@ class Pass(ABC):
         """Whether a block or an operation is run natively; nothing in it is an event."""
         self.checkpoint: Callable[..., Any] | None = None
         """What the model's code has put around the blocks that it calls now."""
+        self.asks_for_grad = False
+        """Whether the code between blocks has asked if gradients are recorded."""
         self.home = object()
         """What the ghosts of this pass are known by."""
         self.header: Header = {}

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import CutError, GlueError
-from penstock.model.pytree import flatten
+from penstock.model.entries import no_leaf
+from penstock.model.pytree import flatten, tree_map
 from penstock.torch_private import uncompiled, without_any_torch_function
 
 from .draws import draws
@@ -97,7 +98,7 @@ class Recording(Pass):
             self._check_drawn(key)
             if self._wrote_outside is not None:
                 raise self._wrote_outside
-        if function in GRADIENT_HOOKS:  # there are no gradients
+        if function in GRADIENT_HOOKS:  # there is no backward
             operation = operation._replace(function=_hook_nothing)
         reals = (self.real(t) if type(t) is Ghost else t for t in tensors)
         self._given_in = frozenset(map(id, reals)), key
@@ -124,6 +125,21 @@ class Recording(Pass):
         if key.number and not ghosts:
             self.needs_all = True
         return result
+
+    def result_of(
+        self, operation: Operation, result: Any, ghosts: list[Ghost], versions: list[int] | None
+    ) -> Any:
+        if operation.key.number == 0 and torch.is_grad_enabled():
+            given = {id(ghost.here) for ghost in ghosts}
+            result = tree_map(lambda t: t if id(t) in given else self._without_graph(t), result)
+        return super().result_of(operation, result, ghosts, versions)
+
+    def _without_graph(self, tensor: Tensor) -> Tensor:
+        """Let go of what a block kept for its backward: the same tensor, without that graph."""
+        self._inner.pop(id(tensor), None)
+        if tensor.is_leaf:
+            return tensor
+        return no_leaf(tensor.detach().requires_grad_())
 
     def running(self) -> EventKey | None:
         """Give the block call that runs now; None between them."""

@@ -5,8 +5,8 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -22,17 +22,29 @@ from .record import Event, Recording, SideChannel
 from .routes import Call, calls_of, holders, stages_of_events
 from .state import check_unchanged, kept_by, outer_state, put_back
 from .values import START, Info, ValueId
-from .writes import Writes, seeds_refused
+from .writes import Writes, grad_mode_noted, seeds_refused
+
+
+class Mode(NamedTuple):
+    """Whether the model trains, and whether gradients are recorded."""
+
+    training: bool
+    with_grad: bool
+
+
+_TRAINING, _EVALUATION = Mode(True, True), Mode(False, False)
+_OTHERS = (Mode(False, True), Mode(True, False))
+"""Recorded too where the model's code asks whether there are gradients."""
 
 _FEW = 2
-"""Samples that evaluation is recorded on: with one, a copy may not be told from its source."""
+"""Samples that other modes than training are recorded on: with one, a copy may not be told from its source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What a recording in one mode, training or evaluation, has shown."""
+    """What a recording in one mode has shown."""
 
-    training: bool
+    mode: Mode
     events: tuple[Event, ...]
     infos: Mapping[ValueId, Info]
 
@@ -141,19 +153,24 @@ def _record(
     kwargs: dict[str, Any],
     inputs: str,
     groups: Groups,
-) -> dict[bool, Recording]:
-    """Run the model in training mode, True, and in evaluation mode.
+) -> dict[Mode, Recording]:
+    """Run the model in the modes that it may take other ways in.
 
-    Evaluation is run on a few samples: it adds to what training has shown of the whole example.
+    Training is run on the whole example, and the others on a few samples: they add to it.
     """
     check_hooks(model, blocks.values())
+    whole, few = (args, kwargs), first_samples((args, kwargs), _FEW)
     record = partial(_record_mode, model, blocks, inputs, groups)
-    training = record((args, kwargs), training=True)
-    few = first_samples((args, kwargs), _FEW)
-    if few is not None:
-        with suppress(Exception):  # it may refuse so few, as a model of one size of batch does
-            return {True: training, False: record(few, training=False)}
-    return {True: training, False: record((args, kwargs), training=False)}
+    recordings = {_TRAINING: record(whole, _TRAINING)}
+    for mode in (_EVALUATION, *_OTHERS):
+        if mode in _OTHERS and not any(r.asks_for_grad for r in recordings.values()):
+            break
+        if few is not None:
+            with suppress(Exception):  # it may refuse so few, as a model of one size of batch does
+                recordings[mode] = record(few, mode)
+                continue
+        recordings[mode] = record(whole, mode)
+    return recordings
 
 
 def _record_mode(
@@ -162,18 +179,17 @@ def _record_mode(
     inputs: str,
     groups: Groups,
     given: tuple[tuple[Any, ...], dict[str, Any]],
-    *,
-    training: bool,
+    mode: Mode,
 ) -> Recording:
     parameters = {id(p): name for name, p in model.named_parameters()}
     on_meta = any(p.is_meta for p in model.parameters())
     recording = Recording(watch(model, blocks), parameters, on_meta=on_meta, together=groups)
-    with as_it_was(model, training=training), torch.no_grad():
+    with as_it_was(model, training=mode.training), torch.set_grad_enabled(mode.with_grad):
         if inputs == ROUTED:
             given = routed(recording, *given)
             recording.note_inputs(recording.header[START])
         before, writes = outer_state(model, blocks.values()), Writes(model, blocks)
-        with seeds_refused(), writes.noted(recording):
+        with seeds_refused(), grad_mode_noted(), writes.noted(recording):
             recording.run(model, *given)
         writes.check(groups)
         check_unchanged(before, outer_state(model, blocks.values()))
@@ -183,18 +199,18 @@ def _record_mode(
 def _captured(
     model: nn.Module,
     blocks: dict[str, nn.Module],
-    recordings: dict[bool, Recording],
+    recordings: dict[Mode, Recording],
     inputs: str,
     opened: Sequence[type],
     groups: Groups,
 ) -> Captured:
     found = list(recordings.values())
-    calls = _merged(*(calls_of(recording.events) for recording in found))
+    calls = reduce(_merged, (calls_of(recording.events) for recording in found))
     return Captured(
         model,
         {name: blocks[name] for name in dict.fromkeys(name for name, _ in calls)},
         tuple(calls),
-        tuple(Recorded(t, tuple(r.events), dict(r.infos)) for t, r in recordings.items()),
+        tuple(Recorded(m, tuple(r.events), dict(r.infos)) for m, r in recordings.items()),
         inputs,
         decides=any(event.decides for recording in found for event in recording.events),
         needs_all=any(recording.needs_all for recording in found),

@@ -26,6 +26,8 @@ _SEEDING = (
     (torch.cuda, ("manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all")),
 )
 _LIBRARIES = ("torch", "penstock")
+_SAVING_MODES = ("torch.autograd", "torch.utils", "torch._", "penstock")
+"""Modules that ask for the mode of gradients to put it back later."""
 
 
 class Writes:
@@ -111,6 +113,22 @@ def seeds_refused() -> Iterator[None]:
         finally:
             for owner, name, native in before:
                 setattr(owner, name, native)
+
+
+@contextmanager
+def grad_mode_noted() -> Iterator[None]:
+    """Note that the code between blocks asks whether gradients are recorded."""
+    native = torch.is_grad_enabled
+
+    def is_grad_enabled() -> bool:
+        current = CURRENT.get()
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if current is not None and not current.is_inside and not caller.startswith(_SAVING_MODES):
+            current.asks_for_grad = True
+        return native()
+
+    with _PATCHING, _replaced(torch, "is_grad_enabled", is_grad_enabled):
+        yield
 
 
 def _refusing(native: Callable[..., Any]) -> Callable[..., Any]:
