@@ -84,7 +84,8 @@ def _tracking(modules: Iterable[nn.Module]) -> list[AnyBatchNorm]:
 
 def _runs_torchs_forward(module: AnyBatchNorm) -> bool:
     """Tell whether a call runs torch's own forward, with a momentum that can be set."""
-    kind, own = original_class(module), vars(module)
+    kind: Any = original_class(module)
+    own = vars(module)
     return (
         kind.forward is nn.BatchNorm1d.forward
         and kind.__call__ is nn.Module.__call__

@@ -37,7 +37,7 @@ _OTHERS = (Mode(False, True), Mode(True, False))
 """Recorded too where the model's code asks whether there are gradients."""
 
 _FEW = 2
-"""Samples that other modes than training are recorded on: with one, a copy may not be told from its source."""
+"""Samples for other modes than training: of one, a copy may not be told from its source."""
 
 
 @dataclass(frozen=True, slots=True)
