@@ -100,7 +100,8 @@ class Meeting:
                 if time.monotonic() > deadline:
                     raise self._stop(self._absent())
                 time.sleep(_ASK_S)
-            return tuple(map(self._facts_of, range(self._place.world_size)))
+            keys = [f"facts/{rank}" for rank in range(self._place.world_size)]
+            return tuple(map(_facts, self._store.multi_get(keys)))
 
     def _arrive(self, mine: RankFacts) -> None:
         if self._store.add(f"arrived/{mine.rank}", 1) > 1:
@@ -118,7 +119,7 @@ class Meeting:
         return bool(self._store.check([f"facts/{rank}"]))
 
     def _facts_of(self, rank: int) -> RankFacts:
-        return RankFacts.from_dict(json.loads(self._store.get(f"facts/{rank}")))
+        return _facts(self._store.get(f"facts/{rank}"))
 
     def _absent(self) -> str:
         world = range(self._place.world_size)
@@ -167,6 +168,10 @@ class Meeting:
                 return False
             time.sleep(_ASK_S)
         return True
+
+
+def _facts(written: bytes) -> RankFacts:
+    return RankFacts.from_dict(json.loads(written))
 
 
 @contextmanager

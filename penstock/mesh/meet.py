@@ -5,8 +5,10 @@ again; addresses that an earlier attempt left there would be taken for this one'
 gives the attempt a name:
 
     hello/<rank>   each process: a word that nobody used before
-    echo/<rank>    rank 0: that word, and the name of the attempt
+    echo/<word>    rank 0: the name of the attempt, to whoever said that word
     ready/<rank>   the process: the name, which it believes since rank 0 knows its word
+
+How often each asks the store does not grow with their number: rank 0 reads all in one request.
 """
 
 import atexit
@@ -14,7 +16,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
@@ -28,7 +30,7 @@ from penstock.errors import MeshError
 from .start import meeting_place, num_processes, process_rank
 from .threads import THREAD_PREFIX, end_now
 
-_PAUSE_S = 0.02
+_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _MARGIN_S = 5.0
 _MOST_NAMED = 8
 
@@ -102,41 +104,44 @@ def name_attempt(store: Any, rank: int, world_size: int, timeout_s: float) -> st
     Raises:
         RuntimeError: some process does not come in time; says which.
     """
-    deadline = time.monotonic() + timeout_s
-    if rank > 0:
-        word = uuid.uuid4().hex
-        store.set(f"hello/{rank}", word)
-        while not (answer := _read(store, f"echo/{rank}")).startswith(word):
-            _pause(deadline, "rank 0 did not answer")
-        name = answer.removeprefix(word)
-        store.set(f"ready/{rank}", name)
-        return name
-    name = uuid.uuid4().hex
-    answered: dict[int, str] = {}
-    missing = set(range(1, world_size))
-    while missing:
-        for other in sorted(missing):
-            word = _read(store, f"hello/{other}")
-            if word and answered.get(other) != word:
-                store.set(f"echo/{other}", word + name)
-                answered[other] = word
-            elif _read(store, f"ready/{other}") == name:
-                missing.remove(other)
-        if missing:
-            some = ", ".join(map(str, sorted(missing)[:_MOST_NAMED]))
-            _pause(deadline, f"rank {some} did not come")
+    if rank == 0:
+        return _name_for_all(store, range(1, world_size), time.monotonic() + timeout_s)
+    word = uuid.uuid4().hex
+    store.set(f"hello/{rank}", word)
+    answer = f"echo/{word}"
+    try:
+        store.wait([answer], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise RuntimeError(f"rank 0 did not answer ({first_line(error)})") from error
+    name: str = store.get(answer).decode()
+    store.set(f"ready/{rank}", name)
     return name
 
 
-def _read(store: Any, key: str) -> str:
-    text: str = store.get(key).decode() if store.check([key]) else ""
-    return text
+def _name_for_all(store: Any, others: Sequence[int], deadline: float) -> str:
+    """Answer each word, also one that takes the place of an earlier attempt's, until all know."""
+    name, pause_s = uuid.uuid4().hex, _PAUSE_S
+    answered: set[str] = set()
+    hellos, ready = ([f"{what}/{rank}" for rank in others] for what in ("hello", "ready"))
+    while set(_read(store, ready)) - {name}:
+        words = set(filter(None, _read(store, hellos))) - answered
+        if words:
+            store.multi_set([f"echo/{word}" for word in words], [name] * len(words))
+            answered |= words
+        if time.monotonic() > deadline:
+            missing = [r for r in others if _read(store, [f"ready/{r}"]) != [name]]
+            some = ", ".join(map(str, missing[:_MOST_NAMED]))
+            raise RuntimeError(f"rank {some} did not come")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    return name
 
 
-def _pause(deadline: float, otherwise: str) -> None:
-    if time.monotonic() > deadline:
-        raise RuntimeError(otherwise)
-    time.sleep(_PAUSE_S)
+def _read(store: Any, keys: Sequence[str]) -> list[str]:
+    """Read values, in two requests; "" for each key unless all are there."""
+    if not keys or not store.check(keys):
+        return [""] * len(keys)
+    return [value.decode() for value in store.multi_get(keys)]
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from penstock.mesh.meet import name_attempt
 from penstock.train.job import job_name
@@ -37,6 +38,40 @@ def test_an_attempt_that_was_broken_off_misleads_nobody() -> None:
 def test_who_does_not_come_is_named() -> None:
     with pytest.raises(RuntimeError, match="rank 1, 2 did not come"):
         name_attempt(HashStore(), 0, 3, 0.1)
+
+
+class Counting:
+    """A connection to a store that counts what is asked."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.requests = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        return getattr(self._store, name)
+
+
+def requests_of(world_size: int) -> list[int]:
+    """Let so many processes meet, each with a connection of its own; count what each asks."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def connect(_: int) -> Counting:
+        store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+        return Counting(PrefixStore("meeting", store))
+
+    with ThreadPoolExecutor(world_size) as pool:
+        stores = list(pool.map(connect, range(world_size)))
+        ranks = range(world_size)
+        names = pool.map(lambda r: name_attempt(stores[r], r, world_size, 60.0), ranks)
+        assert len(set(names)) == 1
+    return [store.requests for store in stores]
+
+
+@pytest.mark.parametrize("world_size", (50, pytest.param(1000, marks=pytest.mark.slow)))
+def test_what_a_process_asks_the_store_does_not_grow_with_their_number(world_size: int) -> None:
+    few, many = requests_of(3), requests_of(world_size)
+    assert set(few[1:]) == set(many[1:]) == {4}
+    assert many[0] < 200  # rank 0 asks until all have come: for all of them at once
 
 
 def test_a_job_is_called_as_torchrun_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
