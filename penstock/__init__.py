@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .trace.timeline import Timeline as Timeline
     from .types import Recompute as Recompute
     from .types import Reduction as Reduction
+    from .types import TiedGradients as TiedGradients
     from .types import Trace as Trace
     from .types import Transport as Transport
     from .zero import zero_optimizer as zero_optimizer
@@ -46,6 +47,7 @@ _HOME = {
     "Reduction": "penstock.types",
     "Timeline": "penstock.trace.timeline",
     "Trace": "penstock.types",
+    "TiedGradients": "penstock.types",
     "Transport": "penstock.types",
     "async_save_checkpoint": "penstock.checkpoint",
     "capture": "penstock.model.capture",
@@ -70,6 +72,7 @@ __all__ = [
     "Pipeline",
     "Recompute",
     "Reduction",
+    "TiedGradients",
     "Timeline",
     "Trace",
     "Transport",

@@ -46,25 +46,32 @@ def resolve_num_stages(
 
 
 def stages_of_mesh(
-    num_ranks: int,
+    mesh: Mesh | None,
     num_stages: int | None,
     partition: Sequence[int] | None,
     schedule: ScheduleFunction,
-) -> int:
-    """Decide K: as asked, else as many as the schedule has on the ranks of the mesh."""
+) -> int | None:
+    """Decide K: as asked, else as many as the schedule has on the ranks of a mesh."""
+    if mesh is None:
+        return num_stages
     per_rank: int = getattr(schedule, "stages_per_rank", 1)
-    return num_stages if num_stages is not None else len(partition or ()) or num_ranks * per_rank
+    return (
+        num_stages
+        if num_stages is not None
+        else len(partition or ()) or mesh.num_stages * per_rank
+    )
 
 
 def resolve_ranks(
-    schedule: ScheduleFunction, num_stages: int, num_microbatches: int, of_mesh: int | None
+    schedule: ScheduleFunction, num_stages: int, num_microbatches: int, mesh: Mesh | None
 ) -> tuple[int, ...]:
-    """Ask the schedule for the rank of each stage; `of_mesh` is how many ranks there are, if set.
+    """Ask the schedule for the rank of each stage.
 
     Raises:
         ConfigError: the schedule is of another size, for another number of ranks, or leaves one of
             them without a stage.
     """
+    of_mesh = mesh.num_stages if mesh is not None else None
     found = schedule_of(schedule, num_stages, num_microbatches)
     if of_mesh not in (None, found.num_ranks):
         raise ConfigError(

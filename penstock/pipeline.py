@@ -41,7 +41,7 @@ from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode, ScheduleFunction
 from penstock.torch_private import AbstractMovable
 from penstock.trace.timeline import Timeline
-from penstock.types import Recompute, Reduction, Trace, Transport
+from penstock.types import Recompute, Reduction, TiedGradients, Trace, Transport
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -86,6 +86,7 @@ class Pipeline(AbstractMovable):
             values where they run, from their `reset_parameters` and `seed`.
         batch_norm_over_replicas: pool BatchNorm's moments over the replicas of the mesh too.
         weights: a folder to load, as by `load_pretrained`, instead of drawing values.
+        tied_gradients: how often the gradient of a weight that several stages use is sent.
 
     Raises:
         ConfigError: an argument cannot work.
@@ -116,27 +117,26 @@ class Pipeline(AbstractMovable):
         mesh: Mesh | None = None,
         batch_norm_over_replicas: bool = False,
         weights: str | os.PathLike[str] | None = None,
+        tied_gradients: TiedGradients = TiedGradients.PER_MICROBATCH,
     ) -> None:
         super().__init__()
         self._layers, self._mesh = resolve_layers(layers, example_inputs), mesh
-        if mesh is not None:
-            num_stages = stages_of_mesh(mesh.num_stages, num_stages, partition, schedule)
+        num_stages = stages_of_mesh(mesh, num_stages, partition, schedule)
         self._num_stages = resolve_num_stages(num_stages, partition, self._layers)
         self._num_microbatches = check_count("num_microbatches", num_microbatches)
-        in_mesh = mesh.num_stages if mesh is not None else None
-        ranks = resolve_ranks(schedule, self._num_stages, num_microbatches, in_mesh)
-        threads = resolve_threads(threads_per_stage, ranks, mesh)
+        ranks = resolve_ranks(schedule, self._num_stages, num_microbatches, mesh)
         how = Execution(
             schedule=schedule,
             ranks=ranks,
             recompute=recompute,
             transport=transport,
-            num_threads=threads,
+            num_threads=resolve_threads(threads_per_stage, ranks, mesh),
             timeout_s=timeout_s,
             seed=seed,
             draws=weights is None,
             mesh=mesh,
             pools_statistics=batch_norm_over_replicas,
+            tied_gradients=tied_gradients,
         )
         loss = loss or self._layers.own_loss
         self._engine = Engine(self._layers, loss, how)
@@ -148,7 +148,7 @@ class Pipeline(AbstractMovable):
         self._record: Record | None = None
         self._timeline: Timeline | None = None
         self._evaluations = 0
-        self._threads = threads
+        self._threads = how.num_threads
         self._cut = Cut(self._layers, self._num_stages, partition, num_microbatches, how)
         if mesh is not None and mesh.is_distributed:
             part = first_microbatch(example_inputs, num_microbatches)

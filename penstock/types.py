@@ -29,6 +29,18 @@ class Recompute(Enum):
     """Keep everything the backward needs."""
 
 
+class TiedGradients(Enum):
+    """When the gradient of a weight goes from a stage that uses it to the stage that has it."""
+
+    PER_MICROBATCH = "per micro-batch"
+    """With every micro-batch: all terms add up in the order of the unsplit model, to the bit."""
+    SUMMED = "summed"
+    """Once in a step, as the sum over the micro-batches: M times less to send.  The gradients of
+    weights that several stages use are then rounded otherwise than in the unsplit model; all
+    others keep their bits, and every run of the same cut gives the same.  A model whose values
+    decide what runs sends them with every micro-batch all the same."""
+
+
 class Trace(Enum):
     """What a step records about itself."""
 

@@ -18,7 +18,7 @@ from penstock.model.make import move_or_make_all
 from penstock.model.stages import StagePlan, check_partition, plan_stages, stage_of_layers
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode, ScheduleFunction, lower, stage_ranks
-from penstock.types import Recompute, Trace, Transport
+from penstock.types import Recompute, TiedGradients, Trace, Transport
 
 from .batch_norm import batch_norms, warn_of_unpooled
 from .caller import CallerContext
@@ -49,6 +49,7 @@ class Execution:
     draws: bool
     mesh: Mesh | None
     pools_statistics: bool
+    tied_gradients: TiedGradients = TiedGradients.PER_MICROBATCH
 
     def __post_init__(self) -> None:
         """Refuse a deadline that no wait could have."""
@@ -56,9 +57,11 @@ class Execution:
 
     @property
     def choices(self) -> str:
-        """The schedule and what is recomputed, in words."""
+        """The schedule, what is recomputed and what is summed, in words."""
         name = getattr(self.schedule, "__name__", self.schedule)
-        return f"schedule={name}, recompute={self.recompute.name}"
+        words = f"schedule={name}, recompute={self.recompute.name}"
+        is_usual = self.tied_gradients is TiedGradients.PER_MICROBATCH
+        return words if is_usual else f"{words}, tied_gradients={self.tied_gradients.name}"
 
     def make_transport(self) -> AbstractTransport:
         """Make what moves values between the stages."""
@@ -207,6 +210,7 @@ class Engine:
             RandomnessError: a layer drew random numbers outside its stream.
         """
         self._check_places()
+        run.sums_tied = self._how.tied_gradients is TiedGradients.SUMMED
         for stage in self.stages:
             stage.check_norms()
         stages = {stage.index: stage for stage in self.stages}

@@ -125,7 +125,8 @@ class Run:
     passes then have them to themselves.  `claimed` maps the id of each leaf that some stage's
     backward reaches to that stage, and holds the leaf so that the id stays its own.
     `first_microbatch` is what micro-batch 0 is called among those of all replicas, for the random
-    streams.
+    streams.  With `sums_tied`, a stage sends its gradients of another one's weights once:
+    `tied_sums[stage, peer]` are those not sent yet, by the place of the weight.
     """
 
     inputs: list[Any]
@@ -139,6 +140,7 @@ class Run:
     trusts_evaluation: bool = False
     has_seeded: bool = False
     first_microbatch: int = 0
+    sums_tied: bool = False
     targets: list[Any] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     loss_scale: float = 1.0
@@ -162,6 +164,9 @@ class Run:
     )
     claimed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     stages_claimed: set[int] = field(default_factory=set)
+    tied_sums: dict[StagePair, dict[int, Tensor]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
     moments: dict[int, MomentsByModule] = field(default_factory=lambda: defaultdict(dict))
     times_s: dict[int, list[float]] = field(default_factory=dict)
     sent_bytes: dict[int, list[int]] = field(default_factory=dict)

@@ -48,6 +48,7 @@ from .random_streams import alone_with_generators, checked_draws, refuse_draws
 from .recompute import Repeatable, Witness, dropping_graph
 from .replicas import Replicas
 from .run import FROM_CALLER, Activation, Given, Gradient, Kept, Run
+from .tied_sums import hold_back
 
 
 class Stage:
@@ -188,12 +189,14 @@ class Stage:
             try:
                 self._run_autograd(run, kept, roots, gradients)
             except Exception as error:
-                where = backward_of(error, kept.layer_marks)
-                note_failure(error, self.index, where, microbatch)
+                note_failure(error, self.index, backward_of(error, kept.layer_marks), microbatch)
                 raise
         for peer, entries in kept.entries.items():
             found = tuple(entry.gradient for entry in entries)
             check_classes(found, f"is a gradient that stage {self.index} found")
+            if run.sums_tied and not self.plan.decides:  # else a place may be another weight's
+                edge, lasting = (self.index, peer), kept.received[peer].lasting
+                found = hold_back(run, edge, microbatch, found, lasting)
             if peer == FROM_CALLER:
                 run.input_gradients[microbatch] = found
             else:

@@ -4,6 +4,14 @@ from .fault import Fault
 
 FAULTS = (
     Fault(
+        "of summed gradients of a tied weight only the last micro-batch's is sent",
+        "penstock/runtime/tied_sums.py",
+        "sums[place] + gradient if place in sums else gradient",
+        "gradient",
+        "tests/laws/test_tied_gradients.py",
+        "summed",
+    ),
+    Fault(
         "a stage uses its own copy of a tied weight, not what it was sent",
         "penstock/model/ghost/tied.py",
         "lambda tensor: self.sent.get(id(tensor), tensor)",

@@ -25,6 +25,7 @@ from tests.capturing import (
     loss,
     make_pipeline,
 )
+from tests.equality import same_bits
 from tests.laws.test_capture_bytes import check_t5, check_unet
 
 
@@ -111,6 +112,29 @@ def tied_weights_are_one(mesh: penstock.Mesh, where: str) -> None:
     expected = dict(whole.named_parameters())
     for name, parameter in (*spread[0].named_parameters(), *resumed.named_parameters()):
         assert torch.equal(parameter, expected[name]), name
+    check_summed(mesh, inputs)
+
+
+def check_summed(mesh: penstock.Mesh, inputs: Any) -> None:
+    """Send gradients of tied weights once a step; threads of the same stages give their bits."""
+    gradients = []
+    partition: tuple[int, ...] | None = None
+    for where in (mesh, None):
+        model = next(m for m in REQUIRED if m.name == "t5").make()[0].eval()
+        pipe = penstock.Pipeline(
+            penstock.capture(model, inputs, check=False),
+            partition=partition,
+            mesh=where,
+            loss=loss,
+            num_microbatches=2,
+            threads_per_stage=1,
+            tied_gradients=penstock.TiedGradients.SUMMED,
+        )
+        pipe.train_step(inputs, torch.zeros(BATCH))
+        partition = pipe.partition
+        gradients.append({n: p.grad for n, p in pipe.named_parameters()})
+    spread, alone = gradients
+    assert all(same_bits(gradient, alone[name]) for name, gradient in spread.items())
 
 
 def trained(
