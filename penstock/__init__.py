@@ -62,6 +62,8 @@ _HOME = {
     "zero_optimizer": "penstock.zero",
 }
 
+_WITHOUT_TORCH = ("penstock.errors", "penstock.trace.timeline", "penstock.types")
+
 __all__ = [
     "CheckReport",
     "GradScaler",
@@ -96,6 +98,8 @@ def __getattr__(name: str) -> Any:
         return import_module("penstock.schedules")
     if name not in _HOME:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    if _HOME[name] not in _WITHOUT_TORCH:
+        import_module("penstock.torch_version").require_torch()
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value

@@ -26,6 +26,11 @@ An exception raised by user code inside a stage is never wrapped: it arrives as 
 (``Exception.__notes__``) that names the stage, the layer and the micro-batch.
 """
 
+OLDEST_TORCH = (2, 11)
+"""The oldest torch that the tests were run with; also the bound in pyproject.toml."""
+NEWEST_TORCH = (2, 15)
+"""The newest torch that they were run with; later ones are not refused."""
+
 
 class PenstockError(Exception):
     """Base of every error that Penstock raises on purpose."""
@@ -116,6 +121,13 @@ class CheckpointError(PenstockError):
 
 class TorchError(PenstockError, ImportError):
     """The installed torch is too old, or lacks something; the message says which versions work."""
+
+    def __init__(self, reason: str) -> None:
+        (major, oldest), (_, newest) = OLDEST_TORCH, NEWEST_TORCH
+        super().__init__(
+            f"Penstock works with torch {major}.{oldest} to {major}.{newest}, and {reason}; "
+            f"pip install 'torch>={major}.{oldest},<{major}.{newest + 1}'"
+        )
 
 
 class ExportWarning(UserWarning):

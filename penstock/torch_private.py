@@ -8,7 +8,6 @@ Each name has a purpose, and says what happens on a torch without it: "needed" e
 one line that says which versions work; the others do without, as told there.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -19,19 +18,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from penstock.errors import TorchError
-
-OLDEST = (2, 11)
-"""The oldest torch that the tests were run with; also the bound in pyproject.toml."""
-NEWEST = (2, 15)
-"""The newest torch that they were run with; later ones are not refused."""
-
-
-def _refusal(reason: str) -> TorchError:
-    (major, oldest), (_, newest) = OLDEST, NEWEST
-    return TorchError(
-        f"Penstock works with torch {major}.{oldest} to {major}.{newest}, and {reason}; "
-        f"pip install 'torch>={major}.{oldest},<{major}.{newest + 1}'"
-    )
 
 
 def _needed(owner: Any, name: str) -> Any:
@@ -44,11 +30,8 @@ def _needed(owner: Any, name: str) -> Any:
         return getattr(owner, name)
     except AttributeError:
         where = getattr(owner, "__name__", type(owner).__name__)
-        raise _refusal(f"torch {torch.__version__} has no {where}.{name}") from None
+        raise TorchError(f"torch {torch.__version__} has no {where}.{name}") from None
 
-
-if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < OLDEST:
-    raise _refusal(f"torch {torch.__version__} is installed")
 
 # -- classes ----------------------------------------------------------------------------------
 
@@ -59,7 +42,7 @@ try:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._pytree import tree_map_only as tree_map_only
 except ImportError as missing:
-    raise _refusal(f"torch {torch.__version__} lacks one: {missing}") from None
+    raise TorchError(f"torch {torch.__version__} lacks one: {missing}") from None
 
 AnyBatchNorm = _BatchNorm
 """The base of all kinds of BatchNorm, users' own included.  Needed."""

@@ -3,6 +3,7 @@
 import click
 
 from penstock.schedules.names import SCHEDULE_NAMES
+from penstock.torch_version import require_torch
 
 from .options import set_option, stages_per_rank_option
 
@@ -47,6 +48,7 @@ def check(  # noqa: PLR0913 - one for each option
       penstock check recipes/gpt_small.toml --set data.path=book.txt
       penstock check mymodel:example --num-stages 2 --num-microbatches 8 --schedule one_f_one_b
     """
+    require_torch()
     from penstock.equality import check as compare
 
     from .check_target import load_target

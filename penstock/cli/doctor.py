@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.torch_version import require_torch
 from penstock.types import LONGEST_TIMEOUT_S
 
 from .options import num_processes_option, refuse_inside_torchrun
@@ -47,6 +48,7 @@ def doctor(timeout_s: float, num_processes: int | None, as_json: bool) -> int:
         refuse_inside_torchrun()
         words = ["doctor", "--timeout", str(timeout_s), *(["--json"] if as_json else [])]
         return launch(num_processes, 0, words)
+    require_torch()
     from penstock.doctor import examine
 
     return examine(os.environ, timeout_s, lambda report: _write(report, as_json))

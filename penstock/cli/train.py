@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.torch_version import require_torch
 from penstock.train.interrupt import Interrupt
 
 from .options import num_processes_option, refuse_inside_torchrun, set_option
@@ -58,6 +59,7 @@ def train(context: click.Context, /, **_: object) -> int:
     wish = _Wish(**context.params)
     wish.check()
     if wish.num_processes is not None:
+        require_torch()
         from penstock.train.command import check_resume, check_start
 
         from .launch import launch
@@ -115,8 +117,9 @@ def _train(wish: _Wish) -> int:
     """Train in this process, which may be one of many; rank 0 speaks for all."""
     is_one_of_many = os.environ.get("WORLD_SIZE", "1") != "1"  # numbers are checked later
     is_first = os.environ.get("RANK", "0") == "0"
-    with Interrupt(is_one_of_many=is_one_of_many) as interrupt:  # before the imports, which may
-        from rich.console import Console  # swallow a KeyboardInterrupt
+    with Interrupt(is_one_of_many=is_one_of_many) as interrupt:
+        require_torch()  # not before: imports may swallow a KeyboardInterrupt
+        from rich.console import Console
 
         from penstock.train.command import resume_run, start_run
         from penstock.train.display import show_summary

@@ -13,6 +13,7 @@ import penstock
 LAYERS = (
     {"errors", "types"},
     {"torch_private"},
+    {"torch_version"},
     {"schedules"},
     {"trace"},
     {"simulator"},
@@ -38,6 +39,7 @@ LAYERS = (
 
     errors  types                 the words
        └► torch_private           what torch hides
+       └► torch_version           whether it is there
        └► schedules               WHEN
              └► trace             SEEN
                   └► simulator    FORESEE

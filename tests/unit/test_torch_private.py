@@ -1,8 +1,13 @@
 """Each private name of torch does what Penstock takes it for; a new torch is judged by these."""
 
+import os
+import re
+import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from penstock import torch_private as private
+from penstock.errors import NEWEST_TORCH, OLDEST_TORCH, TorchError
+
+ROOT = Path(__file__).parents[2]
+WORKS = "Penstock works with torch {}.{} to {}.{}".format(*OLDEST_TORCH, *NEWEST_TORCH)
 
 
 class Seeing(Tensor):
@@ -353,3 +362,69 @@ def test_a_call_of_a_compiled_function_runs_code_of_the_module_named() -> None:
     finally:
         sys.setprofile(None)
     assert private.COMPILED_CALLS in names
+
+
+# -- a torch that Penstock does not work with ---------------------------------------------------
+
+
+def run(*arguments: str, stub: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own, with another torch before the installed one."""
+    folders = [str(folder) for folder in (stub, ROOT) if folder is not None]
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+
+
+@pytest.fixture
+def old_torch(tmp_path: Path) -> Path:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text('__version__ = "2.9.0"\n')
+    return tmp_path
+
+
+def test_an_old_torch_is_refused_when_it_is_first_needed(old_torch: Path) -> None:
+    done = run("-c", "import penstock; penstock.schedules; penstock.Pipeline", stub=old_torch)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"penstock.errors.TorchError: {WORKS}, and torch 2.9.0 is installed")
+    assert issubclass(TorchError, ImportError)
+
+
+@pytest.mark.parametrize(
+    "words",
+    (
+        ("train", "recipes/digits.toml"),
+        ("train", "recipes/digits.toml", "--num-processes", "2"),
+        ("check", "recipes/digits.toml"),
+        ("doctor",),
+    ),
+    ids=" ".join,
+)
+def test_a_command_refuses_an_old_torch_in_one_line(old_torch: Path, words: tuple) -> None:
+    done = run("-m", "penstock", *words, stub=old_torch)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(rf"penstock: {WORKS}, and torch 2.9.0 is installed; pip .*\n", done.stderr)
+
+
+def test_what_needs_no_torch_works_beside_an_old_one(old_torch: Path) -> None:
+    words = ("simulate", "--num-stages", "2", "--num-microbatches", "2")
+    assert run("-m", "penstock", *words, stub=old_torch).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "name", ("torch._C.DisableTorchFunctionSubclass", "torch.nn.modules.batchnorm._BatchNorm")
+)
+def test_a_torch_without_a_needed_name_is_refused_by_that_name(name: str) -> None:
+    program = f"import torch; del {name}; import penstock; penstock.Pipeline"
+    last = run("-c", program).stderr.splitlines()[-1]
+    assert last.startswith(f"penstock.errors.TorchError: {WORKS}, and torch {torch.__version__} ")
+    assert name.rpartition(".")[2] in last
+
+
+def test_the_bound_that_pip_reads_is_the_oldest_torch_that_was_run() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "torch>={}.{}".format(*OLDEST_TORCH) in project["dependencies"]
