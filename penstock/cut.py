@@ -12,6 +12,7 @@ from penstock.mesh import Mesh
 from penstock.mesh.agreement import require_same
 from penstock.model.layers import Layers
 from penstock.planner.partition import balance_spans
+from penstock.progress import saying
 from penstock.runtime.engine import Execution
 from penstock.schedules import ir
 from penstock.schedules.lower import schedule_of
@@ -52,7 +53,8 @@ class Cut:
         if not self._can_improve or part is None:
             return False
         self._can_improve = False
-        times = measure_layers(self._layers, part, self._how.num_threads)
+        with saying(f"measuring the layers, to balance {len(self.partition)} stages"):
+            times = measure_layers(self._layers, part, self._how.num_threads)
         before = self.partition
         costs_s = [
             [forwards * forward_s + backward_s for forward_s, backward_s in times]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.progress import say
 from penstock.torch_version import require_torch
 from penstock.train.interrupt import Interrupt
 
@@ -97,6 +98,11 @@ class _Wish:
             )
 
     @property
+    def subject(self) -> Path | None:
+        """The recipe to train, or the run folder to go on with."""
+        return self.resume or self.recipe
+
+    @property
     def request(self) -> "Request":
         """What the run is to be."""
         from penstock.train.command import Request
@@ -117,6 +123,8 @@ def _train(wish: _Wish) -> int:
     """Train in this process, which may be one of many; rank 0 speaks for all."""
     is_one_of_many = os.environ.get("WORLD_SIZE", "1") != "1"  # numbers are checked later
     is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:  # on a terminal only, as the imports take seconds
+        say(f"loading PyTorch, to {'go on with' if wish.resume else 'train'} {wish.subject}")
     with Interrupt(is_one_of_many=is_one_of_many) as interrupt:
         require_torch()  # not before: imports may swallow a KeyboardInterrupt
         from rich.console import Console

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import CutError, ExportWarning
+from penstock.progress import saying
 from penstock.torch_private import uncompiled
 
 from .ghost.inputs import ROUTED, as_call
@@ -73,9 +74,14 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
         raise CutError(f"method={method!r}; choose {RERUN!r} or {EXPORT!r}")
     if method == EXPORT:
         model, blocks = _exported(model, example_inputs, blocks)
-    captured = record_model(model, example_inputs, blocks=blocks, together=together, inputs=inputs)
+    name = type(model).__name__
+    with saying(f"running {name} on the example, to find its blocks"):
+        captured = record_model(
+            model, example_inputs, blocks=blocks, together=together, inputs=inputs
+        )
     if check:
-        captured = replace(captured, checked=prove_once(captured, example_inputs))
+        with saying(f"checking the cut {name} against the whole one, once; this is remembered"):
+            captured = replace(captured, checked=prove_once(captured, example_inputs))
     return CapturedLayers.of(captured)
 
 

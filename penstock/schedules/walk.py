@@ -22,26 +22,27 @@ Message = tuple[bool, int, int, int]
 """(is a gradient, from stage, to stage, micro-batch): what a send and its receive share."""
 
 
+_SENDS: dict[type[Instruction], bool] = {SendActivation: False, SendGradient: True}
+_RECEIVES: dict[type[Instruction], bool] = {ReceiveActivation: False, ReceiveGradient: True}
+"""Whether it is a gradient that is sent or received: a look-up, as schedules may be long."""
+
+
 def sent_message(instruction: Instruction) -> Message | None:
     """Name the message that `instruction` sends; None if it sends nothing."""
-    match instruction:
-        case SendActivation(stage, microbatch, peer):
-            return (False, stage, peer, microbatch)
-        case SendGradient(stage, microbatch, peer):
-            return (True, stage, peer, microbatch)
-        case _:
-            return None
+    gradient = _SENDS.get(type(instruction))
+    if gradient is None:
+        return None
+    assert isinstance(instruction, SendActivation | SendGradient)
+    return gradient, instruction.stage, instruction.peer, instruction.microbatch
 
 
 def awaited_message(instruction: Instruction) -> Message | None:
     """Name the message that `instruction` waits for; None if it never waits."""
-    match instruction:
-        case ReceiveActivation(stage, microbatch, peer):
-            return (False, peer, stage, microbatch)
-        case ReceiveGradient(stage, microbatch, peer):
-            return (True, peer, stage, microbatch)
-        case _:
-            return None
+    gradient = _RECEIVES.get(type(instruction))
+    if gradient is None:
+        return None
+    assert isinstance(instruction, ReceiveActivation | ReceiveGradient)
+    return gradient, instruction.peer, instruction.stage, instruction.microbatch
 
 
 def walk(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:

@@ -1,5 +1,6 @@
 """Foretell when each instruction of a schedule runs, from what each costs."""
 
+from collections.abc import Callable, Iterable
 from typing import assert_never
 
 from penstock.schedules.ir import (
@@ -7,6 +8,7 @@ from penstock.schedules.ir import (
     CommitStatistics,
     Communication,
     Forward,
+    Instruction,
     PostReceive,
     ReceiveActivation,
     ReceiveGradient,
@@ -22,14 +24,20 @@ from penstock.trace.timeline import Span, Timeline
 
 from .costs import Costs, per_edge, per_stage
 
+Steps = Iterable[tuple[int, Instruction]]
+"""What is run, in order: (rank, instruction)."""
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:  # noqa: C901 - one flat match
+
+def simulate(  # noqa: C901 - one flat match
+    schedule: Schedule, costs: Costs, watch: Callable[[Steps, int], Steps] | None = None
+) -> Timeline:
     """Price `schedule`: each rank runs its program in order and starts each instruction when free.
 
     A send takes no time; its message arrives `transfer_s` later (at once on the same rank), and a
     receive ends no earlier.
     A schedule without any communication is taken for a chain in which every stage feeds the next.
-    The step begins at 0 seconds; exact costs (ints, Fractions) give exact times.
+    The step begins at 0 seconds; exact costs (ints, Fractions) give exact times.  `watch` is given
+    the steps and their number, and yields them on, to show how far it is.
 
     Raises:
         ConfigError: `costs` lacks a stage or an edge of the schedule.
@@ -44,7 +52,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:  # noqa: C901 - one 
     arrival_s: dict[Message | None, float] = {}
     free_s: list[float] = [0] * schedule.num_ranks
     spans: list[list[Span]] = [[] for _ in schedule.programs]
-    for rank, instruction in walk(schedule):
+    steps: Steps = walk(schedule)
+    if watch is not None:
+        steps = watch(steps, sum(map(len, schedule.programs)))
+    for rank, instruction in steps:
         start = end = free_s[rank]
         match instruction:
             case Forward():

@@ -159,8 +159,9 @@ def breakdown(timeline: Timeline) -> Breakdown:
     """Say where each rank's time went between the step's first instruction and its last."""
     totals: dict[int, _Totals] = {}
     last: dict[int, Span] = {}
+    start_s = timeline.start_s
     for span, wait_s in zip(timeline.spans, waits_s(timeline), strict=True):
-        idle_since = last[span.rank].end_s if span.rank in last else timeline.start_s
+        idle_since = last[span.rank].end_s if span.rank in last else start_s
         stage = totals.setdefault(span.instruction.stage, _Totals(span.rank))
         stage.bubble_s += span.start_s - idle_since
         stage.add(span, wait_s)

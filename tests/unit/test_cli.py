@@ -139,6 +139,14 @@ def test_simulate_draws_the_grid_and_the_bubble(capsys: Captured) -> None:
     assert "bubble 33.3%" in grid
 
 
+def test_simulate_sums_up_what_cannot_be_read_as_a_picture(capsys: Captured) -> None:
+    wanted = ["simulate", "--num-stages", "2", "--num-microbatches", "40", "--width", "30"]
+    assert run(wanted) == 0
+    summary = capsys.readouterr().out
+    assert "step    123 units of time" in summary and "bubble  2.4%" in summary
+    assert "|" not in summary and max(map(len, summary.splitlines())) <= 30
+
+
 def test_simulate_writes_json(capsys: Captured) -> None:
     assert run(["simulate", "--num-stages", "3", "--num-microbatches", "7", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)

@@ -11,7 +11,7 @@ import pytest
 import penstock
 
 LAYERS = (
-    {"errors", "types"},
+    {"errors", "progress", "types"},
     {"torch_private"},
     {"torch_version"},
     {"schedules"},
@@ -37,7 +37,7 @@ LAYERS = (
 )
 """Who may import whom: a module takes only from its own folder and from lines above its own.
 
-    errors  types                 the words
+    errors  progress  types                 the words
        └► torch_private           what torch hides
        └► torch_version           whether it is there
        └► schedules               WHEN
