@@ -41,13 +41,19 @@ class Replicas:
         self._before: dict[Tensor, Tensor] = {}
 
     def start_equal(self, tensors: Sequence[Tensor]) -> None:
-        """Give parameters and buffers the values they have in the first replica."""
+        """Give parameters and buffers the values they have in the first replica.
+
+        Raises:
+            ConfigError: gradients of one could not be added up.
+        """
+        _check_can_be_summed(tensors)
         source = self._mesh.stage
         with torch.no_grad():
             for tensor in tensors:
                 values = tensor.detach().contiguous()
+                as_bytes = values.reshape(-1).view(torch.uint8)  # gloo does not know all types
                 self._run(
-                    partial(dist.broadcast, values, src=source, group=self._group),
+                    partial(dist.broadcast, as_bytes, src=source, group=self._group),
                     "for the first replica's parameters and buffers",
                 )
                 tensor.copy_(values)
@@ -62,8 +68,9 @@ class Replicas:
         """Begin to sum the gradients.
 
         Raises:
-            ConfigError: a gradient is sparse.
+            ConfigError: a gradient is sparse, or of a type that cannot be added up.
         """
+        _check_can_be_summed(parameters)
         for bucket in cut_into_buckets([p for p in parameters if p.requires_grad]):
             has_gradient = torch.tensor([p.grad is not None for p in bucket], dtype=torch.float32)
             has_gradient = has_gradient.to(bucket[0].device)
@@ -127,6 +134,17 @@ def _as_row(module: AnyBatchNorm, moments: Moments | None) -> Tensor:
 def _device_of(module: AnyBatchNorm) -> torch.device:
     assert module.running_mean is not None
     return module.running_mean.device
+
+
+def _check_can_be_summed(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.requires_grad and tensor.is_floating_point() and tensor.element_size() < 2:
+            raise ConfigError(
+                f"a parameter of shape {tuple(tensor.shape)} is {tensor.dtype} and requires grad: "
+                "torch cannot add gradients of that type, neither over replicas nor over "
+                "micro-batches. Keep the parameter in bfloat16 or float32 and cast it in the "
+                "forward, or freeze it (requires_grad_(False))"
+            )
 
 
 def cut_into_buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from penstock.schedules import ALL_SCHEDULES
 from penstock.types import Recompute
+from tests.distributed import odd_types
+from tests.distributed.call import call
 from tests.distributed.equality_job import BY_NAME, Case, results
 from tests.distributed.launch import run
 from tests.equality import same_bits
@@ -69,6 +71,16 @@ def unsplit(case: Case) -> dict[str, Any]:
 @pytest.mark.parametrize("num_stages", (1, 2, 3, pytest.param(4, marks=pytest.mark.slow)))
 def test_processes_give_the_unsplit_models_bits(num_stages: int, tmp_path: Path) -> None:
     check_bits(list(cases(num_stages, 1, FEW)), tmp_path)
+
+
+def test_replicas_start_equal_in_every_type_of_number(tmp_path: Path) -> None:
+    first, second = call(odd_types.work, (1, 2), tmp_path)
+    assert first.pop("error") == second.pop("error")
+    assert first.keys() == second.keys() == {*odd_types.TYPES, "frozen", "weight"}
+    assert all(
+        same_bits(tensor.to(torch.complex64), second[name].to(torch.complex64))
+        for name, tensor in first.items()
+    )
 
 
 def test_processes_give_the_unsplit_models_bits_under_autocast(tmp_path: Path) -> None:
