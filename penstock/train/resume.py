@@ -18,9 +18,10 @@ def check_state(checkpoint: Path, recipe: Recipe) -> None:
         RunFolderError: it was saved by a run of another recipe.
     """
     state = read_state(checkpoint)[0]["state"]
-    if "position" not in state:
+    missing = [name for name in ("position", "recipe", "scaler") if name not in state]
+    if missing:
         raise CheckpointError(
-            f"{checkpoint} was not saved by `penstock train`: it has no position"
+            f"{checkpoint} was not saved by `penstock train`: it has no {missing[0]}"
         )
     check_same_run(state["recipe"], recipe, checkpoint)
 

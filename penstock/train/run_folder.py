@@ -98,7 +98,12 @@ class RunFolder:
                 yield metrics
 
     def _metrics_lines(self) -> list[bytes]:
-        return self.metrics_path.read_bytes().split(b"\n") if self.metrics_path.exists() else []
+        try:
+            return self.metrics_path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise RunFolderError(f"cannot read {self.metrics_path}: {error.strerror}") from error
 
     def drop_metrics_after(self, step: int) -> int:
         """Remove the lines of later steps, which a resumed run will write again.

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from penstock.checkpoint import save_checkpoint
 from penstock.cli.main import run
 from penstock.errors import CheckpointError, RecipeError, RunFolderError
 from penstock.train.command import Request, resume_run, start_run
@@ -238,6 +239,15 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
     (folder.checkpoint_path(2) / "optimizer.safetensors").write_bytes(b"")
     way_out = r"damaged.*\nNo other checkpoint in .* is sound.* begin again at step 0"
     with pytest.raises(CheckpointError, match=way_out):
+        resume_run(Request(None, [], folder.path), quiet(), Interrupt())
+
+
+def test_a_checkpoint_that_no_run_saved_is_refused(tmp_path: Path) -> None:
+    recipe = read_recipe(DIGITS, SMALL)
+    folder = create(tmp_path / "run", recipe_to_toml(recipe))
+    with Trainer(recipe) as trainer:
+        save_checkpoint(folder.checkpoint_path(1), trainer.pipe, trainer.optimizer, position={})
+    with pytest.raises(CheckpointError, match="not saved by `penstock train`: it has no recipe"):
         resume_run(Request(None, [], folder.path), quiet(), Interrupt())
 
 

@@ -152,6 +152,12 @@ def test_two_jobs_cannot_train_in_one_folder(folder: RunFolder) -> None:
     again.release()
 
 
+def test_metrics_that_cannot_be_read_are_named(folder: RunFolder) -> None:
+    folder.metrics_path.mkdir()
+    with pytest.raises(RunFolderError, match=r"cannot read .*metrics\.jsonl: Is a directory"):
+        folder.drop_metrics_after(1)
+
+
 def test_a_file_that_cannot_be_written_is_named(folder: RunFolder) -> None:
     (folder.path / "taken.json").mkdir()
     with pytest.raises(RunFolderError, match=r"cannot write .*taken\.json"):
