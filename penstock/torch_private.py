@@ -90,6 +90,20 @@ def function_modes() -> list[Any]:
     return list(_function_stack())
 
 
+def is_default_device(mode: Any) -> bool:
+    """Tell whether a function mode is a default device; False where torch hides it."""
+    context = getattr(getattr(torch.utils, "_device", None), "DeviceContext", None)
+    return context is not None and type(mode) is context
+
+
+_profiles = getattr(torch.autograd, "_profiler_enabled", bool)
+
+
+def is_profiled() -> bool:
+    """Tell whether a profiler records this thread; False where torch hides it."""
+    return bool(_profiles())
+
+
 COMPILED_CALLS = "torch._dynamo.eval_frame"
 """The module whose code every call of a compiled function runs.  Where it has another name,
 compiled layers that draw run uncompiled."""

@@ -231,9 +231,10 @@ def _commit(module: AnyBatchNorm, rows: list[Moments]) -> None:
 def pooled(rows: list[Moments]) -> Moments:
     """Pool moments of several sets of values into those of their union (float64, in order)."""
     count = sum(n for n, _, _ in rows)
-    mean = sum((n * m.double() for n, m, _ in rows), start=torch.zeros(())) / count
+    zero = torch.zeros((), device=rows[0][1].device)
+    mean = sum((n * m.double() for n, m, _ in rows), start=zero) / count
     squares = sum(
         ((n - 1) * v.double() + n * (m.double() - mean) ** 2 for n, m, v in rows),
-        start=torch.zeros(()),
+        start=zero,
     )
     return count, mean, squares / max(count - 1, 1)

@@ -1,11 +1,25 @@
 """The modes of a call that threads do not inherit: captured there, entered again by workers."""
 
+import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import Context, copy_context
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 
 import torch
+
+from penstock.errors import ExecutionWarning
+from penstock.torch_private import (
+    dispatch_modes,
+    function_modes,
+    is_default_device,
+    is_profiled,
+    saving_hooks,
+)
+
+_around: ContextVar[tuple[str, ...] | None] = ContextVar("modes_around", default=None)
+"""The modes that keep the pipeline around this layer in its calling thread; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +32,18 @@ class _Autocast:
 
 @dataclass(frozen=True, slots=True)
 class CallerContext:
-    """Grad mode, inference mode, autocast and context variables of the calling thread."""
+    """Grad mode, inference mode, autocast, default device, denormal numbers and context variables.
+
+    `bound` names its modes that no other thread can enter.
+    """
 
     with_grad: bool
     inference: bool
     autocasts: tuple[_Autocast, ...]
+    device: torch.device | None
+    flushes: bool
     variables: Context
+    bound: tuple[str, ...]
 
     @classmethod
     def capture(cls, with_grad: bool, devices: Iterable[torch.device]) -> "CallerContext":
@@ -41,7 +61,10 @@ class CallerContext:
                 )
                 for kind in kinds
             ),
+            device=_default_device(),
+            flushes=_flushes(),
             variables=copy_context(),
+            bound=_bound_modes(),
         )
 
     @property
@@ -52,7 +75,13 @@ class CallerContext:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Work under the captured modes inside."""
+        if _flushes() != self.flushes:
+            torch.set_flush_denormal(self.flushes)
+        token = _around.set(self.bound)
         with ExitStack() as stack:
+            stack.callback(_around.reset, token)
+            if self.device is not None and _default_device() != self.device:
+                stack.enter_context(self.device)
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.with_grad))
@@ -67,6 +96,47 @@ class CallerContext:
                         )
                     )
             yield
+
+    def stays(self) -> bool:
+        """Tell whether a run must stay in the calling thread, and warn that it does."""
+        if self.bound and _around.get() is None:
+            warnings.warn(
+                f"the pipeline was called under {', '.join(self.bound)}, which torch applies to "
+                "the calling thread only: this call runs all stages there, one after the other, "
+                "with the same results. Leave it for speed, or set "
+                "transport=Transport.LOOPBACK for silence",
+                ExecutionWarning,
+                stacklevel=5,
+            )
+        return bool(self.bound)
+
+
+def _bound_modes() -> tuple[str, ...]:
+    """Name the modes of this thread that apply to it alone; inside a layer of another pipeline,
+    those around that one.
+    """
+    around = _around.get()
+    if around is not None:
+        return around
+    modes = [m for m in function_modes() if not is_default_device(m)] + dispatch_modes()
+    names = dict.fromkeys(type(mode).__name__ for mode in modes)
+    if saving_hooks() is not None:
+        names["saved_tensors_hooks"] = None
+    if is_profiled():
+        names["a profiler"] = None
+    return tuple(names)
+
+
+def _default_device() -> torch.device | None:
+    """Return the default device, if one was chosen."""
+    if any(map(is_default_device, function_modes())):
+        return torch.get_default_device()
+    return None
+
+
+def _flushes(half: float = 0.5) -> bool:
+    """Tell whether this thread takes denormal numbers for 0 (`torch.set_flush_denormal`)."""
+    return sys.float_info.min * half == 0
 
 
 @contextmanager

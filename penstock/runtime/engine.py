@@ -28,7 +28,7 @@ from .random_streams import guarded_default_generators, rewound_default_generato
 from .record import Record
 from .run import Run
 from .stage import Stage
-from .transport import AbstractTransport, Work, make_transport
+from .transport import AbstractTransport, ThreadTransport, Work, make_transport
 from .transport.processes import ProcessTransport
 
 
@@ -89,6 +89,7 @@ class Engine:
         )
         self.crew = how.make_crew()
         self._transport = how.make_transport()
+        self._is_threaded = isinstance(self._transport, ThreadTransport)
         self._in_caller = make_transport(Transport.LOOPBACK, how.num_threads, how.timeout_s)
         self._programs: dict[tuple[Mode, int], Schedule] = {}
         self._plans: tuple[StagePlan, ...] = ()
@@ -223,7 +224,8 @@ class Engine:
             stage.device.wait_for_caller()
         try:
             with guarded_default_generators(self.devices):
-                (self._in_caller if in_caller else self._transport).drive(work)
+                stays = in_caller or (self._is_threaded and caller.stays())
+                (self._in_caller if stays else self._transport).drive(work)
             if replicas is not None:
                 replicas.finish()
         except BaseException as error:  # what was seen of the layers may be half, or the cause

@@ -257,4 +257,11 @@ FAULTS = (
         "tests/laws/test_random_streams.py",
         "go_on_from_one_generator",
     ),
+    Fault(
+        "modes of the calling thread are lost in the workers",
+        "penstock/runtime/engine.py",
+        "self._is_threaded and caller.stays()",
+        "False",
+        "tests/laws/test_caller_modes.py",
+    ),
 )

@@ -1,0 +1,150 @@
+"""What the calling thread is under applies to every stage, or the call stays in that thread."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import profile
+from torch.utils.flop_counter import FlopCounterMode
+
+import penstock
+from penstock.errors import ExecutionWarning
+from tests.equality import same_bits
+
+RECOMPUTE = pytest.mark.parametrize("recompute", penstock.Recompute)
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
+
+
+def pipeline(of: list[nn.Module], **options: Any) -> penstock.Pipeline:
+    return penstock.Pipeline(
+        of, 2, num_microbatches=4, loss=F.mse_loss, threads_per_stage=1, **options
+    )
+
+
+class Functions(torch.overrides.TorchFunctionMode):
+    """Counts calls of linear."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is F.linear
+        return func(*args, **(kwargs or {}))
+
+
+def flops() -> tuple[AbstractContextManager[Any], Callable[[], int]]:
+    mode = FlopCounterMode(display=False)
+    return mode, mode.get_total_flops
+
+
+def functions() -> tuple[AbstractContextManager[Any], Callable[[], int]]:
+    mode = Functions()
+    return mode, lambda: mode.count
+
+
+def saved() -> tuple[AbstractContextManager[Any], Callable[[], int]]:
+    packed: list[None] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(None)
+        return tensor
+
+    return saved_tensors_hooks(pack, lambda tensor: tensor), lambda: len(packed)
+
+
+def profiled() -> tuple[AbstractContextManager[Any], Callable[[], int]]:
+    recorder = profile()
+    name = "aten::addmm"
+    return recorder, lambda: sum(e.count for e in recorder.key_averages() if e.key == name)
+
+
+MODES = pytest.mark.parametrize("made", (flops, functions, saved, profiled))
+
+
+@MODES
+def test_modes_count_what_they_count_of_the_unsplit_model(made: Callable[[], Any]) -> None:
+    x, y = batch()
+    mode, unsplit_count = made()
+    unsplit = layers()
+    with mode:
+        for piece, target in zip(x.split(2), y.split(2), strict=True):
+            (F.mse_loss(nn.Sequential(*unsplit)(piece), target) * 0.25).backward()
+    mode, count = made()
+    built = layers()
+    with pipeline(built, recompute=penstock.Recompute.NEVER) as pipe:
+        pipe.train_step(x, y)
+        pipe.zero_grad()
+        with mode, pytest.warns(ExecutionWarning, match="calling thread only"):
+            pipe.train_step(x, y)
+    assert count() == unsplit_count() > 0
+    ours, wanted = nn.ModuleList(built).parameters(), nn.ModuleList(unsplit).parameters()
+    pairs = zip(ours, wanted, strict=True)
+    assert all(same_bits(a.grad, b.grad) for a, b in pairs)
+
+
+@RECOMPUTE
+@MODES
+def test_modes_change_no_bit_and_leave_no_trace(
+    made: Callable[[], Any], recompute: penstock.Recompute
+) -> None:
+    x, y = batch()
+    gradients = []
+    for mode in (None, made()[0]):
+        built = layers()
+        pipe = pipeline(built, recompute=recompute)
+        if mode is not None:
+            with mode, pytest.warns(ExecutionWarning):
+                pipe.train_step(x, y)
+            with pytest.warns(ExecutionWarning), made()[0]:
+                pipe(x).sum().backward()
+            pipe.zero_grad()
+            pipe.step = 0
+        pipe.train_step(x, y)
+        pipe.close()
+        gradients.append([p.grad for layer in built for p in layer.parameters()])
+    assert all(same_bits(a, b) for a, b in zip(*gradients, strict=True))
+
+
+class Notes(nn.Module):
+    """Notes what a new tensor is like, and what becomes of a denormal number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        tiny = torch.full((1,), 1e-310, dtype=torch.float64, device="cpu")
+        self.seen.append((torch.empty(1).device.type, bool(tiny * 1 == 0)))
+        return x
+
+
+@pytest.mark.parametrize("transport", penstock.Transport)
+def test_the_default_device_and_flushing_reach_every_stage(transport: penstock.Transport) -> None:
+    first, last, (x, y) = Notes(), Notes(), batch()
+    with pipeline([first, *layers(), last], transport=transport) as pipe:
+        pipe.train_step(x, y)
+        assert set(first.seen) == set(last.seen) == {("cpu", False)}
+        first.seen, last.seen = [], []
+        flushes = torch.set_flush_denormal(True)
+        try:
+            with torch.device("meta"):
+                pipe.train_step(x, y)
+        finally:
+            torch.set_flush_denormal(False)
+        assert set(first.seen) == set(last.seen) == {("meta", flushes)}
+        first.seen, last.seen = [], []
+        pipe.train_step(x, y)
+        assert set(first.seen) == set(last.seen) == {("cpu", False)}
