@@ -31,6 +31,7 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
     together: Together | None = None,
     inputs: str = ROUTED,
     *,
+    keep: Sequence[str] = (),
     method: str = RERUN,
     check: bool = True,
 ) -> Layers:
@@ -55,6 +56,8 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
             between them; or several lists of such patterns.
         inputs: "first": the model's inputs are given to the first stage, and travel on to those
             that use them; "everywhere": each stage is given them, and less travels.
+        keep: patterns of names of blocks whose results are wanted: where no gradients are
+            recorded, as in eval_step, the output is then (output, {name: what the block gave}).
         method: "rerun": stages run the model's own Python; "export": they run what torch.export
             makes of it, for models whose Python cannot be followed.  What is lost then is warned
             of, and the graph is compared with the model in any case.
@@ -77,7 +80,7 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
     name = type(model).__name__
     with saying(f"running {name} on the example, to find its blocks"):
         captured = record_model(
-            model, example_inputs, blocks=blocks, together=together, inputs=inputs
+            model, example_inputs, blocks=blocks, together=together, inputs=inputs, keep=keep
         )
     if check:
         with saying(f"checking the cut {name} against the whole one, once; this is remembered"):

@@ -3,6 +3,8 @@
 import copy
 import random
 import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -306,3 +308,56 @@ def test_a_model_without_values_is_captured_at_once() -> None:
     assert captured.calls == (("blocks.0", 0), ("blocks.1", 0), ("blocks.2", 0))
     assert captured.live_bytes() == (3 * WIDTH * 4,) * 3
     assert CapturedLayers.of(captured).parameter_counts() == (WIDTH * (WIDTH + 1),) * 3
+
+
+class Lazy(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = nn.LazyLinear(WIDTH)
+
+
+class ScriptedBlock(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():  # it is deprecated, and used all the same
+            warnings.simplefilter("ignore")
+            self.blocks[1] = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+
+
+class InThreads(Chain):
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(x.tanh).result()
+
+
+class WithOtherWeights(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            twice = {name: value * 2 for name, value in block.named_parameters()}
+            x = torch.func.functional_call(block, twice, (x,))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Lazy, r"'blocks\.1' is lazy: .* Call the model once"),
+        (ScriptedBlock, r"'blocks\.1' is a TorchScript module"),
+        (InThreads, "given it to another thread"),
+        (WithOtherWeights, r"'blocks\.0' is called with another tensor in place of its 'weight'"),
+    ],
+)
+def test_what_cannot_be_run_in_stages_is_said_with_its_remedy(
+    kind: type[Chain], message: str
+) -> None:
+    with pytest.raises((CutError, GlueError), match=message):
+        record_model(kind(), inputs())
+
+
+def test_a_value_that_a_hook_has_kept_says_what_it_is() -> None:
+    model, kept = Chain(), []
+    model.blocks[0].register_forward_hook(lambda _module, _inputs, output: kept.append(output))
+    with pipeline(model) as pipe:
+        pipe.eval_step(inputs())
+    with pytest.raises(GlueError, match=r"output of 'blocks\.0' is used where .*keep="):
+        kept[-1].sum()

@@ -2,6 +2,7 @@
 
 values        what an operation is called, and what is known of a tensor without its values
 ghost         a tensor without values: it stands for what another stage holds
+faults        errors of code between blocks
 passes        one execution of the model's forward, operation by operation
 record        a pass that runs everything, and notes who gives and who uses what
 replay        a pass of one stage: it runs its own part, and is told the rest

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -17,6 +18,7 @@ from penstock.torch_private import forward_hooks_of, has_gradient_hooks, wants_k
 from .checkpoints import reentrant, watch_checkpoints
 from .ghost import CURRENT, ghosts_in
 from .graphs import Exported
+from .tied import lent_instead
 
 _LARGE_SHARE = 1 / 32
 """A module that holds lists of blocks is opened if it has more than so much of all parameters."""
@@ -114,6 +116,25 @@ def _is_a_list(module: nn.Module, count: int) -> bool:
 def _some(names: Iterable[str]) -> str:
     shown = list(names)
     return ", ".join(shown[:12]) + (f" and {len(shown) - 12} more" if len(shown) > 12 else "")
+
+
+def check_modules(model: nn.Module) -> None:
+    """Refuse modules that have no parameters yet, and those whose Python does not run.
+
+    Raises:
+        CutError: names the module.
+    """
+    for path, module in model.named_modules():
+        if any(is_lazy(tensor) for tensor in module.parameters(recurse=False)):
+            raise CutError(
+                f"{path!r} is lazy: its parameters get their shapes in its first call. Call the "
+                "model once on an example before it is captured"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CutError(
+                f"{path!r} is a TorchScript module, of which no stage can run a part. Give the "
+                "module that it was scripted from; torch.compile of a block is followed"
+            )
 
 
 def check_hooks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
@@ -253,7 +274,7 @@ def _routed_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
     """Handle a custom autograd function that is applied to ghosts between blocks."""
     current = CURRENT.get()
     if current is None or current.is_inside:
-        return _native_apply.__get__(None, cls)(*args, **kwargs)
+        return _native_apply.__get__(None, cls)(*lent_instead(args), **lent_instead(kwargs))
     if cls is CheckpointFunction:
         return reentrant(current, *args)
     if not ghosts_in(args):

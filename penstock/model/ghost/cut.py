@@ -93,7 +93,7 @@ class Cut:
     ) -> Replay:
         """Make the pass of a stage on one micro-batch; `run` runs it."""
         part = self._part(stage)
-        return Replay(
+        replay = Replay(
             self.names,
             part.parameters,
             stage,
@@ -107,6 +107,8 @@ class Cut:
             sees_all=self.captured.needs_all,
             seen=self._seen.setdefault(stage, Seen()),
         )
+        replay.keep = self.captured.keep
+        return replay
 
     def sealed(self, stage: int, header: Header) -> SealedHeader:
         """Give a stage's header as it travels: the same object for the same events."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from penstock.errors import GlueError
 from penstock.model.pytree import flatten, unflatten
 from penstock.torch_private import without_torch_dispatch, without_torch_function
 
@@ -46,7 +47,7 @@ class Ghost(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         current = CURRENT.get()
         if current is None:
-            return NotImplemented
+            raise _used_outside(flatten((args, kwargs or {}))[0])
         with without_torch_function():
             return current.operation(func, args, kwargs or {})
 
@@ -65,6 +66,16 @@ class Ghost(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes what is of no use here
         return f"Ghost({self.info.value}, shape {self.info.shape})"
+
+
+def _used_outside(tensors: list[Tensor]) -> GlueError:
+    ghost = next(tensor for tensor in tensors if type(tensor) is Ghost)
+    return GlueError(
+        f"what stands for the {ghost.info.value} is used where no forward of its stage is under "
+        "way: a hook or a global variable has kept it, or the code between blocks has given it to "
+        "another thread. To get what blocks give, capture the model with keep=[names of blocks], "
+        "and eval_step returns it; let threads work inside a block only"
+    )
 
 
 @lru_cache(maxsize=4096)

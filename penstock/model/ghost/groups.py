@@ -12,14 +12,17 @@ Groups = tuple[frozenset[str], ...]
 
 
 def find_groups(
-    together: Sequence[str] | Sequence[Sequence[str]] | None, blocks: Collection[str]
+    together: Sequence[str] | Sequence[Sequence[str]] | None,
+    blocks: Collection[str],
+    argument: str = "together",
 ) -> Groups:
     """Resolve patterns of names, in one list or in several, to the blocks that they fit.
 
     Raises:
         CutError: a pattern fits no block.
     """
-    return tuple(frozenset(_matching(patterns, blocks)) for patterns in _lists(together or ()))
+    lists = _lists(together or ())
+    return tuple(frozenset(_matching(patterns, blocks, argument)) for patterns in lists)
 
 
 def _lists(together: Sequence[str] | Sequence[Sequence[str]]) -> list[list[str]]:
@@ -28,12 +31,12 @@ def _lists(together: Sequence[str] | Sequence[Sequence[str]]) -> list[list[str]]
     return [*([alone] if alone else []), *several]
 
 
-def _matching(patterns: Iterable[str], blocks: Collection[str]) -> Iterator[str]:
+def _matching(patterns: Iterable[str], blocks: Collection[str], argument: str) -> Iterator[str]:
     for pattern in patterns:
         found = [name for name in blocks if fits(_beginning(name, pattern), pattern)]
         if not found:
             raise CutError(
-                f"together names {pattern!r}, which fits no block; there are {', '.join(blocks)}"
+                f"{argument} names {pattern!r}, which fits no block; there are {', '.join(blocks)}"
             )
         yield from found
 

@@ -46,7 +46,7 @@ def routed(
         ghosts: list[Ghost] = []
         structures: list[Structure] = []
         named: dict[int | str, Any] = dict(enumerate(args))
-        named.update((name, kwargs[name]) for name in sorted(kwargs))
+        named.update((name, kwargs[name]) for name in kwargs)
         for name, value in named.items():
             leaves, structure = flatten(value)
             structures.append(moved(structure, len(ghosts)))

@@ -24,7 +24,7 @@ from .make import Part, move_or_make_parts
 from .record_model import Captured
 from .seen import SealedHeader
 from .tied import empty_buffers, release
-from .values import EventKey, Header, ValueId
+from .values import EventKey, Header, ValueId, name_of
 
 OUTPUT: Value = (-2, 0)
 """The model's output."""
@@ -45,7 +45,7 @@ class CapturedLayers(Layers):
         """Make each block call a layer."""
         steps = []
         for index, (block, number) in enumerate(captured.calls):
-            name = block if number == 0 else f"{block} (call {number + 1})"
+            name = name_of(block, number)
             steps.append(Step(index, name, captured.blocks[block], (), ((index, 0),)))
         return cls(tuple(steps), captured)
 

@@ -5,12 +5,12 @@ operation on a routed tensor    event n after the call    between blocks: residu
 anything else between blocks    no event                  runs on every stage alike
 """
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -21,8 +21,19 @@ from penstock.torch_private import version_counter, without_torch_function
 from .checkpoints import checkpointed
 from .containers import SIMPLE, changes, contents
 from .draws import draws
+from .faults import calling_line, changes_container, of_another_microbatch, writes_into
 from .ghost import CURRENT, PLAIN, Ghost, answer, is_question
-from .values import START, EventKey, Header, Info, Operation, Told, ValueId, told_structure
+from .values import (
+    START,
+    EventKey,
+    Header,
+    Info,
+    Operation,
+    Told,
+    ValueId,
+    name_of,
+    told_structure,
+)
 
 Perform = Callable[[EventKey, Callable[[], Any]], Any]
 """(event, function) -> the function's result: how a block call or a random operation is run.
@@ -65,6 +76,9 @@ class Pass(ABC):
         """Whether a block or an operation is run natively; nothing in it is an event."""
         self.checkpoint: Callable[..., Any] | None = None
         """What the model's code has put around the blocks that it calls now."""
+        self.keep: Collection[str] = ()
+        """Blocks whose results are given beside the output, where no gradients are recorded."""
+        self._beside: dict[str, Any] = {}
         self.asks_for_grad = False
         """Whether the code between blocks has asked if gradients are recorded."""
         self.home = object()
@@ -101,7 +115,10 @@ class Pass(ABC):
         self._calls[block] = call + 1
         key = EventKey(block, call, 0)
         self._last, self._number, self._drawn = key, 0, 0
-        return self.event(Operation(key, block, native, args, kwargs))
+        result = self.event(Operation(key, block, native, args, kwargs))
+        if block in self.keep and not torch.is_grad_enabled():
+            self._beside[name_of(block, call)] = result
+        return result
 
     @abstractmethod
     def event(self, operation: Operation) -> Any:
@@ -116,15 +133,19 @@ class Pass(ABC):
         token = CURRENT.set(self)
         try:
             if not self._sees_all:
-                return self.ended(model(*args, **kwargs))
+                return self.ended(self._with_kept(model(*args, **kwargs)))
             with _Everything(self):
-                return self.ended(model(*args, **kwargs))
+                return self.ended(self._with_kept(model(*args, **kwargs)))
         except RuntimeError as error:
             if self._not_followed is None or error is self._not_followed:
                 raise
             raise self._not_followed from error  # TorchScript puts its own in that one's place
         finally:
             CURRENT.reset(token)
+
+    def _with_kept(self, output: Any) -> Any:
+        """Return the model's output, and beside it what the blocks gave that are to be kept."""
+        return (output, self._beside) if self.keep and not torch.is_grad_enabled() else output
 
     def ended(self, output: Any) -> Any:
         """Give the model's output with real tensors for ghosts."""
@@ -184,10 +205,10 @@ class Pass(ABC):
             self.is_inside = False
         for part, content in given_in:
             if contents(part) != content:
-                raise _changes_container(part, operation)
+                raise changes_container(part, operation)
         for tensor, version in zip(others, before, strict=False):
             if _version(tensor) != version:
-                self.wrote_outside(_writes_into(tensor, operation))
+                self.wrote_outside(writes_into(tensor, operation))
         changed = any(_version(g.here) != v for g, v in zip(ghosts, versions, strict=True))
         return self.result_of(operation, result, ghosts, versions if changed else None)
 
@@ -255,7 +276,7 @@ class Pass(ABC):
         kind = type(value)
         if kind is Ghost:
             if value.home is not self.home:
-                raise _of_another_microbatch(value)
+                raise of_another_microbatch(value)
             ghosts.setdefault(id(value), value)
             return self.real(value)
         if kind in PLAIN:
@@ -341,44 +362,9 @@ class _Everything(TorchFunctionMode):
         return self._pass.unrouted(func, args, kwargs)
 
 
-def _of_another_microbatch(ghost: Ghost) -> GlueError:
-    return GlueError(
-        f"the {ghost.info.value} of another micro-batch is read ({calling_line()}), which the "
-        "model's code has kept in a global variable, say. Keep such values in local variables"
-    )
-
-
-def _changes_container(part: Any, operation: Operation) -> CutError:
-    return CutError(
-        f"{operation.key} changes a {type(part).__name__} that it was given ({calling_line()}): "
-        "each stage has one of its own, and the others would not see it. Return what it puts in "
-        "there instead"
-    )
-
-
-def _writes_into(tensor: Tensor, operation: Operation) -> CutError:
-    return CutError(
-        f"'{operation.name}', {operation.key}, writes a routed value into a tensor of shape "
-        f"{tuple(tensor.shape)} that each stage makes for itself ({calling_line()}), so that "
-        "later ones would not see it. Make that tensor from a routed one (x.new_zeros(...)), or "
-        "do this in an nn.Module with parameters"
-    )
-
-
 def _version(tensor: Any) -> int:
     try:
         version: int = version_counter(tensor)
     except RuntimeError:  # made in inference mode: it has none
         return 0
     return version
-
-
-def calling_line() -> str:
-    """Give the file and line of the model's code that is being run."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("torch.", "penstock.")) and module != "torch":
-            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]  # None at the end
-    return "unknown line"

@@ -201,7 +201,10 @@ def _run(
             f"output {n}": leaf.detach() for n, leaf in enumerate(leaves)
         }
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            tensors[f"{_GRADIENT}{name!r}"] = parameter.grad
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse:
+                gradient = gradient.to_dense()
+            tensors[f"{_GRADIENT}{name!r}"] = gradient
         for name, buffer in model.named_buffers():
             tensors[f"the buffer {name!r}"] = buffer.clone()
     return Side(tensors, bool(roots))

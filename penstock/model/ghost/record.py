@@ -20,8 +20,9 @@ from penstock.model.pytree import flatten, tree_map
 from penstock.torch_private import uncompiled, without_any_torch_function
 
 from .draws import draws
+from .faults import calling_line
 from .ghost import QUESTIONS, Ghost, ghosts_in, map_tensors
-from .passes import GRADIENT_HOOKS, Pass, calling_line
+from .passes import GRADIENT_HOOKS, Pass
 from .values import END, START, EventKey, Info, Operation, Told, ValueId, left_behind
 
 _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
@@ -96,6 +97,7 @@ class Recording(Pass):
         before = [ghost.info.value for ghost in ghosts]
         if key.number == 0:
             self._check_drawn(key)
+            self._check_parameters(operation)
             if self._wrote_outside is not None:
                 raise self._wrote_outside
         if function in GRADIENT_HOOKS:  # there is no backward
@@ -209,6 +211,19 @@ class Recording(Pass):
                 f"from the block{remedy}",
                 maker,
             )
+
+    def _check_parameters(self, operation: Operation) -> None:
+        """Refuse a block that is called with other tensors in place of its parameters."""
+        block = operation.function.args[0] if isinstance(operation.function, partial) else None
+        for name, tensor in block.named_parameters() if isinstance(block, nn.Module) else ():
+            if id(tensor) not in self._parameters:
+                raise CutError(
+                    f"{operation.key} is called with another tensor in place of its {name!r} "
+                    f"({calling_line()}), as by torch.func.functional_call: each stage would do "
+                    "so, while another one runs that block. Put this call into an nn.Module with "
+                    "parameters and name it in blocks=, or let torch.nn.utils.parametrize compute "
+                    "the weight"
+                )
 
     def _check_drawn(self, before: EventKey | None) -> None:
         """Refuse code between blocks that draws random numbers that are not torch's."""

@@ -15,7 +15,7 @@ from torch import nn
 from penstock.errors import CutError
 from penstock.model.state import attributes, keeping_values, tensors_at
 
-from .blocks import check_hooks, find_blocks, original_class, watch, watch_functions
+from .blocks import check_hooks, check_modules, find_blocks, original_class, watch, watch_functions
 from .groups import Groups, find_groups, ranges_of
 from .inputs import EVERYWHERE, ROUTED, as_call, first_samples, routed
 from .record import Event, Recording, SideChannel
@@ -30,6 +30,15 @@ class Mode(NamedTuple):
 
     training: bool
     with_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the user has asked for."""
+
+    inputs: str
+    groups: Groups
+    keep: frozenset[str]
 
 
 _TRAINING, _EVALUATION = Mode(True, True), Mode(False, False)
@@ -72,6 +81,8 @@ class Captured:
     """Values of each parameter, by its first name."""
     together: tuple[tuple[int, int], ...] = ()
     """First and last of calls that are to be on one stage; such ranges do not overlap."""
+    keep: frozenset[str] = frozenset()
+    """Blocks whose results are given beside the output."""
     checked: str = "not checked"
     """What a comparison with the model as it is has shown."""
 
@@ -104,6 +115,7 @@ def record_model(
     blocks: Sequence[str] | None = None,
     together: Sequence[str] | Sequence[Sequence[str]] | None = None,
     inputs: str = ROUTED,
+    keep: Sequence[str] = (),
 ) -> Captured:
     """Run a model on example inputs, and note its block calls and the values between them.
 
@@ -119,6 +131,7 @@ def record_model(
             them; or several lists of such names.
         inputs: "first": the model's inputs are given to the first stage and travel on from there;
             "everywhere": every stage is given them.
+        keep: patterns of names of blocks whose results are given beside the output.
 
     Raises:
         CutError: a pattern fits nothing; a tensor passes between blocks on a side way; there is no
@@ -128,16 +141,18 @@ def record_model(
     if inputs not in (ROUTED, EVERYWHERE):
         raise CutError(f"inputs={inputs!r}; choose {ROUTED!r} or {EVERYWHERE!r}")
     watch_functions()
-    args, kwargs = as_call(example_inputs)
+    check_modules(model)
+    call = as_call(example_inputs)
     opened: list[type] = []
     while True:
         found = find_blocks(model, blocks, opened)
         if not found:
             raise CutError(f"{type(model).__name__} has no parameters, and so no blocks to cut at")
         try:
-            groups = find_groups(together, found)
-            recordings = _record(model, found, args, kwargs, inputs, groups)
-            return _captured(model, found, recordings, inputs, opened, groups)
+            kept = (name for group in find_groups(list(keep), found, "keep") for name in group)
+            asked = _Asked(inputs, find_groups(together, found), frozenset(kept))
+            recordings = _record(model, found, call, asked)
+            return _captured(model, found, recordings, opened, asked)
         except SideChannel as error:
             kind = original_class(found[error.block])
             has_parts = any(True for _ in found[error.block].children())
@@ -149,18 +164,16 @@ def record_model(
 def _record(
     model: nn.Module,
     blocks: dict[str, nn.Module],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    inputs: str,
-    groups: Groups,
+    whole: tuple[tuple[Any, ...], dict[str, Any]],
+    asked: _Asked,
 ) -> dict[Mode, Recording]:
     """Run the model in the modes that it may take other ways in.
 
     Training is run on the whole example, and the others on a few samples: they add to it.
     """
     check_hooks(model, blocks.values())
-    whole, few = (args, kwargs), first_samples((args, kwargs), _FEW)
-    record = partial(_record_mode, model, blocks, inputs, groups)
+    few = first_samples(whole, _FEW)
+    record = partial(_record_mode, model, blocks, asked)
     recordings = {_TRAINING: record(whole, _TRAINING)}
     for mode in (_EVALUATION, *_OTHERS):
         if mode in _OTHERS and not any(r.asks_for_grad for r in recordings.values()):
@@ -176,22 +189,22 @@ def _record(
 def _record_mode(
     model: nn.Module,
     blocks: dict[str, nn.Module],
-    inputs: str,
-    groups: Groups,
+    asked: _Asked,
     given: tuple[tuple[Any, ...], dict[str, Any]],
     mode: Mode,
 ) -> Recording:
     parameters = {id(p): name for name, p in model.named_parameters()}
     on_meta = any(p.is_meta for p in model.parameters())
-    recording = Recording(watch(model, blocks), parameters, on_meta=on_meta, together=groups)
+    recording = Recording(watch(model, blocks), parameters, on_meta=on_meta, together=asked.groups)
+    recording.keep = asked.keep
     with as_it_was(model, training=mode.training), torch.set_grad_enabled(mode.with_grad):
-        if inputs == ROUTED:
+        if asked.inputs == ROUTED:
             given = routed(recording, *given)
             recording.note_inputs(recording.header[START])
         before, writes = outer_state(model, blocks.values()), Writes(model, blocks)
         with seeds_refused(), grad_mode_noted(), writes.noted(recording):
             recording.run(model, *given)
-        writes.check(groups)
+        writes.check(asked.groups)
         check_unchanged(before, outer_state(model, blocks.values()))
     return recording
 
@@ -200,9 +213,8 @@ def _captured(
     model: nn.Module,
     blocks: dict[str, nn.Module],
     recordings: dict[Mode, Recording],
-    inputs: str,
     opened: Sequence[type],
-    groups: Groups,
+    asked: _Asked,
 ) -> Captured:
     found = list(recordings.values())
     calls = reduce(_merged, (calls_of(recording.events) for recording in found))
@@ -211,13 +223,14 @@ def _captured(
         {name: blocks[name] for name in dict.fromkeys(name for name, _ in calls)},
         tuple(calls),
         tuple(Recorded(m, tuple(r.events), dict(r.infos)) for m, r in recordings.items()),
-        inputs,
+        asked.inputs,
         decides=any(event.decides for recording in found for event in recording.events),
         needs_all=any(recording.needs_all for recording in found),
         warnings=tuple(_warnings(found, opened)),
         parameters=_first_names(model),
         sizes={name: parameter.numel() for name, parameter in model.named_parameters()},
-        together=ranges_of(groups, calls),
+        together=ranges_of(asked.groups, calls),
+        keep=asked.keep,
     )
 
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from penstock.errors import CutError, GlueError, RouteError
 from penstock.model.pytree import Leaf, flatten, unflatten
 
+from .faults import calling_line
 from .ghost import Ghost, ghosts_in
 from .modes import Modes
-from .passes import GRADIENT_HOOKS, Pass, Perform, calling_line, plainly
+from .passes import GRADIENT_HOOKS, Pass, Perform, plainly
 from .seen import Seen
 from .tied import Absent, Lent
 from .values import END, EventKey, Header, Operation, Told, ValueId, told_structure

@@ -6,6 +6,7 @@ unsplit backward pass adds them, and there is one parameter to an optimizer and 
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,9 @@ from penstock.errors import CutError, RouteError
 from penstock.model.pytree import Sealed, flatten
 from penstock.torch_private import buffers_of, parameters_of, without_torch_function
 
+from .faults import calling_line
 from .ghost import METADATA, QUESTIONS, map_tensors
 from .graphs import Exported
-from .passes import calling_line
 from .routes import Call, Placed
 from .values import EventKey, ValueId
 
@@ -159,12 +160,31 @@ def empty_buffers(module: nn.Module) -> None:
                 buffers_of(part)[name] = torch.empty_like(buffer, device="meta")
 
 
+_LENDING: "ContextVar[Lent | None]" = ContextVar("penstock_lent", default=None)
+"""What the block that runs now is lent."""
+
+
+def lent_instead(value: Any) -> Any:
+    """Return nested values with what was sent for parameters, while a block reads such."""
+    lent = _LENDING.get()
+    return value if lent is None else lent.replaced(value)
+
+
 class Lent(TorchFunctionMode):
     """Lets operations read what was sent for a parameter instead of the parameter."""
 
     def __init__(self, sent: Mapping[int, Tensor]) -> None:
         super().__init__()
         self.sent, self._with_grad = sent, torch.is_grad_enabled()
+
+    def __enter__(self) -> "Lent":
+        self._before = _LENDING.set(self)
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]  # as above
+        _LENDING.reset(self._before)
 
     def replaced(self, value: Any) -> Any:
         """Put what was sent for parameters into nested values."""

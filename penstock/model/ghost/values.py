@@ -52,6 +52,11 @@ END = EventKey("", 0, -1)
 """What uses the values that the model gives."""
 
 
+def name_of(block: str, call: int) -> str:
+    """Return what a block call is known as: its block, and which call where not the first."""
+    return f"{block} (call {call + 1})" if call else block
+
+
 class Operation(NamedTuple):
     """What is about to happen: a call of a block, or an operation between blocks."""
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from penstock.errors import CutError
 from penstock.torch_private import buffers_of, children_of, parameters_of
 
+from .faults import calling_line
 from .ghost import CURRENT
-from .passes import calling_line
 from .record import Recording
 from .state import UNCOUNTED, changed_outside
 from .values import EventKey

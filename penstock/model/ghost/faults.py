@@ -1,0 +1,46 @@
+"""Errors of code between blocks that no stage could run, with the line of the model's code."""
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from penstock.errors import CutError, GlueError
+
+from .ghost import Ghost
+from .values import Operation
+
+
+def of_another_microbatch(ghost: Ghost) -> GlueError:
+    return GlueError(
+        f"the {ghost.info.value} of another micro-batch is read ({calling_line()}), which the "
+        "model's code has kept in a global variable, say. Keep such values in local variables"
+    )
+
+
+def changes_container(part: Any, operation: Operation) -> CutError:
+    return CutError(
+        f"{operation.key} changes a {type(part).__name__} that it was given ({calling_line()}): "
+        "each stage has one of its own, and the others would not see it. Return what it puts in "
+        "there instead"
+    )
+
+
+def writes_into(tensor: Tensor, operation: Operation) -> CutError:
+    return CutError(
+        f"'{operation.name}', {operation.key}, writes a routed value into a tensor of shape "
+        f"{tuple(tensor.shape)} that each stage makes for itself ({calling_line()}), so that "
+        "later ones would not see it. Make that tensor from a routed one (x.new_zeros(...)), or "
+        "do this in an nn.Module with parameters"
+    )
+
+
+def calling_line() -> str:
+    """Give the file and line of the model's code that is being run."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("torch.", "penstock.")) and module != "torch":
+            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]  # None at the end
+    return "unknown line"
