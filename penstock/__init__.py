@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .errors import PenstockError as PenstockError
     from .mesh import Mesh as Mesh
     from .mesh import init_mesh as init_mesh
+    from .model.batch import Whole as Whole
     from .model.capture import capture as capture
     from .model.layers import Layer as Layer
     from .model.layers import Layers as Layers
@@ -49,6 +50,7 @@ _HOME = {
     "Trace": "penstock.types",
     "TiedGradients": "penstock.types",
     "Transport": "penstock.types",
+    "Whole": "penstock.model.batch",
     "async_save_checkpoint": "penstock.checkpoint",
     "capture": "penstock.model.capture",
     "check": "penstock.equality",
@@ -78,6 +80,7 @@ __all__ = [
     "Timeline",
     "Trace",
     "Transport",
+    "Whole",
     "async_save_checkpoint",
     "capture",
     "check",

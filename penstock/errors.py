@@ -140,3 +140,7 @@ class ExecutionWarning(UserWarning):
 
 class StatisticsWarning(UserWarning):
     """The running statistics of a BatchNorm layer move with every micro-batch; says why."""
+
+
+class OutputWarning(UserWarning):
+    """A value in the outputs of micro-batches may not be that of the whole batch."""

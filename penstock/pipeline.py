@@ -248,8 +248,8 @@ class Pipeline(AbstractMovable):
 
         Args:
             inputs: a tensor, or any nest of containers of tensors, of shape (N, ...); goes to the
-                first layer as its one argument.  Values that are no tensors go to every
-                micro-batch.
+                first layer as its one argument.  Arrays, and lists without tensors, have N entries
+                and are cut likewise; see `penstock.Whole` for what every micro-batch is to have.
             targets: likewise, of the same N; None if the loss needs none.
             loss_scale: multiplies all gradients, so that small ones are not lost in float16; see
                 `penstock.GradScaler`.  The same on every process.

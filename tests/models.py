@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -86,9 +87,12 @@ def series(n: int, g: torch.Generator) -> Batch:
 
 
 def pairs(n: int, g: torch.Generator) -> Batch:
-    """Give a dict of inputs and a tuple of targets."""
+    """Give a dict of inputs and a tuple of targets; lists and arrays have an entry per sample."""
     x, y = vectors(n, g)
-    return {"x": x, "rows": torch.arange(n), "factor": 2}, (y, torch.ones(n, 3))
+    signs = numpy.where(numpy.arange(n) % 3, 1.0, -1.0)
+    words = ["ab"[: row % 3] for row in range(n)]
+    batch = {"x": x, "rows": torch.arange(n), "factor": 2, "signs": signs, "words": words}
+    return batch, (y, torch.ones(n, 3), list(range(n)))
 
 
 def token_loss(scores: Tensor, targets: Tensor) -> Tensor:
@@ -140,7 +144,8 @@ def lstm() -> list[Any]:
 class _FromDict(nn.Module):
     def forward(self, batch: dict[str, Any]) -> Tensor:
         picked: Tensor = batch["x"] * batch["factor"] + batch["rows"].unsqueeze(1)
-        return picked
+        lengths = torch.tensor([float(len(word)) for word in batch["words"]])
+        return picked * torch.from_numpy(batch["signs"]).float()[:, None] + lengths[:, None]
 
 
 def structures() -> list[Any]:
@@ -328,8 +333,8 @@ def without_weights() -> list[Any]:
     return [nn.Tanh(), nn.Linear(6, 3), nn.Tanh(), nn.Softmax(dim=1), nn.Identity()]
 
 
-def _pair_loss(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
-    return F.mse_loss(output * target[1], target[0])
+def _pair_loss(output: Tensor, target: tuple[Tensor, Tensor, list[int]]) -> Tensor:
+    return F.mse_loss(output * target[1], target[0] + torch.tensor(target[2])[:, None])
 
 
 ALL_MODELS = (

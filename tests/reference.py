@@ -5,11 +5,13 @@ l on values.  Everything happens on the calling thread, micro-batch after micro-
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -167,11 +169,17 @@ def stream_key(seed: int, step: int, layer: int, microbatch: int) -> int:
 
 
 def split(value: Any, num_microbatches: int) -> tuple[list[Any], list[int]]:
-    """Cut every tensor along dimension 0; give the pieces and their sizes."""
-    leaves, structure = tree_flatten(value)
+    """Cut tensors along dimension 0, arrays and lists of plain values; give pieces and sizes."""
+    leaves, structure = tree_flatten(value, is_leaf=_is_list)
     sizes = [n for n in map(len, leaves[0].tensor_split(num_microbatches)) if n]
+    ends = list(itertools.accumulate(sizes, initial=0))
     rows = [
-        _cut(leaf, sizes) if isinstance(leaf, Tensor) else [leaf] * len(sizes) for leaf in leaves
+        _cut(leaf, sizes)
+        if isinstance(leaf, Tensor)
+        else [leaf[a:b] for a, b in itertools.pairwise(ends)]
+        if _is_list(leaf)
+        else [leaf] * len(sizes)
+        for leaf in leaves
     ]
     return [tree_unflatten(list(row), structure) for row in zip(*rows, strict=True)], sizes
 
@@ -240,6 +248,12 @@ def _move_statistics(module: _BatchNorm, rows: list[tuple[int, Tensor, Tensor]])
         factor = 1.0 / batches.item() if module.momentum is None else module.momentum
         running_mean.copy_((1 - factor) * running_mean.double() + factor * average)
         running_var.copy_((1 - factor) * running_var.double() + factor * (squares / (count - 1)))
+
+
+def _is_list(value: Any) -> bool:
+    if isinstance(value, list):
+        return not any(isinstance(entry, Tensor) for entry in value)
+    return isinstance(value, numpy.ndarray)
 
 
 def _cut(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -56,6 +56,7 @@ def check(
         raise ConfigError("check needs a loss, as train_step does: give loss=")
     unsplit, loss_of_model = copy.deepcopy((given, loss))
     twin, loss_of_twin = copy.deepcopy((given, loss))
+    _check_copied(twin)
     with (
         Pipeline(twin, num_microbatches=num_microbatches, loss=loss_of_twin, **options) as pipe,
         _untouched(given),
@@ -74,6 +75,16 @@ def check(
         batch = tree_map(lambda t: _leaf_on(t, pipe.devices[0]), (inputs, targets))
         found = _run_pipeline(pipe, twin, loss_of_twin, batch)
         return compare(unsplit, expected, found, f"K={pipe.num_stages}, M={num_microbatches}")
+
+
+def _check_copied(twin: Layers) -> None:
+    """Refuse a model that deepcopy does not copy: torch.jit's copies lead back to it."""
+    if not all(p.is_leaf for _, holder in twin.holders() for p in holder.parameters()):
+        raise ConfigError(
+            "copy.deepcopy of the model gives parameters that are no leaves, so that its two "
+            "sides cannot be compared; scripted and traced modules do so. Check the model before "
+            "it is scripted"
+        )
 
 
 def _check_one_device(pipe: Pipeline) -> None:

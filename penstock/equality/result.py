@@ -38,7 +38,11 @@ def digests(layers: Layers) -> Iterator[list[set[bytes]]]:
 
         return note
 
-    handles = [step.module.register_forward_hook(noting(step.index)) for step in layers]
+    handles = [
+        step.module.register_forward_hook(noting(step.index))
+        for step in layers
+        if not isinstance(step.module, torch.jit.ScriptModule)  # these take no hooks
+    ]
     try:
         yield found
     finally:

@@ -12,6 +12,7 @@ from penstock.errors import CutError, ExportWarning
 from penstock.progress import saying
 from penstock.torch_private import uncompiled
 
+from .batch import without_whole
 from .ghost.inputs import ROUTED, as_call
 from .ghost.layers import CapturedLayers
 from .ghost.prove import prove_alike
@@ -72,6 +73,7 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
         GlueError: code between blocks cannot be followed.
         CheckError: the cut model is not the model, or what was exported is not.
     """
+    example_inputs = without_whole(example_inputs)
     _check_signature(model, example_inputs)
     if method not in (RERUN, EXPORT):
         raise CutError(f"method={method!r}; choose {RERUN!r} or {EXPORT!r}")

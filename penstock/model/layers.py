@@ -278,10 +278,10 @@ def _check_layer(layer: Layer, name: str, index: int, names: set[str]) -> None:
         raise ConfigError(
             f"layer {name!r} names no inputs; leave `inputs` out or name at least one"
         )
-    for parameter in layer.module.parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
+    for tensor in (*layer.module.parameters(), *layer.module.buffers()):
+        if nn.parameter.is_lazy(tensor):
             raise ConfigError(
-                f"layer {name!r} has parameters without a shape yet (a lazy module); "
+                f"layer {name!r} has parameters or buffers without a shape yet (a lazy module); "
                 "run the model once on an example batch before giving it to the pipeline"
             )
 

@@ -12,6 +12,7 @@ from enum import Enum
 from numbers import Number
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -42,6 +43,23 @@ class Sealed:
     """Base of what crosses stages as it is, and holds no tensor."""
 
 
+class StandIn(Sealed):
+    """Stands for an object that is not here; whatever is asked of it raises its `_error`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # as copies and pickles ask
+            raise AttributeError(name)
+        raise self._error()
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise self._error()
+
+    __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = _refuse
+
+    def _error(self) -> Exception:
+        raise NotImplementedError
+
+
 Structure = Leaf | Constant | Node
 
 
@@ -50,7 +68,13 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
     if isinstance(value, Tensor):
         return [value], Leaf(0)
     leaves: list[Tensor] = []
-    return leaves, _flatten(value, leaves, {})
+    return leaves, _flatten(value, leaves, {}, _is_tensor)
+
+
+def flatten_by(value: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Structure]:
+    """Split a value as `flatten` does; what `is_leaf` tells of is a leaf beside the tensors."""
+    leaves: list[Any] = []
+    return leaves, _flatten(value, leaves, {}, lambda v: _is_tensor(v) or is_leaf(v))
 
 
 def unflatten(structure: Structure, leaves: list[Any]) -> Any:
@@ -94,6 +118,62 @@ def is_same(one: Structure, other: Structure) -> bool:
 _COMPARED = (bool, int, float, str)
 
 
+def first_difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any] | None:
+    """Find where two values differ in structure or in a plain constant: the path, and both sides.
+
+    Objects of the user's are not compared.
+    """
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return None
+    parts, other_parts = opened(one), opened(other)
+    if parts is None or other_parts is None:
+        return None if _is_same_constant(one, other) else (path, one, other)
+    names, other_names = _places(one), _places(other)
+    if type(one) is not type(other) or names != other_names:
+        return path, one, other
+    for name, child, twin in zip(names, parts[0], other_parts[0], strict=True):
+        found = first_difference(child, twin, path + name)
+        if found is not None:
+            return found
+    return None
+
+
+def _is_same_constant(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Sealed) or is_object(one):
+        return True  # that there are several is told when one is used
+    if isinstance(one, numpy.ndarray):
+        return numpy.array_equal(one, other)
+    try:
+        return bool(one == other) or bool(one != one and other != other)  # a NaN is equal here
+    except (TypeError, ValueError, RuntimeError):  # what their comparison gives is no truth value
+        return False
+
+
+def _places(container: Any) -> list[str]:
+    """Name the children of a container, in their order, as one writes them after its name."""
+    if dataclasses.is_dataclass(container):
+        return [f".{field.name}" for field in dataclasses.fields(container)]
+    if isinstance(container, Mapping):
+        return [f"[{key!r}]" for key in container]
+    return [f"[{n}]" for n in range(len(container))]
+
+
+def constants(structure: Structure) -> Iterator[Any]:
+    """Yield the values in a structure that are no tensors."""
+    match structure:
+        case Constant(value):
+            yield value
+        case Node(_, children):
+            for child in children:
+                yield from constants(child)
+        case Leaf():
+            return
+
+
 def template(structure: Structure) -> Any:
     """Give a value with `Leaf`s where its tensors were: it can be pickled if its classes can."""
     return unflatten(structure, [Leaf(index) for index in range(_num_leaves(structure))])
@@ -101,7 +181,7 @@ def template(structure: Structure) -> Any:
 
 def from_template(value: Any) -> Structure:
     """Give the structure whose `template` this is."""
-    return _flatten(value, [], {})
+    return _flatten(value, [], {}, _is_tensor)
 
 
 def _num_leaves(structure: Structure) -> int:
@@ -155,33 +235,37 @@ _PLAIN = (
 
 def opaque_values(structure: Structure) -> Iterator[Any]:
     """Yield the constants in which a tensor could hide: anything but plain values."""
-    match structure:
-        case Constant(value):
-            if not isinstance(value, _PLAIN):
-                yield value
-        case Node(_, children):
-            for child in children:
-                yield from opaque_values(child)
-        case Leaf():
-            return
+    return (value for value in constants(structure) if not isinstance(value, _PLAIN))
 
 
-def _flatten(value: Any, leaves: list[Tensor], seen: dict[int, int]) -> Structure:
-    if isinstance(value, Tensor):
+def is_object(value: Any) -> bool:
+    """Tell whether a value is an object of the user's: no tensor, container or plain value."""
+    is_plain_value = isinstance(value, (Tensor, numpy.ndarray, *_PLAIN))
+    return not is_plain_value and opened(value) is None
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _flatten(
+    value: Any, leaves: list[Any], seen: dict[int, int], is_leaf: Callable[[Any], bool]
+) -> Structure:
+    if is_leaf(value):
         index = seen.setdefault(id(value), len(leaves))
         if index == len(leaves):
             leaves.append(value)
         return Leaf(index)
     if isinstance(value, Leaf):
         return value
-    parts = _open(value)
+    parts = opened(value)
     if parts is None:
         return Constant(value)
     children, rebuild = parts
-    return Node(rebuild, tuple(_flatten(child, leaves, seen) for child in children))
+    return Node(rebuild, tuple(_flatten(child, leaves, seen, is_leaf) for child in children))
 
 
-def _open(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+def opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """Give a container's children and how to rebuild it; None if the value is no container."""
     kind = type(value)
     if kind is tuple or kind is list:

@@ -36,7 +36,7 @@ def read_state(
         (m, True, name): buffer for m in modules for name, buffer in buffers_of(m).items()
     }
     for place in places:
-        value = holder(place).get(place[2])
+        value = standing_at(place)
         now[place] = value if isinstance(value, Tensor) else None
     return now
 
@@ -45,6 +45,13 @@ def holder(place: Place) -> dict[str, Any]:
     """Give the dictionary in which the module keeps the tensor."""
     module, is_buffer, _ = place
     return buffers_of(module) if is_buffer else vars(module)
+
+
+def standing_at(place: Place) -> Any:
+    """Return what stands at a place, or `ABSENT`."""
+    held = holder(place)
+    is_there = place[2] in held  # the buffers of a scripted module have no `get`
+    return held[place[2]] if is_there else ABSENT
 
 
 def put_state(state: Mapping[Place, Any]) -> None:

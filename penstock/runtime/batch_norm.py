@@ -45,13 +45,15 @@ def warn_of_unpooled(modules: Iterable[nn.Module], *, over_replicas: bool) -> No
     Raises:
         ConfigError: they were to be pooled over replicas.
     """
-    unpooled = [module for module in _tracking(modules) if not _runs_torchs_forward(module)]
+    modules = list(modules)
+    unpooled: list[Any] = [m for m in _tracking(modules) if not _runs_torchs_forward(m)]
+    unpooled += [m for module in modules for m in module.modules() if _is_scripted_norm(m)]
     if not unpooled:
         return
-    kinds = ", ".join(sorted({type(module).__name__ for module in unpooled}))
+    kinds = {getattr(module, "original_name", type(module).__name__) for module in unpooled}
     reason = (
-        f"{len(unpooled)} BatchNorm layers ({kinds}) have a forward of their own, which may read "
-        "their running statistics or move them in its own way"
+        f"{len(unpooled)} BatchNorm layers ({', '.join(sorted(kinds))}) are scripted or have a "
+        "forward of their own, which may read their running statistics or move them in its own way"
     )
     if over_replicas:
         raise ConfigError(
@@ -80,6 +82,12 @@ def _tracking(modules: Iterable[nn.Module]) -> list[AnyBatchNorm]:
                 "per mini-batch)"
             )
     return [module for module in found if module.track_running_stats]
+
+
+def _is_scripted_norm(module: nn.Module) -> bool:
+    """Tell whether a module is a BatchNorm that torch.jit has compiled."""
+    is_scripted = isinstance(module, torch.jit.ScriptModule)
+    return is_scripted and getattr(module, "original_name", "").startswith("BatchNorm")
 
 
 def _runs_torchs_forward(module: AnyBatchNorm) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.errors import BatchError
 from penstock.mesh import Mesh
+from penstock.model.batch import batch_size, split
 from penstock.model.pytree import flatten, from_template, template, unflatten
 from penstock.types import Reduction, Trace
 
@@ -30,12 +31,10 @@ from .handshake import (
     strongest_trace,
 )
 from .microbatches import (
-    batch_size,
     loss_weights,
     microbatch_sizes,
     raw_weights,
     shares,
-    split,
 )
 from .replicas import Replicas
 from .run import Run
@@ -296,8 +295,8 @@ def _cut(value: Any, sizes: list[int]) -> list[Any]:
 
 def _unequal(num_inputs: int, num_targets: int) -> BatchError:
     return BatchError(
-        f"inputs hold {num_inputs} samples, targets {num_targets}; dimension 0 of both is the "
-        "batch"
+        f"inputs hold {num_inputs} samples, targets {num_targets}; dimension 0 of tensors is the "
+        "batch, and lists have one entry per sample"
     )
 
 

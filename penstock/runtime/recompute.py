@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import RecomputeError
-from penstock.model.state import ABSENT, Place, attributes, holder, put_state, read_state
+from penstock.model.state import ABSENT, Place, attributes, put_state, read_state, standing_at
 from penstock.torch_private import parameters_of, version_counter
 
 from .boundary import same_bits
@@ -127,7 +127,7 @@ class Repeatable:
         modes = self._modes()
         if not seen.state and modes == seen.modes:
             return _nothing
-        now = {place: holder(place).get(place[2], ABSENT) for place in seen.state}
+        now = {place: standing_at(place) for place in seen.state}
         self._set_modes(seen.modes)
         put_state(seen.state)
 

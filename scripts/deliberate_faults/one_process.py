@@ -64,6 +64,28 @@ FAULTS = (
         "tests/laws/test_batch_norm.py",
     ),
     Fault(
+        "a list with one entry per sample is given whole to every micro-batch",
+        "penstock/model/batch.py",
+        "return [entry[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]",
+        "return [entry] * len(sizes)",
+        "tests/laws/test_equality.py",
+        "structures",
+    ),
+    Fault(
+        "a list of another length than the batch is cut",
+        "penstock/model/batch.py",
+        "if len(row) != count:",
+        "if False:",
+        "tests/unit/test_batch.py::test_what_cannot_be_cut_is_refused_with_the_remedy",
+    ),
+    Fault(
+        "outputs that differ in what is no tensor are those of the first micro-batch",
+        "penstock/runtime/microbatches.py",
+        "if found is not None:",
+        "if False:",
+        "tests/unit/test_batch.py::test_outputs_that_differ_in_what_is_no_tensor_are_refused",
+    ),
+    Fault(
         "every micro-batch weighs 1 / M, whatever its size",
         "penstock/runtime/microbatches.py",
         "return [weight / total for weight in raw]",

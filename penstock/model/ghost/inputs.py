@@ -3,7 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.model.pytree import DictOf, Node, Structure, flatten, moved, unflatten
+from torch import Tensor
+
+from penstock.errors import BatchError
+from penstock.model.batch import batch_size, split
+from penstock.model.pytree import DictOf, Node, Structure, flatten, moved, tree_map, unflatten
 
 from .ghost import Ghost
 from .values import INPUT, START, EventKey, Told
@@ -22,16 +26,17 @@ def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def first_samples(example_inputs: Any, count: int) -> Any:
-    """Take the first samples along dimension 0; None where there are not more, or it is not known.
+    """Take the first samples; None where there are not more, or it is not known.
 
-    It is known if all tensors have the same size there.
+    It is known if all that is cut into micro-batches has the same size there.
     """
-    leaves, structure = flatten(example_inputs)
-    if len({leaf.shape[:1] for leaf in leaves}) != 1 or not leaves[0].dim():
+    try:
+        size = batch_size(example_inputs, "example inputs")
+    except BatchError:
         return None
-    if len(leaves[0]) <= count:
+    if size <= count:
         return None
-    return unflatten(structure, [leaf.detach()[:count] for leaf in leaves])
+    return tree_map(Tensor.detach, split(example_inputs, [count, size - count])[0])
 
 
 def routed(

@@ -13,7 +13,7 @@ from penstock.model.pytree import (
     Constant,
     Leaf,
     Node,
-    Sealed,
+    StandIn,
     Structure,
     from_template,
     opaque_values,
@@ -147,7 +147,7 @@ def _told(
     return Told(name, told_structure(from_template(form), START), infos, changed)
 
 
-class LeftBehind(Sealed):
+class LeftBehind(StandIn):
     """Stands on later stages for an object that stayed where it was made.
 
     Raises:
@@ -156,16 +156,6 @@ class LeftBehind(Sealed):
 
     def __init__(self, kind: str, maker: EventKey) -> None:
         self.__dict__.update(kind=kind, maker=maker)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # as copies and pickles ask
-            raise AttributeError(name)
-        raise self._error()
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise self._error()
-
-    __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = _refuse
 
     def _error(self) -> CutError:
         where = f"{self.maker} gave a {self.kind}, which a later stage uses"

@@ -1,0 +1,150 @@
+"""Which values of a batch hold one entry per sample, and how they are cut into micro-batches.
+
+a tensor, a NumPy array                    dimension 0 counts the samples
+a list that holds no tensor or array       one entry per sample, whatever the entries are
+a tuple of plain values                    one entry per sample
+any other list or tuple, dict, dataclass   holds such values, and is no value itself
+a number, a string, None, an object        the same for every sample
+Whole(value)                               the same for every sample, whatever it is
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from penstock.errors import BatchError
+
+from .pytree import flatten, flatten_by, opened, unflatten
+
+_SCALARS = (str, int, float, bool, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A value in a batch that every micro-batch is given as it is, not cut into its entries.
+
+    pipe.train_step({"image": images, "size": penstock.Whole((224, 224))}, labels)
+    """
+
+    value: Any
+
+
+def batch_size(value: Any, what: str) -> int:
+    """Return N, the number of samples that every tensor, array and list in `value` has.
+
+    Raises:
+        BatchError: there is none of these, a tensor has no dimensions, numbers differ, N is 0, or
+            a tensor in a `Whole` requires grad.
+    """
+    entries = flatten_by(value, _is_entry)[0]
+    rows = [entry for entry in entries if not isinstance(entry, Whole)]
+    _check_shared(rows, [entry for entry in entries if isinstance(entry, Whole)], what)
+    if not rows:
+        raise BatchError(
+            f"{what} hold no tensor, no array and no list with one entry per sample, so there is "
+            f"no batch to cut; got {type(value).__name__}"
+        )
+    tensors = [row for row in rows if isinstance(row, Tensor)]
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise BatchError(
+            f"{what} hold a tensor without dimensions; dimension 0 of every tensor must be "
+            "the batch. Pass it as a Python number, expand it to the batch, or give "
+            "penstock.Whole(tensor)"
+        )
+    sizes = sorted({len(tensor) for tensor in tensors})
+    if len(sizes) > 1:
+        raise BatchError(
+            f"tensors in the {what} have different batch sizes {sizes} in dimension 0. Stack what "
+            "belongs to the samples into one tensor; give what all micro-batches are to have as "
+            "penstock.Whole(tensor)"
+        )
+    count = len(tensors[0] if tensors else rows[0])
+    _check_lengths(rows, count, what)
+    if count == 0:
+        shape = f" (shape {tuple(tensors[0].shape)})" if tensors else ""
+        raise BatchError(f"the {what} are an empty batch{shape}; give at least one sample")
+    return count
+
+
+def split(value: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut what holds one entry per sample into parts of the given sizes; repeat everything else.
+
+    Parts of tensors are views, detached, which remember whether their tensor requires grad.
+    """
+    entries, structure = flatten_by(value, _is_entry)
+    if not entries:
+        return [value] * len(sizes)
+    pieces = [_pieces(entry, sizes) for entry in entries]
+    return [unflatten(structure, list(row)) for row in zip(*pieces, strict=True)]
+
+
+def without_whole(value: Any) -> Any:
+    """Replace every `Whole` by the value in it."""
+    entries, structure = flatten_by(value, _is_entry)
+    return unflatten(structure, [e.value if isinstance(e, Whole) else e for e in entries])
+
+
+def _is_entry(value: Any) -> bool:
+    """Tell whether a value that is no tensor is repeated whole, or has one entry per sample."""
+    if isinstance(value, Whole):
+        return True
+    if isinstance(value, numpy.ndarray):
+        return value.ndim > 0
+    if not isinstance(value, list | tuple) or not value or isinstance(value, torch.Size):
+        return False
+    if isinstance(value, list):
+        return not any(map(_holds_rows, value))
+    return not hasattr(value, "_fields") and not any(map(_is_part_of_structure, value))
+
+
+def _is_part_of_structure(value: Any) -> bool:
+    if isinstance(value, _SCALARS):
+        return False
+    return isinstance(value, Tensor | numpy.ndarray) or opened(value) is not None
+
+
+def _holds_rows(value: Any) -> bool:
+    if isinstance(value, _SCALARS):
+        return False
+    if isinstance(value, Tensor | numpy.ndarray | Whole):
+        return True
+    parts = opened(value)
+    return parts is not None and any(map(_holds_rows, parts[0]))
+
+
+def _pieces(entry: Any, sizes: Sequence[int]) -> list[Any]:
+    if isinstance(entry, Whole):
+        return [entry.value] * len(sizes)
+    if isinstance(entry, Tensor):
+        parts = list(entry.detach().split(list(sizes)))
+        return [part.requires_grad_() for part in parts] if entry.requires_grad else parts
+    return [entry[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]
+
+
+def _check_lengths(rows: Sequence[Any], count: int, what: str) -> None:
+    for row in rows:
+        if len(row) != count:
+            kind = "array" if isinstance(row, numpy.ndarray) else type(row).__name__
+            raise BatchError(
+                f"the {what} hold {count} samples and a {kind} of {len(row)} entries. An array, a "
+                "list without tensors and a tuple of plain values hold one entry per sample, and "
+                "are cut like tensors. Give a value that every micro-batch is to have as it is as "
+                "penstock.Whole(value), and several values for each sample as a dict of them"
+            )
+
+
+def _check_shared(rows: Sequence[Any], shared: Sequence[Whole], what: str) -> None:
+    """Refuse tensors of a `Whole` that a gradient would have to come back to."""
+    cut = {id(row) for row in rows}
+    for tensor in (leaf for whole in shared for leaf in flatten(whole.value)[0]):
+        if tensor.requires_grad or id(tensor) in cut:
+            raise BatchError(
+                f"a tensor of shape {tuple(tensor.shape)} in a penstock.Whole of the {what} "
+                "requires grad, or is in the batch a second time; give tensor.detach(), or make "
+                "it a parameter of the layer that uses it"
+            )

@@ -1,0 +1,213 @@
+"""What of a batch is cut, what every micro-batch is given whole, and what outputs become."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock import Whole
+from penstock.errors import BatchError, BoundaryError, OutputWarning
+from penstock.model.batch import batch_size, split, without_whole
+
+Pair = namedtuple("Pair", "x names")
+X = torch.arange(10.0).reshape(5, 2)
+NAMES = ["a", "b", "c", "d", "e"]
+
+
+@dataclass
+class Sample:
+    x: Any
+    names: Any
+
+
+CUT = [
+    pytest.param(NAMES, [["a", "b", "c"], ["d", "e"]], id="a list of strings"),
+    pytest.param(tuple(NAMES), [("a", "b", "c"), ("d", "e")], id="a tuple of strings"),
+    pytest.param([[1], [2, 3], [4], [], [5]], [[[1], [2, 3], [4]], [[], [5]]], id="lists of ids"),
+    pytest.param(
+        [{"id": n} for n in range(5)],
+        [[{"id": 0}, {"id": 1}, {"id": 2}], [{"id": 3}, {"id": 4}]],
+        id="a list of dicts",
+    ),
+    pytest.param([None] * 5, [[None] * 3, [None] * 2], id="a list of nothing"),
+    pytest.param(
+        (NAMES, tuple(range(5))),
+        [(["a", "b", "c"], (0, 1, 2)), (["d", "e"], (3, 4))],
+        id="a tuple of lists is structure",
+    ),
+    pytest.param({"names": NAMES}, [{"names": ["a", "b", "c"]}, {"names": ["d", "e"]}], id="dict"),
+    pytest.param(Whole(NAMES), [NAMES, NAMES], id="said to be whole"),
+    pytest.param([Whole(7), NAMES], [[7, ["a", "b", "c"]], [7, ["d", "e"]]], id="beside whole"),
+    pytest.param((), [(), ()], id="nothing"),
+    pytest.param("strings", ["strings", "strings"], id="a string"),
+    pytest.param(torch.Size([7, 7]), [torch.Size([7, 7])] * 2, id="a shape"),
+]
+
+
+@pytest.mark.parametrize("value, parts", CUT)
+@pytest.mark.parametrize(
+    "around", (lambda v: {"x": X, "v": v}, lambda v: [X, v], lambda v: Pair(X, v))
+)
+def test_one_entry_per_sample_is_cut_with_the_tensors(around: Any, value: Any, parts: Any) -> None:
+    batch = around(value)
+    assert batch_size(batch, "inputs") == 5
+    found = split(batch, [3, 2])
+    for part, x, expected in zip(found, X.split([3, 2]), parts, strict=True):
+        assert type(part) is type(batch)
+        left, right = part.values() if isinstance(part, dict) else part
+        assert torch.equal(left, x)
+        assert right == expected
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        pytest.param(numpy.arange(15.0).reshape(5, 3), id="numbers"),
+        pytest.param(numpy.array(NAMES), id="strings"),
+        pytest.param(numpy.array([None, {}, (), 1, "e"], dtype=object), id="objects"),
+    ],
+)
+def test_arrays_are_cut_like_tensors(array: Any) -> None:
+    assert batch_size((X, array), "inputs") == batch_size(array, "targets") == 5
+    for part, expected in zip(split((X, array), [2, 3]), (array[:2], array[2:]), strict=True):
+        assert numpy.array_equal(part[1], expected)
+
+
+def test_a_batch_may_be_lists_alone() -> None:
+    assert batch_size(NAMES, "targets") == 5
+    assert split(Sample(NAMES, 3), [4, 1]) == [Sample(["a", "b", "c", "d"], 3), Sample(["e"], 3)]
+
+
+def test_a_tensor_for_every_micro_batch_is_said_so() -> None:
+    table = torch.randn(3, 4)
+    first, second = split({"x": X, "table": Whole(table)}, [4, 1])
+    assert first["table"] is second["table"] is table
+    assert without_whole((X, Whole(table)))[1] is table
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        pytest.param((X, ["a", "b"]), r"5 samples and a list of 2 entries.*Whole", id="list"),
+        pytest.param({"x": X, "size": (224, 224)}, r"a tuple of 2 entries.*Whole", id="tuple"),
+        pytest.param((X, numpy.zeros((3, 5))), r"an? array of 3 entries.*Whole", id="array"),
+        pytest.param({"a": NAMES, "b": ["a"]}, r"5 samples and a list of 1", id="two lists"),
+        pytest.param([torch.zeros(2, 3), torch.zeros(4, 3)], r"\[2, 4\].*Stack", id="ragged"),
+        pytest.param((X, torch.zeros(())), r"without dimensions.*Whole", id="no dimensions"),
+        pytest.param(Whole(X), "no batch to cut", id="only whole"),
+        pytest.param([X, Whole(X)], "a second time", id="both"),
+        pytest.param((X, Whole(torch.zeros(1, requires_grad=True))), "requires grad", id="grad"),
+        pytest.param(numpy.zeros((0, 3)), "empty batch", id="empty"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_the_remedy(value: Any, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        batch_size(value, "inputs")
+
+
+class _Scaled(nn.Module):
+    """Read a list with one entry per sample, beside the tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        rows = [x * len(name) for x, name in zip(batch["x"], batch["names"], strict=True)]
+        scaled: Tensor = self.linear(torch.stack(rows) * batch["sizes"][1])
+        return scaled
+
+
+def _judge(output: Tensor, target: dict[str, Any]) -> Tensor:
+    wanted = torch.tensor([[float(len(words)), 1.0] for words in target["words"]])
+    return F.mse_loss(output, wanted)
+
+
+@pytest.mark.parametrize("num_microbatches", (1, 2, 3, 5))
+def test_a_model_that_reads_lists_trains_as_on_the_whole_batch(num_microbatches: int) -> None:
+    torch.manual_seed(0)
+    layers = [_Scaled(), nn.Tanh(), nn.Linear(2, 2)]
+    inputs = {"x": X, "names": ["a", "bb", "ccc", "dd", "e"], "sizes": Whole([1, 3])}
+    targets = {"words": [["x"], [], ["y", "z"], ["x", "x", "x"], ["z"]]}
+    whole = nn.Sequential(*layers)({**inputs, "sizes": [1, 3]})
+    expected = _judge(whole, targets)
+    with penstock.Pipeline(
+        layers, 2, num_microbatches=num_microbatches, loss=_judge, threads_per_stage=1
+    ) as pipe:
+        torch.testing.assert_close(pipe.train_step(inputs, targets), expected.detach())
+        torch.testing.assert_close(pipe.eval_step(inputs), whole.detach())
+        torch.testing.assert_close(pipe(inputs), whole)
+
+
+class _Gives(nn.Module):
+    """Give a tensor, and beside it what a function makes of it."""
+
+    def __init__(self, beside: Any) -> None:
+        super().__init__()
+        self.beside = beside
+
+    def forward(self, x: Tensor) -> Any:
+        return {"y": x, "beside": self.beside(x)}
+
+
+def outputs_of(beside: Any, num_samples: int, num_microbatches: int, call: str) -> Any:
+    with penstock.Pipeline(
+        [nn.Linear(2, 2), _Gives(beside)], 2, num_microbatches=num_microbatches
+    ) as pipe:
+        return getattr(pipe, call)(X[:num_samples])
+
+
+@pytest.mark.parametrize("call", ("eval_step", "forward"))
+@pytest.mark.parametrize(
+    "beside, message",
+    [
+        pytest.param(len, r"output\['beside'\] is 3 .*-batch 0 and 2 .*-batch 1", id="a number"),
+        pytest.param(
+            lambda x: {"big" if len(x) > 2 else "small": x},
+            r"is \{'big': a tensor .* and \{'small'",
+            id="other keys",
+        ),
+        pytest.param(lambda x: [x] * len(x), r"output\['beside'\] is \[", id="other length"),
+        pytest.param(lambda x: x if len(x) > 2 else None, r"is a tensor of .* None", id="or None"),
+        pytest.param(lambda x: (1, Pair(x, str(len(x)))), r"\[1\]\[1\] is '3'", id="deep"),
+        pytest.param(lambda x: Sample(x, float(len(x))), r"\.names is 3\.0", id="a field"),
+        pytest.param(lambda x: numpy.zeros(len(x)), "array", id="an array"),
+    ],
+)
+def test_outputs_that_differ_in_what_is_no_tensor_are_refused(
+    beside: Any, message: str, call: str
+) -> None:
+    with pytest.raises(BoundaryError, match=message) as caught:
+        outputs_of(beside, 5, 2, call)
+    assert "one row per sample" in str(caught.value)
+
+
+@pytest.mark.parametrize("call", ("eval_step", "forward"))
+def test_constants_that_are_equal_in_all_micro_batches_pass(call: str) -> None:
+    constants = {"n": 7, "nan": float("nan"), "name": "x", "list": [1, None], "a": numpy.ones(2)}
+    found = outputs_of(lambda x: (dict(constants), Pair(x, "x"), Sample(x, x)), 4, 2, call)
+    numbers, pair, sample = found["beside"]
+    assert numbers.keys() == constants.keys()
+    assert torch.equal(pair.x, found["y"])
+    assert torch.equal(sample.names, found["y"])
+
+
+def test_a_number_that_may_count_the_micro_batch_is_told() -> None:
+    with pytest.warns(OutputWarning, match=r"holds the number 2.*not that of the whole batch \(4"):
+        assert outputs_of(len, 4, 2, "eval_step")["beside"] == 2
+    assert outputs_of(len, 4, 1, "eval_step")["beside"] == 4  # one micro-batch is the whole batch
+
+
+@pytest.mark.parametrize("call", ("eval_step", "forward"))
+def test_objects_of_each_micro_batch_cannot_be_used_as_one(call: str) -> None:
+    found = outputs_of(lambda x: torch.Generator(), 4, 2, call)["beside"]
+    with pytest.raises(BoundaryError, match=r"holds a Generator, and each micro-batch.*own"):
+        found.initial_seed()
+    only = torch.Generator()
+    assert outputs_of(lambda x: only, 4, 2, call)["beside"] is only
