@@ -50,6 +50,17 @@ class Pairs(Chain):
         return pair.value
 
 
+class Scaled(Chain):
+    """Scales what later blocks give by a value without dimensions, made after the first one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        scale = x.square().mean()
+        for block in self.blocks[1:]:
+            x = block(x) * scale
+        return x
+
+
 class InPlace(Chain):
     """Changes values between blocks in place, also through a view, and uses them later."""
 
@@ -385,6 +396,7 @@ CHAINS = (
     AnyModel("block used twice", chain(Twice)),
     AnyModel("operator of torch.library", chain(LibraryOperator)),
     AnyModel("axes split and joined", chain(Reshaping)),
+    AnyModel("a value without dimensions", chain(Scaled)),
     AnyModel("writes in place", chain(InPlace)),
     AnyModel("writes in place, used much later", chain(Shifting)),
     AnyModel("parameters between blocks", chain(WithToken)),

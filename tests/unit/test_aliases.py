@@ -48,6 +48,11 @@ def test_two_views_of_other_strides_might_overlap() -> None:
     assert find_aliases({1: [base[:, 0], base.t()[2:]]}) == {1: frozenset({0, 1})}
 
 
+def test_a_value_without_dimensions_is_an_alias_of_what_it_was_taken_from() -> None:
+    base = torch.zeros(3)
+    assert find_aliases({1: [base, base[0]]}) == {1: frozenset({0, 1})}
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_slices_of_one_matrix_are_aliases_exactly_where_they_share_a_value(seed: int) -> None:
     draw = random.Random(seed)
