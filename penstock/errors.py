@@ -8,6 +8,7 @@
     ├── ScheduleError (ValueError)    a schedule that is incomplete, unordered or never ends
     ├── BoundaryError (TypeError)     a value that cannot cross a stage boundary
     ├── RandomnessError               random numbers drawn where they cannot be reproduced
+    ├── StateError                    state that a backward changes and a forward may read
     ├── CaptureError                  a model that cannot be cut, or runs otherwise than recorded
     │   ├── CutError (ConfigError)    blocks and cuts that cannot work
     │   ├── GlueError                 code between blocks that went another way
@@ -62,6 +63,10 @@ class BoundaryError(PenstockError, TypeError):
 
 class RandomnessError(PenstockError, RuntimeError):
     """Random numbers were drawn where they cannot be reproduced for another number of stages."""
+
+
+class StateError(PenstockError, RuntimeError):
+    """A backward changed state that forwards may read, so values depend on the schedule."""
 
 
 class CaptureError(PenstockError):

@@ -29,6 +29,7 @@ from penstock.torch_private import next_node_number
 from penstock.types import Trace
 
 from .aliases import find_aliases
+from .backward_pass import BackwardPass
 from .batch_norm import batch_norms, commit_statistics, separate_statistics
 from .boundary import (
     check_classes,
@@ -44,7 +45,6 @@ from .drawing import Drawing, LayerCall
 from .leaves import claim_leaves
 from .memory import KeptBytes
 from .notes import backward_of, note_failure
-from .random_streams import alone_with_generators, checked_draws, refuse_draws
 from .recompute import Repeatable, Witness, dropping_graph
 from .replicas import Replicas
 from .run import FROM_CALLER, Activation, Given, Gradient, Kept, Run
@@ -80,6 +80,7 @@ class Stage:
         self._loss_index = loss_index
         self._drawing = Drawing(layers, device)
         self._changes = Changes(plan.index)
+        self._backward_pass = BackwardPass(plan.index, modules, self.batch_norms, device)
         self._compares_recomputes = True
 
     @property
@@ -187,7 +188,7 @@ class Stage:
                 run.stages_claimed.add(self.index)
                 claim_leaves(run, self.index, roots, kept.entry_tensors)
             try:
-                self._run_autograd(run, kept, roots, gradients)
+                self._backward_pass.run(run, microbatch, kept, roots, gradients)
             except Exception as error:
                 note_failure(error, self.index, backward_of(error, kept.layer_marks), microbatch)
                 raise
@@ -378,23 +379,3 @@ class Stage:
             pairs.append((kept.loss, torch.full_like(kept.loss, run.loss_gradient(microbatch))))
         live = [(root, g) for root, g in pairs if g is not None and root.requires_grad]
         return [root for root, _ in live], [g for _, g in live]
-
-    def _run_autograd(
-        self, run: Run, kept: Kept, roots: list[Tensor], gradients: list[Tensor]
-    ) -> None:
-        device = self.device.device
-        kind = device.type
-        under_autocast = not run.resumed and torch.is_autocast_enabled(kind)
-        if not (under_autocast or kept.reruns_in_backward or run.has_seeded):
-            torch.autograd.backward(roots, gradients)
-            return
-        with ExitStack() as context:
-            if under_autocast:  # operators take the types of their forwards; as torch advises
-                context.enter_context(torch.autocast(kind, enabled=False))
-            if run.has_seeded:
-                context.enter_context(alone_with_generators(device))
-            if kept.reruns_in_backward or kept.draws_again:
-                context.enter_context(separate_statistics(self.batch_norms, into=None))
-                repeats = kept.draws_again and not kept.must_not_draw
-                context.enter_context(checked_draws(device) if repeats else refuse_draws())
-            torch.autograd.backward(roots, gradients)

@@ -57,6 +57,20 @@ FAULTS = (
         "kernel",
     ),
     Fault(
+        "a backward may change in place what forwards read",
+        "penstock/runtime/backward_pass.py",
+        "if is_replaced or version != old_version:",
+        "if is_replaced:",
+        "tests/laws/test_backward_state.py::test_a_step_that_reads_it_in_another_order_is_refused",
+    ),
+    Fault(
+        "a backward may put another buffer where forwards read one",
+        "penstock/runtime/backward_pass.py",
+        "if is_replaced or version != old_version:",
+        "if not is_replaced and version != old_version:",
+        "tests/laws/test_backward_state.py::test_a_step_that_reads_it_in_another_order_is_refused",
+    ),
+    Fault(
         "BatchNorm pools moments without their counts",
         "penstock/runtime/batch_norm.py",
         "n * m.double() for n, m, _ in rows",

@@ -1,7 +1,10 @@
 """What the calling thread is under applies to every stage, or the call stays in that thread."""
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ import penstock
 from penstock.errors import ExecutionWarning
 from tests.equality import same_bits
 
+THREADS, LOOPBACK = penstock.Transport
 RECOMPUTE = pytest.mark.parametrize("recompute", penstock.Recompute)
 
 
@@ -116,6 +120,51 @@ def test_modes_change_no_bit_and_leave_no_trace(
         pipe.close()
         gradients.append([p.grad for layer in built for p in layer.parameters()])
     assert all(same_bits(a, b) for a, b in zip(*gradients, strict=True))
+
+
+_in_thread = threading.local()
+_in_context = ContextVar("in_context", default=0.0)
+
+
+class ReadsThreadLocal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * _in_thread.factor
+
+
+class ReadsContext(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * _in_context.get()
+
+
+class Missing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * SimpleNamespace().factor
+
+
+def notes_of(layer: nn.Module, transport: penstock.Transport) -> str:
+    pipe = pipeline([nn.Linear(6, 3), layer], transport=transport)
+    with pipe, pytest.raises(AttributeError) as caught:
+        pipe.train_step(*batch())
+    return " ".join(caught.value.__notes__)
+
+
+def test_a_thread_local_that_a_worker_lacks_is_explained() -> None:
+    _in_thread.factor = 2.0
+    notes = notes_of(ReadsThreadLocal(), THREADS)
+    assert "what the caller set is not there. Use a contextvars.ContextVar" in notes
+    token = _in_context.set(2.0)
+    losses = []
+    for layer, transport in ((ReadsThreadLocal(), LOOPBACK), (ReadsContext(), THREADS)):
+        with pipeline([*layers(), layer], transport=transport) as pipe:
+            losses.append(pipe.train_step(*batch()))
+    assert same_bits(*losses)
+    _in_context.reset(token)
+    del _in_thread.factor
+    assert "ContextVar" not in notes_of(ReadsThreadLocal(), LOOPBACK)
+
+
+def test_other_missing_attributes_are_not_about_threads() -> None:
+    assert "ContextVar" not in notes_of(Missing(), THREADS)
 
 
 class Notes(nn.Module):

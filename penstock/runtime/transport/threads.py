@@ -14,6 +14,7 @@ from penstock.runtime.caller import keeping_casts
 from penstock.runtime.channels import AbstractChannels, Stopped
 from penstock.runtime.devices import num_cores
 from penstock.runtime.executor import Executor
+from penstock.runtime.notes import note_worker
 from penstock.schedules.ir import Instruction
 from penstock.schedules.text import instruction_to_text
 from penstock.schedules.walk import Message, sent_message
@@ -202,6 +203,7 @@ class _Job:
         except Stopped:
             pass
         except BaseException as error:
+            note_worker(error)
             self._work.run.fail(error)
             self._channels.abort()
         finally:

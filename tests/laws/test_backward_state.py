@@ -1,0 +1,162 @@
+"""State that a backward changes and a forward reads: as in the unsplit model, or refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import penstock
+from penstock.errors import StateError
+from penstock.schedules import gpipe, one_f_one_b
+from tests.equality import same_bits
+from tests.ways import WAYS
+
+Write = Callable[[Any, Tensor], None]
+
+
+class _Noting(torch.autograd.Function):
+    """The identity; its backward lets `write` put the largest gradient into a module."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module, write: Write) -> Tensor:
+        ctx.module, ctx.write = module, write
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.write(ctx.module, gradient.abs().amax())
+        return gradient, None, None
+
+
+class Scaling(nn.Module):
+    """Scale by the largest gradient of the backward before, as fp8 with delayed scaling does."""
+
+    def __init__(self, write: Write) -> None:
+        super().__init__()
+        self.register_buffer("amax", torch.ones(()))
+        self.amax: Tensor
+        self.attribute = torch.ones(())
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Noting.apply(x / (1 + self.amax * self.attribute), self, self.write)
+        return y
+
+
+def into_buffer(module: Any, amax: Tensor) -> None:
+    module.amax.copy_(amax)
+
+
+def another_buffer(module: Any, amax: Tensor) -> None:
+    module.amax = amax
+
+
+def into_attribute(module: Any, amax: Tensor) -> None:
+    module.attribute.copy_(amax)
+
+
+def layers(write: Write = into_buffer) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(6, 6), Scaling(write), nn.Linear(6, 3)]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
+
+
+def gradients(of: list[nn.Module]) -> list[Tensor | None]:
+    return [p.grad for layer in of for p in layer.parameters()]
+
+
+def unsplit(of: list[nn.Module], num_microbatches: int) -> list[Tensor | None]:
+    for _ in range(2):
+        pairs = zip(*(t.tensor_split(num_microbatches) for t in batch()), strict=True)
+        for x, y in pairs:
+            (F.mse_loss(nn.Sequential(*of)(x), y) * (len(x) / 8)).backward()
+    return gradients(of)
+
+
+def trained(of: list[nn.Module], num_microbatches: int, **options: Any) -> list[Tensor | None]:
+    options = {"partition": (2, 1), "threads_per_stage": 1, **options}
+    with penstock.Pipeline(
+        of, num_microbatches=num_microbatches, loss=F.mse_loss, **options
+    ) as pipe:
+        for _ in range(2):
+            pipe.train_step(*batch())
+    return gradients(of)
+
+
+@pytest.mark.parametrize("write", (into_buffer, another_buffer, into_attribute))
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_that_reads_it_in_another_order_is_refused(way: dict[str, Any], write: Any) -> None:
+    with pytest.raises(StateError, match=r"of a Scaling changed its .* num_microbatches=1"):
+        trained(layers(write), 4, **way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_with_one_micro_batch_it_is_the_unsplit_models(way: dict[str, Any]) -> None:
+    pairs = zip(trained(layers(), 1, **way), unsplit(layers(), 1), strict=True)
+    assert all(same_bits(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("recompute", penstock.Recompute)
+def test_a_last_stage_that_keeps_the_order_trains_as_unsplit(
+    recompute: penstock.Recompute,
+) -> None:
+    how: dict[str, Any] = {"partition": (1, 2), "recompute": recompute}
+    ours = trained(layers(), 4, schedule=one_f_one_b, **how)
+    pairs = zip(ours, unsplit(layers(), 4), strict=True)
+    assert all(same_bits(a, b) for a, b in pairs)
+    with pytest.raises(StateError):
+        trained(layers(), 4, schedule=gpipe, **how)
+
+
+def test_the_check_refuses_it_too() -> None:
+    def checked(num_microbatches: int) -> penstock.CheckReport:
+        return penstock.check(
+            nn.Sequential(*layers()),
+            *batch(),
+            loss=F.mse_loss,
+            num_stages=2,
+            num_microbatches=num_microbatches,
+        )
+
+    with pytest.raises(StateError, match="buffer 'amax'"):
+        checked(4)
+    assert checked(1).equal
+
+
+class Seen(nn.Module):
+    """Keep what it saw for whoever asks, in a checkpoint as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.features: Tensor | None = None
+        self.gradient: Tensor | None = None
+        self.register_full_backward_hook(self._keep)
+
+    def _keep(self, _: nn.Module, __: Any, gradients: Any) -> None:
+        self.gradient = gradients[0]
+
+    def _compute(self, x: Tensor) -> Tensor:
+        self.features = self.norm(self.linear(x))
+        return self.features
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self._compute, x, use_reentrant=False)
+        return y
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_and_checkpoints_may_keep_what_they_saw(way: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    seen = Seen()
+    trained([nn.Linear(6, 6), seen, nn.Linear(6, 3)], 4, **way)
+    assert seen.gradient is not None
