@@ -135,7 +135,7 @@ def _words() -> dict[str, Any]:
 
 def _swin() -> nn.Module:
     config = transformers.SwinConfig()
-    config.num_labels, config.problem_type = _CLASSES, "single_label_classification"
+    config.num_labels = _CLASSES
     return transformers.SwinForImageClassification(config)
 
 

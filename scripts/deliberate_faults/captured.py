@@ -93,9 +93,17 @@ FAULTS = (
     Fault(
         "objects that code between blocks changes are not looked at",
         "penstock/model/ghost/state.py",
-        "return [*_fields(value).values()] if _is_plain(kind) else None",
+        "return [*fields(value).values()] if is_plain(kind) else None",
         "return None",
         "tests/unit/test_capture_errors.py",
         "counter",
+    ),
+    Fault(
+        "settings may be made again by every forward",
+        "penstock/model/ghost/record_model.py",
+        "if names or again.events != recording.events:",
+        "if False:",
+        "tests/unit/test_capture_errors.py",
+        "setting",
     ),
 )

@@ -280,6 +280,28 @@ class ByGradient(Chain):
         return x + first if torch.is_grad_enabled() else x
 
 
+@dataclass
+class Settings:
+    kind: str | None = None
+
+
+class Settling(Chain):
+    """Sets what its settings leave open in its first forward, and once and for all."""
+
+    is_evaluated = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings()
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        if self.is_evaluated == self.training:
+            self.is_evaluated = not self.training
+        if self.settings.kind is None:
+            self.settings.kind = "tanh" if x.dtype.is_floating_point else "none"
+        return getattr(torch, self.settings.kind)(x)
+
+
 class Adapted(nn.Module):
     """A frozen linear layer, and a small one beside it that is trained."""
 
@@ -322,6 +344,10 @@ def chain(kind: Callable[[], Chain]) -> Callable[[], Made]:
 
 def with_labels(batch: int) -> dict[str, Any]:
     return masked(batch, labels=words(batch))
+
+
+def with_classes(batch: int) -> dict[str, Any]:
+    return masked(batch, labels=torch.arange(batch) % 3)
 
 
 def asking(what: str) -> Callable[[int], dict[str, Any]]:
@@ -388,6 +414,7 @@ CHAINS = (
     AnyModel("hook on a block of two stages", chain(HookedTwice)),
     AnyModel("hook on a gradient", chain(TensorHook)),
     AnyModel("branches on gradients", chain(ByGradient)),
+    AnyModel("settings made in the first forward", chain(Settling)),
     AnyModel("while loop on values", chain(WhileLoop)),
     AnyModel("shapes that depend on values", chain(Picking)),
     AnyModel("NumPy between blocks", chain(ByNumpy)),
@@ -409,6 +436,11 @@ CHAINS = (
 ODD = (
     *CHAINS,
     AnyModel("labels in, loss out", GPT2(with_labels)),
+    AnyModel(
+        "labels of classes",
+        hugging_face("Bert", "ForSequenceClassification", TEXT, with_classes, num_labels=3),
+        "sets its problem_type in its first forward",
+    ),
     AnyModel(
         "hidden states in the output", decoder("Llama", inputs=asking("output_hidden_states"))
     ),

@@ -68,6 +68,16 @@ class Collecting(Chain):
         return found.sum(1)
 
 
+class Rescaling(Chain):
+    """Halves the weights of its blocks where it does not train, as RWKV does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            with torch.no_grad():
+                next(self.blocks[1].parameters()).div_(2)
+        return super().forward(x)
+
+
 class Masking(Chain):
     def between(self, x: Tensor, _number: int) -> Tensor:
         mask = torch.ones(x.shape)
@@ -89,6 +99,23 @@ class Counting(Chain):
     def between(self, x: Tensor, _number: int) -> Tensor:
         self.count += 1
         return x * self.count
+
+
+@dataclass
+class Settings:
+    kind: str | None = None
+
+
+class SettingAgain(Chain):
+    """Sets in each forward what depends on its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings()
+
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        self.settings.kind = "tanh" if len(x) > 1 else "sin"
+        return getattr(torch, self.settings.kind)(x)
 
 
 class CountingElsewhere(Chain):
@@ -259,10 +286,17 @@ REFUSED = (
     ),
     Refused("jit.script between blocks", Scripted, GlueError, r"jit\.script"),
     Refused("results gathered in a tensor of the model's own", Collecting, CutError, _WRITES),
+    Refused(
+        "weights of blocks changed between blocks",
+        Rescaling,
+        CutError,
+        r"changes the parameter 'blocks\.1\.weight' in place .*rescale_every=0",
+    ),
     Refused("a mask made between blocks", Masking, CutError, _WRITES),
     Refused("out= between blocks", IntoOut, CutError, _WRITES),
     Refused("a counter of the model's own", Counting, CutError, _CHANGES),
     Refused("a counter in an object of the model's", CountingElsewhere, CutError, _CHANGES),
+    Refused("a setting made in every forward", SettingAgain, CutError, _CHANGES),
     Refused("a counter in slots of an object", CountingInSlots, CutError, _CHANGES),
     Refused("a counter in a global variable", CountingGlobally, CutError, _CHANGES),
     Refused("a counter of the model's class", CountingByClass, CutError, _CHANGES),

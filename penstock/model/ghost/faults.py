@@ -26,7 +26,15 @@ def changes_container(part: Any, operation: Operation) -> CutError:
     )
 
 
-def writes_into(tensor: Tensor, operation: Operation) -> CutError:
+def writes_into(tensor: Tensor, operation: Operation, parameter: str | None) -> CutError:
+    """Make the error for a write between blocks; `parameter` is the tensor's name if it is one."""
+    if parameter is not None:
+        return CutError(
+            f"'{operation.name}', {operation.key}, changes the parameter {parameter!r} in place "
+            f"between blocks ({calling_line()}): each stage would do so, for each micro-batch, "
+            "while others read it. Change it once before the capture, or inside the block that "
+            "it belongs to (RWKV of transformers: rescale_every=0)"
+        )
     return CutError(
         f"'{operation.name}', {operation.key}, writes a routed value into a tensor of shape "
         f"{tuple(tensor.shape)} that each stage makes for itself ({calling_line()}), so that "

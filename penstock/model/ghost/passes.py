@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.errors import CutError, GlueError
+from penstock.errors import GlueError
 from penstock.model.pytree import Leaf, flatten, unflatten
 from penstock.torch_private import version_counter, without_torch_function
 
 from .checkpoints import checkpointed
 from .containers import SIMPLE, changes, contents
 from .draws import draws
-from .faults import calling_line, changes_container, of_another_microbatch, writes_into
+from .faults import calling_line, changes_container, of_another_microbatch
 from .ghost import CURRENT, PLAIN, Ghost, answer, is_question
 from .values import (
     START,
@@ -208,7 +208,7 @@ class Pass(ABC):
                 raise changes_container(part, operation)
         for tensor, version in zip(others, before, strict=False):
             if _version(tensor) != version:
-                self.wrote_outside(writes_into(tensor, operation))
+                self.wrote_outside(tensor, operation)
         changed = any(_version(g.here) != v for g, v in zip(ghosts, versions, strict=True))
         return self.result_of(operation, result, ghosts, versions if changed else None)
 
@@ -255,8 +255,8 @@ class Pass(ABC):
         return function(*args, **kwargs)
 
     @abstractmethod
-    def wrote_outside(self, error: CutError) -> None:
-        """Raise the error if a stage follows, to which a tensor would be as it was."""
+    def wrote_outside(self, tensor: Tensor, operation: Operation) -> None:
+        """Refuse a write into a tensor that is no routed value, if a stage follows."""
 
     def given(self, key: EventKey, place: int, tensor: Tensor) -> Ghost:
         """Make the ghost of a tensor that an event gave."""

@@ -20,7 +20,7 @@ from penstock.model.pytree import flatten, tree_map
 from penstock.torch_private import uncompiled, without_any_torch_function
 
 from .draws import draws
-from .faults import calling_line
+from .faults import calling_line, writes_into
 from .ghost import QUESTIONS, Ghost, ghosts_in, map_tensors
 from .passes import GRADIENT_HOOKS, Pass
 from .values import END, START, EventKey, Info, Operation, Told, ValueId, left_behind
@@ -166,8 +166,8 @@ class Recording(Pass):
     def describe(self, tensor: Tensor, value: ValueId) -> Info:
         return Info.of(tensor, value, torch.device("cpu") if self._on_meta else None)
 
-    def wrote_outside(self, error: CutError) -> None:
-        self._wrote_outside = error
+    def wrote_outside(self, tensor: Tensor, operation: Operation) -> None:
+        self._wrote_outside = writes_into(tensor, operation, self._parameters.get(id(tensor)))
 
     def ended(self, output: Any) -> Any:
         self._check_drawn(None)

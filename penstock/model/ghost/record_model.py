@@ -16,11 +16,13 @@ from penstock.errors import CutError
 from penstock.model.state import attributes, keeping_values, tensors_at
 
 from .blocks import check_hooks, check_modules, find_blocks, original_class, watch, watch_functions
+from .graphs import Exported
 from .groups import Groups, find_groups, ranges_of
 from .inputs import EVERYWHERE, ROUTED, as_call, first_samples, routed
 from .record import Event, Recording, SideChannel
 from .routes import Call, calls_of, holders, stages_of_events
-from .state import check_unchanged, kept_by, outer_state, put_back
+from .set_once import new_settings, set_again, settable, taken_back
+from .state import changed_outside, check_unchanged, kept_by, outer_state, outside, put_back
 from .values import START, Info, ValueId
 from .writes import Writes, grad_mode_noted, seeds_refused
 
@@ -193,20 +195,44 @@ def _record_mode(
     given: tuple[tuple[Any, ...], dict[str, Any]],
     mode: Mode,
 ) -> Recording:
+    with as_it_was(model, training=mode.training), torch.set_grad_enabled(mode.with_grad):
+        run = partial(_run_once, model, blocks, asked, given)
+        kept = settable(module for _, module in outside(model, blocks.values()))
+        before = outer_state(model, blocks.values())
+        recording, writes = run()
+        settings = new_settings(kept)
+        writes.check(asked.groups, settings)
+        with taken_back(settings):
+            check_unchanged(before, outer_state(model, blocks.values()))
+        if not settings:
+            return recording
+        before = outer_state(model, blocks.values())
+        with set_again(settings) as names:
+            again, writes = run()
+        writes.check(asked.groups)
+        check_unchanged(before, outer_state(model, blocks.values()))
+        if names or again.events != recording.events:
+            raise changed_outside("", settings[0].name)
+    return again
+
+
+def _run_once(
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    asked: _Asked,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+) -> tuple[Recording, Writes]:
     parameters = {id(p): name for name, p in model.named_parameters()}
     on_meta = any(p.is_meta for p in model.parameters())
     recording = Recording(watch(model, blocks), parameters, on_meta=on_meta, together=asked.groups)
     recording.keep = asked.keep
-    with as_it_was(model, training=mode.training), torch.set_grad_enabled(mode.with_grad):
-        if asked.inputs == ROUTED:
-            given = routed(recording, *given)
-            recording.note_inputs(recording.header[START])
-        before, writes = outer_state(model, blocks.values()), Writes(model, blocks)
-        with seeds_refused(), grad_mode_noted(), writes.noted(recording):
-            recording.run(model, *given)
-        writes.check(asked.groups)
-        check_unchanged(before, outer_state(model, blocks.values()))
-    return recording
+    if asked.inputs == ROUTED:
+        given = routed(recording, *given)
+        recording.note_inputs(recording.header[START])
+    writes = Writes(model, blocks)
+    with seeds_refused(), grad_mode_noted(), writes.noted(recording):
+        recording.run(model, *given)
+    return recording, writes
 
 
 def _captured(
@@ -285,7 +311,10 @@ def as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
         after.callback(numpy.random.set_state, numpy.random.get_state())
         after.enter_context(torch.random.fork_rng(list(range(torch.cuda.device_count()))))
         after.enter_context(keeping_values([*model.buffers(), *tensors_at(attributes(modules))]))
-        after.callback(put_back, kept_by(model))
+        kept = modules
+        if isinstance(model, Exported):  # its mode is that of what was exported
+            kept = [*modules, *model.original.modules()]
+        after.callback(put_back, kept_by(kept))
         if model.training != training:
             model.train(training)
         yield

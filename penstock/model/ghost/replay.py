@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.errors import CutError, GlueError, RouteError
 from penstock.model.pytree import Leaf, flatten, unflatten
 
-from .faults import calling_line
+from .faults import calling_line, writes_into
 from .ghost import Ghost, ghosts_in
 from .modes import Modes
 from .passes import GRADIENT_HOOKS, Pass, Perform, plainly
@@ -157,9 +157,9 @@ class Replay(Pass):
                     "only. Call it before the next block, or cut elsewhere"
                 )
 
-    def wrote_outside(self, error: CutError) -> None:
+    def wrote_outside(self, tensor: Tensor, operation: Operation) -> None:
         if self._stage < self._last_stage:
-            raise error
+            raise writes_into(tensor, operation, None)
 
     def given(self, key: EventKey, place: int, tensor: Tensor) -> Ghost:
         ghost = super().given(key, place, tensor)

@@ -2,7 +2,7 @@
 
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from types import FunctionType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
@@ -13,7 +13,6 @@ from penstock.errors import CutError
 from penstock.torch_private import BUFFERS, PARAMETERS, version_counter
 
 from .ghost import Ghost
-from .graphs import Exported
 
 Outer = dict[tuple[str, str], tuple[Any, int, tuple[Any, ...]]]
 """(name of a module, name of an attribute) -> its value, its version if it is a tensor, and what
@@ -28,10 +27,8 @@ def outer_state(model: nn.Module, blocks: Collection[nn.Module]) -> Outer:
 
     Attributes of their classes, and the global variables that the methods name, are noted too.
     """
-    inside = {id(part) for block in blocks for part in block.modules()}
-    outside = [(path, m) for path, m in model.named_modules() if id(m) not in inside]
     found: Outer = {}
-    for path, module in outside:
+    for path, module in outside(model, blocks):
         for name, value in _attributes(module):
             content = tuple(
                 part
@@ -40,6 +37,12 @@ def outer_state(model: nn.Module, blocks: Collection[nn.Module]) -> Outer:
             )
             found[path, name] = value, _version(value), content
     return found
+
+
+def outside(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that are not inside blocks, with their paths."""
+    inside = {id(part) for block in blocks for part in block.modules()}
+    yield from ((path, m) for path, m in model.named_modules() if id(m) not in inside)
 
 
 def _holders(values: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
@@ -60,10 +63,10 @@ def _entries(value: Any) -> list[Any] | None:
     if isinstance(value, list | tuple | set | deque):
         return [*value]
     kind: type = type(value)
-    return [*_fields(value).values()] if _is_plain(kind) else None
+    return [*fields(value).values()] if is_plain(kind) else None
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def fields(value: Any) -> dict[str, Any]:
     """Return the attributes of a plain object, also those in slots."""
     slots = (
         name
@@ -75,7 +78,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 @cache
-def _is_plain(kind: type) -> bool:
+def is_plain(kind: type) -> bool:
     """Whether objects of a class hold attributes of the user's, and no more."""
     if not _is_of_user(kind):
         return kind is SimpleNamespace
@@ -102,11 +105,8 @@ def _are_alike(one: Any, other: Any) -> bool:
     )
 
 
-def kept_by(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Note what all modules keep, in attributes and in containers and plain objects there."""
-    modules = [*model.modules()]
-    if isinstance(model, Exported):  # its mode is that of what was exported
-        modules += model.original.modules()
+def kept_by(modules: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
+    """Note what modules keep, in attributes and in containers and plain objects there."""
     found = (holder for holder, _ in _holders([vars(module) for module in modules]))
     return [(holder, _content(holder)) for holder in found if not isinstance(holder, tuple)]
 
@@ -143,7 +143,7 @@ def _content(holder: Any) -> dict[Any, Any]:
         return dict(holder)
     if isinstance(holder, list | set | deque):
         return dict(enumerate(holder))
-    return _fields(holder)
+    return fields(holder)
 
 
 def _is_entry(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:

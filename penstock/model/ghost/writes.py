@@ -15,6 +15,7 @@ from penstock.torch_private import buffers_of, children_of, parameters_of
 from .faults import calling_line
 from .ghost import CURRENT
 from .record import Recording
+from .set_once import Setting
 from .state import UNCOUNTED, changed_outside
 from .values import EventKey
 
@@ -55,15 +56,20 @@ class Writes:
         with _PATCHING, _replaced(nn.Module, "__setattr__", write):
             yield
 
-    def check(self, together: Collection[Collection[str]]) -> None:
+    def check(
+        self, together: Collection[Collection[str]], settings: Collection[Setting] = ()
+    ) -> None:
         """Refuse writes that several stages may do, where one reads what another has written.
+
+        `settings` are made once and for all, and may be written.
 
         Raises:
             CutError: names the attribute.
         """
+        allowed = {(id(setting.holder), setting.name) for setting in settings}
         for (module, name), calls in self._by.items():
             path = self._paths.get(module)
-            if path is None:  # made by the forward
+            if path is None or (module, name) in allowed:  # None: made by the forward
                 continue
             writers = [call for call in calls if call is not None]
             if module not in self._inside:
