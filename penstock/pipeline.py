@@ -26,7 +26,8 @@ from penstock.errors import ConfigError
 from penstock.mesh import Mesh
 from penstock.model.capture import resolve_layers
 from penstock.model.layers import Layer, Layers
-from penstock.pretrained import load_and_tell
+from penstock.model.state import in_evaluation
+from penstock.pretrained import Model, load_and_tell
 from penstock.runtime.caller import CallerContext
 from penstock.runtime.crew import Batch
 from penstock.runtime.engine import Engine, Execution
@@ -158,7 +159,7 @@ class Pipeline(AbstractMovable):
         with self._engine.crew.reporting():
             self._engine.cut(self._cut.partition, resolve_devices(devices, ranks))
             self.__dict__.update(self._layers.registered(self._engine.holds))
-            load_and_tell(weights, self, self.original, mesh)
+            load_and_tell(weights, self.loadable, mesh)
         self._measure_once(first_microbatch(example_inputs, num_microbatches))
 
     # -- what it is -----------------------------------------------------------------------------
@@ -177,6 +178,11 @@ class Pipeline(AbstractMovable):
     def original(self) -> nn.Module:
         """The model that was captured; this pipeline itself if it was given layers."""
         return self._layers.original or self
+
+    @property
+    def loadable(self) -> Model:
+        """What this process has of the model: tensors, and extra state of the modules it runs."""
+        return Model(self, self.original, self._layers.elsewhere(self._engine.holds))
 
     @property
     def num_microbatches(self) -> int:
@@ -307,14 +313,8 @@ class Pipeline(AbstractMovable):
         """
         with self._engine.one_at_a_time():  # before the modes change: a step may be running
             everyone = [*self.modules(), *self._layers.own_modules(), *self.original.modules()]
-            training = [module for module in everyone if module.training]
-            for module in training:
-                module.training = False
-            try:
+            with in_evaluation(everyone):
                 return self._outputs(inputs)
-            finally:
-                for module in training:
-                    module.training = True
 
     def forward(self, inputs: Any) -> Any:
         """Give the model's outputs for the whole batch, as the unsplit model does: a drop-in

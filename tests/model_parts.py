@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import penstock
+
 
 class Residual(nn.Module):
     """x + body(x)."""
@@ -32,6 +34,57 @@ class Tokens(nn.Module):
         places = torch.arange(ids.shape[1], device=ids.device)
         embedded: Tensor = self.dropout(self.token(ids) + self.position(places))
         return embedded
+
+
+class Noting(nn.Module):
+    """A linear layer and BatchNorm that have a note to save beside their tensors."""
+
+    def __init__(self, width: int, note: Any = None) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+        self.note = note
+        self.given: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.linear(x))
+        return y
+
+    def get_extra_state(self) -> Any:
+        return self.note
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state
+        self.given.append(state)
+
+
+class Noted(nn.Module):
+    """Two blocks with a note each, and one of the whole; captured, as it is no chain."""
+
+    def __init__(self, first: Any = None, second: Any = None, own: Any = None) -> None:
+        super().__init__()
+        self.first, self.second, self.note = Noting(2, first), Noting(2, second), own
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x))
+        return y
+
+    @property
+    def notes(self) -> tuple[Any, Any, Any]:
+        """All notes."""
+        return self.first.note, self.second.note, self.note
+
+    def get_extra_state(self) -> Any:
+        return self.note
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state
+
+
+def noted_pipeline(model: nn.Module, **options: Any) -> penstock.Pipeline:
+    """Cut a model with notes into two stages."""
+    example = torch.linspace(-1, 1, 8).view(4, 2)
+    given = {"num_stages": 2, "loss": nn.MSELoss(), "threads_per_stage": 1, **options}
+    return penstock.Pipeline(model, example_inputs=example, **given)
 
 
 class Attention(nn.Module):

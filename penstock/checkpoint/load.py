@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
+from penstock.model.extra_state import Owners, extra_faults, set_extra
 from penstock.pipeline import Pipeline
 
 from .files import (
+    EXTRA,
     MODEL,
     OPTIMIZER,
     check_files,
@@ -25,13 +27,13 @@ from .files import (
     read_tensors,
     size_of,
 )
+from .model_state import owners_here, state_here, state_of
 from .optimizer_state import (
     check_optimizer,
     keys_of,
     names_of_share,
     only_of,
     parameter_names,
-    state_here,
     unpack_optimizer,
 )
 
@@ -58,8 +60,8 @@ def load_checkpoint(
     if mesh is not None and mesh.is_distributed:
         return _load_into_many(path, mesh, module, optimizer)
     facts = read_facts(path)
-    tensors = read_tensors(path, MODEL)
-    faults = _model_faults(module.state_dict(), tensors)
+    saved = {**read_tensors(path, MODEL), **facts.get(EXTRA, {})}
+    faults = _model_faults(state_of(module), owners_here(module), saved)
     optimizer_tensors: dict[str, Tensor] = {}
     if optimizer is not None:
         if facts["optimizer"] is None:
@@ -70,17 +72,21 @@ def load_checkpoint(
         faults += check_optimizer(optimizer, module, facts["optimizer"], optimizer_tensors)
     if faults:
         raise CheckpointError(_foreign(path, faults))
-    return _put(module, optimizer, facts, tensors, optimizer_tensors)
+    return _put(module, optimizer, facts, saved, optimizer_tensors)
 
 
 def _put(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     facts: dict[str, Any],
-    tensors: dict[str, Tensor],
+    saved: dict[str, Any],
     optimizer_tensors: dict[str, Tensor],
 ) -> dict[str, Any]:
-    module.load_state_dict({**module.state_dict(), **tensors})  # other processes have the rest
+    owners = owners_here(module)
+    tensors = {n: v for n, v in saved.items() if isinstance(v, Tensor) and n not in owners}
+    whole = {**state_of(module), **tensors}  # other processes have the rest
+    module.load_state_dict(whole, strict=False)  # what it lacks is extra state
+    set_extra(owners, saved)
     if optimizer is not None:
         unpack_optimizer(optimizer, module, facts["optimizer"], optimizer_tensors)
     if isinstance(module, Pipeline) and facts["pipeline"] is not None:
@@ -109,14 +115,15 @@ def _load_into_many(
         for file, rank in _verifiers([sizes for _, sizes in needs]).items()
         if rank == mesh.rank
     }
-    here = state_here(module)
+    here, owners = state_here(module), owners_here(module)
     read, problem = mesh.work(lambda: _try(partial(found.read, path, digests)), what)
-    tensors, optimizer_tensors = read or ({}, {})
+    saved, optimizer_tensors = read or ({}, {})
     faults: list[str] = []
     if problem is None:
-        faults = [f for f in _model_faults(here, tensors) if not f.endswith(_NOT_IN_MODEL)]
+        faults = _model_faults(here, owners, saved)
+        faults = [fault for fault in faults if not fault.endswith(_NOT_IN_MODEL)]
         faults += _optimizer_faults(optimizer, module, found.facts, optimizer_tensors)
-    parts = mesh.gather((problem, faults, set(here)), what)
+    parts = mesh.gather((problem, faults, {*here, *owners}), what)
     _refuse_problems(problem for problem, _, _ in parts)
     faults = [fault for _, said, _ in parts for fault in said]
     if not faults:
@@ -124,7 +131,7 @@ def _load_into_many(
         faults = [f"{name}{_NOT_IN_MODEL}" for name in found.there if name not in known]
     if faults:
         raise CheckpointError(_foreign(path, list(dict.fromkeys(faults))))
-    return _put(module, optimizer, found.facts, tensors, optimizer_tensors)
+    return _put(module, optimizer, found.facts, saved, optimizer_tensors)
 
 
 def _try(job: Callable[[], Any]) -> tuple[Any, str | None]:
@@ -172,8 +179,11 @@ class _Wanted:
             CheckpointError: it is no checkpoint, or damaged.
         """
         facts, digests = read_state(path)
-        there, noted = files_by_tensor(path, MODEL, facts.get("files")), facts.get("files")
-        of_model = {name: there[name] for name in state_here(module) if name in there}
+        noted = facts.get("files")
+        files = files_by_tensor(path, MODEL, noted)
+        names = (*state_here(module), *owners_here(module))
+        of_model = {name: files[name] for name in names if name in files}
+        there = {*files, *facts.get(EXTRA, {})}
         of_optimizer: dict[str, str] = {}
         if optimizer is not None and facts["optimizer"] is not None:
             facts["optimizer"] = only_of(facts["optimizer"], parameter_names(module).values())
@@ -186,14 +196,16 @@ class _Wanted:
 
     def read(
         self, path: Path, digests: Mapping[str, str]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Verify the files of `digests`, and read the tensors of model and optimizer.
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Verify the files of `digests`, and read the state of the model and the tensors of the
+        optimizer.
 
         Raises:
             CheckpointError: a file is damaged.
         """
         check_files(path, digests)
-        return read_from(path, self.of_model), read_from(path, self.of_optimizer)
+        saved = {**read_from(path, self.of_model), **self.facts.get(EXTRA, {})}
+        return saved, read_from(path, self.of_optimizer)
 
 
 def _optimizer_faults(
@@ -212,9 +224,11 @@ def _optimizer_faults(
 _NOT_IN_MODEL = " is not in the model"
 
 
-def _model_faults(here: Mapping[str, Any], there: Mapping[str, Tensor]) -> list[str]:
-    faults = [f"{name} is missing" for name in here if name not in there]
-    faults += [f"{name}{_NOT_IN_MODEL}" for name in there if name not in here]
+def _model_faults(here: Mapping[str, Any], owners: Owners, there: Mapping[str, Any]) -> list[str]:
+    known = {**here, **owners}
+    faults = [f"{name} is missing" for name in known if name not in there]
+    faults += [f"{name}{_NOT_IN_MODEL}" for name in there if name not in known]
+    faults += extra_faults(owners, there)
     first_name: dict[tuple[int, torch.Size], str] = {}
     for name in (name for name in here if name in there):
         mine, saved = here[name], there[name]

@@ -12,14 +12,6 @@ from penstock.zero import share_of
 Json = dict[str, Any]
 
 
-def state_here(module: nn.Module) -> Json:
-    """Return a module's state without the tensors whose values another process has: in a captured
-    model these are there, on the meta device.
-    """
-    state = module.state_dict()
-    return {n: v for n, v in state.items() if not (isinstance(v, Tensor) and v.is_meta)}
-
-
 def parameter_names(module: nn.Module) -> dict[int, str]:
     """Map the id of every parameter to its name; a shared one goes by its first."""
     return {id(parameter): name for name, parameter in module.named_parameters()}

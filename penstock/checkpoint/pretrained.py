@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from penstock.arguments import check_count
 from penstock.errors import CheckpointError
+from penstock.model.extra_state import read_extra
 from penstock.pipeline import Pipeline
 from penstock.pretrained import load
-from penstock.pretrained.folder import INDEX, MODEL
+from penstock.pretrained.folder import EXTRA, INDEX, MODEL
 from penstock.pretrained.library import as_saved
-from penstock.pretrained.load import own_tensors
 
 from .files import (
     check_all_seen,
@@ -59,7 +59,7 @@ def load_pretrained(folder: str | os.PathLike[str], pipe: Pipeline) -> tuple[str
     """
     if pipe.mesh is not None:
         pipe.mesh.begin_call("load_pretrained", pipe.number)
-    return load(Path(folder), pipe, pipe.original, pipe.mesh)
+    return load(Path(folder), pipe.loadable, pipe.mesh)
 
 
 def save_pretrained(
@@ -70,13 +70,15 @@ def save_pretrained(
     Writes config.json and generation_config.json, if the model has them, and model.safetensors,
     or files model-00001-of-0000N.safetensors with model.safetensors.index.json.  The folder
     appears whole or not at all.  A parameter with several names is saved once, under the name that
-    the model's class keeps.
+    the model's class keeps.  What modules' `get_extra_state` gives is saved with the tensors if it
+    is one, else in extra_state.json, which Hugging Face's libraries do not read.
 
     In a mesh of processes all of them call this alike; each writes the tensors of its own stages,
     in files of at most `max_shard_bytes` (a larger tensor has one to itself).
 
     Raises:
-        CheckpointError: `folder` exists and is not empty; the disk is full or refuses.
+        CheckpointError: `folder` exists and is not empty; extra state of a module is neither a
+            tensor nor JSON; the disk is full or refuses.
         ConfigError: `max_shard_bytes` is no whole number of at least 1.
     """
     target, original = Path(folder).absolute(), pipe.original
@@ -85,16 +87,17 @@ def save_pretrained(
     if mesh is not None:
         mesh.begin_call("save_pretrained", pipe.number)
     own: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
     with mesh.reporting() if mesh is not None else nullcontext():
         if mesh is None or mesh.replica == 0:
-            own = _to_save(pipe, original)
-    sizes = [(name, tensor.nbytes) for name, tensor in own.items()]
-    everyone = [sizes]
+            own, values = _to_save(pipe, original)
+    everyone = [([(name, tensor.nbytes) for name, tensor in own.items()], values)]
     if mesh is not None:
-        everyone = mesh.gather(sizes, "for the others to save the same model")
-    layout = _Layout.of(everyone, most)
+        everyone = mesh.gather(everyone[0], "for the others to save the same model")
+    layout = _Layout.of([sizes for sizes, _ in everyone], most)
+    values = {name: value for _, part in everyone for name, value in part.items()}
     write = partial(_write_own, layout, mesh.rank if mesh is not None else 0, own)
-    finish = partial(_finish, layout, target, original)
+    finish = partial(_finish, layout, target, original, values)
     if mesh is not None:
         write_together(mesh, target, partial(_begin, target), write, finish).wait()
         return
@@ -122,17 +125,21 @@ def refuse_filled(path: Path) -> None:
         )
 
 
-def _to_save(pipe: Pipeline, original: nn.Module) -> dict[str, Tensor]:
-    """Give what this process has, each tensor under the name that the model's class keeps."""
+def _to_save(pipe: Pipeline, original: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return what this process has, each tensor under the name that the model's class keeps, and
+    extra state that is no tensor.
+    """
     tied = _patterns(getattr(original, "all_tied_weights_keys", None))
     tied += _patterns(getattr(original, "_tied_weights_keys", None))
     ignored = _patterns(getattr(original, "_keys_to_ignore_on_save", None))
     found = {}
-    for names, tensor in own_tensors(pipe).items():
+    for names, tensor in pipe.loadable.own_tensors().items():
         kept = [name for name in names if not _fits(name, tied)] or list(names)
         if not _fits(kept[0], ignored):
             found[kept[0]] = tensor
-    return storable(as_saved(original, found), copy=False)
+    owners = {n: owner for n, owner in pipe.loadable.owners.items() if not _fits(n, ignored)}
+    extra, values = read_extra(owners)
+    return storable({**as_saved(original, found), **extra}, copy=False), values
 
 
 def _patterns(keys: Iterable[str] | None) -> list[re.Pattern[str]]:
@@ -201,7 +208,12 @@ def _write_own(layout: _Layout, rank: int, own: Mapping[str, Tensor], unfinished
 
 
 def _finish(
-    layout: _Layout, target: Path, original: nn.Module, unfinished: Path, written: Digests
+    layout: _Layout,
+    target: Path,
+    original: nn.Module,
+    values: Mapping[str, Any],
+    unfinished: Path,
+    written: Digests,
 ) -> None:
     check_all_seen(written, [file.name for file in unfinished.iterdir()])
     if len(layout.files) > 1:
@@ -209,6 +221,8 @@ def _finish(
         index = {"metadata": {"total_size": layout.num_bytes}, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (unfinished / INDEX).write_text(text, encoding="utf-8")
+    if values:
+        (unfinished / EXTRA).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     _save_configuration(original, unfinished)
     for file in unfinished.iterdir():
         if file.name not in written:

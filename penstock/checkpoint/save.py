@@ -1,5 +1,6 @@
 """Save a model, its optimizer and whatever else a run needs to go on."""
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
+from penstock.model.extra_state import read_extra
 from penstock.pipeline import Pipeline
 from penstock.zero import is_sharded
 
 from .files import (
+    EXTRA,
     MODEL,
     OPTIMIZER,
     UNFINISHED,
@@ -25,7 +28,8 @@ from .files import (
     refuse_existing,
     write_folder,
 )
-from .optimizer_state import merge_optimizers, pack_optimizer, state_here
+from .model_state import owners_here, state_here, state_of
+from .optimizer_state import merge_optimizers, pack_optimizer
 from .saving import Saving, in_thread
 from .together import MODEL_FOLDER, OPTIMIZER_FOLDER, begin_together, shard_names
 
@@ -40,7 +44,8 @@ def save_checkpoint(
 
     The tensors go under the model's own names: the unsplit model and a pipeline of any other
     number of stages load them.  A tensor with several names is stored under each, so that a plain
-    `load_state_dict` of model.safetensors works.  A pipeline's step count and seed are saved as
+    `load_state_dict` of model.safetensors works.  Modules' `get_extra_state` may give tensors, or
+    what JSON gives back as it is.  A pipeline's step count and seed are saved as
     well, for its random streams.  `state` is anything JSON can hold (tuples come back as lists),
     such as a learning-rate scheduler's or a GradScaler's `state_dict()`.
 
@@ -50,8 +55,8 @@ def save_checkpoint(
     `timeout_s`.
 
     Raises:
-        CheckpointError: `path` exists; `state` is not JSON; the optimizer is not the module's; the
-            disk is full or refuses.
+        CheckpointError: `path` exists; `state` or extra state of a module is not JSON; the
+            optimizer is not the module's; the disk is full or refuses.
     """
     target = Path(path).absolute()
     content = _collect(target, module, optimizer, state, copy=False)
@@ -118,8 +123,9 @@ def _collect(
     if mesh is not None:
         return _collect_together(target, mesh, module, optimizer, state, copy=copy)
     refuse_existing(target)
-    tensors = {MODEL: storable(module.state_dict(), copy=copy)}
-    facts = _facts(module, state)
+    extra, values = read_extra(owners_here(module))
+    tensors = {MODEL: storable({**state_of(module), **extra}, copy=copy)}
+    facts = {**_facts(module, state), EXTRA: values}
     if optimizer is not None:
         content, facts["optimizer"] = pack_optimizer(optimizer, module)
         tensors[OPTIMIZER] = storable(content, copy=copy)
@@ -145,6 +151,8 @@ def _collect_together(
     tensors: dict[str, dict[str, Tensor]] = {}
     mine: dict[str, Any] | None = None
     facts: dict[str, Any] = {}
+    model: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     error: str | None = None
     is_shared = optimizer is not None and is_sharded(optimizer)
     is_first_replica = mesh.replica == 0  # which writes what all replicas hold
@@ -152,7 +160,9 @@ def _collect_together(
         if mesh.is_first_rank:
             refuse_existing(target)
         facts = _facts(module, state)
-        model = state_here(module) if is_first_replica else {}
+        if is_first_replica:
+            extra, values = read_extra(owners_here(module))
+            model = {**state_here(module), **extra}
         tensors[MODEL_FOLDER] = storable(model, copy=copy)
         if optimizer is not None:
             content, mine = pack_optimizer(optimizer, module)
@@ -163,8 +173,10 @@ def _collect_together(
     assert isinstance(module, Pipeline)
     mesh.begin_call("save_checkpoint", module.number)
     own_files = shard_names(mesh.rank, tensors)
-    told = mesh.gather((error, mine, own_files), "for the others to save the same checkpoint")
-    parts = [(said, part) for said, part, _ in told]
+    told = mesh.gather(
+        (error, mine, own_files, values), "for the others to save the same checkpoint"
+    )
+    parts = [(said, part) for said, part, *_ in told]
     if errors := [said for said, _ in parts if said is not None]:
         raise CheckpointError("; ".join(errors))
     without = [str(rank) for rank, (_, part) in enumerate(parts) if part is None]
@@ -177,7 +189,8 @@ def _collect_together(
         facts["optimizer"] = merge_optimizers(
             [part for _, part in (parts if is_shared else parts[: mesh.num_stages])]
         )
-    facts["files"] = {file: names for *_, files in told for file, names in files.items()}
+    facts["files"] = {file: names for *_, files, _ in told for file, names in files.items()}
+    facts[EXTRA] = {name: value for *_, part in told for name, value in part.items()}
     return _Content(tensors, facts)
 
 
@@ -208,7 +221,8 @@ def storable(tensors: dict[str, Any], *, copy: bool) -> dict[str, Tensor]:
 def export_model(path: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
     """Write the model of a checkpoint, however many shards it is in, as one safetensors file.
 
-    The unsplit model loads it with a plain `load_state_dict`.
+    The unsplit model loads it with a plain `load_state_dict`.  Extra state of modules that is no
+    tensor is in the file's metadata, as JSON by name under "extra_state".
 
     Raises:
         CheckpointError: `path` is no checkpoint, or damaged; `file` exists or cannot be written.
@@ -218,10 +232,11 @@ def export_model(path: str | os.PathLike[str], file: str | os.PathLike[str]) -> 
         raise CheckpointError(
             f"{target} exists already and is never overwritten; choose another name"
         )
-    read_facts(Path(path))
+    values = read_facts(Path(path)).get(EXTRA)
     unfinished = target.with_name(f".{target.name}{UNFINISHED}")
     try:
-        save_file(read_tensors(Path(path), MODEL), unfinished)
+        metadata = {EXTRA: json.dumps(values)} if values else None
+        save_file(read_tensors(Path(path), MODEL), unfinished, metadata)
         unfinished.rename(target)
     except (OSError, SafetensorError) as error:
         unfinished.unlink(missing_ok=True)

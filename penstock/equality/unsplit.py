@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.model.layers import Layers, Step
+from penstock.model.state import in_evaluation
 from penstock.pipeline import LossFunction, Pipeline
 from penstock.runtime.batch_norm import batch_norms
 from penstock.runtime.crew import Alone, Batch
@@ -65,12 +66,7 @@ def _run_seeded(layers: Layers, inputs: Any, seed: int, microbatch: int) -> Any:
 
 
 def _evaluate(layers: Layers, batch: Batch) -> Any:
-    modes = [(m, m.training) for _, holder in layers.holders() for m in holder.modules()]
-    for module, _ in modes:
-        module.training = False
-    with torch.no_grad():
+    modules = [module for _, holder in layers.holders() for module in holder.modules()]
+    with torch.no_grad(), in_evaluation(modules):
         parts = [layers.run(part) for part in batch.inputs]
-        outputs = gather(parts, batch.sizes, batch.output_weights)
-    for module, training in modes:
-        module.training = training
-    return outputs
+        return gather(parts, batch.sizes, batch.output_weights)

@@ -134,6 +134,10 @@ class Layers:
         """
         return {CHILDREN: {s.name: s.module for s in self.steps if holds(s.index)}}
 
+    def elsewhere(self, holds: Callable[[int], bool]) -> tuple[str, ...]:
+        """Name the modules in `registered` that only layers of other processes run."""
+        return ()
+
     @property
     def own_loss(self) -> Callable[[Any, Any], Tensor] | None:
         """Find the loss that the model computes itself in its output; None if it has none."""

@@ -1,4 +1,4 @@
-"""The tensors that modules keep beside their parameters: buffers, and plain attributes."""
+"""What modules keep beside their parameters: buffers, tensors as attributes, and modes."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -66,6 +66,19 @@ def put_state(state: Mapping[Place, Any]) -> None:
 def tensors_at(places: Iterable[Place]) -> list[Tensor]:
     """Give what stands at places where tensors do."""
     return [holder(place)[place[2]] for place in places]
+
+
+@contextmanager
+def in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Have modules in evaluation mode; each is in its own mode afterwards."""
+    before = [(module, module.training) for module in modules]
+    for module, _ in before:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
 
 
 @contextmanager

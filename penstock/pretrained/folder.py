@@ -3,12 +3,13 @@
 model.safetensors                all tensors, or
 model.safetensors.index.json     {"metadata": ..., "weight_map": {name: file}}, and
 model-00001-of-00002.safetensors  ... the files that it names
+extra_state.json                 {name: value}: extra state of modules that is no tensor, of ours
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -22,6 +23,7 @@ from .source import Read
 
 MODEL = "model.safetensors"
 INDEX = f"{MODEL}.index.json"
+EXTRA = "extra_state.json"
 
 
 _DTYPES = {
@@ -41,10 +43,11 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder of tensors; `files` gives the file of each."""
+    """A folder of tensors; `files` gives the file of each, and `values` what is no tensor."""
 
     path: Path
     files: Mapping[str, Path]
+    values: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def at(cls, path: Path) -> "Folder":
@@ -56,22 +59,29 @@ class Folder:
         if not path.is_dir():
             what = "is a file" if path.exists() else "does not exist"
             raise CheckpointError(f"{path} {what}; give the folder of a model")
+        values = _values(path)
         if (path / INDEX).is_file():
-            return cls(path, {name: path / file for name, file in _weight_map(path).items()})
+            files = {name: path / file for name, file in _weight_map(path).items()}
+            return cls(path, files, values)
         if not (path / MODEL).is_file():
             raise CheckpointError(_without_safetensors(path))
         with _opened(path / MODEL) as file:
-            return cls(path, dict.fromkeys(file.keys(), path / MODEL))
+            return cls(path, dict.fromkeys(file.keys(), path / MODEL), values)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of tensors and values."""
+        return [*self.files, *self.values]
 
     @contextmanager
     def reading(self, names: Iterable[str]) -> Iterator[tuple[Read, Read]]:
         """Open the files that hold `names`; give functions to see a tensor's kind, as a tensor on
-        the meta device, and to read it.
+        the meta device, and to read it, or a value.
 
         Raises:
             CheckpointError: a file is not there or damaged, or lacks what the index says.
         """
-        wanted = list(names)
+        wanted = [name for name in names if name in self.files]
         with ExitStack() as stack:
             opened: dict[Path, Any] = {}
             for file in dict.fromkeys(self.files[name] for name in wanted):
@@ -89,9 +99,10 @@ class Folder:
                 dtype = _DTYPES.get(part.get_dtype(), torch.uint8)
                 return torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
-            def read(name: str) -> Tensor:
-                tensor: Tensor = opened[self.files[name]].get_tensor(name)
-                return tensor
+            def read(name: str) -> Any:
+                if name in self.files:
+                    return opened[self.files[name]].get_tensor(name)
+                return self.values[name]
 
             yield look, read
 
@@ -107,6 +118,16 @@ def _opened(file: Path) -> Iterator[Any]:
             yield opened
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} is damaged: {error}; copy it anew") from error
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """Read the extra state of modules that is no tensor."""
+    file = path / EXTRA
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return dict(found.items())
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}; copy it anew") from None
 
 
 def _weight_map(path: Path) -> dict[str, str]:

@@ -5,13 +5,16 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
+from penstock.model.extra_state import Owners, extra_faults, find_owners, set_extra, without_extra
 from penstock.model.make import may_be_absent
 
 from .folder import Folder
@@ -30,10 +33,37 @@ class _Found:
     sources: tuple[tuple[str, Source], ...]
 
 
-def load(path: Path, module: nn.Module, original: nn.Module, mesh: Mesh | None) -> tuple[str, ...]:
-    """Load the tensors that `module` has in this process from a folder; see `load_pretrained`.
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a process has of a model: the tensors of `module`, and extra state of the modules of
+    `original` but for those `elsewhere`.
 
     `original` is the model, whose class may know of other names.
+    """
+
+    module: nn.Module
+    original: nn.Module
+    elsewhere: tuple[str, ...]
+
+    @property
+    def owners(self) -> Owners:
+        """The modules with extra state."""
+        return find_owners(self.original, self.elsewhere)
+
+    def own_tensors(self) -> dict[tuple[str, ...], Tensor]:
+        """Return the tensors of the state dict that have values in this process, each by all its
+        names.
+        """
+        names: dict[int, list[str]] = {}
+        state = without_extra(self.module.state_dict(keep_vars=True), self.original)
+        own = {n: t for n, t in state.items() if isinstance(t, Tensor) and not t.is_meta}
+        for name, tensor in own.items():
+            names.setdefault(id(tensor), []).append(name)
+        return {tuple(alike): own[alike[0]] for alike in names.values()}
+
+
+def load(path: Path, model: Model, mesh: Mesh | None) -> tuple[str, ...]:
+    """Load the tensors and the extra state of a process from a folder; see `load_pretrained`.
 
     Returns:
         The names of tensors in the folder that no process has a place for.
@@ -44,10 +74,15 @@ def load(path: Path, module: nn.Module, original: nn.Module, mesh: Mesh | None) 
     problem: str | None = None
     faults: list[str] = []
     found: list[_Found] = []
+    extra: dict[str, tuple[str, Source]] = {}
     folder = Folder(path, {})
+    original, owners = model.original, model.owners
     try:
         folder = Folder.at(path)
-        found, missing = _match(Sources(original, folder.files), own_tensors(module))
+        sources = Sources(original, folder.names)
+        found, missing = _match(sources, model.own_tensors())
+        extra = {name: source for name in owners for source in islice(sources.of([name]), 1)}
+        missing += [(name,) for name in owners if name not in extra]
         is_left_out = may_be_absent(original)
         faults = [
             f"{' = '.join(names)} is missing"
@@ -55,43 +90,34 @@ def load(path: Path, module: nn.Module, original: nn.Module, mesh: Mesh | None) 
             if not any(is_left_out(name) for name in names)
         ]
         faults += _misfits(folder, found)
+        faults += extra_faults(owners, extra)
     except CheckpointError as error:
         problem = str(error)
-    used = _names_of(found)
+    used = _names_of(found) | {name for _, source in extra.values() for name in source.names}
     parts = [(problem, faults, used)]
     if mesh is not None:
         parts = mesh.gather(parts[0], "for the others to look into the same folder")
     if problems := [said for said, _, _ in parts if said is not None]:
         raise CheckpointError("; ".join(dict.fromkeys(problems)))
     if faults := [fault for _, said, _ in parts for fault in said]:
-        unknown = _unknown(folder.files, (names for _, _, names in parts), original)
+        unknown = _unknown(folder.names, (names for _, _, names in parts), original)
         raise CheckpointError(_foreign(path, list(dict.fromkeys(faults)), unknown))
 
-    def fill() -> None:
+    def fill() -> dict[str, Any]:
         with folder.reading(used) as (_, read), torch.no_grad():
             _fill(found, read)
+            return {name: source.make(read)[known] for name, (known, source) in extra.items()}
 
-    fill() if mesh is None else mesh.work(fill, "for the others to read the same folder")
-    return _unknown(folder.files, (names for _, _, names in parts), original)
+    what = "for the others to read the same folder"
+    set_extra(owners, fill() if mesh is None else mesh.work(fill, what))
+    return _unknown(folder.names, (names for _, _, names in parts), original)
 
 
-def load_and_tell(
-    path: str | os.PathLike[str] | None, module: nn.Module, original: nn.Module, mesh: Mesh | None
-) -> None:
+def load_and_tell(path: str | os.PathLike[str] | None, model: Model, mesh: Mesh | None) -> None:
     """Load like `load`, if there is a folder; warn on rank 0 of tensors without a place."""
-    unknown = load(Path(path), module, original, mesh) if path is not None else ()
+    unknown = load(Path(path), model, mesh) if path is not None else ()
     if unknown and (mesh is None or mesh.is_first_rank):
         warnings.warn(f"{path}: {_unplaced(unknown)}", stacklevel=3)
-
-
-def own_tensors(module: nn.Module) -> dict[tuple[str, ...], Tensor]:
-    """Give the tensors of a state dict that have values in this process, each by all its names."""
-    names: dict[int, list[str]] = {}
-    state = module.state_dict(keep_vars=True)
-    own = {n: t for n, t in state.items() if isinstance(t, Tensor) and not t.is_meta}
-    for name, tensor in own.items():
-        names.setdefault(id(tensor), []).append(name)
-    return {tuple(alike): own[alike[0]] for alike in names.values()}
 
 
 def _match(

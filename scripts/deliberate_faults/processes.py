@@ -92,6 +92,22 @@ FAULTS = (
         "another_type",
     ),
     Fault(
+        "extra state of modules is dropped as a folder is read",
+        "penstock/pretrained/load.py",
+        "set_extra(owners, fill() if mesh is None else mesh.work(fill, what))",
+        "fill() if mesh is None else mesh.work(fill, what)",
+        "tests/unit/test_pretrained.py",
+        "extra_state and saved",
+    ),
+    Fault(
+        "extra state of a block is that of a process that does not run it",
+        "penstock/model/ghost/layers.py",
+        "return tuple(block for block, _ in self.captured.calls if block not in own)",
+        "return ()",
+        "tests/distributed/test_checkpoint_processes.py",
+        "together and cannot",
+    ),
+    Fault(
         "a process that reads a part of a checkpoint does not verify it",
         "penstock/checkpoint/load.py",
         "check_files(path, digests)",

@@ -5,24 +5,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import penstock
 from tests.equality import same_bits
-from tests.model_parts import Masters
-
-
-class Normed(nn.Module):
-    """A model that is captured, with buffers on each of two stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        self.second = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(self.first(x))
-        return y
+from tests.model_parts import Masters, Noted, noted_pipeline
 
 
 def work(mesh: penstock.Mesh, folder_for_saves: str) -> list[str]:
@@ -42,12 +29,7 @@ def work(mesh: penstock.Mesh, folder_for_saves: str) -> list[str]:
     penstock.load_checkpoint(folder / "save-2", pipe, optimizer)
     assert optimizer.param_groups[0]["plan"] == {"9": 0.1, "10": 0.2}
     found.append("dict of numbers came back")
-    captured = penstock.Pipeline(
-        Normed(), mesh=mesh, example_inputs=torch.randn(4, 2), loss=nn.MSELoss()
-    )
-    captured.train_step(torch.randn(4, 2), torch.randn(4, 2))
-    penstock.save_checkpoint(folder / "save-normed", captured)
-    penstock.load_checkpoint(folder / "save-normed", captured)
+    _save_captured(mesh, folder)
     try:
         if mesh.stage == 0:
             penstock.save_checkpoint(folder / "save-3", pipe, optimizer)
@@ -56,6 +38,26 @@ def work(mesh: penstock.Mesh, folder_for_saves: str) -> list[str]:
     except penstock.PenstockError as error:
         found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+def _save_captured(mesh: penstock.Mesh, folder: Path) -> None:
+    """Save and load a captured model with buffers and notes on each of two stages.
+
+    What a process notes in the block of the other one is not to be saved.
+    """
+    model = Noted({"rank": mesh.rank}, torch.tensor([mesh.rank]), "of all")
+    captured = noted_pipeline(model, mesh=mesh, num_stages=None)
+    captured.train_step(torch.randn(4, 2), torch.randn(4, 2))
+    penstock.save_checkpoint(folder / "save-noted", captured)
+    penstock.save_pretrained(folder / "save-pretrained", captured)
+    for path, load in (
+        ("save-noted", penstock.load_checkpoint),
+        ("save-pretrained", lambda path, pipe: penstock.load_pretrained(path, pipe)),
+    ):
+        own = model.second if mesh.rank else model.first
+        saved, own.note, model.note = own.note, "another", "another"
+        load(folder / path, captured)
+        assert (own.note, model.note) == (saved, "of all")
 
 
 def masters(mesh: penstock.Mesh, folder_for_saves: str) -> list[bool]:

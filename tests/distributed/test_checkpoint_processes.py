@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import nn
 
@@ -12,6 +13,7 @@ from tests.distributed import odd_saves
 from tests.distributed.call import call
 from tests.distributed.checkpoint_job import Run, finish, layers
 from tests.distributed.launch import run, start
+from tests.model_parts import Noted, noted_pipeline
 
 LAYOUTS = ((1, 1, ""), (2, 1, ""), (4, 1, ""), (2, 2, ""), (2, 2, "1"))
 """Stages, replicas, and whether these share out the optimizer's state."""
@@ -119,7 +121,14 @@ def test_what_cannot_be_saved_together_is_one_error_on_all(tmp_path: Path) -> No
     assert first[1] == second[1] == "dict of numbers came back"
     both = "rank 0 began save_checkpoint and rank 1 began train_step"
     assert all(both in said for said in (first[2], second[2])), (first[2], second[2])
-    assert {path.name for path in tmp_path.glob("*save*")} == {"save-2", "save-normed"}
+    names = {"save-2", "save-noted", "save-pretrained"}
+    assert {path.name for path in tmp_path.glob("*save*")} == names
+    model = Noted()
+    penstock.load_checkpoint(tmp_path / "save-noted", model)
+    assert model.notes == ({"rank": 0}, torch.tensor([1]), "of all"), "each of who runs the block"
+    model = Noted()
+    noted_pipeline(model, weights=tmp_path / "save-pretrained").close()
+    assert model.notes == ({"rank": 0}, torch.tensor([1]), "of all")
 
 
 def test_optimizer_state_of_another_type_than_its_parameter_comes_back_to_the_bit(

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import penstock
 from penstock.errors import CheckpointError
 from penstock.zoo.residual import residual_network
-from tests.model_parts import Masters
+from tests.model_parts import Masters, Noted, Noting, noted_pipeline
 
 Damage = Callable[[Path], Any]
 
@@ -54,7 +55,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 
 def copy_of(model: nn.Module) -> dict[str, Tensor]:
     """Give a copy of the model's state."""
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return {n: t.clone() for n, t in model.state_dict().items() if isinstance(t, Tensor)}
 
 
 @pytest.mark.parametrize(
@@ -223,13 +224,69 @@ def test_a_full_disk_leaves_nothing_behind_and_says_so(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
-    class Stateful(nn.Linear):
-        def get_extra_state(self) -> object:
-            return {"x": 1}
+NOTES = ({"seen": [1, 2.5, None]}, torch.arange(3), "of all")
 
-    with pytest.raises(CheckpointError, match="'_extra_state' in the model's state is a dict"):
-        penstock.save_checkpoint(tmp_path / "c", Stateful(2, 2))
+
+@pytest.mark.parametrize("saved_by", [lambda model: model, noted_pipeline], ids=["plain", "pipe"])
+@pytest.mark.parametrize("loaded_by", [lambda model: model, noted_pipeline], ids=["plain", "pipe"])
+def test_extra_state_comes_back_as_it_was(
+    tmp_path: Path, saved_by: Callable[..., nn.Module], loaded_by: Callable[..., nn.Module]
+) -> None:
+    model, twin = Noted(*NOTES), Noted()
+    penstock.save_checkpoint(tmp_path / "c", saved_by(model))
+    penstock.load_checkpoint(tmp_path / "c", loaded_by(twin))
+    assert equal(twin.first.norm, model.first.norm)
+    assert (twin.first.note, twin.note) == (NOTES[0], NOTES[2])
+    assert torch.equal(twin.second.note, NOTES[1])
+    assert (len(twin.first.given), len(twin.second.given)) == (1, 1)
+
+
+def test_an_exported_model_has_its_extra_state_too(tmp_path: Path) -> None:
+    model, file = Noted(*NOTES), tmp_path / "m.safetensors"
+    penstock.save_checkpoint(tmp_path / "c", model)
+    penstock.export_model(tmp_path / "c", file)
+    assert torch.equal(load_file(file)["second._extra_state"], NOTES[1])
+    with safe_open(file, framework="pt") as opened:
+        noted = json.loads(opened.metadata()["extra_state"])
+    assert noted == {"first._extra_state": NOTES[0], "_extra_state": NOTES[2]}
+
+
+@pytest.mark.parametrize("note", [{1, 2}, (1, 2), {1: 2}, [float("nan")], {"t": torch.ones(1)}])
+def test_extra_state_that_a_file_would_change_is_refused_before_anything_is_written(
+    tmp_path: Path, note: object
+) -> None:
+    pipe = noted_pipeline(Noted(None, note))
+    said = (
+        rf"second\._extra_state: get_extra_state of Noting returned a {type(note).__name__} that"
+    )
+    for save in (penstock.save_checkpoint, penstock.save_pretrained):
+        with pytest.raises(CheckpointError, match=said):
+            save(tmp_path / "c", pipe)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_extra_state_that_is_missing_or_has_no_place_is_refused(tmp_path: Path) -> None:
+    penstock.save_checkpoint(tmp_path / "with", Noting(2, "note"))
+    model = Noting(2, "as it was")
+    penstock.save_checkpoint(tmp_path / "without", nn.ModuleDict(dict(model.named_children())))
+    with pytest.raises(CheckpointError, match=r"  _extra_state is missing"):
+        penstock.load_checkpoint(tmp_path / "without", model)
+    assert model.note == "as it was"
+    with pytest.raises(CheckpointError, match=r"  _extra_state is not in the model"):
+        penstock.load_checkpoint(tmp_path / "with", nn.ModuleDict(dict(model.named_children())))
+
+
+def test_extra_state_that_cannot_be_set_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    class Giving(nn.Linear):
+        def get_extra_state(self) -> object:
+            return 1
+
+    penstock.save_checkpoint(tmp_path / "c", Giving(2, 2))
+    model = Giving(2, 2)
+    before = copy_of(model)
+    with pytest.raises(CheckpointError, match="Giving has get_extra_state and no set_extra_state"):
+        penstock.load_checkpoint(tmp_path / "c", model)
+    assert all(torch.equal(t, before[n]) for n, t in model.named_parameters())
 
 
 # -- damaged

@@ -16,6 +16,7 @@ from penstock.pretrained.folder import INDEX, MODEL
 from tests.any_models.lists import REQUIRED
 from tests.any_models.made import words
 from tests.capturing import assert_equal
+from tests.model_parts import Noted, noted_pipeline
 from tests.pretrained import (
     BATCH,
     build,
@@ -309,3 +310,51 @@ def test_layers_in_a_row_are_saved_and_loaded_too(tmp_path: Path) -> None:
     assert_equal(own(twin), own(chain))
     x = torch.rand(4, 4)
     assert torch.equal(pipe.eval_step(x), chain.eval()(x))
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["weights=", "load_pretrained"])
+def test_extra_state_is_saved_and_loaded_too(at_once: bool, tmp_path: Path) -> None:
+    model, twin = Noted({"seen": [1, 2]}, torch.arange(3), "of all"), Noted()
+    penstock.save_pretrained(tmp_path / "m", noted_pipeline(model), max_shard_bytes=20)
+    pipe = noted_pipeline(twin, **({"weights": tmp_path / "m"} if at_once else {}))
+    if not at_once:
+        assert penstock.load_pretrained(tmp_path / "m", pipe) == ()
+    assert (twin.first.note, twin.note) == ({"seen": [1, 2]}, "of all")
+    assert torch.equal(twin.second.note, torch.arange(3))
+    assert len(twin.first.given) == len(twin.second.given) == 1
+
+
+def test_transformers_ignores_extra_state_that_is_no_tensor(tmp_path: Path) -> None:
+    class Counting(nn.Dropout):
+        seen = 0
+
+        def get_extra_state(self) -> int:
+            return self.seen
+
+        def set_extra_state(self, state: int) -> None:
+            self.seen = state
+
+    made = build("gpt2")
+    model: Any = made[0]
+    model.transformer.drop = Counting(0.0)
+    model.transformer.drop.seen = 7
+    pipe = pipeline(made)
+    penstock.save_pretrained(tmp_path / "m", pipe)
+    model.transformer.drop.seen = 0
+    penstock.load_pretrained(tmp_path / "m", pipe)
+    assert model.transformer.drop.seen == 7
+    _, report = type(model).from_pretrained(tmp_path / "m", output_loading_info=True)
+    assert not any(report.values()), report
+    unlike = pipeline(build("gpt2"))
+    assert penstock.load_pretrained(tmp_path / "m", unlike) == ("transformer.drop._extra_state",)
+    saved_by_transformers("gpt2", tmp_path / "without")
+    with pytest.raises(CheckpointError, match=r"transformer\.drop\._extra_state is missing"):
+        penstock.load_pretrained(tmp_path / "without", pipe)
+
+
+@pytest.mark.parametrize("content", ["[1]", "{", ""])
+def test_damaged_extra_state_is_refused(content: str, tmp_path: Path) -> None:
+    saved_by_transformers("gpt2", tmp_path / "m")
+    (tmp_path / "m" / "extra_state.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"extra_state\.json is damaged"):
+        penstock.load_pretrained(tmp_path / "m", pipeline(build("gpt2")))

@@ -106,6 +106,11 @@ class CapturedLayers(Layers):
     def registered(self, holds: Callable[[int], bool]) -> dict[str, Any]:
         return registered_of(self.captured.model)
 
+    def elsewhere(self, holds: Callable[[int], bool]) -> tuple[str, ...]:
+        held = {step.index: holds(step.index) for step in self.steps}
+        own = {block for n, (block, _) in enumerate(self.captured.calls) if held[n]}
+        return tuple(block for block, _ in self.captured.calls if block not in own)
+
     @property
     def own_loss(self) -> Callable[[Any, Any], Tensor]:
         return output_loss
