@@ -8,14 +8,18 @@ Each name has a purpose, and says what happens on a torch without it: "needed" e
 one line that says which versions work; the others do without, as told there.
 """
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.utils import parametrize
 
 from penstock.errors import TorchError
 
@@ -151,6 +155,89 @@ def storage_id(tensor: Tensor) -> int:
 def has_accumulation_hooks(parameter: Tensor) -> bool:
     """Tell whether hooks run when a gradient is accumulated; False where torch hides it."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+# -- cached weights (torch.nn.utils.parametrize.cached) ------------------------------------------
+
+
+class _OfThread(threading.local):
+    """How many `cached()` this thread is in, and the weights it has computed there."""
+
+    depth = 0
+
+    def __init__(self) -> None:
+        self.weights: dict[Any, Any] = {}
+
+
+_of_thread, _counting = _OfThread(), threading.Lock()
+
+
+class _WeightsOfThread(dict[Any, Any]):
+    """The cache of all threads: what each reads and writes there is its own."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return _of_thread.weights.get(key, default)
+
+    def __setitem__(self, key: Any, weight: Any) -> None:
+        if _of_thread.depth:
+            _of_thread.weights[key] = weight
+
+
+_weights = _WeightsOfThread()
+
+
+@contextmanager
+def _caching() -> Iterator[None]:
+    _enable(1)
+    _of_thread.depth += 1
+    try:
+        yield
+    finally:
+        _enable(-1)
+        _of_thread.depth -= 1
+        if not _of_thread.depth:
+            _of_thread.weights = {}
+
+
+def _enable(change: int) -> None:
+    with _counting:
+        parametrize._cache_enabled = parametrize._cache_enabled + change
+        parametrize._cache = _weights
+
+
+def _cached() -> Iterator[None]:
+    with _penstock_caching():  # type: ignore[name-defined]  # noqa: F821 - runs in torch's module
+        yield
+
+
+def cache_weights_per_thread() -> None:
+    """Let `parametrize.cached()` of one thread be unknown to others: torch has one cache for all.
+
+    Whoever has imported the function has the new one too.  A torch whose function is made in
+    another way keeps its own.
+    """
+    generator = getattr(parametrize.cached, "__wrapped__", None)
+    names = ("_cache", "_cache_enabled")
+    if isinstance(generator, FunctionType) and all(hasattr(parametrize, n) for n in names):
+        setattr(parametrize, "_penstock_caching", _caching)  # noqa: B010 - typed as torch has it
+        parametrize._cache = _weights
+        generator.__code__ = _cached.__code__
+
+
+def caches_weights() -> bool:
+    """Tell whether this thread is inside `parametrize.cached()`; False where torch hides it."""
+    return bool(_of_thread.depth)
+
+
+@contextmanager
+def without_cached_weights() -> Iterator[None]:
+    """Be outside every `parametrize.cached()` that this thread is in."""
+    before = _of_thread.depth, _of_thread.weights
+    _of_thread.depth, _of_thread.weights = 0, {}
+    try:
+        yield
+    finally:
+        _of_thread.depth, _of_thread.weights = before
 
 
 # -- checkpoints of the user's own --------------------------------------------------------------

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.errors import ExecutionWarning
+from penstock.errors import ConfigError, ExecutionWarning
 from penstock.torch_private import (
+    caches_weights,
     dispatch_modes,
     function_modes,
     is_default_device,
     is_profiled,
     saving_hooks,
+    without_cached_weights,
 )
 
 _around: ContextVar[tuple[str, ...] | None] = ContextVar("modes_around", default=None)
@@ -47,7 +49,18 @@ class CallerContext:
 
     @classmethod
     def capture(cls, with_grad: bool, devices: Iterable[torch.device]) -> "CallerContext":
-        """Note the calling thread's modes; grad mode is the run's own."""
+        """Note the calling thread's modes; grad mode is the run's own.
+
+        Raises:
+            ConfigError: that thread caches parametrized weights, and gradients are recorded.
+        """
+        if with_grad and caches_weights():
+            raise ConfigError(
+                "the pipeline was called with gradients inside parametrize.cached(): a weight "
+                "cached there would have one graph for all micro-batches and stages, which run in "
+                "threads of their own. Leave that block, and enter it in the forward of the layer "
+                "that reads a weight several times"
+            )
         kinds = sorted({device.type for device in devices})
         return cls(
             with_grad=with_grad,
@@ -80,6 +93,7 @@ class CallerContext:
         token = _around.set(self.bound)
         with ExitStack() as stack:
             stack.callback(_around.reset, token)
+            stack.enter_context(without_cached_weights())
             if self.device is not None and _default_device() != self.device:
                 stack.enter_context(self.device)
             if self.inference:

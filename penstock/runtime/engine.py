@@ -18,6 +18,7 @@ from penstock.model.make import move_or_make_all
 from penstock.model.stages import StagePlan, check_partition, plan_stages, stage_of_layers
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode, ScheduleFunction, lower, stage_ranks
+from penstock.torch_private import cache_weights_per_thread
 from penstock.types import Recompute, TiedGradients, Trace, Transport
 
 from .batch_norm import batch_norms, warn_of_unpooled
@@ -81,6 +82,7 @@ class Engine:
 
     def __init__(self, layers: Layers, loss: Any, how: Execution) -> None:
         keep_freed_memory()
+        cache_weights_per_thread()
         self._layers, self._loss, self._how = layers, loss, how
         self._running = _Turn()
         warn_of_unpooled(

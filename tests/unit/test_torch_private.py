@@ -7,6 +7,7 @@ import sys
 import threading
 import tomllib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from penstock import torch_private as private
@@ -428,3 +430,30 @@ def test_a_torch_without_a_needed_name_is_refused_by_that_name(name: str) -> Non
 def test_the_bound_that_pip_reads_is_the_oldest_torch_that_was_run() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "torch>={}.{}".format(*OLDEST_TORCH) in project["dependencies"]
+
+
+def test_cached_weights_are_those_of_a_thread() -> None:
+    private.cache_weights_per_thread()
+    layer = parametrize.register_parametrization(nn.Linear(2, 2), "weight", nn.Tanh())
+
+    def reads_alike() -> bool:
+        return layer.weight is layer.weight
+
+    def elsewhere() -> list[bool]:
+        found = [private.caches_weights(), reads_alike()]
+        with parametrize.cached(), parametrize.cached():
+            return [*found, private.caches_weights(), reads_alike(), layer.weight is here]
+
+    with parametrize.cached():
+        here = layer.weight
+        with ThreadPoolExecutor(1) as threads:
+            assert threads.submit(elsewhere).result() == [False, False, True, True, False]
+        assert private.caches_weights() and layer.weight is here
+        with private.without_cached_weights():
+            assert not private.caches_weights() and not reads_alike()
+            with parametrize.cached():
+                assert reads_alike() and layer.weight is not here
+        assert layer.weight is here
+    assert not private.caches_weights() and not reads_alike()
+    with parametrize.cached():
+        assert layer.weight is not here

@@ -13,7 +13,12 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import CheckpointFunction
 
 from penstock.errors import CutError
-from penstock.torch_private import forward_hooks_of, has_gradient_hooks, wants_kwargs
+from penstock.torch_private import (
+    cache_weights_per_thread,
+    forward_hooks_of,
+    has_gradient_hooks,
+    wants_kwargs,
+)
 
 from .checkpoints import reentrant, watch_checkpoints
 from .ghost import CURRENT, ghosts_in
@@ -288,6 +293,9 @@ def _routed_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def watch_functions() -> None:
-    """Let checkpoints, and custom autograd functions of ghosts, go to the pass under way."""
+    """Let checkpoints, and custom autograd functions of ghosts, go to the pass under way; keep
+    cached weights apart.
+    """
     watch_checkpoints()
+    cache_weights_per_thread()
     setattr(torch.autograd.Function, "apply", classmethod(_routed_apply))  # noqa: B010 - typed as one

@@ -204,6 +204,7 @@ class Recording(Pass):
             where, remedy = "the code between blocks", ""
             if user is not None:
                 where = f"'{user.block}'"
+            if user is not None and user.block != maker:
                 remedy = f", or keep both on one stage: together=['{maker}', '{user.block}']"
             raise SideChannel(
                 f"a tensor made inside '{maker}' reaches {where} through an attribute, a global "

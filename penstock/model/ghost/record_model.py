@@ -14,6 +14,7 @@ from torch import nn
 
 from penstock.errors import CutError
 from penstock.model.state import attributes, keeping_values, tensors_at
+from penstock.torch_private import without_cached_weights
 
 from .blocks import check_hooks, check_modules, find_blocks, original_class, watch, watch_functions
 from .graphs import Exported
@@ -146,9 +147,12 @@ def record_model(
     check_modules(model)
     call = as_call(example_inputs)
     opened: list[type] = []
+    refused: SideChannel | None = None
     while True:
         found = find_blocks(model, blocks, opened)
         if not found:
+            if refused is not None:
+                raise refused
             raise CutError(f"{type(model).__name__} has no parameters, and so no blocks to cut at")
         try:
             kept = (name for group in find_groups(list(keep), found, "keep") for name in group)
@@ -161,6 +165,7 @@ def record_model(
             if blocks is not None or kind in opened or not has_parts:
                 raise
             opened.append(kind)
+            refused = error
 
 
 def _record(
@@ -305,6 +310,7 @@ def as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Run the model in one mode, and leave it as it was: modes, buffers, random states."""
     modules = list(model.modules())
     with ExitStack() as after:
+        after.enter_context(without_cached_weights())
         after.enter_context(warnings.catch_warnings())  # of a checkpoint that sees no gradients
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
         after.callback(random.setstate, random.getstate())

@@ -1,0 +1,151 @@
+"""Weights cached by `parametrize.cached()` in a layer are its own, whatever other stages do."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import penstock
+from penstock.errors import ConfigError
+from tests.any_models.chain import WIDTH, Chain, inputs
+
+PARTS = 4
+
+
+class Growing(nn.Module):
+    """A weight whose graph can be run back once only."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.exp()
+
+
+class Cached(nn.Module):
+    """Reads a weight several times, and computes it once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        parametrize.register_parametrization(self.linear, "weight", Growing())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            for _ in range(3):
+                x = self.linear(x).tanh()
+            return x
+
+
+class Slow(Cached):
+    """Stays inside `cached()` until another stage has gone through all micro-batches."""
+
+    def __init__(self, others: threading.Event) -> None:
+        super().__init__()
+        self.others = others
+
+    def forward(self, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            assert self.others.wait(60)
+            return super().forward(x)
+
+
+class Quick(Cached):
+    def __init__(self, done: threading.Event) -> None:
+        super().__init__()
+        self.done, self.calls = done, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.calls += 1
+        if self.calls == PARTS:
+            self.done.set()
+        return x
+
+
+class Shared(Chain):
+    """Calls a block with a cached weight at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Cached() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
+            x = block(x)
+        return x
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def expected(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    model = copy.deepcopy(model)
+    for part in x.chunk(PARTS):
+        (model(part).square().mean() / PARTS).backward()
+    return gradients(model)
+
+
+def square(y: Tensor, _: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+def test_a_stage_inside_cached_leaves_the_weights_of_others_alone() -> None:
+    torch.manual_seed(0)
+    done = threading.Event()
+    quick, slow, x = Quick(done), Slow(done), inputs(2 * PARTS)
+    plain = nn.Sequential(Cached(), Cached())
+    plain.load_state_dict(nn.Sequential(quick, slow).state_dict())
+    with penstock.Pipeline(
+        [quick, slow],
+        partition=[1, 1],
+        num_microbatches=PARTS,
+        loss=square,
+        recompute=penstock.Recompute.NEVER,
+        threads_per_stage=1,
+    ) as pipe:
+        pipe.train_step(x, x)
+        found = gradients(pipe)
+    for one, other in zip(found, expected(plain, x), strict=True):
+        assert one is not None and other is not None and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("recompute", penstock.Recompute)
+def test_a_captured_block_of_two_stages_caches_in_both(recompute: penstock.Recompute) -> None:
+    torch.manual_seed(0)
+    model, x = Shared(), inputs(2 * PARTS)
+    whole = expected(model, x)
+    with penstock.Pipeline(
+        model,
+        3,
+        num_microbatches=PARTS,
+        loss=square,
+        recompute=recompute,
+        example_inputs=x,
+        threads_per_stage=1,
+    ) as pipe:
+        for _ in range(2):
+            model.zero_grad()
+            pipe.train_step(x, x)
+            for one, other in zip(gradients(model), whole, strict=True):
+                assert one is not None and other is not None and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("transport", penstock.Transport)
+def test_a_step_inside_cached_is_refused_and_an_evaluation_is_not(
+    transport: penstock.Transport,
+) -> None:
+    torch.manual_seed(0)
+    layers, x = [Cached(), Cached()], inputs(2 * PARTS)
+    with (
+        penstock.Pipeline(
+            layers, 2, num_microbatches=PARTS, loss=square, transport=transport
+        ) as pipe,
+        parametrize.cached(),
+    ):
+        for call in (lambda: pipe.train_step(x, x), lambda: pipe(x)):
+            with pytest.raises(ConfigError, match="forward of the layer"):
+                call()
+        with torch.no_grad():
+            assert torch.equal(pipe.eval_step(x), nn.Sequential(*layers)(x))
