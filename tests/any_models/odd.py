@@ -302,6 +302,51 @@ class Settling(Chain):
         return getattr(torch, self.settings.kind)(x)
 
 
+class Biased(nn.Module):
+    """Picks a bias for its place, and keeps it while it does not train, as LeViT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.biases = nn.Parameter(torch.linspace(0, 1, WIDTH))
+        self.parts = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.cache: dict[torch.device, Tensor] = {}
+
+    def bias(self, device: torch.device) -> Tensor:
+        if self.training:
+            self.cache.clear()
+            return self.biases.flip(0)
+        if device not in self.cache:
+            self.cache[device] = self.biases.flip(0)
+        return self.cache[device]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts(x + self.bias(x.device))
+
+
+class Scale(nn.Module):
+    """Has no parameters, and computes what it scales by once."""
+
+    found: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.found is None:
+            self.found = torch.full((WIDTH,), 0.5, device=x.device)
+        return x * self.found
+
+
+class Caching(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Biased(), Biased(), Biased()
+        self.scales = nn.ModuleList(Scale() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = zip(self.blocks, (self.first, self.second, self.third), self.scales, strict=True)
+        for block, biased, scale in parts:
+            x = x + scale(biased(block(x)))
+        return x
+
+
 class Adapted(nn.Module):
     """A frozen linear layer, and a small one beside it that is trained."""
 
@@ -415,6 +460,7 @@ CHAINS = (
     AnyModel("hook on a gradient", chain(TensorHook)),
     AnyModel("branches on gradients", chain(ByGradient)),
     AnyModel("settings made in the first forward", chain(Settling)),
+    AnyModel("caches between blocks", chain(Caching)),
     AnyModel("while loop on values", chain(WhileLoop)),
     AnyModel("shapes that depend on values", chain(Picking)),
     AnyModel("NumPy between blocks", chain(ByNumpy)),

@@ -32,22 +32,26 @@ _PARTS_OF_BLOCKS = ("torch.distributed", "penstock.")
 
 
 def find_blocks(
-    model: nn.Module, patterns: Sequence[str] | None, opened: Iterable[type] = ()
+    model: nn.Module,
+    patterns: Sequence[str] | None,
+    opened: Iterable[type] = (),
+    closed: Iterable[type] = (),
 ) -> dict[str, nn.Module]:
     """Choose the blocks of a model, by name, in the order in which they are registered.
 
     Entries of lists are blocks, and so are other modules with parameters that hold no lists, or
     little.  Modules without parameters are none: their operations lie between blocks.  `opened`
-    are kinds of modules that are not to be blocks; their children are.
+    are kinds of modules that are not to be blocks; their children are.  Those of kinds that are
+    `closed` are blocks in any case.
 
     Raises:
         CutError: a pattern fits no module, or one inside another that fits.
     """
     if patterns is not None:
         return _matching(model, patterns)
-    kinds = tuple(opened)
+    kinds, whole = tuple(opened), frozenset(closed)
     total = sum(p.numel() for p in model.parameters()) or 1
-    return dict(_chosen(model, "", kinds, total * _LARGE_SHARE, in_list=False))
+    return dict(_chosen(model, "", kinds, whole, total * _LARGE_SHARE, in_list=False))
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
@@ -76,17 +80,26 @@ def fits(name: str, pattern: str) -> bool:
 
 
 def _chosen(
-    module: nn.Module, prefix: str, opened: tuple[type, ...], large: float, *, in_list: bool
+    module: nn.Module,
+    prefix: str,
+    opened: tuple[type, ...],
+    closed: frozenset[type],
+    large: float,
+    *,
+    in_list: bool,
 ) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         count = sum(p.numel() for p in child.parameters())
-        if not count:
+        if original_class(child) in closed:
+            yield path, child
+            continue
+        if not count and not closed:
             continue
         is_list = isinstance(child, _LISTS)
         if is_list or _is_opened(child, count, opened, large, in_list=in_list):
-            yield from _chosen(child, f"{path}.", opened, large, in_list=is_list)
-        else:
+            yield from _chosen(child, f"{path}.", opened, closed, large, in_list=is_list)
+        elif count:
             yield path, child
 
 

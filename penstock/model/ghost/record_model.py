@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -23,7 +24,16 @@ from .inputs import EVERYWHERE, ROUTED, as_call, first_samples, routed
 from .record import Event, Recording, SideChannel
 from .routes import Call, calls_of, holders, stages_of_events
 from .set_once import new_settings, set_again, settable, taken_back
-from .state import changed_outside, check_unchanged, kept_by, outer_state, outside, put_back
+from .state import (
+    OwnState,
+    changed_outside,
+    check_unchanged,
+    is_kept_by_one,
+    kept_by,
+    outer_state,
+    outside,
+    put_back,
+)
 from .values import START, Info, ValueId
 from .writes import Writes, grad_mode_noted, seeds_refused
 
@@ -146,26 +156,77 @@ def record_model(
     watch_functions()
     check_modules(model)
     call = as_call(example_inputs)
-    opened: list[type] = []
-    refused: SideChannel | None = None
+    choice = _Choice(model, blocks)
     while True:
-        found = find_blocks(model, blocks, opened)
-        if not found:
-            if refused is not None:
-                raise refused
-            raise CutError(f"{type(model).__name__} has no parameters, and so no blocks to cut at")
+        found = choice.blocks()
         try:
             kept = (name for group in find_groups(list(keep), found, "keep") for name in group)
             asked = _Asked(inputs, find_groups(together, found), frozenset(kept))
             recordings = _record(model, found, call, asked)
-            return _captured(model, found, recordings, opened, asked)
+            captured = _captured(model, found, recordings, choice, asked)
+            choice.check(captured.calls)
+            return captured
         except SideChannel as error:
-            kind = original_class(found[error.block])
-            has_parts = any(True for _ in found[error.block].children())
-            if blocks is not None or kind in opened or not has_parts:
-                raise
-            opened.append(kind)
-            refused = error
+            choice.open(error)
+        except OwnState as error:
+            choice.close(error)
+
+
+class _Choice:
+    """The blocks of a model; what passes tensors on side ways is opened, and what keeps state of
+    its own between blocks is one.
+    """
+
+    def __init__(self, model: nn.Module, patterns: Sequence[str] | None) -> None:
+        self._model, self._patterns = model, patterns
+        self.opened: list[type] = []
+        self.closed: dict[type, OwnState] = {}
+        self._found: dict[str, nn.Module] = {}
+        self._refused: CutError = CutError(
+            f"{type(model).__name__} has no parameters, and so no blocks to cut at"
+        )
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """Find the blocks."""
+        self._found = find_blocks(self._model, self._patterns, self.opened, self.closed)
+        if not self._found:
+            raise self._refused
+        return self._found
+
+    def open(self, error: SideChannel) -> None:
+        """Make blocks of the parts of those that are like the one in the error."""
+        module = self._found[error.block]
+        kind = original_class(module)
+        has_parts = any(True for _ in module.children())
+        known = {*self.opened, *self.closed}
+        if self._patterns is not None or kind in known or not has_parts:
+            raise error
+        self.opened.append(kind)
+        self._refused = error
+
+    def close(self, error: OwnState) -> None:
+        """Make blocks of the module in the error, and of those like it."""
+        if self._patterns is not None or not error.path:
+            raise error
+        module = self._model.get_submodule(error.path)
+        kind, counts = original_class(module), [*map(_size, (module, self._model))]
+        if kind in {*self.opened, *self.closed} or 2 * counts[0] > counts[1]:
+            raise error
+        if not is_kept_by_one(self._model, error.path, error.name):
+            raise error
+        self.closed[kind] = error
+
+    def check(self, calls: Sequence[Call]) -> None:
+        """Refuse state of its own in a module that several stages may call."""
+        times = Counter(block for block, _ in calls)
+        for block, module in self._found.items():
+            error = self.closed.get(original_class(module))
+            if error is not None and times[block] > 1:
+                raise CutError(str(error))
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _record(
@@ -244,7 +305,7 @@ def _captured(
     model: nn.Module,
     blocks: dict[str, nn.Module],
     recordings: dict[Mode, Recording],
-    opened: Sequence[type],
+    choice: _Choice,
     asked: _Asked,
 ) -> Captured:
     found = list(recordings.values())
@@ -257,7 +318,7 @@ def _captured(
         asked.inputs,
         decides=any(event.decides for recording in found for event in recording.events),
         needs_all=any(recording.needs_all for recording in found),
-        warnings=tuple(_warnings(found, opened)),
+        warnings=tuple(_warnings(found, choice)),
         parameters=_first_names(model),
         sizes={name: parameter.numel() for name, parameter in model.named_parameters()},
         together=ranges_of(asked.groups, calls),
@@ -284,8 +345,10 @@ def _merged(first: list[Call], second: list[Call]) -> list[Call]:
     return merged
 
 
-def _warnings(recordings: Sequence[Recording], opened: Sequence[type]) -> Iterator[str]:
-    for kind in opened:
+def _warnings(recordings: Sequence[Recording], choice: _Choice) -> Iterator[str]:
+    for kind in choice.closed:
+        yield f"{kind.__name__} is a block: it keeps state of its own"
+    for kind in choice.opened:
         yield f"{kind.__name__} was opened: a tensor leaves it on a side way"
     seen = set()
     for recording in recordings:

@@ -187,11 +187,30 @@ def check_unchanged(before: Outer, after: Outer) -> None:
         raise changed_outside(module, name)
 
 
-def changed_outside(module: str, name: str) -> CutError:
+class OwnState(CutError):
+    """A module that is no block changes what it keeps; `path` names it, "" where it is not one."""
+
+    def __init__(self, message: str, path: str, name: str) -> None:
+        super().__init__(message)
+        self.path, self.name = path, name
+
+
+def changed_outside(module: str, name: str) -> OwnState:
     """Make the error for code between blocks that changes what a module keeps."""
     where = f"the forward of '{module}'" if module else "the forward of the model itself"
-    return CutError(
+    return OwnState(
         f"{where} changes its '{name}', and it is no block: every stage would do so, for each "
         "micro-batch, in its own time. Keep it in a local variable, or put it into an nn.Module "
-        "with parameters"
+        "with parameters",
+        module if name.isidentifier() else "",  # no attribute of a class, no global variable
+        name,
     )
+
+
+def is_kept_by_one(model: nn.Module, path: str, name: str) -> bool:
+    """Tell whether a module's attribute holds nothing that modules elsewhere refer to."""
+    module = model.get_submodule(path)
+    inside = {id(part) for part in module.modules()}
+    own = {id(holder) for holder, _ in _holders([getattr(module, name, None)])}
+    others = (vars(m) for m in model.modules() if id(m) not in inside)
+    return not any(id(holder) in own for holder, _ in _holders([*others]))
