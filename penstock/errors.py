@@ -23,6 +23,13 @@
     ├── CheckpointError               a checkpoint that is corrupt, foreign or incomplete
     └── TorchError (ImportError)      an installed torch that Penstock does not work with
 
+Warnings are UserWarnings, and tell of what goes on in another way than was asked:
+
+    ExportWarning                     an exported model lost what a graph cannot hold
+    ExecutionWarning                  a pipeline does not run as it was asked to
+    StatisticsWarning                 statistics of a BatchNorm layer move with every micro-batch
+    OutputWarning                     an output may not be that of the whole batch
+
 An exception raised by user code inside a stage is never wrapped: it arrives as itself, with a note
 (``Exception.__notes__``) that names the stage, the layer and the micro-batch.
 """

@@ -116,6 +116,9 @@ compiled layers that draw run uncompiled."""
 
 _autograd = _needed(torch._C, "_autograd")
 _hooks_on_top = _needed(_autograd, "_top_saved_tensors_default_hooks")
+_disabled_hooks = getattr(
+    _autograd, "_saved_tensors_hooks_get_disabled_error_message", lambda: None
+)
 _next_number = getattr(_autograd, "_get_sequence_nr", lambda: 0)
 
 version_counter: Callable[[Tensor], int] = attrgetter("_version")
@@ -125,6 +128,14 @@ version_counter: Callable[[Tensor], int] = attrgetter("_version")
 def saving_hooks() -> Any:
     """Return the innermost saved_tensors_hooks in force, or None.  Needed."""
     return _hooks_on_top(True)
+
+
+def disabled_hooks() -> str | None:
+    """Return what `disable_saved_tensors_hooks` was told in this thread; None where it was not
+    entered, or torch hides it.
+    """
+    message: str | None = _disabled_hooks()
+    return message
 
 
 def next_node_number() -> int:

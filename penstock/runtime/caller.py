@@ -8,10 +8,12 @@ from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.graph import disable_saved_tensors_hooks
 
 from penstock.errors import ConfigError, ExecutionWarning
 from penstock.torch_private import (
     caches_weights,
+    disabled_hooks,
     dispatch_modes,
     function_modes,
     is_default_device,
@@ -19,6 +21,7 @@ from penstock.torch_private import (
     saving_hooks,
     without_cached_weights,
 )
+from penstock.types import Recompute, Trace
 
 _around: ContextVar[tuple[str, ...] | None] = ContextVar("modes_around", default=None)
 """The modes that keep the pipeline around this layer in its calling thread; None without one."""
@@ -36,7 +39,8 @@ class _Autocast:
 class CallerContext:
     """Grad mode, inference mode, autocast, default device, denormal numbers and context variables.
 
-    `bound` names its modes that no other thread can enter.
+    `hooks_disabled` is what `disable_saved_tensors_hooks` was told; None where it was not entered.
+    `bound` names the modes that no other thread can enter.
     """
 
     with_grad: bool
@@ -44,6 +48,7 @@ class CallerContext:
     autocasts: tuple[_Autocast, ...]
     device: torch.device | None
     flushes: bool
+    hooks_disabled: str | None
     variables: Context
     bound: tuple[str, ...]
 
@@ -76,6 +81,7 @@ class CallerContext:
             ),
             device=_default_device(),
             flushes=_flushes(),
+            hooks_disabled=disabled_hooks(),
             variables=copy_context(),
             bound=_bound_modes(),
         )
@@ -96,6 +102,8 @@ class CallerContext:
             stack.enter_context(without_cached_weights())
             if self.device is not None and _default_device() != self.device:
                 stack.enter_context(self.device)
+            if self.hooks_disabled is not None:
+                stack.enter_context(disable_saved_tensors_hooks(self.hooks_disabled))
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.with_grad))
@@ -110,6 +118,22 @@ class CallerContext:
                         )
                     )
             yield
+
+    def check_hooks(self, recompute: Recompute, trace: Trace) -> None:
+        """Refuse a step that needs saved_tensors_hooks where these are disabled.
+
+        Raises:
+            ConfigError: it recomputes, or traces memory.
+        """
+        if not self.with_grad or self.hooks_disabled is None:
+            return
+        if recompute is Recompute.STAGE or trace is Trace.MEMORY:
+            raise ConfigError(
+                "the pipeline was called under disable_saved_tensors_hooks"
+                f"({self.hooks_disabled!r}), and {recompute}, {trace} need such hooks: to save "
+                "nothing in a forward that is recomputed, or to count what is saved. Leave that "
+                "block, or use recompute=Recompute.NEVER and no trace of memory"
+            )
 
     def stays(self) -> bool:
         """Tell whether a run must stay in the calling thread, and warn that it does."""

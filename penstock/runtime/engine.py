@@ -211,6 +211,7 @@ class Engine:
         Raises:
             Exception: whatever a layer or the loss raised first, with the place noted.
             RandomnessError: a layer drew random numbers outside its stream.
+            ConfigError: it needs saved_tensors_hooks, and the caller has disabled them.
         """
         self._check_places()
         run.sums_tied = self._how.tied_gradients is TiedGradients.SUMMED
@@ -218,6 +219,7 @@ class Engine:
             stage.check_norms()
         stages = {stage.index: stage for stage in self.stages}
         caller = CallerContext.capture(run.with_grad, self.devices) if run.resumed else run.caller
+        caller.check_hooks(self._how.recompute, run.trace)
         work = Work(self.program(mode, len(run.inputs)), stages, run, caller)
         replicas = self.crew.replicas if mode is Mode.TRAIN else None
         if replicas is not None:

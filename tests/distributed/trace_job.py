@@ -3,7 +3,8 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import penstock
 from penstock.trace.timeline import Timeline
@@ -30,8 +31,16 @@ def timelines(mesh: penstock.Mesh, choices: list[list[str]]) -> list[str | None]
 
 
 def work(mesh: penstock.Mesh) -> dict[str, Any]:
-    """Trace alike, and each rank in another way."""
+    """Trace alike, and each rank in another way; count what passes hooks of the caller's."""
     size = mesh.world_size
     strongest_last = ["off"] * (size - 1) + ["memory"]
     rows = [["time"] * size, ["off"] * size, ["memory"] * size, strongest_last, ["off"] * size]
-    return {"timelines": timelines(mesh, rows), "replica": mesh.replica}
+    packed: list[None] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(None)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = timelines(mesh, rows)
+    return {"timelines": found, "replica": mesh.replica, "under_callers_hooks": bool(packed)}

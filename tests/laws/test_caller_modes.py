@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import penstock
-from penstock.errors import ExecutionWarning
+from penstock.errors import ConfigError, ExecutionWarning
 from tests.equality import same_bits
 
 THREADS, LOOPBACK = penstock.Transport
@@ -69,13 +69,26 @@ def saved() -> tuple[AbstractContextManager[Any], Callable[[], int]]:
     return saved_tensors_hooks(pack, lambda tensor: tensor), lambda: len(packed)
 
 
+def on_cpu() -> tuple[AbstractContextManager[Any], Callable[[], int]]:
+    mode = save_on_cpu()
+    pack = mode.pack_hook
+    packed: list[None] = []
+
+    def counted(tensor: Tensor) -> Any:
+        packed.append(None)
+        return pack(tensor)
+
+    mode.pack_hook = counted
+    return mode, lambda: len(packed)
+
+
 def profiled() -> tuple[AbstractContextManager[Any], Callable[[], int]]:
     recorder = profile()
     name = "aten::addmm"
     return recorder, lambda: sum(e.count for e in recorder.key_averages() if e.key == name)
 
 
-MODES = pytest.mark.parametrize("made", (flops, functions, saved, profiled))
+MODES = pytest.mark.parametrize("made", (flops, functions, saved, on_cpu, profiled))
 
 
 @MODES
@@ -165,6 +178,49 @@ def test_a_thread_local_that_a_worker_lacks_is_explained() -> None:
 
 def test_other_missing_attributes_are_not_about_threads() -> None:
     assert "ContextVar" not in notes_of(Missing(), THREADS)
+
+
+@RECOMPUTE
+def test_loop_back_is_under_save_on_cpu_without_a_word(recompute: penstock.Recompute) -> None:
+    gradients = []
+    mode, count = on_cpu()
+    for around in (nullcontext(), mode):
+        built = layers()
+        with pipeline(built, recompute=recompute, transport=LOOPBACK) as pipe, around:
+            pipe.train_step(*batch())
+        gradients.append([p.grad for layer in built for p in layer.parameters()])
+    assert all(same_bits(a, b) for a, b in zip(*gradients, strict=True))
+    assert count()
+
+
+class Hooked(nn.Module):
+    """Save what autograd saves through hooks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return x.tanh()
+
+
+@pytest.mark.parametrize("transport", penstock.Transport)
+def test_disabled_hooks_stay_disabled_and_what_needs_them_is_refused(
+    transport: penstock.Transport,
+) -> None:
+    def disabled() -> AbstractContextManager[None]:
+        return disable_saved_tensors_hooks("no hooks here")
+
+    never = {"recompute": penstock.Recompute.NEVER, "transport": transport}
+    needing = ({"transport": transport}, {**never, "trace": penstock.Trace.MEMORY})
+    for options in needing:
+        with pipeline(layers(), **options) as pipe:
+            with disabled(), pytest.raises(ConfigError, match=r"'no hooks here'.*Recompute.NEVER"):
+                pipe.train_step(*batch())
+            pipe.train_step(*batch())
+    with pipeline(layers(), **never) as pipe, disabled():
+        pipe.train_step(*batch())
+    with pipeline([*layers(), Hooked()], **never) as pipe:
+        with disabled(), pytest.raises(RuntimeError, match="no hooks here"):
+            pipe.train_step(*batch())
+        pipe.train_step(*batch())
 
 
 class Notes(nn.Module):

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -353,6 +353,30 @@ def test_the_modes_of_a_thread_are_listed() -> None:
     with SeeingOperators() as dispatch, SeeingAll() as function:
         assert private.dispatch_modes() == [dispatch]
         assert private.function_modes() == [function]
+
+
+def test_a_default_device_is_told_from_other_function_modes() -> None:
+    with torch.device("meta"), SeeingAll():
+        found = [private.is_default_device(mode) for mode in private.function_modes()]
+    assert found == [True, False]
+
+
+def test_a_profiler_of_this_thread_is_seen() -> None:
+    seen = [private.is_profiled()]
+    with torch.profiler.profile():
+        seen.append(private.is_profiled())
+        thread = threading.Thread(target=lambda: seen.append(private.is_profiled()))
+        thread.start()
+        thread.join()
+    assert [*seen, private.is_profiled()] == [False, True, False, False]
+
+
+def test_hooks_that_are_disabled_say_why() -> None:
+    assert private.disabled_hooks() is None
+    with disable_saved_tensors_hooks("the reason"):
+        assert private.disabled_hooks() == "the reason"
+        assert private.saving_hooks() is None
+    assert private.disabled_hooks() is None
 
 
 def test_a_call_of_a_compiled_function_runs_code_of_the_module_named() -> None:
