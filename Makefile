@@ -4,6 +4,7 @@
 #   make test    every test that takes seconds; warnings are errors
 #   make slow    the tests that take minutes
 #   make check   lint, types and test
+#   make compat TORCH=2.15.0    the quick tests on another torch (newest, too), or another TRANSFORMERS
 #
 # PYTHON chooses the interpreter (make test PYTHON=python3.12), VENV the folder of the environment.
 
@@ -15,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 TWO_AT_A_TIME := --numprocesses 2 --dist worksteal
 IN_VENV := VIRTUAL_ENV="$(abspath $(VENV))" PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: demo test slow lint types check install
+.PHONY: demo test slow lint types check install compat
 
 demo: $(INSTALLED)
 	$(IN_VENV) penstock train recipes/digits.toml
@@ -36,6 +37,10 @@ check: $(INSTALLED)
 	$(IN_VENV) scripts/check
 
 install: $(INSTALLED)
+
+# In an environment of its own, outside the checkout; TESTS chooses some of the tests.
+compat:
+	TORCH="$(TORCH)" TRANSFORMERS="$(TRANSFORMERS)" PYTHON="$(PYTHON)" scripts/compat $(TWO_AT_A_TIME) $(TESTS)
 
 # Each stamp is written last: a step that was interrupted is done again, one that succeeded is not.
 $(INSTALLED): $(CREATED) pyproject.toml constraints.txt
