@@ -8,6 +8,7 @@ Each name has a purpose, and says what happens on a torch without it: "needed" e
 one line that says which versions work; the others do without, as told there.
 """
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +17,11 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
-from torch import Tensor, nn
-from torch.autograd.graph import Node
-from torch.nn.utils import parametrize
 
-from penstock.errors import TorchError
+from penstock.errors import OLDEST_TORCH, TorchError
+
+if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < OLDEST_TORCH:
+    raise TorchError(f"torch {torch.__version__} is installed")
 
 
 def _needed(owner: Any, name: str) -> Any:
@@ -40,9 +40,13 @@ def _needed(owner: Any, name: str) -> Any:
 # -- classes ----------------------------------------------------------------------------------
 
 try:
+    import torch.utils.checkpoint
+    from torch import Tensor, nn
     from torch._ops import OpOverload as OpOverload
+    from torch.autograd.graph import Node
     from torch.nn.modules.batchnorm import _BatchNorm as _BatchNorm
     from torch.nn.modules.dropout import _DropoutNd as _DropoutNd
+    from torch.nn.utils import parametrize
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._pytree import tree_map_only as tree_map_only
 except ImportError as missing:
