@@ -6,6 +6,7 @@ values, g gradients, kept[s, i] what a forward leaves behind for its backward.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +165,17 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        return 1 + max((instruction.stage for _, instruction in self), default=-1)
+        return 1 + max((instruction.stage for instruction in self.instructions), default=-1)
 
     @property
     def num_microbatches(self) -> int:
-        return 1 + max((i.microbatch for _, i in self if isinstance(i, Compute)), default=-1)
+        computes = (x for x in self.instructions if isinstance(x, Compute))
+        return 1 + max((compute.microbatch for compute in computes), default=-1)
+
+    @property
+    def instructions(self) -> Iterator[Instruction]:
+        """Every instruction, rank by rank, each program in order."""
+        return chain.from_iterable(self.programs)
 
     def __iter__(self) -> Iterator[tuple[int, Instruction]]:
         """Yield (rank, instruction), rank by rank, each program in order."""

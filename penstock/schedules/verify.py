@@ -25,7 +25,7 @@ from .ir import (
 )
 from .passes import Edges
 from .text import instruction_to_text, marked_text
-from .walk import awaited_message, sent_message, walk
+from .walk import Message, awaited_message, sent_message, walk
 
 Pair = tuple[int, int]
 
@@ -59,7 +59,8 @@ def verify(
     Raises:
         ScheduleError: one of these does not hold; shows the schedule with the spot marked.
     """
-    if not schedule.num_stages or not schedule.num_microbatches:
+    num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
+    if not num_stages or not num_microbatches:
         raise ScheduleError(f"the schedule runs nothing: {schedule.num_ranks} empty programs")
     _check_complete(schedule, training)
     _check_messages(schedule)
@@ -68,8 +69,8 @@ def verify(
         live |= _check_order(schedule, rank, program, edges, max_live)
     for _ in walk(schedule):
         pass
-    peaks = tuple(live[stage] for stage in range(schedule.num_stages))
-    return Proof(schedule.num_stages, schedule.num_microbatches, peaks)
+    peaks = tuple(live[stage] for stage in range(num_stages))
+    return Proof(num_stages, num_microbatches, peaks)
 
 
 def _check_order(
@@ -93,7 +94,9 @@ def _check_order(
 def _check_complete(schedule: Schedule, training: bool) -> None:
     pairs = list(product(range(schedule.num_stages), range(schedule.num_microbatches)))
     for kind in (Forward, Backward) if training else (Forward,):
-        found = Counter((x.stage, x.microbatch) for _, x in schedule if isinstance(x, kind))
+        found = Counter(
+            (x.stage, x.microbatch) for x in schedule.instructions if isinstance(x, kind)
+        )
         for stage, microbatch in pairs:
             if found[stage, microbatch] != 1:
                 raise ScheduleError(
@@ -112,13 +115,11 @@ def _check_complete(schedule: Schedule, training: bool) -> None:
 def _check_messages(schedule: Schedule) -> None:
     sent: dict[tuple[bool, int, int], list[int]] = {}
     awaited: dict[tuple[bool, int, int], list[int]] = {}
-    for _, instruction in schedule:
-        for message, channels in (
-            (sent_message(instruction), sent),
-            (awaited_message(instruction), awaited),
-        ):
-            if message is not None:
-                channels.setdefault(message[:3], []).append(message[3])
+    for instruction in schedule.instructions:
+        if (message := sent_message(instruction)) is not None:
+            sent.setdefault(message[:3], []).append(message[3])
+        elif (message := awaited_message(instruction)) is not None:
+            awaited.setdefault(message[:3], []).append(message[3])
     for gradient, source, target in sorted(sent.keys() | awaited.keys()):
         there, here = (
             sent.get((gradient, source, target), []),
@@ -144,19 +145,15 @@ class _RankState:
         for producer, consumer in sorted(edges):
             self._producers.setdefault(consumer, []).append(producer)
             self._consumers.setdefault(producer, []).append(consumer)
-        self._done: set[Instruction] = set()
+        self._received: set[Message] = set()
+        self._posted: set[Message] = set()
         self._dropped: set[Pair] = set()
         self._committed: set[int] = set()
         self._reduced: set[int] = set()
         self._forwards: Counter[int] = Counter()
         self._backwards: Counter[int] = Counter()
 
-    def step(self, instruction: Instruction) -> str | None:
-        problem = self._problem(instruction)
-        self._done.add(instruction)
-        return problem
-
-    def _problem(self, instruction: Instruction) -> str | None:  # noqa: C901 - one flat match
+    def step(self, instruction: Instruction) -> str | None:  # noqa: C901 - one flat match
         match instruction:
             case Forward(s, i, keep_graph):
                 return self._forward(s, i, keep_graph)
@@ -174,7 +171,8 @@ class _RankState:
                 return self._post(s, i, peer, gradient)
             case ReduceGradients(s):
                 return self._reduce(s)
-            case ReceiveActivation() | ReceiveGradient():
+            case ReceiveActivation(s, i, peer) | ReceiveGradient(s, i, peer):
+                self._received.add((isinstance(instruction, ReceiveGradient), peer, s, i))
                 return None
             case _:
                 assert_never(instruction)
@@ -189,7 +187,7 @@ class _RankState:
             self._dropped.add((s, i))
         self.live[s] += 1
         self.peak[s] = max(self.peak.get(s, 0), self.live[s])
-        return self._missing(ReceiveActivation(s, i, p) for p in self._producers.get(s, ()))
+        return self._missing((False, p, s, i) for p in self._producers.get(s, ()))
 
     def _recompute(self, s: int, i: int) -> str | None:
         if (s, i) not in self._dropped:
@@ -211,7 +209,7 @@ class _RankState:
             return "its Forward dropped its graph and no Recompute has rebuilt it"
         self._backwards[s] += 1
         self.live[s] -= 1
-        return self._missing(ReceiveGradient(s, i, c) for c in self._consumers.get(s, ()))
+        return self._missing((True, c, s, i) for c in self._consumers.get(s, ()))
 
     def _activation(self, s: int, i: int, peer: int) -> str | None:
         if peer not in self._consumers.get(s, ()):
@@ -230,10 +228,11 @@ class _RankState:
         return None
 
     def _post(self, s: int, i: int, peer: int, gradient: bool) -> str | None:
-        if PostReceive(s, i, peer, gradient) in self._done:
+        message = (gradient, peer, s, i)
+        if message in self._posted:
             return "it is posted twice"
-        receive = (ReceiveGradient if gradient else ReceiveActivation)(s, i, peer)
-        return "its receive stands before it" if receive in self._done else None
+        self._posted.add(message)
+        return "its receive stands before it" if message in self._received else None
 
     def _reduce(self, s: int) -> str | None:
         if s in self._reduced:
@@ -241,6 +240,9 @@ class _RankState:
         self._reduced.add(s)
         return None
 
-    def _missing(self, needed: Iterable[Instruction]) -> str | None:
-        absent = next((x for x in needed if x not in self._done), None)
-        return None if absent is None else f"{instruction_to_text(absent)} must come before it"
+    def _missing(self, needed: Iterable[Message]) -> str | None:
+        for gradient, source, s, i in needed:
+            if (gradient, source, s, i) not in self._received:
+                receive = (ReceiveGradient if gradient else ReceiveActivation)(s, i, source)
+                return f"{instruction_to_text(receive)} must come before it"
+        return None

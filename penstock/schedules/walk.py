@@ -22,27 +22,22 @@ Message = tuple[bool, int, int, int]
 """(is a gradient, from stage, to stage, micro-batch): what a send and its receive share."""
 
 
-_SENDS: dict[type[Instruction], bool] = {SendActivation: False, SendGradient: True}
-_RECEIVES: dict[type[Instruction], bool] = {ReceiveActivation: False, ReceiveGradient: True}
-"""Whether it is a gradient that is sent or received: a look-up, as schedules may be long."""
-
-
 def sent_message(instruction: Instruction) -> Message | None:
     """Name the message that `instruction` sends; None if it sends nothing."""
-    gradient = _SENDS.get(type(instruction))
-    if gradient is None:
-        return None
-    assert isinstance(instruction, SendActivation | SendGradient)
-    return gradient, instruction.stage, instruction.peer, instruction.microbatch
+    if isinstance(instruction, SendActivation):
+        return False, instruction.stage, instruction.peer, instruction.microbatch
+    if isinstance(instruction, SendGradient):
+        return True, instruction.stage, instruction.peer, instruction.microbatch
+    return None
 
 
 def awaited_message(instruction: Instruction) -> Message | None:
     """Name the message that `instruction` waits for; None if it never waits."""
-    gradient = _RECEIVES.get(type(instruction))
-    if gradient is None:
-        return None
-    assert isinstance(instruction, ReceiveActivation | ReceiveGradient)
-    return gradient, instruction.peer, instruction.stage, instruction.microbatch
+    if isinstance(instruction, ReceiveActivation):
+        return False, instruction.peer, instruction.stage, instruction.microbatch
+    if isinstance(instruction, ReceiveGradient):
+        return True, instruction.peer, instruction.stage, instruction.microbatch
+    return None
 
 
 def walk(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:

@@ -44,10 +44,11 @@ def simulate(  # noqa: C901 - one flat match
         ScheduleError: ranks would wait for each other for ever.
     """
     schedule = _lowered(schedule)
-    forward_s = per_stage(costs.forward_s, schedule.num_stages, "forward_s")
-    backward_s = per_stage(costs.backward_s, schedule.num_stages, "backward_s")
-    recompute_s = per_stage(costs.recompute_s, schedule.num_stages, "recompute_s")
-    reduce_s = per_stage(costs.reduce_s, schedule.num_stages, "reduce_s")
+    num_stages = schedule.num_stages
+    forward_s = per_stage(costs.forward_s, num_stages, "forward_s")
+    backward_s = per_stage(costs.backward_s, num_stages, "backward_s")
+    recompute_s = per_stage(costs.recompute_s, num_stages, "recompute_s")
+    reduce_s = per_stage(costs.reduce_s, num_stages, "reduce_s")
     transfer_s, ranks = per_edge(costs.transfer_s), schedule.rank_of()
     arrival_s: dict[Message | None, float] = {}
     free_s: list[float] = [0] * schedule.num_ranks
@@ -81,6 +82,6 @@ def simulate(  # noqa: C901 - one flat match
 
 
 def _lowered(schedule: Schedule) -> Schedule:
-    if any(isinstance(instruction, Communication) for _, instruction in schedule):
+    if any(isinstance(instruction, Communication) for instruction in schedule.instructions):
         return schedule
     return add_communication(schedule, chain_edges(schedule.num_stages))

@@ -9,6 +9,7 @@ from typing import assert_never, cast
 from penstock.schedules.ir import (
     Backward,
     CommitStatistics,
+    Compute,
     Forward,
     Instruction,
     PostReceive,
@@ -184,21 +185,21 @@ def _ideal_step_s(timeline: Timeline) -> float:
 
     A receive whose send the timeline lacks waits for nothing.
     """
-    work_s: dict[tuple[int, Instruction], float] = {
-        (span.rank, span.instruction): span.duration_s
-        for span in timeline.spans
-        if isinstance(span.instruction, Forward | Recompute | Backward)
-    }
+    num_ranks = timeline.num_ranks
+    programs: list[list[Instruction]] = [[] for _ in range(num_ranks)]
+    works_s: list[list[float]] = [[] for _ in range(num_ranks)]
     sent = {None, *(sent_message(span.instruction) for span in timeline.spans)}
-    programs = (
-        tuple(x for x in program if awaited_message(x) in sent)
-        for program in timeline.schedule.programs
-    )
+    for span in timeline.spans:
+        if awaited_message(span.instruction) in sent:
+            programs[span.rank].append(span.instruction)
+            is_work = isinstance(span.instruction, Compute)
+            works_s[span.rank].append(span.duration_s if is_work else 0)
+    work_s = [iter(of_rank) for of_rank in works_s]
     arrival_s: dict[Message | None, float] = {None: 0}
-    free_s: list[float] = [0] * timeline.num_ranks
-    for rank, instruction in walk(Schedule(tuple(programs))):
+    free_s: list[float] = [0] * num_ranks
+    for rank, instruction in walk(Schedule(tuple(map(tuple, programs)))):
         begin_s = max(free_s[rank], arrival_s[awaited_message(instruction)])
-        free_s[rank] = begin_s + work_s.get((rank, instruction), 0)
+        free_s[rank] = begin_s + next(work_s[rank])
         message = sent_message(instruction)
         if message is not None:
             arrival_s[message] = free_s[rank]

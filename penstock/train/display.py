@@ -16,6 +16,8 @@ from .summary import Summary
 from .tasks.task import Task
 
 _FIELDS = ("loss", "score", "speed", "bubble")
+_UNLIMITED = 10_000
+"""Columns, when a table is measured: more than any table has."""
 
 
 class Display:
@@ -104,7 +106,7 @@ def show_summary(console: Console, summary: Summary) -> None:
         _percent(summary.share_of_ideal),
         _percent(summary.bubble),
     )
-    console.print(table)
+    _print_table(console, table)
     memory = Table(title="kept for backward passes, at most", title_justify="left")
     memory.add_column("stage", justify="right")
     memory.add_column("layers")
@@ -124,7 +126,23 @@ def show_summary(console: Console, summary: Summary) -> None:
             bytes_text(expected) if expected is not None else "-",
             f"{measured / expected:.3f}" if measured is not None and expected else "-",
         )
-    console.print(memory)
+    _print_table(console, memory)
+
+
+def _print_table(console: Console, table: Table) -> None:
+    """Write a table, or a line for each of its cells where the console is narrower than it."""
+    unlimited = console.options.update(width=_UNLIMITED)
+    if console.measure(table, options=unlimited).maximum <= console.width:
+        console.print(table)
+        return
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    lines = [
+        f"{column.header}: {cell}"
+        for row in rows
+        for column, cell in zip(table.columns, row, strict=True)
+    ]
+    for line in (str(table.title), *lines):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _percent(share: float | None) -> str:

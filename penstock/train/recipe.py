@@ -114,7 +114,7 @@ class TrainSection(Section):
     seed: Seed = 0
     """Decides the initial weights, the order of the samples and how they are changed."""
     checkpoint_every: Count = 100
-    """Save after every so many steps; also saved at the end and on Ctrl-C."""
+    """Save after every so many steps; also saved at the end and on Ctrl-C, SIGTERM and SIGHUP."""
     keep_checkpoints: Count = 2
     """Keep the newest so many checkpoints, delete the others."""
     average_checkpoints: Count = 1

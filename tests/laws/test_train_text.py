@@ -112,8 +112,7 @@ def test_what_is_made_of_a_run_is_of_the_weights_it_was_judged_by(
     recipes: dict[str, Path], uninterrupted: dict[str, Path], name: str
 ) -> None:
     """Tied matrices too, whose average is kept under one of their names."""
-    given = ["train.average_decay=0.9"] if name == "text" else ["train.average_checkpoints=1"]
-    with Trainer(read_recipe(recipes[name], given)) as trainer:
+    with Trainer(read_recipe(uninterrupted[name] / "recipe.toml")) as trainer:
         folder = RunFolder(uninterrupted[name], writes=False)
         trainer.resume(folder)
         averages = trainer._average.in_place() if trainer._average is not None else nullcontext()
