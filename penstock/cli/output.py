@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from select import select
 from typing import Any, TextIO
 
 _STANDARD_ERROR = 2
@@ -27,7 +28,9 @@ class _LastingFile(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         try:
-            return super().write(data)
+            while (written := super().write(data)) is None:
+                select([], [self], [])  # whoever shares it made it non-blocking, and it is full
+            return written
         except OSError as error:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())  # for child processes and libraries in C, too

@@ -76,6 +76,18 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_all_is_written_to_a_pipe_that_is_non_blocking_and_full() -> None:
+    command = [sys.executable, "-m", "penstock", "simulate", "--json", "--num-stages", "20"]
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with subprocess.Popen([*command, "--num-microbatches", "99"], cwd=ROOT, stdout=writer) as done:
+        os.close(writer)
+        text = b"".join(iter(lambda: os.read(reader, 16), b""))  # far slower than it is written
+        os.close(reader)
+    assert done.returncode == 0
+    assert len(json.loads(text)["timeline"]["spans"]) == 20 * 99 * 2 + 19 * 99 * 4
+
+
 @pytest.mark.parametrize("lost", ["/dev/full", None])
 def test_a_mistake_is_a_mistake_where_nobody_can_read_it(lost: str | None) -> None:
     closes = f"2> {lost}" if lost is not None else "2>&- >&-"
