@@ -165,7 +165,7 @@ def read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         )
     facts: dict[str, Any] = state.get("facts", {})
     digests: dict[str, str] = state.get("digests", {})
-    if digests.pop(STATE, None) != _digest_of_facts(facts):
+    if not isinstance(digests, dict) or digests.pop(STATE, None) != _digest_of_facts(facts):
         raise _damaged(path, STATE, _OTHER_DIGEST)
     return facts, digests
 

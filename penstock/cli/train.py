@@ -137,7 +137,9 @@ def _train(wish: _Wish) -> int:
         try:
             summary = run(wish.request, console, interrupt)
         except KeyboardInterrupt:
-            click.echo("penstock: interrupted; nothing was begun since the last save", err=True)
+            click.echo(
+                "penstock: interrupted; nothing was saved since the last checkpoint", err=True
+            )
             return interrupt.exit_code
     if not is_first:
         return 0 if summary.finished else interrupt.exit_code

@@ -151,6 +151,9 @@ def test_a_run_goes_on_with_the_pictures_that_it_began_with(
     with pytest.raises(ConfigError, match=r"the data are not those that .* began with"):
         resume_run(request, quiet(), Interrupt())
     assert str(recipe.parent) in (folder / "recipe.toml").read_text()
+    (folder / "data.digest").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"began with, as .*data\.digest says"):
+        resume_run(request, quiet(), Interrupt())
 
 
 def test_a_run_without_a_picture_to_be_judged_by_is_an_error(recipe: Path, tmp_path: Path) -> None:

@@ -350,6 +350,10 @@ def write_state(path: Path, **state: Any) -> None:
             lambda path: write_state(path, format="penstock-checkpoint", version=99),
             "format version 99, this Penstock reads version 1",
         ),
+        (
+            lambda path: write_state(path, format="penstock-checkpoint", version=1, digests=None),
+            r"state\.json is damaged: its digest is not the one",
+        ),
     ],
 )
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, make: Damage, message: str) -> None:

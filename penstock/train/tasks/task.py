@@ -138,10 +138,10 @@ class Task(ABC):
         digest, path = self.data_digest, folder / DIGEST
         if not path.is_file():
             replace_text(path, digest + "\n")
-        elif path.read_text(encoding="utf-8").strip() != digest:
+        elif path.read_bytes().strip() != digest.encode():
             raise ConfigError(
-                f"the data are not those that {folder} began with, so it cannot go on with them; "
-                "put the old ones back, or start a new run"
+                f"the data are not those that {folder} began with, as {path} says, so it cannot "
+                "go on with them; put the old ones back, or start a new run"
             )
 
     def is_made(self, folder: Path) -> bool:
