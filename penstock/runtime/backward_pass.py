@@ -9,6 +9,7 @@ not depend on that, but what a backward writes and a forward reads does:
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ class BackwardPass:
                 later micro-batch has run already, which in the unsplit model comes after it.
         """
         later = range(microbatch + 1, len(run.inputs))
-        if not any((self._stage, other) in run.kept for other in later):
+        if not (self._state.is_any and any((self._stage, i) in run.kept for i in later)):
             self._run_autograd(run, kept, roots, grads)
             return
         before = self._state.versions()
@@ -87,16 +88,22 @@ class _State:
         skipped = set(skip)
         everyone = dict.fromkeys(m for root in modules for m in root.modules())
         self._modules = [module for module in everyone if module not in skipped]
-        self._holders: list[nn.Module] | None = None
-        self._attributes: list[Place] = []
+
+    @cached_property  # asked after the first forward: layers may make state there
+    def _attributes(self) -> list[Place]:
+        return attributes(self._modules)
+
+    @cached_property
+    def _holders(self) -> list[nn.Module]:
+        return [m for m in self._modules if list(buffers_of(m).items())]
+
+    @cached_property
+    def is_any(self) -> bool:
+        """Whether there is a tensor to look at."""
+        return bool(self._holders or self._attributes)
 
     def versions(self) -> Versions:
         """Note which tensor stands at each place, and how often it was changed in place."""
-        if self._holders is None:  # after the first forward: layers may make state there
-            self._holders = [m for m in self._modules if len(list(buffers_of(m).items()))]
-            self._attributes = attributes(self._modules)
-        if not self._holders and not self._attributes:
-            return {}
         now = read_state(self._holders, self._attributes)
         return {p: (tensor, version_of(tensor)) for p, tensor in now.items() if tensor is not None}
 
