@@ -162,7 +162,8 @@ def _outer(tensor: Tensor, device: torch.device | None) -> Tensor:
 def _inner(tensor: Tensor, device: torch.device | None) -> Tensor:
     """Copy a tensor between layers: it wants a gradient, and a layer may change it in place."""
     copy = tensor.detach().to(device, copy=True)
-    return copy.requires_grad_().clone() if copy.is_floating_point() else copy
+    wants_grad = copy.is_floating_point() and copy.layout is torch.strided
+    return copy.requires_grad_().clone() if wants_grad else copy
 
 
 def _as_wanted(tensor: Tensor) -> Tensor:

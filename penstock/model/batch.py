@@ -50,6 +50,12 @@ def batch_size(value: Any, what: str) -> int:
             f"no batch to cut; got {type(value).__name__}"
         )
     tensors = [row for row in rows if isinstance(row, Tensor)]
+    if any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors):
+        raise BatchError(
+            f"{what} hold a sparse or nested tensor, which cannot be cut into micro-batches. Give "
+            "tensor.to_dense() or nested.to_padded_tensor(0), or a value that every micro-batch "
+            "is to have as it is as penstock.Whole(tensor)"
+        )
     if any(tensor.dim() == 0 for tensor in tensors):
         raise BatchError(
             f"{what} hold a tensor without dimensions; dimension 0 of every tensor must be "
@@ -129,9 +135,9 @@ def _pieces(entry: Any, sizes: Sequence[int]) -> list[Any]:
 def _check_lengths(rows: Sequence[Any], count: int, what: str) -> None:
     for row in rows:
         if len(row) != count:
-            kind = "array" if isinstance(row, numpy.ndarray) else type(row).__name__
+            kind = "an array" if isinstance(row, numpy.ndarray) else f"a {type(row).__name__}"
             raise BatchError(
-                f"the {what} hold {count} samples and a {kind} of {len(row)} entries. An array, a "
+                f"the {what} hold {count} samples and {kind} of {len(row)} entries. An array, a "
                 "list without tensors and a tuple of plain values hold one entry per sample, and "
                 "are cut like tensors. Give a value that every micro-batch is to have as it is as "
                 "penstock.Whole(value), and several values for each sample as a dict of them"

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+import torch
+
 from penstock.errors import BoundaryError, RecomputeError
 
 from .boundary import check_still_as_sent, same_bits, version_of
@@ -61,4 +63,5 @@ class Changes:
         if version_of(value.tensor) != value.version:
             return True
         first = value.copied and value.key not in self._seen  # `.data` has no versions
-        return first and not same_bits(value.tensor, value.sent)
+        is_dense = value.tensor.layout is torch.strided
+        return first and is_dense and not same_bits(value.tensor, value.sent)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from penstock.errors import PenstockError
 from penstock.model.pytree import flatten, unflatten
@@ -122,6 +121,12 @@ class _TieToBackward(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise PenstockError(
+                "create_graph=True, but the gradients of a pipeline have no graph of their own: "
+                "what is computed from them (a gradient penalty, say) would train nothing. "
+                "Compute it inside one layer with recompute=Recompute.NEVER, or from the unsplit "
+                "model"
+            )
         return (None, None, *ctx.pending.backward(list(gradients)))

@@ -303,6 +303,13 @@ def test_steps_between_forward_and_backward(way: dict[str, Any]) -> None:
     pipe.close()
 
 
+def test_a_graph_of_the_gradients_is_refused() -> None:
+    x = torch.randn(4, 3, requires_grad=True)
+    pipe = penstock.Pipeline([nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)], 2, num_microbatches=2)
+    with pipe, pytest.raises(penstock.PenstockError, match="create_graph"):
+        torch.autograd.grad(pipe(x).sum(), x, create_graph=True)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_second_backward_through_one_forward(way: dict[str, Any]) -> None:
     pipe, built, twin, loss, _, _ = waiting(way)

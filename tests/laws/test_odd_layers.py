@@ -1,4 +1,4 @@
-"""Layers that torch treats in ways of its own: sparse gradients, scripted and lazy modules."""
+"""Layers that torch treats in ways of its own: sparse tensors, scripted and lazy modules."""
 
 from pathlib import Path
 from typing import Any
@@ -167,3 +167,37 @@ def test_lazy_layers_are_refused_until_they_have_run(lazy: Any) -> None:
     nn.Sequential(*layers)(x)
     with pipeline(layers, F.mse_loss) as pipe:
         assert pipe.train_step(x, y).isfinite()
+
+
+class Spread(nn.Module):
+    """Spread the features over a graph, whose sparse matrix goes on with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, graph = batch
+        return torch.sparse.mm(graph, self.linear(x).T).T, graph
+
+
+def last_of(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return F.mse_loss(output[0], target)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sparse_tensor_crosses_stages(way: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    ours, plain = (nn.Sequential(Spread(), Spread()) for _ in range(2))
+    plain.load_state_dict(ours.state_dict())
+    x, _ = vectors()
+    graph = torch.eye(6).roll(1, 0).to_sparse()
+    with pipeline(list(ours), last_of, **way) as pipe:
+        for _ in range(2):
+            pipe.train_step((x, penstock.Whole(graph)), x)
+    for _ in range(2):
+        for part in x.split(2):
+            loss = last_of(plain((part, graph)), part)
+            loss.backward(torch.full_like(loss, 1 / 3))
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert same_bits(a.grad, b.grad)

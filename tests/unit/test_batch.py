@@ -96,10 +96,16 @@ def test_a_tensor_for_every_micro_batch_is_said_so() -> None:
     [
         pytest.param((X, ["a", "b"]), r"5 samples and a list of 2 entries.*Whole", id="list"),
         pytest.param({"x": X, "size": (224, 224)}, r"a tuple of 2 entries.*Whole", id="tuple"),
-        pytest.param((X, numpy.zeros((3, 5))), r"an? array of 3 entries.*Whole", id="array"),
+        pytest.param((X, numpy.zeros((3, 5))), r"an array of 3 entries.*Whole", id="array"),
         pytest.param({"a": NAMES, "b": ["a"]}, r"5 samples and a list of 1", id="two lists"),
         pytest.param([torch.zeros(2, 3), torch.zeros(4, 3)], r"\[2, 4\].*Stack", id="ragged"),
         pytest.param((X, torch.zeros(())), r"without dimensions.*Whole", id="no dimensions"),
+        pytest.param(X.to_sparse(), r"sparse or nested.*to_dense.*Whole", id="sparse"),
+        pytest.param(
+            torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged),
+            r"to_padded_tensor",
+            id="nested",
+        ),
         pytest.param(Whole(X), "no batch to cut", id="only whole"),
         pytest.param([X, Whole(X)], "a second time", id="both"),
         pytest.param((X, Whole(torch.zeros(1, requires_grad=True))), "requires grad", id="grad"),

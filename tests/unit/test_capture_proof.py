@@ -1,6 +1,7 @@
 """How much of the example the comparison with the whole model takes, and what it finds."""
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import penstock
@@ -49,9 +50,23 @@ class Spreading(Recording):
         return super().forward(x) / (x.var(0, keepdim=True) + 0)
 
 
+class OneByOne(Recording):
+    """Takes another way between its blocks for another number of samples."""
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        return torch.stack([row * 2 for row in super().between(x, number).unbind()])
+
+
 @pytest.mark.parametrize(
     ("kind", "size"),
-    [(Recording, 1), (Contrasting, 2), (Normalised, 2), (Spreading, 2), (OfOneSize, 3)],
+    [
+        (Recording, 1),
+        (Contrasting, 2),
+        (Normalised, 2),
+        (Spreading, 2),
+        (OfOneSize, 3),
+        (OneByOne, 3),
+    ],
 )
 def test_the_proof_takes_as_many_samples_as_show_gradients(
     kind: type[Recording], size: int
