@@ -170,14 +170,14 @@ def stream_key(seed: int, step: int, layer: int, microbatch: int) -> int:
 
 def split(value: Any, num_microbatches: int) -> tuple[list[Any], list[int]]:
     """Cut tensors along dimension 0, arrays and lists of plain values; give pieces and sizes."""
-    leaves, structure = tree_flatten(value, is_leaf=_is_list)
+    leaves, structure = tree_flatten(value, is_leaf=is_list)
     sizes = [n for n in map(len, leaves[0].tensor_split(num_microbatches)) if n]
     ends = list(itertools.accumulate(sizes, initial=0))
     rows = [
         _cut(leaf, sizes)
         if isinstance(leaf, Tensor)
         else [leaf[a:b] for a, b in itertools.pairwise(ends)]
-        if _is_list(leaf)
+        if is_list(leaf)
         else [leaf] * len(sizes)
         for leaf in leaves
     ]
@@ -250,7 +250,8 @@ def _move_statistics(module: _BatchNorm, rows: list[tuple[int, Tensor, Tensor]])
         running_var.copy_((1 - factor) * running_var.double() + factor * (squares / (count - 1)))
 
 
-def _is_list(value: Any) -> bool:
+def is_list(value: Any) -> bool:
+    """Tell whether a value holds one entry per sample, and is cut like a tensor."""
     if isinstance(value, list):
         return not any(isinstance(entry, Tensor) for entry in value)
     return isinstance(value, numpy.ndarray)

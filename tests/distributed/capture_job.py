@@ -73,17 +73,24 @@ def check_bytes(mesh: penstock.Mesh) -> None:
 
 
 def train_exported(mesh: penstock.Mesh) -> None:
-    """Train a model with a tied weight as graphs, over the mesh and as itself here: same bits."""
+    """Train a model with a tied weight as graphs, over the mesh, here, and as itself.
+
+    Graphs have the same bits wherever they run; the model's own Python may round differently, as
+    it calls other kernels on some processors.
+    """
     model, inputs_of = next(m for m in REQUIRED if m.name == "llama, tied").make()
-    whole = copy.deepcopy(model.eval())
+    alone, whole = copy.deepcopy(model.eval()), copy.deepcopy(model)
     inputs = {**inputs_of(BATCH), "use_cache": False}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", penstock.errors.ExportWarning)
-        layers = penstock.capture(model, inputs, method="export")
-    expected = penstock.capture(whole, inputs)
-    for captured, where in ((layers, mesh), (expected, None)):
+    for trained, method, where in (
+        (model, "export", mesh),
+        (alone, "export", None),
+        (whole, "rerun", None),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", penstock.errors.ExportWarning)
+            layers = penstock.capture(trained, inputs, method=method)
         pipe = penstock.Pipeline(
-            captured,
+            layers,
             mesh.num_stages,
             mesh=where,
             loss=loss,
@@ -92,7 +99,9 @@ def train_exported(mesh: penstock.Mesh) -> None:
         )
         pipe.train_step(inputs, torch.zeros(BATCH))
     own = gradients(model)
-    assert_equal(own, {name: gradients(whole)[name] for name in own})
+    assert_equal(own, {name: gradients(alone)[name] for name in own})
+    for name in own:
+        torch.testing.assert_close(own[name], gradients(whole)[name], rtol=1e-4, atol=1e-8)
     assert len(own) < len(gradients(whole))
 
 

@@ -12,6 +12,7 @@ import penstock
 from tests.equality import differences, pipeline
 from tests.every_schedule import EVERY_SCHEDULE
 from tests.models import ALL_MODELS, Model
+from tests.reference import is_list
 
 OF_A_STEP = ("convolutions", "batch_norms", "frozen_batch_norm", "channels_last", "randomness")
 """Models with BatchNorm, whose statistics move once a step, or that draw by step and number."""
@@ -36,8 +37,12 @@ def parts(model: Model, count: int) -> tuple[Any, list[Any]]:
 
 
 def rows_of(value: Any, rows: slice) -> Any:
-    """Pick samples of every tensor in a nest."""
-    return tree_map(lambda v: v[rows] if isinstance(v, torch.Tensor) else v, value)
+    """Pick samples of every tensor, array and list of plain values in a nest."""
+
+    def pick(leaf: Any) -> Any:
+        return leaf[rows] if isinstance(leaf, torch.Tensor) or is_list(leaf) else leaf
+
+    return tree_map(pick, value, is_leaf=is_list)
 
 
 def without_dropout(modules: list[nn.Module]) -> None:

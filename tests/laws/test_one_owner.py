@@ -302,31 +302,51 @@ def test_slices_side_by_side_share_no_memory(way: dict[str, Any]) -> None:
 
 
 class MovesLater(nn.Module):
-    """A buffer that moves in training mode only."""
+    """A buffer that moves in training mode, as soon as it is let."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.moves = True
         self.scale: Tensor
         self.register_buffer("scale", torch.ones(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
+        if self.training and self.moves:
             self.scale.mul_(0.9)
         return x * self.scale
 
 
 @pytest.mark.parametrize("way", WITH_RECOMPUTE)
 def test_a_buffer_that_begins_to_move_is_refused_once(way: dict[str, Any]) -> None:
-    layers = [nn.Linear(6, 6), MovesLater(), nn.Linear(6, 3)]
+    later = MovesLater()
+    later.moves = False
+    layers = [nn.Linear(6, 6), later, nn.Linear(6, 3)]
     x, y = batch()
     with penstock.Pipeline(layers, 1, loss=nn.MSELoss(), **options(way)) as pipe:
-        layers[1].eval()
         pipe.train_step(x, y)
-        layers[1].train()
+        later.moves = True
         if way["schedule"] is gpipe:
             with pytest.raises(penstock.errors.RecomputeError, match="run the step again"):
                 pipe.train_step(x, y)
         pipe.train_step(x, y)
+
+
+@pytest.mark.parametrize("way", WITH_RECOMPUTE)
+def test_a_buffer_that_moves_in_another_mode_moves_once_per_micro_batch(
+    way: dict[str, Any],
+) -> None:
+    later = MovesLater()
+    layers = [nn.Linear(6, 6), later, nn.Linear(6, 3)]
+    x, y = batch()
+    with penstock.Pipeline(layers, 1, loss=nn.MSELoss(), **options(way)) as pipe:
+        later.eval()
+        pipe.train_step(x, y)
+        later.train()
+        pipe.train_step(x, y)
+    expected = torch.ones(6)
+    for _ in range(pipe.num_microbatches):
+        expected.mul_(0.9)
+    assert torch.equal(later.scale, expected)
 
 
 class ReadsBack(nn.Module):
