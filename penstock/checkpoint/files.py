@@ -36,6 +36,7 @@ EXTRA = "extra_state"
 """Where facts, or the metadata of a file, hold extra state of modules that is no tensor."""
 UNFINISHED = ".unfinished"
 """How the name of a folder ends while it is being written or deleted."""
+_MISSING = "it is missing"
 _OTHER_DIGEST = "its digest is not the one noted when it was written"
 
 
@@ -178,7 +179,7 @@ def check_files(path: Path, digests: Mapping[str, str]) -> None:
     """
     for name, digest in digests.items():
         if not (path / name).is_file():
-            raise _damaged(path, name, "it is missing")
+            raise _damaged(path, name, _MISSING)
         if _digest(path / name) != digest:
             raise _damaged(path, name, _OTHER_DIGEST)
 
@@ -192,7 +193,7 @@ def size_of(path: Path, name: str) -> int:
     try:
         return (path / name).stat().st_size
     except OSError:
-        raise _damaged(path, name, "it is missing") from None
+        raise _damaged(path, name, _MISSING) from None
 
 
 def digest_of_checkpoint(path: Path) -> str:
@@ -232,7 +233,7 @@ def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
         try:
             tensors |= load_file(file)
         except (OSError, SafetensorError) as error:
-            raise _damaged(path, file.name, str(error)) from None
+            raise _damaged(path, file.name, _reason(error)) from None
     return tensors
 
 
@@ -258,7 +259,7 @@ def read_from(path: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
             with safe_open(path / file, framework="pt") as opened:
                 tensors |= {name: opened.get_tensor(name) for name in names}
         except (OSError, SafetensorError) as error:
-            raise _damaged(path, file, str(error)) from None
+            raise _damaged(path, file, _reason(error)) from None
     return tensors
 
 
@@ -282,7 +283,7 @@ def files_by_tensor(
             with safe_open(file, framework="pt") as opened:
                 found |= dict.fromkeys(opened.keys(), file.relative_to(path).as_posix())
         except (OSError, SafetensorError) as error:
-            raise _damaged(path, file.name, str(error)) from None
+            raise _damaged(path, file.name, _reason(error)) from None
     return found
 
 
@@ -304,6 +305,10 @@ def _damaged(path: Path, name: str, why: str) -> CheckpointError:
     return CheckpointError(
         f"{path / name} is damaged: {why}; use another checkpoint, or copy this one anew"
     )
+
+
+def _reason(error: Exception) -> str:
+    return _MISSING if isinstance(error, FileNotFoundError) else str(error)
 
 
 def jsonable(facts: Mapping[str, Any]) -> dict[str, Any]:
