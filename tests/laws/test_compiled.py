@@ -15,7 +15,8 @@ from tests.ways import WAYS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit"),
+    pytest.mark.filterwarnings("ignore:Guards may run slower"),  # on Python 3.13.0
 ]
 """Torch's own, while it compiles."""
 

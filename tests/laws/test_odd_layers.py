@@ -13,7 +13,7 @@ from penstock.errors import ConfigError, StatisticsWarning
 from tests.equality import same_bits
 from tests.ways import WAYS
 
-deprecated = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+deprecated = pytest.mark.filterwarnings("ignore:.*torch.jit")
 
 
 def words() -> tuple[Tensor, Tensor]:
