@@ -20,9 +20,14 @@ def build(name: str, *, device: str = "cpu") -> Made:
     """Build a model of `any_models`; the same one at every call, or on the meta device."""
     with torch.device(device):
         made: Made = next(model for model in REQUIRED if model.name == name).make()
-    if device == "meta" and name == "mixtral":  # torch's grouped_mm knows bfloat16 only there
-        made[0].set_experts_implementation("batched_mm")  # type: ignore[operator]  # of transformers
+    same_kernels(name, made[0])
     return made
+
+
+def same_kernels(name: str, model: Any) -> None:
+    """Let a model compute as on the meta device: other kernels may round differently."""
+    if name == "mixtral":  # torch's grouped_mm knows bfloat16 only there
+        model.set_experts_implementation("batched_mm")
 
 
 def layers_of(made: Made) -> CapturedLayers:

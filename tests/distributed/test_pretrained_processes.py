@@ -18,7 +18,14 @@ from tests.distributed import pretrained_job
 from tests.distributed.call import call
 from tests.distributed.launch import ROOT, run
 from tests.distributed.pretrained_job import loss, take_steps
-from tests.pretrained import BATCH, build, pipeline, saved_by_transformers, whole_logits
+from tests.pretrained import (
+    BATCH,
+    build,
+    pipeline,
+    same_kernels,
+    saved_by_transformers,
+    whole_logits,
+)
 
 FEW = ["gpt2", "llama, tied", "t5"]
 UNLIKE = ("branching", "clip")
@@ -55,6 +62,7 @@ def check_load_and_save(names: list[str], num_stages: int, folder: Path) -> None
             assert f"stage {number} on cpu" in rank["text"]
         kind: Any = type(whole[name])
         again = kind.from_pretrained(folder / f"{name}-again")
+        same_kernels(name, again)
         assert_equal(again.state_dict(), whole[name].state_dict())
         assert torch.equal(whole_logits(again, build(name)[1](BATCH)), expected), name
 
