@@ -21,6 +21,14 @@ WITH_CACHE = ("gpt2", "llama, tied", "mixtral")
 EVERY = [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
 
 
+def same_kernels(name: str, model: Any) -> None:
+    """Let a model compute alike when it is traced: other kernels round differently."""
+    if name in WITH_CACHE:  # no mask is made for torch's fused attention, but where it is traced
+        model.set_attn_implementation("eager")
+    if name == "mixtral":
+        model.set_experts_implementation("batched_mm")
+
+
 def without_cache(model: AnyModel, batch: int) -> Any:
     inputs = model.make()[1](batch)
     return {**inputs, "use_cache": False} if model.name in WITH_CACHE else inputs
@@ -29,6 +37,7 @@ def without_cache(model: AnyModel, batch: int) -> Any:
 @pytest.mark.parametrize("name", EVERY)
 def test_an_exported_model_trains_as_the_model_itself(name: str) -> None:
     model, _ = BY_NAME[name].make()
+    same_kernels(name, model)
     inputs = without_cache(BY_NAME[name], BATCH)
     whole = copy.deepcopy(model.eval())
     with pytest.warns(ExportWarning, match=r"was exported: branches and loops on values"):
