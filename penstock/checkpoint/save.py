@@ -51,12 +51,14 @@ def save_checkpoint(
 
     In a mesh of processes all of them call this alike.  Each stage of the first replica writes its
     own shard, and each replica the optimizer state that it alone holds (`zero_optimizer`);
-    `export_model` makes one file of the model's.  All of it must be written within the mesh's
-    `timeout_s`.
+    `export_model` makes one file of the model's.  However long they write, the mesh's `timeout_s`
+    counts only for a process that does not answer that it is at work.
 
     Raises:
         CheckpointError: `path` exists; `state` or extra state of a module is not JSON; the
             optimizer is not the module's; the disk is full or refuses.
+        PeerError: another process failed, or is gone.
+        WaitTimeout: another process does not answer.
     """
     target = Path(path).absolute()
     content = _collect(target, module, optimizer, state, copy=False)

@@ -16,12 +16,12 @@ class Saving:
         self._error: Exception | None = None
 
     def wait(self) -> None:
-        """Return when the folder is there.  In a mesh of processes all of them wait alike.
+        """Return when the folder is there, however long it takes.
 
         Raises:
             CheckpointError: it cannot be written; nothing is left of it.
             PeerError: another process failed meanwhile.
-            WaitTimeout: it is not there within the mesh's deadline.
+            WaitTimeout: another process does not answer within the mesh's deadline.
         """
         if self._error is not None:
             raise self._error

@@ -11,16 +11,17 @@ training may go on beside it.  The folder has a hidden name until it is complete
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
+from penstock.mesh.collectives import Collectives
 
 from .files import SUFFIX, digest_and_force, finish_folder, make_unfinished, refuse_existing
 from .saving import Saving
@@ -65,12 +66,19 @@ def begin_together(
 def write_together(
     mesh: Mesh, path: Path, begin: Begin, write_own: WriteOwn, finish: Finish
 ) -> Saving:
-    """Begin to write the folder `path`: rank 0 begins it, all write, and rank 0 completes it."""
+    """Begin to write the folder `path`: rank 0 begins it, all write, and rank 0 completes it.
+
+    No deadline runs on what they write.
+    """
     background = mesh.background
     assert background is not None
-    writing = _Writing(mesh, background.saving_group(), path)
+    collectives = Collectives(
+        background, background.saves_controls, background.saves_long, background.saving_group()
+    )
+    what = f"for all to write the checkpoint {path}"
+    writing = _Writing(collectives, mesh.rank, path, what)
     slot = background.saves.submit(partial(writing.write, begin, write_own, finish))
-    return Saving(path, lambda: background.wait(slot, f"for all to write the checkpoint {path}"))
+    return Saving(path, lambda: background.wait_for_save(slot, what))
 
 
 def shard_names(rank: int, names: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
@@ -87,61 +95,43 @@ def _write_shards(rank: int, tensors: Mapping[str, Tensors], unfinished: Path) -
     return digests
 
 
+@dataclass(frozen=True, slots=True)
 class _Writing:
     """One save, as one process sees it."""
 
-    def __init__(self, mesh: Mesh, group: Any, path: Path) -> None:
-        self._mesh, self._group, self._path = mesh, group, path
+    collectives: Collectives
+    rank: int
+    path: Path
+    what: str
 
     def write(self, begin: Begin, write_own: WriteOwn, finish: Finish) -> None:
-        unfinished = self._begin(begin)
-        error: str | None = None
-        digests: Digests = {}
-        try:
-            digests = write_own(unfinished)
-        except Exception as problem:
-            error = self._account(problem)
-        everyone = self._gather((error, digests))
+        unfinished: Path = self.collectives.from_first(partial(_begin, begin), self.what)
+        mine = self.collectives.work(partial(self._try, partial(write_own, unfinished)), self.what)
+        everyone = self.collectives.gather(mine, self.what)
         errors = list(dict.fromkeys(said for said, _ in everyone if said is not None))
         if not errors:
-            all_digests = {name: digest for _, part in everyone for name, digest in part.items()}
-            errors = self._finish(partial(finish, unfinished, all_digests))
+            digests = {name: digest for _, part in everyone for name, digest in part.items()}
+            complete = partial(self._try, partial(finish, unfinished, digests))
+            error, _ = self.collectives.from_first(complete, self.what)
+            errors = [error] if error is not None else []
         if errors:
-            if self._mesh.is_first_rank:
+            if self.rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise CheckpointError(
-                f"cannot write the checkpoint {self._path}: {'; '.join(errors)}; nothing is left "
+                f"cannot write the checkpoint {self.path}: {'; '.join(errors)}; nothing is left "
                 "of it. Make room, or choose another place that all processes reach"
             )
 
-    def _begin(self, begin: Begin) -> Path:
-        """Let rank 0 make the hidden folder; give its name to all."""
-        told: list[Any] = [None, None]
-        if self._mesh.is_first_rank:
-            try:
-                told[0] = str(begin())
-            except (OSError, CheckpointError) as error:
-                told[1] = str(error)
-        dist.broadcast_object_list(told, src=0, group=self._group)
-        if told[1] is not None:
-            raise CheckpointError(told[1])
-        return Path(told[0])
+    def _try(self, job: Callable[[], Any]) -> tuple[str | None, Any]:
+        """Return what went wrong in a job, to be told to the other processes, or its result."""
+        try:
+            return None, job()
+        except Exception as problem:
+            return f"rank {self.rank}: {problem}", None
 
-    def _finish(self, finish: Callable[[], None]) -> list[str]:
-        """Let rank 0 complete the folder; give what went wrong."""
-        told: list[str | None] = [None]
-        if self._mesh.is_first_rank:
-            try:
-                finish()
-            except Exception as problem:
-                told = [self._account(problem)]
-        dist.broadcast_object_list(told, src=0, group=self._group)
-        return [said for said in told if said is not None]
 
-    def _account(self, problem: Exception) -> str:
-        return f"rank {self._mesh.rank}: {problem}"
-
-    def _gather(self, mine: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self._mesh.world_size
-        dist.all_gather_object(everyone, mine, group=self._group)
-        return everyone
+def _begin(begin: Begin) -> Path:
+    try:
+        return begin()
+    except OSError as error:
+        raise CheckpointError(str(error)) from error

@@ -3,8 +3,9 @@
 controls   collectives of a few numbers
 receives   large messages, one after the other, in the order the program wants them
 sends-R-C  what the kernel does not take at once for stream C to rank R
-saves      checkpoints that are written while training goes on; over a process group of its own
 long       work of an unknown length that all processes wait for, such as reading a checkpoint
+saves      checkpoints that are written while training goes on, one after the other
+saves-...  as controls and long, but for these checkpoints, over a process group of their own
 """
 
 import threading
@@ -38,8 +39,8 @@ class Slot:
     def fail(self, error: BaseException) -> None:
         self._outcome.put((False, error))
 
-    def get(self, timeout_s: float) -> Any:
-        """Give the outcome.
+    def get(self, timeout_s: float | None) -> Any:
+        """Return the outcome, once it is there.
 
         Raises:
             Empty: there is none within `timeout_s`.
@@ -60,8 +61,10 @@ class Background:
         self._workers: list[Worker] = []
         self.receives = self.new_worker("receives")
         self.controls = self.new_worker("controls")
-        self.saves = self.new_worker("saves")
         self.long = self.new_worker("long")
+        self.saves = self.new_worker("saves")
+        self.saves_controls = self.new_worker("saves-controls")
+        self.saves_long = self.new_worker("saves-long")
         self._saving_group: Any = None
 
     def saving_group(self) -> Any:
@@ -93,6 +96,18 @@ class Background:
         except (*WAIT_FAILURES, RuntimeError) as error:
             raise self.blame(error, what, peer) from error
 
+    def wait_for_save(self, slot: Slot, what: str) -> None:
+        """Wait until a job of `saves` has ended, whose own waits have deadlines.
+
+        Raises:
+            PeerError: another process failed, or is gone.
+            WaitTimeout: the job waited in vain for another process.
+        """
+        try:
+            slot.get(None)
+        except PeerError as error:
+            raise self.blame(error, what, None) from error
+
     def look(self, slot: Slot, patience_s: float, what: str) -> Any:
         """Return a job's outcome, or None if there is none within `patience_s`.
 
@@ -120,15 +135,18 @@ class Background:
         """Run a small collective, and wait for it."""
         return self.wait(self.controls.submit(job), what)
 
-    def close(self) -> None:
-        """End the threads, but for one that is stuck in a wait for a peer that failed.
+    def end_saves(self) -> None:
+        """Wait for the checkpoints that are being written, unless a process has failed."""
+        self.saves.finish()
+        while self.saves.is_alive and not self.watch.knows_failure:
+            self.saves.join(_SHORT_PATIENCE_S)
 
-        A checkpoint that is being written is waited for.
-        """
-        self.saves.close(_SHORT_PATIENCE_S if self.watch.knows_failure else self.timeout_s)
+    def close(self) -> None:
+        """End the threads, but for one that is stuck in a wait for a peer that failed."""
         patience_s = _SHORT_PATIENCE_S if self.watch.knows_failure else _PATIENCE_S
         for worker in self._workers:
-            worker.close(patience_s)
+            worker.finish()
+            worker.join(patience_s)
 
     @property
     def has_ended(self) -> bool:
@@ -163,9 +181,13 @@ class Worker:
             self._watch.forget(slot)
             del item, job, slot
 
-    def close(self, patience_s: float) -> None:
+    def finish(self) -> None:
+        """Let the thread end after the jobs that it was given."""
         self._jobs.put(None)
-        self._thread.join(timeout=patience_s)
+
+    def join(self, patience_s: float) -> None:
+        """Wait so long for the thread to end."""
+        self._thread.join(patience_s)
 
     @property
     def is_alive(self) -> bool:

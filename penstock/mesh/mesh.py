@@ -25,11 +25,10 @@ from .agreement import (
     CALLS,
     ROW_WIDTH,
     check_same_kind,
-    outcome_of,
     require_same,
-    result_of,
 )
 from .background import Background
+from .collectives import Collectives
 from .lifelines import Lifelines
 from .meet import join, meeting, told_by_first
 from .start import check_timeout, num_processes
@@ -39,8 +38,6 @@ from .watch import Watch
 
 REPLICA, STAGE = "replica", "stage"
 DEFAULT_TIMEOUT_S = 600.0
-_LOOK_S = 5.0
-"""How often processes that have ended their work ask whether the others have."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +58,7 @@ class Mesh:
     device_mesh: DeviceMesh | None = None
     watch: Watch | None = None
     background: Background | None = None
+    collectives: Collectives | None = None
     streams: Streams | None = None
     lifelines: Lifelines | None = None
     pipelines: list[str] = field(default_factory=list)
@@ -149,60 +147,35 @@ class Mesh:
             self.exchange(kind, pipeline, ())
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Give every process the values of all, in the order of ranks; only its own where it is
+        """Return the values of all processes, in the order of ranks; only the own one where it is
         alone.  All processes call this alike; `what` completes "rank 1 (stage 1) waited ...".
         """
-        if self.background is None:
-            return [value]
-        everyone: list[Any] = [None] * self.world_size
-        self.background.run(lambda: dist.all_gather_object(everyone, value), what)
-        return everyone
+        return [value] if self.collectives is None else self.collectives.gather(value, what)
 
     def work(self, job: Callable[[], Any], what: str) -> Any:
-        """Run a job in every process that may take long, and return when all have ended theirs.
-
-        All processes call this alike.  No deadline runs on it: those that have ended theirs ask
-        the others time and again whether they are still at work, in exchanges that are short.
-        What a job raises is raised when all have ended.
-
-        Raises:
-            PeerError: another process failed, or is gone.
+        """Run a job in every process that may take long, and return when all have ended theirs;
+        see `Collectives.work`.
         """
-        if self.background is None:
-            return job()
-        slot, outcome = self.background.long.submit(lambda: outcome_of(job)), None
-        while True:
-            if outcome is None:
-                outcome = self.background.look(
-                    slot, min(_LOOK_S, self.background.timeout_s / 4), what
-                )
-            if not self.highest(int(outcome is None), what):
-                return result_of(outcome)
+        return job() if self.collectives is None else self.collectives.work(job, what)
 
     def highest(self, value: int, what: str) -> int:
-        """Give the highest of all processes' values; a cheaper `gather`."""
-        if self.background is None:
-            return value
-        found = torch.tensor(value)
-        self.background.run(lambda: dist.all_reduce(found, dist.ReduceOp.MAX), what)
-        return int(found)
+        """Return the highest of all processes' values; a cheaper `gather`."""
+        return value if self.collectives is None else self.collectives.highest(value, what)
 
     def from_first(self, job: Callable[[], Any], what: str) -> Any:
-        """Run `job` on rank 0 only; give its result to all processes, or raise its error on all.
+        """Run a job that may take long on rank 0 only; return its result on all processes, or
+        raise its error on all.
 
         Raises:
             PenstockError: what `job` raised.
         """
-        if self.background is None:
-            return job()
-        told: list[Any] = [outcome_of(job) if self.is_first_rank else None]
-        self.background.run(lambda: dist.broadcast_object_list(told, src=0), what)
-        return result_of(told[0])
+        return job() if self.collectives is None else self.collectives.from_first(job, what)
 
     def close(self) -> None:
         """Leave the mesh: end its threads and process groups; also done when the process ends."""
         if self.background is None or self.watch is None:
             return
+        self.background.end_saves()
         if self.lifelines is not None:
             self.lifelines.close()
         self.background.close()
@@ -299,6 +272,7 @@ def init_mesh(
         device_mesh=device_mesh,
         watch=watch,
         background=background,
+        collectives=Collectives(background, background.controls, background.long),
         streams=streams,
         lifelines=Lifelines(streams, background, world_size),
     )

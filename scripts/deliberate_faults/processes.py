@@ -124,6 +124,22 @@ FAULTS = (
         "without_a_deadline",
     ),
     Fault(
+        "a deadline runs on writing a checkpoint",
+        "penstock/checkpoint/together.py",
+        "background.wait_for_save(slot, what)",
+        "background.wait(slot, what)",
+        "tests/distributed/test_checkpoint_processes.py",
+        "saves_may_take",
+    ),
+    Fault(
+        "a mesh that is closed does not wait for a checkpoint that is being written",
+        "penstock/mesh/mesh.py",
+        "        self.background.end_saves()\n",
+        "",
+        "tests/distributed/test_checkpoint_processes.py",
+        "saves_may_take",
+    ),
+    Fault(
         "a checkpoint lacks the optimizer state of all replicas but the first",
         "penstock/checkpoint/save.py",
         "own = content if is_first_replica or is_shared else {}",

@@ -1,17 +1,23 @@
 """A process is killed while a child that it forked lives on, and so holds all that it had open.
 
-python -m tests.distributed.lost_job RANK
+python -m tests.distributed.lost_job RANK [FOLDER]
+
+With FOLDER that is while all of them write to it, and the last one takes for ever.
 """
 
 import os
 import signal
 import sys
+import threading
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import penstock
+from penstock.checkpoint.files import finish_folder, make_unfinished
+from penstock.checkpoint.together import write_together
 from penstock.errors import PenstockError
 
 TIMEOUT_S = 3600.0
@@ -27,8 +33,27 @@ def die_but_for_a_child() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def save(mesh: penstock.Mesh, folder: Path) -> None:
+    """Save; process RANK is killed meanwhile."""
+
+    def write(unfinished: Path) -> dict[str, str]:
+        if str(mesh.rank) == sys.argv[1]:
+            die_but_for_a_child()
+        if mesh.rank == mesh.world_size - 1:
+            threading.Event().wait()
+        return {}
+
+    write_together(
+        mesh,
+        folder,
+        lambda: make_unfinished(folder),
+        write,
+        lambda unfinished, written: finish_folder(unfinished, folder, {}, written),
+    ).wait()
+
+
 def main() -> None:
-    """Train; process RANK is killed after the first step."""
+    """Train; process RANK is killed after the first step, or in a save after it."""
     torch.set_num_threads(1)
     mesh = penstock.init_mesh(timeout_s=TIMEOUT_S)
     layers = [nn.Linear(2, 2) for _ in range(mesh.num_stages)]
@@ -36,6 +61,8 @@ def main() -> None:
     try:
         for _ in range(3):
             pipe.train_step(torch.ones(2, 2), torch.zeros(2, 2))
+            if len(sys.argv) > 2:
+                save(mesh, Path(sys.argv[2]))
             if str(mesh.rank) == sys.argv[1]:
                 die_but_for_a_child()
     except PenstockError as error:

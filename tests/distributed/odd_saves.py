@@ -1,6 +1,7 @@
 """Saves that processes do not make alike, or of odd values; called in two processes."""
 
 import threading
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.checkpoint.files import make_unfinished, put_in_place
+from penstock.checkpoint.together import write_together
 from tests.equality import same_bits
 from tests.model_parts import Masters, Noted, noted_pipeline
 
@@ -93,3 +96,32 @@ def slow_reader(mesh: penstock.Mesh) -> list[int]:
         return slow
 
     return [mesh.work(partial(work, slow), "for the work") for slow in (0, 1)]
+
+
+def slow_writers(mesh: penstock.Mesh, folder_for_saves: str) -> bool:
+    """Write for longer than the deadline of a wait: rank 1 its part of a folder, beside which the
+    processes go on; then rank 0 the end of another one, which the mesh waits for as it closes.
+
+    Return whether the first folder is there as soon as it was waited for.
+    """
+    assert mesh.background is not None
+    mesh.background.timeout_s = 2.0
+    first, second = (Path(folder_for_saves) / f"slow-{n}" for n in (1, 2))
+
+    def write(path: Path, unfinished: Path) -> dict[str, str]:
+        threading.Event().wait(3.5 if (mesh.rank, path) == (1, first) else 0.0)
+        (unfinished / str(mesh.rank)).touch()
+        return {str(mesh.rank): ""}
+
+    def finish(path: Path, unfinished: Path, written: Mapping[str, str]) -> None:
+        threading.Event().wait(6.0 if path == second else 0.0)
+        (unfinished / "written").write_text(" ".join(sorted(written)))
+        put_in_place(unfinished, path)
+
+    saves = [
+        write_together(mesh, p, partial(make_unfinished, p), partial(write, p), partial(finish, p))
+        for p in (first, second)
+    ]
+    assert mesh.gather(mesh.rank, "for the others to go on") == [0, 1]
+    saves[0].wait()
+    return first.is_dir()

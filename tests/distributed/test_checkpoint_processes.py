@@ -75,6 +75,15 @@ def test_who_has_read_its_part_waits_without_a_deadline_for_who_has_not(tmp_path
     assert call(odd_saves.slow_reader, (2, 1), tmp_path) == [[0, 1], [0, 1]]
 
 
+def test_saves_may_take_longer_than_the_deadline_of_a_wait(tmp_path: Path) -> None:
+    assert call(odd_saves.slow_writers, (2, 1), tmp_path, folder_for_saves=str(tmp_path)) == [
+        True,
+        True,
+    ]
+    for name in ("slow-1", "slow-2"):
+        assert (tmp_path / name / "written").read_text() == "0 1"
+
+
 def test_damage_that_one_process_finds_is_an_error_on_all(tmp_path: Path) -> None:
     losses(2, 1, "save", [tmp_path / "two"])
     shard = tmp_path / "two" / "optimizer" / "shard-00002.safetensors"

@@ -2,6 +2,7 @@
 
 import re
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,17 @@ def test_a_killed_process_is_noticed_though_its_child_holds_its_connections(kill
         assert said in process.output
         assert f"on host {socket.gethostname()}" in process.output
         assert f"rank {process.rank} (stage {process.rank}) waited" in process.output
+
+
+def test_a_process_that_is_killed_during_a_save_ends_it_on_all(tmp_path: Path) -> None:
+    job = start(3, ["-m", "tests.distributed.lost_job", "1", str(tmp_path / "save")])
+    first, killed, last = job.wait(60.0)
+    assert killed.code == -9
+    for process in (first, last):
+        assert process.code == 1, process.output
+        assert "ENDED PeerError: rank 1 (stage 1) failed: it has ended or was" in process.output
+        assert f"rank {process.rank} (stage {process.rank}) waited for all" in process.output
+    assert not (tmp_path / "save").exists()
 
 
 @pytest.mark.skipif(NO_HOSTS is not None, reason=NO_HOSTS or "")
