@@ -1,7 +1,7 @@
 """The front door: a model as a pipeline."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,12 +22,13 @@ from penstock.arguments import (
     stages_of_mesh,
 )
 from penstock.cut import Cut
+from penstock.description import AbstractDescribed
 from penstock.errors import ConfigError
 from penstock.mesh import Mesh
 from penstock.model.capture import resolve_layers
 from penstock.model.layers import Layer, Layers
 from penstock.model.state import in_evaluation
-from penstock.pretrained import Model, load_and_tell
+from penstock.pretrained import load_and_tell
 from penstock.runtime.caller import CallerContext
 from penstock.runtime.crew import Batch
 from penstock.runtime.engine import Engine, Execution
@@ -35,19 +36,15 @@ from penstock.runtime.handshake import Call
 from penstock.runtime.input_gradients import accumulate_into_inputs
 from penstock.runtime.microbatches import first_microbatch, gather
 from penstock.runtime.module_form import run_as_module
-from penstock.runtime.record import Record
 from penstock.runtime.run import Run
 from penstock.schedules.gpipe import gpipe
-from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode, ScheduleFunction
-from penstock.torch_private import AbstractMovable
-from penstock.trace.timeline import Timeline
 from penstock.types import Recompute, Reduction, TiedGradients, Trace, Transport
 
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-class Pipeline(AbstractMovable):
+class Pipeline(AbstractDescribed):
     """Trains a layered model as a pipeline of K stages over M micro-batches.
 
     The gradients are those of the unsplit model run micro-batch after micro-batch, to the bit, for
@@ -120,12 +117,11 @@ class Pipeline(AbstractMovable):
         weights: str | os.PathLike[str] | None = None,
         tied_gradients: TiedGradients = TiedGradients.PER_MICROBATCH,
     ) -> None:
-        super().__init__()
-        self._layers, self._mesh = resolve_layers(layers, example_inputs), mesh
+        resolved = resolve_layers(layers, example_inputs)
         num_stages = stages_of_mesh(mesh, num_stages, partition, schedule)
-        self._num_stages = resolve_num_stages(num_stages, partition, self._layers)
-        self._num_microbatches = check_count("num_microbatches", num_microbatches)
-        ranks = resolve_ranks(schedule, self._num_stages, num_microbatches, mesh)
+        num_stages = resolve_num_stages(num_stages, partition, resolved)
+        check_count("num_microbatches", num_microbatches)
+        ranks = resolve_ranks(schedule, num_stages, num_microbatches, mesh)
         how = Execution(
             schedule=schedule,
             ranks=ranks,
@@ -139,18 +135,15 @@ class Pipeline(AbstractMovable):
             pools_statistics=batch_norm_over_replicas,
             tied_gradients=tied_gradients,
         )
-        loss = loss or self._layers.own_loss
-        self._engine = Engine(self._layers, loss, how)
+        loss = loss or resolved.own_loss
+        engine = Engine(resolved, loss, how)
+        cut = Cut(resolved, num_stages, partition, num_microbatches, how)
+        super().__init__(resolved, engine, cut, how, num_microbatches)
         self._objective = Objective(loss, reduction)
-        self._choices = how.choices
         self.seed = seed
         self.step = 0
         self.trace = trace
-        self._record: Record | None = None
-        self._timeline: Timeline | None = None
         self._evaluations = 0
-        self._threads = how.num_threads
-        self._cut = Cut(self._layers, self._num_stages, partition, num_microbatches, how)
         if mesh is not None and mesh.is_distributed:
             part = first_microbatch(example_inputs, num_microbatches)
             with self._engine.crew.reporting():
@@ -162,91 +155,6 @@ class Pipeline(AbstractMovable):
             load_and_tell(weights, self.loadable, mesh)
         self._measure_once(first_microbatch(example_inputs, num_microbatches))
 
-    # -- what it is -----------------------------------------------------------------------------
-
-    @property
-    def num_stages(self) -> int:
-        """K."""
-        return self._num_stages
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """Who runs what, if that was given."""
-        return self._mesh
-
-    @property
-    def original(self) -> nn.Module:
-        """The model that was captured; this pipeline itself if it was given layers."""
-        return self._layers.original or self
-
-    @property
-    def loadable(self) -> Model:
-        """What this process has of the model: tensors, and extra state of the modules it runs."""
-        return Model(self, self.original, self._layers.elsewhere(self._engine.holds))
-
-    @property
-    def num_microbatches(self) -> int:
-        """M; a batch of fewer samples runs as that many micro-batches."""
-        return self._num_microbatches
-
-    @property
-    def partition(self) -> tuple[int, ...]:
-        """Layers per stage."""
-        return self._engine.partition
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """The device of each stage."""
-        return self._engine.devices
-
-    @property
-    def threads_per_stage(self) -> int:
-        """Intra-op threads of each stage on the CPU."""
-        return self._threads
-
-    @property
-    def trace(self) -> Trace:
-        """What each step records in `last_timeline`; True stands for Trace.TIME."""
-        return self._trace
-
-    @trace.setter
-    def trace(self, trace: Trace | bool) -> None:
-        self._trace = trace if isinstance(trace, Trace) else (Trace.TIME if trace else Trace.OFF)
-
-    @property
-    def last_timeline(self) -> Timeline | None:
-        """What the last training step recorded; None if it was not traced."""
-        if self._timeline is None and self._record is not None:
-            self._timeline = self._record.timeline()
-        return self._timeline
-
-    def _note(self, run: Run, mode: Mode) -> None:
-        self._record, self._timeline = self._engine.record(run, mode), None
-
-    def schedule_for(self, num_microbatches: int | None = None) -> Schedule:
-        """Give the lowered, verified schedule that `train_step` executes."""
-        return self._engine.program(Mode.TRAIN, num_microbatches or self._num_microbatches)
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    def __getitem__(self, index: int | slice) -> "nn.Module | nn.Sequential":
-        """Give a layer, or several as an nn.Sequential, by position; those of other processes hold
-        shapes only.
-        """
-        modules = [step.module for step in self._layers]
-        return nn.Sequential(*modules[index]) if isinstance(index, slice) else modules[index]
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return (step.module for step in self._layers)
-
-    def __repr__(self) -> str:
-        head = f"Pipeline({self.num_stages} stages, {self.num_microbatches} micro-batches, "
-        cut = f"  partition {list(self.partition)}" + (
-            f", {self._cut.how}" if self._cut.how else ""
-        )
-        return "\n".join([head + self._choices, cut, *self._engine.describe(), ")"])
-
     # -- a training step ------------------------------------------------------------------------
 
     def train_step(self, inputs: Any, targets: Any = None, *, loss_scale: float = 1.0) -> Tensor:
@@ -254,8 +162,10 @@ class Pipeline(AbstractMovable):
 
         Args:
             inputs: a tensor, or any nest of containers of tensors, of shape (N, ...); goes to the
-                first layer as its one argument.  Arrays, and lists without tensors, have N entries
-                and are cut likewise; see `penstock.Whole` for what every micro-batch is to have.
+                first layer as its one argument.  A captured model is called with a mapping of
+                keyword arguments, a tuple of positional ones, or a single value.  Arrays, and
+                lists without tensors, have N entries and are cut likewise; see `penstock.Whole`
+                for what every micro-batch is to have.
             targets: likewise, of the same N; None if the loss needs none.
             loss_scale: multiplies all gradients, so that small ones are not lost in float16; see
                 `penstock.GradScaler`.  The same on every process.
@@ -300,37 +210,52 @@ class Pipeline(AbstractMovable):
 
     # -- outputs --------------------------------------------------------------------------------
 
-    def eval_step(self, inputs: Any) -> Any:
-        """Give the model's outputs for a batch of any size, in evaluation mode and without
+    def eval_step(self, *inputs: Any, **keywords: Any) -> Any:
+        """Return the model's outputs for a batch of any size, in evaluation mode and without
         gradients.
 
         Every module is back in the mode it was in afterwards.  May be called at any time, also
         between steps of training.
 
+        Args:
+            inputs: as in `forward`.
+            keywords: likewise.
+
         Raises:
             BoundaryError: the outputs of the micro-batches cannot be put together along
                 dimension 0.
+            ConfigError: layers were given something else than one value.
         """
         with self._engine.one_at_a_time():  # before the modes change: a step may be running
             everyone = [*self.modules(), *self._layers.own_modules(), *self.original.modules()]
             with in_evaluation(everyone):
-                return self._outputs(inputs)
+                return self._outputs(inputs, keywords)
 
-    def forward(self, inputs: Any) -> Any:
-        """Give the model's outputs for the whole batch, as the unsplit model does: a drop-in
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Return the model's outputs for the whole batch, as the unsplit model does: a drop-in
         module.
 
         Compute any loss from them and call `backward()`: the stages then run their backward
         passes and add to `.grad`, as in `train_step`.  Without gradients (torch.no_grad())
         nothing is kept.
 
+        The gradients of parameters are found in `.grad` only: parameters are not in the graph of
+        the outputs, so `torch.autograd.grad(loss, parameters)` has none, and
+        `torch.autograd.grad(loss, inputs)` adds those of the parameters to `.grad` too.
+
+        Args:
+            inputs: the one value that the first layer is given; of a captured model, what its own
+                forward is given, or all of it in one value as for `train_step`.
+            keywords: of a captured model, its keyword arguments, in any order.
+
         Raises:
             BoundaryError: the outputs of the micro-batches cannot be put together along
                 dimension 0.
+            ConfigError: layers were given something else than one value.
         """
         if not torch.is_grad_enabled():
             with self._engine.one_at_a_time():
-                return self._outputs(inputs)
+                return self._outputs(inputs, keywords)
         crew = self._engine.crew
         if crew.is_several:
             raise ConfigError(
@@ -338,19 +263,21 @@ class Pipeline(AbstractMovable):
                 "several; use train_step with loss=, or eval_step for outputs"
             )
         with self._engine.one_at_a_time():
+            value = self._layers.as_one_value(inputs, keywords)
             call = Call(self._num_microbatches, self._objective.reduction, trace=self.trace)
-            batch = crew.cut(inputs, None, call)
+            batch = crew.cut(value, None, call)
             self._measure_once(batch.inputs[0])
             run = self._new_run("train", self.step, batch, with_grad=True)
             self.step += 1
-            outputs = run_as_module(self._engine, run, inputs, batch)
+            outputs = run_as_module(self._engine, run, value, batch)
             self._note(run, Mode.FORWARDS)
         return outputs
 
-    def _outputs(self, inputs: Any) -> Any:
+    def _outputs(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         crew = self._engine.crew
         with crew.reporting():
-            batch = crew.cut(inputs, None, Call(self._num_microbatches, self._objective.reduction))
+            value = self._layers.as_one_value(inputs, keywords)
+            batch = crew.cut(value, None, Call(self._num_microbatches, self._objective.reduction))
             run = self._engine.evaluate(
                 partial(self._new_run, "eval", self._evaluations, batch, with_grad=False)
             )

@@ -18,6 +18,8 @@ Value = tuple[int, int]
 
 MODEL_INPUT: Value = (-1, 0)
 _INPUT_NAME = "input"
+_INPUTS = "inputs"
+"""The one value that a pipeline of layers is called with, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,22 @@ class Layers:
     def holders(self) -> list[tuple[str, nn.Module]]:
         """Give what holds all parameters and buffers, with the prefix of their names."""
         return [(f"{step.name}.", step.module) for step in self.steps]
+
+    def as_one_value(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Return what a pipeline of these layers is called with as one value: the model's input.
+
+        Raises:
+            ConfigError: the first layer takes one value, and the call gives something else.
+        """
+        if len(args) + len(keywords) == 1 and (args or _INPUTS in keywords):
+            return args[0] if args else keywords[_INPUTS]
+        given = [f"{len(args)} positional"] if args or not keywords else []
+        raise ConfigError(
+            f"a pipeline of layers is called with one value, which its first layer is given, and "
+            f"was called with these arguments: {', '.join([*given, *keywords])}. Give them as one "
+            "tuple or dict, which the first layer takes apart; or capture the model, which is "
+            "then called as it was: Pipeline(model, example_inputs=...)"
+        )
 
     def run(self, inputs: Any, perform: "Perform | None" = None) -> Any:
         """Run all layers, one after the other, as the unsplit model does.

@@ -12,6 +12,7 @@ import penstock
 from penstock.model.ghost.inputs import EVERYWHERE
 from penstock.model.ghost.layers import CapturedLayers
 from penstock.model.ghost.record_model import record_model
+from penstock.model.pytree import flatten
 from tests.any_models.lists import EVERY, REQUIRED
 from tests.any_models.made import AnyModel
 from tests.capturing import (
@@ -51,6 +52,9 @@ def train(mesh: penstock.Mesh, model: AnyModel, way: Way) -> None:
     outputs = evaluated(whole, inputs_of(batch))
     if outputs:
         assert all(map(torch.equal, evaluated(spread, inputs), outputs)), model.name
+        if isinstance(inputs_of(batch), dict):
+            by_name = spread.eval_step(**(inputs or {}))
+            assert all(map(torch.equal, flatten(by_name)[0], outputs)), model.name
     expected, own = gradients(whole), gradients(spread)
     assert_equal(own, {name: expected[name] for name in own})
     named = [name for part in mesh.gather(list(own), "for the others' names") for name in part]

@@ -1,6 +1,7 @@
 """What a user does with a captured model beside training it: features, odd weights, keywords."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Pipeline
+from penstock.errors import CutError
+from penstock.model.ghost.inputs import EVERYWHERE, ROUTED
 from tests.any_models.chain import Chain, inputs
 from tests.capturing import loss
+from tests.equality import same_bits
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
@@ -44,6 +48,98 @@ def test_keyword_arguments_keep_their_order() -> None:
     given = {"second": x, "first": x * 2}
     found = penstock.capture(InOrder(), given, blocks=["blocks.0", "blocks.1"])
     assert "are the model's, to the bit" in str(found)
+
+
+class Masked(Chain):
+    """Takes arguments by position, by name, and by both."""
+
+    def forward(  # type: ignore[override]  # on purpose
+        self, ids: Tensor, mask: Tensor | None = None, *, scale: float = 1.0
+    ) -> Tensor:
+        for block in self.blocks:
+            ids = block(ids).tanh() * (1.0 if mask is None else mask)
+        return ids * scale
+
+
+class Gathering(Chain):
+    """Takes any number of arguments, one of them under a name that a position has too."""
+
+    def forward(self, x: Tensor, /, *more: Tensor, **named: Any) -> Tensor:
+        for block, value in zip(self.blocks, more, strict=False):
+            x = block(x) * value
+        return self.blocks[2](x) * named["scale"] + named["x"]
+
+
+CALLS: dict[str, Callable[..., Tensor]] = {
+    "by name": lambda called, x, mask: called(ids=x, mask=mask),
+    "in another order": lambda called, x, mask: called(scale=2.0, mask=mask, ids=x),
+    "by position": lambda called, x, mask: called(x, mask),
+    "by both": lambda called, x, mask: called(x, mask=mask, scale=2.0),
+    "without what may be left out": lambda called, x, _: called(ids=x),
+}
+EXAMPLES = {
+    "a mapping": lambda x, mask: {"ids": x, "mask": mask},
+    "a tuple": lambda x, mask: (x, mask),
+    "both": lambda x, mask: {0: x, "mask": mask},
+}
+
+
+def compare_calls(pipe: Pipeline, model: nn.Module, call: Callable[..., Tensor]) -> None:
+    """Compare calls of a pipeline of two micro-batches with the model's own: outputs of
+    `eval_step` and of the module form, and the gradients of weights and of inputs.
+    """
+    batch = [x.requires_grad_() for x in (inputs(6), inputs(6).cos())]
+    model.zero_grad()
+    parts = [call(model, *halves) for halves in zip(*(x.split(3) for x in batch), strict=True)]
+    expected = torch.cat(parts)
+    for part in parts:
+        part.square().sum().backward()
+    wanted = [leaf.grad for leaf in (*model.parameters(), *batch)]
+    for leaf in (*model.parameters(), *batch):
+        leaf.grad = None
+    with torch.no_grad():
+        assert torch.equal(call(pipe.eval_step, *batch), expected)
+    output = call(pipe, *batch)
+    assert torch.equal(output, expected)
+    output.square().sum().backward()
+    found = [leaf.grad for leaf in (*model.parameters(), *batch)]
+    assert all(map(same_bits, found, wanted))
+
+
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
+def test_a_captured_model_is_called_as_the_model_is(example: Callable[..., Any]) -> None:
+    model = Masked()
+    with Pipeline(
+        model,
+        num_stages=3,
+        num_microbatches=2,
+        example_inputs=example(inputs(6), inputs(6).cos()),
+        loss=loss,
+        threads_per_stage=1,
+    ) as pipe:
+        for call in CALLS.values():
+            compare_calls(pipe, model, call)
+        x, mask = inputs(6), inputs(6).cos()
+        given = [{"mask": mask, "ids": x}, (x, mask), {0: x, "mask": mask}]
+        losses = [pipe.train_step(value) for value in given]
+        outputs = [pipe.eval_step(value) for value in given]
+        assert len({float(found) for found in losses}) == 1
+        assert all(torch.equal(found, model(x, mask)) for found in outputs)
+        with pytest.raises(TypeError, match="multiple values for argument 'ids'"):
+            pipe.eval_step(x, ids=x)
+        with pytest.raises(CutError, match=r"the key 2: .*numbers 0, 1, .* has 1"):
+            pipe.eval_step({0: x, 2: mask})
+
+
+@pytest.mark.parametrize("where", [ROUTED, EVERYWHERE])
+def test_positions_without_a_name_and_names_without_a_position_are_kept_apart(where: str) -> None:
+    model, x = Gathering(), inputs(6)
+    example = {0: x, 1: x.cos(), 2: x.sin(), "x": x.exp(), "scale": 3.0}
+    layers = penstock.capture(model, example, inputs=where)
+    with Pipeline(layers, num_stages=3, num_microbatches=2, threads_per_stage=1) as pipe:
+        for called in (pipe, pipe.eval_step):
+            output = called(x, x.cos(), x.sin(), scale=3.0, x=x.exp())
+            assert torch.equal(output, model(x, x.cos(), x.sin(), scale=3.0, x=x.exp()))
 
 
 class Through(torch.autograd.Function):

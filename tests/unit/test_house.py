@@ -25,6 +25,7 @@ LAYERS = (
     {"pretrained"},
     {"arguments"},
     {"cut"},
+    {"description"},
     {"pipeline"},
     {"equality", "clip", "scaler", "zero"},
     {"checkpoint"},
@@ -50,7 +51,7 @@ LAYERS = (
                └► mesh            WHO TAKES PART
                └► runtime         DO
                └► pretrained      WHAT IT STARTS FROM
-                    └► arguments  cut
+                    └► arguments  cut  description
                     └► pipeline   the front door
                          └► equality  clip  scaler  zero
     ┌─────────────────────────┘

@@ -13,6 +13,7 @@ from torch import nn
 import penstock
 from penstock import Pipeline, Recompute, Trace, Transport
 from penstock.costs.measure import LayerTime
+from penstock.errors import ConfigError
 from penstock.schedules import gpipe, one_f_one_b
 from tests.every_schedule import EVERY_SCHEDULE
 
@@ -59,6 +60,27 @@ def test_it_is_indexed_and_counted_like_a_sequential() -> None:
     part = pipe[1:3]
     assert isinstance(part, nn.Sequential)
     assert [*part] == [layers[1], layers[2]]
+
+
+@pytest.mark.parametrize(
+    "args, keywords, given",
+    [
+        pytest.param((), {}, "0 positional", id="nothing"),
+        pytest.param((1, 2), {}, "2 positional", id="two values"),
+        pytest.param((), {"ids": 1}, "ids", id="a name"),
+        pytest.param((1,), {"mask": 2, "ids": 3}, "1 positional, mask, ids", id="both"),
+        pytest.param((1,), {"inputs": 1}, "1 positional, inputs", id="twice"),
+    ],
+)
+def test_layers_are_called_with_one_value(
+    args: tuple[int, ...], keywords: dict[str, int], given: str
+) -> None:
+    x = batch()[0]
+    pipe = pipeline(model(), num_stages=2)
+    for called in (pipe, pipe.eval_step):
+        with pytest.raises(ConfigError, match=rf"with one value.*arguments: {given}\. .*capture"):
+            called(*[x for _ in args], **dict.fromkeys(keywords, x))
+    assert torch.equal(pipe.eval_step(inputs=x), pipe.eval_step(x))
 
 
 def test_it_says_how_it_was_cut() -> None:

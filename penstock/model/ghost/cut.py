@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .blocks import watch
-from .inputs import ROUTED, routed
+from .inputs import ROUTED, names_of_positions, routed
 from .passes import Perform, plainly
 from .record_model import Captured
 from .replay import Replay
@@ -50,6 +50,7 @@ class Cut:
         self.tied = find_tied(captured.parameters, captured.names_in, self.stage_of, self._events)
         self.holders.update({tied.value: tied.stages for tied in self.tied})
         self.sends = sends(self.holders, len(partition))
+        self._positions = names_of_positions(captured.model)
         self._names: dict[int, str] = {}
         self._parts: dict[int, _Part] = {}
         self._seen: dict[int, Seen] = {}
@@ -181,5 +182,5 @@ class Cut:
     def run(self, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a pass; give the model's output if it is the last stage's."""
         if self.captured.inputs == ROUTED:
-            args, kwargs = routed(replay, args, kwargs)
+            args, kwargs = routed(replay, args, kwargs, self._positions)
         return replay.run(self.captured.model, args, kwargs)

@@ -18,7 +18,7 @@ from penstock.model.pytree import flatten
 from penstock.torch_private import has_hooks
 
 from .blocks import find_blocks
-from .graphs import Exported, check_modes
+from .graphs import Exported, bound, check_modes
 from .inputs import as_call
 
 _ALWAYS = (
@@ -65,7 +65,7 @@ def _graph(model: nn.Module, example_inputs: Any) -> nn.Module:
 
     Later batches may have other sizes, and sequences other lengths; pictures may not.
     """
-    args, kwargs = as_call(example_inputs)
+    args, kwargs = bound(model, *as_call(example_inputs))
     sizes = ShapesCollection()
     for leaf in flatten((args, kwargs))[0]:
         dims = 1 if leaf.dim() > _SEQUENCE_DIMS else leaf.dim()

@@ -1,5 +1,6 @@
 """A model as torch.export writes it: a graph for training, and one for evaluation."""
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -51,6 +52,7 @@ class Exported(nn.Module):
         check_modes(self.original)
         for module in self.modules():
             module.training = self.training
+        args, kwargs = bound(self.original, args, kwargs)
         return self.graphs[self.training](*args, **kwargs)
 
     def owners(self, path: str) -> Iterator[nn.Module]:
@@ -66,6 +68,16 @@ class Exported(nn.Module):
                 yield graph.get_submodule(name)
             except AttributeError:  # not called in this mode
                 continue
+
+
+def bound(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call in one form, however they are given: by position if they can
+    be.
+    """
+    found = inspect.signature(model.forward).bind(*args, **kwargs)
+    return found.args, found.kwargs
 
 
 def check_modes(model: nn.Module) -> None:

@@ -1,28 +1,70 @@
 """What a model is called with, and how that is routed to later stages."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
+from itertools import count, takewhile
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from penstock.errors import BatchError
+from penstock.errors import BatchError, CutError
 from penstock.model.batch import batch_size, split
 from penstock.model.pytree import DictOf, Node, Structure, flatten, moved, tree_map, unflatten
 
 from .ghost import Ghost
+from .graphs import Exported
 from .values import INPUT, START, EventKey, Told
 
 ROUTED, EVERYWHERE = "first", "everywhere"
 """The model's inputs are given to the first stage and travel on, or are given to every stage."""
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
 
 
-def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give inputs as positional and keyword arguments."""
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, tuple):
-        return example_inputs, {}
-    return (example_inputs,), {}
+def as_call(inputs: Any) -> Call:
+    """Return inputs as positional and keyword arguments.
+
+    A mapping holds keyword arguments, and positional ones under their numbers; a tuple holds
+    positional ones; any other value is the first one.
+
+    Raises:
+        CutError: a key is neither a name nor the number of a position.
+    """
+    if not isinstance(inputs, Mapping):
+        return inputs if isinstance(inputs, tuple) else (inputs,), {}
+    keywords = dict(inputs)
+    args = tuple(keywords.pop(n) for n in takewhile(keywords.__contains__, count()))
+    for key in keywords:
+        if not isinstance(key, str):
+            raise CutError(
+                f"the inputs have the key {key!r}: a mapping holds the model's arguments under "
+                f"their names, and positional ones under their numbers 0, 1, ..., of which it has "
+                f"{len(args)}. Give a mapping that is one argument itself as (mapping,)"
+            )
+    return args, keywords
+
+
+def as_inputs(args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Return the arguments of a call as one value, of which `as_call` makes them again.
+
+    A single positional argument is that value itself; None stands for no arguments.
+    """
+    if keywords:
+        return {**dict(enumerate(args)), **keywords}
+    return args if len(args) > 1 else next(iter(args), None)
+
+
+def names_of_positions(model: nn.Module) -> tuple[int | str, ...]:
+    """Return by which name each positional parameter of a model's forward can be given too, or
+    its number where by none.
+    """
+    called = model.original if isinstance(model, Exported) else model
+    parameters = inspect.signature(called.forward).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return tuple(
+        number if parameter.kind is parameter.POSITIONAL_ONLY else parameter.name
+        for number, parameter in enumerate(positional)
+    )
 
 
 def first_samples(example_inputs: Any, count: int) -> Any:
@@ -40,11 +82,12 @@ def first_samples(example_inputs: Any, count: int) -> Any:
 
 
 def routed(
-    run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give ghosts for the model's inputs; on a later stage, those that the header tells of.
+    run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[int | str]
+) -> Call:
+    """Return ghosts for the model's inputs; on a later stage, those that the header tells of.
 
-    A value is named by its argument and its place there, whatever else is given.
+    A value is named by its parameter, which `names` has for each position, and by its place in
+    the argument: whatever else is given, and whether by position or by keyword.
     """
     told = run.header.get(START)
     if told is None:
@@ -52,10 +95,11 @@ def routed(
         structures: list[Structure] = []
         named: dict[int | str, Any] = dict(enumerate(args))
         named.update((name, kwargs[name]) for name in kwargs)
-        for name, value in named.items():
+        for number, (name, value) in enumerate(named.items()):
+            parameter = names[number] if number < min(len(args), len(names)) else name
             leaves, structure = flatten(value)
             structures.append(moved(structure, len(ghosts)))
-            key = EventKey(f"{INPUT}{name}", 0, 0)
+            key = EventKey(f"{INPUT}{parameter}", 0, 0)
             ghosts += [run.given(key, place, leaf) for place, leaf in enumerate(leaves)]
         form = Node(DictOf(tuple(named)), tuple(structures))
         told = Told("inputs", form, tuple(ghost.info for ghost in ghosts), ())

@@ -19,7 +19,7 @@ from penstock.torch_private import children_of, parameters_of, registered_of
 from .cut import Cut
 from .describe import described
 from .graphs import Exported
-from .inputs import ROUTED, as_call
+from .inputs import ROUTED, as_call, as_inputs
 from .make import Part, move_or_make_parts
 from .record_model import Captured
 from .seen import SealedHeader
@@ -130,6 +130,9 @@ class CapturedLayers(Layers):
 
     def holders(self) -> list[tuple[str, nn.Module]]:
         return [("", self.captured.model)]
+
+    def as_one_value(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        return as_inputs(args, keywords)
 
     def run(self, inputs: Any, perform: Perform | None = None) -> Any:
         args, kwargs = as_call(inputs)

@@ -22,7 +22,7 @@ from penstock.model.entries import Entry, faithful_copy, make_entry
 from penstock.model.pytree import flatten, unflatten
 
 from .cut import Cut
-from .inputs import as_call, first_samples
+from .inputs import Call, as_call, first_samples
 from .record_model import Captured, as_it_was
 from .values import Header, ValueId
 
@@ -56,7 +56,6 @@ class Side:
 
 
 _GRADIENT = "the gradient of "
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 Forward = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 

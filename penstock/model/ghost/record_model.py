@@ -20,7 +20,7 @@ from penstock.torch_private import without_cached_weights
 from .blocks import check_hooks, check_modules, find_blocks, original_class, watch, watch_functions
 from .graphs import Exported
 from .groups import Groups, find_groups, ranges_of
-from .inputs import EVERYWHERE, ROUTED, as_call, first_samples, routed
+from .inputs import EVERYWHERE, ROUTED, as_call, first_samples, names_of_positions, routed
 from .record import Event, Recording, SideChannel
 from .routes import Call, calls_of, holders, stages_of_events
 from .set_once import new_settings, set_again, settable, taken_back
@@ -293,7 +293,7 @@ def _run_once(
     recording = Recording(watch(model, blocks), parameters, on_meta=on_meta, together=asked.groups)
     recording.keep = asked.keep
     if asked.inputs == ROUTED:
-        given = routed(recording, *given)
+        given = routed(recording, *given, names_of_positions(model))
         recording.note_inputs(recording.header[START])
     writes = Writes(model, blocks)
     with seeds_refused(), grad_mode_noted(), writes.noted(recording):

@@ -1,0 +1,117 @@
+"""What can be read of a pipeline: sizes, cut, layers, schedule and the last timeline."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from penstock.cut import Cut
+from penstock.mesh import Mesh
+from penstock.model.layers import Layers
+from penstock.pretrained import Model
+from penstock.runtime.engine import Engine, Execution
+from penstock.runtime.record import Record
+from penstock.runtime.run import Run
+from penstock.schedules.ir import Schedule
+from penstock.schedules.lower import Mode
+from penstock.torch_private import AbstractMovable
+from penstock.trace.timeline import Timeline
+from penstock.types import Trace
+
+
+class AbstractDescribed(AbstractMovable):
+    """Base of `Pipeline`: the layers and how they are run, without the steps."""
+
+    def __init__(
+        self, layers: Layers, engine: Engine, cut: Cut, how: Execution, num_microbatches: int
+    ) -> None:
+        super().__init__()
+        self._layers, self._engine, self._cut, self._how = layers, engine, cut, how
+        self._num_microbatches = num_microbatches
+        self._trace = Trace.OFF
+        self._record: Record | None = None
+        self._timeline: Timeline | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return len(self._how.ranks)
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Who runs what, if that was given."""
+        return self._how.mesh
+
+    @property
+    def original(self) -> nn.Module:
+        """The model that was captured; this pipeline itself if it was given layers."""
+        return self._layers.original or self
+
+    @property
+    def loadable(self) -> Model:
+        """What this process has of the model: tensors, and extra state of the modules it runs."""
+        return Model(self, self.original, self._layers.elsewhere(self._engine.holds))
+
+    @property
+    def num_microbatches(self) -> int:
+        """M; a batch of fewer samples runs as that many micro-batches."""
+        return self._num_microbatches
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Layers per stage."""
+        return self._engine.partition
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each stage."""
+        return self._engine.devices
+
+    @property
+    def threads_per_stage(self) -> int:
+        """Intra-op threads of each stage on the CPU."""
+        return self._how.num_threads
+
+    @property
+    def trace(self) -> Trace:
+        """What each step records in `last_timeline`; True stands for Trace.TIME."""
+        return self._trace
+
+    @trace.setter
+    def trace(self, trace: Trace | bool) -> None:
+        self._trace = trace if isinstance(trace, Trace) else (Trace.TIME if trace else Trace.OFF)
+
+    @property
+    def last_timeline(self) -> Timeline | None:
+        """What the last training step recorded; None if it was not traced."""
+        if self._timeline is None and self._record is not None:
+            self._timeline = self._record.timeline()
+        return self._timeline
+
+    def schedule_for(self, num_microbatches: int | None = None) -> Schedule:
+        """Return the lowered, verified schedule that `train_step` executes."""
+        return self._engine.program(Mode.TRAIN, num_microbatches or self._num_microbatches)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __getitem__(self, index: int | slice) -> "nn.Module | nn.Sequential":
+        """Return a layer, or several as an nn.Sequential, by position; those of other processes
+        hold shapes only.
+        """
+        modules = [step.module for step in self._layers]
+        return nn.Sequential(*modules[index]) if isinstance(index, slice) else modules[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (step.module for step in self._layers)
+
+    def __repr__(self) -> str:
+        head = f"Pipeline({self.num_stages} stages, {self.num_microbatches} micro-batches, "
+        cut = f"  partition {list(self.partition)}" + (
+            f", {self._cut.how}" if self._cut.how else ""
+        )
+        return "\n".join([head + self._how.choices, cut, *self._engine.describe(), ")"])
+
+    def _note(self, run: Run, mode: Mode) -> None:
+        """Keep what a step has recorded, for `last_timeline`."""
+        self._record, self._timeline = self._engine.record(run, mode), None
