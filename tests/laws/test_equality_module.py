@@ -226,3 +226,18 @@ def test_without_gradients_the_module_gives_the_unsplit_outputs() -> None:
         assert not output.requires_grad
         expected = torch.cat([nn.Sequential(*layers)(piece) for piece in x.tensor_split(2)])
     assert same_bits(output, expected)
+
+
+def test_gradients_of_parameters_are_found_in_grad_only() -> None:
+    layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    x, weights = torch.randn(4, 6, requires_grad=True), list(layers.parameters())
+    expected = torch.autograd.grad(layers(x).sum(), [x, *weights])
+    with penstock.Pipeline(layers, num_stages=2, threads_per_stage=1) as pipe:
+        with pytest.raises(RuntimeError, match="not have been used in the graph"):
+            torch.autograd.grad(pipe(x).sum(), weights)
+        found = torch.autograd.grad(pipe(x).sum(), weights, allow_unused=True)
+        pipe(x).sum().backward(inputs=weights)
+        assert [*found, *(weight.grad for weight in weights)] == [None] * 2 * len(weights)
+        (of_input,) = torch.autograd.grad(pipe(x).sum(), x)
+    assert x.grad is None
+    assert all(map(same_bits, [of_input, *(weight.grad for weight in weights)], expected))
