@@ -53,9 +53,7 @@ def test_keyword_arguments_keep_their_order() -> None:
 class Masked(Chain):
     """Takes arguments by position, by name, and by both."""
 
-    def forward(  # type: ignore[override]  # on purpose
-        self, ids: Tensor, mask: Tensor | None = None, *, scale: float = 1.0
-    ) -> Tensor:
+    def forward(self, ids: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
         for block in self.blocks:
             ids = block(ids).tanh() * (1.0 if mask is None else mask)
         return ids * scale
@@ -64,7 +62,9 @@ class Masked(Chain):
 class Gathering(Chain):
     """Takes any number of arguments, one of them under a name that a position has too."""
 
-    def forward(self, x: Tensor, /, *more: Tensor, **named: Any) -> Tensor:
+    def forward(  # type: ignore[override]  # on purpose
+        self, x: Tensor, /, *more: Tensor, **named: Any
+    ) -> Tensor:
         for block, value in zip(self.blocks, more, strict=False):
             x = block(x) * value
         return self.blocks[2](x) * named["scale"] + named["x"]
