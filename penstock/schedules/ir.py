@@ -145,7 +145,9 @@ class ReduceGradients:
 
 Compute = Forward | Recompute | Backward
 """What a schedule function may write, or a pass add, that runs layers."""
-Communication = SendActivation | ReceiveActivation | SendGradient | ReceiveGradient
+Send = SendActivation | SendGradient
+Receive = ReceiveActivation | ReceiveGradient
+Communication = Send | Receive
 Instruction = Compute | Communication | PostReceive | CommitStatistics | ReduceGradients
 Program = tuple[Instruction, ...]
 
@@ -165,12 +167,12 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        return 1 + max((instruction.stage for instruction in self.instructions), default=-1)
+        return 1 + max({instruction.stage for instruction in self.instructions}, default=-1)
 
     @property
     def num_microbatches(self) -> int:
-        computes = (x for x in self.instructions if isinstance(x, Compute))
-        return 1 + max((compute.microbatch for compute in computes), default=-1)
+        computes = {x.microbatch for x in self.instructions if isinstance(x, Compute)}
+        return 1 + max(computes, default=-1)
 
     @property
     def instructions(self) -> Iterator[Instruction]:
@@ -185,7 +187,8 @@ class Schedule:
 
     def rank_of(self) -> dict[int, int]:
         """Map each stage to the rank whose program runs it."""
-        return {instruction.stage: rank for rank, instruction in self}
+        stages = ({instruction.stage for instruction in program} for program in self.programs)
+        return {stage: rank for rank, of_rank in enumerate(stages) for stage in of_rank}
 
     def __str__(self) -> str:
         from .text import to_text  # the text form knows the instructions, not the other way round

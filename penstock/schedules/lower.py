@@ -5,6 +5,7 @@ from enum import Enum
 
 from penstock.errors import ConfigError
 
+from .collection import collection_paused
 from .ir import Schedule
 from .passes import (
     Edges,
@@ -67,6 +68,7 @@ def stage_ranks(schedule: Schedule) -> tuple[int, ...]:
     return tuple(ranks.get(stage, 0) for stage in range(schedule.num_stages))
 
 
+@collection_paused()
 def lower(  # noqa: PLR0913 - what a lowered schedule depends on, and nothing else
     function: ScheduleFunction,
     num_stages: int,

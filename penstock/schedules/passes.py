@@ -98,13 +98,13 @@ def add_communication(schedule: Schedule, edges: Edges) -> Schedule:
         for instruction in program:
             match instruction:
                 case Forward(s, i):
-                    yield from (ReceiveActivation(s, i, p) for p in producers[s])
+                    yield from [ReceiveActivation(s, i, p) for p in producers[s]]
                     yield instruction
-                    yield from (SendActivation(s, i, c) for c in consumers[s])
+                    yield from [SendActivation(s, i, c) for c in consumers[s]]
                 case Backward(s, i):
-                    yield from (ReceiveGradient(s, i, c) for c in consumers[s])
+                    yield from [ReceiveGradient(s, i, c) for c in consumers[s]]
                     yield instruction
-                    yield from (SendGradient(s, i, p) for p in producers[s])
+                    yield from [SendGradient(s, i, p) for p in producers[s]]
                 case _:
                     yield instruction
 

@@ -1,7 +1,7 @@
 """Prove a lowered schedule before anything runs."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from itertools import product
 from typing import assert_never
@@ -11,23 +11,23 @@ from penstock.errors import ScheduleError
 from .ir import (
     Backward,
     CommitStatistics,
+    Compute,
     Forward,
     Instruction,
     PostReceive,
-    Program,
+    Receive,
     ReceiveActivation,
     ReceiveGradient,
     Recompute,
     ReduceGradients,
     Schedule,
+    Send,
     SendActivation,
     SendGradient,
 )
 from .passes import Edges
 from .text import instruction_to_text, marked_text
-from .walk import Message, awaited_message, sent_message, walk
-
-Pair = tuple[int, int]
+from .walk import awaited_message, sent_message, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,54 +62,45 @@ def verify(
     num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
     if not num_stages or not num_microbatches:
         raise ScheduleError(f"the schedule runs nothing: {schedule.num_ranks} empty programs")
-    _check_complete(schedule, training)
+    _check_complete(schedule, product(range(num_stages), range(num_microbatches)), training)
+    _check_ranks(schedule)
     _check_messages(schedule)
-    live: dict[int, int] = {}
+    stages = [_StageState(stage, edges, max_live) for stage in range(num_stages)]
     for rank, program in enumerate(schedule.programs):
-        live |= _check_order(schedule, rank, program, edges, max_live)
+        for position, instruction in enumerate(program):
+            problem = stages[instruction.stage].step(instruction)
+            if problem is not None:
+                raise ScheduleError(
+                    f"rank {rank}, {instruction_to_text(instruction)}: {problem}.\n"
+                    + marked_text(schedule, {rank: position})
+                )
     for _ in walk(schedule):
         pass
-    peaks = tuple(live[stage] for stage in range(num_stages))
-    return Proof(num_stages, num_microbatches, peaks)
+    return Proof(num_stages, num_microbatches, tuple(stage.peak_live for stage in stages))
 
 
-def _check_order(
-    schedule: Schedule, rank: int, program: Program, edges: Edges, max_live: int | None
-) -> dict[int, int]:
-    """Check one program step by step; give the peak of live micro-batches of its stages."""
-    state = _RankState(edges)
-    for position, instruction in enumerate(program):
-        problem = state.step(instruction)
-        live = state.live[instruction.stage]
-        if problem is None and max_live is not None and live > max_live:
-            problem = f"its stage keeps {live} micro-batches alive, more than {max_live}"
-        if problem is not None:
-            raise ScheduleError(
-                f"rank {rank}, {instruction_to_text(instruction)}: {problem}.\n"
-                + marked_text(schedule, {rank: position})
-            )
-    return state.peak
-
-
-def _check_complete(schedule: Schedule, training: bool) -> None:
-    pairs = list(product(range(schedule.num_stages), range(schedule.num_microbatches)))
-    for kind in (Forward, Backward) if training else (Forward,):
-        found = Counter(
-            (x.stage, x.microbatch) for x in schedule.instructions if isinstance(x, kind)
-        )
-        for stage, microbatch in pairs:
-            if found[stage, microbatch] != 1:
+def _check_complete(schedule: Schedule, pairs: Iterable[tuple[int, int]], training: bool) -> None:
+    computes = (x for x in schedule.instructions if isinstance(x, Compute))
+    found = Counter((type(x), x.stage, x.microbatch) for x in computes)
+    for stage, microbatch in pairs:
+        for kind in (Forward, Backward) if training else (Forward,):
+            if found[kind, stage, microbatch] != 1:
                 raise ScheduleError(
-                    f"stage {stage} has {found[stage, microbatch]} {kind.__name__} instructions "
-                    f"for micro-batch {microbatch}; it needs exactly one.\n{schedule}"
+                    f"stage {stage} has {found[kind, stage, microbatch]} {kind.__name__} "
+                    f"instructions for micro-batch {microbatch}; it needs exactly "
+                    f"one.\n{schedule}"
                 )
+
+
+def _check_ranks(schedule: Schedule) -> None:
     ranks: dict[int, int] = {}
-    for rank, instruction in schedule:
-        if ranks.setdefault(instruction.stage, rank) != rank:
-            raise ScheduleError(
-                f"stage {instruction.stage} runs on rank {ranks[instruction.stage]} and on rank "
-                f"{rank}; a stage lives on one rank.\n{schedule}"
-            )
+    for rank, program in enumerate(schedule.programs):
+        for stage in {instruction.stage for instruction in program}:
+            if ranks.setdefault(stage, rank) != rank:
+                raise ScheduleError(
+                    f"stage {stage} runs on rank {ranks[stage]} and on rank {rank}; a stage "
+                    f"lives on one rank.\n{schedule}"
+                )
 
 
 def _check_messages(schedule: Schedule) -> None:
@@ -125,124 +116,133 @@ def _check_messages(schedule: Schedule) -> None:
             sent.get((gradient, source, target), []),
             awaited.get((gradient, source, target), []),
         )
-        if there != here:
+        if there != here or len(set(there)) < len(there):
             what = "gradients" if gradient else "activations"
             raise ScheduleError(
                 f"stage {source} sends {what} of micro-batches {there} to stage {target}, which "
                 f"receives {here}; both must name the same micro-batches in the same "
-                f"order.\n{schedule}"
+                f"order, each once.\n{schedule}"
             )
 
 
-class _RankState:
-    """What one rank has done so far; `step` says what is wrong with the next instruction."""
+class _StageState:
+    """What one stage has done so far; `step` says what is wrong with its next instruction."""
 
-    def __init__(self, edges: Edges) -> None:
-        self.live: Counter[int] = Counter()
-        self.peak: dict[int, int] = {}
-        self._producers: dict[int, list[int]] = {}
-        self._consumers: dict[int, list[int]] = {}
-        for producer, consumer in sorted(edges):
-            self._producers.setdefault(consumer, []).append(producer)
-            self._consumers.setdefault(producer, []).append(consumer)
-        self._received: set[Message] = set()
-        self._posted: set[Message] = set()
-        self._dropped: set[Pair] = set()
-        self._committed: set[int] = set()
-        self._reduced: set[int] = set()
-        self._forwards: Counter[int] = Counter()
-        self._backwards: Counter[int] = Counter()
+    def __init__(self, stage: int, edges: Edges, max_live: int | None) -> None:
+        self.peak_live = 0
+        self._stage = stage
+        self._max_live = max_live
+        self._activations: dict[int, set[int]] = {p: set() for p, c in sorted(edges) if c == stage}
+        self._gradients: dict[int, set[int]] = {c: set() for p, c in sorted(edges) if p == stage}
+        self._num_forwards = self._num_backwards = 0
+        self._dropped: set[int] = set()
+        self._posted: set[PostReceive] = set()
+        self._is_committed = self._is_reduced = False
 
-    def step(self, instruction: Instruction) -> str | None:  # noqa: C901 - one flat match
+    def step(self, instruction: Instruction) -> str | None:  # noqa: C901, PLR0912 - one flat match
         match instruction:
-            case Forward(s, i, keep_graph):
-                return self._forward(s, i, keep_graph)
-            case Recompute(s, i):
-                return self._recompute(s, i)
-            case Backward(s, i):
-                return self._backward(s, i)
-            case SendActivation(s, i, peer):
-                return self._activation(s, i, peer)
-            case SendGradient(s, i, peer):
-                return self._gradient(s, i, peer)
-            case CommitStatistics(s):
-                return self._commit(s)
-            case PostReceive(s, i, peer, gradient):
-                return self._post(s, i, peer, gradient)
-            case ReduceGradients(s):
-                return self._reduce(s)
-            case ReceiveActivation(s, i, peer) | ReceiveGradient(s, i, peer):
-                self._received.add((isinstance(instruction, ReceiveGradient), peer, s, i))
-                return None
+            case SendActivation():
+                return self._send(instruction, self._gradients, self._num_forwards)
+            case ReceiveActivation():
+                return self._receive(instruction, self._activations)
+            case SendGradient():
+                return self._send(instruction, self._activations, self._num_backwards)
+            case ReceiveGradient():
+                return self._receive(instruction, self._gradients)
+            case Forward():
+                return self._forward(instruction)
+            case Recompute():
+                return self._recompute(instruction)
+            case Backward():
+                return self._backward(instruction)
+            case PostReceive():
+                return self._post(instruction)
+            case CommitStatistics():
+                return self._commit()
+            case ReduceGradients():
+                return self._reduce()
             case _:
                 assert_never(instruction)
 
-    def _forward(self, s: int, i: int, keep_graph: bool) -> str | None:
-        if s in self._committed:
+    def _forward(self, forward: Forward) -> str | None:
+        if self._is_committed:
             return "a forward runs after the statistics of its stage were committed"
-        if i != self._forwards[s]:
+        if forward.microbatch != self._num_forwards:
             return "the forwards of a stage must come in micro-batch order"
-        self._forwards[s] += 1
-        if not keep_graph:
-            self._dropped.add((s, i))
-        self.live[s] += 1
-        self.peak[s] = max(self.peak.get(s, 0), self.live[s])
-        return self._missing((False, p, s, i) for p in self._producers.get(s, ()))
-
-    def _recompute(self, s: int, i: int) -> str | None:
-        if (s, i) not in self._dropped:
-            return "there is nothing to recompute: its Forward kept its graph or has not run"
-        self._dropped.remove((s, i))
+        for peer, received in self._activations.items():
+            if forward.microbatch not in received:
+                return _missing(ReceiveActivation(self._stage, forward.microbatch, peer))
+        if not forward.keep_graph:
+            self._dropped.add(forward.microbatch)
+        self._num_forwards += 1
+        live = self._num_forwards - self._num_backwards
+        self.peak_live = max(self.peak_live, live)
+        if self._max_live is not None and live > self._max_live:
+            return f"its stage keeps {live} micro-batches alive, more than {self._max_live}"
         return None
 
-    def _backward(self, s: int, i: int) -> str | None:
-        if s in self._reduced:
+    def _recompute(self, recompute: Recompute) -> str | None:
+        if recompute.microbatch not in self._dropped:
+            return "there is nothing to recompute: its Forward kept its graph or has not run"
+        self._dropped.remove(recompute.microbatch)
+        return None
+
+    def _backward(self, backward: Backward) -> str | None:
+        if self._is_reduced:
             return "a backward runs after the gradients of its stage were added up over replicas"
-        if i >= self._forwards[s]:
+        if backward.microbatch >= self._num_forwards:
             return "its Forward has not run"
-        if i != self._backwards[s]:
+        if backward.microbatch != self._num_backwards:
             return (
                 "the backwards of a stage must come in micro-batch order, or gradients would not "
                 "add up in the order of the unsplit model"
             )
-        if (s, i) in self._dropped:
+        if backward.microbatch in self._dropped:
             return "its Forward dropped its graph and no Recompute has rebuilt it"
-        self._backwards[s] += 1
-        self.live[s] -= 1
-        return self._missing((True, c, s, i) for c in self._consumers.get(s, ()))
-
-    def _activation(self, s: int, i: int, peer: int) -> str | None:
-        if peer not in self._consumers.get(s, ()):
-            return f"stage {peer} uses nothing of stage {s}: there is no such edge"
-        return None if i < self._forwards[s] else "its Forward must come before it"
-
-    def _gradient(self, s: int, i: int, peer: int) -> str | None:
-        if peer not in self._producers.get(s, ()):
-            return f"stage {s} uses nothing of stage {peer}: there is no such edge"
-        return None if i < self._backwards[s] else "its Backward must come before it"
-
-    def _commit(self, s: int) -> str | None:
-        if s in self._committed:
-            return "its statistics are committed twice"
-        self._committed.add(s)
+        for peer, received in self._gradients.items():
+            if backward.microbatch not in received:
+                return _missing(ReceiveGradient(self._stage, backward.microbatch, peer))
+        self._num_backwards += 1
         return None
 
-    def _post(self, s: int, i: int, peer: int, gradient: bool) -> str | None:
-        message = (gradient, peer, s, i)
-        if message in self._posted:
+    def _send(self, send: Send, peers: Container[int], num_done: int) -> str | None:
+        if send.peer not in peers:
+            return self._no_edge(send.peer, isinstance(send, SendActivation))
+        if send.microbatch >= num_done:
+            kind = Forward if isinstance(send, SendActivation) else Backward
+            return f"its {kind.__name__} must come before it"
+        return None
+
+    def _receive(self, receive: Receive, received: dict[int, set[int]]) -> str | None:
+        if receive.peer not in received:
+            return self._no_edge(receive.peer, isinstance(receive, ReceiveGradient))
+        received[receive.peer].add(receive.microbatch)
+        return None
+
+    def _no_edge(self, peer: int, is_producer: bool) -> str:
+        producer, consumer = (self._stage, peer) if is_producer else (peer, self._stage)
+        return f"stage {consumer} uses nothing of stage {producer}: there is no such edge"
+
+    def _post(self, post: PostReceive) -> str | None:
+        if post in self._posted:
             return "it is posted twice"
-        self._posted.add(message)
-        return "its receive stands before it" if message in self._received else None
+        self._posted.add(post)
+        received = self._gradients if post.gradient else self._activations
+        is_late = post.microbatch in received.get(post.peer, ())
+        return "its receive stands before it" if is_late else None
 
-    def _reduce(self, s: int) -> str | None:
-        if s in self._reduced:
+    def _commit(self) -> str | None:
+        if self._is_committed:
+            return "its statistics are committed twice"
+        self._is_committed = True
+        return None
+
+    def _reduce(self) -> str | None:
+        if self._is_reduced:
             return "its gradients are added up twice"
-        self._reduced.add(s)
+        self._is_reduced = True
         return None
 
-    def _missing(self, needed: Iterable[Message]) -> str | None:
-        for gradient, source, s, i in needed:
-            if (gradient, source, s, i) not in self._received:
-                receive = (ReceiveGradient if gradient else ReceiveActivation)(s, i, source)
-                return f"{instruction_to_text(receive)} must come before it"
-        return None
+
+def _missing(receive: Receive) -> str:
+    return f"{instruction_to_text(receive)} must come before it"

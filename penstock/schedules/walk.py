@@ -49,7 +49,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
         ScheduleError: ranks wait for each other for ever, or for a message nobody sends.
     """
     position = [0] * schedule.num_ranks
-    sent: set[Message] = set()
+    sent: set[Message | None] = set()
     waiting: dict[Message, int] = {}
     runnable = list(range(schedule.num_ranks))[::-1]
     while runnable:
@@ -59,9 +59,9 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
             instruction = program[index]
             awaited = awaited_message(instruction)
             if awaited is not None and awaited not in sent:
-                waiting[awaited] = rank
+                waiting[awaited], position[rank] = rank, index
                 break
-            position[rank] += 1
+            sent.discard(awaited)
             yield rank, instruction
             message = sent_message(instruction)
             if message is None:
@@ -69,6 +69,8 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
             sent.add(message)
             if message in waiting:
                 runnable.append(waiting.pop(message))
+        else:
+            position[rank] = len(program)
     _raise_if_stuck(schedule, position)
 
 

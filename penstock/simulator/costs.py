@@ -85,4 +85,5 @@ def per_edge(costs: PerEdge) -> Callable[[int, int], float]:
     if isinstance(costs, Mapping):
         given = dict(costs)
         return look_up
-    return lambda source, target: cast(float, costs)
+    everywhere = cast(float, costs)
+    return lambda source, target: everywhere

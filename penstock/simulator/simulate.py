@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import assert_never
 
+from penstock.schedules.collection import collection_paused
 from penstock.schedules.ir import (
     Backward,
     CommitStatistics,
@@ -28,6 +29,7 @@ Steps = Iterable[tuple[int, Instruction]]
 """What is run, in order: (rank, instruction)."""
 
 
+@collection_paused()
 def simulate(  # noqa: C901 - one flat match
     schedule: Schedule, costs: Costs, watch: Callable[[Steps, int], Steps] | None = None
 ) -> Timeline:
@@ -59,17 +61,18 @@ def simulate(  # noqa: C901 - one flat match
     for rank, instruction in steps:
         start = end = free_s[rank]
         match instruction:
+            case SendActivation() | SendGradient():
+                stage, peer = instruction.stage, instruction.peer
+                wire_s = 0 if ranks[peer] == rank else transfer_s(stage, peer)
+                arrival_s[sent_message(instruction)] = start + wire_s
+            case ReceiveActivation() | ReceiveGradient():
+                end = max(start, arrival_s.pop(awaited_message(instruction)))
             case Forward():
                 end = start + forward_s[instruction.stage]
             case Recompute():
                 end = start + recompute_s[instruction.stage]
             case Backward():
                 end = start + backward_s[instruction.stage]
-            case SendActivation(stage, _, peer) | SendGradient(stage, _, peer):
-                wire_s = 0 if ranks[peer] == rank else transfer_s(stage, peer)
-                arrival_s[sent_message(instruction)] = start + wire_s
-            case ReceiveActivation() | ReceiveGradient():
-                end = max(start, arrival_s.pop(awaited_message(instruction)))
             case CommitStatistics() | PostReceive():
                 pass
             case ReduceGradients():

@@ -6,6 +6,7 @@ from fractions import Fraction
 from numbers import Rational
 from typing import assert_never, cast
 
+from penstock.schedules.collection import collection_paused
 from penstock.schedules.ir import (
     Backward,
     CommitStatistics,
@@ -156,18 +157,19 @@ class _Totals:
                 assert_never(span.instruction)
 
 
+@collection_paused()
 def breakdown(timeline: Timeline) -> Breakdown:
     """Say where each rank's time went between the step's first instruction and its last."""
     totals: dict[int, _Totals] = {}
     last: dict[int, Span] = {}
-    start_s = timeline.start_s
+    start_s, end_s = timeline.start_s, timeline.end_s
     for span, wait_s in zip(timeline.spans, waits_s(timeline), strict=True):
-        idle_since = last[span.rank].end_s if span.rank in last else start_s
-        stage = totals.setdefault(span.instruction.stage, _Totals(span.rank))
-        stage.bubble_s += span.start_s - idle_since
+        if span.instruction.stage not in totals:
+            totals[span.instruction.stage] = _Totals(span.rank)
+        stage = totals[span.instruction.stage]
+        stage.bubble_s += span.start_s - (last[span.rank].end_s if span.rank in last else start_s)
         stage.add(span, wait_s)
         last[span.rank] = span
-    end_s = timeline.end_s
     for span in last.values():
         totals[span.instruction.stage].bubble_s += end_s - span.end_s
     stages = (StageTimes(stage=number, **asdict(sums)) for number, sums in sorted(totals.items()))
@@ -195,11 +197,13 @@ def _ideal_step_s(timeline: Timeline) -> float:
             is_work = isinstance(span.instruction, Compute)
             works_s[span.rank].append(span.duration_s if is_work else 0)
     work_s = [iter(of_rank) for of_rank in works_s]
-    arrival_s: dict[Message | None, float] = {None: 0}
+    arrival_s: dict[Message, float] = {}
     free_s: list[float] = [0] * num_ranks
     for rank, instruction in walk(Schedule(tuple(map(tuple, programs)))):
-        begin_s = max(free_s[rank], arrival_s[awaited_message(instruction)])
-        free_s[rank] = begin_s + next(work_s[rank])
+        awaited = awaited_message(instruction)
+        if awaited is not None:
+            free_s[rank] = max(free_s[rank], arrival_s.pop(awaited))
+        free_s[rank] += next(work_s[rank])
         message = sent_message(instruction)
         if message is not None:
             arrival_s[message] = free_s[rank]

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.schedules.ir import Instruction, Schedule
 from penstock.schedules.text import instruction_to_text, parse_instruction
@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from .breakdown import Breakdown
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):  # made a million times over, in half the time of a frozen dataclass
     """One instruction on one rank, from `start_s` to `end_s` (seconds since the step began).
 
     `num_bytes` are those of the tensors that a send takes along, as far as they are known.

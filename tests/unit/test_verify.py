@@ -45,6 +45,13 @@ WRONG = {
         """,
         "stage 0 sends activations of micro-batches",
     ),
+    "a message is sent and received twice": (
+        """
+        rank 0 | 0F0 0F0>1 0F0>1 0B0<1 0B0
+        rank 1 | 1F0<0 1F0<0 1F0 1B0 1B0>0
+        """,
+        "stage 0 sends activations of micro-batches [0, 0] to stage 1",
+    ),
     "values are sent before they exist": (
         """
         rank 0 | 0F0>1 0F0 0B0<1 0B0
