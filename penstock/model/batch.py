@@ -1,27 +1,36 @@
 """Which values of a batch hold one entry per sample, and how they are cut into micro-batches.
 
 a tensor, a NumPy array                    dimension 0 counts the samples
-a list that holds no tensor or array       one entry per sample, whatever the entries are
-a tuple of plain values                    one entry per sample
-any other list or tuple, dict, dataclass   holds such values, and is no value itself
+a list or deque without tensors or arrays  one entry per sample, whatever the entries are
+a tuple of plain values, a range           one entry per sample
+any other of these, a dict, a dataclass    holds such values, and is no value itself
 a number, a string, None, an object        the same for every sample
+another collection of as many entries      refused: it may be meant either way
 Whole(value)                               the same for every sample, whatever it is
 """
 
-from collections.abc import Sequence
+from collections import UserString, deque
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from enum import Enum
+from itertools import accumulate, islice, pairwise
+from operator import length_hint
 from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import BatchError
 
-from .pytree import flatten, flatten_by, opened, unflatten
+from .pytree import Sealed, constants, flatten, flatten_by, opened, unflatten
 
 _SCALARS = (str, int, float, bool, type(None))
+_MEANT_AS_ONE = (
+    *(str, UserString, bytes, bytearray, memoryview, set, frozenset, Enum, type),
+    *(torch.Size, nn.Module, Sealed, numpy.ndarray),
+)
+"""Types of values with entries that are not those of samples; an array here has no dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +50,7 @@ def batch_size(value: Any, what: str) -> int:
         BatchError: there is none of these, a tensor has no dimensions, numbers differ, N is 0, or
             a tensor in a `Whole` requires grad.
     """
-    entries = flatten_by(value, _is_entry)[0]
+    entries, structure = flatten_by(value, _is_entry)
     rows = [entry for entry in entries if not isinstance(entry, Whole)]
     _check_shared(rows, [entry for entry in entries if isinstance(entry, Whole)], what)
     if not rows:
@@ -74,6 +83,7 @@ def batch_size(value: Any, what: str) -> int:
     if count == 0:
         shape = f" (shape {tuple(tensors[0].shape)})" if tensors else ""
         raise BatchError(f"the {what} are an empty batch{shape}; give at least one sample")
+    _check_objects(constants(structure), count, what)
     return count
 
 
@@ -101,9 +111,11 @@ def _is_entry(value: Any) -> bool:
         return True
     if isinstance(value, numpy.ndarray):
         return value.ndim > 0
-    if not isinstance(value, list | tuple) or not value or isinstance(value, torch.Size):
+    if not isinstance(value, list | tuple | deque | range) or isinstance(value, torch.Size):
         return False
-    if isinstance(value, list):
+    if not value or isinstance(value, range):
+        return bool(value)
+    if isinstance(value, list | deque):
         return not any(map(_holds_rows, value))
     return not hasattr(value, "_fields") and not any(map(_is_part_of_structure, value))
 
@@ -129,7 +141,10 @@ def _pieces(entry: Any, sizes: Sequence[int]) -> list[Any]:
     if isinstance(entry, Tensor):
         parts = list(entry.detach().split(list(sizes)))
         return [part.requires_grad_() for part in parts] if entry.requires_grad else parts
-    return [entry[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]
+    bounds = pairwise(accumulate(sizes, initial=0))
+    if isinstance(entry, deque):  # which has no slices
+        return [type(entry)(islice(entry, *bound), entry.maxlen) for bound in bounds]
+    return [entry[start:end] for start, end in bounds]
 
 
 def _check_lengths(rows: Sequence[Any], count: int, what: str) -> None:
@@ -138,10 +153,29 @@ def _check_lengths(rows: Sequence[Any], count: int, what: str) -> None:
             kind = "an array" if isinstance(row, numpy.ndarray) else f"a {type(row).__name__}"
             raise BatchError(
                 f"the {what} hold {count} samples and {kind} of {len(row)} entries. An array, a "
-                "list without tensors and a tuple of plain values hold one entry per sample, and "
-                "are cut like tensors. Give a value that every micro-batch is to have as it is as "
-                "penstock.Whole(value), and several values for each sample as a dict of them"
+                "range, a tuple of plain values, and a list or deque without tensors hold one "
+                "entry per sample, and are cut like tensors. Give a value that every micro-batch "
+                "is to have as it is as penstock.Whole(value), and several values for each sample "
+                "as a dict of them"
             )
+
+
+def _check_objects(values: Iterable[Any], count: int, what: str) -> None:
+    """Refuse a collection that may have one entry per sample, and cannot be known to."""
+    for value in values:
+        if count > 1 and _is_collection(value) and length_hint(value, -1) == count:
+            raise BatchError(
+                f"the {what} hold {count} samples, and an object of type {type(value).__name__} "
+                f"with {count} entries: every micro-batch would be given all of them. Give "
+                "list(value) if it has one entry per sample, so that it is cut like the tensors, "
+                "and penstock.Whole(value) if every micro-batch is to have it as it is"
+            )
+
+
+def _is_collection(value: Any) -> bool:
+    """Tell whether a value can be run through, entry after entry, and is not meant as one."""
+    runs = isinstance(value, Iterable) or hasattr(type(value), "__getitem__")
+    return runs and isinstance(value, Sized) and not isinstance(value, _MEANT_AS_ONE)
 
 
 def _check_shared(rows: Sequence[Any], shared: Sequence[Whole], what: str) -> None:

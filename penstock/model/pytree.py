@@ -1,4 +1,5 @@
-"""Values at a boundary: any nest of tuples, lists, dicts and dataclasses, with tensors as leaves.
+"""Values at a boundary: any nest of tuples, lists, deques, dicts and dataclasses, with tensors as
+leaves.
 
 Everything that is neither a tensor nor one of these containers (None, numbers, strings, the user's
 own objects) is a constant: it stays in the structure and is handed over as it is.
@@ -6,6 +7,7 @@ own objects) is a constant: it stays in the structure and is handed over as it i
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -274,6 +276,9 @@ def opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
         return list(value), lambda children: kind(*children)
     if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
         return list(value), kind
+    if isinstance(value, deque):
+        most = value.maxlen
+        return list(value), lambda children: kind(children, most)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _open_dataclass(value)
     if isinstance(value, Mapping):

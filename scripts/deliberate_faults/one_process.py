@@ -80,10 +80,24 @@ FAULTS = (
     Fault(
         "a list with one entry per sample is given whole to every micro-batch",
         "penstock/model/batch.py",
-        "return [entry[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]",
+        "return [entry[start:end] for start, end in bounds]",
         "return [entry] * len(sizes)",
         "tests/laws/test_equality.py",
         "structures",
+    ),
+    Fault(
+        "a range with one entry per sample is given whole to every micro-batch",
+        "penstock/model/batch.py",
+        "isinstance(value, list | tuple | deque | range)",
+        "isinstance(value, list | tuple | deque)",
+        "tests/unit/test_batch.py::test_one_entry_per_sample_is_cut_with_the_tensors",
+    ),
+    Fault(
+        "a collection of as many entries as samples is given whole to every micro-batch",
+        "penstock/model/batch.py",
+        "if count > 1 and _is_collection(value) and",
+        "if False and",
+        "tests/unit/test_batch.py::test_collections_that_may_have_one_entry_per_sample_are_refused",
     ),
     Fault(
         "a list of another length than the batch is cut",

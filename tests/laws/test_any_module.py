@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -239,20 +241,23 @@ class Collecting(nn.Linear):
 
 
 class WithCollection(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kind: Callable[[list[Tensor]], Any]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(Collecting(4, 4) for _ in range(3))
+        self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
-        found: list[Tensor] = [x.mean()]
+        found = self.kind([x.mean()])
         for part in self.parts:
             x = part(x, found)
-        return x + torch.stack(found).sum()
+        return x + torch.stack(list(found)).sum()
 
 
-def test_a_list_that_a_block_adds_to_is_refused() -> None:
-    with pytest.raises(CutError, match=r"'parts\.0' changes a list that it was given .*Return"):
-        penstock.capture(WithCollection(), torch.randn(2, 4), check=False)
+@pytest.mark.parametrize("kind", [list, deque])
+def test_a_list_that_a_block_adds_to_is_refused(kind: Callable[[list[Tensor]], Any]) -> None:
+    message = rf"'parts\.0' changes a {kind.__name__} that it was given .*Return"
+    with pytest.raises(CutError, match=message):
+        penstock.capture(WithCollection(kind), torch.randn(2, 4), check=False)
 
 
 class GradientsOff(nn.Module):

@@ -1,6 +1,8 @@
 """What of a batch is cut, what every micro-batch is given whole, and what outputs become."""
 
-from collections import namedtuple
+from array import array
+from collections import UserList, deque, namedtuple
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +44,22 @@ CUT = [
         id="a tuple of lists is structure",
     ),
     pytest.param({"names": NAMES}, [{"names": ["a", "b", "c"]}, {"names": ["d", "e"]}], id="dict"),
+    pytest.param(range(2, 12, 2), [range(2, 8, 2), range(8, 12, 2)], id="a range"),
+    pytest.param(deque(NAMES, 9), [deque(NAMES[:3], 9), deque(NAMES[3:], 9)], id="a deque"),
+    pytest.param(
+        deque([NAMES, Whole(7)]),
+        [deque([["a", "b", "c"], 7]), deque([["d", "e"], 7])],
+        id="a deque of lists is structure",
+    ),
     pytest.param(Whole(NAMES), [NAMES, NAMES], id="said to be whole"),
+    pytest.param(Whole(range(5)), [range(5)] * 2, id="a range said to be whole"),
     pytest.param([Whole(7), NAMES], [[7, ["a", "b", "c"]], [7, ["d", "e"]]], id="beside whole"),
     pytest.param((), [(), ()], id="nothing"),
     pytest.param("strings", ["strings", "strings"], id="a string"),
+    *(
+        pytest.param(value, [value, value], id=f"{type(value).__name__} of as many entries")
+        for value in ("abcde", b"abcde", set(NAMES), torch.Size([1] * 5), numpy.array(5), range(0))
+    ),
     pytest.param(torch.Size([7, 7]), [torch.Size([7, 7])] * 2, id="a shape"),
 ]
 
@@ -96,6 +110,9 @@ def test_a_tensor_for_every_micro_batch_is_said_so() -> None:
     [
         pytest.param((X, ["a", "b"]), r"5 samples and a list of 2 entries.*Whole", id="list"),
         pytest.param({"x": X, "size": (224, 224)}, r"a tuple of 2 entries.*Whole", id="tuple"),
+        pytest.param((X, range(2)), r"5 samples and a range of 2 entries.*Whole", id="range"),
+        pytest.param((X, deque("ab")), r"5 samples and a deque of 2 entries.*Whole", id="deque"),
+        pytest.param((X, deque([X[:4]])), r"\[4, 5\].*Stack", id="a deque of tensors"),
         pytest.param((X, numpy.zeros((3, 5))), r"an array of 3 entries.*Whole", id="array"),
         pytest.param({"a": NAMES, "b": ["a"]}, r"5 samples and a list of 1", id="two lists"),
         pytest.param([torch.zeros(2, 3), torch.zeros(4, 3)], r"\[2, 4\].*Stack", id="ragged"),
@@ -115,6 +132,38 @@ def test_a_tensor_for_every_micro_batch_is_said_so() -> None:
 def test_what_cannot_be_cut_is_refused_with_the_remedy(value: Any, message: str) -> None:
     with pytest.raises(BatchError, match=message):
         batch_size(value, "inputs")
+
+
+class _Named(Sequence[str]):
+    """A sequence of the user's own."""
+
+    def __len__(self) -> int:
+        return len(NAMES)
+
+    def __getitem__(self, place: Any) -> Any:
+        return NAMES[place]
+
+
+class _Counted:
+    """Likewise, and says so to nobody."""
+
+    __len__, __getitem__ = _Named.__len__, _Named.__getitem__
+
+
+@pytest.mark.parametrize(
+    "value",
+    [_Named(), _Counted(), UserList(NAMES), dict.fromkeys(NAMES).keys(), array("b", range(5))],
+    ids=lambda value: type(value).__name__,
+)
+def test_collections_that_may_have_one_entry_per_sample_are_refused(value: Any) -> None:
+    message = rf"type {type(value).__name__} with 5 entries.*list\(value\).*Whole\(value\)"
+    with pytest.raises(BatchError, match=message):
+        batch_size((X, {"names": value}), "inputs")
+    assert (
+        batch_size((X[:4], {"names": value}), "inputs") == 4
+    )  # of another length it is one value
+    assert batch_size((X, {"names": Whole(value), "cut": list(value)}), "inputs") == 5
+    assert batch_size((X[:1], {"names": array("d", [1.0])}), "inputs") == 1  # nothing to cut
 
 
 class _Scaled(nn.Module):

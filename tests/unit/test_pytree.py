@@ -1,6 +1,6 @@
 """Values at a boundary: flatten and unflatten give back what went in."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ VALUES: dict[str, tuple[Any, int]] = {
     "named tuple": (Pair(A, "text"), 1),
     "dataclass": (Frozen(A, 7), 1),
     "ordered": (Output(a=A, b=(B,)), 2),
+    "deque": (deque([A, (B, 3)], maxlen=5), 2),
     "constants": ((None, 3, "x", 2.5), 0),
     "size": (A.shape, 0),
     "empty": ((), 0),

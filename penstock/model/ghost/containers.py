@@ -1,6 +1,7 @@
 """Lists, dicts and dataclasses that are given to a block: has it changed them?"""
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
@@ -12,7 +13,7 @@ SIMPLE = frozenset((type(None), bool, int, float, str, Tensor, nn.Parameter))
 
 def changes(value: Any) -> bool:
     """Tell whether a value is a container that can be changed, or may hold one."""
-    return isinstance(value, list | tuple | dict | Mapping | Set) or _is_record(value)
+    return isinstance(value, list | tuple | deque | dict | Mapping | Set) or _is_record(value)
 
 
 def contents(value: Any) -> list[Any]:
@@ -26,7 +27,7 @@ def _contents(value: Any) -> Iterator[Any]:
         parts = list(value.values())
     elif _is_record(value):
         parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    elif isinstance(value, list | tuple | Set):
+    elif isinstance(value, list | tuple | deque | Set):
         parts = list(value)
     else:
         yield id(value) if not isinstance(value, bool | int | float | str) else value
