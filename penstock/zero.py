@@ -54,6 +54,7 @@ def zero_optimizer(
 
     Raises:
         ConfigError: `params` are no parameters, or differ between replicas.
+        MeshError: the others do something else, or make the optimizer of another pipeline.
     """
     groups = _as_groups(pipe.parameters() if params is None else params)
     mesh = pipe.mesh
@@ -61,7 +62,7 @@ def zero_optimizer(
         return optimizer_class(groups, **options)
     assert mesh.watch is not None
     with mesh.watch.reporting():
-        return ShardedOptimizer(mesh, partial(optimizer_class, **options), groups)
+        return ShardedOptimizer(pipe.number, mesh, partial(optimizer_class, **options), groups)
 
 
 def is_sharded(optimizer: Optimizer) -> bool:
@@ -83,10 +84,15 @@ class ShardedOptimizer(Optimizer):
     """
 
     def __init__(
-        self, mesh: Mesh, make: Callable[[list[Group]], Optimizer], groups: list[Group]
+        self,
+        pipeline: int,
+        mesh: Mesh,
+        make: Callable[[list[Group]], Optimizer],
+        groups: list[Group],
     ) -> None:
         assert mesh.background is not None
         assert mesh.watch is not None
+        self._pipeline = pipeline
         self._mesh, self._background, self._watch = mesh, mesh.background, mesh.watch
         self._owners: dict[Tensor, int] = {}
         self._loads_bytes = [0] * mesh.num_replicas
@@ -116,6 +122,7 @@ class ShardedOptimizer(Optimizer):
         """Step the own share, and take over what the other replicas stepped.
 
         Raises:
+            MeshError: the others do something else, or step the optimizer of another pipeline.
             PeerError: another process failed, or is gone.
             WaitTimeout: the other replicas do not step within the deadline.
         """
@@ -123,6 +130,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._mesh.begin_call("step of zero_optimizer", self._pipeline)
         with self._watch.reporting():
             share = self.share
             share.step()
@@ -193,6 +201,7 @@ class ShardedOptimizer(Optimizer):
             [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in group["params"]]
             for group in groups
         ]
+        self._mesh.begin_call("zero_optimizer", self._pipeline)
         everyone: list[Any] = [None] * self._mesh.num_replicas
         group = self._mesh.group("replica")
         self._background.run(

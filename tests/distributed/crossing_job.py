@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import penstock
 from penstock.errors import ConfigError, PenstockError
@@ -17,29 +18,36 @@ def pipeline(mesh: penstock.Mesh) -> penstock.Pipeline:
     return penstock.Pipeline(layers, mesh=mesh, num_microbatches=2, loss=nn.MSELoss())
 
 
-def step(pipe: penstock.Pipeline) -> None:
+def step(pipe: penstock.Pipeline, _: Optimizer) -> None:
     pipe.train_step(torch.ones(4, 3), torch.zeros(4, 3))
 
 
-def evaluate(pipe: penstock.Pipeline) -> None:
+def evaluate(pipe: penstock.Pipeline, _: Optimizer) -> None:
     pipe.eval_step(torch.ones(4, 3))
 
 
-def clip(pipe: penstock.Pipeline) -> None:
+def clip(pipe: penstock.Pipeline, _: Optimizer) -> None:
     penstock.clip_grad_norm_(pipe, 1.0)
 
 
-def unscale(pipe: penstock.Pipeline) -> None:
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+def unscale(pipe: penstock.Pipeline, optimizer: Optimizer) -> None:
     penstock.GradScaler(pipe).unscale_(optimizer)
 
 
-def save(pipe: penstock.Pipeline) -> None:
+def save(pipe: penstock.Pipeline, _: Optimizer) -> None:
     penstock.save_checkpoint(Path("nowhere"), pipe)
 
 
-CALLS: dict[str, Callable[[penstock.Pipeline], None]] = {
-    call.__name__: call for call in (step, evaluate, clip, unscale, save)
+def share_out(pipe: penstock.Pipeline, _: Optimizer) -> None:
+    penstock.zero_optimizer(pipe, torch.optim.SGD)
+
+
+def move(_: penstock.Pipeline, optimizer: Optimizer) -> None:
+    optimizer.step()
+
+
+CALLS: dict[str, Callable[[penstock.Pipeline, Optimizer], None]] = {
+    call.__name__: call for call in (step, evaluate, clip, unscale, save, share_out, move)
 }
 
 
@@ -47,19 +55,27 @@ def crossed(first: str, second: str, like: penstock.Mesh) -> tuple[str, bool]:
     """Let rank 0 make the call `first` for pipeline 0, the others `second` for pipeline 1.
 
     Returns:
-        What was raised, and whether the gradients of pipeline 1 are what they were.
+        What was raised, and whether pipeline 1 and its gradients are what they were.
     """
     mesh = another(like)
     pipes = [pipeline(mesh), pipeline(mesh)]
-    for pipe in pipes:
-        step(pipe)
-    before = [p.grad.clone() for p in pipes[1].parameters() if p.grad is not None]
+    optimizers = [penstock.zero_optimizer(pipe, torch.optim.SGD, lr=0.1) for pipe in pipes]
+    for pipe, optimizer in zip(pipes, optimizers, strict=True):
+        step(pipe, optimizer)
+    before = [tensor.clone() for tensor in values(pipes[1])]
     try:
-        CALLS[first if mesh.rank == 0 else second](pipes[mesh.rank > 0])
+        which = int(mesh.rank > 0)
+        CALLS[second if which else first](pipes[which], optimizers[which])
     except PenstockError as error:
-        after = [p.grad for p in pipes[1].parameters() if p.grad is not None]
-        return f"{type(error).__name__}: {error}", all(map(torch.equal, before, after))
+        unchanged = all(map(torch.equal, before, values(pipes[1])))
+        return f"{type(error).__name__}: {error}", unchanged
     return "nothing was raised", False
+
+
+def values(pipe: penstock.Pipeline) -> list[Tensor]:
+    """Return the parameters here, and their gradients."""
+    own = list(pipe.parameters())
+    return [p.detach() for p in own] + [p.grad for p in own if p.grad is not None]
 
 
 def another(like: penstock.Mesh) -> penstock.Mesh:

@@ -9,14 +9,19 @@ from tests.distributed.call import call
 
 WORDS = {"step": "train_step", "evaluate": "eval_step", "clip": "clip_grad_norm_"}
 WORDS |= {"unscale": "GradScaler", "save": "save_checkpoint"}
-PAIRS = [("step", "step"), ("clip", "clip"), ("unscale", "evaluate"), ("save", "step")]
+WORDS |= {"share_out": "zero_optimizer", "move": "step of zero_optimizer"}
+PAIRS = {
+    (2, 1): [("step", "step"), ("clip", "clip"), ("unscale", "evaluate"), ("save", "step")],
+    (1, 2): [("step", "step"), ("share_out", "share_out"), ("move", "move"), ("move", "step")],
+}
+"""What is done by rank 0 and by rank 1, for each number of stages and replicas."""
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("layout", PAIRS)
 def test_a_call_for_another_pipeline_is_refused_everywhere_and_names_both(
     layout: tuple[int, int], tmp_path: Path
 ) -> None:
-    pairs = PAIRS if layout == (2, 1) else PAIRS[:1]
+    pairs = PAIRS[layout]
     by_rank = call(crossing_job.all_of_them, layout, tmp_path, pairs=pairs)
     for pair, *found in zip(pairs, *by_rank, strict=True):
         for error, is_unchanged in found:
