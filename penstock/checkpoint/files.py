@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -112,8 +112,8 @@ def finish_folder(
     names = [file.relative_to(unfinished).as_posix() for file in files]
     found = {name: digests.get(name) or digest_and_force(unfinished / name) for name in names}
     check_all_seen(digests, found)
-    found[STATE] = _digest_of_facts(facts)
-    state = {"format": FORMAT, "version": VERSION, "digests": found, "facts": facts}
+    digests = {**found, STATE: digest_of([facts, found])}
+    state = {"format": FORMAT, "version": VERSION, "digests": digests, "facts": facts}
     (unfinished / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
     force_to_disk(unfinished / STATE)
     put_in_place(unfinished, path)
@@ -166,7 +166,8 @@ def read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         )
     facts: dict[str, Any] = state.get("facts", {})
     digests: dict[str, str] = state.get("digests", {})
-    if not isinstance(digests, dict) or digests.pop(STATE, None) != _digest_of_facts(facts):
+    own = digests.pop(STATE, None) if isinstance(digests, dict) else None
+    if own != digest_of([facts, digests]):
         raise _damaged(path, STATE, _OTHER_DIGEST)
     return facts, digests
 
@@ -202,7 +203,7 @@ def digest_of_checkpoint(path: Path) -> str:
     Raises:
         CheckpointError: it is none.
     """
-    return _digest_of_facts(_read_state(path).get("digests", {}))
+    return digest_of(_read_state(path).get("digests", {}))
 
 
 def _read_state(path: Path) -> dict[str, Any]:
@@ -235,15 +236,6 @@ def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
         except (OSError, SafetensorError) as error:
             raise _damaged(path, file.name, _reason(error)) from None
     return tensors
-
-
-def read_some(path: Path, name: str, wanted: Container[str]) -> dict[str, Tensor]:
-    """Read like `read_tensors`, but only the tensors whose names are `wanted`.
-
-    Raises:
-        CheckpointError: it is no safetensors file.
-    """
-    return read_from(path, {n: f for n, f in files_by_tensor(path, name).items() if n in wanted})
 
 
 def read_from(path: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
@@ -323,7 +315,8 @@ def jsonable(facts: Mapping[str, Any]) -> dict[str, Any]:
     return read
 
 
-def _digest_of_facts(facts: Mapping[str, Any]) -> str:
+def digest_of(facts: Any) -> str:
+    """Return the digest of what JSON can hold, whatever the order of keys."""
     return "sha256:" + hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

@@ -20,6 +20,7 @@ from .files import (
     MODEL,
     OPTIMIZER,
     check_files,
+    digest_of,
     files_by_tensor,
     read_facts,
     read_from,
@@ -107,12 +108,14 @@ def _load_into_many(
     mesh.begin_call("load_checkpoint", module.number)
     what = "for the others to load the same checkpoint"
     found, problem = _try(partial(_Wanted.find, path, module, optimizer))
-    needs = mesh.gather((problem, found.sizes if found is not None else {}), what)
-    _refuse_problems(problem for problem, _ in needs)
+    sizes, content = (found.sizes, found.content) if found is not None else ({}, "")
+    needs = mesh.gather((problem, sizes, content, str(path)), what)
+    _refuse_problems(problem for problem, *_ in needs)
+    _check_same([content for _, _, content, _ in needs], [path for *_, path in needs])
     assert found is not None
     digests = {
         file: found.digests.get(file, "")
-        for file, rank in _verifiers([sizes for _, sizes in needs]).items()
+        for file, rank in _verifiers([sizes for _, sizes, *_ in needs]).items()
         if rank == mesh.rank
     }
     here, owners = state_here(module), owners_here(module)
@@ -147,6 +150,16 @@ def _refuse_problems(problems: Iterable[str | None]) -> None:
         raise CheckpointError("; ".join(dict.fromkeys(said)))
 
 
+def _check_same(contents: Sequence[str], paths: Sequence[str]) -> None:
+    """See that all processes load the same, wherever each of them has it."""
+    for rank, content in enumerate(contents):
+        if content != contents[0]:
+            raise CheckpointError(
+                f"the processes load different checkpoints: rank 0 {paths[0]}, rank {rank} "
+                f"{paths[rank]}, which differs from it. Give all of them the same one"
+            )
+
+
 def _verifiers(needs: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """Deal out files to be verified, each to one of the ranks that read it, evenly by bytes."""
     loads = [0] * len(needs)
@@ -168,6 +181,7 @@ class _Wanted:
     of_model: dict[str, str]
     of_optimizer: dict[str, str]
     sizes: dict[str, int]
+    content: str
 
     @classmethod
     def find(
@@ -179,6 +193,7 @@ class _Wanted:
             CheckpointError: it is no checkpoint, or damaged.
         """
         facts, digests = read_state(path)
+        content = digest_of([facts, digests])
         noted = facts.get("files")
         files = files_by_tensor(path, MODEL, noted)
         names = (*state_here(module), *owners_here(module))
@@ -192,7 +207,7 @@ class _Wanted:
             of_optimizer = {key: files[key] for key in own}
         needed = {*of_model.values(), *of_optimizer.values()}
         sizes = {file: size_of(path, file) for file in needed}
-        return cls(facts, digests, there, of_model, of_optimizer, sizes)
+        return cls(facts, digests, there, of_model, of_optimizer, sizes, content)
 
     def read(
         self, path: Path, digests: Mapping[str, str]

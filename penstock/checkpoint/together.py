@@ -73,7 +73,11 @@ def write_together(
     background = mesh.background
     assert background is not None
     collectives = Collectives(
-        background, background.saves_controls, background.saves_long, background.saving_group()
+        background,
+        background.saves_controls,
+        background.saves_long,
+        background.saving_group(),
+        blames=False,
     )
     what = f"for all to write the checkpoint {path}"
     writing = _Writing(collectives, mesh.rank, path, what)

@@ -91,35 +91,22 @@ class Background:
             PeerError: another process failed, or is gone.
             WaitTimeout: there is no outcome within the deadline.
         """
-        try:
-            return slot.get(self.timeout_s)
-        except (*WAIT_FAILURES, RuntimeError) as error:
-            raise self.blame(error, what, peer) from error
+        return self._wait(slot, self.timeout_s, what, peer)
 
     def wait_for_save(self, slot: Slot, what: str) -> None:
-        """Wait until a job of `saves` has ended, whose own waits have deadlines.
+        """Wait until a job of `saves` has ended; each of its own waits has the deadline.
 
         Raises:
             PeerError: another process failed, or is gone.
             WaitTimeout: the job waited in vain for another process.
         """
-        try:
-            slot.get(None)
-        except PeerError as error:
-            raise self.blame(error, what, None) from error
+        self._wait(slot, None, what, None)
 
-    def look(self, slot: Slot, patience_s: float, what: str) -> Any:
-        """Return a job's outcome, or None if there is none within `patience_s`.
-
-        Raises:
-            PeerError: another process failed, or is gone.
-        """
+    def _wait(self, slot: Slot, timeout_s: float | None, what: str, peer: int | None) -> Any:
         try:
-            return slot.get(patience_s)
-        except Empty:
-            return None
-        except WAIT_FAILURES as error:
-            raise self.blame(error, what, None) from error
+            return slot.get(timeout_s)
+        except (*WAIT_FAILURES, RuntimeError) as error:
+            raise self.blame(error, what, peer) from error
 
     def blame(self, error: Exception, what: str, peer: int | None) -> BaseException:
         """Turn what ended a wait into who is to blame for it, and tell all.

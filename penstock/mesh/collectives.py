@@ -6,13 +6,16 @@ All processes make the same calls in the same order.  In messages, `what` comple
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from queue import Empty
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from penstock.errors import PeerError
+
 from .agreement import outcome_of, result_of
-from .background import Background, Worker
+from .background import Background, Slot, Worker
 
 _LOOK_S = 5.0
 """How often processes that have ended their work ask whether the others have."""
@@ -20,12 +23,17 @@ _LOOK_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """Collectives over `group`; `controls` waits for the network, `long` runs what takes long."""
+    """Collectives over `group`; `controls` waits for the network, `long` runs what takes long.
+
+    With `blames`, a wait that fails says who is to blame, and tells all; without, it raises what
+    came, for the thread that waits for this one.
+    """
 
     background: Background
     controls: Worker
     long: Worker
     group: Any = None
+    blames: bool = True
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Return the values of all processes, in the order of ranks."""
@@ -54,7 +62,7 @@ class Collectives:
         while True:
             if outcome is None:
                 patience_s = min(_LOOK_S, self.background.timeout_s / 4)
-                outcome = self.background.look(slot, patience_s, what)
+                outcome = self._look(slot, patience_s, what)
             if not self.highest(int(outcome is None), what):
                 return result_of(outcome)
 
@@ -70,5 +78,20 @@ class Collectives:
         self._run(lambda: dist.broadcast_object_list(told, src=0, group=self.group), what)
         return result_of(told[0])
 
+    def _look(self, slot: Slot, patience_s: float, what: str) -> Any:
+        """Return a job's outcome, or None if there is none within `patience_s`."""
+        try:
+            return slot.get(patience_s)
+        except Empty:
+            return None
+        except PeerError as error:
+            if not self.blames:
+                raise
+            raise self.background.blame(error, what, None) from error
+
     def _run(self, job: Callable[[], Any], what: str) -> None:
-        self.background.wait(self.controls.submit(job), what)
+        slot = self.controls.submit(job)
+        if self.blames:
+            self.background.wait(slot, what)
+        else:
+            slot.get(self.background.timeout_s)

@@ -156,7 +156,8 @@ class Trainer:
         start = self.recipe.start
         if start.checkpoint:
             found: Path = self.mesh.from_first(find, "for the weights to start from")
-            start_from(start, found, self.pipe, self._names)
+            load = partial(start_from, start, found, self.pipe, self._names)
+            self.mesh.work(load, "for the weights to start from")
             self._begun_from = found
 
     def _newest(self, folder: RunFolder) -> Path | None:

@@ -12,7 +12,7 @@ from .read_recipe import read_recipe
 from .recipe import Recipe, Start
 from .run_folder import RECIPE, START, RunFolder
 from .tasks.task import Task
-from .weights import Names, saved_weights
+from .weights import Names, SavedWeights
 
 
 def check_start(recipe: Recipe, task: Task) -> None:
@@ -102,7 +102,7 @@ def start_from(start: Start, checkpoint: Path, pipe: Pipeline, names: Names) -> 
     _check_new(start, list(names))
     old = {name for name in own if not _is_in(name, start.new_layers)}
     wanted = [name for name in names if name in old]
-    found = saved_weights(checkpoint, names, wanted)
+    found = SavedWeights.find(checkpoint, names, wanted).read(wanted)
     faults = [f"{name} is missing" for name in wanted if name not in found]
     faults += [
         f"{name} is {list(found[name].shape)} there, {list(own[name].shape)} in the model"

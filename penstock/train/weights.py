@@ -1,12 +1,20 @@
 """The weights in checkpoints, read a few at a time: their averages where such are kept."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from penstock.checkpoint.files import MODEL, OPTIMIZER, files_by_tensor, read_facts, read_some
+from penstock.checkpoint.files import (
+    MODEL,
+    OPTIMIZER,
+    check_files,
+    files_by_tensor,
+    read_from,
+    read_state,
+)
 
 from .averaging import name_of_averaged
 
@@ -23,25 +31,56 @@ def tensor_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
 
 
-def saved_weights(
-    checkpoint: Path, names: Names, wanted: Collection[str]
-) -> dict[str, torch.Tensor]:
-    """Read the `wanted` tensors of a checkpoint; the average of each that has one.
+@dataclass(frozen=True, slots=True)
+class SavedWeights:
+    """Where a checkpoint has its weights, in files that are verified.
 
-    A parameter of several names has its average under one of them: it is that of all.
+    `of_model` gives the file of each, and `averages` the name of its average, where it has one,
+    and the file of that.
     """
-    facts = read_facts(checkpoint)
-    found = read_some(checkpoint, MODEL, wanted)
-    if facts["optimizer"] is None:
-        return found
-    kept = {
-        names[name]: key
-        for key in files_by_tensor(checkpoint, OPTIMIZER)
-        if (name := name_of_averaged(key)) in names
-    }
-    averaged = {name: kept[names[name]] for name in found if names[name] in kept}
-    averages = read_some(checkpoint, OPTIMIZER, set(averaged.values()))
-    return {**found, **{name: averages[key] for name, key in averaged.items()}}
+
+    checkpoint: Path
+    of_model: Mapping[str, str]
+    averages: Mapping[str, tuple[str, str]]
+
+    @classmethod
+    def find(
+        cls, checkpoint: Path, names: Names, wanted: Iterable[str] | None = None
+    ) -> "SavedWeights":
+        """Find the `wanted` tensors, or all, and verify the files that hold them, each once.
+
+        A parameter of several names has its average under one of them: it is that of all.
+
+        Raises:
+            CheckpointError: it is no checkpoint, or damaged.
+        """
+        facts, digests = read_state(checkpoint)
+        noted = facts.get("files")
+        if noted is None:
+            check_files(checkpoint, digests)  # before they are asked what they hold
+        there = files_by_tensor(checkpoint, MODEL, noted)
+        of_model = {n: there[n] for n in (names if wanted is None else wanted) if n in there}
+        averages = {}
+        if facts["optimizer"] is not None:
+            kept = {
+                names[name]: (key, file)
+                for key, file in files_by_tensor(checkpoint, OPTIMIZER, noted).items()
+                if (name := name_of_averaged(key)) in names
+            }
+            averages = {name: kept[names[name]] for name in of_model if names[name] in kept}
+        if noted is not None:
+            needed = {*of_model.values(), *(file for _, file in averages.values())}
+            check_files(checkpoint, {file: digests.get(file, "") for file in needed})
+        return cls(checkpoint, of_model, averages)
+
+    def read(self, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Read those of the `wanted` tensors that are there; the average of each that has one."""
+        found = {name: file for name in wanted if (file := self.of_model.get(name)) is not None}
+        keys = {name: self.averages[name] for name in found if name in self.averages}
+        plain = {name: file for name, file in found.items() if name not in keys}
+        tensors = read_from(self.checkpoint, plain)
+        averages = read_from(self.checkpoint, dict(keys.values()))
+        return {n: averages[keys[n][0]] if n in keys else tensors[n] for n in found}
 
 
 def mean_weights(checkpoints: Sequence[Path], names: Names) -> Weights:
@@ -49,16 +88,16 @@ def mean_weights(checkpoints: Sequence[Path], names: Names) -> Weights:
 
     Few are in memory at a time.
     """
+    *before, newest = [SavedWeights.find(checkpoint, names) for checkpoint in checkpoints]
     every = list(names)
     for start in range(0, len(every), _AT_ONCE):
-        wanted = every[start : start + _AT_ONCE]
-        newest = saved_weights(checkpoints[-1], names, wanted)
-        floats = [name for name in wanted if newest[name].is_floating_point()]
-        totals = {name: newest[name].to(torch.float64) for name in floats}
-        for checkpoint in reversed(checkpoints[:-1]):
-            for name, tensor in saved_weights(checkpoint, names, floats).items():
+        found = newest.read(every[start : start + _AT_ONCE])
+        floats = [name for name, tensor in found.items() if tensor.is_floating_point()]
+        totals = {name: found[name].to(torch.float64) for name in floats}
+        for saved in reversed(before):
+            for name, tensor in saved.read(floats).items():
                 totals[name] += tensor
-        for name, tensor in newest.items():
+        for name, tensor in found.items():
             mean = totals[name] / len(checkpoints) if name in totals else tensor
             yield name, mean.to(tensor.dtype)
 

@@ -33,6 +33,14 @@ def work(mesh: penstock.Mesh, folder_for_saves: str) -> list[str]:
     assert optimizer.param_groups[0]["plan"] == {"9": 0.1, "10": 0.2}
     found.append("dict of numbers came back")
     _save_captured(mesh, folder)
+    pipe.train_step(torch.ones(1, 2), torch.ones(1, 2))
+    penstock.save_checkpoint(folder / "save-other", pipe, optimizer)
+    try:
+        penstock.load_checkpoint(
+            folder / ("save-2" if mesh.stage == 0 else "save-other"), pipe, optimizer
+        )
+    except penstock.PenstockError as error:
+        found.append(f"{type(error).__name__}: {error}")
     try:
         if mesh.stage == 0:
             penstock.save_checkpoint(folder / "save-3", pipe, optimizer)

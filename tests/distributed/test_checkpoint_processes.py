@@ -123,14 +123,17 @@ def test_a_checkpoint_of_another_model_is_refused_by_all_with_names_and_shapes(
 
 
 def test_what_cannot_be_saved_together_is_one_error_on_all(tmp_path: Path) -> None:
-    """Only one rank has an optimizer; then only one rank saves."""
+    """Only one rank has an optimizer; two load different checkpoints; only one rank saves."""
     first, second = call(odd_saves.work, (2, 1), tmp_path, folder_for_saves=str(tmp_path))
     assert first[0] == second[0]
     assert first[0].startswith("CheckpointError: rank 1 saves without an optimizer")
     assert first[1] == second[1] == "dict of numbers came back"
+    other = str(tmp_path / "save-other")
+    assert first[2] == second[2]
+    assert f"rank 0 {tmp_path / 'save-2'}, rank 1 {other}, which differs from it" in first[2]
     both = "rank 0 began save_checkpoint and rank 1 began train_step"
-    assert all(both in said for said in (first[2], second[2])), (first[2], second[2])
-    names = {"save-2", "save-noted", "save-pretrained"}
+    assert all(both in said for said in (first[3], second[3])), (first[3], second[3])
+    names = {"save-2", "save-other", "save-noted", "save-pretrained"}
     assert {path.name for path in tmp_path.glob("*save*")} == names
     model = Noted()
     penstock.load_checkpoint(tmp_path / "save-noted", model)

@@ -1,5 +1,6 @@
 """A checkpoint is whole or absent, of this model or refused, and does not know of stages."""
 
+import hashlib
 import json
 import re
 import subprocess
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import CheckpointError
+from penstock.train.weights import mean_weights, tensor_names
 from penstock.zoo.residual import residual_network
 from tests.model_parts import Masters, Noted, Noting, noted_pipeline
 
@@ -328,6 +330,38 @@ def test_a_learning_rate_changed_by_hand_is_noticed(tmp_path: Path) -> None:
         CheckpointError, match=r"state\.json is damaged: its digest is not the one"
     ):
         penstock.load_checkpoint(tmp_path / "c", small())
+
+
+def test_a_digest_changed_by_hand_is_noticed(tmp_path: Path) -> None:
+    """A file that was exchanged, with its digest."""
+    penstock.save_checkpoint(tmp_path / "c", *trained())
+    file, state = (tmp_path / "c" / name for name in ("model.safetensors", "state.json"))
+    before = hashlib.sha256(file.read_bytes()).hexdigest()
+    flip_bit(file)
+    after = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert before in state.read_text()
+    state.write_text(state.read_text().replace(before, after))
+    with pytest.raises(CheckpointError, match=r"state\.json is damaged: its digest is not"):
+        penstock.load_checkpoint(tmp_path / "c", small())
+
+
+def test_the_files_of_weights_are_verified_once_however_many_tensors_they_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(40)))
+    for number in range(2):
+        penstock.save_checkpoint(tmp_path / str(number), model)
+    seen: list[str] = []
+    digest = hashlib.file_digest
+
+    def noting(file: Any, algorithm: str) -> Any:
+        seen.append(file.name)
+        return digest(file, algorithm)
+
+    monkeypatch.setattr(hashlib, "file_digest", noting)
+    found = mean_weights([tmp_path / "0", tmp_path / "1"], tensor_names(model))
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in found)
+    assert sorted(seen) == [str(tmp_path / n / "model.safetensors") for n in "01"]
 
 
 # -- foreign
