@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from .chain import WIDTH, Chain, UsedTwice, inputs
+from .filling import FILLING
 from .made import (
     TEXT,
     AnyModel,
@@ -476,6 +477,7 @@ CHAINS = (
     AnyModel("frozen block", chain(Frozen)),
     AnyModel("types asked and changed", chain(Typed)),
     AnyModel("random numbers between blocks", chain(Drawing)),
+    *FILLING,
     AnyModel("autocast, a value used twice", chain(UsedTwice), within=autocast),
 )
 """Small ones: they take no time."""

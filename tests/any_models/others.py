@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import transformers
 
+from .filling import HRNET
 from .handwritten import (
     DenseNet,
     InPlaceGlue,
@@ -132,6 +133,7 @@ OTHERS = (
             lambda n: {"source": words(n), "target": words(n, 5)},
         ),
     ),
+    HRNET,
     AnyModel("nn.Sequential", lambda: (sequential(), words)),
     AnyModel(
         "gpt2, eager", hugging_face("GPT2", "LMHeadModel", TEXT, attn_implementation="eager")

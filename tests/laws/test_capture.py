@@ -25,6 +25,7 @@ FEW = (
     "branching",
     "in place",
     "albert",
+    "high resolution",
     "labels of classes",
 )
 """What differs most, for every run, beside the small ones; all others are among the slow ones."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import partial, update_wrapper
 from inspect import getattr_static
 from typing import Any
 
@@ -227,10 +227,30 @@ def _watched(kind: type[nn.Module]) -> type[nn.Module]:
         function, *rest = _unwatched(reduced)
         return partial(function), *rest  # pickle compares classes if it sees which function it is
 
-    names = {"__call__": call, "__reduce_ex__": reduce, "__module__": kind.__module__}
+    names = {
+        "__call__": call,
+        "forward": _watched_forward(kind),
+        "__reduce_ex__": reduce,
+        "__module__": kind.__module__,
+    }
     watched = type(kind.__name__, (kind,), names)
     watched.__qualname__ = kind.__qualname__
     return watched
+
+
+def _watched_forward(kind: type[nn.Module]) -> Callable[..., Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Take a direct call for a call of the block, without its hooks."""
+        native = kind.forward
+        if torch.compiler.is_compiling():
+            return native(self, *args, **kwargs)
+        current = CURRENT.get()
+        if current is None or current.is_inside or not current.knows(self):
+            return native(self, *args, **kwargs)
+        return current.block_call(self, partial(native, self), args, kwargs)
+
+    update_wrapper(forward, kind.forward)
+    return forward
 
 
 def _unwatched(part: Any) -> Any:

@@ -1,41 +1,162 @@
-"""Lists, dicts and dataclasses that are given to a block: has it changed them?"""
+"""Lists, deques and dicts that are given to a block: what it puts into them is told to all stages.
+
+block's stage     copies of its arguments -> block -> result, and what is in each changed copy
+                                                                |
+every stage       the caller's own containers <- put_back -+
+
+The copies are made anew each time the block runs, so that a checkpoint runs it again on what it
+was given first.
+"""
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
+from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-SIMPLE = frozenset((type(None), bool, int, float, str, Tensor, nn.Parameter))
-"""What is no container."""
+from penstock.model.pytree import Structure, opened, unflatten
 
-
-def changes(value: Any) -> bool:
-    """Tell whether a value is a container that can be changed, or may hold one."""
-    return isinstance(value, list | tuple | deque | dict | Mapping | Set) or _is_record(value)
+from .faults import changes_container
+from .ghost import PLAIN
+from .values import EventKey
 
 
-def contents(value: Any) -> list[Any]:
-    """List what is in a container, and in those in it, so that any change shows."""
-    return list(_contents(value))
+class Given(int):
+    """Stands for an argument of the block, or a part of one, by its number in `parts`.
+
+    Other stages have arguments of their own, with the same numbers.
+    """
 
 
-def _contents(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        yield from map(str, value)
-        parts = list(value.values())
-    elif _is_record(value):
-        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    elif isinstance(value, list | tuple | deque | Set):
-        parts = list(value)
-    else:
-        yield id(value) if not isinstance(value, bool | int | float | str) else value
-        return
-    yield len(parts)
-    for part in parts:
-        yield from _contents(part)
+class Filled(tuple[Any, ...]):
+    """A block's result, numbers of containers that it changed, and what is in each now."""
 
 
-def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+def parts(value: Any) -> list[Any]:
+    """List a value and all that is in it, depth first; what is met twice is there twice."""
+    found = [value]
+    if type(value) not in PLAIN and not isinstance(value, Tensor):
+        children = opened(value)
+        for child in children[0] if children else ():
+            found += parts(child)
+    return found
+
+
+def can_change(value: Any) -> bool:
+    """Tell whether a value is a container that can be changed, or holds one."""
+    return any(_entries(part) is not None for part in parts(value))
+
+
+def entries_of(given: list[Any]) -> list[list[Any] | None]:
+    """Note what is in each container among the parts of a value; None for what is none."""
+    return [_entries(part) for part in given]
+
+
+def changed(given: list[Any], before: list[list[Any] | None]) -> list[int]:
+    """Find the containers, by their number, that hold something else than before."""
+    return [n for n, part in enumerate(given) if not _is_same(_entries(part), before[n])]
+
+
+def on_copies(
+    key: EventKey, function: Callable[..., Any], structure: Structure
+) -> Callable[..., Any]:
+    """Return a function of the tensors in a block's arguments, which calls it on new containers.
+
+    That returns what the block does, or a `Filled` where the block changes or returns these.
+    """
+
+    def run(*tensors: Tensor) -> Any:
+        args, kwargs = unflatten(structure, list(tensors))
+        given = parts((args, kwargs))
+        before = entries_of(given)
+        result = function(*args, **kwargs)
+        return _told(key, given, before, result)
+
+    return run
+
+
+def _told(key: EventKey, given: list[Any], before: list[list[Any] | None], result: Any) -> Any:
+    numbers = tuple(changed(given, before))
+    for number in numbers:
+        if not _can_be_told(given[number]):
+            raise changes_container(given[number], key)
+    number_of = {id(part): Given(n) for n, part in reversed([*enumerate(given)])}
+    containers = {id(p) for p, was in zip(given, before, strict=True) if was is not None}
+    told = _replaced(result, lambda v: number_of[id(v)] if id(v) in containers else v)
+    if told is result and not numbers:
+        return result
+    contents = [
+        _replaced(_shallow_copy(given[n]), lambda v: _known(v, number_of)) for n in numbers
+    ]
+    return Filled((told, numbers, contents))
+
+
+def _can_be_told(container: Any) -> bool:
+    return isinstance(container, list | deque | dict) and not dataclasses.is_dataclass(container)
+
+
+def _shallow_copy(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else [*container]
+
+
+def _known(value: Any, number_of: dict[int, Given]) -> Any:
+    return value if type(value) in PLAIN else number_of.get(id(value), value)
+
+
+def put_back(told: Any, key: EventKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Put what a block has changed into the caller's own containers; return its result.
+
+    Raises:
+        CutError: it was given a list twice, and has changed one of its copies.
+    """
+    if type(told) is not Filled:
+        return told
+    given = parts((args, kwargs))
+    here = partial(_replaced, instead=lambda v: given[v] if type(v) is Given else v)
+    result, numbers, contents = told
+    for number, content in zip(numbers, here(contents), strict=True):
+        container = given[number]
+        if sum(part is container for part in given) > 1:
+            raise changes_container(container, key)
+        container.clear()
+        if isinstance(container, dict):
+            container.update(content)
+        else:
+            container.extend(content)
+    return here(result)
+
+
+def _entries(part: Any) -> list[Any] | None:
+    """List what is in a container that can be changed, as it is; None for anything else."""
+    if isinstance(part, Mapping):
+        return [*part, *part.values()]
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        return [getattr(part, field.name, None) for field in dataclasses.fields(part)]
+    return [*part] if isinstance(part, list | deque | Set) else None
+
+
+def _is_same(now: list[Any] | None, before: list[Any] | None) -> bool:
+    if now is None or before is None:
+        return now is before
+    return len(now) == len(before) and all(map(_is_entry, now, before))
+
+
+def _is_entry(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and type(one) in _COMPARED and one == other)
+
+
+_COMPARED = (bool, int, float, str)
+
+
+def _replaced(value: Any, instead: Callable[[Any], Any]) -> Any:
+    """Replace parts of a value by what stands for them; one without such is given as it is."""
+    new = instead(value)
+    if new is not value or type(value) in PLAIN or isinstance(value, Tensor):
+        return new
+    children, rebuild = opened(value) or ([], None)
+    twins = [_replaced(child, instead) for child in children]
+    if rebuild is None or all(twin is child for twin, child in zip(twins, children, strict=True)):
+        return value
+    return rebuild(twins)

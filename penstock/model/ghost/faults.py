@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock.errors import CutError, GlueError
 
 from .ghost import Ghost
-from .values import Operation
+from .values import EventKey, Operation
 
 
 def of_another_microbatch(ghost: Ghost) -> GlueError:
@@ -18,11 +18,11 @@ def of_another_microbatch(ghost: Ghost) -> GlueError:
     )
 
 
-def changes_container(part: Any, operation: Operation) -> CutError:
+def changes_container(part: Any, key: EventKey) -> CutError:
     return CutError(
-        f"{operation.key} changes a {type(part).__name__} that it was given ({calling_line()}): "
-        "each stage has one of its own, and the others would not see it. Return what it puts in "
-        "there instead"
+        f"{key} changes a {type(part).__name__} that it was given ({calling_line()}), and each "
+        "stage has one of its own. Return what it puts in there, or give it a list or a dict, and "
+        "only once in a call: what a block changes in these is told to all stages"
     )
 
 

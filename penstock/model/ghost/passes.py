@@ -19,7 +19,7 @@ from penstock.model.pytree import Leaf, flatten, unflatten
 from penstock.torch_private import version_counter, without_torch_function
 
 from .checkpoints import checkpointed
-from .containers import SIMPLE, changes, contents
+from .containers import can_change, changed, entries_of, on_copies, parts, put_back
 from .draws import draws
 from .faults import calling_line, changes_container, of_another_microbatch
 from .ghost import CURRENT, PLAIN, Ghost, answer, is_question
@@ -116,6 +116,7 @@ class Pass(ABC):
         key = EventKey(block, call, 0)
         self._last, self._number, self._drawn = key, 0, 0
         result = self.event(Operation(key, block, native, args, kwargs))
+        result = put_back(result, key, args, kwargs)
         if block in self.keep and not torch.is_grad_enabled():
             self._beside[name_of(block, call)] = result
         return result
@@ -190,11 +191,15 @@ class Pass(ABC):
         others: list[Tensor] = []
         args = tuple([self._opened(part, found, others) for part in args])
         kwargs = {n: self._opened(part, found, others) for n, part in kwargs.items()}
-        given_in = [
-            (part, contents(part))
-            for part in (*args, *kwargs.values())
-            if type(part) not in SIMPLE and changes(part)
-        ]
+        given: list[Any] = []
+        if can_change((args, kwargs)):
+            if key.number:
+                given = parts((args, kwargs))
+            else:
+                tensors, structure = flatten((args, kwargs))
+                function = on_copies(key, function, structure)
+                args, kwargs = tuple(tensors), {}
+        contents = entries_of(given)
         ghosts = list(found.values())
         versions = [_version(ghost.here) for ghost in ghosts]
         before = [_version(tensor) for tensor in others] if key.number else ()
@@ -203,14 +208,13 @@ class Pass(ABC):
             result = self._natively(key, function, args, kwargs)
         finally:
             self.is_inside = False
-        for part, content in given_in:
-            if contents(part) != content:
-                raise changes_container(part, operation)
+        for number in changed(given, contents):
+            raise changes_container(given[number], key)
         for tensor, version in zip(others, before, strict=False):
             if _version(tensor) != version:
                 self.wrote_outside(tensor, operation)
-        changed = any(_version(g.here) != v for g, v in zip(ghosts, versions, strict=True))
-        return self.result_of(operation, result, ghosts, versions if changed else None)
+        written = any(_version(g.here) != v for g, v in zip(ghosts, versions, strict=True))
+        return self.result_of(operation, result, ghosts, versions if written else None)
 
     def result_of(
         self, operation: Operation, result: Any, ghosts: list[Ghost], versions: list[int] | None

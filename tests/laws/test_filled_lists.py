@@ -1,0 +1,201 @@
+"""What blocks put into lists and dicts that they are given is there on every stage, or refused."""
+
+import copy
+import pickle
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import penstock
+from penstock import Pipeline
+from penstock.errors import CutError, GlueError
+from penstock.model.ghost.cut import Cut
+from penstock.model.ghost.record_model import record_model
+from penstock.model.ghost.values import Header
+from tests.any_models.chain import WIDTH, Chain, inputs
+from tests.any_models.filling import Filling
+from tests.capturing import assert_equal, gradients
+
+
+def squares(y: Tensor, _target: Any) -> Tensor:
+    return y.square().mean()
+
+
+class Grow(nn.Linear):
+    """Adds what it computes to whatever it is given."""
+
+    def forward(self, x: Tensor, found: Any) -> Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        match found:
+            case Kept():
+                found.value = y
+            case set():
+                found.add(y)
+            case first, *_ if isinstance(first, list):
+                first.append(y)
+            case _:
+                found.append(y)
+        return y
+
+
+@dataclass
+class Kept:
+    value: Tensor | None = None
+
+
+class Given(Chain):
+    """Gives its blocks what a subclass says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Grow(WIDTH, WIDTH) for _ in range(3))
+
+    def given(self) -> Any:
+        return []
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.given()
+        for block in self.blocks:
+            x = block(x, found)
+        return x + torch.stack(found[:2]).sum(0) if type(found) is list else x
+
+
+class Twice(Given):
+    def given(self) -> Any:
+        same: list[Tensor] = []
+        return [same, same]
+
+
+class InRecord(Given):
+    def given(self) -> Any:
+        return Kept()
+
+
+class InSet(Given):
+    def given(self) -> Any:
+        return set()
+
+
+class OfTheModel(Given):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def given(self) -> Any:
+        return self.found
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Twice, r"'blocks\.0' changes a list that it was given .* only once in a call"),
+        (InRecord, r"'blocks\.0' changes a Kept that it was given .*Return"),
+        (InSet, r"'blocks\.0' changes a set that it was given .*a list or a dict"),
+        (OfTheModel, r"the forward of the model itself changes its 'found'.* local variable"),
+    ],
+)
+def test_what_only_one_stage_would_see_is_refused(kind: type[Chain], message: str) -> None:
+    with pytest.raises(CutError, match=message):
+        penstock.capture(kind(), inputs(), check=False)
+
+
+class Default(Given):
+    """Grows the default value of an argument, which is one object for all calls."""
+
+    def forward(self, x: Tensor, found: list[Tensor] = []) -> Tensor:  # noqa: B006 - on purpose
+        for block in self.blocks:
+            x = block(x, found)
+        return x
+
+
+def test_a_default_value_that_grows_with_each_forward_is_refused() -> None:
+    with pytest.raises(GlueError, match=r"of another micro-batch is read .* local variables"):
+        penstock.capture(Default(), inputs(), check=False)
+
+
+class Replace(nn.Linear):
+    def forward(self, xs: list[Tensor]) -> None:  # type: ignore[override]
+        xs[0] = super().forward(xs[0]).tanh()
+
+
+class Rerun(Chain):
+    """Has its blocks in checkpoints, or not."""
+
+    within: Any = staticmethod(lambda block, xs: block(xs))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Replace(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        xs = [x]
+        for block in self.blocks:
+            self.within(block, xs)
+        return xs[0]
+
+
+class RerunInCheckpoint(Rerun):
+    within = staticmethod(partial(checkpoint, use_reentrant=False))
+
+
+def test_a_checkpoint_runs_a_block_again_on_the_list_as_it_was() -> None:
+    model, whole = RerunInCheckpoint(), Rerun()
+    whole.load_state_dict(model.state_dict())
+    squares(whole(inputs()), None).backward()
+    layers = penstock.capture(model, inputs(), check=False)  # torch alone gives it the changed one
+    with Pipeline(layers, num_stages=2, loss=squares, threads_per_stage=1) as pipe:
+        pipe.train_step(inputs())
+    assert_equal(gradients(model), gradients(whole))
+
+
+def test_other_stages_are_told_of_a_filled_list_in_the_same_words_each_time() -> None:
+    model = Filling()
+    cut = Cut(record_model(model, inputs()), (2, 2))
+    headers = []
+    for _ in range(2):
+        replay = cut.replay(0, {}, Header())
+        cut.run(replay, (inputs(),), {})
+        headers.append(cut.sealed(0, replay.header))
+    assert headers[0] is headers[1]
+    told = pickle.loads(pickle.dumps(headers[0])).header
+    assert [event.name for event in told.values()] == [
+        event.name for event in headers[0].header.values()
+    ]
+
+
+def test_a_model_without_values_is_captured_with_the_lists_that_its_blocks_fill() -> None:
+    with torch.device("meta"):
+        empty = Filling()
+    layers = penstock.capture(empty, inputs())
+    assert [step.name for step in layers] == [f"blocks.{n}" for n in range(4)]
+
+
+class ByForward(Chain):
+    """Calls the forward of a block itself, in which a count goes up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norms = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3))
+        self.blocks = nn.ModuleList(norms)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block.forward(x)
+        return x
+
+
+def test_a_block_whose_forward_is_called_directly_runs_on_its_stage_only() -> None:
+    model = ByForward()
+    whole = copy.deepcopy(model)
+    squares(whole(inputs()), None).backward()
+    layers = penstock.capture(model, inputs())
+    assert [step.name for step in layers] == [f"blocks.{n}" for n in range(3)]
+    with Pipeline(layers, num_stages=3, loss=squares, threads_per_stage=1) as pipe:
+        pipe.train_step(inputs())
+    assert_equal(gradients(model), gradients(whole))
+    torch.testing.assert_close(dict(model.named_buffers()), dict(whole.named_buffers()))
