@@ -13,8 +13,8 @@ FAULTS = (
     Fault(
         "the verifier lets any backward order pass",
         "penstock/schedules/verify.py",
-        "if i != self._backwards[s]:",
-        "if i < 0:",
+        "if backward.microbatch != self._num_backwards:",
+        "if backward.microbatch < 0:",
         "tests/unit/test_verify.py::test_what_is_wrong_is_named",
     ),
     Fault(
@@ -207,12 +207,12 @@ FAULTS = (
         "batch_norm",
     ),
     Fault(
-        "dropout inside a checkpoint of the user's own draws another mask",
+        "a checkpoint written by hand draws another mask",
         "penstock/runtime/drawing.py",
-        "call.kept.draws_again |= drew and self._known[key] is not Draws.ONCE",
+        "call.kept.draws_again |= drew and self._known[key] in _MAY_DRAW_AGAIN",
         "pass",
         "tests/laws/test_users_checkpoint.py",
-        "drawn_again",
+        "written_by_hand",
     ),
     Fault(
         "a change in place is not seen in another value of the same memory",
@@ -272,7 +272,7 @@ FAULTS = (
     Fault(
         "a captured block is taken to be twice as slow backward as forward",
         "penstock/costs/measure.py",
-        "LayerTime(forward_s, backward_s)",
+        "LayerTime(forward_s, _backward_s(step.module, arguments, given, forward_s))",
         "LayerTime(forward_s, 2 * forward_s)",
         "tests/unit/test_measure.py",
         "",

@@ -102,8 +102,8 @@ FAULTS = (
     Fault(
         "the ideal step forgets that ranks recompute while they wait",
         "penstock/trace/breakdown.py",
-        "if isinstance(span.instruction, Forward | Recompute | Backward)",
-        "if isinstance(span.instruction, Forward | Backward)",
+        "is_work = isinstance(span.instruction, Compute)",
+        "is_work = isinstance(span.instruction, Forward | Backward)",
         "tests/unit/test_trace_breakdown.py",
         "shorter_than_the_ideal",
     ),
