@@ -140,15 +140,15 @@ class _Totals:
 
     def add(self, span: Span, wait_s: float) -> None:
         match span.instruction:
+            case SendActivation() | SendGradient() | ReceiveActivation() | ReceiveGradient():
+                self.wait_s += wait_s
+                self.bubble_s += span.duration_s - wait_s
             case Forward():
                 self.forward_s += span.duration_s
             case Recompute():
                 self.recompute_s += span.duration_s
             case Backward():
                 self.backward_s += span.duration_s
-            case SendActivation() | SendGradient() | ReceiveActivation() | ReceiveGradient():
-                self.wait_s += wait_s
-                self.bubble_s += span.duration_s - wait_s
             case ReduceGradients():
                 self.wait_s += span.duration_s
             case CommitStatistics() | PostReceive():
@@ -177,7 +177,7 @@ def breakdown(timeline: Timeline) -> Breakdown:
         stages=tuple(stages),
         num_ranks=timeline.num_ranks,
         num_microbatches=timeline.schedule.num_microbatches,
-        step_s=timeline.step_s,
+        step_s=end_s - start_s,
         ideal_step_s=_ideal_step_s(timeline),
     )
 
