@@ -1,9 +1,8 @@
 """Prove a lowered schedule before anything runs."""
 
-from collections import Counter
-from collections.abc import Container, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Container
 from dataclasses import dataclass
-from itertools import product
 from typing import assert_never
 
 from penstock.errors import ScheduleError
@@ -11,6 +10,7 @@ from penstock.errors import ScheduleError
 from .ir import (
     Backward,
     CommitStatistics,
+    Communication,
     Compute,
     Forward,
     Instruction,
@@ -27,7 +27,10 @@ from .ir import (
 )
 from .passes import Edges
 from .text import instruction_to_text, marked_text
-from .walk import awaited_message, sent_message, walk
+from .walk import walk
+
+Lane = tuple[type[Instruction], int, int]
+"""(kind, stage, peer) of a send or receive; of a compute instruction, its stage once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +65,12 @@ def verify(
     num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
     if not num_stages or not num_microbatches:
         raise ScheduleError(f"the schedule runs nothing: {schedule.num_ranks} empty programs")
-    _check_complete(schedule, product(range(num_stages), range(num_microbatches)), training)
+    found = _microbatches(schedule)
+    for kind in (Forward, Backward) if training else (Forward,):
+        for stage in range(num_stages):
+            _check_complete(schedule, kind, stage, found[kind, stage, stage], num_microbatches)
     _check_ranks(schedule)
-    _check_messages(schedule)
+    _check_messages(schedule, found)
     stages = [_StageState(stage, edges, max_live) for stage in range(num_stages)]
     for rank, program in enumerate(schedule.programs):
         for position, instruction in enumerate(program):
@@ -79,17 +85,26 @@ def verify(
     return Proof(num_stages, num_microbatches, tuple(stage.peak_live for stage in stages))
 
 
-def _check_complete(schedule: Schedule, pairs: Iterable[tuple[int, int]], training: bool) -> None:
-    computes = (x for x in schedule.instructions if isinstance(x, Compute))
-    found = Counter((type(x), x.stage, x.microbatch) for x in computes)
-    for stage, microbatch in pairs:
-        for kind in (Forward, Backward) if training else (Forward,):
-            if found[kind, stage, microbatch] != 1:
-                raise ScheduleError(
-                    f"stage {stage} has {found[kind, stage, microbatch]} {kind.__name__} "
-                    f"instructions for micro-batch {microbatch}; it needs exactly "
-                    f"one.\n{schedule}"
-                )
+def _microbatches(schedule: Schedule) -> dict[Lane, list[int]]:
+    """List the micro-batches of each lane, in order."""
+    found: dict[Lane, list[int]] = defaultdict(list)
+    for x in schedule.instructions:
+        if isinstance(x, Communication):
+            found[type(x), x.stage, x.peer].append(x.microbatch)
+        elif isinstance(x, Compute):
+            found[type(x), x.stage, x.stage].append(x.microbatch)
+    return found
+
+
+def _check_complete(
+    schedule: Schedule, kind: type, stage: int, found: list[int], num_microbatches: int
+) -> None:
+    times = Counter(found)
+    if wrong := [i for i in range(num_microbatches) if times[i] != 1]:
+        raise ScheduleError(
+            f"stage {stage} has {times[wrong[0]]} {kind.__name__} instructions for micro-batch "
+            f"{wrong[0]}; it needs exactly one.\n{schedule}"
+        )
 
 
 def _check_ranks(schedule: Schedule) -> None:
@@ -103,26 +118,21 @@ def _check_ranks(schedule: Schedule) -> None:
                 )
 
 
-def _check_messages(schedule: Schedule) -> None:
-    sent: dict[tuple[bool, int, int], list[int]] = {}
-    awaited: dict[tuple[bool, int, int], list[int]] = {}
-    for instruction in schedule.instructions:
-        if (message := sent_message(instruction)) is not None:
-            sent.setdefault(message[:3], []).append(message[3])
-        elif (message := awaited_message(instruction)) is not None:
-            awaited.setdefault(message[:3], []).append(message[3])
-    for gradient, source, target in sorted(sent.keys() | awaited.keys()):
-        there, here = (
-            sent.get((gradient, source, target), []),
-            awaited.get((gradient, source, target), []),
-        )
-        if there != here or len(set(there)) < len(there):
-            what = "gradients" if gradient else "activations"
-            raise ScheduleError(
-                f"stage {source} sends {what} of micro-batches {there} to stage {target}, which "
-                f"receives {here}; both must name the same micro-batches in the same "
-                f"order, each once.\n{schedule}"
-            )
+def _check_messages(schedule: Schedule, found: dict[Lane, list[int]]) -> None:
+    for send, receive, what in (
+        (SendActivation, ReceiveActivation, "activations"),
+        (SendGradient, ReceiveGradient, "gradients"),
+    ):
+        edges = {(stage, peer) for kind, stage, peer in found if kind is send}
+        edges |= {(peer, stage) for kind, stage, peer in found if kind is receive}
+        for source, target in sorted(edges):
+            there, here = found[send, source, target], found[receive, target, source]
+            if there != here or len(set(there)) < len(there):
+                raise ScheduleError(
+                    f"stage {source} sends {what} of micro-batches {there} to stage {target}, "
+                    f"which receives {here}; both must name the same micro-batches in the same "
+                    f"order, each once.\n{schedule}"
+                )
 
 
 class _StageState:

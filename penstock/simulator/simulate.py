@@ -1,6 +1,7 @@
 """Foretell when each instruction of a schedule runs, from what each costs."""
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import assert_never
 
 from penstock.schedules.collection import collection_paused
@@ -81,7 +82,7 @@ def simulate(  # noqa: C901 - one flat match
                 assert_never(instruction)
         free_s[rank] = end
         spans[rank].append(Span(rank, instruction, start, end))
-    return Timeline(tuple(span for of_rank in spans for span in of_rank))
+    return Timeline(tuple(chain.from_iterable(spans)))
 
 
 def _lowered(schedule: Schedule) -> Schedule:
