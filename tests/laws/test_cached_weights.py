@@ -1,6 +1,8 @@
 """Weights cached by `parametrize.cached()` in a layer are its own, whatever other stages do."""
 
 import copy
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -149,3 +151,37 @@ def test_a_step_inside_cached_is_refused_and_an_evaluation_is_not(
                 call()
         with torch.no_grad():
             assert torch.equal(pipe.eval_step(x), nn.Sequential(*layers)(x))
+
+
+FIRST_INSIDE = """
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+import penstock
+from tests.laws.test_cached_weights import PARTS, Cached, expected, gradients, inputs, square
+
+torch.manual_seed(0)
+layers, x = nn.Sequential(Cached(), Cached()), inputs(2 * PARTS)
+whole = expected(layers, x)
+with parametrize.cached():
+    layers(x)  # so that there are cached weights already
+    pipe = penstock.Pipeline(
+        layers, 2, num_microbatches=PARTS, loss=square, threads_per_stage=1
+    )
+    pipe.train_step(x, x)
+    assert all(map(torch.equal, gradients(layers), whole))
+    assert torch.equal(pipe.eval_step(x), layers(x))
+layers.zero_grad()
+pipe.train_step(x, x)
+assert all(map(torch.equal, gradients(layers), whole))
+with parametrize.cached():
+    assert layers[0].linear.weight is layers[0].linear.weight
+assert layers[0].linear.weight is not layers[0].linear.weight
+"""
+
+
+def test_the_first_pipeline_of_a_process_may_be_made_inside_cached() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_INSIDE], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

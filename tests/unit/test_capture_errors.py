@@ -330,6 +330,14 @@ class InThreads(Chain):
             return threads.submit(x.tanh).result()
 
 
+class BlocksInThreads(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(2) as threads:
+            first, second = threads.map(lambda block: block(x), self.blocks[:2])
+        output: Tensor = self.blocks[2](first + second)
+        return output
+
+
 class WithOtherWeights(Chain):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -344,6 +352,7 @@ class WithOtherWeights(Chain):
         (Lazy, r"'blocks\.1' is lazy: .* Call the model once"),
         (ScriptedBlock, r"'blocks\.1' is a TorchScript module"),
         (InThreads, "given it to another thread"),
+        (BlocksInThreads, r"for the input 'x' is used .* another thread.*threads work inside a"),
         (WithOtherWeights, r"'blocks\.0' is called with another tensor in place of its 'weight'"),
     ],
 )

@@ -70,8 +70,9 @@ class Ghost(Tensor):
 
 def _used_outside(tensors: list[Tensor]) -> GlueError:
     ghost = next(tensor for tensor in tensors if type(tensor) is Ghost)
+    value = str(ghost.info.value).removeprefix("the ")
     return GlueError(
-        f"what stands for the {ghost.info.value} is used where no forward of its stage is under "
+        f"what stands for the {value} is used where no forward of its stage is under "
         "way: a hook or a global variable has kept it, or the code between blocks has given it to "
         "another thread. To get what blocks give, capture the model with keep=[names of blocks], "
         "and eval_step returns it; let threads work inside a block only"
