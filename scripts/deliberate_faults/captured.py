@@ -28,6 +28,42 @@ FAULTS = (
         "writes",
     ),
     Fault(
+        "what a block puts into a list that it was given stays there",
+        "penstock/model/ghost/containers.py",
+        "zip(numbers, here(contents), strict=True)",
+        "()",
+        "tests/laws/test_capture.py",
+        "lists",
+    ),
+    Fault(
+        "only the block's own stage sees what it puts into a list",
+        "penstock/model/ghost/replay.py",
+        "        return unflatten(told.structure, given)\n",
+        "        result = unflatten(told.structure, given)\n"
+        "        return result[0] if isinstance(result, tuple) and len(result) == 3 else result\n",
+        "tests/laws/test_capture.py",
+        "lists",
+    ),
+    Fault(
+        "a checkpoint runs a block again on the list that it has changed",
+        "penstock/model/ghost/containers.py",
+        "    def run(*tensors: Tensor) -> Any:\n"
+        "        args, kwargs = unflatten(structure, list(tensors))\n",
+        "    args, kwargs = [], {}\n\n"
+        "    def run(*tensors: Tensor) -> Any:\n"
+        "        args[:] = args or unflatten(structure, list(tensors))[0]\n",
+        "tests/laws/test_filled_lists.py",
+        "again",
+    ),
+    Fault(
+        "every stage runs the forward of a block that is called directly",
+        "penstock/model/ghost/blocks.py",
+        "        if torch.compiler.is_compiling():\n",
+        "        if True:\n",
+        "tests/laws/test_filled_lists.py",
+        "directly",
+    ),
+    Fault(
         "parameters between blocks are not clipped",
         "penstock/clip.py",
         "(*in_layers, *((len(pipe), p) for p in list(here)))",
