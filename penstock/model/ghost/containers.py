@@ -46,6 +46,8 @@ def parts(value: Any) -> list[Any]:
 
 def can_change(value: Any) -> bool:
     """Tell whether a value is a container that can be changed, or holds one."""
+    if type(value) in PLAIN or isinstance(value, Tensor):
+        return False
     return any(_entries(part) is not None for part in parts(value))
 
 

@@ -192,7 +192,7 @@ class Pass(ABC):
         args = tuple([self._opened(part, found, others) for part in args])
         kwargs = {n: self._opened(part, found, others) for n, part in kwargs.items()}
         given: list[Any] = []
-        if can_change((args, kwargs)):
+        if any(map(can_change, (*args, *kwargs.values()))):
             if key.number:
                 given = parts((args, kwargs))
             else:
