@@ -87,6 +87,28 @@ def batch_size(value: Any, what: str) -> int:
     return count
 
 
+def check_values(value: Any, what: str, *, meta_is_fine: bool = False) -> None:
+    """Refuse tensors without values: those on the meta device, and fake ones.
+
+    Raises:
+        BatchError: there is one.
+    """
+    for tensor in flatten(value)[0]:
+        if _is_fake(tensor) or (tensor.is_meta and not meta_is_fine):
+            made = "made under FakeTensorMode" if _is_fake(tensor) else "on the meta device"
+            raise BatchError(
+                f"{what} hold a tensor of shape {tuple(tensor.shape)} {made}, which has no "
+                "values, and the model is run on them. Give tensors with values (torch.zeros and "
+                "the like will do for an example), made outside of such a mode"
+            )
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    """Tell whether it was made under FakeTensorMode, whose class has no public name."""
+    kinds = type(tensor).__mro__
+    return any(k.__name__ == "FakeTensor" and k.__module__.startswith("torch.") for k in kinds)
+
+
 def split(value: Any, sizes: Sequence[int]) -> list[Any]:
     """Cut what holds one entry per sample into parts of the given sizes; repeat everything else.
 

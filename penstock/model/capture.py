@@ -12,7 +12,7 @@ from penstock.errors import CutError, ExportWarning
 from penstock.progress import saying
 from penstock.torch_private import uncompiled
 
-from .batch import without_whole
+from .batch import check_values, without_whole
 from .ghost.inputs import ROUTED, as_call
 from .ghost.layers import CapturedLayers
 from .ghost.prove import prove_alike
@@ -68,6 +68,7 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
             several processes the first one does.  A model without values is not checked.
 
     Raises:
+        BatchError: the example has no values.
         CutError: the example does not fit the model's signature; a pattern fits nothing; a tensor
             passes between blocks on a side way; the model keeps state outside its blocks.
         GlueError: code between blocks cannot be followed.
@@ -75,6 +76,8 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
     """
     example_inputs = without_whole(example_inputs)
     _check_signature(model, example_inputs)
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    check_values(example_inputs, "example inputs", meta_is_fine=on_meta)
     if method not in (RERUN, EXPORT):
         raise CutError(f"method={method!r}; choose {RERUN!r} or {EXPORT!r}")
     if method == EXPORT:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Number
+from types import MappingProxyType
 from typing import Any
 
 import numpy
@@ -288,7 +289,7 @@ def opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
 
 def _open_mapping(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     keys, kind = list(value), type(value)
-    if kind is dict:
+    if kind in (dict, MappingProxyType):  # a view of a dict, which cannot be copied or sent
         return list(value.values()), DictOf(tuple(keys))
 
     def rebuild(children: list[Any]) -> Any:

@@ -85,8 +85,10 @@ def check_still_as_sent(tensor: Tensor, version: int, stage: int) -> None:
     if version_of(tensor) != version:
         raise BoundaryError(
             f"a tensor of shape {tuple(tensor.shape)} that left stage {stage} was changed in "
-            "place there afterwards (a buffer that a layer returns and moves in place, say); "
-            "later stages would see a later micro-batch's values. Return a copy (x.clone())"
+            "place there afterwards (a buffer that a layer returns and moves in place, say, or "
+            "the weight of an nn.Embedding(max_norm=...) that is called on several stages); later "
+            "stages would see a later micro-batch's values. Return a copy (x.clone()), leave out "
+            "max_norm, or keep the uses of the weight on one stage"
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.errors import BatchError
 from penstock.mesh import Mesh
-from penstock.model.batch import batch_size, split
+from penstock.model.batch import batch_size, check_values, split
 from penstock.model.pytree import flatten, from_template, template, unflatten
 from penstock.types import Reduction, Trace
 
@@ -135,6 +135,7 @@ class Alone(Crew):
 
     def cut(self, inputs: Any, targets: Any, call: Call) -> Batch:
         num_inputs = batch_size(inputs, "inputs")
+        check_values(inputs, "inputs")
         if targets is not None:
             num_targets = batch_size(targets, "targets")
             if num_targets != num_inputs:

@@ -121,7 +121,11 @@ class Repeatable:
             RecomputeError: weights or inputs changed since.
         """
         if seen.weights != self._weights():
-            raise _changed("a weight", "call optimizer.step() only after the backward")
+            raise _changed(
+                "a weight",
+                "call optimizer.step() only after the backward; for a layer that changes its "
+                "weight in its own forward, as nn.Embedding(max_norm=...), leave out max_norm",
+            )
         if seen.input_versions != [version_counter(t) for t in inputs]:
             raise _changed("an input", "leave the batch as it is until the backward has run")
         modes = self._modes()

@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import CutError, GlueError
 
@@ -23,6 +23,15 @@ def changes_container(part: Any, key: EventKey) -> CutError:
         f"{key} changes a {type(part).__name__} that it was given ({calling_line()}), and each "
         "stage has one of its own. Return what it puts in there, or give it a list or a dict, and "
         "only once in a call: what a block changes in these is told to all stages"
+    )
+
+
+def without_gradients(model: nn.Module, error: Exception) -> CutError:
+    said = next(iter(str(error).splitlines()), "")
+    return CutError(
+        f"{type(model).__name__} runs with gradients and not without, as eval_step and evaluation "
+        f"run it: {type(error).__name__}: {said}. Put what needs them (torch.autograd.grad, say) "
+        "into a block, under `with torch.enable_grad():`"
     )
 
 

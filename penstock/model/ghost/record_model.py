@@ -13,11 +13,12 @@ import numpy
 import torch
 from torch import nn
 
-from penstock.errors import CutError
+from penstock.errors import CaptureError, CutError
 from penstock.model.state import attributes, keeping_values, tensors_at
 from penstock.torch_private import without_cached_weights
 
 from .blocks import check_hooks, check_modules, find_blocks, original_class, watch, watch_functions
+from .faults import without_gradients
 from .graphs import Exported
 from .groups import Groups, find_groups, ranges_of
 from .inputs import EVERYWHERE, ROUTED, as_call, first_samples, names_of_positions, routed
@@ -34,6 +35,7 @@ from .state import (
     outside,
     put_back,
 )
+from .tied import first_names
 from .values import START, Info, ValueId
 from .writes import Writes, grad_mode_noted, seeds_refused
 
@@ -250,8 +252,23 @@ def _record(
             with suppress(Exception):  # it may refuse so few, as a model of one size of batch does
                 recordings[mode] = record(few, mode)
                 continue
-        recordings[mode] = record(whole, mode)
+        try:
+            recordings[mode] = record(whole, mode)
+        except Exception as error:
+            if isinstance(error, CaptureError) or not _needs_grad(model, whole, mode):
+                raise
+            raise without_gradients(model, error) from error
     return recordings
+
+
+def _needs_grad(
+    model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], mode: Mode
+) -> bool:
+    """Tell whether a model that cannot be run without gradients can be run with them."""
+    with as_it_was(model, training=mode.training), suppress(Exception):
+        model(*call[0], **call[1])
+        return not mode.with_grad
+    return False
 
 
 def _record_mode(
@@ -319,19 +336,11 @@ def _captured(
         decides=any(event.decides for recording in found for event in recording.events),
         needs_all=any(recording.needs_all for recording in found),
         warnings=tuple(_warnings(found, choice)),
-        parameters=_first_names(model),
+        parameters=first_names(model),
         sizes={name: parameter.numel() for name, parameter in model.named_parameters()},
         together=ranges_of(asked.groups, calls),
         keep=asked.keep,
     )
-
-
-def _first_names(model: nn.Module) -> dict[str, str]:
-    first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(parameter), name)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
 
 
 def _merged(first: list[Call], second: list[Call]) -> list[Call]:
