@@ -122,6 +122,8 @@ class _Wish:
 def _train(wish: _Wish) -> int:
     """Train in this process, which may be one of many; rank 0 speaks for all."""
     is_one_of_many = os.environ.get("WORLD_SIZE", "1") != "1"  # numbers are checked later
+    if is_one_of_many:  # gloo connects processes that talk to each other, instead of each to all
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:  # on a terminal only, as the imports take seconds
         say(f"loading PyTorch, to {'go on with' if wish.resume else 'train'} {wish.subject}")

@@ -11,6 +11,7 @@ from torch import nn
 import penstock
 from penstock.checkpoint.files import make_unfinished, put_in_place
 from penstock.checkpoint.together import write_together
+from penstock.mesh import background
 from tests.equality import same_bits
 from tests.model_parts import Masters, Noted, noted_pipeline
 
@@ -114,6 +115,7 @@ def slow_writers(mesh: penstock.Mesh, folder_for_saves: str) -> bool:
     """
     assert mesh.background is not None
     mesh.background.timeout_s = 2.0
+    background._PATIENCE_S = 0.5  # of which closing grants each of its threads one
     first, second = (Path(folder_for_saves) / f"slow-{n}" for n in (1, 2))
 
     def write(path: Path, unfinished: Path) -> dict[str, str]:
@@ -122,7 +124,7 @@ def slow_writers(mesh: penstock.Mesh, folder_for_saves: str) -> bool:
         return {str(mesh.rank): ""}
 
     def finish(path: Path, unfinished: Path, written: Mapping[str, str]) -> None:
-        threading.Event().wait(6.0 if path == second else 0.0)
+        threading.Event().wait(4.0 if path == second else 0.0)
         (unfinished / "written").write_text(" ".join(sorted(written)))
         put_in_place(unfinished, path)
 

@@ -49,6 +49,16 @@ def test_a_command_without_tensors_imports_nothing_heavy(arguments: str) -> None
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(("already", "then"), [({}, "1"), ({"TORCH_GLOO_LAZY_INIT": "0"}, "0")])
+def test_one_of_many_that_train_lets_gloo_connect_those_that_talk(
+    already: dict[str, str], then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"PATH": os.environ["PATH"], "WORLD_SIZE": "2", "RANK": "0", **already}
+    monkeypatch.setattr(os, "environ", environment)
+    assert run(["train", "nowhere.toml"]) == 2
+    assert environment["TORCH_GLOO_LAZY_INIT"] == then
+
+
 def test_python_m_penstock_is_the_same_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "penstock", "--version"], cwd=ROOT, capture_output=True, text=True
