@@ -83,7 +83,7 @@ def on_cpu() -> tuple[AbstractContextManager[Any], Callable[[], int]]:
 
 
 def profiled() -> tuple[AbstractContextManager[Any], Callable[[], int]]:
-    recorder = profile()
+    recorder = profile(acc_events=True)
     name = "aten::addmm"
     return recorder, lambda: sum(e.count for e in recorder.key_averages() if e.key == name)
 

@@ -363,7 +363,7 @@ def test_a_default_device_is_told_from_other_function_modes() -> None:
 
 def test_a_profiler_of_this_thread_is_seen() -> None:
     seen = [private.is_profiled()]
-    with torch.profiler.profile():
+    with torch.profiler.profile(acc_events=True):
         seen.append(private.is_profiled())
         thread = threading.Thread(target=lambda: seen.append(private.is_profiled()))
         thread.start()
