@@ -84,12 +84,11 @@ FAULTS = (
         "whole_micro_batches",
     ),
     Fault(
-        "a process ends for a signal that the others did not hear of",
+        "a process that was sent no signal ends with another code than the one that was",
         "penstock/train/loop.py",
         "interrupt.number = interrupt.number or number",
         "pass",
-        "tests/distributed/test_train_processes.py",
-        "sigterm_to_one",
+        "tests/distributed/test_late_signal.py",
     ),
     Fault(
         "grey of 16 bits becomes white",
