@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from enum import Enum
 from numbers import Number
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
 from torch import Tensor
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +230,13 @@ def tree_map(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Replace every tensor in a value by what `function` makes of it."""
     leaves, structure = flatten(value)
     return unflatten(structure, [function(leaf) for leaf in leaves])
+
+
+def with_new_containers(value: _T) -> _T:
+    """Return a value with the same tensors in containers of its own, which may be changed."""
+    leaves, structure = flatten(value)
+    new: _T = unflatten(structure, leaves)
+    return new
 
 
 _PLAIN = (

@@ -118,6 +118,79 @@ def test_a_default_value_that_grows_with_each_forward_is_refused() -> None:
         penstock.capture(Default(), inputs(), check=False)
 
 
+class Count(nn.Linear):
+    """Counts itself in a list, and multiplies by its number."""
+
+    def forward(self, x: Tensor, numbers: list[int]) -> Tensor:  # type: ignore[override]
+        if self.training or not hasattr(self, "only_in_training"):
+            numbers.append(len(numbers) + 1)
+        return super().forward(x) * len(numbers)
+
+
+class Cleared(Chain):
+    """Clears at its end a list that it keeps, which is then as before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Count(WIDTH, WIDTH) for _ in range(3))
+        self.numbers: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.through(x, self.numbers)
+
+    def through(self, x: Tensor, numbers: list[int]) -> Tensor:
+        for block in self.blocks:
+            x = block(x, numbers)
+        x = x * sum(numbers)
+        numbers.clear()
+        return x
+
+
+class ClearedDefault(Cleared):
+    def forward(self, x: Tensor, numbers: list[int] = []) -> Tensor:  # noqa: B006 - on purpose
+        return self.through(x, numbers)
+
+
+NUMBERS: list[int] = []
+
+
+class ClearedGlobal(Cleared):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.through(x, NUMBERS)
+
+
+class ClearedInTraining(Cleared):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.only_in_training = True  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [Cleared, ClearedDefault, ClearedGlobal, ClearedInTraining])
+def test_a_list_that_outlives_the_forward_may_not_be_changed_by_blocks(kind: type[Chain]) -> None:
+    message = r"'blocks\.0' changes a list that outlives the model's forward.* inside the forward"
+    with pytest.raises(CutError, match=message):
+        penstock.capture(kind(), inputs(), check=False)
+
+
+class OfTheCaller(Cleared):
+    def forward(self, x: Tensor, numbers: list[int]) -> Tensor:  # type: ignore[override]
+        for block in self.blocks:
+            x = block(x, numbers)
+        return x * sum(numbers)
+
+
+@pytest.mark.parametrize("where", ["first", "everywhere"])
+def test_a_list_in_the_example_stays_as_it_is(where: str) -> None:
+    model, numbers = OfTheCaller(), [5]
+    expected = copy.deepcopy(model)(inputs(2), [5])
+    layers = penstock.capture(model, (inputs(2), penstock.Whole(numbers)), inputs=where)
+    with Pipeline(layers, num_stages=3, loss=squares, threads_per_stage=1) as pipe:
+        found = pipe.eval_step(inputs(2), penstock.Whole(numbers))
+    assert numbers == [5]
+    assert_equal({"output": found}, {"output": expected})
+
+
 class Replace(nn.Linear):
     def forward(self, xs: list[Tensor]) -> None:  # type: ignore[override]
         xs[0] = super().forward(xs[0]).tanh()

@@ -130,6 +130,14 @@ def put_back(told: Any, key: EventKey, args: tuple[Any, ...], kwargs: dict[str, 
     return here(result)
 
 
+def filled(told: Any, call: tuple[Any, ...]) -> list[Any]:
+    """List those of the caller's own containers that a block has changed."""
+    if type(told) is not Filled:
+        return []
+    given = parts(call)
+    return [given[number] for number in told[1]]
+
+
 def _entries(part: Any) -> list[Any] | None:
     """List what is in a container that can be changed, as it is; None for anything else."""
     if isinstance(part, Mapping):

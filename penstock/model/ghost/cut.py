@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.model.pytree import flatten, unflatten
+from penstock.model.pytree import with_new_containers
 
 from .blocks import watch
 from .inputs import ROUTED, names_of_positions, routed
@@ -185,7 +185,6 @@ class Cut:
         """Run a pass; give the model's output if it is the last stage's."""
         if self.captured.inputs == ROUTED:
             args, kwargs = routed(replay, args, kwargs, self._positions)
-        else:  # lists of its own, which blocks may change
-            leaves, structure = flatten((args, kwargs))
-            args, kwargs = unflatten(structure, leaves)
+        else:
+            args, kwargs = with_new_containers((args, kwargs))
         return replay.run(self.captured.model, args, kwargs)

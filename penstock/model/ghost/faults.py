@@ -26,6 +26,15 @@ def changes_container(part: Any, key: EventKey) -> CutError:
     )
 
 
+def keeps_container(part: Any, key: EventKey) -> CutError:
+    return CutError(
+        f"{key} changes a {type(part).__name__} that outlives the model's forward, in an "
+        "attribute, a global variable or the default value of an argument: all stages would "
+        "change it at the same time, for all micro-batches. Make it inside the forward and pass "
+        "it along, or give it to the model as an input"
+    )
+
+
 def without_gradients(model: nn.Module, error: Exception) -> CutError:
     said = next(iter(str(error).splitlines()), "")
     return CutError(

@@ -23,7 +23,8 @@ from penstock.model.pytree import flatten, unflatten
 
 from .cut import Cut
 from .inputs import Call, as_call, first_samples
-from .record_model import Captured, as_it_was
+from .record_model import Captured
+from .state import as_it_was
 from .values import Header, ValueId
 
 ROUNDING = 64

@@ -19,8 +19,9 @@ from penstock.model.entries import no_leaf
 from penstock.model.pytree import flatten, tree_map
 from penstock.torch_private import uncompiled, without_any_torch_function
 
+from .containers import filled
 from .draws import draws
-from .faults import calling_line, writes_into
+from .faults import calling_line, keeps_container, writes_into
 from .ghost import QUESTIONS, Ghost, ghosts_in, map_tensors
 from .passes import GRADIENT_HOOKS, Pass
 from .values import END, START, EventKey, Info, Operation, Told, ValueId, left_behind
@@ -74,6 +75,8 @@ class Recording(Pass):
         self.needs_all = False
         """Whether an operation without routed tensors was an event; replays must see it too."""
         self.opaque: list[tuple[EventKey, str]] = []
+        self.filled: list[tuple[EventKey, Any]] = []
+        """The lists and dicts that blocks have changed; held, so that no other gets its id."""
         self._kept: list[Tensor] = []
         self._wrote_outside: CutError | None = None
         self._given_in: tuple[frozenset[int], EventKey] = (frozenset(), START)
@@ -87,6 +90,7 @@ class Recording(Pass):
         self.infos.update((info.value, info) for info in told.infos)
 
     def event(self, operation: Operation) -> Any:
+        given = operation[3:]
         if self._on_meta:
             operation = self._on_one_device(operation)
         operation = _uncompiled(operation)
@@ -107,6 +111,7 @@ class Recording(Pass):
         drawn = key.number == 0 or draws(function, args, kwargs)
         with nullcontext() if drawn else _drawing_nothing(function):
             result = self.execute(operation)
+        self.filled += [(key, part) for part in filled(result, given)]
         if key.number == 0:
             self._outer_state = _random_states()
         told = self.header[key]
@@ -142,6 +147,16 @@ class Recording(Pass):
         if tensor.is_leaf:
             return tensor
         return no_leaf(tensor.detach().requires_grad_())
+
+    def check_not_kept(self, again: "Recording") -> None:
+        """Refuse a list that blocks change in this forward and in another one.
+
+        Each stage would change it for each micro-batch, in its own time.
+        """
+        here = {id(part) for _, part in self.filled}
+        for key, part in again.filled:
+            if id(part) in here:
+                raise keeps_container(part, key)
 
     def running(self) -> EventKey | None:
         """Give the block call that runs now; None between them."""

@@ -1,25 +1,20 @@
 """The model as data: its block calls in order, and the values between them."""
 
-import random
-import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import nn
 
 from penstock.errors import CaptureError, CutError
-from penstock.model.state import attributes, keeping_values, tensors_at
-from penstock.torch_private import without_cached_weights
+from penstock.model.pytree import with_new_containers
 
 from .blocks import check_hooks, check_modules, find_blocks, original_class, watch, watch_functions
 from .faults import without_gradients
-from .graphs import Exported
 from .groups import Groups, find_groups, ranges_of
 from .inputs import EVERYWHERE, ROUTED, as_call, first_samples, names_of_positions, routed
 from .record import Event, Recording, SideChannel
@@ -27,13 +22,12 @@ from .routes import Call, calls_of, holders, stages_of_events
 from .set_once import new_settings, set_again, settable, taken_back
 from .state import (
     OwnState,
+    as_it_was,
     changed_outside,
     check_unchanged,
     is_kept_by_one,
-    kept_by,
     outer_state,
     outside,
-    put_back,
 )
 from .tied import first_names
 from .values import START, Info, ValueId
@@ -239,26 +233,36 @@ def _record(
 ) -> dict[Mode, Recording]:
     """Run the model in the modes that it may take other ways in.
 
-    Training is run on the whole example, and the others on a few samples: they add to it.
+    Training is run on the whole example, and the others on a few samples: they add to it.  A mode
+    in which blocks change lists is run twice: a list that is met again outlives the forward.
     """
     check_hooks(model, blocks.values())
     few = first_samples(whole, _FEW)
     record = partial(_record_mode, model, blocks, asked)
+    record_few = partial(_record_few, model, record, few, whole)
     recordings = {_TRAINING: record(whole, _TRAINING)}
     for mode in (_EVALUATION, *_OTHERS):
         if mode in _OTHERS and not any(r.asks_for_grad for r in recordings.values()):
             break
-        if few is not None:
-            with suppress(Exception):  # it may refuse so few, as a model of one size of batch does
-                recordings[mode] = record(few, mode)
-                continue
-        try:
-            recordings[mode] = record(whole, mode)
-        except Exception as error:
-            if isinstance(error, CaptureError) or not _needs_grad(model, whole, mode):
-                raise
-            raise without_gradients(model, error) from error
+        recordings[mode] = record_few(mode)
+    for mode, recording in recordings.items():
+        if recording.filled:
+            recording.check_not_kept(record_few(mode))
     return recordings
+
+
+def _record_few(
+    model: nn.Module, record: Callable[[Any, Mode], Recording], few: Any, whole: Any, mode: Mode
+) -> Recording:
+    if few is not None:
+        with suppress(Exception):  # it may refuse so few, as a model of one size of batch does
+            return record(few, mode)
+    try:
+        return record(whole, mode)
+    except Exception as error:
+        if isinstance(error, CaptureError) or not _needs_grad(model, whole, mode):
+            raise
+        raise without_gradients(model, error) from error
 
 
 def _needs_grad(
@@ -266,7 +270,8 @@ def _needs_grad(
 ) -> bool:
     """Tell whether a model that cannot be run without gradients can be run with them."""
     with as_it_was(model, training=mode.training), suppress(Exception):
-        model(*call[0], **call[1])
+        args, kwargs = with_new_containers(call)
+        model(*args, **kwargs)
         return not mode.with_grad
     return False
 
@@ -312,6 +317,8 @@ def _run_once(
     if asked.inputs == ROUTED:
         given = routed(recording, *given, names_of_positions(model))
         recording.note_inputs(recording.header[START])
+    else:
+        given = with_new_containers(given)
     writes = Writes(model, blocks)
     with seeds_refused(), grad_mode_noted(), writes.noted(recording):
         recording.run(model, *given)
@@ -375,24 +382,3 @@ def _crossing(recorded: Recorded, cut: int, calls: Sequence[Call]) -> int:
     stage_of = {call: int(place >= cut) for place, call in enumerate(calls)}
     held = holders(stages_of_events(recorded.events, stage_of, 2))
     return sum(recorded.infos[value].num_bytes for value, at in held.items() if at == (0, 1))
-
-
-@contextmanager
-def as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Run the model in one mode, and leave it as it was: modes, buffers, random states."""
-    modules = list(model.modules())
-    with ExitStack() as after:
-        after.enter_context(without_cached_weights())
-        after.enter_context(warnings.catch_warnings())  # of a checkpoint that sees no gradients
-        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
-        after.callback(random.setstate, random.getstate())
-        after.callback(numpy.random.set_state, numpy.random.get_state())
-        after.enter_context(torch.random.fork_rng(list(range(torch.cuda.device_count()))))
-        after.enter_context(keeping_values([*model.buffers(), *tensors_at(attributes(modules))]))
-        kept = modules
-        if isinstance(model, Exported):  # its mode is that of what was exported
-            kept = [*modules, *model.original.modules()]
-        after.callback(put_back, kept_by(kept))
-        if model.training != training:
-            model.train(training)
-        yield

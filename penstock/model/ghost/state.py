@@ -1,18 +1,25 @@
 """What a model's own forward changes outside its blocks, and so on every stage."""
 
+import random
 import sys
+import warnings
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import FunctionType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy
+import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError
-from penstock.torch_private import BUFFERS, PARAMETERS, version_counter
+from penstock.model.state import attributes, keeping_values, tensors_at
+from penstock.torch_private import BUFFERS, PARAMETERS, version_counter, without_cached_weights
 
 from .ghost import Ghost
+from .graphs import Exported
 
 Outer = dict[tuple[str, str], tuple[Any, int, tuple[Any, ...]]]
 """(name of a module, name of an attribute) -> its value, its version if it is a tensor, and what
@@ -148,6 +155,27 @@ def _content(holder: Any) -> dict[Any, Any]:
 
 def _is_entry(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     return one[1] is other[1] and (one[0] is other[0] or bool(one[0] == other[0]))
+
+
+@contextmanager
+def as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Run the model in one mode, and leave it as it was: modes, buffers, random states."""
+    modules = list(model.modules())
+    with ExitStack() as after:
+        after.enter_context(without_cached_weights())
+        after.enter_context(warnings.catch_warnings())  # of a checkpoint that sees no gradients
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
+        after.callback(random.setstate, random.getstate())
+        after.callback(numpy.random.set_state, numpy.random.get_state())
+        after.enter_context(torch.random.fork_rng(list(range(torch.cuda.device_count()))))
+        after.enter_context(keeping_values([*model.buffers(), *tensors_at(attributes(modules))]))
+        kept = modules
+        if isinstance(model, Exported):  # its mode is that of what was exported
+            kept = [*modules, *model.original.modules()]
+        after.callback(put_back, kept_by(kept))
+        if model.training != training:
+            model.train(training)
+        yield
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
