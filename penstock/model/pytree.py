@@ -283,17 +283,31 @@ def opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     if kind is tuple or kind is list:
         return list(value), kind
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return list(value), lambda children: kind(*children)
+        return list(value), _with_attributes(value, lambda children: kind(*children))
     if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
-        return list(value), kind
+        return list(value), _with_attributes(value, kind)
     if isinstance(value, deque):
         most = value.maxlen
-        return list(value), lambda children: kind(children, most)
+        return list(value), _with_attributes(value, lambda children: kind(children, most))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _open_dataclass(value)
     if isinstance(value, Mapping):
         return _open_mapping(value)
     return None
+
+
+def _with_attributes(value: Any, make: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    """Return what makes a container from its children, with the attributes that `value` has."""
+    attributes = dict(getattr(value, "__dict__", ()))
+    if not attributes:
+        return make
+
+    def rebuild(children: list[Any]) -> Any:
+        twin = make(children)
+        vars(twin).update(attributes)
+        return twin
+
+    return rebuild
 
 
 def _open_mapping(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

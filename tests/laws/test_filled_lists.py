@@ -29,13 +29,17 @@ def squares(y: Tensor, _target: Any) -> Tensor:
 class Grow(nn.Linear):
     """Adds what it computes to whatever it is given."""
 
-    def forward(self, x: Tensor, found: Any) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, found: Any) -> Any:  # type: ignore[override]
         y = super().forward(x)
         match found:
             case Kept():
                 found.value = y
             case set():
                 found.add(y)
+            case Named():
+                found.name = "grown"
+            case {}:
+                return y, found.setdefault("made", [y])
             case first, *_ if isinstance(first, list):
                 first.append(y)
             case _:
@@ -81,6 +85,20 @@ class InSet(Given):
         return set()
 
 
+class Named(list[Tensor]):
+    name = "none"
+
+
+class InAttribute(Given):
+    def given(self) -> Any:
+        return Named()
+
+
+class InTwoPlaces(Given):
+    def given(self) -> Any:
+        return {}
+
+
 class OfTheModel(Given):
     def __init__(self) -> None:
         super().__init__()
@@ -96,6 +114,8 @@ class OfTheModel(Given):
         (Twice, r"'blocks\.0' changes a list that it was given .* only once in a call"),
         (InRecord, r"'blocks\.0' changes a Kept that it was given .*Return"),
         (InSet, r"'blocks\.0' changes a set that it was given .*a list or a dict"),
+        (InAttribute, r"'blocks\.0' changes a Named that it was given .*Return"),
+        (InTwoPlaces, r"'blocks\.0' makes a list and gives it in two places .* a copy"),
         (OfTheModel, r"the forward of the model itself changes its 'found'.* local variable"),
     ],
 )
@@ -191,6 +211,22 @@ def test_a_list_in_the_example_stays_as_it_is(where: str) -> None:
     assert_equal({"output": found}, {"output": expected})
 
 
+class Scaled(Chain):
+    """Is given a list with an attribute."""
+
+    def forward(self, xs: Any) -> Tensor:
+        return super().forward(xs[0]) * len(xs.name)
+
+
+def test_a_list_of_the_users_class_keeps_its_attributes() -> None:
+    model, given = Scaled(), Named([inputs(4)])
+    given.name = "longer"
+    expected = copy.deepcopy(model)(given)
+    layers = penstock.capture(model, given)
+    with Pipeline(layers, num_stages=2, loss=squares, threads_per_stage=1) as pipe:
+        assert_equal({"output": pipe.eval_step(given)}, {"output": expected})
+
+
 class Replace(nn.Linear):
     def forward(self, xs: list[Tensor]) -> None:  # type: ignore[override]
         xs[0] = super().forward(xs[0]).tanh()
@@ -239,6 +275,30 @@ def test_other_stages_are_told_of_a_filled_list_in_the_same_words_each_time() ->
     assert [event.name for event in told.values()] == [
         event.name for event in headers[0].header.values()
     ]
+
+
+class Returned(Rerun):
+    """Its blocks return the list that they change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReplaceAndReturn(WIDTH, WIDTH) for _ in range(3))
+
+
+class ReplaceAndReturn(Replace):
+    def forward(self, xs: list[Tensor]) -> list[Tensor]:  # type: ignore[override]
+        super().forward(xs)
+        return xs
+
+
+def test_what_is_kept_of_a_block_is_the_list_as_that_block_gave_it() -> None:
+    model = Returned()
+    layers = penstock.capture(model, inputs(), keep=["blocks.0"])
+    with Pipeline(layers, num_stages=3, loss=squares, threads_per_stage=1) as pipe:
+        _, kept = pipe.eval_step(inputs())
+    with torch.no_grad():
+        expected = model.blocks[0]([inputs()])[0]
+    assert_equal({"kept": kept["blocks.0"][0]}, {"kept": expected})
 
 
 def test_a_model_without_values_is_captured_with_the_lists_that_its_blocks_fill() -> None:

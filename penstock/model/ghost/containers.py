@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.model.pytree import Structure, opened, unflatten
 
-from .faults import changes_container
+from .faults import changes_container, gives_twice
 from .ghost import PLAIN
 from .values import EventKey
 
@@ -72,8 +72,11 @@ def on_copies(
     def run(*tensors: Tensor) -> Any:
         args, kwargs = unflatten(structure, list(tensors))
         given = parts((args, kwargs))
-        before = entries_of(given)
+        before, attributes = entries_of(given), [*map(_attributes, given)]
         result = function(*args, **kwargs)
+        for part, was in zip(given, attributes, strict=True):
+            if not _is_same(_attributes(part), was):
+                raise changes_container(part, key)
         return _told(key, given, before, result)
 
     return run
@@ -86,13 +89,30 @@ def _told(key: EventKey, given: list[Any], before: list[list[Any] | None], resul
             raise changes_container(given[number], key)
     number_of = {id(part): Given(n) for n, part in reversed([*enumerate(given)])}
     containers = {id(p) for p, was in zip(given, before, strict=True) if was is not None}
-    told = _replaced(result, lambda v: number_of[id(v)] if id(v) in containers else v)
+    new: list[Any] = []
+
+    def noted(value: Any) -> Any:
+        if _entries(value) is not None:
+            new.append(value)
+        return value
+
+    told = _replaced(result, lambda v: number_of[id(v)] if id(v) in containers else noted(v))
     if told is result and not numbers:
         return result
     contents = [
-        _replaced(_shallow_copy(given[n]), lambda v: _known(v, number_of)) for n in numbers
+        _replaced(_shallow_copy(given[n]), lambda v: noted(_known(v, number_of))) for n in numbers
     ]
+    _check_told_once(new, key)
     return Filled((told, numbers, contents))
+
+
+def _check_told_once(new: list[Any], key: EventKey) -> None:
+    """Refuse a container that a block has made and gives in two places: there would be two."""
+    seen: set[int] = set()
+    for container in new:
+        if id(container) in seen:
+            raise gives_twice(container, key)
+        seen.add(id(container))
 
 
 def _can_be_told(container: Any) -> bool:
@@ -145,6 +165,14 @@ def _entries(part: Any) -> list[Any] | None:
     if dataclasses.is_dataclass(part) and not isinstance(part, type):
         return [getattr(part, field.name, None) for field in dataclasses.fields(part)]
     return [*part] if isinstance(part, list | deque | Set) else None
+
+
+def _attributes(part: Any) -> list[Any] | None:
+    """List the attributes of a container of the user's own class; None for anything else."""
+    if not isinstance(part, list | deque | dict) or dataclasses.is_dataclass(part):
+        return None
+    own = getattr(part, "__dict__", {})
+    return [*own, *own.values()]
 
 
 def _is_same(now: list[Any] | None, before: list[Any] | None) -> bool:

@@ -26,6 +26,14 @@ def changes_container(part: Any, key: EventKey) -> CutError:
     )
 
 
+def gives_twice(part: Any, key: EventKey) -> CutError:
+    return CutError(
+        f"{key} makes a {type(part).__name__} and gives it in two places ({calling_line()}), as "
+        "in a list that it was given and in what it returns; on other stages there would be two. "
+        "Give it in one place only, or a copy of it"
+    )
+
+
 def keeps_container(part: Any, key: EventKey) -> CutError:
     return CutError(
         f"{key} changes a {type(part).__name__} that outlives the model's forward, in an "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import GlueError
-from penstock.model.pytree import Leaf, flatten, unflatten
+from penstock.model.pytree import Leaf, flatten, unflatten, with_new_containers
 from penstock.torch_private import version_counter, without_torch_function
 
 from .checkpoints import checkpointed
@@ -118,7 +118,7 @@ class Pass(ABC):
         result = self.event(Operation(key, block, native, args, kwargs))
         result = put_back(result, key, args, kwargs)
         if block in self.keep and not torch.is_grad_enabled():
-            self._beside[name_of(block, call)] = result
+            self._beside[name_of(block, call)] = with_new_containers(result)
         return result
 
     @abstractmethod
