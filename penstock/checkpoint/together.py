@@ -19,7 +19,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, PenstockError
 from penstock.mesh import Mesh
 from penstock.mesh.collectives import Collectives
 
@@ -137,5 +137,7 @@ class _Writing:
 def _begin(begin: Begin) -> Path:
     try:
         return begin()
-    except OSError as error:
-        raise CheckpointError(str(error)) from error
+    except PenstockError:
+        raise
+    except Exception as error:  # on rank 0; all are to hear of it
+        raise CheckpointError(f"{type(error).__name__}: {error}") from error

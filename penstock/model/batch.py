@@ -10,7 +10,7 @@ Whole(value)                               the same for every sample, whatever i
 """
 
 from collections import UserString, deque
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, islice, pairwise
@@ -145,7 +145,9 @@ def _is_entry(value: Any) -> bool:
 def _is_part_of_structure(value: Any) -> bool:
     if isinstance(value, _SCALARS):
         return False
-    return isinstance(value, Tensor | numpy.ndarray) or opened(value) is not None
+    if isinstance(value, Tensor | numpy.ndarray | range) or _is_collection(value):
+        return True
+    return opened(value) is not None
 
 
 def _holds_rows(value: Any) -> bool:
@@ -183,8 +185,17 @@ def _check_lengths(rows: Sequence[Any], count: int, what: str) -> None:
 
 
 def _check_objects(values: Iterable[Any], count: int, what: str) -> None:
-    """Refuse a collection that may have one entry per sample, and cannot be known to."""
+    """Refuse a collection that may have one entry per sample, and cannot be known to; likewise
+    what the first micro-batch would use up.
+    """
     for value in values:
+        if count > 1 and isinstance(value, Iterator):
+            raise BatchError(
+                f"the {what} hold {count} samples, and an iterator of type "
+                f"{type(value).__name__}: the first micro-batch would use it up. Give "
+                "list(value), or penstock.Whole(list(value)) if every micro-batch is to have all "
+                "of it"
+            )
         if count > 1 and _is_collection(value) and length_hint(value, -1) == count:
             raise BatchError(
                 f"the {what} hold {count} samples, and an object of type {type(value).__name__} "

@@ -19,6 +19,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from penstock.errors import BoundaryError
+
 _T = TypeVar("_T")
 
 
@@ -110,7 +112,7 @@ def is_same(one: Structure, other: Structure) -> bool:
         case Leaf(), Leaf():
             return one == other
         case Constant(a), Constant(b):
-            return a is b or (type(a) is type(b) and isinstance(a, _COMPARED) and a == b)
+            return a is b or is_same_plain(a, b)
         case Node(), Node():
             return one.rebuild == other.rebuild and (
                 len(one.children) == len(other.children)
@@ -118,6 +120,13 @@ def is_same(one: Structure, other: Structure) -> bool:
             )
         case _:
             return False
+
+
+def is_same_plain(one: Any, other: Any) -> bool:
+    """Tell whether two values are the same number or string; 0.0 and -0.0 are not."""
+    if type(one) is not type(other) or not isinstance(one, _COMPARED):
+        return False
+    return bool(one == other and (one or repr(one) == repr(other)))
 
 
 _COMPARED = (bool, int, float, str)
@@ -318,7 +327,15 @@ def _open_mapping(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     def rebuild(children: list[Any]) -> Any:
         twin = copy.copy(value)
         for key, child in zip(keys, children, strict=True):
+            before = value[key]
             twin[key] = child
+            if value[key] is child is not before:
+                value[key] = before
+                raise BoundaryError(
+                    f"copy.copy() of a {kind.__name__} shares its entries with the original: what "
+                    "is put into one micro-batch's would be in all. Give a dict, or give "
+                    f"{kind.__name__} a __copy__ that copies the entries"
+                )
         return twin
 
     return [value[key] for key in keys], rebuild

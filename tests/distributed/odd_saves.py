@@ -28,6 +28,10 @@ def work(mesh: penstock.Mesh, folder_for_saves: str) -> list[str]:
         penstock.save_checkpoint(folder / "save-1", pipe, optimizer if mesh.stage == 0 else None)
     except penstock.PenstockError as error:
         found.append(f"{type(error).__name__}: {error}")
+    try:
+        penstock.save_checkpoint(folder / "no\0name", pipe, optimizer)
+    except penstock.PenstockError as error:
+        found.append(f"{type(error).__name__}: {error}")
     optimizer.param_groups[0]["plan"] = {9: 0.1, 10: 0.2}
     penstock.save_checkpoint(folder / "save-2", pipe, optimizer)
     penstock.load_checkpoint(folder / "save-2", pipe, optimizer)

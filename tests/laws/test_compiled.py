@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import penstock
 from tests.equality import assert_trains_like_unsplit, pipeline
 from tests.models import Model, vectors
 from tests.ways import WAYS
@@ -118,3 +119,23 @@ def test_compiled_layers_that_draw_equal_the_compiled_unsplit_model(way: dict[st
     model = Model("inductor", lambda: layers(compiled_inside, "inductor"), vectors, F.mse_loss)
     for num_stages in (1, 2):
         assert_trains_like_unsplit(model, 6, num_stages=num_stages, num_microbatches=3, **way)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Block])
+def test_a_captured_block_is_compiled_where_it_is_without_a_pipeline(
+    kind: Callable[..., nn.Module],
+) -> None:
+    """Torch leaves some of its own modules as they are, by where they are written."""
+
+    def runs(*, is_captured: bool) -> int:
+        torch.compiler.reset()
+        counting, block = Counting(), kind(6, 6) if kind is nn.Linear else kind()
+        block.compile(backend=counting)
+        model = nn.Sequential(nn.Linear(6, 6), block)
+        if is_captured:
+            penstock.capture(model, torch.ones(2, 6), check=False)
+        counting.runs = 0
+        block(torch.ones(2, 6))
+        return counting.runs
+
+    assert runs(is_captured=True) == runs(is_captured=False)

@@ -166,6 +166,18 @@ def test_collections_that_may_have_one_entry_per_sample_are_refused(value: Any) 
     assert batch_size((X[:1], {"names": array("d", [1.0])}), "inputs") == 1  # nothing to cut
 
 
+def test_an_iterator_is_refused_as_the_first_micro_batch_would_use_it_up() -> None:
+    with pytest.raises(BatchError, match=r"iterator of type generator.*Give list\(value\)"):
+        batch_size((X, (name for name in NAMES)), "inputs")
+    assert batch_size((X[:1], iter(NAMES)), "inputs") == 1
+
+
+def test_a_tuple_of_collections_holds_them_and_is_cut_where_they_are() -> None:
+    assert split((X, (range(5), range(5, 10))), [2, 3])[1][1] == (range(2, 5), range(7, 10))
+    with pytest.raises(BatchError, match="type UserList with 5 entries"):
+        batch_size((X, (UserList(NAMES), UserList(NAMES))), "inputs")
+
+
 class _Scaled(nn.Module):
     """Read a list with one entry per sample, beside the tensor."""
 

@@ -346,9 +346,17 @@ class WithOtherWeights(Chain):
         return x
 
 
+class Unseen(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = nn.Linear.forward(block, x)  # type: ignore[arg-type]
+        return x
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
+        (Unseen, r"calls none of its blocks, .* Call them as block\(x\)"),
         (Lazy, r"'blocks\.1' is lazy: .* Call the model once"),
         (ScriptedBlock, r"'blocks\.1' is a TorchScript module"),
         (InThreads, "given it to another thread"),

@@ -338,3 +338,20 @@ def test_what_had_values_keeps_them_where_the_rest_is_made() -> None:
     assert (model.gain is own[0], model.shift is own[1]) == (True, True)
     assert own[0].tolist() == [5.0] * WIDTH
     assert own[1].tolist() == [6.0] * WIDTH
+
+
+class Fixed(nn.Linear):
+    """Its forward needs nothing of the module."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.tanh()
+
+
+def test_a_block_may_have_a_static_forward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Fixed(4, 4), nn.Linear(4, 4))
+    captured = record_model(model, torch.ones(2, 4))
+    assert len(captured.calls) == 3
+    assert torch.equal(model[1](torch.ones(2, 4)), torch.ones(2, 4).tanh()), (
+        "outside a pipeline, too"
+    )

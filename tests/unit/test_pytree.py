@@ -1,13 +1,16 @@
 """Values at a boundary: flatten and unflatten give back what went in."""
 
 from collections import OrderedDict, deque, namedtuple
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from penstock.model.pytree import flatten, opaque_values, tree_map, unflatten
+from penstock.errors import BoundaryError
+from penstock.model.pytree import flatten, is_same, opaque_values, tree_map, unflatten
 
 Pair = namedtuple("Pair", ("left", "right"))
 
@@ -70,3 +73,48 @@ def test_only_objects_of_unknown_kind_are_opaque() -> None:
     cache = Cache()
     _, structure = flatten((A, None, 3, "x", torch.float32, {"deep": [cache]}))
     assert list(opaque_values(structure)) == [cache]
+
+
+class Store(MutableMapping[str, Any]):
+    """Keeps its entries in a dict, which a copy of it shares."""
+
+    def __init__(self, **entries: Any) -> None:
+        self._entries = entries
+
+    def __getitem__(self, key: str) -> Any:
+        return self._entries[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._entries[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class Copied(Store):
+    """Says how it is copied."""
+
+    def __copy__(self) -> "Copied":
+        return Copied(**self._entries)
+
+
+def test_a_mapping_whose_copy_shares_its_entries_is_refused_and_left_as_it_was() -> None:
+    store = Store(x=A)
+    with pytest.raises(BoundaryError, match=r"of a Store shares .* Give a dict, or .*__copy__"):
+        tree_map(lambda t: t + 1, store)
+    assert store["x"] is A
+    copied = Copied(x=A)
+    assert torch.equal(tree_map(lambda t: t + 1, copied)["x"], A + 1)
+    assert copied["x"] is A
+
+
+def test_zero_and_minus_zero_are_not_the_same_number() -> None:
+    of = [flatten((A, number))[1] for number in (0.0, -0.0, 0, 1.5, 1.5)]
+    same = [is_same(one, other) for one, other in pairwise(of)]
+    assert same == [False, False, False, True]

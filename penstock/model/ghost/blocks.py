@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial, update_wrapper
-from inspect import getattr_static
+from inspect import getattr_static, isfunction
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from penstock.torch_private import (
     cache_weights_per_thread,
     forward_hooks_of,
     has_gradient_hooks,
+    uncompiled,
     wants_kwargs,
 )
 
@@ -172,7 +173,8 @@ def check_hooks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
 
 # -- noticing calls ---------------------------------------------------------------------------
 
-_WATCHED: dict[type[nn.Module], type[nn.Module]] = {}
+_WATCHED: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
+"""What a class becomes, by itself and whether direct calls of its forward are seen."""
 
 
 def watch(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[int, str]:
@@ -197,10 +199,21 @@ def _watch(block: nn.Module) -> None:
         return
     if is_parametrized(block) and len(kind.__bases__) == 1:
         # torch made this class for this module, and takes it away again to give the one below
-        below = kind.__bases__[0]
-        kind.__bases__ = (_WATCHED.setdefault(below, _watched(below)),)
+        kind.__bases__ = (_watched(kind.__bases__[0], block),)
     else:
-        block.__class__ = _WATCHED.setdefault(kind, _watched(kind))
+        block.__class__ = _watched(kind, block)
+
+
+def _watched(kind: type[nn.Module], block: nn.Module) -> type[nn.Module]:
+    # the forward of a compiled one is left alone: torch compiles its own modules' or not by where
+    # they are written
+    sees_forward = isfunction(getattr_static(kind, "forward")) and uncompiled(block) is None
+    found = _WATCHED.get((kind, sees_forward))
+    if found is None:
+        found = _WATCHED[kind, sees_forward] = _make_watched(kind)
+        if sees_forward:
+            setattr(found, "forward", _watched_forward(kind))  # noqa: B010 - typed as a method
+    return found
 
 
 def original_class(module: nn.Module) -> type:
@@ -209,7 +222,7 @@ def original_class(module: nn.Module) -> type:
     return kind.__mro__[1] if kind in _WATCHED.values() else kind
 
 
-def _watched(kind: type[nn.Module]) -> type[nn.Module]:
+def _make_watched(kind: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         native = kind.__call__  # looked up now: torch.export puts its own in its place
         current = CURRENT.get()
@@ -227,12 +240,7 @@ def _watched(kind: type[nn.Module]) -> type[nn.Module]:
         function, *rest = _unwatched(reduced)
         return partial(function), *rest  # pickle compares classes if it sees which function it is
 
-    names = {
-        "__call__": call,
-        "forward": _watched_forward(kind),
-        "__reduce_ex__": reduce,
-        "__module__": kind.__module__,
-    }
+    names = {"__call__": call, "__reduce_ex__": reduce, "__module__": kind.__module__}
     watched = type(kind.__name__, (kind,), names)
     watched.__qualname__ = kind.__qualname__
     return watched

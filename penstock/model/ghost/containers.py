@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.model.pytree import Structure, opened, unflatten
+from penstock.model.pytree import Structure, is_same_plain, opened, unflatten
 
 from .faults import changes_container, gives_twice
 from .ghost import PLAIN
@@ -182,10 +182,7 @@ def _is_same(now: list[Any] | None, before: list[Any] | None) -> bool:
 
 
 def _is_entry(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and type(one) in _COMPARED and one == other)
-
-
-_COMPARED = (bool, int, float, str)
+    return one is other or is_same_plain(one, other)
 
 
 def _replaced(value: Any, instead: Callable[[Any], Any]) -> Any:

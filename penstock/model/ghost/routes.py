@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
+from penstock.errors import CutError
+
 from .record import Event
 from .values import END, ValueId
 
@@ -13,8 +15,18 @@ Placed = tuple[Event, int]
 
 
 def calls_of(events: Iterable[Event]) -> list[Call]:
-    """List the block calls in the order of their execution."""
-    return [(e.key.block, e.key.call) for e in events if e.key.number == 0 and e.key.block]
+    """List the block calls in the order of their execution.
+
+    Raises:
+        CutError: there are none.
+    """
+    calls = [(e.key.block, e.key.call) for e in events if e.key.number == 0 and e.key.block]
+    if not calls:
+        raise CutError(
+            "the model's forward calls none of its blocks, or calls them where that is not seen: "
+            "as Kind.forward(block, x), or by a method stored earlier. Call them as block(x)"
+        )
+    return calls
 
 
 def stages_of_calls(calls: Sequence[Call], partition: Sequence[int]) -> dict[Call, int]:
