@@ -324,7 +324,7 @@ def _open_mapping(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     if kind in (dict, MappingProxyType):  # a view of a dict, which cannot be copied or sent
         return list(value.values()), DictOf(tuple(keys))
 
-    def rebuild(children: list[Any]) -> Any:
+    def filled(children: list[Any]) -> Any:
         twin = copy.copy(value)
         for key, child in zip(keys, children, strict=True):
             before = value[key]
@@ -337,6 +337,14 @@ def _open_mapping(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
                     f"{kind.__name__} a __copy__ that copies the entries"
                 )
         return twin
+
+    def rebuild(children: list[Any]) -> Any:
+        try:
+            return filled(children)
+        except Exception:  # whatever it refuses changes with, or a copy
+            if all(child is value[key] for key, child in zip(keys, children, strict=True)):
+                return value  # nobody can change it
+            raise
 
     return [value[key] for key in keys], rebuild
 

@@ -227,6 +227,41 @@ def test_a_list_of_the_users_class_keeps_its_attributes() -> None:
         assert_equal({"output": pipe.eval_step(given)}, {"output": expected})
 
 
+class Frozen(dict[str, float]):
+    """Refuses changes, as the configurations of some libraries do."""
+
+    def __setitem__(self, name: str, value: float) -> None:
+        raise TypeError(name)
+
+
+class Scale(nn.Linear):
+    def forward(self, x: Tensor, settings: Frozen) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * settings["scale"]
+
+
+class Settings(Chain):
+    """Gives its blocks a dict that cannot be changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scale(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, settings: Frozen) -> Tensor:  # type: ignore[override]
+        for block in self.blocks:
+            x = block(x, settings)
+        return x
+
+
+@pytest.mark.parametrize("where", ["first", "everywhere"])
+def test_a_dict_that_refuses_changes_is_given_to_blocks_as_it_is(where: str) -> None:
+    model, settings = Settings(), Frozen(scale=2.0)
+    expected = copy.deepcopy(model)(inputs(2), settings)
+    layers = penstock.capture(model, (inputs(2), penstock.Whole(settings)), inputs=where)
+    with Pipeline(layers, num_stages=3, loss=squares, threads_per_stage=1) as pipe:
+        found = pipe.eval_step(inputs(2), penstock.Whole(settings))
+    assert_equal({"output": found}, {"output": expected})
+
+
 class Replace(nn.Linear):
     def forward(self, xs: list[Tensor]) -> None:  # type: ignore[override]
         xs[0] = super().forward(xs[0]).tanh()
