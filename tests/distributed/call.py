@@ -25,6 +25,7 @@ def call(
     folder: Path,
     *,
     ends_well: bool = True,
+    timeout_s: float = 100.0,
     **arguments: Any,
 ) -> list[Any]:
     """Call `function` in (stages, replicas) processes; give the results by rank.
@@ -36,9 +37,9 @@ def call(
     where = [function.__module__, function.__name__, str(stages), str(replicas)]
     told = ["-m", "tests.distributed.call", *where, str(folder / "arguments.json"), str(folder)]
     if ends_well:
-        run(stages * replicas, told)
+        run(stages * replicas, told, timeout_s)
     else:
-        start(stages * replicas, told).wait(100.0)
+        start(stages * replicas, told).wait(timeout_s)
     files = [folder / f"{rank}.pt" for rank in range(stages * replicas)]
     return [torch.load(file, weights_only=False) for file in files]
 

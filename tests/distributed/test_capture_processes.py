@@ -31,14 +31,15 @@ def test_captured_models_in_two_processes(inputs: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("num_stages", "inputs"), [(2, EVERYWHERE), (3, ROUTED), (4, ROUTED)])
 def test_required_models_in_processes(num_stages: int, inputs: str, tmp_path: Path) -> None:
     names = [model.name for model in REQUIRED]
-    call(capture_job.train_all, (num_stages, 1), tmp_path, names=names, inputs=inputs)
+    layout = (num_stages, 1)
+    call(capture_job.train_all, layout, tmp_path, timeout_s=600.0, names=names, inputs=inputs)
 
 
 @pytest.mark.slow
 @INPUTS
 def test_other_models_in_processes(inputs: str, tmp_path: Path) -> None:
     names = [model.name for model in (*OTHERS, *CHAINS)]
-    call(capture_job.train_all, (2, 1), tmp_path, names=names, inputs=inputs)
+    call(capture_job.train_all, (2, 1), tmp_path, timeout_s=600.0, names=names, inputs=inputs)
 
 
 @pytest.mark.slow
