@@ -127,7 +127,10 @@ def test_what_cannot_be_saved_together_is_one_error_on_all(tmp_path: Path) -> No
     first, second = call(odd_saves.work, (2, 1), tmp_path, folder_for_saves=str(tmp_path))
     assert first[0] == second[0]
     assert first[0].startswith("CheckpointError: rank 1 saves without an optimizer")
-    assert first.pop(1) == second.pop(1) == "CheckpointError: ValueError: embedded null byte"
+    said = first.pop(1)
+    assert said == second.pop(1)
+    assert "CheckpointError: ValueError: " in said
+    assert "embedded null" in said
     assert first[1] == second[1] == "dict of numbers came back"
     other = str(tmp_path / "save-other")
     assert first[2] == second[2]
