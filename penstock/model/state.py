@@ -28,6 +28,12 @@ def attributes(modules: Iterable[nn.Module]) -> list[Place]:
     ]
 
 
+def first_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Return, by each of its names, the first name of the same tensor."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
 def read_state(
     modules: Iterable[nn.Module], places: Iterable[Place]
 ) -> dict[Place, Tensor | None]:

@@ -15,6 +15,7 @@ from penstock.checkpoint.files import (
     read_from,
     read_state,
 )
+from penstock.model.state import first_names
 
 from .averaging import name_of_averaged
 
@@ -26,9 +27,7 @@ _AT_ONCE = 32
 
 def tensor_names(model: nn.Module) -> dict[str, str]:
     """Give all names of a whole model's tensors, each with the first name of the same tensor."""
-    first: dict[int, str] = {}
-    state = model.state_dict(keep_vars=True)
-    return {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
+    return first_names(model.state_dict(keep_vars=True).items())
 
 
 @dataclass(frozen=True, slots=True)

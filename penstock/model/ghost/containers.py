@@ -2,7 +2,7 @@
 
 block's stage     copies of its arguments -> block -> result, and what is in each changed copy
                                                                 |
-every stage       the caller's own containers <- put_back -+
+every stage       the caller's own containers <- put_back <-----+
 
 The copies are made anew each time the block runs, so that a checkpoint runs it again on what it
 was given first.
@@ -169,7 +169,7 @@ def _entries(part: Any) -> list[Any] | None:
 
 def _attributes(part: Any) -> list[Any] | None:
     """List the attributes of a container of the user's own class; None for anything else."""
-    if not isinstance(part, list | deque | dict) or dataclasses.is_dataclass(part):
+    if not _can_be_told(part):
         return None
     own = getattr(part, "__dict__", {})
     return [*own, *own.values()]

@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.errors import CaptureError, CutError
 from penstock.model.pytree import with_new_containers
+from penstock.model.state import first_names
 
 from .blocks import check_hooks, check_modules, find_blocks, original_class, watch, watch_functions
 from .faults import without_gradients
@@ -29,7 +30,6 @@ from .state import (
     outer_state,
     outside,
 )
-from .tied import first_names
 from .values import START, Info, ValueId
 from .writes import Writes, grad_mode_noted, seeds_refused
 
@@ -343,7 +343,7 @@ def _captured(
         decides=any(event.decides for recording in found for event in recording.events),
         needs_all=any(recording.needs_all for recording in found),
         warnings=tuple(_warnings(found, choice)),
-        parameters=first_names(model),
+        parameters=first_names(model.named_parameters(remove_duplicate=False)),
         sizes={name: parameter.numel() for name, parameter in model.named_parameters()},
         together=ranges_of(asked.groups, calls),
         keep=asked.keep,

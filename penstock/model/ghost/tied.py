@@ -67,15 +67,6 @@ def find_tied(
     )
 
 
-def first_names(model: nn.Module) -> dict[str, str]:
-    """Return the first name of each parameter, by all of its names."""
-    first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(parameter), name)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
-
-
 def check_names(model: nn.Module, parameters: Mapping[str, str]) -> None:
     """See that names mean one parameter, or several, as they did when the model was captured.
 
