@@ -59,9 +59,14 @@ def join(timeout_s: float) -> None:
 
 def _meet(timeout_s: float) -> None:
     limit = timedelta(seconds=timeout_s)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        _meet_at_torchrun(timeout_s, limit)
+    else:
         dist.init_process_group("gloo", timeout=limit)
-        return
+    dist.barrier()  # gloo that connects at first use has not yet waited for anybody
+
+
+def _meet_at_torchrun(timeout_s: float, limit: timedelta) -> None:
     rank, world_size, (address, port) = process_rank(), num_processes(), meeting_place()
     store = TCPStore(address, port, is_master=False, timeout=limit)
     attempt = name_attempt(PrefixStore("penstock/meeting", store), rank, world_size, timeout_s)
