@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .mesh import Mesh as Mesh
     from .mesh import init_mesh as init_mesh
     from .model.batch import Whole as Whole
-    from .model.capture import capture as capture
+    from .model.capture.capture import capture as capture
     from .model.layers import Layer as Layer
     from .model.layers import Layers as Layers
     from .pipeline import Pipeline as Pipeline
@@ -52,7 +52,7 @@ _HOME = {
     "Transport": "penstock.types",
     "Whole": "penstock.model.batch",
     "async_save_checkpoint": "penstock.checkpoint",
-    "capture": "penstock.model.capture",
+    "capture": "penstock.model.capture.capture",
     "check": "penstock.equality",
     "clip_grad_norm_": "penstock.clip",
     "export_model": "penstock.checkpoint",

@@ -25,7 +25,7 @@ from penstock.cut import Cut
 from penstock.description import AbstractDescribed
 from penstock.errors import ConfigError
 from penstock.mesh import Mesh
-from penstock.model.capture import resolve_layers
+from penstock.model.capture.capture import resolve_layers
 from penstock.model.layers import Layer, Layers
 from penstock.model.state import in_evaluation
 from penstock.pretrained import load_and_tell

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 import penstock
 from penstock import Pipeline, Recompute, schedules
 from penstock.errors import BoundaryError
-from penstock.model.ghost.inputs import EVERYWHERE, ROUTED, as_call
-from penstock.model.ghost.layers import CapturedLayers
-from penstock.model.ghost.record_model import record_model
+from penstock.model.capture.captured import record_model
+from penstock.model.capture.inputs import EVERYWHERE, ROUTED, as_call
+from penstock.model.capture.layers import CapturedLayers
 from penstock.model.pytree import flatten, unflatten
 from tests.any_models.made import AnyModel
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.model.ghost.layers import CapturedLayers
-from penstock.model.ghost.record_model import record_model
+from penstock.model.capture.captured import record_model
+from penstock.model.capture.layers import CapturedLayers
 from penstock.planner.partition import balance
 from tests.any_models.lists import REQUIRED
 from tests.any_models.made import Made

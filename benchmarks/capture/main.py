@@ -22,11 +22,11 @@ from benchmarks.blocks import Block
 from benchmarks.capture.models import MODELS, Decoder, Example
 from benchmarks.report import Column, Load, Report, interleaved, parser, progress, publish
 from penstock import Pipeline, capture, schedules
-from penstock.model.ghost.cut import Cut
-from penstock.model.ghost.ghost import CURRENT
-from penstock.model.ghost.inputs import as_call
-from penstock.model.ghost.layers import CapturedLayers
-from penstock.model.ghost.values import EventKey, Header, ValueId
+from penstock.model.capture.events import EventKey, Header, ValueId
+from penstock.model.capture.ghost import CURRENT
+from penstock.model.capture.inputs import as_call
+from penstock.model.capture.layers import CapturedLayers
+from penstock.model.capture.stages import Cut
 
 TARGET_MS = 0.3
 TARGET_RATIO = 0.97

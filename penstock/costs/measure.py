@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.costs.kinds import kind_of
-from penstock.model.ghost.cut import Cut
-from penstock.model.ghost.inputs import as_call
-from penstock.model.ghost.layers import CapturedLayers
-from penstock.model.ghost.values import EventKey
+from penstock.model.capture.events import EventKey
+from penstock.model.capture.inputs import as_call
+from penstock.model.capture.layers import CapturedLayers
+from penstock.model.capture.stages import Cut
 from penstock.model.layers import MODEL_INPUT, Layers, Step, Value, call
 from penstock.model.pytree import flatten, tree_map
 from penstock.model.state import ABSENT, attributes, keeping_values, put_state, read_state

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.model.capture import resolve_layers
+from penstock.model.capture.capture import resolve_layers
 from penstock.model.layers import Layer, Layers
 from penstock.model.pytree import tree_map
 from penstock.pipeline import LossFunction, Pipeline

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
 from penstock.model.extra_state import Owners, extra_faults, find_owners, set_extra, without_extra
-from penstock.model.make import may_be_absent
+from penstock.model.materialize import may_be_absent
 
 from .folder import Folder
 from .source import Read, Source

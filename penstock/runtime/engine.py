@@ -14,7 +14,7 @@ from penstock.errors import ConfigError, CutError, PenstockError, RandomnessErro
 from penstock.mesh import Mesh
 from penstock.mesh.start import check_timeout
 from penstock.model.layers import Layers, Step
-from penstock.model.make import move_or_make_all
+from penstock.model.materialize import move_or_make_all
 from penstock.model.stages import StagePlan, check_partition, plan_stages, stage_of_layers
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode, ScheduleFunction, lower, stage_ranks

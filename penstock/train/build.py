@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from penstock.mesh import Mesh
-from penstock.model.capture import capture
+from penstock.model.capture.capture import capture
 from penstock.model.layers import Layers
 from penstock.pipeline import Pipeline
 from penstock.scaler import GradScaler

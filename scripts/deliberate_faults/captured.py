@@ -13,7 +13,7 @@ FAULTS = (
     ),
     Fault(
         "a stage uses its own copy of a tied weight, not what it was sent",
-        "penstock/model/ghost/tied.py",
+        "penstock/model/capture/tied_weights.py",
         "lambda tensor: self.sent.get(id(tensor), tensor)",
         "lambda tensor: tensor",
         "tests/laws/test_capture.py",
@@ -21,7 +21,7 @@ FAULTS = (
     ),
     Fault(
         "later stages do not hear of a change in place between blocks",
-        "penstock/model/ghost/replay.py",
+        "penstock/model/capture/replay.py",
         "        for number, info in told.changed:\n",
         "        for number, info in ():\n",
         "tests/laws/test_capture.py",
@@ -29,7 +29,7 @@ FAULTS = (
     ),
     Fault(
         "what a block puts into a list that it was given stays there",
-        "penstock/model/ghost/containers.py",
+        "penstock/model/capture/containers.py",
         "zip(numbers, here(contents), strict=True)",
         "()",
         "tests/laws/test_capture.py",
@@ -37,7 +37,7 @@ FAULTS = (
     ),
     Fault(
         "only the block's own stage sees what it puts into a list",
-        "penstock/model/ghost/replay.py",
+        "penstock/model/capture/replay.py",
         "        return unflatten(told.structure, given)\n",
         "        result = unflatten(told.structure, given)\n"
         "        return result[0] if isinstance(result, tuple) and len(result) == 3 else result\n",
@@ -46,7 +46,7 @@ FAULTS = (
     ),
     Fault(
         "a checkpoint runs a block again on the list that it has changed",
-        "penstock/model/ghost/containers.py",
+        "penstock/model/capture/containers.py",
         "    def run(*tensors: Tensor) -> Any:\n"
         "        args, kwargs = unflatten(structure, list(tensors))\n",
         "    args, kwargs = [], {}\n\n"
@@ -57,7 +57,7 @@ FAULTS = (
     ),
     Fault(
         "blocks may change a list that outlives the forward",
-        "penstock/model/ghost/record.py",
+        "penstock/model/capture/recording.py",
         "            if id(part) in here:\n",
         "            if False:\n",
         "tests/laws/test_filled_lists.py",
@@ -65,7 +65,7 @@ FAULTS = (
     ),
     Fault(
         "every stage runs the forward of a block that is called directly",
-        "penstock/model/ghost/blocks.py",
+        "penstock/model/capture/blocks.py",
         "        if torch.compiler.is_compiling():\n",
         "        if True:\n",
         "tests/laws/test_filled_lists.py",
@@ -97,7 +97,7 @@ FAULTS = (
     ),
     Fault(
         "what happened is told as it was for another batch",
-        "penstock/model/ghost/seen.py",
+        "penstock/model/capture/header_cache.py",
         "tuple(map(id, header.values()))",
         "()",
         "tests/laws/test_capture.py",
@@ -105,7 +105,7 @@ FAULTS = (
     ),
     Fault(
         "an event is told as it gave before, whatever it gives now",
-        "penstock/model/ghost/replay.py",
+        "penstock/model/capture/replay.py",
         "if info.fits(result) and ",
         "if ",
         "tests/laws/test_capture.py",
@@ -128,7 +128,7 @@ FAULTS = (
     ),
     Fault(
         "a received value that was changed in place is not passed on",
-        "penstock/model/ghost/replay.py",
+        "penstock/model/capture/replay.py",
         "            self._pass_on(ghosts[number])\n",
         "",
         "tests/laws/test_capture.py",
@@ -136,7 +136,7 @@ FAULTS = (
     ),
     Fault(
         "objects that code between blocks changes are not looked at",
-        "penstock/model/ghost/state.py",
+        "penstock/model/capture/outer_state.py",
         "return [*fields(value).values()] if is_plain(kind) else None",
         "return None",
         "tests/unit/test_capture_errors.py",
@@ -144,7 +144,7 @@ FAULTS = (
     ),
     Fault(
         "settings may be made again by every forward",
-        "penstock/model/ghost/record_model.py",
+        "penstock/model/capture/captured.py",
         "if names or again.events != recording.events:",
         "if False:",
         "tests/unit/test_capture_errors.py",

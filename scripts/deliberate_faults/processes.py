@@ -109,7 +109,7 @@ FAULTS = (
     ),
     Fault(
         "extra state of a block is that of a process that does not run it",
-        "penstock/model/ghost/layers.py",
+        "penstock/model/capture/layers.py",
         "return tuple(block for block, _ in self.captured.calls if block not in own)",
         "return ()",
         "tests/distributed/test_checkpoint_processes.py",

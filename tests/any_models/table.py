@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from penstock.model.ghost.inputs import ROUTED
-from penstock.model.ghost.record_model import Captured, record_model
-from penstock.model.ghost.routes import holders, stages_of_events
+from penstock.model.capture.captured import Captured, record_model
+from penstock.model.capture.inputs import ROUTED
+from penstock.model.capture.routes import holders, stages_of_events
 from tests.any_models.lists import EVERY, ODD, OTHERS, REFUSED, REQUIRED
 from tests.any_models.made import AnyModel
 from tests.capturing import BATCH, WAYS, Tensors, assert_close, differing, run, whole

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.model.ghost.inputs import EVERYWHERE
-from penstock.model.ghost.layers import CapturedLayers
-from penstock.model.ghost.record_model import record_model
+from penstock.model.capture.captured import record_model
+from penstock.model.capture.inputs import EVERYWHERE
+from penstock.model.capture.layers import CapturedLayers
 from penstock.model.pytree import flatten
 from tests.any_models.lists import EVERY, REQUIRED
 from tests.any_models.made import AnyModel

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import penstock
 from penstock.errors import CheckpointError
-from penstock.model.ghost.cut import Cut
+from penstock.model.capture.stages import Cut
 from penstock.pretrained import folder
 from penstock.pretrained.folder import INDEX
 from tests.pretrained import BATCH, build, even_cut, layers_of, logits_of

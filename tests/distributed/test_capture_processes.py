@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.model.ghost.inputs import EVERYWHERE, ROUTED
+from penstock.model.capture.inputs import EVERYWHERE, ROUTED
 from tests.any_models.lists import OTHERS, REQUIRED
 from tests.any_models.odd import CHAINS
 from tests.distributed import capture_job

@@ -124,7 +124,7 @@ def test_a_cut_model_that_is_not_the_model_is_refused() -> None:
 
 
 def test_what_was_checked_once_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.model.ghost import proven
+    from penstock.model.capture import checked_before
 
     calls = []
 
@@ -132,7 +132,7 @@ def test_what_was_checked_once_is_not_checked_again(monkeypatch: pytest.MonkeyPa
         calls.append(args)
         return "checked: it was"
 
-    monkeypatch.setattr(proven, "prove", counting)
+    monkeypatch.setattr(checked_before, "prove", counting)
     for width in (4, 4, 6):
         model = stack(nn.Linear(width, width), nn.Linear(width, width))
         layers = penstock.capture(model, torch.randn(2, width), check=width > 0)

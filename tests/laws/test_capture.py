@@ -8,9 +8,9 @@ from torch import nn
 
 import penstock
 from penstock import Pipeline
-from penstock.model.ghost.inputs import ROUTED
-from penstock.model.ghost.layers import CapturedLayers
-from penstock.model.ghost.record_model import record_model
+from penstock.model.capture.captured import record_model
+from penstock.model.capture.inputs import ROUTED
+from penstock.model.capture.layers import CapturedLayers
 from tests.any_models.lists import EVERY, REQUIRED
 from tests.any_models.made import AnyModel
 from tests.any_models.odd import CHAINS

@@ -5,8 +5,8 @@ import torch
 
 import penstock
 from penstock import schedules
-from penstock.model.ghost.cut import Cut
-from penstock.model.ghost.layers import CapturedLayers
+from penstock.model.capture.layers import CapturedLayers
+from penstock.model.capture.stages import Cut
 from tests.any_models.lists import REQUIRED
 from tests.capturing import loss
 

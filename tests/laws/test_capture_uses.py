@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import Pipeline
 from penstock.errors import CutError
-from penstock.model.ghost.inputs import EVERYWHERE, ROUTED
+from penstock.model.capture.inputs import EVERYWHERE, ROUTED
 from tests.any_models.chain import Chain, inputs
 from tests.capturing import loss
 from tests.equality import same_bits

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock import Pipeline
 from penstock.errors import CutError, GlueError
-from penstock.model.ghost.cut import Cut
-from penstock.model.ghost.record_model import record_model
-from penstock.model.ghost.values import Header
+from penstock.model.capture.captured import record_model
+from penstock.model.capture.events import Header
+from penstock.model.capture.stages import Cut
 from tests.any_models.chain import WIDTH, Chain, inputs
 from tests.any_models.filling import Filling
 from tests.capturing import assert_equal, gradients

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 import penstock
-from penstock.model.ghost.inputs import as_call
-from penstock.model.ghost.layers import CapturedLayers
+from penstock.model.capture.inputs import as_call
+from penstock.model.capture.layers import CapturedLayers
 from penstock.zoo import set_drop_path_progress
 from tests.capturing import Tensors, assert_equal, buffers, gradients, loss
 from tests.every_schedule import EVERY_SCHEDULE

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.errors import CutError, GlueError
-from penstock.model.ghost.layers import CapturedLayers
-from penstock.model.ghost.record_model import Captured, record_model
+from penstock.model.capture.captured import Captured, record_model
+from penstock.model.capture.layers import CapturedLayers
 from tests.any_models.chain import WIDTH, Chain, inputs
 from tests.any_models.lists import REFUSED
 from tests.any_models.odd import WithToken

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.errors import CutError
-from penstock.model.ghost import proven
-from penstock.model.ghost.layers import CapturedLayers
-from penstock.model.ghost.prove import prove
-from penstock.model.ghost.record_model import record_model
+from penstock.model.capture import checked_before
+from penstock.model.capture.captured import record_model
+from penstock.model.capture.check import prove
+from penstock.model.capture.layers import CapturedLayers
 from tests.any_models.chain import WIDTH, Chain, inputs
 from tests.any_models.lists import REQUIRED
 
@@ -294,7 +294,7 @@ def test_a_model_is_compared_again_if_anything_that_counts_has_changed(
         compared.append(arguments)
         return prove(*arguments)
 
-    monkeypatch.setattr(proven, "prove", counting)
+    monkeypatch.setattr(checked_before, "prove", counting)
     changes: list[Callable[[], Any]] = [
         lambda: None,
         lambda: model.requires_grad_(requires_grad=False),

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import CutError, GlueError, RouteError
-from penstock.model.ghost.cut import Cut
-from penstock.model.ghost.record_model import record_model
-from penstock.model.ghost.tied import release
+from penstock.model.capture.captured import record_model
+from penstock.model.capture.stages import Cut
+from penstock.model.capture.tied_weights import release
 from tests.any_models.chain import WIDTH, Chain, inputs
 from tests.capturing import assert_equal, gradients
 from tests.unit.test_capture_errors import pipeline

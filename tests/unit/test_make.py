@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.model.layers import as_layers
-from penstock.model.make import move_or_make
+from penstock.model.materialize import move_or_make
 
 CPU = torch.device("cpu")
 

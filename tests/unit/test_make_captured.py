@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.model.ghost.layers import CapturedLayers, CapturedStage
-from penstock.model.ghost.record_model import record_model
-from penstock.model.make import move_or_make_all
+from penstock.model.capture.captured import record_model
+from penstock.model.capture.layers import CapturedLayers, CapturedStage
+from penstock.model.materialize import move_or_make_all
 from penstock.model.stages import plan_stages
 from tests.any_models.lists import REQUIRED
 from tests.capturing import assert_equal, random_cut

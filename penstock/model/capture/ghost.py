@@ -16,10 +16,10 @@ from penstock.errors import GlueError
 from penstock.model.pytree import flatten, unflatten
 from penstock.torch_private import without_torch_dispatch, without_torch_function
 
-from .values import Info
+from .events import Info
 
 if TYPE_CHECKING:
-    from .passes import Pass
+    from .forward_pass import Pass
 
 CURRENT: "ContextVar[Pass | None]" = ContextVar("penstock_pass", default=None)
 """The pass that is under way in this thread."""

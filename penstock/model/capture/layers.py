@@ -10,21 +10,21 @@ from torch import Tensor, nn
 
 from penstock.errors import CutError, PartitionError
 from penstock.model.layers import MODEL_INPUT, Layers, Step, Value, check_sharing
-from penstock.model.make import move_or_make_all
+from penstock.model.materialize import move_or_make_all
 from penstock.model.output_loss import output_loss
 from penstock.model.pytree import flatten
 from penstock.model.stages import Perform, StagePlan, plan_stages
 from penstock.torch_private import children_of, parameters_of, registered_of
 
-from .cut import Cut
+from .captured import Captured
 from .describe import described
-from .graphs import Exported
+from .events import EventKey, Header, ValueId, name_of
+from .exported import Exported
+from .header_cache import SealedHeader
 from .inputs import ROUTED, as_call, as_inputs
-from .make import Part, move_or_make_parts
-from .record_model import Captured
-from .seen import SealedHeader
-from .tied import empty_buffers, release
-from .values import EventKey, Header, ValueId, name_of
+from .materialize import Part, move_or_make_parts
+from .stages import Cut
+from .tied_weights import empty_buffers, release
 
 OUTPUT: Value = (-2, 0)
 """The model's output."""

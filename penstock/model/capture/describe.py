@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from penstock.model.layers import columns
 
-from .record_model import Captured
+from .captured import Captured
 
 _HEAD = ("layer", "block", "module", "parameters", "live bytes before")
 

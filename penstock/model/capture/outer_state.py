@@ -18,8 +18,8 @@ from penstock.errors import CutError
 from penstock.model.state import attributes, keeping_values, tensors_at
 from penstock.torch_private import BUFFERS, PARAMETERS, version_counter, without_cached_weights
 
+from .exported import Exported
 from .ghost import Ghost
-from .graphs import Exported
 
 Outer = dict[tuple[str, str], tuple[Any, int, tuple[Any, ...]]]
 """(name of a module, name of an attribute) -> its value, its version if it is a tensor, and what

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from penstock.errors import CutError, GlueError
 
+from .events import EventKey, Operation
 from .ghost import Ghost
-from .values import EventKey, Operation
 
 
 def of_another_microbatch(ghost: Ghost) -> GlueError:

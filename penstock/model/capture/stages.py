@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from penstock.model.pytree import with_new_containers
 
 from .blocks import watch
+from .captured import Captured
+from .events import Header, ValueId
+from .forward_pass import Perform, plainly
+from .header_cache import SealedHeader, Seen
 from .inputs import ROUTED, names_of_positions, routed
-from .passes import Perform, plainly
-from .record_model import Captured
 from .replay import Replay
 from .routes import holders, sends, stages_of_calls, stages_of_events
-from .seen import SealedHeader, Seen
-from .tied import Tied, check_names, find_tensor, find_tied
-from .values import Header, ValueId
+from .tied_weights import Tied, check_names, find_tensor, find_tied
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from penstock.errors import BatchError, CutError
 from penstock.model.batch import batch_size, split
 from penstock.model.pytree import DictOf, Node, Structure, flatten, moved, tree_map, unflatten
 
+from .events import INPUT, START, EventKey, Told
+from .exported import Exported
 from .ghost import Ghost
-from .graphs import Exported
-from .values import INPUT, START, EventKey, Told
 
 ROUTED, EVERYWHERE = "first", "everywhere"
 """The model's inputs are given to the first stage and travel on, or are given to every stage."""

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 from penstock.errors import CutError
 
-from .record import Event
-from .values import END, ValueId
+from .events import END, ValueId
+from .recording import Event
 
 Call = tuple[str, int]
 """A block's name and the number of its call."""

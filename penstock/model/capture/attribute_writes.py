@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from penstock.errors import CutError
 from penstock.torch_private import buffers_of, children_of, parameters_of
 
-from .faults import calling_line
+from .errors import calling_line
+from .events import EventKey
 from .ghost import CURRENT
-from .record import Recording
-from .set_once import Setting
-from .state import UNCOUNTED, changed_outside
-from .values import EventKey
+from .outer_state import UNCOUNTED, changed_outside
+from .recording import Recording
+from .settings import Setting
 
 _ABSENT = object()
 _PATCHING = threading.RLock()

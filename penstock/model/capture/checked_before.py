@@ -20,9 +20,9 @@ from penstock.errors import CheckError
 from penstock.torch_private import has_accumulation_hooks
 
 from .blocks import original_class
-from .graphs import Exported
-from .prove import prove
-from .record_model import Captured
+from .captured import Captured
+from .check import prove
+from .exported import Exported
 
 _MOST_STAGES = 8
 _KNOWN = ("builtins", "torch")

@@ -14,14 +14,13 @@ from penstock.errors import CaptureError, CutError
 from penstock.model.pytree import with_new_containers
 from penstock.model.state import first_names
 
+from .attribute_writes import Writes, grad_mode_noted, seeds_refused
 from .blocks import check_hooks, check_modules, find_blocks, original_class, watch, watch_functions
-from .faults import without_gradients
-from .groups import Groups, find_groups, ranges_of
+from .errors import without_gradients
+from .events import START, Info, ValueId
 from .inputs import EVERYWHERE, ROUTED, as_call, first_samples, names_of_positions, routed
-from .record import Event, Recording, SideChannel
-from .routes import Call, calls_of, holders, stages_of_events
-from .set_once import new_settings, set_again, settable, taken_back
-from .state import (
+from .keep_together import Groups, find_groups, ranges_of
+from .outer_state import (
     OwnState,
     as_it_was,
     changed_outside,
@@ -30,8 +29,9 @@ from .state import (
     outer_state,
     outside,
 )
-from .values import START, Info, ValueId
-from .writes import Writes, grad_mode_noted, seeds_refused
+from .recording import Event, Recording, SideChannel
+from .routes import Call, calls_of, holders, stages_of_events
+from .settings import new_settings, set_again, settable, taken_back
 
 
 class Mode(NamedTuple):

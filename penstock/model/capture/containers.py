@@ -18,9 +18,9 @@ from torch import Tensor
 
 from penstock.model.pytree import Structure, is_same_plain, opened, unflatten
 
-from .faults import changes_container, gives_twice
+from .errors import changes_container, gives_twice
+from .events import EventKey
 from .ghost import PLAIN
-from .values import EventKey
 
 
 class Given(int):

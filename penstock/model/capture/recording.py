@@ -20,11 +20,11 @@ from penstock.model.pytree import flatten, tree_map
 from penstock.torch_private import uncompiled, without_any_torch_function
 
 from .containers import filled
-from .draws import draws
-from .faults import calling_line, keeps_container, writes_into
+from .errors import calling_line, keeps_container, writes_into
+from .events import END, START, EventKey, Info, Operation, Told, ValueId, left_behind
+from .forward_pass import GRADIENT_HOOKS, Pass
 from .ghost import QUESTIONS, Ghost, ghosts_in, map_tensors
-from .passes import GRADIENT_HOOKS, Pass
-from .values import END, START, EventKey, Info, Operation, Told, ValueId, left_behind
+from .random_operations import draws
 
 _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
 _PLAIN_VALUES = (bool, int, float, list, numpy.ndarray)

@@ -18,11 +18,11 @@ from penstock.errors import CutError, RouteError
 from penstock.model.pytree import Sealed, flatten
 from penstock.torch_private import buffers_of, parameters_of, without_torch_function
 
-from .faults import calling_line
+from .errors import calling_line
+from .events import EventKey, ValueId
+from .exported import Exported
 from .ghost import METADATA, QUESTIONS, map_tensors
-from .graphs import Exported
 from .routes import Call, Placed
-from .values import EventKey, ValueId
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.model.make import (
+from penstock.model.materialize import (
     Made,
     forked_random,
     may_be_absent,
@@ -36,7 +36,7 @@ from penstock.torch_private import (
     storage_id,
 )
 
-from .record_model import Captured
+from .captured import Captured
 
 
 @dataclass(frozen=True, slots=True)

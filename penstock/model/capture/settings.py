@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .state import fields, is_plain, kept_by
+from .outer_state import fields, is_plain, kept_by
 
 _VALUES = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 _ABSENT = object()

@@ -21,11 +21,11 @@ from penstock.errors import CheckError, GlueError, RouteError
 from penstock.model.entries import Entry, faithful_copy, make_entry
 from penstock.model.pytree import flatten, unflatten
 
-from .cut import Cut
+from .captured import Captured
+from .events import Header, ValueId
 from .inputs import Call, as_call, first_samples
-from .record_model import Captured
-from .state import as_it_was
-from .values import Header, ValueId
+from .outer_state import as_it_was
+from .stages import Cut
 
 ROUNDING = 64
 """A difference below so many times the largest value's precision is one of summation order."""

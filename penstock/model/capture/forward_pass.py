@@ -18,12 +18,10 @@ from penstock.errors import GlueError
 from penstock.model.pytree import Leaf, flatten, unflatten, with_new_containers
 from penstock.torch_private import version_counter, without_torch_function
 
-from .checkpoints import checkpointed
+from .activation_checkpoints import checkpointed
 from .containers import can_change, changed, entries_of, on_copies, parts, put_back
-from .draws import draws
-from .faults import calling_line, changes_container, of_another_microbatch
-from .ghost import CURRENT, PLAIN, Ghost, answer, is_question
-from .values import (
+from .errors import calling_line, changes_container, of_another_microbatch
+from .events import (
     START,
     EventKey,
     Header,
@@ -34,6 +32,8 @@ from .values import (
     name_of,
     told_structure,
 )
+from .ghost import CURRENT, PLAIN, Ghost, answer, is_question
+from .random_operations import draws
 
 Perform = Callable[[EventKey, Callable[[], Any]], Any]
 """(event, function) -> the function's result: how a block call or a random operation is run.

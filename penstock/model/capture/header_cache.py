@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from penstock.model.pytree import Leaf, Sealed, is_same
 
-from .values import EventKey, Header, Told
+from .events import EventKey, Header, Told
 
 _MOST_HEADERS = 64
 """A stage that has seen so many different ones forgets them: sizes change with each batch."""

@@ -21,10 +21,10 @@ from penstock.torch_private import (
     wants_kwargs,
 )
 
-from .checkpoints import reentrant, watch_checkpoints
+from .activation_checkpoints import reentrant, watch_checkpoints
+from .exported import Exported
 from .ghost import CURRENT, ghosts_in
-from .graphs import Exported
-from .tied import lent_instead
+from .tied_weights import lent_instead
 
 _LARGE_SHARE = 1 / 32
 """A module that holds lists of blocks is opened if it has more than so much of all parameters."""

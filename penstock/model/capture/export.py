@@ -18,7 +18,7 @@ from penstock.model.pytree import flatten
 from penstock.torch_private import has_hooks
 
 from .blocks import find_blocks
-from .graphs import Exported, bound, check_modes
+from .exported import Exported, bound, check_modes
 from .inputs import as_call
 
 _ALWAYS = (

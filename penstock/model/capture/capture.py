@@ -9,16 +9,16 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import CutError, ExportWarning
+from penstock.model.batch import check_values, without_whole
+from penstock.model.layers import Layers, as_layers, is_plain_chain
 from penstock.progress import saying
 from penstock.torch_private import uncompiled
 
-from .batch import check_values, without_whole
-from .ghost.inputs import ROUTED, as_call
-from .ghost.layers import CapturedLayers
-from .ghost.prove import prove_alike
-from .ghost.proven import prove_once
-from .ghost.record_model import record_model
-from .layers import Layers, as_layers, is_plain_chain
+from .captured import record_model
+from .check import prove_alike
+from .checked_before import prove_once
+from .inputs import ROUTED, as_call
+from .layers import CapturedLayers
 
 RERUN, EXPORT = "rerun", "export"
 """How a stage runs its part of a model."""
@@ -97,7 +97,7 @@ def _exported(
     model: nn.Module, example_inputs: Any, blocks: Sequence[str] | None
 ) -> tuple[nn.Module, list[str]]:
     """Replace a model by its graphs, if they are the model; warn of what they lack."""
-    from .ghost.exported import export  # takes a second to import, and is seldom wanted
+    from .export import export  # takes a second to import, and is seldom wanted
 
     exported, names, dropped = export(model, example_inputs, blocks)
     prove_alike(model, exported, example_inputs)

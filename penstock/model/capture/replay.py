@@ -15,13 +15,13 @@ from torch import Tensor
 from penstock.errors import CutError, GlueError, RouteError
 from penstock.model.pytree import Leaf, flatten, unflatten
 
-from .faults import calling_line, writes_into
+from .errors import calling_line, writes_into
+from .events import END, EventKey, Header, Operation, Told, ValueId, told_structure
+from .forward_pass import GRADIENT_HOOKS, Pass, Perform, plainly
 from .ghost import Ghost, ghosts_in
+from .header_cache import Seen
 from .modes import Modes
-from .passes import GRADIENT_HOOKS, Pass, Perform, plainly
-from .seen import Seen
-from .tied import Absent, Lent
-from .values import END, EventKey, Header, Operation, Told, ValueId, told_structure
+from .tied_weights import Absent, Lent
 
 
 class _StageEnd(BaseException):

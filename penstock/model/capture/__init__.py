@@ -1,0 +1,26 @@
+"""Any nn.Module cut into stages, by running its own forward with other stages' blocks left out.
+
+capture                 the function `penstock.capture`
+captured                a model as data: its block calls in order, and the values between them
+layers                  the same as layers, for all that follows
+describe                the same as a table
+blocks, keep_together   which modules a cut may lie before; which of them stay on one stage
+events                  names for what happens between blocks, and for the values there
+ghost                   a tensor without values: it stands for what another stage holds
+forward_pass            one execution of the model's forward, operation by operation
+recording               a pass that runs everything, and notes who gives and who uses what
+replay                  a pass of one stage: it runs its own part, and is told the rest
+random_operations       operations that draw random numbers
+containers              lists and dicts that blocks fill
+inputs                  what a model is called with, and how that is routed to later stages
+activation_checkpoints  checkpoints that the model puts around blocks
+routes, stages          which stages hold a value; the model cut into stages
+tied_weights            weights that several stages use
+header_cache            what a stage told the next ones before
+materialize             values for a model that was built without any
+outer_state, settings   what the model's code may not change outside blocks, and what it may
+attribute_writes        what it may not write while it runs, nor seed
+check, checked_before   is the cut model the model?  Not asked twice
+export, exported        the fallback: graphs of torch.export in place of the model's own Python
+errors                  errors of code between blocks
+"""
