@@ -139,7 +139,7 @@ FAULTS = (
         "penstock/model/capture/outer_state.py",
         "return [*fields(value).values()] if is_plain(kind) else None",
         "return None",
-        "tests/unit/test_capture_errors.py",
+        "tests/model/capture/test_capture_errors.py",
         "counter",
     ),
     Fault(
@@ -147,7 +147,7 @@ FAULTS = (
         "penstock/model/capture/captured.py",
         "if names or again.events != recording.events:",
         "if False:",
-        "tests/unit/test_capture_errors.py",
+        "tests/model/capture/test_capture_errors.py",
         "setting",
     ),
     Fault(

@@ -80,7 +80,7 @@ FAULTS = (
         "penstock/checkpoint/save.py",
         "elif copy or storage in seen:",
         "elif storage in seen:",
-        "tests/unit/test_checkpoint.py",
+        "tests/checkpoint/test_checkpoint.py",
         "beside_the_training",
     ),
     Fault(
@@ -88,7 +88,7 @@ FAULTS = (
         "penstock/checkpoint/optimizer_state.py",
         "loaded[key] = value.to(now.device)",
         "loaded[key] = now",
-        "tests/unit/test_checkpoint.py",
+        "tests/checkpoint/test_checkpoint.py",
         "another_type",
     ),
     Fault(
@@ -96,7 +96,7 @@ FAULTS = (
         "penstock/checkpoint/optimizer_state.py",
         'return key.replace("%", "%25").replace(".", "%2E")',
         "return key",
-        "tests/unit/test_checkpoint.py",
+        "tests/checkpoint/test_checkpoint.py",
         "another_type",
     ),
     Fault(
@@ -104,7 +104,7 @@ FAULTS = (
         "penstock/pretrained/load.py",
         "set_extra(owners, fill() if mesh is None else mesh.work(fill, what))",
         "fill() if mesh is None else mesh.work(fill, what)",
-        "tests/unit/test_pretrained.py",
+        "tests/checkpoint/test_pretrained.py",
         "extra_state and saved",
     ),
     Fault(
@@ -128,7 +128,7 @@ FAULTS = (
         "penstock/checkpoint/files.py",
         "if own != digest_of([facts, digests]):",
         "if own is None:",
-        "tests/unit/test_checkpoint.py",
+        "tests/checkpoint/test_checkpoint.py",
         "changed_by_hand",
     ),
     Fault(
@@ -176,7 +176,7 @@ FAULTS = (
         "penstock/mesh/meet.py",
         "name, pause_s = uuid.uuid4().hex, _PAUSE_S",
         'name, pause_s = "name", _PAUSE_S',
-        "tests/unit/test_meet.py",
+        "tests/mesh/test_meet.py",
         "one_name",
     ),
     Fault(
@@ -216,7 +216,7 @@ FAULTS = (
         "penstock/mesh/flows.py",
         "return parts if self._waiting else self._push(parts)",
         "return self._push(parts)",
-        "tests/unit/test_streams.py",
+        "tests/transport/test_streams.py",
         "before_what_waits",
     ),
     Fault(
@@ -224,7 +224,7 @@ FAULTS = (
         "penstock/mesh/flows.py",
         "        self._selector.register(alarm.socket, EVENT_READ)\n",
         "",
-        "tests/unit/test_streams.py",
+        "tests/transport/test_streams.py",
         "learns_of_a_failure",
     ),
 )

@@ -40,7 +40,7 @@ FAULTS = (
         "penstock/train/rmsprop.py",
         'square.add(group["eps"]).sqrt_()',
         'square.sqrt().add_(group["eps"])',
-        "tests/unit/test_optimizers.py",
+        "tests/optim/test_optimizers.py",
         "by_hand",
     ),
     Fault(
@@ -48,7 +48,7 @@ FAULTS = (
         "penstock/train/averaging.py",
         "if parameter in self._norms:",
         "if False:",
-        "tests/unit/test_optimizers.py",
+        "tests/optim/test_optimizers.py",
         "running_statistics",
     ),
     Fault(
@@ -80,7 +80,7 @@ FAULTS = (
         "penstock/train/layout.py",
         "    sizes = microbatch_sizes(num_samples, num_microbatches)\n    share",
         "    sizes = microbatch_sizes(num_samples, num_replicas)\n    share",
-        "tests/unit/test_layout.py",
+        "tests/train/test_layout.py",
         "whole_micro_batches",
     ),
     Fault(
@@ -95,7 +95,7 @@ FAULTS = (
         "penstock/data/images/folders.py",
         'if image.mode.startswith("I;16")',
         "if False",
-        "tests/unit/test_image_files.py",
+        "tests/data/test_image_files.py",
         "16_bits",
     ),
     Fault(
@@ -103,7 +103,7 @@ FAULTS = (
         "penstock/trace/breakdown.py",
         "is_work = isinstance(span.instruction, Compute)",
         "is_work = isinstance(span.instruction, Forward | Backward)",
-        "tests/unit/test_trace_breakdown.py",
+        "tests/trace/test_trace_breakdown.py",
         "shorter_than_the_ideal",
     ),
     Fault(
@@ -159,7 +159,7 @@ FAULTS = (
         "penstock/train/run_folder.py",
         "            if metrics is not None:\n                yield metrics",
         "            if metrics is None:\n                return\n            yield metrics",
-        "tests/unit/test_run_folder.py",
+        "tests/train/test_run_folder.py",
         "costs_none",
     ),
     Fault(

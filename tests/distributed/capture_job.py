@@ -26,8 +26,8 @@ from tests.capturing import (
     loss,
     make_pipeline,
 )
-from tests.equality import same_bits
 from tests.laws.test_capture_bytes import check_t5, check_unet
+from tests.side_by_side import same_bits
 
 
 def train_all(mesh: penstock.Mesh, names: list[str], inputs: str) -> None:

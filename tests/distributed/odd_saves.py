@@ -12,8 +12,8 @@ import penstock
 from penstock.checkpoint.files import make_unfinished, put_in_place
 from penstock.checkpoint.together import write_together
 from penstock.mesh import background
-from tests.equality import same_bits
 from tests.model_parts import Masters, Noted, noted_pipeline
+from tests.side_by_side import same_bits
 
 
 def work(mesh: penstock.Mesh, folder_for_saves: str) -> list[str]:

@@ -12,7 +12,7 @@ from penstock.schedules import ALL_SCHEDULES
 from penstock.types import Recompute, Reduction
 from tests.distributed import accumulation_job
 from tests.distributed.call import call
-from tests.equality import same_bits
+from tests.side_by_side import same_bits
 
 WAYS = [
     {"schedule": schedule.__name__, "recompute": recompute.value, "reduction": reduction.value}

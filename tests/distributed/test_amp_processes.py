@@ -7,7 +7,7 @@ import pytest
 
 from tests.distributed import amp_job
 from tests.distributed.call import call
-from tests.equality import same_bits
+from tests.side_by_side import same_bits
 
 LAYOUTS = ((2, 1), (3, 1), (1, 2))
 """(Stages, replicas); the second of three stages has no parameters."""

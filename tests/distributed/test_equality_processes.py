@@ -17,8 +17,8 @@ from tests.distributed import odd_types
 from tests.distributed.call import call
 from tests.distributed.equality_job import BY_NAME, Case, results
 from tests.distributed.launch import run
-from tests.equality import same_bits
 from tests.reference import Unsplit
+from tests.side_by_side import same_bits
 
 FEW = (
     *("transformer", "structures", "fan_out", "batch_norms", "changing_buffers", "channels_last"),

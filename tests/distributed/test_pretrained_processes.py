@@ -29,7 +29,7 @@ from tests.pretrained import (
 
 FEW = ["gpt2", "llama, tied", "t5"]
 UNLIKE = ("branching", "clip")
-"""Not to be drawn; see tests/unit/test_make_captured.py."""
+"""Not to be drawn; see tests/model/capture/test_make_captured.py."""
 LIBRARY = [model.name for model in REQUIRED if hasattr(model.make()[0], "save_pretrained")]
 
 

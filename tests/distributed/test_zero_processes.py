@@ -7,7 +7,7 @@ import pytest
 
 from tests.distributed import zero_job
 from tests.distributed.call import call
-from tests.equality import same_bits
+from tests.side_by_side import same_bits
 
 
 @pytest.fixture(

@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import penstock
-from tests.equality import differences, pipeline
 from tests.every_schedule import EVERY_SCHEDULE
 from tests.models import ALL_MODELS, Model
 from tests.reference import is_list
+from tests.side_by_side import differences, pipeline
 
 OF_A_STEP = ("convolutions", "batch_norms", "frozen_batch_norm", "channels_last", "randomness")
 """Models with BatchNorm, whose statistics move once a step, or that draw by step and number."""

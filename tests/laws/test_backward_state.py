@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.errors import StateError
 from penstock.schedules import gpipe, one_f_one_b
-from tests.equality import same_bits
+from tests.side_by_side import same_bits
 from tests.ways import WAYS
 
 Write = Callable[[Any, Tensor], None]

@@ -14,9 +14,9 @@ from torch.nn.utils import parametrize
 
 import penstock
 from penstock.errors import ConfigError, StatisticsWarning
-from tests.equality import assert_trains_like_unsplit, differences
 from tests.every_schedule import EVERY_SCHEDULE
 from tests.models import Model, images
+from tests.side_by_side import assert_trains_like_unsplit, differences
 from tests.ways import WAYS
 
 EVERY_WAY = [

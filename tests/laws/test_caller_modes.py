@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import penstock
 from penstock.errors import ConfigError, ExecutionWarning
-from tests.equality import same_bits
+from tests.side_by_side import same_bits
 
 THREADS, LOOPBACK = penstock.Transport
 RECOMPUTE = pytest.mark.parametrize("recompute", penstock.Recompute)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from tests.equality import same_bits
+from tests.side_by_side import same_bits
 
 TRANSPORTS = pytest.mark.parametrize("transport", penstock.Transport)
 

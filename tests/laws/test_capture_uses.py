@@ -14,7 +14,7 @@ from penstock.errors import CutError
 from penstock.model.capture.inputs import EVERYWHERE, ROUTED
 from tests.any_models.chain import Chain, inputs
 from tests.capturing import loss
-from tests.equality import same_bits
+from tests.side_by_side import same_bits
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from tests.equality import assert_trains_like_unsplit, pipeline
 from tests.models import Model, vectors
+from tests.side_by_side import assert_trains_like_unsplit, pipeline
 from tests.ways import WAYS
 
 pytestmark = [

@@ -12,10 +12,10 @@ from penstock.schedules.ir import Instruction, Schedule
 from penstock.schedules.passes import add_communication, chain_edges
 from penstock.schedules.verify import verify
 from tests.covering import FACTORS, Run, covering_runs, many_runs
-from tests.equality import assert_trains_like_unsplit, differences, pipeline, same_bits
 from tests.every_schedule import EVERY_SCHEDULE, ready_in
 from tests.models import ALL_MODELS, Model
 from tests.reference import Unsplit
+from tests.side_by_side import assert_trains_like_unsplit, differences, pipeline, same_bits
 
 BY_NAME = {model.name: model for model in ALL_MODELS}
 COVERING = [

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.schedules import ALL_SCHEDULES
-from tests.equality import autocast, differences, pipeline, same_bits
 from tests.models import ALL_MODELS, Built, Model
 from tests.reference import Unsplit, chain
+from tests.side_by_side import autocast, differences, pipeline, same_bits
 
 BY_NAME = {model.name: model for model in ALL_MODELS}
 OPTIONS = [

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from tests.equality import assert_trains_like_unsplit, differences, pipeline, same_bits
 from tests.model_parts import InPlaceAffine
 from tests.models import ALL_MODELS, Built, Model, tokens, vectors
 from tests.reference import Forward, Unsplit, chain
+from tests.side_by_side import assert_trains_like_unsplit, differences, pipeline, same_bits
 from tests.ways import WAYS
 
 BY_NAME = {model.name: model for model in ALL_MODELS}

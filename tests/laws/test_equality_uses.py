@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from tests.equality import (
+from tests.models import ALL_MODELS, Model, tokens, vectors
+from tests.reference import Unsplit, chain
+from tests.side_by_side import (
     assert_trains_like_unsplit,
     autocast,
     differences,
     pipeline,
     same_bits,
 )
-from tests.models import ALL_MODELS, Model, tokens, vectors
-from tests.reference import Unsplit, chain
 from tests.ways import WAYS
 
 BY_NAME = {model.name: model for model in ALL_MODELS}

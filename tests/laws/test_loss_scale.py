@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from tests.equality import differences, pipeline, same_bits
 from tests.models import ALL_MODELS, Model
 from tests.reference import Unsplit, Weigh, mean
+from tests.side_by_side import differences, pipeline, same_bits
 from tests.ways import WAYS
 
 BY_NAME = {model.name: model for model in ALL_MODELS}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ConfigError, StatisticsWarning
-from tests.equality import same_bits
+from tests.side_by_side import same_bits
 from tests.ways import WAYS
 
 deprecated = pytest.mark.filterwarnings("ignore:.*torch.jit")

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.schedules import gpipe
-from tests.equality import differences, pipeline, same_bits
 from tests.laws.test_equality_or_refusal import model
 from tests.models import vectors
 from tests.reference import Unsplit, chain
+from tests.side_by_side import differences, pipeline, same_bits
 from tests.ways import WAYS
 
 WITH_RECOMPUTE = [way for way in WAYS if way.values[0]["recompute"] is penstock.Recompute.STAGE]  # type: ignore[index]

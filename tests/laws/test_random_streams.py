@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.torch_private import dispatch_modes
-from tests.equality import assert_trains_like_unsplit, differences, pipeline, same_bits
 from tests.models import ALL_MODELS, Model, vectors
 from tests.reference import Unsplit, chain, stream_key
+from tests.side_by_side import assert_trains_like_unsplit, differences, pipeline, same_bits
 from tests.ways import WAYS
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import schedules
 from penstock.schedules.lower import ScheduleFunction
-from tests.equality import same_bits
+from tests.side_by_side import same_bits
 
 NUM_MICROBATCHES, NUM_WORDS, WIDTH = 4, 11, 6
 SUMMED = penstock.TiedGradients.SUMMED

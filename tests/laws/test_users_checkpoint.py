@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from tests.equality import assert_trains_like_unsplit, pipeline
 from tests.laws.test_equality_or_refusal import model
+from tests.side_by_side import assert_trains_like_unsplit, pipeline
 from tests.ways import WAYS
 
 REENTRANT = pytest.mark.parametrize("reentrant", (True, False))

@@ -14,7 +14,7 @@ from penstock.model.capture.stages import Cut
 from penstock.model.capture.tied_weights import release
 from tests.any_models.chain import WIDTH, Chain, inputs
 from tests.capturing import assert_equal, gradients
-from tests.unit.test_capture_errors import pipeline
+from tests.model.capture.test_capture_errors import pipeline
 
 
 class CatchingAll(Chain):

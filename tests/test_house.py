@@ -72,7 +72,7 @@ TORCH_PRIVATE = "penstock.torch_private"
 PYTHONS_PRIVATE = {"_replace", "_exit", "_getframe"}
 BANNED = "chunk"
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "penstock").rglob("*.py"))
 SOURCES = [
     path

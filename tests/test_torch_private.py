@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock import torch_private as private
 from penstock.errors import NEWEST_TORCH, OLDEST_TORCH, TorchError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 WORKS = "Penstock works with torch {}.{} to {}.{}".format(*OLDEST_TORCH, *NEWEST_TORCH)
 
 
