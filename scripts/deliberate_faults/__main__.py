@@ -29,7 +29,7 @@ def main() -> None:
                 continue
             caught = catches(fault, repository)
             test = fault.test + (f" ({fault.only})" if fault.only else "")
-            print(f"| {fault.name} | `{fault.file}` | `{test}` |{'' if caught else '  UNNOTICED'}")  # noqa: T201 - a script
+            print(f"| {fault.name} | `{fault.file}` | `{test}` |{'' if caught else '  UNNOTICED'}")
             if not caught:
                 unnoticed.append(fault.name)
     if unnoticed:
