@@ -21,7 +21,6 @@ LAYERS = (
     {"costs"},
     {"planner"},
     {"mesh"},
-    {"transport"},
     {"runtime"},
     {"pretrained"},
     {"arguments"},
@@ -50,7 +49,6 @@ LAYERS = (
     └► costs                      WHAT IT COSTS
           └► planner              WHO
                └► mesh            WHO TAKES PART
-               └► transport       HOW IT MOVES
                └► runtime         DO
                └► pretrained      WHAT IT STARTS FROM
                     └► arguments  cut  description

@@ -1,1 +1,0 @@
-"""How values move between stages: one file per transport."""
