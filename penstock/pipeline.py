@@ -34,8 +34,9 @@ from penstock.runtime.crew import Batch
 from penstock.runtime.engine import Engine, Execution
 from penstock.runtime.handshake import Call
 from penstock.runtime.input_gradients import accumulate_into_inputs
-from penstock.runtime.microbatches import first_microbatch, gather
+from penstock.runtime.microbatches import first_microbatch
 from penstock.runtime.module_form import run_as_module
+from penstock.runtime.outputs import gather
 from penstock.runtime.run import Run
 from penstock.schedules.gpipe import gpipe
 from penstock.schedules.lower import Mode, ScheduleFunction

@@ -16,8 +16,9 @@ from penstock.model.capture.events import EventKey
 from penstock.model.capture.inputs import as_call
 from penstock.model.capture.layers import CapturedLayers
 from penstock.model.capture.stages import Cut
-from penstock.model.layers import MODEL_INPUT, Layers, Step, Value, call
+from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, tree_map
+from penstock.model.stage_plan import MODEL_INPUT, Step, Value, call
 from penstock.model.state import ABSENT, attributes, keeping_values, put_state, read_state
 from penstock.torch_private import saving_hooks
 

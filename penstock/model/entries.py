@@ -1,14 +1,14 @@
 """How a tensor from another stage becomes a leaf of this stage's own autograd graph."""
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from .subclasses import LASTING, as_plain
-
-_CACHE_LINE_BYTES = 64
+LASTING = "penstock_lasting"
+"""The attribute of a tensor that was sent for a parameter."""
+_NO_STATE = {LASTING, "_is_param"}
 
 
 @dataclass(slots=True)
@@ -49,19 +49,6 @@ def make_entry(tensor: Tensor, wants_grad: bool) -> Entry:
     return Entry(leaf, node, caught)
 
 
-def no_leaf(tensor: Tensor) -> Tensor:
-    """Give a tensor as what an operation gave, as it is in the unsplit model.
-
-    Autocast casts a leaf once for all its uses, and then adds up their gradients in the lower
-    precision.
-    """
-    if not tensor.requires_grad:
-        return tensor
-    same = _Same.apply(tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    assert isinstance(same, Tensor)
-    return same
-
-
 def lasts(tensor: Tensor) -> bool:
     """Tell whether a tensor is a parameter, or one that was sent here."""
     return isinstance(tensor, nn.Parameter) or hasattr(tensor, LASTING)
@@ -72,52 +59,50 @@ def mark_lasting(tensor: Tensor) -> None:
     setattr(tensor, LASTING, True)
 
 
-def faithful_copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor for layers to change in place; gradients flow through unchanged.
+def is_plain_class(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a Tensor and nothing else, or a parameter, which crosses as one."""
+    return type(tensor) is Tensor or issubclass(type(tensor), nn.Parameter)
 
-    The copy has the strides of the original and lies as far from a cache line's start: the order
-    in which matrix kernels add depends on both.
+
+def can_be_made_again(tensor: Tensor) -> bool:
+    """Tell whether its class and a plain tensor of its values are all that there is to a tensor.
+
+    Not so where it holds tensors of its own, as those with `__torch_dispatch__` do, or attributes,
+    or where another process cannot import its class.
     """
-    if any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
-        return tensor  # expanded: torch itself refuses to change it in place
-    if tensor.requires_grad and torch.is_grad_enabled():
-        copied = _Copy.apply(tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        assert isinstance(copied, Tensor)
-        return copied
-    return _copy(tensor)
-
-
-class _Same(torch.autograd.Function):
-    """The same tensor, with the very strides that it has: a view would choose others."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return _copy(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    if tensor.layout is not torch.strided or tensor.numel() == 0:
-        return tensor.clone()
-    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    spare = _CACHE_LINE_BYTES // tensor.element_size()
-    room = torch.empty(span + spare, dtype=tensor.dtype, device=tensor.device)
-    distance = (tensor.data_ptr() - room.data_ptr()) % _CACHE_LINE_BYTES
-    copied = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    copied.set_(
-        room.untyped_storage(), distance // tensor.element_size(), tensor.shape, tensor.stride()
+    kind = type(tensor)
+    return (
+        kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+        and vars(tensor).keys() <= _NO_STATE
+        and not any(vars(base).get("__slots__") for base in kind.__mro__)
+        and _imported(kind.__module__, kind.__qualname__) is kind
+        and type(tensor.as_subclass(Tensor)) is Tensor
     )
-    return copied.copy_(tensor.detach())
+
+
+def _imported(module: str, name: str) -> Any:
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def as_plain(tensor: Tensor) -> Tensor:
+    """Return a tensor as a plain one with the same values and graph, if that is all it is."""
+    if is_plain_class(tensor) or not can_be_made_again(tensor):
+        return tensor
+    return tensor.as_subclass(Tensor)
+
+
+def like(tensor: Tensor, model: Tensor) -> Tensor:
+    """Return a plain tensor as one of the class of `model`."""
+    is_alike = is_plain_class(model) or type(tensor) is type(model)
+    return tensor if is_alike else tensor.as_subclass(type(model))
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """Detach a tensor; what comes of it has the same class."""
+    if is_plain_class(tensor):
+        return tensor.detach()
+    plain = as_plain(tensor)
+    return tensor.detach() if plain is tensor else like(plain.detach(), tensor)

@@ -3,20 +3,15 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PartitionError
 from penstock.torch_private import CHILDREN, children_of, has_hooks
 
-if TYPE_CHECKING:
-    from .stages import Perform, StagePlan
+from .stage_plan import MODEL_INPUT, Perform, StagePlan, Step, Value, call, join_output
 
-Value = tuple[int, int]
-"""(number of the layer that gives it, place among its outputs); the model's input is (-1, 0)."""
-
-MODEL_INPUT: Value = (-1, 0)
 _INPUT_NAME = "input"
 _INPUTS = "inputs"
 """The one value that a pipeline of layers is called with, by name."""
@@ -38,22 +33,6 @@ class Layer:
     inputs: str | Sequence[str] | None = None
     outputs: str | Sequence[str] | None = None
     name: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One layer with its values resolved: `module(*inputs)` gives `outputs`."""
-
-    index: int
-    name: str
-    module: nn.Module
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-
-    @property
-    def label(self) -> str:
-        """The layer as an error message names it."""
-        return f"{self.name!r} ({type(self.module).__name__})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +92,7 @@ class Layers:
             counts.append(sum(new.values()))
         return tuple(counts)
 
-    def keep_only(self, plans: "Sequence[StagePlan]") -> None:
+    def keep_only(self, plans: Sequence[StagePlan]) -> None:
         """Give back the memory of all layers but those of `plans`; their shapes stay."""
         kept = {step.index for plan in plans for step in plan.steps}
         for step in self.steps:
@@ -173,7 +152,7 @@ class Layers:
             "then called as it was: Pipeline(model, example_inputs=...)"
         )
 
-    def run(self, inputs: Any, perform: "Perform | None" = None) -> Any:
+    def run(self, inputs: Any, perform: Perform | None = None) -> Any:
         """Run all layers, one after the other, as the unsplit model does.
 
         With `perform`, as `StagePlan.run` would: it is given each layer, and a function that runs
@@ -196,31 +175,6 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
             for cell, width, right in zip(row, widths, is_number, strict=True)
         ]
         yield "  ".join(cells).rstrip()
-
-
-def call(step: Step, arguments: list[Any]) -> dict[Value, Any]:
-    """Run one layer; name what it gives.
-
-    Raises:
-        ConfigError: it names several outputs and returns something else than a tuple of as many.
-    """
-    result = step.module(*arguments)
-    if len(step.outputs) == 1:
-        return {step.outputs[0]: result}
-    if not isinstance(result, tuple | list) or len(result) != len(step.outputs):
-        got = (
-            f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
-        )
-        raise ConfigError(
-            f"layer {step.label} names {len(step.outputs)} outputs but returned {got}; "
-            f"return a tuple of {len(step.outputs)}, or name one output"
-        )
-    return dict(zip(step.outputs, result, strict=True))
-
-
-def join_output(values: list[Any]) -> Any:
-    """Give the model's output as the last layer gave it: one value, or a tuple of several."""
-    return values[0] if len(values) == 1 else tuple(values)
 
 
 def is_plain_chain(model: object) -> bool:

@@ -19,8 +19,8 @@ from penstock.torch_private import (
     version_counter,
 )
 
-from .layers import Layers, Step
-from .stages import StagePlan
+from .layers import Layers
+from .stage_plan import StagePlan, Step
 
 Made = dict[int, tuple[Tensor, Tensor]]
 """(tensor on the meta device, what was made of it) by the id of the first one."""

@@ -15,7 +15,6 @@ from numbers import Number
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -106,76 +105,6 @@ def moved(structure: Structure, by: int) -> Structure:
             return Node(rebuild, tuple(moved(child, by) for child in children))
 
 
-def is_same(one: Structure, other: Structure) -> bool:
-    """Tell whether two structures rebuild the same, as far as that can be known."""
-    match one, other:
-        case Leaf(), Leaf():
-            return one == other
-        case Constant(a), Constant(b):
-            return a is b or is_same_plain(a, b)
-        case Node(), Node():
-            return one.rebuild == other.rebuild and (
-                len(one.children) == len(other.children)
-                and all(map(is_same, one.children, other.children))
-            )
-        case _:
-            return False
-
-
-def is_same_plain(one: Any, other: Any) -> bool:
-    """Tell whether two values are the same number or string; 0.0 and -0.0 are not."""
-    if type(one) is not type(other) or not isinstance(one, _COMPARED):
-        return False
-    return bool(one == other and (one or repr(one) == repr(other)))
-
-
-_COMPARED = (bool, int, float, str)
-
-
-def first_difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any] | None:
-    """Find where two values differ in structure or in a plain constant: the path, and both sides.
-
-    Objects of the user's are not compared.
-    """
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return None
-    parts, other_parts = opened(one), opened(other)
-    if parts is None or other_parts is None:
-        return None if _is_same_constant(one, other) else (path, one, other)
-    names, other_names = _places(one), _places(other)
-    if type(one) is not type(other) or names != other_names:
-        return path, one, other
-    for name, child, twin in zip(names, parts[0], other_parts[0], strict=True):
-        found = first_difference(child, twin, path + name)
-        if found is not None:
-            return found
-    return None
-
-
-def _is_same_constant(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Sealed) or is_object(one):
-        return True  # that there are several is told when one is used
-    if isinstance(one, numpy.ndarray):
-        return numpy.array_equal(one, other)
-    try:
-        return bool(one == other) or bool(one != one and other != other)  # a NaN is equal here
-    except (TypeError, ValueError, RuntimeError):  # what their comparison gives is no truth value
-        return False
-
-
-def _places(container: Any) -> list[str]:
-    """Name the children of a container, in their order, as one writes them after its name."""
-    if dataclasses.is_dataclass(container):
-        return [f".{field.name}" for field in dataclasses.fields(container)]
-    if isinstance(container, Mapping):
-        return [f"[{key!r}]" for key in container]
-    return [f"[{n}]" for n in range(len(container))]
-
-
 def constants(structure: Structure) -> Iterator[Any]:
     """Yield the values in a structure that are no tensors."""
     match structure:
@@ -248,7 +177,7 @@ def with_new_containers(value: _T) -> _T:
     return new
 
 
-_PLAIN = (
+PLAIN_TYPES = (
     *(type(None), bool, int, float, complex, str, bytes, Enum, slice, range, Number, Sealed),
     *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
@@ -256,13 +185,7 @@ _PLAIN = (
 
 def opaque_values(structure: Structure) -> Iterator[Any]:
     """Yield the constants in which a tensor could hide: anything but plain values."""
-    return (value for value in constants(structure) if not isinstance(value, _PLAIN))
-
-
-def is_object(value: Any) -> bool:
-    """Tell whether a value is an object of the user's: no tensor, container or plain value."""
-    is_plain_value = isinstance(value, (Tensor, numpy.ndarray, *_PLAIN))
-    return not is_plain_value and opened(value) is None
+    return (value for value in constants(structure) if not isinstance(value, PLAIN_TYPES))
 
 
 def _is_tensor(value: Any) -> bool:

@@ -9,65 +9,13 @@ behind, which is the order in which an unsplit backward pass adds the same terms
                                                0 ◄── 1 ◄── 3      gradient
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial, singledispatch
+from functools import singledispatch
 from itertools import pairwise
-from typing import Any
 
 from penstock.errors import PartitionError
 
-from .layers import MODEL_INPUT, Layers, Step, Value, call
-
-Perform = Callable[[Step, Callable[[], Any]], Any]
-"""(step, function) -> the function's result: how a stage runs one layer's call."""
-
-
-@dataclass(frozen=True, slots=True)
-class StagePlan:
-    """What one stage runs, and what it hands over.
-
-    `imports[peer]` and `exports[peer]` are the values that come from and go to stage `peer`, in an
-    order both sides agree on.  `dead_after[n]` are the values nobody needs once layer n of the
-    stage has run.
-    """
-
-    index: int
-    steps: tuple[Step, ...]
-    reads_input: bool
-    imports: dict[int, tuple[Value, ...]]
-    exports: dict[int, tuple[Value, ...]]
-    output: tuple[Value, ...]
-    dead_after: tuple[tuple[Value, ...], ...]
-
-    @property
-    def any_shape(self) -> bool:
-        """Whether values without a batch dimension may cross."""
-        return False
-
-    @property
-    def shares_input(self) -> bool:
-        """Whether other stages read the caller's batch as well."""
-        return False
-
-    @property
-    def decides(self) -> bool:
-        """Whether values decide what runs, so that micro-batches may use different parameters."""
-        return False
-
-    @property
-    def num_parameters(self) -> int:
-        """Values of the parameters whose home is here, in whichever process the stage runs."""
-        own = {id(p): p.numel() for step in self.steps for p in step.module.parameters()}
-        return sum(own.values())
-
-    def run(self, values: dict[Value, Any], perform: Perform) -> None:
-        """Run the stage's part of the model: from its imports in `values` to its exports there."""
-        for step, dead in zip(self.steps, self.dead_after, strict=True):
-            arguments = [values[v] for v in step.inputs]
-            values.update(perform(step, partial(call, step, arguments)))
-            for value in dead:
-                del values[value]
+from .layers import Layers
+from .stage_plan import MODEL_INPUT, StagePlan, Step, Value
 
 
 def stage_of_layers(partition: tuple[int, ...]) -> tuple[int, ...]:

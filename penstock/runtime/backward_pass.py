@@ -20,7 +20,8 @@ from penstock.torch_private import AnyBatchNorm, buffers_of
 
 from .batch_norm import separate_statistics
 from .boundary import version_of
-from .random_streams import alone_with_generators, checked_draws, refuse_draws
+from .default_generators import alone_with_generators, checked_draws
+from .random_streams import refuse_draws
 from .run import Kept, Run
 
 Versions = dict[Place, tuple[Tensor, int]]

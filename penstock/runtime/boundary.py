@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BoundaryError, ConfigError
+from penstock.model.entries import can_be_made_again, is_plain_class
 from penstock.model.pytree import Structure, opaque_values
-from penstock.model.subclasses import can_be_made_again, is_plain_class
 from penstock.torch_private import version_counter
 
 

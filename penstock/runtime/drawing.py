@@ -13,14 +13,9 @@ from penstock.errors import RandomnessError
 from penstock.torch_private import AnyDropout
 
 from .compiled import CompiledCalls
+from .default_generators import runs_and_draws
 from .dropout import is_plain, with_keyed_dropouts
-from .random_streams import (
-    KeyedRandomness,
-    WatchDraws,
-    holds_generator,
-    runs_and_draws,
-    stream_key,
-)
+from .random_streams import KeyedRandomness, WatchDraws, holds_generator, stream_key
 from .run import Kept, Run
 
 

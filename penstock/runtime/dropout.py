@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from .random_streams import KeyedRandomness, runs_and_draws
+from .default_generators import runs_and_draws
+from .random_streams import KeyedRandomness
 
 _lock = threading.Lock()
 _users: dict[nn.Dropout, int] = {}

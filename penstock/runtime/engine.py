@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError, CutError, PenstockError, RandomnessError
 from penstock.mesh import Mesh
 from penstock.mesh.start import check_timeout
-from penstock.model.layers import Layers, Step
+from penstock.model.layers import Layers
 from penstock.model.materialize import move_or_make_all
-from penstock.model.stages import StagePlan, check_partition, plan_stages, stage_of_layers
+from penstock.model.stage_plan import StagePlan, Step
+from penstock.model.stages import check_partition, plan_stages, stage_of_layers
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode, ScheduleFunction, lower, stage_ranks
 from penstock.torch_private import cache_weights_per_thread
@@ -24,8 +25,8 @@ from penstock.types import Recompute, TiedGradients, Trace, Transport
 from .batch_norm import batch_norms, warn_of_unpooled
 from .caller import CallerContext
 from .crew import Alone, Crew, Together
+from .default_generators import guarded_default_generators, rewound_default_generators
 from .host_memory import keep_freed_memory
-from .random_streams import guarded_default_generators, rewound_default_generators
 from .record import Record
 from .run import Run
 from .stage import Stage

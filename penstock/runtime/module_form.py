@@ -18,7 +18,7 @@ from penstock.schedules.lower import Mode
 from .crew import Batch
 from .engine import Engine
 from .input_gradients import input_gradients
-from .microbatches import gather
+from .outputs import gather
 from .run import Run
 
 

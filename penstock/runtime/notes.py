@@ -7,7 +7,7 @@ from types import FrameType
 
 from torch.autograd.graph import Node
 
-from penstock.model.layers import Step
+from penstock.model.stage_plan import Step
 from penstock.torch_private import node_number
 
 

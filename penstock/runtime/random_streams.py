@@ -8,29 +8,24 @@ rerouted to a generator of the worker's own.
 """
 
 import hashlib
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
 
-from penstock.errors import RandomnessError, RecomputeError
+from penstock.errors import RandomnessError
 from penstock.torch_private import OpOverload, TorchDispatchMode, arguments_of
 
+from .default_generators import (
+    default_generator,
+    default_generators_lock,
+    drew_in_backward,
+    generators_for,
+)
 from .devices import with_index
 from .users_checkpoint import autograd_mode
-
-_default_generators_lock: ContextVar[threading.Lock] = ContextVar(
-    "default_generators_lock",
-    default=threading.Lock(),  # noqa: B039 - one lock for all is what is wanted
-)
-"""Held by whoever has put a state of its own into torch's default generators.
-
-What runs inside a layer that holds it (another pipeline) finds a fresh one in its context.
-"""
 
 
 def stream_key(seed: int, phase: str, step: int, layer: int, microbatch: int) -> int:
@@ -95,62 +90,6 @@ class KeyedRandomness(TorchDispatchMode):
         return self._generators[device]
 
 
-def runs_and_draws(
-    key: int, function: Callable[[], Any], device: torch.device
-) -> tuple[Any, bool]:
-    """Run `function` with torch's default generators seeded with `key`; tell whether it drew.
-
-    Gives the same numbers as under `KeyedRandomness`, and leaves every kernel its own choice of
-    path; but only one thread at a time may do so.  A checkpoint of the user's own keeps the state
-    of these generators, and so draws the same numbers in the backward pass.
-    """
-    with alone_with_generators(device) as generators:
-        seeded = [g.manual_seed(key).get_state() for g in generators]
-        result = function()
-        after = [g.get_state() for g in generators]
-    return result, any(not torch.equal(s, a) for s, a in zip(seeded, after, strict=True))
-
-
-@contextmanager
-def alone_with_generators(device: torch.device) -> Iterator[list[Generator]]:
-    """Have torch's default generators to oneself, and put them back.
-
-    A backward pass needs them so where checkpoints may run again: each brings the generators to
-    the state of its forward meanwhile.
-    """
-    generators = _generators_for(device)
-    with _default_generators_lock.get(), _lock_of_its_own():
-        before = [(generator, generator.get_state()) for generator in generators]
-        try:
-            yield generators
-        finally:
-            for generator, state in before:
-                generator.set_state(state)
-
-
-@contextmanager
-def checked_draws(device: torch.device) -> Iterator[None]:
-    """Let checkpoints of the user's own draw again what they drew: they set the generators back.
-
-    Raises:
-        RandomnessError: something drew that did not.
-    """
-    generators = _generators_for(device)
-    before = [generator.get_state() for generator in generators]
-    yield
-    if any(not torch.equal(g.get_state(), s) for g, s in zip(generators, before, strict=True)):
-        raise _drew_in_backward("a layer")
-
-
-@contextmanager
-def _lock_of_its_own() -> Iterator[None]:
-    token = _default_generators_lock.set(threading.Lock())
-    try:
-        yield
-    finally:
-        _default_generators_lock.reset(token)
-
-
 class _RefuseRandomness(TorchDispatchMode):
     def __torch_dispatch__(
         self,
@@ -160,7 +99,7 @@ class _RefuseRandomness(TorchDispatchMode):
         kwargs: Any = None,
     ) -> Any:
         if _may_draw(func) and _draws_now(func, args, kwargs or {}):
-            raise _drew_in_backward(str(func))
+            raise drew_in_backward(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -184,7 +123,7 @@ class WatchDraws(TorchDispatchMode):
     def __init__(self, device: torch.device, modules: Iterable[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.in_checkpoint = self.outside = self.unseen = False
-        self._generators = _generators_for(device)
+        self._generators = generators_for(device)
         self._modules, self._depth = tuple(modules), 0
         self._outside = autograd_mode()
         self._states: list[Tensor] = []
@@ -237,18 +176,6 @@ class WatchDraws(TorchDispatchMode):
             self._states = [g.get_state() for g in self._generators]
 
 
-def _drew_in_backward(who: str) -> RandomnessError:
-    return RandomnessError(
-        f"{who} drew random numbers during the backward pass that are not those of its forward: "
-        "it runs again there, in a torch.utils.checkpoint that was switched on after its first "
-        "steps, or keeps no random state (preserve_rng_state=False), or in a checkpoint written "
-        "by hand; or the backward of an operator of your own draws, which has no numbers of its "
-        "own to draw: draw them in its forward. The gradients of this step must not be used: zero "
-        "them. A checkpoint that was switched on is known from the next step; for other "
-        "checkpoints, use recompute=Recompute.STAGE"
-    )
-
-
 def _may_draw(func: OpOverload) -> bool:
     """Tell whether an operator may draw; torch marks some that do not."""
     name = func.name()
@@ -290,8 +217,8 @@ def _overload_with_generator(func: OpOverload) -> OpOverload | None:
 
 def _with_default_state(func: OpOverload, generator: Generator, args: Any, kwargs: Any) -> Any:
     """Run an operator that takes no generator: lend its state to the default one for the call."""
-    default = _default_generator(generator.device)
-    with _default_generators_lock.get():
+    default = default_generator(generator.device)
+    with default_generators_lock.get():
         state = default.get_state()
         default.set_state(generator.get_state())
         try:
@@ -299,17 +226,6 @@ def _with_default_state(func: OpOverload, generator: Generator, args: Any, kwarg
         finally:
             generator.set_state(default.get_state())
             default.set_state(state)
-
-
-def _default_generator(device: torch.device) -> Generator:
-    if device.type == "cuda":
-        return torch.cuda.default_generators[with_index(device).index]
-    return torch.default_generator
-
-
-def _generators_for(device: torch.device) -> list[Generator]:
-    """Return the default generators that a layer on `device` may draw from."""
-    return list(dict.fromkeys(map(_default_generator, (torch.device("cpu"), device))))
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
@@ -321,47 +237,3 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
 def holds_generator(module: nn.Module) -> bool:
     """Tell whether a module, or one inside it, keeps a random number generator of its own."""
     return any(isinstance(v, Generator) for m in module.modules() for v in vars(m).values())
-
-
-@contextmanager
-def guarded_default_generators(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Check that nothing drew from a default generator inside.
-
-    Raises:
-        RandomnessError: something did; the step's masks would depend on the number of stages.
-    """
-    generators = [_default_generator(d) for d in dict.fromkeys((torch.device("cpu"), *devices))]
-    before = _states(generators)
-    differing: RecomputeError | None = None
-    try:
-        yield
-    except RecomputeError as error:  # most likely because of a draw, which is what to tell
-        differing = error
-    if any(not torch.equal(now, s) for now, s in zip(_states(generators), before, strict=True)):
-        raise RandomnessError(
-            "a layer drew random numbers outside its own stream: it did not draw, or not there, "
-            "when it first ran in this mode, or it draws in its backward. The gradients of this "
-            "step must not be used: zero them. Layers are looked at again in the next step. If it "
-            "was another thread of this process (one that prepares data, say), give that thread a "
-            "torch.Generator of its own"
-        ) from differing
-    if differing is not None:
-        raise differing
-
-
-@contextmanager
-def rewound_default_generators(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Put the default generators back if a RandomnessError ends what runs inside."""
-    generators = [_default_generator(d) for d in dict.fromkeys((torch.device("cpu"), *devices))]
-    before = _states(generators)
-    try:
-        yield
-    except RandomnessError:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
-        raise
-
-
-def _states(generators: Iterable[Generator]) -> list[Tensor]:
-    with _default_generators_lock.get():
-        return [generator.get_state() for generator in generators]

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from penstock.model.entries import Entry
-from penstock.model.layers import Step
 from penstock.model.pytree import Structure
+from penstock.model.stage_plan import Step
 from penstock.trace.timeline import MemorySample
 from penstock.types import Trace
 

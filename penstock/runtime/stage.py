@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import BoundaryError, ConfigError, RecomputeError
-from penstock.model.entries import faithful_copy, lasts, make_entry, mark_lasting, no_leaf
-from penstock.model.layers import MODEL_INPUT, Step, Value, join_output
+from penstock.model.copies import faithful_copy, no_leaf
+from penstock.model.entries import detached, lasts, like, make_entry, mark_lasting
 from penstock.model.pytree import flatten, tree_map, unflatten
-from penstock.model.stages import StagePlan
-from penstock.model.subclasses import detached, like
+from penstock.model.stage_plan import MODEL_INPUT, StagePlan, Step, Value, join_output
 from penstock.torch_private import next_node_number
 from penstock.types import Trace
 

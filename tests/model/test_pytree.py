@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from penstock.errors import BoundaryError
-from penstock.model.pytree import flatten, is_same, opaque_values, tree_map, unflatten
+from penstock.model.compare import is_same
+from penstock.model.pytree import flatten, opaque_values, tree_map, unflatten
 
 Pair = namedtuple("Pair", ("left", "right"))
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CheckError, GlueError, RouteError
-from penstock.model.entries import Entry, faithful_copy, make_entry
+from penstock.model.copies import faithful_copy
+from penstock.model.entries import Entry, make_entry
 from penstock.model.pytree import flatten, unflatten
 
 from .captured import Captured

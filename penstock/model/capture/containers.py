@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.model.pytree import Structure, is_same_plain, opened, unflatten
+from penstock.model.compare import is_same_plain
+from penstock.model.pytree import Structure, opened, unflatten
 
 from .errors import changes_container, gives_twice
 from .events import EventKey

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from penstock.model.pytree import Leaf, Sealed, is_same
+from penstock.model.compare import is_same
+from penstock.model.pytree import Leaf, Sealed
 
 from .events import EventKey, Header, Told
 

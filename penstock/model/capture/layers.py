@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError, PartitionError
-from penstock.model.layers import MODEL_INPUT, Layers, Step, Value, check_sharing
+from penstock.model.layers import Layers, check_sharing
 from penstock.model.materialize import move_or_make_all
 from penstock.model.output_loss import output_loss
 from penstock.model.pytree import flatten
-from penstock.model.stages import Perform, StagePlan, plan_stages
+from penstock.model.stage_plan import MODEL_INPUT, Perform, StagePlan, Step, Value
+from penstock.model.stages import plan_stages
 from penstock.torch_private import children_of, parameters_of, registered_of
 
 from .captured import Captured

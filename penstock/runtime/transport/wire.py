@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.model.subclasses import as_plain
+from penstock.model.entries import as_plain
 
 CACHE_LINE_BYTES = 64
 

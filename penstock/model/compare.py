@@ -1,0 +1,86 @@
+"""Compare values at a boundary: whether two are the same, and where they first differ."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+from torch import Tensor
+
+from .pytree import PLAIN_TYPES, Constant, Leaf, Node, Sealed, Structure, opened
+
+
+def is_same(one: Structure, other: Structure) -> bool:
+    """Tell whether two structures rebuild the same, as far as that can be known."""
+    match one, other:
+        case Leaf(), Leaf():
+            return one == other
+        case Constant(a), Constant(b):
+            return a is b or is_same_plain(a, b)
+        case Node(), Node():
+            return one.rebuild == other.rebuild and (
+                len(one.children) == len(other.children)
+                and all(map(is_same, one.children, other.children))
+            )
+        case _:
+            return False
+
+
+def is_same_plain(one: Any, other: Any) -> bool:
+    """Tell whether two values are the same number or string; 0.0 and -0.0 are not."""
+    if type(one) is not type(other) or not isinstance(one, _COMPARED):
+        return False
+    return bool(one == other and (one or repr(one) == repr(other)))
+
+
+_COMPARED = (bool, int, float, str)
+
+
+def first_difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any] | None:
+    """Find where two values differ in structure or in a plain constant: the path, and both sides.
+
+    Objects of the user's are not compared.
+    """
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return None
+    parts, other_parts = opened(one), opened(other)
+    if parts is None or other_parts is None:
+        return None if _is_same_constant(one, other) else (path, one, other)
+    names, other_names = _places(one), _places(other)
+    if type(one) is not type(other) or names != other_names:
+        return path, one, other
+    for name, child, twin in zip(names, parts[0], other_parts[0], strict=True):
+        found = first_difference(child, twin, path + name)
+        if found is not None:
+            return found
+    return None
+
+
+def _is_same_constant(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Sealed) or is_object(one):
+        return True  # that there are several is told when one is used
+    if isinstance(one, numpy.ndarray):
+        return numpy.array_equal(one, other)
+    try:
+        return bool(one == other) or bool(one != one and other != other)  # a NaN is equal here
+    except (TypeError, ValueError, RuntimeError):  # what their comparison gives is no truth value
+        return False
+
+
+def _places(container: Any) -> list[str]:
+    """Name the children of a container, in their order, as one writes them after its name."""
+    if dataclasses.is_dataclass(container):
+        return [f".{field.name}" for field in dataclasses.fields(container)]
+    if isinstance(container, Mapping):
+        return [f"[{key!r}]" for key in container]
+    return [f"[{n}]" for n in range(len(container))]
+
+
+def is_object(value: Any) -> bool:
+    """Tell whether a value is an object of the user's: no tensor, container or plain value."""
+    is_plain_value = isinstance(value, (Tensor, numpy.ndarray, *PLAIN_TYPES))
+    return not is_plain_value and opened(value) is None

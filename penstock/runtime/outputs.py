@@ -1,0 +1,131 @@
+"""Put the outputs of micro-batches together to that of the mini-batch."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import BoundaryError, OutputWarning
+from penstock.model.compare import first_difference, is_object
+from penstock.model.output_loss import loss_in
+from penstock.model.pytree import StandIn, constants, flatten, flatten_by, tree_map, unflatten
+
+_SHOWN = 60
+
+
+def gather(parts: Sequence[Any], sizes: Sequence[int], weights: Callable[[], list[float]]) -> Any:
+    """Concatenate the micro-batches' outputs along dimension 0.
+
+    A loss that the model computed itself is the sum of the parts' losses by their `weights`.
+
+    Raises:
+        BoundaryError: a tensor's dimension 0 is not its micro-batch's size, or the parts differ in
+            structure or in a value that is no tensor.
+    """
+    _check_alike(parts, sizes)
+    flat = [flatten_by(part, is_object) for part in parts]
+    loss = loss_in(parts[0])
+    losses = [n for n, leaf in enumerate(flat[0][0]) if leaf is loss]
+    for i, (leaves, _) in enumerate(flat):
+        if len(leaves) != len(flat[0][0]):
+            raise BoundaryError(
+                f"micro-batch {i} gave {len(leaves)} tensors, micro-batch 0 gave "
+                f"{len(flat[0][0])}; outputs must have the same structure for every micro-batch"
+            )
+        for n, leaf in enumerate(leaves):
+            if n in losses or not isinstance(leaf, Tensor):
+                continue
+            if leaf.dim() == 0 or leaf.shape[0] != sizes[i]:
+                raise BoundaryError(
+                    f"the model's output for micro-batch {i} ({sizes[i]} samples) has a tensor of "
+                    f"shape {tuple(leaf.shape)}: dimension 0 must be the batch, or the outputs of "
+                    "the micro-batches cannot be put together. Return one value per sample, or "
+                    "use train_step with loss="
+                )
+    rows = list(zip(*(leaves for leaves, _ in flat), strict=True))
+    whole = [
+        _weighted(row, weights()) if n in losses else _joined(row) for n, row in enumerate(rows)
+    ]
+    return unflatten(flat[0][1], whole)
+
+
+def _joined(row: Sequence[Any]) -> Any:
+    """Concatenate tensors; of several objects, give what tells so when it is used."""
+    if len(row) == 1:
+        return row[0]
+    if not isinstance(row[0], Tensor):
+        same = all(leaf is row[0] for leaf in row)
+        return row[0] if same else _Several(type(row[0]).__name__)
+    if any(leaf.shape[1:] != row[0].shape[1:] for leaf in row):
+        raise BoundaryError(
+            f"the model's outputs for the micro-batches have tensors of shapes "
+            f"{', '.join(str(tuple(leaf.shape)) for leaf in row)}, which cannot be put "
+            "together along dimension 0. Return one row per sample, or use train_step with "
+            "loss="
+        )
+    return torch.cat(list(row))
+
+
+class _Several(StandIn):
+    """Stands in an output for an object of which each micro-batch has one of its own."""
+
+    def __init__(self, kind: str) -> None:
+        self.__dict__.update(kind=kind)
+
+    def _error(self) -> BoundaryError:
+        return BoundaryError(
+            f"the model's output holds a {self.kind}, and each micro-batch gave one of its own, "
+            "which cannot be put together. Return tensors with one row per sample, or switch it "
+            "off (use_cache=False, say)"
+        )
+
+
+def _check_alike(parts: Sequence[Any], sizes: Sequence[int]) -> None:
+    """Refuse outputs that differ in what is no tensor; warn where it may count the samples.
+
+    Raises:
+        BoundaryError: they differ.
+    """
+    for i, part in enumerate(parts[1:], 1):
+        found = first_difference(parts[0], part)
+        if found is not None:
+            path, first, other = found
+            raise BoundaryError(
+                f"the model's outputs for the micro-batches cannot be put together: output{path} "
+                f"is {_shown(first)} for micro-batch 0 and {_shown(other)} for micro-batch {i}. "
+                "Return what belongs to the samples as a tensor with one row per sample, and the "
+                "same structure for every micro-batch"
+            )
+    counts = [n for n in constants(flatten(parts[0])[1]) if type(n) is int and n == sizes[0]]
+    if counts and len(sizes) > 1:
+        warnings.warn(
+            f"the model's output holds the number {counts[0]}, which is also the number of "
+            f"samples in each micro-batch. If it counts them, it is not that of the whole batch "
+            f"({sum(sizes)} samples): compute it from the tensors of the output",
+            OutputWarning,
+            stacklevel=2,
+        )
+
+
+def _shown(value: Any) -> str:
+    text = repr(tree_map(_Shape, value))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Stands for a tensor in a message."""
+
+    tensor: Tensor
+
+    def __repr__(self) -> str:
+        return f"a tensor of shape {tuple(self.tensor.shape)}"
+
+
+def _weighted(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Add up losses; one without weight may be the mean over nothing, 0/0, and has no part."""
+    terms = [loss * weight for loss, weight in zip(losses, weights, strict=True) if weight != 0]
+    return sum(terms[1:], start=terms[0])
