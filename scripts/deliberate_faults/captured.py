@@ -113,7 +113,7 @@ FAULTS = (
     ),
     Fault(
         "a loss of the model's own counts every micro-batch alike",
-        "penstock/runtime/microbatches.py",
+        "penstock/runtime/outputs.py",
         "_weighted(row, weights())",
         "_weighted(row, [1 / len(row)] * len(row))",
         "tests/laws/test_any_module.py",

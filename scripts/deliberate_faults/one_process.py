@@ -108,7 +108,7 @@ FAULTS = (
     ),
     Fault(
         "outputs that differ in what is no tensor are those of the first micro-batch",
-        "penstock/runtime/microbatches.py",
+        "penstock/runtime/outputs.py",
         "if found is not None:",
         "if False:",
         "tests/model/test_batch.py::test_outputs_that_differ_in_what_is_no_tensor_are_refused",
@@ -160,7 +160,7 @@ FAULTS = (
     ),
     Fault(
         "a copy for in-place layers starts at another address",
-        "penstock/model/entries.py",
+        "penstock/model/copies.py",
         "distance // tensor.element_size(), tensor.shape",
         "0, tensor.shape",
         "tests/laws/test_equality.py",
