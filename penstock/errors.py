@@ -3,6 +3,7 @@
     PenstockError
     ├── ConfigError (ValueError)      an argument that cannot work; found before anything runs
     │   ├── PartitionError            layers, stages and sizes that do not fit together
+    │   ├── PlanError                 a plan of another model, for other processes, or damaged
     │   ├── BatchError                inputs or targets that cannot be cut into micro-batches
     │   └── RecipeError               a training recipe with an unknown, mistyped or missing key
     ├── ScheduleError (ValueError)    a schedule that is incomplete, unordered or never ends
@@ -50,6 +51,10 @@ class ConfigError(PenstockError, ValueError):
 
 class PartitionError(ConfigError):
     """The layers, stages and layer counts do not fit together."""
+
+
+class PlanError(ConfigError):
+    """A plan is of another model or for other processes, or a file does not hold one."""
 
 
 class BatchError(ConfigError):

@@ -21,6 +21,7 @@ LAYERS = (
     {"costs"},
     {"planner"},
     {"mesh"},
+    {"transport"},
     {"runtime"},
     {"pretrained"},
     {"arguments"},
@@ -49,6 +50,7 @@ LAYERS = (
     └► costs                      WHAT IT COSTS
           └► planner              WHO
                └► mesh            WHO TAKES PART
+               └► transport       HOW IT MOVES
                └► runtime         DO
                └► pretrained      WHAT IT STARTS FROM
                     └► arguments  cut  description

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from penstock.errors import StateError
 from penstock.model.state import Place, attributes, read_state
 from penstock.torch_private import AnyBatchNorm, buffers_of
+from penstock.transport.payload import version_of
 
 from .batch_norm import separate_statistics
-from .boundary import version_of
 from .default_generators import alone_with_generators, checked_draws
 from .random_streams import refuse_draws
 from .run import Kept, Run

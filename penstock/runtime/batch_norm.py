@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError, StatisticsWarning
 from penstock.model.capture.blocks import original_class
 from penstock.torch_private import AnyBatchNorm, buffers_of
+from penstock.transport.payload import version_of
 
-from .boundary import same_bits, version_of
+from .boundary import same_bits
 from .users_checkpoint import autograd_mode
 
 Moments = tuple[int, Tensor, Tensor]

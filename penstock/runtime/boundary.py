@@ -9,7 +9,6 @@ from torch import Tensor
 from penstock.errors import BoundaryError, ConfigError
 from penstock.model.entries import can_be_made_again, is_plain_class
 from penstock.model.pytree import Structure, opaque_values
-from penstock.torch_private import version_counter
 
 
 def check_leaving(
@@ -60,11 +59,6 @@ def check_classes(tensors: Iterable[Tensor | None], what_it_does: str) -> None:
         )
 
 
-def version_of(tensor: Tensor) -> int:
-    """Count the changes in place; inference tensors do not count them."""
-    return 0 if tensor.is_inference() else version_counter(tensor)
-
-
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Compare to the bit; a NaN is equal to itself."""
     if a.shape != b.shape:
@@ -74,22 +68,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
-
-
-def check_still_as_sent(tensor: Tensor, version: int, stage: int) -> None:
-    """Refuse a value that its sender has changed in place since it left.
-
-    Raises:
-        BoundaryError: it has.
-    """
-    if version_of(tensor) != version:
-        raise BoundaryError(
-            f"a tensor of shape {tuple(tensor.shape)} that left stage {stage} was changed in "
-            "place there afterwards (a buffer that a layer returns and moves in place, say, or "
-            "the weight of an nn.Embedding(max_norm=...) that is called on several stages); later "
-            "stages would see a later micro-batch's values. Return a copy (x.clone()), leave out "
-            "max_norm, or keep the uses of the weight on one stage"
-        )
 
 
 def check_routes(exported: Mapping[int, Sequence[Tensor]], stage: int) -> None:

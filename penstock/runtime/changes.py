@@ -5,8 +5,9 @@ from collections.abc import Iterable
 import torch
 
 from penstock.errors import BoundaryError, RecomputeError
+from penstock.transport.payload import check_still_as_sent, version_of
 
-from .boundary import check_still_as_sent, same_bits, version_of
+from .boundary import same_bits
 from .run import FROM_CALLER, Given, Kept
 
 

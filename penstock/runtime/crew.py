@@ -19,6 +19,7 @@ from penstock.errors import BatchError
 from penstock.mesh import Mesh
 from penstock.model.batch import batch_size, check_values, split
 from penstock.model.pytree import flatten, from_template, template, unflatten
+from penstock.transport.wire import TensorKind, fill, room_for, to_bytes
 from penstock.types import Reduction, Trace
 
 from .handshake import (
@@ -39,7 +40,6 @@ from .microbatches import (
 from .replicas import Replicas
 from .run import Run
 from .shared_trace import Noted, clock_name, put_together
-from .transport.wire import TensorKind, fill, room_for, to_bytes
 
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

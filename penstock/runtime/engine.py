@@ -26,12 +26,12 @@ from .batch_norm import batch_norms, warn_of_unpooled
 from .caller import CallerContext
 from .crew import Alone, Crew, Together
 from .default_generators import guarded_default_generators, rewound_default_generators
+from .drivers import AbstractDriver, CallerDriver, ProcessDriver, Work
 from .host_memory import keep_freed_memory
 from .record import Record
 from .run import Run
 from .stage import Stage
-from .transport import AbstractTransport, ThreadTransport, Work, make_transport
-from .transport.processes import ProcessTransport
+from .workers import ThreadDriver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +65,13 @@ class Execution:
         is_usual = self.tied_gradients is TiedGradients.PER_MICROBATCH
         return words if is_usual else f"{words}, tied_gradients={self.tied_gradients.name}"
 
-    def make_transport(self) -> AbstractTransport:
-        """Make what moves values between the stages."""
+    def make_driver(self) -> AbstractDriver:
+        """Make what runs the programs."""
         if self.mesh is not None and self.mesh.is_distributed:
-            return ProcessTransport(self.mesh, self.ranks, self.num_threads)
-        return make_transport(self.transport, self.num_threads, self.timeout_s)
+            return ProcessDriver(self.mesh, self.ranks, self.num_threads)
+        if self.transport is Transport.LOOPBACK:
+            return CallerDriver(self.num_threads)
+        return ThreadDriver(self.num_threads, self.timeout_s)
 
     def make_crew(self) -> Crew:
         """Make what the processes agree through."""
@@ -91,9 +93,9 @@ class Engine:
             over_replicas=how.pools_statistics,
         )
         self.crew = how.make_crew()
-        self._transport = how.make_transport()
-        self._is_threaded = isinstance(self._transport, ThreadTransport)
-        self._in_caller = make_transport(Transport.LOOPBACK, how.num_threads, how.timeout_s)
+        self._driver = how.make_driver()
+        self._is_threaded = isinstance(self._driver, ThreadDriver)
+        self._in_caller = CallerDriver(how.num_threads)
         self._programs: dict[tuple[Mode, int], Schedule] = {}
         self._plans: tuple[StagePlan, ...] = ()
         self._edges: frozenset[tuple[int, int]] = frozenset()
@@ -207,7 +209,7 @@ class Engine:
         return self._running.taken()
 
     def drive(self, run: Run, mode: Mode, *, in_caller: bool = False) -> None:
-        """Run a schedule to its end, by the transport; with `in_caller`, in the calling thread.
+        """Run a schedule to its end, by the driver; with `in_caller`, in the calling thread.
 
         Raises:
             Exception: whatever a layer or the loss raised first, with the place noted.
@@ -230,7 +232,7 @@ class Engine:
         try:
             with guarded_default_generators(self.devices):
                 stays = in_caller or (self._is_threaded and caller.stays())
-                (self._in_caller if stays else self._transport).drive(work)
+                (self._in_caller if stays else self._driver).drive(work)
             if replicas is not None:
                 replicas.finish()
         except BaseException as error:  # what was seen of the layers may be half, or the cause
@@ -284,7 +286,7 @@ class Engine:
 
     def close(self) -> None:
         """End the worker threads; the next run starts new ones."""
-        self._transport.close()
+        self._driver.close()
 
 
 class _Turn:

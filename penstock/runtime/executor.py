@@ -18,11 +18,12 @@ from penstock.schedules.ir import (
     SendGradient,
 )
 from penstock.schedules.walk import Message
+from penstock.transport.channels import AbstractChannels, Stopped
+from penstock.transport.payload import Activation, Gradient
 from penstock.types import Trace
 
-from .channels import AbstractChannels, Stopped
 from .clock import Clock
-from .run import Activation, Gradient, Run
+from .run import Run
 from .stage import Stage
 
 

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from penstock.model.entries import Entry
-from penstock.model.pytree import Structure
 from penstock.model.stage_plan import Step
 from penstock.trace.timeline import MemorySample
+from penstock.transport.payload import Activation, Gradient
 from penstock.types import Trace
 
 from .batch_norm import MomentsByModule
 from .caller import CallerContext
-from .devices import Event
 from .recompute import Seen, Witness
 
 StagePair = tuple[int, int]
@@ -23,33 +22,6 @@ StagePair = tuple[int, int]
 
 FROM_CALLER = -1
 """Stands where a peer stage stands, for values that come from the caller's batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Activation:
-    """Values on their way to another stage: detached tensors, and which want a gradient.
-
-    `aliases` are the places of tensors that share memory with another value, so that a change in
-    place would have to be seen in both.  `versions` are those the tensors had when they left: a
-    later one means that the sender has changed them in place since.  `lasting` are the places of
-    parameters: the same for all micro-batches of a run.
-    """
-
-    leaves: tuple[Tensor, ...]
-    wants_grad: tuple[bool, ...]
-    structure: Structure
-    versions: tuple[int, ...]
-    aliases: frozenset[int] = frozenset()
-    event: Event | None = None
-    lasting: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """Gradients on their way back, one for each leaf of the activation, or None."""
-
-    leaves: tuple[Tensor | None, ...]
-    event: Event | None = None
 
 
 class Given(NamedTuple):

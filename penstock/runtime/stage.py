@@ -25,6 +25,7 @@ from penstock.model.entries import detached, lasts, like, make_entry, mark_lasti
 from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stage_plan import MODEL_INPUT, StagePlan, Step, Value, join_output
 from penstock.torch_private import next_node_number
+from penstock.transport.payload import Activation, Gradient, check_still_as_sent, version_of
 from penstock.types import Trace
 
 from .aliases import find_aliases
@@ -35,8 +36,6 @@ from .boundary import (
     check_leaving,
     check_loss,
     check_routes,
-    check_still_as_sent,
-    version_of,
 )
 from .changes import Changes
 from .devices import StageDevice
@@ -46,7 +45,7 @@ from .memory import KeptBytes
 from .notes import backward_of, note_failure
 from .recompute import Repeatable, Witness, dropping_graph
 from .replicas import Replicas
-from .run import FROM_CALLER, Activation, Given, Gradient, Kept, Run
+from .run import FROM_CALLER, Given, Kept, Run
 from .tied_sums import hold_back
 
 

@@ -247,7 +247,7 @@ FAULTS = (
     ),
     Fault(
         "a failed rank leaves the others waiting",
-        "penstock/runtime/transport/threads.py",
+        "penstock/runtime/workers.py",
         "            self._work.run.fail(error)\n            self._channels.abort()\n",
         "            self._work.run.fail(error)\n",
         "tests/laws/test_faults.py",

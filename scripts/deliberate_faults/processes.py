@@ -5,7 +5,7 @@ from .fault import Fault
 FAULTS = (
     Fault(
         "a tensor arrives in another process without its strides",
-        "penstock/runtime/transport/wire.py",
+        "penstock/transport/wire.py",
         "torch.empty_strided(kind.shape, kind.strides, dtype=kind.dtype, device=device)",
         "torch.empty(kind.shape, dtype=kind.dtype, device=device)",
         "tests/distributed/test_equality_processes.py",
@@ -13,7 +13,7 @@ FAULTS = (
     ),
     Fault(
         "a tensor arrives in another process without its class",
-        "penstock/runtime/transport/wire.py",
+        "penstock/transport/wire.py",
         "return tensor if kind.type is Tensor else tensor.as_subclass(kind.type)",
         "return tensor",
         "tests/distributed/test_equality_processes.py",
@@ -181,7 +181,7 @@ FAULTS = (
     ),
     Fault(
         "edges between the same two processes share a connection",
-        "penstock/runtime/transport/processes.py",
+        "penstock/transport/processes.py",
         "return (source << 16) + target",
         "return int(source > target)",
         "tests/distributed/test_equality_processes.py",

@@ -5,7 +5,7 @@ import random
 import torch
 
 import penstock
-from penstock.runtime.transport.link import Incoming, Outgoing, Parcel
+from penstock.transport.link import Incoming, Outgoing, Parcel
 
 NUM_RUNS, MICROBATCHES, NUM_KINDS = 150, 10, 400
 

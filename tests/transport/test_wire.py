@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.runtime.transport.wire import CACHE_LINE_BYTES, TensorKind, fill, room_for, to_bytes
+from penstock.transport.wire import CACHE_LINE_BYTES, TensorKind, fill, room_for, to_bytes
 
 
 class Marked(Tensor):

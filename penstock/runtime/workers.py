@@ -1,4 +1,4 @@
-"""Threads: one persistent worker per rank, values handed over in memory without a copy."""
+"""Worker threads that run the programs of one process: one persistent thread per rank."""
 
 import threading
 import weakref
@@ -8,77 +8,19 @@ from typing import Any, NoReturn
 
 import torch
 
-from penstock.errors import WaitTimeout
 from penstock.mesh.threads import leave_behind
-from penstock.runtime.caller import keeping_casts
-from penstock.runtime.channels import AbstractChannels, Stopped
-from penstock.runtime.devices import num_cores
-from penstock.runtime.executor import Executor
-from penstock.runtime.notes import note_worker
-from penstock.schedules.ir import Instruction
-from penstock.schedules.text import instruction_to_text
-from penstock.schedules.walk import Message, sent_message
+from penstock.transport.channels import Stopped
+from penstock.transport.threads import QueueChannels
 
-from .base import AbstractTransport, Work
-
-_ABORT = object()
+from .caller import keeping_casts
+from .devices import num_cores
+from .drivers import AbstractDriver, Work
+from .executor import Executor
+from .notes import note_worker
 
 
-class _Queues(AbstractChannels):
-    """One queue per direction of an edge; messages leave it in the order they were sent.
-
-    `turns` are held by ranks that run, and given back while they wait: no more ranks run at once
-    than the cores can carry, for Python's lock makes many that do slower than a few.
-    """
-
-    def __init__(self, work: Work, timeout_s: float, turns: AbstractContextManager[Any]) -> None:
-        self._timeout_s = timeout_s
-        self.turns = turns
-        self._run = work.run
-        messages = (sent_message(instruction) for _, instruction in work.schedule)
-        self._queues: dict[tuple[bool, int, int], SimpleQueue[Any]] = {
-            message[:3]: SimpleQueue() for message in messages if message is not None
-        }
-
-    def send(self, message: Message, payload: Any) -> None:
-        self._queues[message[:3]].put((message[3], payload))
-
-    def receive(self, message: Message, instruction: Instruction) -> Any:
-        queue = self._queues[message[:3]]
-        try:
-            item = queue.get_nowait()
-        except Empty:
-            item = self._wait(queue, message, instruction)
-        if item is _ABORT:
-            raise Stopped
-        microbatch, payload = item
-        assert microbatch == message[3], "verified: both ends of an edge keep the same order"
-        return payload
-
-    def _wait(self, queue: "SimpleQueue[Any]", message: Message, instruction: Instruction) -> Any:
-        self.turns.__exit__(None, None, None)
-        try:
-            return queue.get(timeout=self._timeout_s)
-        except Empty:
-            is_gradient, source, target, microbatch = message
-            what = "gradient" if is_gradient else "activation"
-            raise WaitTimeout(
-                f"stage {target} waited {self._timeout_s:g} s at "
-                f"{instruction_to_text(instruction)} for the {what} of micro-batch {microbatch} "
-                f"from stage {source}, which did not send it. If one layer may take that long, "
-                "raise timeout_s"
-            ) from None
-        finally:
-            self.turns.__enter__()
-
-    def abort(self) -> None:
-        """Wake every rank that waits."""
-        for queue in self._queues.values():
-            queue.put(_ABORT)
-
-
-class ThreadTransport(AbstractTransport):
-    """Drives each rank in a thread of its own; the threads live until `close`."""
+class ThreadDriver(AbstractDriver):
+    """Runs each rank's program in a thread of its own; the threads live until `close`."""
 
     def __init__(self, num_threads: int, timeout_s: float) -> None:
         self._num_threads = num_threads
@@ -88,11 +30,11 @@ class ThreadTransport(AbstractTransport):
         self._finalizer: weakref.finalize[..., Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ThreadTransport, (self._num_threads, self._timeout_s)  # a copy has its own threads
+        return ThreadDriver, (self._num_threads, self._timeout_s)  # a copy has its own threads
 
     def drive(self, work: Work) -> None:
         self._start(work.schedule.num_ranks)
-        channels = _Queues(work, self._timeout_s, self._turns(work))
+        channels = QueueChannels(work.schedule, self._timeout_s, self._turns(work))
         done: SimpleQueue[None] = SimpleQueue()
         jobs = [
             _Job(work, Executor(rank, program, work.stages, work.run, channels), channels, done)
@@ -193,7 +135,7 @@ class _Job:
     """One program for one worker."""
 
     def __init__(
-        self, work: Work, executor: Executor, channels: _Queues, done: "SimpleQueue[None]"
+        self, work: Work, executor: Executor, channels: QueueChannels, done: "SimpleQueue[None]"
     ) -> None:
         self._work, self._executor, self._channels, self._done = work, executor, channels, done
 

@@ -1,40 +1,37 @@
-"""Processes: each runs one rank's program; values travel by streams.
+"""Processes: values travel by streams.
 
-main thread    the program: compute, send, receive
+main thread    sends, and receives what was not posted
 background     receives of large messages, that were posted early; the rest of large sends
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-
 from penstock.mesh import Mesh
-from penstock.mesh.background import WAIT_FAILURES, Background, Slot
+from penstock.mesh.background import WAIT_FAILURES, Slot
 from penstock.model.pytree import Structure, from_template, is_plain, template
-from penstock.runtime.boundary import version_of
-from penstock.runtime.channels import AbstractChannels
-from penstock.runtime.executor import Executor
-from penstock.runtime.run import Activation, Gradient
 from penstock.schedules.ir import Instruction
 from penstock.schedules.text import instruction_to_text
 from penstock.schedules.walk import Message
 
-from .base import AbstractTransport, Work
+from .channels import AbstractChannels
 from .link import Incoming, Outgoing, Parcel
+from .payload import Activation, Gradient, version_of
 
 _WHAT_SENDS = "for stage {} to take what was sent to it"
 
 
-class _Peers(AbstractChannels):
+class ProcessChannels(AbstractChannels):
     """The messages of one process; its links to others outlive a run.
 
     What one of its stages sends to another stays here.
     """
 
-    def __init__(self, mesh: Mesh, background: Background, ranks: Sequence[int]) -> None:
-        self._mesh, self._background = mesh, background
+    def __init__(self, mesh: Mesh, ranks: Sequence[int]) -> None:
+        assert mesh.background is not None
+        self._mesh, self._background = mesh, mesh.background
         self._ranks = [mesh.rank_of(rank) for rank in ranks]
         self._incoming: dict[tuple[int, int], Incoming] = {}
         self._outgoing: dict[tuple[int, int], Outgoing] = {}
@@ -97,8 +94,16 @@ class _Peers(AbstractChannels):
             self._outgoing[key] = Outgoing(self._mesh, source, rank, channel)
         return self._outgoing[key]
 
-    def forget_lasting(self) -> None:
-        """Begin a run, or end one: what lasts as long as a run does is sent anew."""
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Send what lasts as long as a run does anew inside."""
+        self._forget_lasting()
+        try:
+            yield
+        finally:
+            self._forget_lasting()
+
+    def _forget_lasting(self) -> None:
         for incoming in self._incoming.values():
             incoming.forget_lasting()
         for outgoing in self._outgoing.values():
@@ -149,31 +154,3 @@ def _unpack(parcel: Parcel) -> Activation | Gradient:
     return Activation(
         leaves, about.wants_grad, about.structure, versions, about.aliases, lasting=parcel.lasting
     )
-
-
-class ProcessTransport(AbstractTransport):
-    """Runs this process's program in the calling thread; the other programs run elsewhere."""
-
-    def __init__(self, mesh: Mesh, ranks: Sequence[int], num_threads: int) -> None:
-        assert mesh.background is not None
-        self._mesh, self._num_threads = mesh, num_threads
-        self._channels = _Peers(mesh, mesh.background, ranks)
-
-    def drive(self, work: Work) -> None:
-        rank = self._mesh.stage
-        program = work.schedule.programs[rank]
-        executor = Executor(rank, program, work.stages, work.run, self._channels)
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(self._num_threads)
-        self._channels.forget_lasting()
-        try:
-            with work.caller.entered():
-                executor.execute_all()
-            self._channels.finish()
-        finally:
-            torch.set_num_threads(num_threads)
-            self._channels.forget_lasting()
-        executor.finish()
-
-    def close(self) -> None:
-        """The mesh owns what there is to give back."""

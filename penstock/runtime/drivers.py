@@ -1,0 +1,94 @@
+"""Who runs the programs: the calling thread runs all of them, or this process's own.
+
+Worker threads, one for each program, are in `workers`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from penstock.mesh import Mesh
+from penstock.schedules.ir import Schedule
+from penstock.schedules.walk import walk
+from penstock.transport.loopback import LoopbackChannels
+from penstock.transport.processes import ProcessChannels
+
+from .caller import CallerContext
+from .executor import Executor
+from .run import Run
+from .stage import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One run to drive: the lowered schedule, the stages by number, the caller's modes."""
+
+    schedule: Schedule
+    stages: Mapping[int, Stage]
+    run: Run
+    caller: CallerContext
+
+
+class AbstractDriver(ABC):
+    """Runs a lowered schedule to its end."""
+
+    @abstractmethod
+    def drive(self, work: Work) -> None:
+        """Execute every program; return when all ranks are done.
+
+        Raises:
+            Exception: the first one that any rank raised, as itself, with the place noted.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Give back what it holds; it can be used again and then takes hold anew."""
+
+
+class CallerDriver(AbstractDriver):
+    """Runs all ranks in the calling thread, in an order that never changes."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+
+    def drive(self, work: Work) -> None:
+        channels = LoopbackChannels()
+        executors = [
+            Executor(rank, program, work.stages, work.run, channels)
+            for rank, program in enumerate(work.schedule.programs)
+        ]
+        with _threads(self._num_threads), work.caller.entered():
+            for rank, instruction in walk(work.schedule):
+                executors[rank].execute(instruction)
+        for executor in executors:
+            executor.finish()
+
+
+class ProcessDriver(AbstractDriver):
+    """Runs this process's program in the calling thread; the other programs run elsewhere."""
+
+    def __init__(self, mesh: Mesh, ranks: Sequence[int], num_threads: int) -> None:
+        self._rank, self._num_threads = mesh.stage, num_threads
+        self._channels = ProcessChannels(mesh, ranks)
+
+    def drive(self, work: Work) -> None:
+        program = work.schedule.programs[self._rank]
+        executor = Executor(self._rank, program, work.stages, work.run, self._channels)
+        with _threads(self._num_threads), self._channels.run():
+            with work.caller.entered():
+                executor.execute_all()
+            self._channels.finish()
+        executor.finish()
+
+
+@contextmanager
+def _threads(num_threads: int) -> Iterator[None]:
+    """Let this thread's kernels use `num_threads` threads inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

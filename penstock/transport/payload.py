@@ -1,0 +1,58 @@
+"""What travels between stages: the values of a micro-batch, or their gradients."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.errors import BoundaryError
+from penstock.model.pytree import Structure
+from penstock.torch_private import version_counter
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """Values on their way to another stage: detached tensors, and which want a gradient.
+
+    `aliases` are the places of tensors that share memory with another value, so that a change in
+    place would have to be seen in both.  `versions` are those the tensors had when they left: a
+    later one means that the sender has changed them in place since.  `lasting` are the places of
+    parameters: the same for all micro-batches of a run.
+    """
+
+    leaves: tuple[Tensor, ...]
+    wants_grad: tuple[bool, ...]
+    structure: Structure
+    versions: tuple[int, ...]
+    aliases: frozenset[int] = frozenset()
+    event: torch.cuda.Event | None = None
+    lasting: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """Gradients on their way back, one for each leaf of the activation, or None."""
+
+    leaves: tuple[Tensor | None, ...]
+    event: torch.cuda.Event | None = None
+
+
+def version_of(tensor: Tensor) -> int:
+    """Count the changes in place; inference tensors do not count them."""
+    return 0 if tensor.is_inference() else version_counter(tensor)
+
+
+def check_still_as_sent(tensor: Tensor, version: int, stage: int) -> None:
+    """Refuse a value that its sender has changed in place since it left.
+
+    Raises:
+        BoundaryError: it has.
+    """
+    if version_of(tensor) != version:
+        raise BoundaryError(
+            f"a tensor of shape {tuple(tensor.shape)} that left stage {stage} was changed in "
+            "place there afterwards (a buffer that a layer returns and moves in place, say, or "
+            "the weight of an nn.Embedding(max_norm=...) that is called on several stages); later "
+            "stages would see a later micro-batch's values. Return a copy (x.clone()), leave out "
+            "max_norm, or keep the uses of the weight on one stage"
+        )

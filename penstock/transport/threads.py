@@ -1,0 +1,68 @@
+"""Threads of one process: values are handed over in memory, without a copy."""
+
+from contextlib import AbstractContextManager
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from penstock.errors import WaitTimeout
+from penstock.schedules.ir import Instruction, Schedule
+from penstock.schedules.text import instruction_to_text
+from penstock.schedules.walk import Message, sent_message
+
+from .channels import AbstractChannels, Stopped
+
+_ABORT = object()
+
+
+class QueueChannels(AbstractChannels):
+    """One queue per direction of an edge; messages leave it in the order they were sent.
+
+    `turns` are held by ranks that run, and given back while they wait: no more ranks run at once
+    than the cores can carry, for Python's lock makes many that do slower than a few.
+    """
+
+    def __init__(
+        self, schedule: Schedule, timeout_s: float, turns: AbstractContextManager[Any]
+    ) -> None:
+        self._timeout_s = timeout_s
+        self.turns = turns
+        messages = (sent_message(instruction) for _, instruction in schedule)
+        self._queues: dict[tuple[bool, int, int], SimpleQueue[Any]] = {
+            message[:3]: SimpleQueue() for message in messages if message is not None
+        }
+
+    def send(self, message: Message, payload: Any) -> None:
+        self._queues[message[:3]].put((message[3], payload))
+
+    def receive(self, message: Message, instruction: Instruction) -> Any:
+        queue = self._queues[message[:3]]
+        try:
+            item = queue.get_nowait()
+        except Empty:
+            item = self._wait(queue, message, instruction)
+        if item is _ABORT:
+            raise Stopped
+        microbatch, payload = item
+        assert microbatch == message[3], "verified: both ends of an edge keep the same order"
+        return payload
+
+    def _wait(self, queue: "SimpleQueue[Any]", message: Message, instruction: Instruction) -> Any:
+        self.turns.__exit__(None, None, None)
+        try:
+            return queue.get(timeout=self._timeout_s)
+        except Empty:
+            is_gradient, source, target, microbatch = message
+            what = "gradient" if is_gradient else "activation"
+            raise WaitTimeout(
+                f"stage {target} waited {self._timeout_s:g} s at "
+                f"{instruction_to_text(instruction)} for the {what} of micro-batch {microbatch} "
+                f"from stage {source}, which did not send it. If one layer may take that long, "
+                "raise timeout_s"
+            ) from None
+        finally:
+            self.turns.__enter__()
+
+    def abort(self) -> None:
+        """Wake every rank that waits."""
+        for queue in self._queues.values():
+            queue.put(_ABORT)
