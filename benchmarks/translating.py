@@ -29,8 +29,8 @@ from penstock.data.text import (
     score_translations,
     train_vocabulary,
 )
+from penstock.recipe.optimizer_sections import InverseSqrt
 from penstock.train.learning_rate import learning_rate
-from penstock.train.optimizer_sections import InverseSqrt
 from penstock.train.tasks.translated import kept, translate
 from penstock.zoo import TranslationTransformer, smoothed_cross_entropy, translation_transformer
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .checkpoint import load_pretrained as load_pretrained
     from .checkpoint import save_checkpoint as save_checkpoint
     from .checkpoint import save_pretrained as save_pretrained
-    from .clip import clip_grad_norm_ as clip_grad_norm_
     from .equality import CheckReport as CheckReport
     from .equality import check as check
     from .errors import PenstockError as PenstockError
@@ -24,21 +23,22 @@ if TYPE_CHECKING:
     from .model.capture.capture import capture as capture
     from .model.layers import Layer as Layer
     from .model.layers import Layers as Layers
+    from .optim.clip import clip_grad_norm_ as clip_grad_norm_
+    from .optim.scaler import GradScaler as GradScaler
+    from .optim.zero import zero_optimizer as zero_optimizer
     from .pipeline import Pipeline as Pipeline
-    from .scaler import GradScaler as GradScaler
     from .trace.timeline import Timeline as Timeline
     from .types import Recompute as Recompute
     from .types import Reduction as Reduction
     from .types import TiedGradients as TiedGradients
     from .types import Trace as Trace
     from .types import Transport as Transport
-    from .zero import zero_optimizer as zero_optimizer
 
 __version__ = "0.1.0"
 
 _HOME = {
     "CheckReport": "penstock.equality",
-    "GradScaler": "penstock.scaler",
+    "GradScaler": "penstock.optim.scaler",
     "Layer": "penstock.model.layers",
     "Layers": "penstock.model.layers",
     "Mesh": "penstock.mesh",
@@ -54,14 +54,14 @@ _HOME = {
     "async_save_checkpoint": "penstock.checkpoint",
     "capture": "penstock.model.capture.capture",
     "check": "penstock.equality",
-    "clip_grad_norm_": "penstock.clip",
+    "clip_grad_norm_": "penstock.optim.clip",
     "export_model": "penstock.checkpoint",
     "init_mesh": "penstock.mesh",
     "load_checkpoint": "penstock.checkpoint",
     "load_pretrained": "penstock.checkpoint",
     "save_checkpoint": "penstock.checkpoint",
     "save_pretrained": "penstock.checkpoint",
-    "zero_optimizer": "penstock.zero",
+    "zero_optimizer": "penstock.optim.zero",
 }
 
 _WITHOUT_TORCH = ("penstock.errors", "penstock.trace.timeline", "penstock.types")
@@ -102,7 +102,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     if _HOME[name] not in _WITHOUT_TORCH:
-        import_module("penstock.torch_version").require_torch()
+        import_module("penstock.torch_private")  # or it says which torch it needs
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value

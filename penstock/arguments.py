@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError, ExecutionWarning, PartitionError
+from penstock.errors import ConfigError, ExecutionWarning, PartitionError, check_count
 from penstock.mesh import Mesh
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten
@@ -88,17 +88,6 @@ def resolve_ranks(
             f"rank one, or start fewer processes:\n{found}"
         )
     return ranks
-
-
-def check_count(name: str, value: int) -> int:
-    """Give `value` back if it is a whole number of at least 1.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name}={value!r}; it must be a whole number of at least 1")
-    return value
 
 
 def resolve_threads(threads_per_stage: int | None, ranks: Sequence[int], mesh: Mesh | None) -> int:

@@ -12,11 +12,11 @@ from penstock.mesh import Mesh
 from penstock.mesh.agreement import require_same
 from penstock.model.layers import Layers
 from penstock.planner.partition import balance_spans
-from penstock.progress import saying
 from penstock.runtime.engine import Execution
 from penstock.schedules import ir
 from penstock.schedules.lower import schedule_of
 from penstock.schedules.passes import add_recompute
+from penstock.trace.progress import saying
 from penstock.types import Recompute
 
 _BY_COUNTS = "balanced by parameter counts"

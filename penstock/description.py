@@ -7,8 +7,8 @@ from torch import nn
 
 from penstock.cut import Cut
 from penstock.mesh import Mesh
+from penstock.model.held import Held
 from penstock.model.layers import Layers
-from penstock.pretrained import Model
 from penstock.runtime.engine import Engine, Execution
 from penstock.runtime.record import Record
 from penstock.runtime.run import Run
@@ -48,9 +48,9 @@ class AbstractDescribed(AbstractMovable):
         return self._layers.original or self
 
     @property
-    def loadable(self) -> Model:
+    def held(self) -> Held:
         """What this process has of the model: tensors, and extra state of the modules it runs."""
-        return Model(self, self.original, self._layers.elsewhere(self._engine.holds))
+        return Held(self, self.original, self._layers.elsewhere(self._engine.holds))
 
     @property
     def num_microbatches(self) -> int:

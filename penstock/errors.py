@@ -161,3 +161,14 @@ class StatisticsWarning(UserWarning):
 
 class OutputWarning(UserWarning):
     """A value in the outputs of micro-batches may not be that of the whole batch."""
+
+
+def check_count(name: str, value: int) -> int:
+    """Return `value` if it is a whole number of at least 1.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r}; it must be a whole number of at least 1")
+    return value

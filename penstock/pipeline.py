@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from penstock.arguments import (
     Devices,
     Objective,
-    check_count,
     check_loss_scale,
     check_targets,
     device_of_process,
@@ -21,14 +20,14 @@ from penstock.arguments import (
     resolve_threads,
     stages_of_mesh,
 )
+from penstock.checkpoint.pretrained.load import load_and_tell
 from penstock.cut import Cut
 from penstock.description import AbstractDescribed
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, check_count
 from penstock.mesh import Mesh
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.layers import Layer, Layers
 from penstock.model.state import in_evaluation
-from penstock.pretrained import load_and_tell
 from penstock.runtime.caller import CallerContext
 from penstock.runtime.crew import Batch
 from penstock.runtime.engine import Engine, Execution
@@ -153,7 +152,7 @@ class Pipeline(AbstractDescribed):
         with self._engine.crew.reporting():
             self._engine.cut(self._cut.partition, resolve_devices(devices, ranks))
             self.__dict__.update(self._layers.registered(self._engine.holds))
-            load_and_tell(weights, self.loadable, mesh)
+            load_and_tell(weights, self.held, mesh)
         self._measure_once(first_microbatch(example_inputs, num_microbatches))
 
     # -- a training step ------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
-from penstock.train.recipe import Recipe
-from penstock.train.section import Section
+from penstock.recipe.recipe import Recipe
+from penstock.recipe.section import Section
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipe_keys.md"
 HEAD = """# Every key of a recipe

@@ -248,7 +248,7 @@ def test_planning_works_where_torch_is_not_installed(folder: str) -> None:
     )
 
 
-@pytest.mark.parametrize("module", ("penstock", "penstock.train.recipe"))
+@pytest.mark.parametrize("module", ("penstock", "penstock.recipe.recipe"))
 def test_what_needs_no_torch_does_not_import_it(module: str) -> None:
     run_python(f"import sys, {module}; assert 'torch' not in sys.modules")
 

@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks.report import Column, Load, Report, parser, progress, publish
+from penstock.recipe.data_sections import Names
+from penstock.recipe.read import read_recipe
 from penstock.train.command import Request, start_run
-from penstock.train.data_sections import Names
 from penstock.train.interrupt import Interrupt
-from penstock.train.read_recipe import read_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "names.toml"
 SYSTEMS = ("copy", "bilingual", "multilingual")

@@ -1,7 +1,7 @@
 """SAVE AND LOAD: a training state as a folder, keyed by the model's own parameter names."""
 
 from .load import load_checkpoint
-from .pretrained import load_pretrained, save_pretrained
+from .pretrained.save import load_pretrained, save_pretrained
 from .save import async_save_checkpoint, export_model, save_checkpoint
 from .saving import Saving
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
 from penstock.model.extra_state import Owners, extra_faults, set_extra
-from penstock.pipeline import Pipeline
+from penstock.optim.pipeline_like import PipelineLike
 
 from .files import (
     EXTRA,
@@ -28,7 +28,7 @@ from .files import (
     read_tensors,
     size_of,
 )
-from .model_state import owners_here, state_here, state_of
+from .held import held_of
 from .optimizer_state import (
     check_optimizer,
     keys_of,
@@ -57,12 +57,13 @@ def load_checkpoint(
             tensor that is missing, unexpected or of another shape or type.
     """
     path = Path(path)
-    mesh = module.mesh if isinstance(module, Pipeline) else None
+    mesh = module.mesh if isinstance(module, PipelineLike) else None
     if mesh is not None and mesh.is_distributed:
         return _load_into_many(path, mesh, module, optimizer)
     facts = read_facts(path)
     saved = {**read_tensors(path, MODEL), **facts.get(EXTRA, {})}
-    faults = _model_faults(state_of(module), owners_here(module), saved)
+    held = held_of(module)
+    faults = _model_faults(held.state(), held.owners, saved)
     optimizer_tensors: dict[str, Tensor] = {}
     if optimizer is not None:
         if facts["optimizer"] is None:
@@ -83,14 +84,15 @@ def _put(
     saved: dict[str, Any],
     optimizer_tensors: dict[str, Tensor],
 ) -> dict[str, Any]:
-    owners = owners_here(module)
+    held = held_of(module)
+    owners = held.owners
     tensors = {n: v for n, v in saved.items() if isinstance(v, Tensor) and n not in owners}
-    whole = {**state_of(module), **tensors}  # other processes have the rest
+    whole = {**held.state(), **tensors}  # other processes have the rest
     module.load_state_dict(whole, strict=False)  # what it lacks is extra state
     set_extra(owners, saved)
     if optimizer is not None:
         unpack_optimizer(optimizer, module, facts["optimizer"], optimizer_tensors)
-    if isinstance(module, Pipeline) and facts["pipeline"] is not None:
+    if isinstance(module, PipelineLike) and facts["pipeline"] is not None:
         module.step, module.seed = facts["pipeline"]["step"], facts["pipeline"]["seed"]
     state: dict[str, Any] = facts["state"]
     return state
@@ -104,7 +106,7 @@ def _load_into_many(
     No file is opened by a process that needs none of it, and each is verified by one of those
     that read it.
     """
-    assert isinstance(module, Pipeline)
+    assert isinstance(module, PipelineLike)
     mesh.begin_call("load_checkpoint", module.number)
     what = "for the others to load the same checkpoint"
     found, problem = _try(partial(_Wanted.find, path, module, optimizer))
@@ -118,7 +120,8 @@ def _load_into_many(
         for file, rank in _verifiers([sizes for _, sizes, *_ in needs]).items()
         if rank == mesh.rank
     }
-    here, owners = state_here(module), owners_here(module)
+    held = held_of(module)
+    here, owners = held.state_here(), held.owners
     read, problem = mesh.work(lambda: _try(partial(found.read, path, digests)), what)
     saved, optimizer_tensors = read or ({}, {})
     faults: list[str] = []
@@ -196,7 +199,8 @@ class _Wanted:
         content = digest_of([facts, digests])
         noted = facts.get("files")
         files = files_by_tensor(path, MODEL, noted)
-        names = (*state_here(module), *owners_here(module))
+        held = held_of(module)
+        names = (*held.state_here(), *held.owners)
         of_model = {name: files[name] for name in names if name in files}
         there = {*files, *facts.get(EXTRA, {})}
         of_optimizer: dict[str, str] = {}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
-from penstock.zero import share_of
+from penstock.optim.zero import share_of
 
 Json = dict[str, Any]
 

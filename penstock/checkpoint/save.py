@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
 from penstock.model.extra_state import read_extra
-from penstock.pipeline import Pipeline
-from penstock.zero import is_sharded
+from penstock.optim.pipeline_like import PipelineLike
+from penstock.optim.zero import is_sharded
 
 from .files import (
     EXTRA,
@@ -28,7 +28,7 @@ from .files import (
     refuse_existing,
     write_folder,
 )
-from .model_state import owners_here, state_here, state_of
+from .held import held_of
 from .optimizer_state import merge_optimizers, pack_optimizer
 from .saving import Saving, in_thread
 from .together import MODEL_FOLDER, OPTIMIZER_FOLDER, begin_together, shard_names
@@ -96,7 +96,7 @@ def async_save_checkpoint(
 
 
 def _mesh_of(module: nn.Module) -> Mesh | None:
-    mesh = module.mesh if isinstance(module, Pipeline) else None
+    mesh = module.mesh if isinstance(module, PipelineLike) else None
     return mesh if mesh is not None and mesh.is_distributed else None
 
 
@@ -125,8 +125,9 @@ def _collect(
     if mesh is not None:
         return _collect_together(target, mesh, module, optimizer, state, copy=copy)
     refuse_existing(target)
-    extra, values = read_extra(owners_here(module))
-    tensors = {MODEL: storable({**state_of(module), **extra}, copy=copy)}
+    held = held_of(module)
+    extra, values = read_extra(held.owners)
+    tensors = {MODEL: storable({**held.state(), **extra}, copy=copy)}
     facts = {**_facts(module, state), EXTRA: values}
     if optimizer is not None:
         content, facts["optimizer"] = pack_optimizer(optimizer, module)
@@ -136,7 +137,7 @@ def _collect(
 
 def _facts(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {"pipeline": None, "optimizer": None, "state": state}
-    if isinstance(module, Pipeline):
+    if isinstance(module, PipelineLike):
         facts["pipeline"] = {"step": module.step, "seed": module.seed}
     return jsonable(facts)
 
@@ -163,8 +164,9 @@ def _collect_together(
             refuse_existing(target)
         facts = _facts(module, state)
         if is_first_replica:
-            extra, values = read_extra(owners_here(module))
-            model = {**state_here(module), **extra}
+            held = held_of(module)
+            extra, values = read_extra(held.owners)
+            model = {**held.state_here(), **extra}
         tensors[MODEL_FOLDER] = storable(model, copy=copy)
         if optimizer is not None:
             content, mine = pack_optimizer(optimizer, module)
@@ -172,7 +174,7 @@ def _collect_together(
             tensors[OPTIMIZER_FOLDER] = storable(own, copy=copy)
     except Exception as problem:
         error = f"rank {mesh.rank}: {problem}"
-    assert isinstance(module, Pipeline)
+    assert isinstance(module, PipelineLike)
     mesh.begin_call("save_checkpoint", module.number)
     own_files = shard_names(mesh.rank, tensors)
     told = mesh.gather(

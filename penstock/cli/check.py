@@ -3,9 +3,8 @@
 import click
 
 from penstock.schedules.names import SCHEDULE_NAMES
-from penstock.torch_version import require_torch
 
-from .options import set_option, stages_per_rank_option
+from .options import require_torch, set_option, stages_per_rank_option
 
 
 @click.command()

@@ -12,9 +12,9 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.model.output_loss import loss_in
 from penstock.model.pytree import flatten
+from penstock.recipe.read import read_recipe
 from penstock.schedules.names import named_schedule
 from penstock.train.build import build_layers, build_model, pipeline_options
-from penstock.train.read_recipe import read_recipe
 from penstock.train.tasks import build_task
 from penstock.types import Recompute
 

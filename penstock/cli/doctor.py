@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.torch_version import require_torch
 from penstock.types import LONGEST_TIMEOUT_S
 
-from .options import num_processes_option, refuse_inside_torchrun
+from .options import num_processes_option, refuse_inside_torchrun, require_torch
 
 if TYPE_CHECKING:
     from penstock.doctor import Report

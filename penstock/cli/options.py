@@ -28,6 +28,15 @@ stages_per_rank_option = click.option(
 )
 
 
+def require_torch() -> None:
+    """Refuse a torch that Penstock does not work with, in one line, where torch is first needed.
+
+    Raises:
+        TorchError: it is too old, or lacks a private name; says which versions work.
+    """
+    import penstock.torch_private  # noqa: F401 - for what it raises
+
+
 def refuse_inside_torchrun() -> None:
     """See that this process was not started as one of several already.
 

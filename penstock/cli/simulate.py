@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.progress import say
 from penstock.schedules.names import SCHEDULE_NAMES, named_schedule
+from penstock.trace.progress import say
 
 from .options import stages_per_rank_option
 

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.progress import say
-from penstock.torch_version import require_torch
+from penstock.trace.progress import say
 from penstock.train.interrupt import Interrupt
 
-from .options import num_processes_option, refuse_inside_torchrun, set_option
+from .options import num_processes_option, refuse_inside_torchrun, require_torch, set_option
 
 if TYPE_CHECKING:
     from penstock.train.command import Request

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, check_count
 
 from .agreement import (
     CALLS,
@@ -317,8 +317,8 @@ def _check_world(num_stages: int, num_replicas: int, world_size: int) -> None:
 
 def _check_counts(num_stages: int | None, num_replicas: int) -> None:
     for name, value in (("num_stages", num_stages), ("num_replicas", num_replicas)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(f"{name}={value!r}; it must be a whole number of at least 1")
+        if value is not None:
+            check_count(name, value)
 
 
 def _agree(

@@ -10,15 +10,15 @@ from torch import nn
 from penstock.mesh import Mesh
 from penstock.model.capture.capture import capture
 from penstock.model.layers import Layers
+from penstock.optim import adafactor, rmsprop
+from penstock.optim.scaler import GradScaler
+from penstock.optim.zero import zero_optimizer
 from penstock.pipeline import Pipeline
-from penstock.scaler import GradScaler
+from penstock.recipe.optimizer_sections import SGD, Adafactor, AdamW, RMSProp
+from penstock.recipe.recipe import Recipe
 from penstock.schedules.names import named_schedule
 from penstock.types import Recompute
-from penstock.zero import zero_optimizer
 
-from . import adafactor, rmsprop
-from .optimizer_sections import SGD, Adafactor, AdamW, RMSProp
-from .recipe import Recipe
 from .tasks import build_task
 from .tasks.task import Task
 

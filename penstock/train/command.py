@@ -17,6 +17,8 @@ from penstock.errors import RecipeError, RunFolderError
 from penstock.mesh import Mesh
 from penstock.mesh.meet import join, meeting, told_by_first
 from penstock.mesh.start import num_processes
+from penstock.recipe.read import check_resumable, read_recipe, recipe_to_toml
+from penstock.recipe.recipe import Recipe
 
 from .build import num_layers
 from .display import Display
@@ -24,8 +26,6 @@ from .interrupt import Interrupt
 from .job import job_name
 from .layout import check_layout, make_mesh, refit
 from .loop import Trainer
-from .read_recipe import check_resumable, read_recipe, recipe_to_toml
-from .recipe import Recipe
 from .report import summarise, write_timeline
 from .run_folder import (
     RunFolder,

@@ -3,9 +3,8 @@
 from penstock.errors import RecipeError
 from penstock.mesh import Mesh, init_mesh
 from penstock.mesh.start import num_processes
+from penstock.recipe.recipe import Recipe
 from penstock.runtime.microbatches import microbatch_sizes
-
-from .recipe import Recipe
 
 
 def make_mesh(recipe: Recipe) -> Mesh:

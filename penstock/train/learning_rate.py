@@ -2,7 +2,7 @@
 
 import math
 
-from .optimizer_sections import Cosine, Exponential, InverseSqrt, LearningRate
+from penstock.recipe.optimizer_sections import Cosine, Exponential, InverseSqrt, LearningRate
 
 
 def learning_rate(

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint import Saving, async_save_checkpoint, load_checkpoint
-from penstock.clip import clip_grad_norm_
+from penstock.checkpoint.weights import mean_weights, tensor_names
 from penstock.errors import CheckpointError, DivergedError
 from penstock.mesh import Mesh
 from penstock.model.pytree import tree_map
+from penstock.optim.averaging import Averaging
+from penstock.optim.clip import clip_grad_norm_
+from penstock.recipe.recipe import Recipe
 from penstock.types import Trace
 
-from .averaging import Averaging
 from .build import (
     autocast,
     build_layers,
@@ -36,13 +38,11 @@ from .layout import make_mesh, replica_share
 from .learning_rate import learning_rate
 from .meter import Meter
 from .position import Position
-from .recipe import Recipe
 from .resume import check_state, way_out
 from .run_folder import DAMAGED_METRICS, SKIPPED, RunFolder
 from .start import begun_from, check_start, checkpoint_of, note_start, start_from
 from .tasks import build_task
 from .tasks.task import Batch
-from .weights import mean_weights, tensor_names
 
 
 class Trainer:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from penstock.checkpoint.files import read_facts, read_state
 from penstock.errors import CheckpointError
+from penstock.recipe.read import check_same_run
+from penstock.recipe.recipe import Recipe
 
-from .read_recipe import check_same_run
-from .recipe import Recipe
 from .run_folder import RunFolder
 
 

@@ -5,14 +5,14 @@ from pathlib import Path
 import torch
 
 from penstock.checkpoint.files import digest_of_checkpoint
+from penstock.checkpoint.weights import Names, SavedWeights
 from penstock.errors import CheckpointError, RecipeError
 from penstock.pipeline import Pipeline
+from penstock.recipe.read import read_recipe
+from penstock.recipe.recipe import Recipe, Start
 
-from .read_recipe import read_recipe
-from .recipe import Recipe, Start
 from .run_folder import RECIPE, START, RunFolder
 from .tasks.task import Task
-from .weights import Names, SavedWeights
 
 
 def check_start(recipe: Recipe, task: Task) -> None:

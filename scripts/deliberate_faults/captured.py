@@ -73,7 +73,7 @@ FAULTS = (
     ),
     Fault(
         "parameters between blocks are not clipped",
-        "penstock/clip.py",
+        "penstock/optim/clip.py",
         "(*in_layers, *((len(pipe), p) for p in list(here)))",
         "in_layers",
         "tests/laws/test_capture.py",

@@ -37,7 +37,7 @@ FAULTS = (
     ),
     Fault(
         "each rank decides for itself whether its gradients overflowed",
-        "penstock/scaler.py",
+        "penstock/optim/scaler.py",
         "max(anywhere for (anywhere,) in rows)",
         "mine",
         "tests/distributed/test_amp_processes.py",
@@ -53,7 +53,7 @@ FAULTS = (
     ),
     Fault(
         "the step of a sharded optimizer does not say which pipeline it is for",
-        "penstock/zero.py",
+        "penstock/optim/zero.py",
         '        self._mesh.begin_call("step of zero_optimizer", self._pipeline)\n',
         "",
         "tests/distributed/test_crossing.py",
@@ -61,7 +61,7 @@ FAULTS = (
     ),
     Fault(
         "parameters that another replica stepped stay as they were",
-        "penstock/zero.py",
+        "penstock/optim/zero.py",
         "parameter.copy_(part.view(parameter.shape))",
         "pass",
         "tests/distributed/test_zero_processes.py",
@@ -69,7 +69,7 @@ FAULTS = (
     ),
     Fault(
         "a scheduler's learning rate does not reach the replica's share",
-        "penstock/zero.py",
+        "penstock/optim/zero.py",
         "_copy_options(self.param_groups, self._share.param_groups)",
         "pass",
         "tests/distributed/test_zero_processes.py",
@@ -101,7 +101,7 @@ FAULTS = (
     ),
     Fault(
         "extra state of modules is dropped as a folder is read",
-        "penstock/pretrained/load.py",
+        "penstock/checkpoint/pretrained/load.py",
         "set_extra(owners, fill() if mesh is None else mesh.work(fill, what))",
         "fill() if mesh is None else mesh.work(fill, what)",
         "tests/checkpoint/test_pretrained.py",

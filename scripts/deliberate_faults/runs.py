@@ -37,7 +37,7 @@ FAULTS = (
     ),
     Fault(
         "RMSProp adds its epsilon to the root",
-        "penstock/train/rmsprop.py",
+        "penstock/optim/rmsprop.py",
         'square.add(group["eps"]).sqrt_()',
         'square.sqrt().add_(group["eps"])',
         "tests/optim/test_optimizers.py",
@@ -45,7 +45,7 @@ FAULTS = (
     ),
     Fault(
         "a run is judged by averaged weights with the newest statistics of BatchNorm",
-        "penstock/train/averaging.py",
+        "penstock/optim/averaging.py",
         "if parameter in self._norms:",
         "if False:",
         "tests/optim/test_optimizers.py",
@@ -172,7 +172,7 @@ FAULTS = (
     ),
     Fault(
         "a checkpoint of another run is resumed",
-        "penstock/train/read_recipe.py",
+        "penstock/recipe/read.py",
         "        if there[key] != here[key]",
         "        if False",
         "tests/laws/test_train_resume.py",

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import penstock
+from penstock.checkpoint.weights import mean_weights, tensor_names
 from penstock.errors import CheckpointError
-from penstock.train.weights import mean_weights, tensor_names
 from penstock.zoo.residual import residual_network
 from tests.model_parts import Masters, Noted, Noting, noted_pipeline
 

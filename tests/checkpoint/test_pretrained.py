@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import penstock
+from penstock.checkpoint.pretrained.folder import INDEX, MODEL
 from penstock.errors import CheckpointError, ConfigError
-from penstock.pretrained.folder import INDEX, MODEL
 from tests.any_models.lists import REQUIRED
 from tests.any_models.made import words
 from tests.capturing import assert_equal
@@ -265,7 +265,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("penstock.checkpoint.pretrained.save_file", full)
+    monkeypatch.setattr("penstock.checkpoint.pretrained.save.save_file", full)
     with pytest.raises(CheckpointError, match=r"no space left; nothing is left of it"):
         penstock.save_pretrained(tmp_path / "m", pipe)
     assert [file.name for file in tmp_path.iterdir()] == ["empty"]

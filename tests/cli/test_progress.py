@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor, nn
 
 import penstock
-from penstock import progress
 from penstock.cli.main import run
+from penstock.trace import progress
 from tests.any_models.chain import WIDTH, Chain, inputs
 
 

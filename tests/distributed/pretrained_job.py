@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import penstock
+from penstock.checkpoint.pretrained import folder
+from penstock.checkpoint.pretrained.folder import INDEX
 from penstock.errors import CheckpointError
 from penstock.model.capture.stages import Cut
-from penstock.pretrained import folder
-from penstock.pretrained.folder import INDEX
 from tests.pretrained import BATCH, build, even_cut, layers_of, logits_of
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import penstock
-from penstock.pretrained.folder import MODEL
+from penstock.checkpoint.pretrained.folder import MODEL
 from tests.any_models.lists import REQUIRED
 from tests.capturing import assert_equal
 from tests.distributed import pretrained_job

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.zero import is_sharded, share_of
+from penstock.optim.zero import is_sharded, share_of
 
 Make = Callable[..., Optimizer]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError, DivergedError
+from penstock.recipe.read import read_recipe
 from penstock.train.command import Request, start_run
 from penstock.train.interrupt import Interrupt
 from penstock.train.loop import Trainer
-from penstock.train.read_recipe import read_recipe
 from penstock.train.run_folder import RunFolder
 from tests.quiet import quiet
 

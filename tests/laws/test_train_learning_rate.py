@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from penstock.recipe.optimizer_sections import Cosine, Exponential, LearningRate
 from penstock.train.command import Request, start_run
 from penstock.train.interrupt import Interrupt
 from penstock.train.learning_rate import learning_rate, warmup_cosine
-from penstock.train.optimizer_sections import Cosine, Exponential, LearningRate
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import penstock
+from penstock.recipe.read import read_recipe, recipe_to_toml
 from penstock.schedules import Schedule, gpipe, one_f_one_b
 from penstock.schedules.lower import ScheduleFunction
 from penstock.train.display import Display
@@ -17,7 +18,6 @@ from penstock.train.loop import Trainer
 from penstock.train.memory_formula import cut, formula_bytes, most_kept
 from penstock.train.meter import Meter
 from penstock.train.position import Position
-from penstock.train.read_recipe import read_recipe, recipe_to_toml
 from penstock.train.report import summarise
 from penstock.train.run_folder import create
 from penstock.zoo.residual import residual_network

@@ -12,11 +12,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from penstock.errors import ConfigError, RunFolderError
+from penstock.recipe.read import read_recipe, recipe_to_toml
 from penstock.train.command import Request, resume_run, start_run
 from penstock.train.display import Display
 from penstock.train.interrupt import Interrupt
 from penstock.train.loop import Trainer
-from penstock.train.read_recipe import read_recipe, recipe_to_toml
 from penstock.train.run_folder import RunFolder, create
 from penstock.zoo import DropPath
 from tests.quiet import quiet

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from penstock.checkpoint import save_checkpoint
 from penstock.cli.main import run
 from penstock.errors import CheckpointError, RecipeError, RunFolderError
+from penstock.recipe.read import read_recipe, recipe_to_toml
 from penstock.train.command import Request, resume_run, start_run
 from penstock.train.display import Display
 from penstock.train.interrupt import Interrupt
 from penstock.train.loop import Trainer
 from penstock.train.position import Position
-from penstock.train.read_recipe import read_recipe, recipe_to_toml
 from penstock.train.run_folder import RunFolder, create
 from tests.quiet import quiet
 

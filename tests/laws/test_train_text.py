@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from penstock.checkpoint.weights import mean_weights, tensor_names
 from penstock.errors import CheckpointError, ConfigError, RecipeError, RunFolderError
+from penstock.recipe.read import read_recipe, recipe_to_toml
 from penstock.train.command import Request, resume_run, start_run
 from penstock.train.display import Display
 from penstock.train.interrupt import Interrupt
 from penstock.train.loop import Trainer
-from penstock.train.read_recipe import read_recipe, recipe_to_toml
 from penstock.train.run_folder import RunFolder, create
-from penstock.train.weights import mean_weights, tensor_names
 from tests.quiet import quiet
 from tests.text_recipes import NAMES, TEXT
 

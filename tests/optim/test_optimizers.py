@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.train.adafactor import Adafactor
-from penstock.train.averaging import Averaging
-from penstock.train.rmsprop import RMSProp
+from penstock.optim.adafactor import Adafactor
+from penstock.optim.averaging import Averaging
+from penstock.optim.rmsprop import RMSProp
 
 
 def test_rmsprop_by_hand() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.zero import is_sharded, share_of
+from penstock.optim.zero import is_sharded, share_of
 
 
 def pipeline(*layers: nn.Module) -> penstock.Pipeline:

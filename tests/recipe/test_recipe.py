@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from penstock.errors import RecipeError
-from penstock.train.read_recipe import FREE_ON_RESUME, check_resumable, read_recipe, recipe_to_toml
-from penstock.train.recipe import Recipe
-from penstock.train.section import Section
+from penstock.recipe.read import FREE_ON_RESUME, check_resumable, read_recipe, recipe_to_toml
+from penstock.recipe.recipe import Recipe
+from penstock.recipe.section import Section
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 DIGITS, GPT_SMALL = RECIPES / "digits.toml", RECIPES / "gpt_small.toml"

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.recipe.data_sections import Cifar, ImageFolder
+from penstock.recipe.model_sections import AmoebaNet, TranslationTransformer
+from penstock.recipe.read import read_recipe
 from penstock.train.build import build_model
-from penstock.train.data_sections import Cifar, ImageFolder
-from penstock.train.model_sections import AmoebaNet, TranslationTransformer
-from penstock.train.read_recipe import read_recipe
 from penstock.train.tasks import build_task
 from penstock.zoo import amoebanet_b, translation_transformer
 

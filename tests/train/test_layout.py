@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import RecipeError
+from penstock.recipe.read import read_recipe
+from penstock.recipe.recipe import Recipe
 from penstock.runtime.microbatches import microbatch_sizes
 from penstock.train.layout import check_layout, refit, replica_share, smallest_microbatch
-from penstock.train.read_recipe import read_recipe
-from penstock.train.recipe import Recipe
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
 NUM_LAYERS = 11

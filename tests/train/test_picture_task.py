@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from penstock.train.data_sections import ImageFolder
-from penstock.train.read_recipe import read_recipe
+from penstock.recipe.data_sections import ImageFolder
+from penstock.recipe.read import read_recipe
 from penstock.train.tasks import build_task
 from penstock.train.tasks.pictures import open_pictures
 

@@ -11,8 +11,8 @@ from torch import nn
 from penstock.errors import CutError, ExportWarning
 from penstock.model.batch import check_values, without_whole
 from penstock.model.layers import Layers, as_layers, is_plain_chain
-from penstock.progress import saying
 from penstock.torch_private import uncompiled
+from penstock.trace.progress import saying
 
 from .captured import record_model
 from .check import prove_alike

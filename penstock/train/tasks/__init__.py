@@ -1,7 +1,7 @@
 """One task for each kind of data."""
 
-from penstock.train.data_sections import Cifar, Digits, ImageFolder, Names, ParallelText, Text
-from penstock.train.recipe import Recipe
+from penstock.recipe.data_sections import Cifar, Digits, ImageFolder, Names, ParallelText, Text
+from penstock.recipe.recipe import Recipe
 
 from .task import Task
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock.checkpoint.weights import Weights, fill
 from penstock.data.sampler import batch_indices, epoch_order, keyed_generator
 from penstock.data.text import (
     ByteVocabulary,
@@ -19,12 +20,11 @@ from penstock.data.text import (
     train_text_vocabulary,
 )
 from penstock.errors import RecipeError
-from penstock.train.data_sections import Text
+from penstock.recipe.data_sections import Text
+from penstock.recipe.model_sections import Gpt
+from penstock.recipe.recipe import Recipe
 from penstock.train.layout import num_batches, smallest_microbatch
-from penstock.train.model_sections import Gpt
-from penstock.train.recipe import Recipe
 from penstock.train.run_folder import replace_text
-from penstock.train.weights import Weights, fill
 from penstock.zoo import gpt
 
 from .kept_vocabulary import VOCABULARY, check_vocabulary

@@ -11,10 +11,10 @@ from penstock.data.images import EvaluationView, TrainingView, image_folders, lo
 from penstock.data.images.batches import NO_CLASS
 from penstock.data.pictures import Pictures, ViewedPictures, digit_pictures
 from penstock.errors import ConfigError, RecipeError
-from penstock.train.data_sections import Cifar, Digits, PictureSection
+from penstock.recipe.data_sections import Cifar, Digits, PictureSection
+from penstock.recipe.model_sections import AmoebaNet, Residual
+from penstock.recipe.recipe import Recipe
 from penstock.train.layout import num_batches, smallest_microbatch
-from penstock.train.model_sections import AmoebaNet, Residual
-from penstock.train.recipe import Recipe
 from penstock.train.run_folder import SKIPPED
 from penstock.zoo import amoebanet_b, amoebanet_d, set_drop_path_progress
 from penstock.zoo.residual import residual_network

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.checkpoint.weights import Weights
 from penstock.errors import ConfigError
 from penstock.trace.units import percent_text
 from penstock.train.run_folder import replace_text
-from penstock.train.weights import Weights
 from penstock.types import Reduction
 
 DIGEST = "data.digest"

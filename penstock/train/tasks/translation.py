@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.checkpoint.weights import Weights, fill
 from penstock.data.text import (
     PAD,
     BatchPlan,
@@ -26,10 +27,9 @@ from penstock.data.text import (
     train_vocabulary,
 )
 from penstock.errors import RecipeError
-from penstock.train.data_sections import Names, ParallelText, TranslatedSection
-from penstock.train.model_sections import TranslationTransformer
-from penstock.train.recipe import Recipe
-from penstock.train.weights import Weights, fill
+from penstock.recipe.data_sections import Names, ParallelText, TranslatedSection
+from penstock.recipe.model_sections import TranslationTransformer
+from penstock.recipe.recipe import Recipe
 from penstock.zoo import smoothed_cross_entropy, translation_transformer
 from penstock.zoo.translation.model import TranslationTransformer as Translator
 

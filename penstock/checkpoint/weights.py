@@ -16,8 +16,7 @@ from penstock.checkpoint.files import (
     read_state,
 )
 from penstock.model.state import first_names
-
-from .averaging import name_of_averaged
+from penstock.optim.averaging import name_of_averaged
 
 Names = Mapping[str, str]
 """Names of tensors, each with the first name of the same tensor: see `tensor_names`."""

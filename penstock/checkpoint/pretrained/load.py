@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
-from penstock.model.extra_state import Owners, extra_faults, find_owners, set_extra, without_extra
+from penstock.model.extra_state import extra_faults, set_extra
+from penstock.model.held import Held
 from penstock.model.materialize import may_be_absent
 
 from .folder import Folder
@@ -33,36 +34,7 @@ class _Found:
     sources: tuple[tuple[str, Source], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What a process has of a model: the tensors of `module`, and extra state of the modules of
-    `original` but for those `elsewhere`.
-
-    `original` is the model, whose class may know of other names.
-    """
-
-    module: nn.Module
-    original: nn.Module
-    elsewhere: tuple[str, ...]
-
-    @property
-    def owners(self) -> Owners:
-        """The modules with extra state."""
-        return find_owners(self.original, self.elsewhere)
-
-    def own_tensors(self) -> dict[tuple[str, ...], Tensor]:
-        """Return the tensors of the state dict that have values in this process, each by all its
-        names.
-        """
-        names: dict[int, list[str]] = {}
-        state = without_extra(self.module.state_dict(keep_vars=True), self.original)
-        own = {n: t for n, t in state.items() if isinstance(t, Tensor) and not t.is_meta}
-        for name, tensor in own.items():
-            names.setdefault(id(tensor), []).append(name)
-        return {tuple(alike): own[alike[0]] for alike in names.values()}
-
-
-def load(path: Path, model: Model, mesh: Mesh | None) -> tuple[str, ...]:
+def load(path: Path, model: Held, mesh: Mesh | None) -> tuple[str, ...]:
     """Load the tensors and the extra state of a process from a folder; see `load_pretrained`.
 
     Returns:
@@ -113,7 +85,7 @@ def load(path: Path, model: Model, mesh: Mesh | None) -> tuple[str, ...]:
     return _unknown(folder.names, (names for _, _, names in parts), original)
 
 
-def load_and_tell(path: str | os.PathLike[str] | None, model: Model, mesh: Mesh | None) -> None:
+def load_and_tell(path: str | os.PathLike[str] | None, model: Held, mesh: Mesh | None) -> None:
     """Load like `load`, if there is a folder; warn on rank 0 of tensors without a place."""
     unknown = load(Path(path), model, mesh) if path is not None else ()
     if unknown and (mesh is None or mesh.is_first_rank):

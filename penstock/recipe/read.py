@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from penstock.errors import RecipeError, RunFolderError
 
+from .faults import describe, suggest_place
 from .recipe import Recipe
-from .recipe_errors import describe, suggest_place
 
 FREE_ON_RESUME = frozenset(
     {

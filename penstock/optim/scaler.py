@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.pipeline import Pipeline
 from penstock.torch_private import AbstractSharedScaler
+
+from .pipeline_like import PipelineLike
 
 
 class GradScaler(AbstractSharedScaler):
@@ -39,7 +40,7 @@ class GradScaler(AbstractSharedScaler):
 
     def __init__(
         self,
-        pipe: Pipeline,
+        pipe: PipelineLike,
         *,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,

@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.pipeline import Pipeline
+
+from .pipeline_like import PipelineLike
 
 
-def clip_grad_norm_(pipe: Pipeline, max_norm: float) -> Tensor:
+def clip_grad_norm_(pipe: PipelineLike, max_norm: float) -> Tensor:
     """Scale all gradients down so that their norm, over the whole model, is at most `max_norm`.
 
     The norm is taken of the norms of single gradients in the order of the model's parameters, so
@@ -43,7 +44,7 @@ def clip_grad_norm_(pipe: Pipeline, max_norm: float) -> Tensor:
     return norm
 
 
-def _gradients(pipe: Pipeline) -> Iterator[tuple[int, Tensor]]:
+def _gradients(pipe: PipelineLike) -> Iterator[tuple[int, Tensor]]:
     """Give each gradient that is here, with the number of the first layer that it belongs to.
 
     What belongs to no layer, as a parameter that a captured model's own code reads, comes last.
@@ -61,7 +62,7 @@ def _values(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def _of_all_stages(pipe: Pipeline, norms: list[tuple[int, float]]) -> list[tuple[int, float]]:
+def _of_all_stages(pipe: PipelineLike, norms: list[tuple[int, float]]) -> list[tuple[int, float]]:
     mesh = pipe.mesh
     if mesh is None or not mesh.is_distributed or mesh.background is None:
         return norms

@@ -15,29 +15,28 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from penstock.arguments import check_count
-from penstock.errors import CheckpointError
-from penstock.model.extra_state import read_extra
-from penstock.pipeline import Pipeline
-from penstock.pretrained import load
-from penstock.pretrained.folder import EXTRA, INDEX, MODEL
-from penstock.pretrained.library import as_saved
-
-from .files import (
+from penstock.checkpoint.files import (
     check_all_seen,
     force_to_disk,
     make_unfinished,
     put_in_place,
     unfinished_folder,
 )
-from .save import storable
-from .together import Digests, write_together
+from penstock.checkpoint.pretrained.folder import EXTRA, INDEX, MODEL
+from penstock.checkpoint.pretrained.library import as_saved
+from penstock.checkpoint.save import storable
+from penstock.checkpoint.together import Digests, write_together
+from penstock.errors import CheckpointError, check_count
+from penstock.model.extra_state import read_extra
+from penstock.optim.pipeline_like import PipelineLike
+
+from .load import load
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Of a file that a process writes, if nothing else is asked for."""
 
 
-def load_pretrained(folder: str | os.PathLike[str], pipe: Pipeline) -> tuple[str, ...]:
+def load_pretrained(folder: str | os.PathLike[str], pipe: PipelineLike) -> tuple[str, ...]:
     """Load a model that Hugging Face's `save_pretrained` wrote, or `penstock.save_pretrained`.
 
     The folder holds model.safetensors, or model.safetensors.index.json and the files it names.
@@ -59,11 +58,11 @@ def load_pretrained(folder: str | os.PathLike[str], pipe: Pipeline) -> tuple[str
     """
     if pipe.mesh is not None:
         pipe.mesh.begin_call("load_pretrained", pipe.number)
-    return load(Path(folder), pipe.loadable, pipe.mesh)
+    return load(Path(folder), pipe.held, pipe.mesh)
 
 
 def save_pretrained(
-    folder: str | os.PathLike[str], pipe: Pipeline, *, max_shard_bytes: int = MAX_SHARD_BYTES
+    folder: str | os.PathLike[str], pipe: PipelineLike, *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
     """Save a model so that `from_pretrained` of Hugging Face's libraries loads it.
 
@@ -81,7 +80,7 @@ def save_pretrained(
             tensor nor JSON; the disk is full or refuses.
         ConfigError: `max_shard_bytes` is no whole number of at least 1.
     """
-    target, original = Path(folder).absolute(), pipe.original
+    target, original = Path(folder).absolute(), pipe.held.original
     most = check_count("max_shard_bytes", max_shard_bytes)
     mesh = pipe.mesh if pipe.mesh is not None and pipe.mesh.is_distributed else None
     if mesh is not None:
@@ -125,7 +124,7 @@ def refuse_filled(path: Path) -> None:
         )
 
 
-def _to_save(pipe: Pipeline, original: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _to_save(pipe: PipelineLike, original: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what this process has, each tensor under the name that the model's class keeps, and
     extra state that is no tensor.
     """
@@ -133,11 +132,11 @@ def _to_save(pipe: Pipeline, original: nn.Module) -> tuple[dict[str, Tensor], di
     tied += _patterns(getattr(original, "_tied_weights_keys", None))
     ignored = _patterns(getattr(original, "_keys_to_ignore_on_save", None))
     found = {}
-    for names, tensor in pipe.loadable.own_tensors().items():
+    for names, tensor in pipe.held.own_tensors().items():
         kept = [name for name in names if not _fits(name, tied)] or list(names)
         if not _fits(kept[0], ignored):
             found[kept[0]] = tensor
-    owners = {n: owner for n, owner in pipe.loadable.owners.items() if not _fits(n, ignored)}
+    owners = {n: owner for n, owner in pipe.held.owners.items() if not _fits(n, ignored)}
     extra, values = read_extra(owners)
     return storable({**as_saved(original, found), **extra}, copy=False), values
 

@@ -20,14 +20,15 @@ from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
 from penstock.mesh import Mesh
-from penstock.pipeline import Pipeline
 from penstock.runtime.replicas import cut_into_buckets
+
+from .pipeline_like import PipelineLike
 
 Group = dict[str, Any]
 
 
 def zero_optimizer(
-    pipe: Pipeline,
+    pipe: PipelineLike,
     optimizer_class: Callable[..., Optimizer],
     params: Iterable[Tensor] | Iterable[Group] | None = None,
     **options: Any,
