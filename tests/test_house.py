@@ -11,9 +11,8 @@ import pytest
 import penstock
 
 LAYERS = (
-    {"errors", "progress", "types"},
+    {"errors", "types"},
     {"torch_private"},
-    {"torch_version"},
     {"schedules"},
     {"trace"},
     {"simulator"},
@@ -23,15 +22,16 @@ LAYERS = (
     {"mesh"},
     {"transport"},
     {"runtime"},
-    {"pretrained"},
+    {"optim"},
+    {"checkpoint"},
     {"arguments"},
     {"cut"},
     {"description"},
     {"pipeline"},
-    {"equality", "clip", "scaler", "zero"},
-    {"checkpoint"},
+    {"equality"},
     {"doctor"},
     {"zoo", "data"},
+    {"recipe"},
     {"train"},
     {"__init__"},
     {"cli"},
@@ -39,9 +39,8 @@ LAYERS = (
 )
 """Who may import whom: a module takes only from its own folder and from lines above its own.
 
-    errors  progress  types                 the words
+    errors  types                 the words
        └► torch_private           what torch hides
-       └► torch_version           whether it is there
        └► schedules               WHEN
              └► trace             SEEN
                   └► simulator    FORESEE
@@ -49,24 +48,30 @@ LAYERS = (
     ┌──────────────────────┘
     └► costs                      WHAT IT COSTS
           └► planner              WHO
-               └► mesh            WHO TAKES PART
-               └► transport       HOW IT MOVES
-               └► runtime         DO
-               └► pretrained      WHAT IT STARTS FROM
-                    └► arguments  cut  description
+               └► mesh            WITH WHOM
+    ┌────────────────┘
+    └► transport                  HOW IT MOVES
+          └► runtime              DO
+    ┌──────────┘
+    └► optim                      clipping, loss scaling, ZeRO, optimizers
+          └► checkpoint           save and load; weights to start from
+               └► arguments  cut  description
                     └► pipeline   the front door
-                         └► equality  clip  scaler  zero
-    ┌─────────────────────────┘
-    └► checkpoint
+    ┌──────────────────────┘
+    └► equality                   is it the unsplit model?
           └► doctor               BEFORE IT RUNS
           └► data   zoo           zoo: plain modules, of LOWEST only
-               └► train
-                    └► __init__   the public names, found when asked for
-                         └► cli
-                              └► __main__
+               └► recipe          what a run is to be
+                    └► train      and the run
+    ┌───────────────────┘
+    └► __init__                   the public names, found when asked for
+          └► cli
+               └► __main__
 """
 
 SELF_CONTAINED = {"zoo"}
+AT_THE_TOP = {"__init__", "__main__", "errors", "pipeline", "torch_private", "types"}
+"""Modules that stand in no folder: the front door, errors, types, and what every room may need."""
 LOWEST = {"errors", "torch_private"}
 WITHOUT_TORCH = ("schedules", "simulator", "trace", "planner")
 MOST_LINES = 400
@@ -172,6 +177,11 @@ def test_imports_point_one_way(path: Path) -> None:
     assert any(importer in parts for parts in LAYERS), f"{importer} has no place in LAYERS yet"
     imported = imported_parts(path.read_text(), module_name(path))
     assert [part for part in sorted(imported) if not may_import(importer, part)] == []
+
+
+def test_no_module_stands_loose_at_the_top() -> None:
+    at_the_top = {path.stem for path in (ROOT / "penstock").glob("*.py")}
+    assert at_the_top - {"arguments", "cut", "description"} == AT_THE_TOP
 
 
 @pytest.mark.parametrize(
