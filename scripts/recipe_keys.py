@@ -7,12 +7,13 @@ python -m scripts.recipe_keys --write    replace the page
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from pydantic.fields import FieldInfo
 
+from penstock.recipe.read import FREE_ON_RESUME
 from penstock.recipe.recipe import Recipe
-from penstock.recipe.section import Section
+from penstock.recipe.section import Section, variants
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipe_keys.md"
 HEAD = """# Every key of a recipe
@@ -29,13 +30,9 @@ def page() -> str:
     """Give the page."""
     parts = [HEAD]
     for name, field in Recipe.model_fields.items():
-        for kind in _kinds(field.annotation):
+        for kind in variants(field):
             parts.append("\n".join(_section(name, kind)))
     return "\n".join(parts)
-
-
-def _kinds(annotation: Any) -> list[type[Section]]:
-    return [kind for kind in get_args(annotation) or (annotation,) if issubclass(kind, Section)]
 
 
 def _section(name: str, kind: type[Section]) -> Iterator[str]:
@@ -50,7 +47,8 @@ def _section(name: str, kind: type[Section]) -> Iterator[str]:
     for key, field in kind.model_fields.items():
         if key != "name":
             meaning = _one_line(field.description or "").replace("|", "\\|")
-            yield f"| `{key}` | {_default(field)} | {meaning} |"
+            free = " May change on resume." if f"{name}.{key}" in FREE_ON_RESUME else ""
+            yield f"| `{key}` | {_default(field)} | {meaning}{free} |"
     yield ""
 
 

@@ -4,13 +4,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .section import Above0, Count, File, From0, Section, Seed, Share, Words
+from .section import Above0, Count, File, From0, Mark, Section, Seed, Share, Words
 
 
 class Digits(Section):
     """The 1,797 handwritten digits that ship with scikit-learn."""
 
-    split_keys = ("test_share", "seed")
     name: Literal["digits"]
     """digits: 1,797 handwritten digits, which ship with scikit-learn."""
     labels: Literal["digit", "parity", "half"] = "digit"
@@ -19,18 +18,18 @@ class Digits(Section):
     """Pixels of each side; the originals have 8, and are enlarged."""
     train_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the training samples that is used, to see what few samples teach."""
-    test_share: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    test_share: Annotated[float, Field(gt=0, lt=1), Mark.HELD_OUT] = 0.2
     """Share of each digit's pictures that is set aside for testing."""
     max_shift: Annotated[int, Field(ge=0, le=8)] = 1
     """Training pictures move by up to so many pixels, anew in every epoch."""
-    seed: Seed = 0
+    seed: Annotated[Seed, Mark.HELD_OUT] = 0
     """Decides the split into training and test samples."""
 
 
 class _Photographs(Section):
     """What all colour pictures have in common."""
 
-    path: File
+    path: Annotated[File, Mark.EXECUTION]  # what is there must be the same
     """The folder that they are in."""
     size: Annotated[int, Field(ge=8)] = 224
     """Pixels of each side, as the network sees them."""
@@ -51,7 +50,7 @@ class _Photographs(Section):
     test_squeezed: bool = False
     """Whether evaluation looks at that share of both sides instead, squeezed into a square: with
     test_share = 1 at the whole picture, as training does with least_area = 1."""
-    num_workers: Annotated[int, Field(ge=0)] = 2
+    num_workers: Annotated[int, Field(ge=0), Mark.EXECUTION] = 2
     """Processes that decode pictures; 0: none beside the one that trains."""
     strict: bool = False
     """Whether a picture that cannot be decoded ends the run; otherwise it is skipped and named."""
@@ -76,14 +75,13 @@ class Cifar(_Photographs):
 class _Translated(Section):
     """What all parallel text has in common."""
 
-    split_keys = ("hold_out", "held_out_share", "seed")
     languages: Words = ()
     """Source languages, such as ["de", "fr"]; none: all that there are."""
     vocabulary_size: Annotated[int, Field(ge=260)] = 64000
     """Subwords of the vocabulary that all languages share."""
     vocabulary: File = ""
     """The vocabulary.json of another run, to start from its weights; empty: train a new one."""
-    hold_out: Literal["pair", "target"] = "pair"
+    hold_out: Annotated[Literal["pair", "target"], Mark.HELD_OUT] = "pair"
     """What is kept from training: a pair, whose translation other languages may teach all the
     same; or a translation (target), in all languages."""
     temperature: Above0 = 5.0
@@ -101,7 +99,7 @@ class _Translated(Section):
     """Translations that beam search follows at a time, when the run is finished; 1 is greedy."""
     length_penalty: From0 = 0.6
     """How much longer translations are favoured: 0, not at all."""
-    seed: Seed = 0
+    seed: Annotated[Seed, Mark.HELD_OUT] = 0
     """Decides what is held out, the vocabulary's sample and the order of the texts."""
 
 
@@ -119,7 +117,7 @@ class Names(_Translated):
     """Languages that keep low_resource_pairs training pairs only."""
     low_resource_pairs: Count = 50
     """Training pairs of each of those."""
-    held_out_share: Annotated[float, Field(gt=0, lt=0.25)] = 0.05
+    held_out_share: Annotated[float, Field(gt=0, lt=0.25), Mark.HELD_OUT] = 0.05
     """Share that is held out for validation, and as much for testing."""
 
 
@@ -128,21 +126,20 @@ class ParallelText(_Translated):
 
     name: Literal["parallel_text"]
     """parallel_text: files such as CORPUS.de-en.de and CORPUS.de-en.en."""
-    path: File
+    path: Annotated[File, Mark.EXECUTION]  # what is there must be the same
     """The folder of the files."""
     target: str = "en"
     """The language that is translated to."""
-    held_out_share: Annotated[float, Field(gt=0, lt=0.25)] = 0.01
+    held_out_share: Annotated[float, Field(gt=0, lt=0.25), Mark.HELD_OUT] = 0.01
     """Share that is held out for validation, and as much for testing, where no files are."""
 
 
 class Text(Section):
     """Any text file in UTF-8."""
 
-    split_keys = ("valid_share",)
     name: Literal["text"]
     """text: one file in UTF-8."""
-    path: File
+    path: Annotated[File, Mark.EXECUTION]  # what is there must be the same
     """The file."""
     vocabulary_size: Annotated[int, Field(ge=256)] = 256
     """Subwords; 256: the bytes themselves."""
@@ -150,7 +147,7 @@ class Text(Section):
     """The vocabulary.json of another run, to start from its weights; empty: make a new one."""
     length: Count = 256
     """Tokens of a sample."""
-    valid_share: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    valid_share: Annotated[float, Field(gt=0, lt=1), Mark.HELD_OUT] = 0.05
     """Share at the end of the file that is kept for validation."""
     sample_length: Annotated[int, Field(ge=0)] = 200
     """Tokens that the model writes when the run is finished."""

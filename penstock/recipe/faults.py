@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from .recipe import Recipe
-from .section import Section
+from .section import Section, variants
 
 
 def describe(fault: ErrorDetails) -> str:
@@ -37,11 +37,11 @@ def describe(fault: ErrorDetails) -> str:
 
 def suggest_place(key: str) -> str:
     """Give "section.key" of the recipe key nearest to `key`; empty if none is near."""
-    sections = reversed(Recipe.model_fields)
+    sections = reversed(Recipe.model_fields.items())
     places = {
         k: section
-        for section in sections
-        for kind in _variants(section)
+        for section, field in sections
+        for kind in variants(field)
         for k in kind.model_fields
     }
     near = get_close_matches(key, places, n=1)
@@ -58,7 +58,8 @@ def _unknown(place: list[str], where: str, kind: str) -> str:
         return f"unknown section [{where}]{near}; known: {', '.join(names)}"
     section = place[0]
     keys_by_kind = {
-        _name_of(variant): list(variant.model_fields) for variant in _variants(section)
+        _name_of(variant): list(variant.model_fields)
+        for variant in variants(Recipe.model_fields[section])
     }
     for other, keys in keys_by_kind.items():
         if kind and key in keys:
@@ -103,11 +104,6 @@ def _shown(value: Any) -> str:
         return str(value)
 
 
-def _variants(section: str) -> list[type[Section]]:
-    annotation = Recipe.model_fields[section].annotation
-    return [kind for kind in get_args(annotation) or (annotation,) if issubclass(kind, Section)]
-
-
 def _name_of(variant: type[Section]) -> str:
     """Give the one value that the key `name` may have; empty if there is no such key."""
     if "name" not in variant.model_fields:
@@ -116,8 +112,8 @@ def _name_of(variant: type[Section]) -> str:
 
 
 _KINDS = {
-    section: [_name_of(variant) for variant in _variants(section)]
-    for section in Recipe.model_fields
-    if len(_variants(section)) > 1
+    section: [_name_of(variant) for variant in variants(field)]
+    for section, field in Recipe.model_fields.items()
+    if len(variants(field)) > 1
 }
 """Sections whose keys depend on their name: section -> names."""

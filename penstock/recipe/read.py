@@ -11,29 +11,10 @@ from pydantic import ValidationError
 from penstock.errors import RecipeError, RunFolderError
 
 from .faults import describe, suggest_place
-from .recipe import Recipe
+from .recipe import Recipe, marked_keys
+from .section import Mark
 
-FREE_ON_RESUME = frozenset(
-    {
-        "pipeline.num_stages",
-        "pipeline.stages_per_rank",
-        "pipeline.num_replicas",
-        "pipeline.shard_optimizer",
-        "pipeline.partition",
-        "pipeline.schedule",
-        "pipeline.recompute",
-        "pipeline.threads_per_stage",
-        "pipeline.timeout_s",
-        "data.path",  # what is there must be the same
-        "data.num_workers",
-        "train.checkpoint_every",
-        "train.keep_checkpoints",
-        "train.log_every",
-        "train.trace_every",
-    }
-)
-"""Keys that decide how and not what a run computes: any of them may change, and no bit of the
-result does, but that another num_replicas or threads_per_stage may round differently."""
+FREE_ON_RESUME = marked_keys(Mark.EXECUTION, Mark.LAYOUT, Mark.PROCESSES)
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -15,7 +15,7 @@ from penstock.types import LONGEST_TIMEOUT_S, Recompute
 from .data_sections import DataSection, PictureSection, TranslatedSection
 from .model_sections import ModelSection
 from .optimizer_sections import Cosine, InverseSqrt, LearningRate, Optimizer
-from .section import Count, File, Section, Seed, Share, Words, one_of
+from .section import Count, File, Mark, Section, Seed, Share, Words, one_of, variants
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 
@@ -31,27 +31,29 @@ def _check_partition(value: object) -> object:
 class PipelineSection(Section):
     """How the model runs."""
 
-    num_stages: Count
+    num_stages: Annotated[Count, Mark.PROCESSES]
     """K, the parts the model is cut into."""
-    stages_per_rank: Count = 1
+    stages_per_rank: Annotated[Count, Mark.PROCESSES] = 1
     """Stages in each thread or process, with the schedule interleaved_1f1b: smaller bubbles."""
-    num_replicas: Count = 1
+    num_replicas: Annotated[Count, Mark.PROCESSES] = 1
     """D, copies of the pipeline that share the micro-batches; above 1 they are processes."""
     num_microbatches: Count
     """M, the parts a batch is cut into; each replica takes M / D of them."""
-    shard_optimizer: bool = False
+    shard_optimizer: Annotated[bool, Mark.EXECUTION] = False
     """Let the replicas share out the optimizer's state (ZeRO, stage 1): less memory, same bits."""
-    partition: Annotated[Literal["auto"] | tuple[int, ...], BeforeValidator(_check_partition)] = (
-        "auto"
-    )
+    partition: Annotated[
+        Literal["auto"] | tuple[int, ...], BeforeValidator(_check_partition), Mark.LAYOUT
+    ] = "auto"
     """Layers of each stage, such as [5, 8]; auto: balanced by measured time."""
-    schedule: Annotated[str, AfterValidator(one_of(list(SCHEDULE_NAMES)))] = "gpipe"
+    schedule: Annotated[str, AfterValidator(one_of(list(SCHEDULE_NAMES))), Mark.LAYOUT] = "gpipe"
     """In which order a stage does its forwards and backwards."""
-    recompute: Annotated[str, AfterValidator(one_of([r.value for r in Recompute]))] = "stage"
+    recompute: Annotated[
+        str, AfterValidator(one_of([r.value for r in Recompute])), Mark.EXECUTION
+    ] = "stage"
     """stage: keep only what enters a stage, run its forward twice; never: keep everything."""
-    threads_per_stage: Count = 1
+    threads_per_stage: Annotated[Count, Mark.EXECUTION] = 1
     """CPU threads inside each operator of a stage; another number may round differently."""
-    timeout_s: Annotated[float, Field(gt=0, le=LONGEST_TIMEOUT_S)] = 600.0
+    timeout_s: Annotated[float, Field(gt=0, le=LONGEST_TIMEOUT_S), Mark.EXECUTION] = 600.0
     """Give up when a stage has waited so many seconds for another."""
     seed: Seed = 0
     """Decides what the layers draw, such as dropout masks."""
@@ -113,15 +115,15 @@ class TrainSection(Section):
     each step; 0: none."""
     seed: Seed = 0
     """Decides the initial weights, the order of the samples and how they are changed."""
-    checkpoint_every: Count = 100
+    checkpoint_every: Annotated[Count, Mark.EXECUTION] = 100
     """Save after every so many steps; also saved at the end and on Ctrl-C, SIGTERM and SIGHUP."""
-    keep_checkpoints: Count = 2
+    keep_checkpoints: Annotated[Count, Mark.EXECUTION] = 2
     """Keep the newest so many checkpoints, delete the others."""
     average_checkpoints: Count = 1
     """At the end, make what is made of a run of the mean of so many newest checkpoints."""
-    log_every: Count = 10
+    log_every: Annotated[Count, Mark.EXECUTION] = 10
     """Write a line of metrics after every so many steps."""
-    trace_every: Count = 20
+    trace_every: Annotated[Count, Mark.EXECUTION] = 20
     """Time every instruction of one step in so many; shows the bubble."""
 
 
@@ -210,3 +212,13 @@ class Recipe(Section):
             f"train.epochs = {epochs}: the learning rate rises over the whole run, up to "
             "optimizer.lr, and does not fall"
         )
+
+
+def marked_keys(*marks: Mark) -> frozenset[str]:
+    """Return the keys that have one of these marks, each as "section.key"."""
+    return frozenset(
+        f"{section}.{key}"
+        for section, field in Recipe.model_fields.items()
+        for variant in variants(field)
+        for key in variant.marked(*marks)
+    )

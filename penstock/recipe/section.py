@@ -1,10 +1,31 @@
 """What the sections of a recipe are made of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+
+class Mark(Enum):
+    """What is to be known of a key beside its default and its bounds; part of its annotation.
+
+    Keys of the first three decide how and not what a run computes: they may change on resume, and
+    no bit of the result does, but that another num_replicas or threads_per_stage may round
+    differently.
+    """
+
+    EXECUTION = auto()
+    """How a run is executed and kept."""
+    LAYOUT = auto()
+    """Which process runs which stages."""
+    PROCESSES = auto()
+    """How many processes there are."""
+    HELD_OUT = auto()
+    """Which data are held out of those to learn from."""
+
 
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -40,9 +61,6 @@ def one_of(words: list[str]) -> Callable[[str], str]:
 class Section(BaseModel):
     """Base of every section: frozen, no unknown keys, no silent conversions."""
 
-    split_keys: ClassVar[tuple[str, ...]] = ()
-    """Keys of data that decide what is held out of them."""
-
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
@@ -50,3 +68,16 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    @classmethod
+    def marked(cls, *marks: Mark) -> Iterator[str]:
+        """Yield the keys that have one of these marks."""
+        for key, field in cls.model_fields.items():
+            if not set(marks).isdisjoint(mark for mark in field.metadata if type(mark) is Mark):
+                yield key
+
+
+def variants(field: FieldInfo) -> list[type[Section]]:
+    """List what a section may be: one for each name that it may have, where it has a name."""
+    kinds = get_args(field.annotation) or (field.annotation,)
+    return [kind for kind in kinds if issubclass(kind, Section)]

@@ -1,6 +1,6 @@
 """The words of a recipe turned into what they name: model, samples, pipeline, optimizer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from penstock.optim.zero import zero_optimizer
 from penstock.pipeline import Pipeline
 from penstock.recipe.optimizer_sections import SGD, Adafactor, AdamW, RMSProp
 from penstock.recipe.recipe import Recipe
+from penstock.recipe.section import Section
 from penstock.schedules.names import named_schedule
 from penstock.types import Recompute
 
@@ -93,45 +94,24 @@ def build_pipeline(
 
 def build_optimizer(recipe: Recipe, pipe: Pipeline) -> torch.optim.Optimizer:
     """Make the optimizer over all parameters; the loop sets its learning rate in every step."""
-    make: Callable[..., torch.optim.Optimizer]
-    match recipe.optimizer:
-        case AdamW() as o:
-            make = partial(
-                torch.optim.AdamW,
-                lr=o.lr,
-                betas=(o.beta1, o.beta2),
-                eps=o.eps,
-                weight_decay=o.weight_decay,
-            )
-        case RMSProp() as o:
-            make = partial(
-                rmsprop.RMSProp,
-                lr=o.lr,
-                decay=o.decay,
-                momentum=o.momentum,
-                eps=o.eps,
-                weight_decay=o.weight_decay,
-            )
-        case Adafactor() as o:
-            make = partial(
-                adafactor.Adafactor,
-                lr=o.lr,
-                beta2_decay=o.beta2_decay,
-                clip=o.clip,
-                weight_decay=o.weight_decay,
-            )
-        case SGD() as o:
-            make = partial(
-                torch.optim.SGD,
-                lr=o.lr,
-                momentum=o.momentum,
-                nesterov=o.nesterov,
-                weight_decay=o.weight_decay,
-            )
+    section = recipe.optimizer
+    options = section.model_dump(exclude={"name"})
+    if isinstance(section, AdamW):
+        options["betas"] = (options.pop("beta1"), options.pop("beta2"))
+    make = partial(_OPTIMIZERS[type(section)], **options)
     groups = parameter_groups(recipe, pipe)
     if recipe.pipeline.shard_optimizer:
         return zero_optimizer(pipe, make, groups)
     return make(groups)
+
+
+_OPTIMIZERS: Mapping[type[Section], Callable[..., torch.optim.Optimizer]] = {
+    AdamW: torch.optim.AdamW,
+    SGD: torch.optim.SGD,
+    RMSProp: rmsprop.RMSProp,
+    Adafactor: adafactor.Adafactor,
+}
+"""What takes the keys of a section as its arguments."""
 
 
 def parameter_groups(recipe: Recipe, pipe: Pipeline) -> list[dict[str, Any]]:

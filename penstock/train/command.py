@@ -18,7 +18,8 @@ from penstock.mesh import Mesh
 from penstock.mesh.meet import join, meeting, told_by_first
 from penstock.mesh.start import num_processes
 from penstock.recipe.read import check_resumable, read_recipe, recipe_to_toml
-from penstock.recipe.recipe import Recipe
+from penstock.recipe.recipe import Recipe, marked_keys
+from penstock.recipe.section import Mark
 
 from .build import num_layers
 from .display import Display
@@ -39,7 +40,6 @@ from .run_folder import (
 from .summary import Summary
 
 RUNS = Path("runs")
-_LAYOUT_KEYS = ("pipeline.num_stages", "pipeline.stages_per_rank", "pipeline.num_replicas")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def _check_same_job(path: Path, old: Recipe, wanted: Recipe) -> None:
 
 
 def _with_layout_of(wanted: Recipe, run: Recipe) -> Recipe:
-    keys = ("num_stages", "stages_per_rank", "schedule", "num_replicas", "partition")
+    keys = wanted.pipeline.marked(Mark.LAYOUT, Mark.PROCESSES)
     layout = {key: getattr(wanted.pipeline, key) for key in keys}
     if run.pipeline.num_microbatches % wanted.pipeline.num_replicas:
         return run
@@ -262,7 +262,8 @@ def _print(console: Console, lines: Iterable[str]) -> None:
 
 
 def _says_layout(overrides: Sequence[str]) -> bool:
-    return any(override.partition("=")[0].strip() in _LAYOUT_KEYS for override in overrides)
+    keys = marked_keys(Mark.PROCESSES)
+    return any(override.partition("=")[0].strip() in keys for override in overrides)
 
 
 def _as_layout(old: Recipe, new: Recipe) -> str:

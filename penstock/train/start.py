@@ -10,6 +10,7 @@ from penstock.errors import CheckpointError, RecipeError
 from penstock.pipeline import Pipeline
 from penstock.recipe.read import read_recipe
 from penstock.recipe.recipe import Recipe, Start
+from penstock.recipe.section import Mark
 
 from .run_folder import RECIPE, START, RunFolder
 from .tasks.task import Task
@@ -41,7 +42,7 @@ def _check_split(recipe: Recipe, folder: Path) -> None:
     data, other = recipe.data, read_recipe(folder / RECIPE).data
     if data.name != other.name or getattr(data, "path", "") != getattr(other, "path", ""):
         return
-    for key in data.split_keys:
+    for key in data.marked(Mark.HELD_OUT):
         here, there = getattr(data, key), getattr(other, key)
         if here != there:
             raise RecipeError(
