@@ -16,7 +16,7 @@ from penstock.model.layers import Layers
 from penstock.model.pytree import flatten
 from penstock.model.stages import check_partition
 from penstock.runtime.devices import num_cores, with_index
-from penstock.schedules.lower import ScheduleFunction, schedule_of, stage_ranks
+from penstock.schedules import Family
 from penstock.types import Reduction
 
 Devices = Sequence[torch.device | str | int] | torch.device | str | None
@@ -49,43 +49,38 @@ def stages_of_mesh(
     mesh: Mesh | None,
     num_stages: int | None,
     partition: Sequence[int] | None,
-    schedule: ScheduleFunction,
+    schedule: Family,
 ) -> int | None:
     """Decide K: as asked, else as many as the schedule has on the ranks of a mesh."""
     if mesh is None:
         return num_stages
-    per_rank: int = getattr(schedule, "stages_per_rank", 1)
-    return (
-        num_stages
-        if num_stages is not None
-        else len(partition or ()) or mesh.num_stages * per_rank
-    )
+    if num_stages is not None:
+        return num_stages
+    return len(partition or ()) or mesh.num_stages * schedule.stages_per_rank
 
 
-def resolve_ranks(
-    schedule: ScheduleFunction, num_stages: int, num_microbatches: int, mesh: Mesh | None
-) -> tuple[int, ...]:
+def resolve_ranks(schedule: Family, num_stages: int, mesh: Mesh | None) -> tuple[int, ...]:
     """Ask the schedule for the rank of each stage.
 
     Raises:
         ConfigError: the schedule is of another size, for another number of ranks, or leaves one of
             them without a stage.
     """
-    of_mesh = mesh.num_stages if mesh is not None else None
-    found = schedule_of(schedule, num_stages, num_microbatches)
-    if of_mesh not in (None, found.num_ranks):
+    ranks = schedule.ranks(num_stages)
+    if mesh is None:
+        return ranks
+    if mesh.num_stages != 1 + max(ranks):
         raise ConfigError(
-            f"the mesh has {of_mesh} ranks a pipeline, the schedule runs {num_stages} stages on "
-            f"{found.num_ranks}; leave out num_stages and partition, give init_mesh "
-            f"num_stages={found.num_ranks}, or run several stages on a rank "
+            f"the mesh has {mesh.num_stages} ranks a pipeline, the schedule runs {num_stages} "
+            f"stages on {1 + max(ranks)}; leave out num_stages and partition, give init_mesh "
+            f"num_stages={1 + max(ranks)}, or run several stages on a rank "
             "(schedule=schedules.interleaved_1f1b(stages_per_rank=...))"
         )
-    ranks = stage_ranks(found)
-    idle = sorted(set(range(found.num_ranks)) - set(ranks))
-    if of_mesh is not None and idle:
+    if idle := sorted(set(range(mesh.num_stages)) - set(ranks)):
         raise ConfigError(
             f"the schedule gives rank {', '.join(map(str, idle))} of the mesh no stage; give each "
-            f"rank one, or start fewer processes:\n{found}"
+            f"rank one, or start fewer processes: stages 0 to {num_stages - 1} run on ranks "
+            f"{list(ranks)}"
         )
     return ranks
 

@@ -14,7 +14,6 @@ from penstock.model.layers import Layers
 from penstock.planner.partition import balance_spans
 from penstock.runtime.engine import Execution
 from penstock.schedules import ir
-from penstock.schedules.lower import schedule_of
 from penstock.schedules.passes import add_recompute
 from penstock.trace.progress import saying
 from penstock.types import Recompute
@@ -71,7 +70,7 @@ class Cut:
 
     def _forwards(self, num_stages: int) -> list[float]:
         """Say how often each stage runs a micro-batch forward, recomputed ones included."""
-        schedule = schedule_of(self._how.schedule, num_stages, self._num_microbatches)
+        schedule = self._how.schedule(num_stages, self._num_microbatches)
         if self._how.recompute is Recompute.STAGE:
             schedule = add_recompute(schedule)
         programs = chain.from_iterable(schedule.programs)

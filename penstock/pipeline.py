@@ -37,8 +37,10 @@ from penstock.runtime.microbatches import first_microbatch
 from penstock.runtime.module_form import run_as_module
 from penstock.runtime.outputs import gather
 from penstock.runtime.run import Run
-from penstock.schedules.gpipe import gpipe
-from penstock.schedules.lower import Mode, ScheduleFunction
+from penstock.schedules import gpipe
+from penstock.schedules.family import Build
+from penstock.schedules.lower import Mode
+from penstock.schedules.names import family_of
 from penstock.types import Recompute, Reduction, TiedGradients, Trace, Transport
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -64,8 +66,8 @@ class Pipeline(AbstractDescribed):
         reduction: how `loss` reduces over what it is given; or a function target -> weight, such
             as the number of real tokens (of the inputs, where there is no target).  Micro-batch
             losses are weighted so that they sum to the loss of the mini-batch.
-        schedule: a function (num_stages, num_microbatches) -> Schedule, which also says which
-            rank, a thread or a process, runs which stages.
+        schedule: a family of `penstock.schedules`, or a function of your own (num_stages,
+            num_microbatches) -> Schedule; it also says which rank runs which stages.
         recompute: which activations to compute twice instead of keeping.
         devices: one per stage, or one for all; default: the visible GPUs in turn, one for each
             rank's stages, else the CPU.
@@ -103,7 +105,7 @@ class Pipeline(AbstractDescribed):
         num_microbatches: int = 1,
         loss: LossFunction | None = None,
         reduction: Reduction | Callable[[Any], Any] = Reduction.MEAN,
-        schedule: ScheduleFunction = gpipe,
+        schedule: Build = gpipe,
         recompute: Recompute = Recompute.STAGE,
         devices: Devices = None,
         seed: int = 0,
@@ -118,12 +120,13 @@ class Pipeline(AbstractDescribed):
         tied_gradients: TiedGradients = TiedGradients.PER_MICROBATCH,
     ) -> None:
         resolved = resolve_layers(layers, example_inputs)
-        num_stages = stages_of_mesh(mesh, num_stages, partition, schedule)
+        family = family_of(schedule, num_microbatches)
+        num_stages = stages_of_mesh(mesh, num_stages, partition, family)
         num_stages = resolve_num_stages(num_stages, partition, resolved)
         check_count("num_microbatches", num_microbatches)
-        ranks = resolve_ranks(schedule, num_stages, num_microbatches, mesh)
+        ranks = resolve_ranks(family, num_stages, mesh)
         how = Execution(
-            schedule=schedule,
+            schedule=family,
             ranks=ranks,
             recompute=recompute,
             transport=transport,

@@ -42,7 +42,7 @@ class Run:
             f"K{self.num_stages}",
             f"M{self.num_microbatches}",
             f"N{self.num_samples}",
-            self.schedule.__name__,
+            self.schedule.name,
             f"recompute_{self.recompute.value}",
             self.transport.name.lower(),
             "bf16" if self.autocast else "fp32",

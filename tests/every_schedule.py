@@ -5,6 +5,7 @@ from itertools import count
 
 from penstock.schedules import ALL_SCHEDULES, Backward, Forward, Schedule, interleaved_1f1b
 from penstock.schedules.ir import Instruction
+from penstock.schedules.names import family_of
 
 
 def interleaved(num_stages: int, num_microbatches: int) -> Schedule:
@@ -13,7 +14,7 @@ def interleaved(num_stages: int, num_microbatches: int) -> Schedule:
     return interleaved_1f1b(stages_per_rank)(num_stages, num_microbatches)
 
 
-EVERY_SCHEDULE = (*ALL_SCHEDULES, interleaved)
+EVERY_SCHEDULE = (*ALL_SCHEDULES, family_of(interleaved, num_microbatches=1))
 
 
 Progress = dict[tuple[int, bool], int]

@@ -226,7 +226,7 @@ def test_inputs_without_a_batch() -> None:
         pytest.param(lambda o, t: (o.mean(), t.mean()), "tuple", id="tuple"),
     ],
 )
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=lambda s: s.name)
 def test_a_loss_that_is_no_scalar(loss: Callable[..., Any], got: str, schedule: Any) -> None:
     refused_step(ConfigError, got + r".*(?s:.)*one number", loss=loss, schedule=schedule)
 

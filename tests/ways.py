@@ -7,7 +7,7 @@ from penstock.schedules import ALL_SCHEDULES
 
 WAYS = [
     pytest.param(
-        {"schedule": s, "recompute": r, "transport": t}, id=f"{s.__name__}-{r.value}-{t.name}"
+        {"schedule": s, "recompute": r, "transport": t}, id=f"{s.name}-{r.value}-{t.name}"
     )
     for s, r, t in (
         (ALL_SCHEDULES[0], penstock.Recompute.STAGE, penstock.Transport.THREADS),

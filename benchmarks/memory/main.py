@@ -14,7 +14,6 @@ from torch.nn.functional import mse_loss
 from benchmarks.blocks import conv_net, transformer
 from benchmarks.report import Column, Report, counts, parser, progress, publish
 from penstock import Pipeline, Recompute, Trace, schedules
-from penstock.schedules.ir import Schedule
 
 KIB = 1024
 
@@ -56,7 +55,7 @@ class Setting:
     """One pipeline to measure."""
 
     subject: Subject
-    schedule: Callable[[int, int], Schedule]
+    schedule: schedules.Family
     num_stages: int
     num_microbatches: int
     batch: int
@@ -164,7 +163,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     equal = equal and [stage[s] for s in order] == stage_formula
     return {
         "model": setting.subject.name,
-        "schedule": getattr(setting.schedule, "__name__", ""),
+        "schedule": str(setting.schedule),
         "num_stages": setting.num_stages,
         "num_microbatches": setting.num_microbatches,
         "never_kib": max(never.values()) / KIB,

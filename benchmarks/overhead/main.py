@@ -52,7 +52,7 @@ class Case:
 
     num_stages: int
     num_microbatches: int
-    schedule: Callable[[int, int], ir.Schedule]
+    schedule: schedules.Family
     recompute: Recompute
     transport: Transport
 
@@ -156,7 +156,7 @@ def measure_row(cases: list[Case], rounds: int, least_instructions: int) -> dict
     first, last = cases[0], measured[-1]
     row = {
         "transport": first.transport.name,
-        "schedule": getattr(first.schedule, "__name__", ""),
+        "schedule": str(first.schedule),
         "recompute": first.recompute.name,
         "num_stages": first.num_stages,
         "cpu_us": last["cpu_us"],
@@ -179,7 +179,7 @@ def run(options: argparse.Namespace) -> Report:
     for to, schedule, recompute, k in product(
         Transport, [schedules.gpipe, schedules.one_f_one_b], [*Recompute][::-1], all_stages
     ):
-        progress(f"{to.name}, {schedule.__name__}, {recompute.name}, K = {k}")
+        progress(f"{to.name}, {schedule.name}, {recompute.name}, K = {k}")
         cases = [Case(k, m, schedule, recompute, to) for m in all_counts]
         rows.append(measure_row(cases, rounds, 1 if options.smallest else LEAST_INSTRUCTIONS))
     most = all_counts[-1]

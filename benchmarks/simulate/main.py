@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from benchmarks.report import Column, Load, Report, counts, parser, progress, publish
 from penstock import schedules
-from penstock.schedules.lower import Mode, ScheduleFunction, lower
-from penstock.schedules.passes import chain_edges
+from penstock.schedules import Family
+from penstock.schedules.lower import Lowering, lower
+from penstock.schedules.transfers import chain_transfers
 from penstock.simulator import UNIT_COSTS, simulate
 
 TARGET_S = 5.0
@@ -36,21 +37,16 @@ def timed(function: Callable[[], _T]) -> tuple[_T, float]:
     return function(), process_time() - begin_s
 
 
-def measure(
-    name: str, function: ScheduleFunction, num_stages: int, about: int, rounds: int
-) -> dict[str, Any]:
+def measure(family: Family, num_stages: int, about: int, rounds: int) -> dict[str, Any]:
     """Measure a schedule of about so many instructions; the fastest of each part over rounds."""
     num_microbatches = about // (6 * num_stages - 4)  # the ends of the chain have one neighbour
-    make = partial(
-        lower,
-        function,
-        num_stages,
-        num_microbatches,
-        edges=chain_edges(num_stages),
-        recompute=False,
-        committing=range(num_stages),
-        mode=Mode.TRAIN,
+    how = Lowering(
+        family=family,
+        ranks=family.ranks(num_stages),
+        transfers=chain_transfers(num_stages),
+        commits=range(num_stages),
     )
+    make = partial(lower, how, num_microbatches)
     times_s = []
     for _ in range(rounds):
         schedule, lower_s = timed(make)
@@ -59,7 +55,7 @@ def measure(
         times_s.append((lower_s, simulate_s, lower_s + simulate_s, breakdown_s))
     parts = ("lower_s", "simulate_s", "together_s", "breakdown_s")
     return {
-        "schedule": name,
+        "schedule": str(family),
         "num_stages": num_stages,
         "num_microbatches": num_microbatches,
         "instructions": sum(map(len, schedule.programs)),
@@ -71,15 +67,11 @@ def run(options: argparse.Namespace) -> Report:
     """Measure every schedule at every number of stages."""
     load = Load.now()
     rounds, about = (2, 6_000) if options.smallest else (options.rounds, MILLION)
-    functions: dict[str, ScheduleFunction] = {
-        each.__name__: each for each in schedules.ALL_SCHEDULES
-    }
-    functions["interleaved_1f1b(2)"] = schedules.interleaved_1f1b(2)
     rows = []
-    for name, function in functions.items():
+    for family in (*schedules.ALL_SCHEDULES, schedules.interleaved_1f1b(2)):
         for num_stages in options.num_stages:
-            progress(f"{name}, K = {num_stages}")
-            rows.append(measure(name, function, num_stages, about, rounds))
+            progress(f"{family}, K = {num_stages}")
+            rows.append(measure(family, num_stages, about, rounds))
     slowest_s = max(row["together_s"] for row in rows)
     verdict = (
         f"{slowest_s:.1f} s at most to lower, prove and simulate; the target is {TARGET_S:.0f} s."

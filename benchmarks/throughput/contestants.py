@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 from benchmarks.blocks import transformer
 from penstock import Pipeline, Recompute, schedules
-from penstock.schedules.lower import ScheduleFunction
+from penstock.schedules import Family
 
 NUM_STAGES = 2
 MOST_ERROR = 1e-4
@@ -126,7 +126,7 @@ def plain(work: Work, num_microbatches: int) -> InProcess:
 class Way:
     """A schedule of Penstock's, and how many stages it runs on each rank."""
 
-    schedule: ScheduleFunction
+    schedule: Family
     stages_per_rank: int = 1
 
 

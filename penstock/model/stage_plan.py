@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import ConfigError
+from penstock.schedules.transfers import Transfer
 
 Value = tuple[int, int]
 """(number of the layer that gives it, place among its outputs); the model's input is (-1, 0)."""
@@ -68,6 +69,18 @@ class StagePlan:
         return False
 
     @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What the stage hands over to which others."""
+        return tuple(
+            Transfer(producer=self.index, consumer=peer, values=self.names_to(peer))
+            for peer in self.exports
+        )
+
+    def names_to(self, peer: int) -> tuple[str, ...]:
+        """Name the values that go to stage `peer`, by the numbers of the layers that give them."""
+        return tuple(map(_name_of, self.exports[peer]))
+
+    @property
     def num_parameters(self) -> int:
         """Values of the parameters whose home is here, in whichever process the stage runs."""
         own = {id(p): p.numel() for step in self.steps for p in step.module.parameters()}
@@ -80,6 +93,12 @@ class StagePlan:
             values.update(perform(step, partial(call, step, arguments)))
             for value in dead:
                 del values[value]
+
+
+def _name_of(value: Value) -> str:
+    layer, place = value
+    name = "input" if value == MODEL_INPUT else f"layer {layer}"
+    return f"{name}, output {place}" if place else name
 
 
 def call(step: Step, arguments: list[Any]) -> dict[Value, Any]:

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError, CutError, PenstockError, RandomnessError
+from penstock.errors import CutError, PenstockError, RandomnessError
 from penstock.mesh import Mesh
 from penstock.mesh.start import check_timeout
 from penstock.model.layers import Layers
 from penstock.model.materialize import move_or_make_all
 from penstock.model.stage_plan import StagePlan, Step
 from penstock.model.stages import check_partition, plan_stages, stage_of_layers
-from penstock.schedules.ir import Schedule
-from penstock.schedules.lower import Mode, ScheduleFunction, lower, stage_ranks
+from penstock.schedules import Family, Schedule
+from penstock.schedules.lower import Lowering, Mode, lower
 from penstock.torch_private import cache_weights_per_thread
 from penstock.types import Recompute, TiedGradients, Trace, Transport
 
@@ -41,7 +41,7 @@ class Execution:
     With `draws`, layers without values get drawn ones; else a file has them.
     """
 
-    schedule: ScheduleFunction
+    schedule: Family
     ranks: tuple[int, ...]
     recompute: Recompute
     transport: Transport
@@ -60,8 +60,7 @@ class Execution:
     @property
     def choices(self) -> str:
         """The schedule, what is recomputed and what is summed, in words."""
-        name = getattr(self.schedule, "__name__", self.schedule)
-        words = f"schedule={name}, recompute={self.recompute.name}"
+        words = f"schedule={self.schedule}, recompute={self.recompute.name}"
         is_usual = self.tied_gradients is TiedGradients.PER_MICROBATCH
         return words if is_usual else f"{words}, tied_gradients={self.tied_gradients.name}"
 
@@ -98,8 +97,7 @@ class Engine:
         self._in_caller = CallerDriver(how.num_threads)
         self._programs: dict[tuple[Mode, int], Schedule] = {}
         self._plans: tuple[StagePlan, ...] = ()
-        self._edges: frozenset[tuple[int, int]] = frozenset()
-        self._committing: tuple[int, ...] = ()
+        self._lowering = Lowering(family=how.schedule, ranks=how.ranks)
         self.partition: tuple[int, ...] = ()
         self.devices: tuple[torch.device, ...] = ()
         self.stages: tuple[Stage, ...] = ()
@@ -117,8 +115,6 @@ class Engine:
         plans = plan_stages(self._layers, partition)
         self._plans = tuple(plans)
         self.crew.readers = tuple(plan.index for plan in plans if plan.reads_input)
-        self._edges = frozenset((plan.index, peer) for plan in plans for peer in plan.exports)
-        self._committing = tuple(p.index for p in plans if batch_norms(self._modules_of(p)))
         mine = [(p, d) for p, d in zip(plans, devices, strict=True) if self.crew.runs(p.index)]
         move_or_make_all(self._layers, mine, self._how.seed, draws=self._how.draws)
         self._layers.keep_only([plan for plan, _ in mine])
@@ -131,6 +127,16 @@ class Engine:
             self.crew.replicas.start_equal(
                 [t for s in self.stages for t in (*s.parameters, *s.buffers)]
             )
+        recomputes = self._how.recompute is Recompute.STAGE
+        self._lowering = Lowering(
+            family=self._how.schedule,
+            ranks=self._how.ranks,
+            transfers=[transfer for plan in plans for transfer in plan.transfers],
+            recompute=range(len(plans)) if recomputes else (),
+            commits=[plan.index for plan in plans if batch_norms(self._modules_of(plan))],
+            posts=len(mine) < len(plans),
+            reduces=self.crew.replicas is not None,
+        )
         self._programs.clear()
         self._places = self._layers.places()
 
@@ -179,25 +185,7 @@ class Engine:
         """
         key = (mode, num_microbatches)
         if key not in self._programs:
-            found = lower(
-                self._how.schedule,
-                len(self.partition),
-                num_microbatches,
-                edges=self._edges,
-                recompute=self._how.recompute is Recompute.STAGE,
-                committing=self._committing,
-                mode=mode,
-                posts=len(self.stages) < len(self.partition),
-                reduces=self.crew.replicas is not None,
-            )
-            if stage_ranks(found) != self._how.ranks:
-                raise ConfigError(
-                    f"with {num_microbatches} micro-batches the schedule runs the stages on ranks "
-                    f"{list(stage_ranks(found))}, and the pipeline has them on "
-                    f"{list(self._how.ranks)}; let it deal out the stages alike for every number "
-                    "of micro-batches (a small batch runs as fewer)"
-                )
-            self._programs[key] = found
+            self._programs[key] = lower(self._lowering, num_microbatches, mode)
         return self._programs[key]
 
     def one_at_a_time(self) -> AbstractContextManager[None]:

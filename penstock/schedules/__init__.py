@@ -1,6 +1,7 @@
 """WHEN: schedules as data.  Start at ir.py; a schedule is one file; passes rewrite schedules."""
 
 from .eager_1f1b import eager_1f1b
+from .family import Family
 from .gpipe import gpipe
 from .interleaved_1f1b import interleaved_1f1b
 from .ir import (
@@ -25,6 +26,7 @@ __all__ = [
     "ALL_SCHEDULES",
     "Backward",
     "CommitStatistics",
+    "Family",
     "Forward",
     "Instruction",
     "PostReceive",

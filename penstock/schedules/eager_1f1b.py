@@ -1,10 +1,11 @@
 """Eager 1F1B: forwards run ahead, so that no stage waits for a message on its way."""
 
+from .family import Family
 from .ir import Schedule
 from .one_f_one_b import alternating
 
 
-def eager_1f1b(num_stages: int, num_microbatches: int) -> Schedule:
+def _schedule(num_stages: int, num_microbatches: int) -> Schedule:
     """Alternate as 1F1B does, nearly twice as many forwards ahead: 2(p - s) - 1 on stage s.
 
     In 1F1B each stage needs what its neighbours send the moment they have it; here an activation
@@ -18,3 +19,6 @@ def eager_1f1b(num_stages: int, num_microbatches: int) -> Schedule:
     return alternating(
         [2 * (num_stages - stage - 1) for stage in range(num_stages)], num_microbatches
     )
+
+
+eager_1f1b = Family("eager_1f1b", _schedule)

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
+from .family import Family
 from .ir import Backward, Forward, Instruction, Schedule
 
 
-def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+def _schedule(num_stages: int, num_microbatches: int) -> Schedule:
     """Run every forward, then every backward; a stage keeps all m micro-batches.
 
     p = 3, m = 4:   stage 0 | F0 F1 F2 F3             B0 B1 B2 B3
@@ -23,3 +24,6 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
             yield Backward(stage, i)
 
     return Schedule(tuple(tuple(program(stage)) for stage in range(num_stages)))
+
+
+gpipe = Family("gpipe", _schedule)

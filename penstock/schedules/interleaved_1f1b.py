@@ -3,15 +3,13 @@
 Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, section 2.2.
 """
 
-from dataclasses import dataclass
-
 from penstock.errors import ConfigError
 
+from .family import Family
 from .ir import Backward, Forward, Instruction, Schedule
 
 
-@dataclass(frozen=True, slots=True)
-class interleaved_1f1b:
+def interleaved_1f1b(stages_per_rank: int = 2) -> Family:
     """Alternate one forward with one backward on R ranks; rank r runs stages r, r + R, and so on.
 
         Pipeline(layers, num_stages=4, schedule=schedules.interleaved_1f1b(stages_per_rank=2))
@@ -28,57 +26,49 @@ class interleaved_1f1b:
 
     Any m works.  Where R does not divide it, the schedule is that of the next multiple of R with
     the micro-batches beyond m struck out: no rank waits for what it did not wait for there.
+
+    Raises:
+        ConfigError: `stages_per_rank` is no whole number of at least 1.
     """
+    count = stages_per_rank
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ConfigError(f"stages_per_rank={count!r}; it must be a whole number of at least 1")
+    arguments = (("stages_per_rank", stages_per_rank),)
+    return Family("interleaved_1f1b", _schedule, stages_per_rank, arguments)
 
-    stages_per_rank: int = 2
 
-    def __post_init__(self) -> None:
-        count = self.stages_per_rank
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ConfigError(
-                f"stages_per_rank={count!r}; it must be a whole number of at least 1"
-            )
-
-    def __call__(self, num_stages: int, num_microbatches: int) -> Schedule:
-        """Make the schedule.
-
-        Raises:
-            ConfigError: the stages cannot be dealt out to ranks evenly.
-        """
-        num_ranks, rest = divmod(num_stages, self.stages_per_rank)
-        if rest or not num_ranks:
-            raise ConfigError(
-                f"num_stages={num_stages} is not a multiple of stages_per_rank="
-                f"{self.stages_per_rank}; num_stages counts the stages of all ranks: choose "
-                f"{self.stages_per_rank * max(1, num_ranks)} or "
-                f"{self.stages_per_rank * (num_ranks + 1)} stages, or another stages_per_rank"
-            )
-        return Schedule(
-            tuple(self._program(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
+def _schedule(num_stages: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
+    num_ranks = num_stages // stages_per_rank
+    return Schedule(
+        tuple(
+            _program(rank, num_ranks, num_microbatches, stages_per_rank)
+            for rank in range(num_ranks)
         )
+    )
 
-    def _program(
-        self, rank: int, num_ranks: int, num_microbatches: int
-    ) -> tuple[Instruction, ...]:
-        whole = -(-num_microbatches // num_ranks) * num_ranks
-        forwards = [
-            Forward(rank + n * num_ranks, first + i)
-            for first in range(0, whole, num_ranks)
-            for n in range(self.stages_per_rank)
-            for i in range(num_ranks)
-        ]
-        backwards = [
-            Backward(rank + n * num_ranks, first + i)
-            for first in range(0, whole, num_ranks)
-            for n in reversed(range(self.stages_per_rank))
-            for i in range(num_ranks)
-        ]
-        warmup = 2 * (num_ranks - rank - 1) + (self.stages_per_rank - 1) * num_ranks
-        warmup = min(warmup, len(forwards))
-        steady = zip(forwards[warmup:], backwards, strict=False)
-        order = [
-            *forwards[:warmup],
-            *(instruction for pair in steady for instruction in pair),
-            *backwards[len(forwards) - warmup :],
-        ]
-        return tuple(x for x in order if x.microbatch < num_microbatches)
+
+def _program(
+    rank: int, num_ranks: int, num_microbatches: int, stages_per_rank: int
+) -> tuple[Instruction, ...]:
+    whole = -(-num_microbatches // num_ranks) * num_ranks
+    forwards = [
+        Forward(rank + n * num_ranks, first + i)
+        for first in range(0, whole, num_ranks)
+        for n in range(stages_per_rank)
+        for i in range(num_ranks)
+    ]
+    backwards = [
+        Backward(rank + n * num_ranks, first + i)
+        for first in range(0, whole, num_ranks)
+        for n in reversed(range(stages_per_rank))
+        for i in range(num_ranks)
+    ]
+    warmup = 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * num_ranks
+    warmup = min(warmup, len(forwards))
+    steady = zip(forwards[warmup:], backwards, strict=False)
+    order = [
+        *forwards[:warmup],
+        *(instruction for pair in steady for instruction in pair),
+        *backwards[len(forwards) - warmup :],
+    ]
+    return tuple(x for x in order if x.microbatch < num_microbatches)

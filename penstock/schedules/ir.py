@@ -185,10 +185,13 @@ class Schedule:
             for instruction in program:
                 yield rank, instruction
 
-    def rank_of(self) -> dict[int, int]:
-        """Map each stage to the rank whose program runs it."""
-        stages = ({instruction.stage for instruction in program} for program in self.programs)
-        return {stage: rank for rank, of_rank in enumerate(stages) for stage in of_rank}
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank that runs each stage; 0 of a stage that no rank runs."""
+        found: dict[int, int] = {}
+        for rank, program in enumerate(self.programs):
+            found.update(dict.fromkeys({instruction.stage for instruction in program}, rank))
+        return tuple(found.get(stage, 0) for stage in range(self.num_stages))
 
     def __str__(self) -> str:
         from .text import to_text  # the text form knows the instructions, not the other way round

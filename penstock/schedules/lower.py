@@ -1,14 +1,15 @@
-"""From a schedule function to what the executor runs: the passes in order, then the proof."""
+"""From a schedule family to what the executor runs: the passes in order, then the proof."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Collection
+from dataclasses import dataclass
 from enum import Enum
 
 from penstock.errors import ConfigError
 
 from .collection import collection_paused
+from .family import Family
 from .ir import Schedule
 from .passes import (
-    Edges,
     add_commits,
     add_communication,
     add_recompute,
@@ -18,14 +19,8 @@ from .passes import (
     forwards_first,
     post_receives,
 )
+from .transfers import Transfers
 from .verify import verify
-
-ScheduleFunction = Callable[[int, int], Schedule]
-"""(num_stages, num_microbatches) -> Schedule.
-
-Where a rank runs several stages, `stages_per_rank` of the function says how many, so that the
-number of stages follows from that of the ranks.
-"""
 
 
 class Mode(Enum):
@@ -41,65 +36,43 @@ class Mode(Enum):
     """Forwards only, nothing kept."""
 
 
-def schedule_of(function: ScheduleFunction, num_stages: int, num_microbatches: int) -> Schedule:
-    """Call a schedule function.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowering:
+    """What a pipeline's schedules have to provide for, whatever the call.
 
-    Raises:
-        ConfigError: it gives a schedule of another size than asked for.
+    `ranks[stage]` is who runs a stage.  The stages in `recompute` drop their graphs, those in
+    `commits` have running statistics.  `posts` receives early, as processes want it; `reduces`
+    gradients over replicas.
     """
-    if isinstance(function, type):
-        raise ConfigError(
-            f"schedule={function.__name__} is a class, which makes schedule functions: write "
-            f"schedule={function.__name__}()"
-        )
-    schedule = function(num_stages, num_microbatches)
-    if (schedule.num_stages, schedule.num_microbatches) != (num_stages, num_microbatches):
-        raise ConfigError(
-            f"the schedule function was asked for {num_stages} stages and {num_microbatches} "
-            f"micro-batches, and gave {schedule.num_stages} and "
-            f"{schedule.num_microbatches}:\n{schedule}"
-        )
-    return schedule
 
-
-def stage_ranks(schedule: Schedule) -> tuple[int, ...]:
-    """Give the rank of each stage; 0 of one that `verify` will miss."""
-    ranks = schedule.rank_of()
-    return tuple(ranks.get(stage, 0) for stage in range(schedule.num_stages))
+    family: Family
+    ranks: tuple[int, ...]
+    transfers: Transfers = ()
+    recompute: Collection[int] = ()
+    commits: Collection[int] = ()
+    posts: bool = False
+    reduces: bool = False
 
 
 @collection_paused()
-def lower(  # noqa: PLR0913 - what a lowered schedule depends on, and nothing else
-    function: ScheduleFunction,
-    num_stages: int,
-    num_microbatches: int,
-    *,
-    edges: Edges,
-    recompute: bool,
-    committing: Iterable[int],
-    mode: Mode,
-    posts: bool = False,
-    reduces: bool = False,
-) -> Schedule:
-    """Call a schedule function, apply the passes that `mode` needs, and prove the result.
-
-    `posts` receives early, as processes want it; `reduces` gradients over replicas.
+def lower(how: Lowering, num_microbatches: int, mode: Mode = Mode.TRAIN) -> Schedule:
+    """Make a schedule, apply the passes that `mode` needs, and prove the result.
 
     Raises:
         ScheduleError: the schedule is wrong; see `verify`.
-        ConfigError: the function gives a schedule of another size than asked for.
+        ConfigError: it is of another size than asked for, or runs a stage on another rank.
     """
-    schedule = schedule_of(function, num_stages, num_microbatches)
+    schedule = _made(how, num_microbatches)
     if mode is not Mode.TRAIN:
         schedule = forwards_first(schedule)
-    if recompute and mode is not Mode.EVAL:
-        schedule = add_recompute(schedule)
-    schedule = add_communication(add_commits(schedule, committing), edges)
-    if reduces and mode is Mode.TRAIN:
+    if how.recompute and mode is not Mode.EVAL:
+        schedule = add_recompute(schedule, how.recompute)
+    schedule = add_communication(add_commits(schedule, how.commits), how.transfers)
+    if how.reduces and mode is Mode.TRAIN:
         schedule = add_reductions(schedule)
-    if posts:
+    if how.posts:
         schedule = post_receives(schedule)
-    verify(schedule, edges)
+    verify(schedule, how.transfers)
     match mode:
         case Mode.TRAIN:
             return schedule
@@ -107,3 +80,15 @@ def lower(  # noqa: PLR0913 - what a lowered schedule depends on, and nothing el
             return forward_half(schedule)
         case Mode.BACKWARDS:
             return backward_half(schedule)
+
+
+def _made(how: Lowering, num_microbatches: int) -> Schedule:
+    """Make the schedule, and see that each stage is where the pipeline has it."""
+    schedule = how.family(len(how.ranks), num_microbatches)
+    if schedule.ranks != how.ranks:
+        raise ConfigError(
+            f"with {num_microbatches} micro-batches the schedule runs the stages on ranks "
+            f"{list(schedule.ranks)}, and the pipeline has them on {list(how.ranks)}; let it deal "
+            "out the stages alike for every number of micro-batches (a small batch runs as fewer)"
+        )
+    return schedule

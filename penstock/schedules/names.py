@@ -1,26 +1,52 @@
-"""Schedules by name, for recipes and the command line."""
+"""Find a schedule family: by its name, or from what a user gave."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FunctionType
 
 from penstock.errors import ConfigError
 
 from .eager_1f1b import eager_1f1b
+from .family import Build, Family, check_size
 from .gpipe import gpipe
 from .interleaved_1f1b import interleaved_1f1b
-from .lower import ScheduleFunction
 from .one_f_one_b import one_f_one_b
 
 ALL_SCHEDULES = (gpipe, one_f_one_b, eager_1f1b)
-"""Every schedule function that takes any number of stages, one to a rank.
+"""Every family that takes any number of stages, one to a rank.
 
 A law that holds for schedules is tested on each of them, and on `interleaved_1f1b`.
 """
-_ONE_STAGE: dict[str, ScheduleFunction] = {each.__name__: each for each in ALL_SCHEDULES}
 _INTERLEAVED = interleaved_1f1b.__name__
+_WITH_ARGUMENTS: Mapping[str, Callable[..., Family]] = {_INTERLEAVED: interleaved_1f1b}
+_MAKERS: tuple[object, ...] = tuple(_WITH_ARGUMENTS.values())
+_WITHOUT = {family.name: family for family in ALL_SCHEDULES}
 
-SCHEDULE_NAMES = (*_ONE_STAGE, _INTERLEAVED)
+SCHEDULE_NAMES = (*_WITHOUT, *_WITH_ARGUMENTS)
 
 
-def named_schedule(name: str, num_stages: int, stages_per_rank: int) -> ScheduleFunction:
-    """Give the schedule function called `name`, one of SCHEDULE_NAMES.
+def family_named(name: str, arguments: Mapping[str, int]) -> Family:
+    """Return the family with this `Family.name` and these `Family.arguments`.
+
+    Raises:
+        ConfigError: there is no such family, or it takes other arguments.
+    """
+    if name not in SCHEDULE_NAMES:
+        raise ConfigError(
+            f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULE_NAMES)}"
+        )
+    family = _WITHOUT[name] if name in _WITHOUT else _WITH_ARGUMENTS[name]()
+    expected = dict(family.arguments)
+    if expected.keys() != arguments.keys():
+        raise ConfigError(
+            f"schedule {name} takes the arguments {list(expected)}, and was given "
+            f"{list(arguments)}"
+        )
+    return _WITH_ARGUMENTS[name](**arguments) if arguments else family
+
+
+def named_schedule(name: str, num_stages: int, stages_per_rank: int) -> Family:
+    """Return the family called `name`, one of SCHEDULE_NAMES, if it suits these numbers.
 
     Raises:
         ConfigError: it does not run so many stages on a rank, or they are not dealt out evenly.
@@ -40,4 +66,34 @@ def named_schedule(name: str, num_stages: int, stages_per_rank: int) -> Schedule
             f"{num_stages} stages, {stages_per_rank} per rank, leave a rank with fewer; choose a "
             "number of stages that is a multiple of stages per rank"
         )
-    return _ONE_STAGE.get(name) or interleaved_1f1b(stages_per_rank)
+    return _WITHOUT[name] if name in _WITHOUT else interleaved_1f1b(stages_per_rank)
+
+
+def family_of(given: Build, num_microbatches: int) -> Family:
+    """Return what a user gave as a schedule as a family.
+
+    A function of the user's own cannot say which ranks run its stages: `ranks` of its family makes
+    a schedule of `num_microbatches` to see.
+
+    Raises:
+        ConfigError: it makes families, and is none.
+    """
+    if isinstance(given, Family):
+        return given
+    name = given.__name__ if isinstance(given, FunctionType | type) else repr(given)
+    if isinstance(given, type) or given in _MAKERS:
+        raise ConfigError(f"schedule={name} makes schedule families: write schedule={name}()")
+    return Family(name, given, deal=_AsBuilt(given, num_microbatches))
+
+
+@dataclass(frozen=True, slots=True)
+class _AsBuilt:
+    """Learns the ranks of a function's stages from a schedule that it makes."""
+
+    build: Build
+    num_microbatches: int
+
+    def __call__(self, num_stages: int, num_ranks: int) -> tuple[int, ...]:
+        schedule = self.build(num_stages, self.num_microbatches)
+        check_size(schedule, num_stages, self.num_microbatches)
+        return schedule.ranks

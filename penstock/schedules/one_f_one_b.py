@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
+from .family import Family
 from .ir import Backward, Forward, Instruction, Schedule
 
 
-def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
+def _schedule(num_stages: int, num_microbatches: int) -> Schedule:
     """Alternate one forward with one backward, so stage s keeps at most p - s micro-batches.
 
     p = 3, m = 4:   stage 0 | F0 F1 F2 B0 F3 B1 B2 B3
@@ -13,6 +14,9 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
                     stage 2 | F0 B0 F1 B1 F2 B2 F3 B3
     """
     return alternating([num_stages - stage - 1 for stage in range(num_stages)], num_microbatches)
+
+
+one_f_one_b = Family("one_f_one_b", _schedule)
 
 
 def alternating(warmups: Sequence[int], num_microbatches: int) -> Schedule:

@@ -3,13 +3,9 @@
     schedule(p, m) -> add_recompute -> add_commits -> add_communication -> verify -> executor
 
 and between processes add_reductions and post_receives before the proof.
-
-Edges are pairs (producer stage, consumer stage); an activation travels along one and its gradient
-comes back along it.  An edge may skip stages.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import pairwise
 
 from .ir import (
@@ -28,17 +24,12 @@ from .ir import (
     SendActivation,
     SendGradient,
 )
-
-Edges = frozenset[tuple[int, int]]
-
-
-def chain_edges(num_stages: int) -> Edges:
-    """Give the edges of a plain chain: every stage feeds the next."""
-    return frozenset((stage, stage + 1) for stage in range(num_stages - 1))
+from .transfers import Transfers, neighbours
 
 
-def add_recompute(schedule: Schedule) -> Schedule:
-    """Drop each stage's graph after its forward and build it again before its backward.
+def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> Schedule:
+    """Drop the graphs of `stages` (None: of all) after their forwards and build them again before
+    their backwards.
 
     0F0 0F1 0B0 0B1   ->   0f0 0f1 0R0 0B0 0R1 0B1
 
@@ -51,11 +42,16 @@ def add_recompute(schedule: Schedule) -> Schedule:
             for before, after in pairwise(program)
             if isinstance(before, Forward) and after == Backward(before.stage, before.microbatch)
         }
+
+        def drops(stage: int, microbatch: int) -> bool:
+            chosen = stages is None or stage in stages
+            return chosen and (stage, microbatch) not in at_once
+
         for instruction in program:
             match instruction:
-                case Forward(s, i) if (s, i) not in at_once:
+                case Forward(s, i) if drops(s, i):
                     yield Forward(s, i, keep_graph=False)
-                case Backward(s, i) if (s, i) not in at_once:
+                case Backward(s, i) if drops(s, i):
                     yield Recompute(s, i)
                     yield instruction
                 case _:
@@ -64,22 +60,21 @@ def add_recompute(schedule: Schedule) -> Schedule:
     return _rewrite(schedule, rewrite)
 
 
-def add_commits(schedule: Schedule, stages: Iterable[int]) -> Schedule:
+def add_commits(schedule: Schedule, stages: Collection[int]) -> Schedule:
     """Commit the BatchNorm statistics of each of `stages` right after its last forward."""
-    committing = frozenset(stages)
 
     def rewrite(program: Program) -> Iterator[Instruction]:
         last = {x.stage: n for n, x in enumerate(program) if isinstance(x, Forward)}
         for n, instruction in enumerate(program):
             yield instruction
-            if last.get(instruction.stage) == n and instruction.stage in committing:
+            if last.get(instruction.stage) == n and instruction.stage in stages:
                 yield CommitStatistics(instruction.stage)
 
     return _rewrite(schedule, rewrite)
 
 
-def add_communication(schedule: Schedule, edges: Edges) -> Schedule:
-    """Surround each forward and backward with the receives and sends its edges ask for.
+def add_communication(schedule: Schedule, transfers: Transfers) -> Schedule:
+    """Surround each forward and backward with the receives and sends that `transfers` ask for.
 
     On stage 1 of 3:   1F0   ->   1F0<0 1F0 1F0>2
                        1B0   ->   1B0<2 1B0 1B0>0
@@ -87,24 +82,19 @@ def add_communication(schedule: Schedule, edges: Edges) -> Schedule:
     A receive stands right before its use, so that a Recompute before it runs while the gradient is
     still on its way.
     """
-
-    producers: dict[int, list[int]] = defaultdict(list)
-    consumers: dict[int, list[int]] = defaultdict(list)
-    for producer, consumer in sorted(edges):
-        producers[consumer].append(producer)
-        consumers[producer].append(consumer)
+    producers, consumers = neighbours(transfers)
 
     def rewrite(program: Program) -> Iterator[Instruction]:
         for instruction in program:
             match instruction:
                 case Forward(s, i):
-                    yield from [ReceiveActivation(s, i, p) for p in producers[s]]
+                    yield from [ReceiveActivation(s, i, p) for p in producers.get(s, ())]
                     yield instruction
-                    yield from [SendActivation(s, i, c) for c in consumers[s]]
+                    yield from [SendActivation(s, i, c) for c in consumers.get(s, ())]
                 case Backward(s, i):
-                    yield from [ReceiveGradient(s, i, c) for c in consumers[s]]
+                    yield from [ReceiveGradient(s, i, c) for c in consumers.get(s, ())]
                     yield instruction
-                    yield from [SendGradient(s, i, p) for p in producers[s]]
+                    yield from [SendGradient(s, i, p) for p in producers.get(s, ())]
                 case _:
                     yield instruction
 

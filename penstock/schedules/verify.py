@@ -25,8 +25,8 @@ from .ir import (
     SendActivation,
     SendGradient,
 )
-from .passes import Edges
 from .text import instruction_to_text, marked_text
+from .transfers import Transfers, neighbours
 from .walk import walk
 
 Lane = tuple[type[Instruction], int, int]
@@ -46,18 +46,16 @@ class Proof:
     peak_live: tuple[int, ...]
 
 
-def verify(
-    schedule: Schedule, edges: Edges, *, training: bool = True, max_live: int | None = None
-) -> Proof:
+def verify(schedule: Schedule, transfers: Transfers, *, max_live: int | None = None) -> Proof:
     """Prove that `schedule` is complete, ordered, free of deadlock and exact.
 
-    Proved: every (stage, micro-batch) has one Forward and, if `training`, one Backward, all on one
-    rank; values are received before use and sent once along each of `edges`, in the same order at
-    both ends; a Recompute stands between a Forward that dropped its graph and its Backward; the
-    forwards and the backwards of a stage come in micro-batch order (the order in which an unsplit
-    model accumulates gradients and updates buffers); receives are posted before they stand,
-    gradients added up over replicas after the last backward, each at most once; no rank waits for
-    ever; at most `max_live` micro-batches are alive on any stage.
+    Proved: every (stage, micro-batch) has one Forward and one Backward, all on one rank; values
+    are received before use and sent once along each of `transfers`, in the same order; a
+    Recompute stands between a Forward that dropped its graph and its Backward; the forwards and
+    the backwards of a stage come in micro-batch order (the order in which an unsplit model
+    accumulates gradients and updates buffers); receives are posted before they stand, gradients
+    added up over replicas after the last backward, each at most once; no rank waits for ever; at
+    most `max_live` micro-batches are alive on any stage.
 
     Raises:
         ScheduleError: one of these does not hold; shows the schedule with the spot marked.
@@ -66,12 +64,16 @@ def verify(
     if not num_stages or not num_microbatches:
         raise ScheduleError(f"the schedule runs nothing: {schedule.num_ranks} empty programs")
     found = _microbatches(schedule)
-    for kind in (Forward, Backward) if training else (Forward,):
+    for kind in (Forward, Backward):
         for stage in range(num_stages):
             _check_complete(schedule, kind, stage, found[kind, stage, stage], num_microbatches)
     _check_ranks(schedule)
     _check_messages(schedule, found)
-    stages = [_StageState(stage, edges, max_live) for stage in range(num_stages)]
+    producers, consumers = neighbours(transfers)
+    stages = [
+        _StageState(stage, producers.get(stage, []), consumers.get(stage, []), max_live)
+        for stage in range(num_stages)
+    ]
     for rank, program in enumerate(schedule.programs):
         for position, instruction in enumerate(program):
             problem = stages[instruction.stage].step(instruction)
@@ -138,12 +140,14 @@ def _check_messages(schedule: Schedule, found: dict[Lane, list[int]]) -> None:
 class _StageState:
     """What one stage has done so far; `step` says what is wrong with its next instruction."""
 
-    def __init__(self, stage: int, edges: Edges, max_live: int | None) -> None:
+    def __init__(
+        self, stage: int, producers: list[int], consumers: list[int], max_live: int | None
+    ) -> None:
         self.peak_live = 0
         self._stage = stage
         self._max_live = max_live
-        self._activations: dict[int, set[int]] = {p: set() for p, c in sorted(edges) if c == stage}
-        self._gradients: dict[int, set[int]] = {c: set() for p, c in sorted(edges) if p == stage}
+        self._activations: dict[int, set[int]] = {p: set() for p in producers}
+        self._gradients: dict[int, set[int]] = {c: set() for c in consumers}
         self._num_forwards = self._num_backwards = 0
         self._dropped: set[int] = set()
         self._posted: set[PostReceive] = set()

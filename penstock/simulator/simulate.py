@@ -20,7 +20,8 @@ from penstock.schedules.ir import (
     SendActivation,
     SendGradient,
 )
-from penstock.schedules.passes import add_communication, chain_edges
+from penstock.schedules.passes import add_communication
+from penstock.schedules.transfers import Transfers, chain_transfers
 from penstock.schedules.walk import Message, awaited_message, sent_message, walk
 from penstock.trace.timeline import Span, Timeline
 
@@ -32,13 +33,18 @@ Steps = Iterable[tuple[int, Instruction]]
 
 @collection_paused()
 def simulate(  # noqa: C901 - one flat match
-    schedule: Schedule, costs: Costs, watch: Callable[[Steps, int], Steps] | None = None
+    schedule: Schedule,
+    costs: Costs,
+    watch: Callable[[Steps, int], Steps] | None = None,
+    *,
+    transfers: Transfers | None = None,
 ) -> Timeline:
     """Price `schedule`: each rank runs its program in order and starts each instruction when free.
 
     A send takes no time; its message arrives `transfer_s` later (at once on the same rank), and a
     receive ends no earlier.
-    A schedule without any communication is taken for a chain in which every stage feeds the next.
+    Where the schedule has no communication yet, it is added for `transfers`; without these, for a
+    chain in which every stage feeds the next.
     The step begins at 0 seconds; exact costs (ints, Fractions) give exact times.  `watch` is given
     the steps and their number, and yields them on, to show how far it is.
 
@@ -46,13 +52,13 @@ def simulate(  # noqa: C901 - one flat match
         ConfigError: `costs` lacks a stage or an edge of the schedule.
         ScheduleError: ranks would wait for each other for ever.
     """
-    schedule = _lowered(schedule)
+    schedule = _with_communication(schedule, transfers)
     num_stages = schedule.num_stages
     forward_s = per_stage(costs.forward_s, num_stages, "forward_s")
     backward_s = per_stage(costs.backward_s, num_stages, "backward_s")
     recompute_s = per_stage(costs.recompute_s, num_stages, "recompute_s")
     reduce_s = per_stage(costs.reduce_s, num_stages, "reduce_s")
-    transfer_s, ranks = per_edge(costs.transfer_s), schedule.rank_of()
+    transfer_s, ranks = per_edge(costs.transfer_s), schedule.ranks
     arrival_s: dict[Message | None, float] = {}
     free_s: list[float] = [0] * schedule.num_ranks
     spans: list[list[Span]] = [[] for _ in schedule.programs]
@@ -85,7 +91,9 @@ def simulate(  # noqa: C901 - one flat match
     return Timeline(tuple(chain.from_iterable(spans)))
 
 
-def _lowered(schedule: Schedule) -> Schedule:
+def _with_communication(schedule: Schedule, transfers: Transfers | None) -> Schedule:
     if any(isinstance(instruction, Communication) for instruction in schedule.instructions):
         return schedule
-    return add_communication(schedule, chain_edges(schedule.num_stages))
+    if transfers is None:
+        transfers = chain_transfers(schedule.num_stages)
+    return add_communication(schedule, transfers)

@@ -21,25 +21,18 @@ from benchmarks.two_hosts.shares import (
 )
 from penstock.schedules import ALL_SCHEDULES, gpipe, one_f_one_b, parse
 from penstock.schedules.ir import Schedule
-from penstock.schedules.lower import Mode, lower
+from penstock.schedules.lower import Lowering, lower
+from penstock.schedules.transfers import chain_transfers
 
 ROOT = Path(__file__).parents[2]
 NO_HOSTS = why_not()
 needs_hosts = pytest.mark.skipif(NO_HOSTS is not None, reason=NO_HOSTS or "")
 
 
-def lowered(function, num_microbatches: int) -> Schedule:
+def lowered(family, num_microbatches: int) -> Schedule:
     """Lower a schedule of two stages as processes run it."""
-    return lower(
-        function,
-        2,
-        num_microbatches,
-        edges=frozenset({(0, 1)}),
-        recompute=False,
-        committing=(),
-        mode=Mode.TRAIN,
-        posts=True,
-    )
+    how = Lowering(family=family, ranks=family.ranks(2), transfers=chain_transfers(2), posts=True)
+    return lower(how, num_microbatches)
 
 
 EQUAL = (Computed(4.0, 0.0, 8.0), Computed(4.0, 0.0, 8.0))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.schedules import ALL_SCHEDULES, interleaved_1f1b
-from penstock.schedules.lower import ScheduleFunction
+from penstock.schedules.family import Build
 from tests.every_schedule import Dealt
 from tests.models import ALL_MODELS, Built, Model, vectors
 from tests.reference import split
@@ -69,13 +69,13 @@ class Case:
         return asdict(self)
 
     @property
-    def schedule_function(self) -> ScheduleFunction:
+    def schedule_function(self) -> Build:
         """What the pipeline takes."""
         if self.schedule == "interleaved_1f1b":
             return interleaved_1f1b(self.stages_per_rank)
         if self.schedule == "dealt":
             return Dealt(tuple(self.ranks))
-        return next(f for f in ALL_SCHEDULES if f.__name__ == self.schedule)
+        return next(f for f in ALL_SCHEDULES if f.name == self.schedule)
 
     @property
     def precision(self) -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ from tests.distributed.call import call
 from tests.side_by_side import same_bits
 
 WAYS = [
-    {"schedule": schedule.__name__, "recompute": recompute.value, "reduction": reduction.value}
+    {"schedule": schedule.name, "recompute": recompute.value, "reduction": reduction.value}
     for schedule, recompute, reduction in product(ALL_SCHEDULES, Recompute, Reduction)
 ]
 

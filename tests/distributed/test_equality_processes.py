@@ -24,7 +24,7 @@ FEW = (
     *("transformer", "structures", "fan_out", "batch_norms", "changing_buffers", "channels_last"),
     *("odd_addresses", "randomness", "frozen_middle", "large_messages"),
 )
-WAYS = list(product([s.__name__ for s in ALL_SCHEDULES], [r.value for r in Recompute]))
+WAYS = list(product([s.name for s in ALL_SCHEDULES], [r.value for r in Recompute]))
 
 
 def cases(num_stages: int, num_replicas: int, names: tuple[str, ...]) -> Iterator[Case]:

@@ -21,7 +21,7 @@ from tests.ways import WAYS
 
 EVERY_WAY = [
     pytest.param(
-        {"schedule": s, "recompute": r, "transport": t}, id=f"{s.__name__}-{r.value}-{t.name}"
+        {"schedule": s, "recompute": r, "transport": t}, id=f"{s.name}-{r.value}-{t.name}"
     )
     for s in EVERY_SCHEDULE
     for r in penstock.Recompute

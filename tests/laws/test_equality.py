@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 import penstock
 from penstock.schedules import Backward, Forward
 from penstock.schedules.ir import Instruction, Schedule
-from penstock.schedules.passes import add_communication, chain_edges
+from penstock.schedules.passes import add_communication
+from penstock.schedules.transfers import chain_transfers
 from penstock.schedules.verify import verify
 from tests.covering import FACTORS, Run, covering_runs, many_runs
 from tests.every_schedule import EVERY_SCHEDULE, ready_in
@@ -118,10 +119,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
 def test_training_equals_the_unsplit_model_for_any_valid_schedule(
     schedule: Schedule, name: str, recompute: penstock.Recompute, transport: penstock.Transport
 ) -> None:
-    verify(
-        add_communication(schedule, chain_edges(schedule.num_stages)),
-        chain_edges(schedule.num_stages),
-    )
+    chain = chain_transfers(schedule.num_stages)
+    verify(add_communication(schedule, chain), chain)
     assert_trains_like_unsplit(
         BY_NAME[name],
         2 * schedule.num_microbatches + 1,

@@ -24,7 +24,7 @@ OPTIONS = [
             "recompute": r,
             "transport": t,
         },
-        id=f"K{k}-M{m}-{schedule.__name__}-recompute_{r.value}-{t.name.lower()}",
+        id=f"K{k}-M{m}-{schedule.name}-recompute_{r.value}-{t.name.lower()}",
     )
     for k, m, schedule, r, t in (
         (1, 3, ALL_SCHEDULES[0], penstock.Recompute.NEVER, penstock.Transport.LOOPBACK),

@@ -14,7 +14,7 @@ from tests.reference import Unsplit, chain
 NUM_STAGES, NUM_MICROBATCHES = 3, 4
 WAYS = [
     pytest.param(
-        {"schedule": s, "transport": t, "recompute": r}, id=f"{s.__name__}-{t.name}-{r.value}"
+        {"schedule": s, "transport": t, "recompute": r}, id=f"{s.name}-{t.name}-{r.value}"
     )
     for s in EVERY_SCHEDULE
     for t in penstock.Transport

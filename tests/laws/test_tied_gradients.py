@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import schedules
-from penstock.schedules.lower import ScheduleFunction
+from penstock.schedules import Family
 from tests.side_by_side import same_bits
 
 NUM_MICROBATCHES, NUM_WORDS, WIDTH = 4, 11, 6
@@ -45,7 +45,7 @@ def batch() -> Tensor:
 @pytest.mark.parametrize("recompute", penstock.Recompute)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_summed_gradients_of_a_tied_weight_are_the_sum_of_the_stages_sums(
-    schedule: ScheduleFunction, recompute: penstock.Recompute
+    schedule: Family, recompute: penstock.Recompute
 ) -> None:
     words, model, untied = batch(), Words(tied=True), Words(tied=False)
     with penstock.Pipeline(

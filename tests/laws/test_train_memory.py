@@ -10,8 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import penstock
 from penstock.recipe.read import read_recipe, recipe_to_toml
-from penstock.schedules import Schedule, gpipe, one_f_one_b
-from penstock.schedules.lower import ScheduleFunction
+from penstock.schedules import Family, Schedule, gpipe, one_f_one_b
 from penstock.train.display import Display
 from penstock.train.interrupt import Interrupt
 from penstock.train.loop import Trainer
@@ -40,7 +39,7 @@ def test_gpipe_keeps_m_micro_batches_and_1f1b_those_on_their_way(stage: int) -> 
 @pytest.mark.parametrize("recompute", list(penstock.Recompute))
 @pytest.mark.parametrize("partition", [[8], [3, 5], [2, 1, 5]])
 def test_a_pipeline_keeps_what_the_formula_says(
-    partition: list[int], recompute: penstock.Recompute, schedule: ScheduleFunction
+    partition: list[int], recompute: penstock.Recompute, schedule: Family
 ) -> None:
     torch.manual_seed(0)
     model = residual_network(1, 4)

@@ -78,7 +78,7 @@ def step(loss: Loss, modules: list[nn.Module], batch: Any, **options: Any) -> Te
     return result
 
 
-@pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=lambda s: s.name)
 @pytest.mark.parametrize("num_samples, num_microbatches", SIZES)
 @pytest.mark.parametrize("loss, reduction, weigh", REDUCTIONS)
 def test_weighted_losses_equal_the_unsplit_ones_in_every_bit(

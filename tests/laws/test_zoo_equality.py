@@ -44,7 +44,7 @@ class Run:
         words = (
             f"K{self.num_stages}",
             f"M{self.num_microbatches}",
-            self.schedule.__name__,
+            self.schedule.name,
             f"recompute_{self.recompute.value}",
             self.transport.name.lower(),
         )

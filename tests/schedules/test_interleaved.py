@@ -15,8 +15,8 @@ import penstock
 from penstock.arguments import resolve_devices
 from penstock.errors import ConfigError
 from penstock.schedules import Forward, Schedule, interleaved_1f1b, one_f_one_b, parse
-from penstock.schedules.lower import Mode, lower, stage_ranks
-from penstock.schedules.passes import chain_edges
+from penstock.schedules.lower import Lowering, Mode, lower
+from penstock.schedules.transfers import Transfer, chain_transfers
 from penstock.simulator import UNIT_COSTS, Costs, simulate
 from penstock.trace.grid import render_grid
 
@@ -51,20 +51,19 @@ def test_every_size_is_proved_free_of_deadlock_and_exact(sizes: tuple[int, int, 
     num_stages = num_ranks * stages_per_rank
     schedule = interleaved_1f1b(stages_per_rank)(num_stages, num_microbatches)
     assert schedule.num_ranks == num_ranks
-    assert schedule.rank_of() == {stage: stage % num_ranks for stage in range(num_stages)}
-    skips = {(0, stage) for stage in range(2, num_stages)} | chain_edges(num_stages)
+    assert schedule.ranks == tuple(stage % num_ranks for stage in range(num_stages))
+    skips = (Transfer(producer=0, consumer=stage) for stage in range(2, num_stages))
+    how = Lowering(
+        family=interleaved_1f1b(stages_per_rank),
+        ranks=schedule.ranks,
+        transfers=(*skips, *chain_transfers(num_stages)),
+        recompute=range(num_stages),
+        commits=range(num_stages),
+        posts=True,
+        reduces=True,
+    )
     for mode in Mode:
-        lower(
-            interleaved_1f1b(stages_per_rank),
-            num_stages,
-            num_microbatches,
-            edges=frozenset(skips),
-            recompute=True,
-            committing=range(num_stages),
-            mode=mode,
-            posts=True,
-            reduces=True,
-        )
+        lower(how, num_microbatches, mode)
 
 
 @given(SIZES)
@@ -145,7 +144,7 @@ def test_stages_that_cannot_be_dealt_out_are_refused_with_what_could_be() -> Non
         pipeline(interleaved_1f1b(2), num_stages=5)
 
 
-def test_a_class_in_place_of_a_schedule_function_is_said() -> None:
+def test_what_makes_families_in_place_of_a_family_is_said() -> None:
     with pytest.raises(ConfigError, match=r"write schedule=interleaved_1f1b\(\)"):
         pipeline(interleaved_1f1b, num_stages=4)
 
@@ -169,9 +168,9 @@ def test_a_schedule_for_another_number_of_ranks_than_the_mesh_has_is_refused(
 
 
 def test_a_rank_of_the_mesh_without_a_stage_is_refused() -> None:
-    with pytest.raises(ConfigError, match="gives rank 1 of the mesh no stage"):
+    with pytest.raises(ConfigError, match="gives rank 0 of the mesh no stage"):
         pipeline(
-            lambda k, m: Schedule((*one_f_one_b(1, m).programs, ())),
+            lambda k, m: Schedule(((), *one_f_one_b(1, m).programs)),
             mesh=penstock.init_mesh(2),
             num_stages=1,
         )
@@ -179,7 +178,7 @@ def test_a_rank_of_the_mesh_without_a_stage_is_refused() -> None:
 
 def test_by_default_the_stages_of_a_rank_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    ranks = stage_ranks(interleaved_1f1b(2)(6, 3))
+    ranks = interleaved_1f1b(2).ranks(6)
     assert [str(device) for device in resolve_devices(None, ranks)] == [
         *("cuda:0", "cuda:1", "cuda:0"),
         *("cuda:0", "cuda:1", "cuda:0"),

@@ -5,6 +5,7 @@ import pytest
 from penstock.errors import ScheduleError
 from penstock.schedules import (
     Backward,
+    Family,
     Forward,
     Schedule,
     eager_1f1b,
@@ -12,16 +13,16 @@ from penstock.schedules import (
     one_f_one_b,
     parse,
 )
-from penstock.schedules.lower import Mode, ScheduleFunction, lower
+from penstock.schedules.lower import Lowering, Mode, lower
 from penstock.schedules.passes import (
     add_commits,
     add_communication,
     add_recompute,
     backward_half,
-    chain_edges,
     forward_half,
     forwards_first,
 )
+from penstock.schedules.transfers import Transfer, chain_transfers
 from penstock.schedules.verify import verify
 from penstock.schedules.walk import walk
 from tests.every_schedule import EVERY_SCHEDULE
@@ -73,7 +74,7 @@ def test_1f1b_with_fewer_microbatches_than_stages() -> None:
 
 
 def test_recompute_comes_before_the_gradient_is_awaited() -> None:
-    lowered = add_communication(add_recompute(one_f_one_b(2, 2)), chain_edges(2))
+    lowered = add_communication(add_recompute(one_f_one_b(2, 2)), chain_transfers(2))
     assert words(lowered) == grid("""
         rank 0 | 0f0 0F0>1 0f1 0F1>1 0R0 0B0<1 0B0 0R1 0B1<1 0B1
         rank 1 | 1F0<0 1F0 1B0 1B0>0 1F1<0 1F1 1B1 1B1>0
@@ -86,8 +87,8 @@ def test_a_backward_that_follows_at_once_keeps_its_graph() -> None:
 
 
 def test_an_edge_may_skip_stages() -> None:
-    edges = chain_edges(3) | {(0, 2)}
-    assert words(add_communication(gpipe(3, 1), edges)) == grid("""
+    transfers = (*chain_transfers(3), Transfer(producer=0, consumer=2))
+    assert words(add_communication(gpipe(3, 1), transfers)) == grid("""
         rank 0 | 0F0 0F0>1 0F0>2 0B0<1 0B0<2 0B0
         rank 1 | 1F0<0 1F0 1F0>2 1B0<2 1B0 1B0>0
         rank 2 | 2F0<0 2F0<1 2F0 2B0 2B0>0 2B0>1
@@ -112,19 +113,24 @@ def test_forwards_first_gives_two_halves() -> None:
 
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("recompute", (True, False))
-@pytest.mark.parametrize("function", EVERY_SCHEDULE)
+@pytest.mark.parametrize("function", EVERY_SCHEDULE, ids=str)
 def test_every_lowered_schedule_reads_back_from_its_text(
-    function: ScheduleFunction, recompute: bool, mode: Mode
+    function: Family, recompute: bool, mode: Mode
 ) -> None:
     for p, m in SIZES:
-        lowered = lower(
-            function, p, m, edges=chain_edges(p), recompute=recompute, committing=[0], mode=mode
+        how = Lowering(
+            family=function,
+            ranks=function.ranks(p),
+            transfers=chain_transfers(p),
+            recompute=range(p) if recompute else (),
+            commits=[0],
         )
+        lowered = lower(how, m, mode)
         assert parse(str(lowered)) == lowered
 
 
-@pytest.mark.parametrize("function", EVERY_SCHEDULE)
-def test_every_pair_runs_once_forward_and_once_backward(function: ScheduleFunction) -> None:
+@pytest.mark.parametrize("function", EVERY_SCHEDULE, ids=str)
+def test_every_pair_runs_once_forward_and_once_backward(function: Family) -> None:
     for p, m in SIZES:
         instructions = [instruction for _, instruction in function(p, m)]
         assert len(instructions) == 2 * p * m
@@ -135,18 +141,18 @@ def test_every_pair_runs_once_forward_and_once_backward(function: ScheduleFuncti
 
 @pytest.mark.parametrize("p, m", SIZES)
 def test_1f1b_keeps_at_most_p_minus_s_microbatches_and_gpipe_all(p: int, m: int) -> None:
-    edges = chain_edges(p)
-    found = verify(add_communication(one_f_one_b(p, m), edges), edges, max_live=p).peak_live
+    chain = chain_transfers(p)
+    found = verify(add_communication(one_f_one_b(p, m), chain), chain, max_live=p).peak_live
     assert found == tuple(min(p - s, m) for s in range(p))
-    assert verify(add_communication(gpipe(p, m), edges), edges).peak_live == (m,) * p
+    assert verify(add_communication(gpipe(p, m), chain), chain).peak_live == (m,) * p
 
 
-@pytest.mark.parametrize("function", EVERY_SCHEDULE)
+@pytest.mark.parametrize("function", EVERY_SCHEDULE, ids=str)
 def test_a_walk_visits_every_instruction_once_and_receives_after_sends(
-    function: ScheduleFunction,
+    function: Family,
 ) -> None:
     for p, m in SIZES:
-        lowered = add_communication(function(p, m), chain_edges(p))
+        lowered = add_communication(function(p, m), chain_transfers(p))
         visited = list(walk(lowered))
         assert sorted(map(str, visited)) == sorted(map(str, lowered))
         for rank, program in enumerate(lowered.programs):

@@ -16,7 +16,8 @@ from penstock.schedules import (
     one_f_one_b,
     parse,
 )
-from penstock.schedules.passes import add_commits, add_communication, add_recompute, chain_edges
+from penstock.schedules.passes import add_commits, add_communication, add_recompute
+from penstock.schedules.transfers import Transfer, chain_transfers
 from penstock.simulator import UNIT_COSTS, Costs, simulate
 from penstock.trace import Timeline
 
@@ -47,7 +48,7 @@ class TestLaws:
 
     def test_every_rank_runs_its_program_in_order(self, num_stages, num_microbatches, schedule):
         lowered = add_communication(
-            add_recompute(schedule(num_stages, num_microbatches)), chain_edges(num_stages)
+            add_recompute(schedule(num_stages, num_microbatches)), chain_transfers(num_stages)
         )
         timeline = simulate(lowered, UNIT_COSTS)
         assert timeline.schedule == lowered
@@ -112,10 +113,10 @@ class TestExactTimes:
         assert simulate(one_f_one_b(num_stages, 16), costs).step_s > step_s[1]
 
     def test_an_edge_that_skips_a_stage_is_priced_on_its_own(self):
-        edges = chain_edges(3) | {(0, 2)}
-        transfers = {(0, 1): 0, (1, 2): 0, (0, 2): 10}
-        costs = Costs(forward_s=1, backward_s=2, recompute_s=1, transfer_s=transfers)
-        found = boxes(simulate(add_communication(gpipe(3, 1), edges), costs))
+        transfers = (*chain_transfers(3), Transfer(producer=0, consumer=2))
+        seconds = {(0, 1): 0, (1, 2): 0, (0, 2): 10}
+        costs = Costs(forward_s=1, backward_s=2, recompute_s=1, transfer_s=seconds)
+        found = boxes(simulate(gpipe(3, 1), costs, transfers=transfers))
         assert found["2F0"] == (11, 12)
         assert found["0B0"] == (24, 26)
 

@@ -168,6 +168,9 @@ class CapturedStage(StagePlan):
         own = {captured.parameters[name] for name in self.cut.names_of(self.index)}
         return sum(captured.sizes[name] for name in own)
 
+    def names_to(self, peer: int) -> tuple[str, ...]:
+        return tuple(map(str, self.cut.sends[self.index].get(peer, ())))
+
     def run(self, values: dict[Value, Any], perform: Perform) -> None:
         received: dict[ValueId, Tensor] = {}
         header: Header = {}

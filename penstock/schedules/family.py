@@ -1,0 +1,92 @@
+"""A schedule family: what makes schedules of any size, and what is known of them beforehand."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.errors import ConfigError
+
+from .ir import Schedule
+
+Build = Callable[[int, int], Schedule]
+"""(num_stages, num_microbatches) -> Schedule: a family, or a function of the user's own."""
+Deal = Callable[[int, int], tuple[int, ...]]
+"""(num_stages, num_ranks) -> the rank of each stage."""
+
+
+def in_turn(num_stages: int, num_ranks: int) -> tuple[int, ...]:
+    """Deal stages out to ranks in turn: rank r runs stages r, r + R, r + 2 R, and so on."""
+    return tuple(stage % num_ranks for stage in range(num_stages))
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Makes schedules when it is called, and says without a call which rank runs which stage.
+
+        one_f_one_b(num_stages=3, num_microbatches=4)
+        interleaved_1f1b(stages_per_rank=2)(num_stages=8, num_microbatches=4)
+
+    `build` is called with the numbers of stages and micro-batches, and `arguments` by name.  What
+    it makes runs `stages_per_rank` stages on each rank, on those that `deal` gives.  Printing a
+    family gives what a user writes for it.
+    """
+
+    name: str
+    build: Callable[..., Schedule]
+    stages_per_rank: int = 1
+    arguments: tuple[tuple[str, int], ...] = ()
+    deal: Deal = in_turn
+
+    def num_ranks(self, num_stages: int) -> int:
+        """Return how many ranks run `num_stages` stages.
+
+        Raises:
+            ConfigError: the stages cannot be dealt out to ranks evenly.
+        """
+        per_rank = self.stages_per_rank
+        num_ranks, rest = divmod(num_stages, per_rank)
+        if rest or not num_ranks:
+            raise ConfigError(
+                f"num_stages={num_stages} is not a multiple of stages_per_rank={per_rank}; "
+                f"num_stages counts the stages of all ranks: choose "
+                f"{per_rank * max(1, num_ranks)} or {per_rank * (num_ranks + 1)} stages, or "
+                "another stages_per_rank"
+            )
+        return num_ranks
+
+    def ranks(self, num_stages: int) -> tuple[int, ...]:
+        """Return the rank of each stage.
+
+        Raises:
+            ConfigError: the stages cannot be dealt out to ranks evenly.
+        """
+        return self.deal(num_stages, self.num_ranks(num_stages))
+
+    def __call__(self, num_stages: int, num_microbatches: int) -> Schedule:
+        """Make the schedule.
+
+        Raises:
+            ConfigError: the stages cannot be dealt out to ranks evenly, or `build` makes a
+                schedule of another size than asked for.
+        """
+        self.num_ranks(num_stages)
+        schedule = self.build(num_stages, num_microbatches, **dict(self.arguments))
+        check_size(schedule, num_stages, num_microbatches)
+        return schedule
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self.arguments)
+        return f"{self.name}({given})" if given else self.name
+
+
+def check_size(schedule: Schedule, num_stages: int, num_microbatches: int) -> None:
+    """Refuse a schedule of another size than its function was asked for.
+
+    Raises:
+        ConfigError: it is of another size.
+    """
+    if (schedule.num_stages, schedule.num_microbatches) != (num_stages, num_microbatches):
+        raise ConfigError(
+            f"the schedule function was asked for {num_stages} stages and {num_microbatches} "
+            f"micro-batches, and gave {schedule.num_stages} and "
+            f"{schedule.num_microbatches}:\n{schedule}"
+        )
