@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .mesh import init_mesh as init_mesh
     from .model.batch import Whole as Whole
     from .model.capture.capture import capture as capture
-    from .model.layers import Layer as Layer
+    from .model.layer_list import Layer as Layer
     from .model.layers import Layers as Layers
     from .optim.clip import clip_grad_norm_ as clip_grad_norm_
     from .optim.scaler import GradScaler as GradScaler
@@ -39,7 +39,7 @@ __version__ = "0.1.0"
 _HOME = {
     "CheckReport": "penstock.equality",
     "GradScaler": "penstock.optim.scaler",
-    "Layer": "penstock.model.layers",
+    "Layer": "penstock.model.layer_list",
     "Layers": "penstock.model.layers",
     "Mesh": "penstock.mesh",
     "PenstockError": "penstock.errors",

@@ -26,7 +26,8 @@ from penstock.description import AbstractDescribed
 from penstock.errors import ConfigError, check_count
 from penstock.mesh import Mesh
 from penstock.model.capture.capture import resolve_layers
-from penstock.model.layers import Layer, Layers
+from penstock.model.layer_list import Layer
+from penstock.model.layers import Layers
 from penstock.model.state import in_evaluation
 from penstock.runtime.caller import CallerContext
 from penstock.runtime.crew import Batch
@@ -230,7 +231,7 @@ class Pipeline(AbstractDescribed):
             ConfigError: layers were given something else than one value.
         """
         with self._engine.one_at_a_time():  # before the modes change: a step may be running
-            everyone = [*self.modules(), *self._layers.own_modules(), *self.original.modules()]
+            everyone = [*self.modules(), *self.original.modules()]
             with in_evaluation(everyone):
                 return self._outputs(inputs, keywords)
 
@@ -310,7 +311,7 @@ class Pipeline(AbstractDescribed):
 
     def train(self, mode: bool = True) -> "Pipeline":
         """Set the mode of all layers, as of any module."""
-        for module in (*self._layers.own_modules(), *self.original.modules()):
+        for module in self.original.modules():
             module.training = mode
         return super().train(mode)
 

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 import penstock
 from penstock import Pipeline, Recompute, schedules
 from penstock.errors import BoundaryError
-from penstock.model.capture.captured import record_model
+from penstock.model.capture.captured import Captured, record_model
 from penstock.model.capture.inputs import EVERYWHERE, ROUTED, as_call
-from penstock.model.capture.layers import CapturedLayers
+from penstock.model.capture.source import CapturedForward, captured_layers
+from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, unflatten
 from tests.any_models.made import AnyModel
 
@@ -70,7 +71,7 @@ def run(model: AnyModel, way: Way) -> Found:
     made, inputs_of = model.make()
     with model.within():
         captured = record_model(made, inputs_of(BATCH), inputs=way.inputs)
-        with make_pipeline(CapturedLayers.of(captured), way) as pipe:
+        with make_pipeline(captured_layers(captured), way) as pipe:
             outputs = _numbered("output", (evaluated(pipe, inputs_of(n)) for n in SIZES))
             made.eval()
             in_evaluation = _steps(pipe, made, inputs_of)
@@ -80,7 +81,13 @@ def run(model: AnyModel, way: Way) -> Found:
     return Found(outputs, in_evaluation, in_training)
 
 
-def make_pipeline(layers: CapturedLayers, way: Way, mesh: penstock.Mesh | None = None) -> Pipeline:
+def captured_of(layers: Layers) -> Captured:
+    """Return the model as data that captured layers are made of."""
+    assert isinstance(layers.source, CapturedForward)
+    return layers.source.captured
+
+
+def make_pipeline(layers: Layers, way: Way, mesh: penstock.Mesh | None = None) -> Pipeline:
     return Pipeline(
         layers,
         mesh=mesh,

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.model.capture.captured import record_model
-from penstock.model.capture.layers import CapturedLayers
+from penstock.model.capture.source import captured_layers
+from penstock.model.layers import Layers
 from penstock.planner.partition import balance
 from tests.any_models.lists import REQUIRED
 from tests.any_models.made import Made
@@ -30,13 +31,13 @@ def same_kernels(name: str, model: Any) -> None:
         model.set_experts_implementation("batched_mm")
 
 
-def layers_of(made: Made) -> CapturedLayers:
+def layers_of(made: Made) -> Layers:
     """Capture a model."""
     model, inputs_of = made
-    return CapturedLayers.of(record_model(model, inputs_of(BATCH)))
+    return captured_layers(record_model(model, inputs_of(BATCH)))
 
 
-def even_cut(layers: CapturedLayers, num_stages: int) -> list[int]:
+def even_cut(layers: Layers, num_stages: int) -> list[int]:
     """Cut so that all stages have about as many parameters."""
     return list(balance(layers.parameter_counts(), num_stages))
 

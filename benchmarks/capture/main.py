@@ -22,11 +22,15 @@ from benchmarks.blocks import Block
 from benchmarks.capture.models import MODELS, Decoder, Example
 from benchmarks.report import Column, Load, Report, interleaved, parser, progress, publish
 from penstock import Pipeline, capture, schedules
-from penstock.model.capture.events import EventKey, Header, ValueId
+from penstock.model.capture.captured import Captured
+from penstock.model.capture.events import EventKey, ValueId
 from penstock.model.capture.ghost import CURRENT
+from penstock.model.capture.header_cache import SealedHeader
 from penstock.model.capture.inputs import as_call
-from penstock.model.capture.layers import CapturedLayers
-from penstock.model.capture.stages import Cut
+from penstock.model.capture.source import CapturedForward
+from penstock.model.capture.stages import CutModel
+from penstock.model.capture.watch import watch
+from penstock.model.layers import Layers
 
 TARGET_MS = 0.3
 TARGET_RATIO = 0.97
@@ -46,6 +50,11 @@ COLUMNS = (
 )
 
 
+def _captured(layers: Layers) -> Captured:
+    assert isinstance(layers.source, CapturedForward)
+    return layers.source.captured
+
+
 class Measured:
     """A model's row of the table: what it cost to capture, and what its rounds show."""
 
@@ -54,10 +63,10 @@ class Measured:
         start_s = time.perf_counter()
         layers = capture(self.model, self.inputs, check=False)
         capture_s = time.perf_counter() - start_s
-        assert isinstance(layers, CapturedLayers)
+        captured = _captured(layers)
         self.row: dict[str, Any] = {
             "name": example.name,
-            "parameters": sum(layers.captured.sizes.values()),
+            "parameters": sum(captured.sizes.values()),
             "calls": len(layers),
             "capture_ms": capture_s * 1e3,
             "live_bytes": _at_cuts(layers),
@@ -65,7 +74,7 @@ class Measured:
         self.has_weights = not any(p.is_meta for p in self.model.parameters())
         self._extra_s: list[float] = []
         self._own_s: list[float] = []
-        self._cut = Cut(layers.captured, _partition(len(layers)))
+        self._cut = CutModel(captured, _partition(len(layers)))
         if self.has_weights:
             start_s = time.perf_counter()
             capture(self.model, self.inputs)  # the cache is empty: see `main`
@@ -90,31 +99,29 @@ def _partition(num_layers: int) -> tuple[int, ...]:
     return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
 
 
-def _at_cuts(layers: CapturedLayers) -> float:
+def _at_cuts(layers: Layers) -> float:
     """Give the mean of the bytes that live at the cuts."""
-    live, starts = layers.captured.live_bytes(), list(accumulate(_partition(len(layers))))[:-1]
+    live, starts = _captured(layers).live_bytes(), list(accumulate(_partition(len(layers))))[:-1]
     return sum(live[start] for start in starts) / len(starts)
 
 
 class _Chain:
     """One pass of all stages, in turn: what they took beyond the calls of blocks."""
 
-    def __init__(self, cut: Cut, inputs: Any) -> None:
+    def __init__(self, cut: CutModel, inputs: Any) -> None:
         self.extra_s, self.header_bytes = 0.0, 0
         args, kwargs = as_call(inputs)
-        header: Header = {}
+        told: SealedHeader | None = None
         waiting: dict[int, dict[ValueId, Tensor]] = {}
         for stage in range(cut.num_stages):
             start_s = time.perf_counter()
-            replay = cut.replay(stage, waiting.pop(stage, {}), header, self._timed)
-            cut.run(replay, args, kwargs)
-            sent = cut.sent_on(replay, stage)
+            received = waiting.pop(stage, {})
+            ran = cut.run_stage(stage, (args, kwargs), received, told, self._timed)
             self.extra_s += time.perf_counter() - start_s
-            header = replay.header
-            if stage < cut.num_stages - 1:
-                told = len(pickle.dumps(cut.sealed(stage, header)))
-                self.header_bytes = max(self.header_bytes, told)
-            for peer, values in sent.items():
+            told = ran.told
+            if told is not None:
+                self.header_bytes = max(self.header_bytes, len(pickle.dumps(told)))
+            for peer, values in ran.sent.items():
                 waiting.setdefault(peer, {}).update(values)
 
     def _timed(self, key: EventKey, function: Callable[[], Any]) -> Any:
@@ -129,8 +136,8 @@ class _Plain:
 
     is_inside = False
 
-    def __init__(self, cut: Cut, inputs: Any) -> None:
-        self._names = cut.names
+    def __init__(self, cut: CutModel, inputs: Any) -> None:
+        self._names = watch(cut.captured.model, cut.captured.blocks)
         args, kwargs = as_call(inputs)
         token = CURRENT.set(self)  # type: ignore[arg-type]  # as much of a pass as blocks ask
         start_s = time.perf_counter()

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.model.capture.blocks import original_class
+from penstock.model.capture.watch import original_class
 from penstock.model.stage_plan import Step
 
 _OWN_PLACE = "its place in a list"

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, singledispatch
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -12,13 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.costs.kinds import kind_of
-from penstock.model.capture.events import EventKey
-from penstock.model.capture.inputs import as_call
-from penstock.model.capture.layers import CapturedLayers
-from penstock.model.capture.stages import Cut
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, tree_map
-from penstock.model.stage_plan import MODEL_INPUT, Step, Value, call
+from penstock.model.stage_plan import Step
 from penstock.model.state import ABSENT, attributes, keeping_values, put_state, read_state
 from penstock.torch_private import saving_hooks
 
@@ -94,34 +90,19 @@ class _Meter:
             raise
 
 
-@singledispatch
 def _run_once(layers: Layers, inputs: Any, meter: _Meter) -> None:
-    values: dict[Value, Any] = {MODEL_INPUT: inputs}
-    for step in layers:
-        device = _device_of(step.module)
-        arguments = [
-            tree_map(partial(_outer if v == MODEL_INPUT else _inner, device=device), values[v])
-            for v in step.inputs
-        ]
-        given = meter.run(step, partial(call, step, arguments), arguments)
-        values.update(tree_map(lambda t: t.detach(), given))
+    """Run each layer on copies of its arguments; what it returns has no graph either."""
 
+    def timed(step: Step, run: Any) -> Any:
+        if step.index >= len(layers):  # a random operation between the layers of a model
+            return run()
+        device = _device_of(step.module) if layers.model is None else None
+        copied = partial(_copied, device=device)
+        arguments = tree_map(copied, (run.args, run.keywords))
+        again = partial(run.func, *arguments[0], **arguments[1])
+        return tree_map(copied, meter.run(step, again, arguments))
 
-@_run_once.register
-def _(layers: CapturedLayers, inputs: Any, meter: _Meter) -> None:
-    """Run the calls of blocks as the model makes them, each on copies of its arguments."""
-    step_of = dict(zip(layers.captured.calls, layers, strict=True))
-    whole = Cut(layers.captured, (len(layers),))
-    args, kwargs = as_call(tree_map(partial(_outer, device=None), inputs))
-
-    def timed(key: EventKey, function: Any) -> Any:
-        if key.number != 0:
-            return function()
-        arguments = tree_map(_as_wanted, (function.args, function.keywords))
-        run = partial(function.func, *arguments[0], **arguments[1])
-        return meter.run(step_of[key.block, key.call], run, arguments)
-
-    whole.run(whole.replay(0, {}, {}, timed), args, kwargs)
+    layers.run(tree_map(Tensor.detach, inputs), timed)
 
 
 def _timed(step: Step, run: Callable[[], Any], arguments: Any) -> tuple[Any, LayerTime]:
@@ -155,21 +136,14 @@ def _device_of(module: nn.Module) -> torch.device | None:
     return next((tensor.device for tensor in tensors), None)
 
 
-def _outer(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """Copy a tensor of the model's input: no gradient is wanted for it."""
-    return tensor.detach().to(device, copy=True)
+def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """Copy a tensor between layers, which a layer may change in place.
 
-
-def _inner(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """Copy a tensor between layers: it wants a gradient, and a layer may change it in place."""
+    It wants a gradient where the model's own does, but no longer leads to what it came from.
+    """
     copy = tensor.detach().to(device, copy=True)
-    wants_grad = copy.is_floating_point() and copy.layout is torch.strided
+    wants_grad = tensor.requires_grad and tensor.layout is torch.strided
     return copy.requires_grad_().clone() if wants_grad else copy
-
-
-def _as_wanted(tensor: Tensor) -> Tensor:
-    """Copy a tensor that a model gives a block: it wants a gradient where the model's own did."""
-    return _inner(tensor, None) if tensor.requires_grad else _outer(tensor, None)
 
 
 def _now_s() -> float:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.equality import check
 from penstock.equality.unsplit import run_unsplit
 from penstock.mesh import Mesh
-from penstock.model.layers import as_layers
+from penstock.model.layer_list import as_layers
 from penstock.pipeline import Pipeline
 from penstock.types import Reduction
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.model.capture.capture import resolve_layers
-from penstock.model.layers import Layer, Layers
+from penstock.model.layer_list import Layer
+from penstock.model.layers import Layers
 from penstock.model.pytree import tree_map
 from penstock.pipeline import LossFunction, Pipeline
 from penstock.torch_private import version_counter

@@ -1,9 +1,8 @@
 """Bring layers to their devices, or make them there if they were built on the meta device."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from functools import singledispatch
 from itertools import chain
 from typing import Any
 
@@ -19,22 +18,10 @@ from penstock.torch_private import (
     version_counter,
 )
 
-from .layers import Layers
-from .stage_plan import StagePlan, Step
+from .stage_plan import Step
 
 Made = dict[int, tuple[Tensor, Tensor]]
 """(tensor on the meta device, what was made of it) by the id of the first one."""
-
-
-@singledispatch
-def move_or_make_all(
-    layers: Layers, mine: Sequence[tuple[StagePlan, torch.device]], seed: int, *, draws: bool
-) -> None:
-    """Move the layers of the stages `mine`, or give them values; see `move_or_make`."""
-    made: Made = {}
-    for plan, device in mine:
-        for step in plan.steps:
-            move_or_make(step, device, seed, made, draws=draws)
 
 
 def move_or_make(

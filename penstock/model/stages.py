@@ -9,13 +9,14 @@ behind, which is the order in which an unsplit backward pass adds the same terms
                                                0 ◄── 1 ◄── 3      gradient
 """
 
-from functools import singledispatch
+from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 from penstock.errors import PartitionError
+from penstock.schedules.transfers import Transfer
 
-from .layers import Layers
-from .stage_plan import MODEL_INPUT, StagePlan, Step, Value
+from .stage_plan import MODEL_INPUT, StagePlan, Step, Value, run_steps
 
 
 def stage_of_layers(partition: tuple[int, ...]) -> tuple[int, ...]:
@@ -41,29 +42,24 @@ def check_partition(partition: tuple[int, ...], num_layers: int) -> None:
         )
 
 
-@singledispatch
-def plan_stages(layers: Layers, partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
-    """Cut the layers into stages and route every value that lives across a cut."""
+def plan_stages(steps: Sequence[Step], partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
+    """Cut layers that run one after the other into stages; route what lives across a cut."""
     stage_of = stage_of_layers(partition)
-    relays = _relays(layers, stage_of, last_stage=len(partition) - 1)
-    return tuple(_plan_stage(stage, layers, stage_of, relays) for stage in range(len(partition)))
+    relays = _relays(steps, stage_of)
+    return tuple(_plan_stage(stage, steps, stage_of, relays) for stage in range(len(partition)))
 
 
-def _relays(layers: Layers, stage_of: tuple[int, ...], last_stage: int) -> dict[Value, list[int]]:
-    """Give, for each value, the stages that hold it, from its producer to its last user."""
+def _relays(steps: Sequence[Step], stage_of: tuple[int, ...]) -> dict[Value, list[int]]:
+    """Return, for each value, the stages that hold it, from its producer to its last user."""
     holders: dict[Value, set[int]] = {}
-    for step in layers:
-        for value in step.inputs:
+    for step in steps:
+        for value in (*step.inputs, *step.outputs):
             holders.setdefault(value, set()).add(stage_of[step.index])
-        for value in step.outputs:
-            holders.setdefault(value, set()).add(stage_of[step.index])
-    for value in layers.output:
-        holders[value].add(last_stage)
     return {value: sorted(stages) for value, stages in holders.items()}
 
 
 def _plan_stage(
-    stage: int, layers: Layers, stage_of: tuple[int, ...], relays: dict[Value, list[int]]
+    stage: int, layers: Sequence[Step], stage_of: tuple[int, ...], relays: dict[Value, list[int]]
 ) -> StagePlan:
     steps = tuple(step for step in layers if stage_of[step.index] == stage)
     imports: dict[int, list[Value]] = {}
@@ -74,18 +70,30 @@ def _plan_stage(
                 imports.setdefault(source, []).append(value)
             if source == stage:
                 exports.setdefault(target, []).append(value)
-    output = layers.output if stage == max(stage_of) else ()
+    output = layers[-1].outputs if stage == max(stage_of) else ()
+    leaving = {v for values in exports.values() for v in values} | set(output)
+    named = {f"{s.path}.{n}": p for s in steps for n, p in s.module.named_parameters()}
     return StagePlan(
         index=stage,
         steps=steps,
         reads_input=relays.get(MODEL_INPUT, [None])[0] == stage,
         imports={peer: tuple(values) for peer, values in sorted(imports.items())},
         exports={peer: tuple(values) for peer, values in sorted(exports.items(), reverse=True)},
-        output=output,
-        dead_after=_dead_after(
-            steps, {v for values in exports.values() for v in values} | set(output)
+        transfers=tuple(
+            Transfer(producer=stage, consumer=peer, values=tuple(map(_name_of, values)))
+            for peer, values in exports.items()
         ),
+        output=output,
+        parameters=tuple(named),
+        num_parameters=sum({id(p): p.numel() for p in named.values()}.values()),
+        run=partial(run_steps, steps, _dead_after(steps, leaving)),
     )
+
+
+def _name_of(value: Value) -> str:
+    layer, place = value
+    name = "input" if value == MODEL_INPUT else f"layer {layer}"
+    return f"{name}, output {place}" if place else name
 
 
 def _dead_after(steps: tuple[Step, ...], leaving: set[Value]) -> tuple[tuple[Value, ...], ...]:

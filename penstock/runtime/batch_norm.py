@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, StatisticsWarning
-from penstock.model.capture.blocks import original_class
+from penstock.model.capture.watch import original_class
 from penstock.torch_private import AnyBatchNorm, buffers_of
 from penstock.transport.payload import version_of
 

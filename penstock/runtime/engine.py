@@ -14,9 +14,8 @@ from penstock.errors import CutError, PenstockError, RandomnessError
 from penstock.mesh import Mesh
 from penstock.mesh.start import check_timeout
 from penstock.model.layers import Layers
-from penstock.model.materialize import move_or_make_all
 from penstock.model.stage_plan import StagePlan, Step
-from penstock.model.stages import check_partition, plan_stages, stage_of_layers
+from penstock.model.stages import check_partition, stage_of_layers
 from penstock.schedules import Family, Schedule
 from penstock.schedules.lower import Lowering, Mode, lower
 from penstock.torch_private import cache_weights_per_thread
@@ -112,12 +111,11 @@ class Engine:
         """
         check_partition(partition, len(self._layers))
         self._layers.check_sharing(stage_of_layers(partition))
-        plans = plan_stages(self._layers, partition)
+        plans = self._layers.plan_stages(partition)
         self._plans = tuple(plans)
         self.crew.readers = tuple(plan.index for plan in plans if plan.reads_input)
         mine = [(p, d) for p, d in zip(plans, devices, strict=True) if self.crew.runs(p.index)]
-        move_or_make_all(self._layers, mine, self._how.seed, draws=self._how.draws)
-        self._layers.keep_only([plan for plan, _ in mine])
+        self._layers.place(mine, self._how.seed, draws=self._how.draws)
         self.partition, self.devices = partition, tuple(devices)
         self.stages = tuple(
             Stage(plan, device, len(self._layers), self._loss_of(plan), self.crew.replicas)

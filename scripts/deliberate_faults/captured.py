@@ -65,7 +65,7 @@ FAULTS = (
     ),
     Fault(
         "every stage runs the forward of a block that is called directly",
-        "penstock/model/capture/blocks.py",
+        "penstock/model/capture/watch.py",
         "        if torch.compiler.is_compiling():\n",
         "        if True:\n",
         "tests/laws/test_filled_lists.py",

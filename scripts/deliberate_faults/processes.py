@@ -109,8 +109,8 @@ FAULTS = (
     ),
     Fault(
         "extra state of a block is that of a process that does not run it",
-        "penstock/model/capture/layers.py",
-        "return tuple(block for block, _ in self.captured.calls if block not in own)",
+        "penstock/model/layers.py",
+        "return tuple(step.path for step in self.steps if step.path not in own)",
         "return ()",
         "tests/distributed/test_checkpoint_processes.py",
         "together and cannot",

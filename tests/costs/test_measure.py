@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from penstock import Layers, capture
 from penstock.costs.measure import REPEATS, measure_layers
-from penstock.model.layers import as_layers
+from penstock.model.layer_list import as_layers
 
 
 class _Slow(torch.autograd.Function):

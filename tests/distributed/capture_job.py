@@ -11,7 +11,7 @@ from torch import nn
 import penstock
 from penstock.model.capture.captured import record_model
 from penstock.model.capture.inputs import EVERYWHERE
-from penstock.model.capture.layers import CapturedLayers
+from penstock.model.capture.source import captured_layers
 from penstock.model.pytree import flatten
 from tests.any_models.lists import EVERY, REQUIRED
 from tests.any_models.made import AnyModel
@@ -67,7 +67,7 @@ def make(model: AnyModel, way: Way, mesh: penstock.Mesh | None) -> penstock.Pipe
     made, inputs_of = model.make()
     made.train()
     captured = record_model(made, inputs_of(BATCH), inputs=way.inputs)
-    return make_pipeline(CapturedLayers.of(captured), way, mesh)
+    return make_pipeline(captured_layers(captured), way, mesh)
 
 
 def check_bytes(mesh: penstock.Mesh) -> None:

@@ -15,7 +15,8 @@ import penstock
 from penstock.checkpoint.pretrained import folder
 from penstock.checkpoint.pretrained.folder import INDEX
 from penstock.errors import CheckpointError
-from penstock.model.capture.stages import Cut
+from penstock.model.capture.stages import CutModel
+from tests.capturing import captured_of
 from tests.pretrained import BATCH, build, even_cut, layers_of, logits_of
 
 
@@ -36,9 +37,10 @@ def own_names(mesh: penstock.Mesh, name: str) -> set[str]:
     """Name what the stage of this process has, by all names."""
     layers = layers_of(build(name, device="meta"))
     partition = even_cut(layers, mesh.num_stages)
-    cut = Cut(layers.captured, tuple(partition))
+    cut = CutModel(captured_of(layers), tuple(partition))
     foreign = [n for s in range(len(partition)) if s != mesh.stage for n in cut.names_of(s)]
-    return set(layers.captured.model.state_dict()) - set(foreign)
+    assert layers.original is not None
+    return set(layers.original.state_dict()) - set(foreign)
 
 
 def only_own_files(mesh: penstock.Mesh, name: str, whole: Path) -> Path:

@@ -10,7 +10,7 @@ import penstock
 from penstock import Pipeline
 from penstock.model.capture.captured import record_model
 from penstock.model.capture.inputs import ROUTED
-from penstock.model.capture.layers import CapturedLayers
+from penstock.model.capture.source import captured_layers
 from tests.any_models.lists import EVERY, REQUIRED
 from tests.any_models.made import AnyModel
 from tests.any_models.odd import CHAINS
@@ -63,7 +63,7 @@ def test_all_gradients_are_clipped_also_of_parameters_between_blocks() -> None:
     cut, _ = model.make()
     inputs = inputs_of(4)
     loss(plain(inputs), inputs).backward()
-    layers = CapturedLayers.of(record_model(cut, inputs))
+    layers = captured_layers(record_model(cut, inputs))
     pipe = Pipeline(layers, num_stages=3, loss=loss, threads_per_stage=1)
     with pipe:
         pipe.train_step(inputs, inputs)

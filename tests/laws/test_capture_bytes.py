@@ -5,10 +5,10 @@ import torch
 
 import penstock
 from penstock import schedules
-from penstock.model.capture.layers import CapturedLayers
-from penstock.model.capture.stages import Cut
+from penstock.model.capture.stages import CutModel
+from penstock.model.layers import Layers
 from tests.any_models.lists import REQUIRED
-from tests.capturing import loss
+from tests.capturing import captured_of, loss
 
 BY_NAME = {model.name: model for model in REQUIRED}
 NUM_MICROBATCHES = 2
@@ -16,11 +16,10 @@ NUM_MICROBATCHES = 2
 
 def traced(
     name: str, partition: list[int], mesh: penstock.Mesh | None = None, inputs: str = "first"
-) -> tuple[dict[tuple[int, int], int], CapturedLayers]:
+) -> tuple[dict[tuple[int, int], int], Layers]:
     """Train one step of 2 micro-batches of 1; give the bytes by edge."""
     model, inputs_of = BY_NAME[name].make()
     layers = penstock.capture(model.train(), inputs_of(1), inputs=inputs, check=False)
-    assert isinstance(layers, CapturedLayers)
     with penstock.Pipeline(
         layers,
         partition=partition,
@@ -50,9 +49,9 @@ def check_unet(mesh: penstock.Mesh | None = None) -> None:
 def check_t5(mesh: penstock.Mesh | None = None) -> None:
     """Two stages of the encoder and two of the decoder, which all but one use the embedding."""
     found, layers = traced("t5", [2, 4, 3, 4], mesh, inputs="everywhere")
-    cut = Cut(layers.captured, (2, 4, 3, 4))
-    infos = {v: i for of_mode in layers.captured.recorded for v, i in of_mode.infos.items()}
-    tied = {t.value: layers.captured.sizes[t.names[0]] * 4 for t in cut.tied}
+    cut = CutModel(captured_of(layers), (2, 4, 3, 4))
+    infos = {v: i for of_mode in captured_of(layers).recorded for v, i in of_mode.infos.items()}
+    tied = {t.value: captured_of(layers).sizes[t.names[0]] * 4 for t in cut.tied}
     assert [t.stages for t in cut.tied] == [(0, 2, 3)]
     for stage, of_stage in enumerate(cut.sends):
         for peer, values in of_stage.items():

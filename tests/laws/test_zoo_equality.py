@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import penstock
 from penstock.model.capture.inputs import as_call
-from penstock.model.capture.layers import CapturedLayers
 from penstock.zoo import set_drop_path_progress
-from tests.capturing import Tensors, assert_equal, buffers, gradients, loss
+from tests.capturing import Tensors, assert_equal, buffers, captured_of, gradients, loss
 from tests.every_schedule import EVERY_SCHEDULE
 from tests.reference import Call, Unsplit, chain
 from tests.zoo_members import BATCH, ZOO_MEMBERS, Member
@@ -78,7 +77,7 @@ def make(name: str, device: str = "cpu") -> Member:
         return ZOO_MEMBERS[name]()
 
 
-def layers_of(model: nn.Module, inputs: Any) -> Any:
+def captured_layers(model: nn.Module, inputs: Any) -> Any:
     """Give what a pipeline takes: a Sequential as it is, anything else captured."""
     if type(model) is nn.Sequential:
         return model
@@ -89,7 +88,7 @@ def piped(name: str, num_microbatches: int, **options: Any) -> Tensors:
     """Train a member as a pipeline."""
     model, inputs = make(name)
     with penstock.Pipeline(
-        layers_of(model, inputs),
+        captured_layers(model, inputs),
         num_microbatches=num_microbatches,
         loss=loss,
         threads_per_stage=1,
@@ -102,8 +101,8 @@ def piped(name: str, num_microbatches: int, **options: Any) -> Tensors:
 def whole(name: str, num_microbatches: int) -> Tensors:
     """Train a member as it is."""
     model, inputs = make(name)
-    layers = layers_of(*make(name))
-    calls = layers.captured.calls if isinstance(layers, CapturedLayers) else None
+    layers = captured_layers(*make(name))
+    calls = captured_of(layers).calls if layers.model else None
     unsplit = plain(model, calls, num_microbatches)
     return trained(model, inputs, partial(unsplit.train_step, loss=loss), unsplit.evaluate)
 
@@ -205,7 +204,7 @@ def test_a_member_trains_cut_as_it_does_whole_in_every_way(name: str, num_stages
 @pytest.mark.parametrize("name", ZOO_MEMBERS)
 def test_each_layer_of_a_member_may_be_a_stage(name: str) -> None:
     """One of training only, too: in evaluation that stage has nothing to do."""
-    partition = [1] * len(layers_of(*make(name)))
+    partition = [1] * len(captured_layers(*make(name)))
     assert_equal(piped(name, MOST, partition=partition), whole(name, MOST))
 
 
@@ -221,7 +220,7 @@ def test_a_member_without_values_gets_the_same_ones_for_every_cut(name: str) -> 
     states = []
     for num_stages in (1, 3):
         model, inputs = make(name, "meta")
-        pipe = penstock.Pipeline(layers_of(model, inputs), num_stages=num_stages)
+        pipe = penstock.Pipeline(captured_layers(model, inputs), num_stages=num_stages)
         with pipe:
             states.append(pipe.state_dict())
     assert states[0].keys() == make(name)[0].state_dict().keys()

@@ -6,8 +6,7 @@ from torch import nn
 
 from penstock import Layer
 from penstock.errors import ConfigError, PartitionError
-from penstock.model.layers import as_layers
-from penstock.model.stages import plan_stages
+from penstock.model.layer_list import as_layers
 
 
 class Add(nn.Module):
@@ -31,7 +30,7 @@ def test_a_value_visits_only_the_stages_that_use_it() -> None:
             Layer(Add(), inputs=("x", "skip")),
         ]
     )
-    plans = plan_stages(layers, (1, 1, 1, 1, 1))
+    plans = layers.plan_stages((1, 1, 1, 1, 1))
     assert [sorted(plan.exports) for plan in plans] == [[1], [2, 4], [3], [4], []]
     assert plans[4].imports == {1: ((0, 0),), 3: ((3, 0),)}
 
@@ -45,13 +44,13 @@ def test_a_value_used_on_several_stages_is_relayed_from_one_to_the_next() -> Non
             Layer(Add(), inputs=("a", "c")),
         ]
     )
-    routes = [sorted(plan.exports) for plan in plan_stages(layers, (1, 1, 1, 1))]
+    routes = [sorted(plan.exports) for plan in layers.plan_stages((1, 1, 1, 1))]
     assert routes == [[1], [2], [3], []]  # "a" goes 0 -> 1 (b is made from it) -> 2 -> 3
 
 
 def test_the_models_input_may_be_read_again() -> None:
     layers = as_layers([nn.Linear(2, 2), nn.ReLU(), Layer(Add(), inputs=("input", "input"))])
-    plans = plan_stages(layers, (1, 1, 1))
+    plans = layers.plan_stages((1, 1, 1))
     assert [plan.reads_input for plan in plans] == [True, False, False]
     assert plans[0].exports == {2: ((-1, 0),), 1: ((0, 0),)}
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.model.layers import as_layers
+from penstock.model.layer_list import as_layers
 from penstock.model.materialize import move_or_make
 
 CPU = torch.device("cpu")

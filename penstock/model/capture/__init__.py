@@ -2,9 +2,10 @@
 
 capture                 the function `penstock.capture`
 captured                a model as data: its block calls in order, and the values between them
-layers                  the same as layers, for all that follows
+source                  the same as layers, for all that follows
 describe                the same as a table
-blocks, keep_together   which modules a cut may lie before; which of them stay on one stage
+blocks                  which modules a cut may lie before; which of them stay on one stage
+watch                   how calls of blocks reach the pass that is under way
 events                  names for what happens between blocks, and for the values there
 ghost                   a tensor without values: it stands for what another stage holds
 forward_pass            one execution of the model's forward, operation by operation
@@ -14,7 +15,7 @@ random_operations       operations that draw random numbers
 containers              lists and dicts that blocks fill
 inputs                  what a model is called with, and how that is routed to later stages
 activation_checkpoints  checkpoints that the model puts around blocks
-routes, stages          which stages hold a value; the model cut into stages
+routes, stages          which stages hold a value; the model cut into stages, and their run
 tied_weights            weights that several stages use
 header_cache            what a stage told the next ones before
 materialize             values for a model that was built without any

@@ -10,7 +10,8 @@ from torch import nn
 
 from penstock.errors import CutError, ExportWarning
 from penstock.model.batch import check_values, without_whole
-from penstock.model.layers import Layers, as_layers, is_plain_chain
+from penstock.model.layer_list import as_layers, is_plain_chain
+from penstock.model.layers import Layers
 from penstock.torch_private import uncompiled
 from penstock.trace.progress import saying
 
@@ -18,7 +19,7 @@ from .captured import record_model
 from .check import prove_alike
 from .checked_before import prove_once
 from .inputs import ROUTED, as_call
-from .layers import CapturedLayers
+from .source import captured_layers
 
 RERUN, EXPORT = "rerun", "export"
 """How a stage runs its part of a model."""
@@ -90,7 +91,7 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
     if check:
         with saying(f"checking the cut {name} against the whole one, once; this is remembered"):
             captured = replace(captured, checked=prove_once(captured, example_inputs))
-    return CapturedLayers.of(captured)
+    return captured_layers(captured)
 
 
 def _exported(

@@ -15,11 +15,10 @@ from penstock.model.pytree import with_new_containers
 from penstock.model.state import first_names
 
 from .attribute_writes import Writes, grad_mode_noted, seeds_refused
-from .blocks import check_hooks, check_modules, find_blocks, original_class, watch, watch_functions
+from .blocks import Groups, check_hooks, check_modules, find_blocks, find_groups, ranges_of
 from .errors import without_gradients
 from .events import START, Info, ValueId
 from .inputs import EVERYWHERE, ROUTED, as_call, first_samples, names_of_positions, routed
-from .keep_together import Groups, find_groups, ranges_of
 from .outer_state import (
     OwnState,
     as_it_was,
@@ -32,6 +31,7 @@ from .outer_state import (
 from .recording import Event, Recording, SideChannel
 from .routes import Call, calls_of, holders, stages_of_events
 from .settings import new_settings, set_again, settable, taken_back
+from .watch import original_class, watch, watch_functions
 
 
 class Mode(NamedTuple):
@@ -94,16 +94,6 @@ class Captured:
     """Blocks whose results are given beside the output."""
     checked: str = "not checked"
     """What a comparison with the model as it is has shown."""
-
-    def parameter_counts(self) -> tuple[int, ...]:
-        """Parameters of each call's block; one met before is not counted again."""
-        seen: set[str] = set()
-        counts = []
-        for block, _ in self.calls:
-            new = {self.parameters[name] for name in self.names_in(block)} - seen
-            seen |= new
-            counts.append(sum(self.sizes[name] for name in new))
-        return tuple(counts)
 
     def names_in(self, block: str) -> tuple[str, ...]:
         """Give the names of a block's parameters."""

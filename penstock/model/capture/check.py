@@ -23,10 +23,10 @@ from penstock.model.entries import Entry, make_entry
 from penstock.model.pytree import flatten, unflatten
 
 from .captured import Captured
-from .events import Header, ValueId
+from .events import ValueId
 from .inputs import Call, as_call, first_samples
 from .outer_state import as_it_was
-from .stages import Cut
+from .stages import CutModel
 
 ROUNDING = 64
 """A difference below so many times the largest value's precision is one of summation order."""
@@ -86,7 +86,7 @@ def prove(captured: Captured, example_inputs: Any, partition: tuple[int, ...]) -
     Raises:
         CheckError: outputs, gradients or buffers differ by more than rounding (E8).
     """
-    model, cut = captured.model, Cut(captured, partition)
+    model, cut = captured.model, CutModel(captured, partition)
     chain = partial(_chain, cut)
     with _keeping_gradients(model):
         call, expected = _reference(model, example_inputs)
@@ -308,8 +308,8 @@ class _Chained:
                     pairs.setdefault(link.source, []).append((link.sent, link.entry.gradient))
 
 
-def _chain(cut: Cut, /, *args: Any, **kwargs: Any) -> _Chained:
-    chained, header = _Chained(), Header()
+def _chain(cut: CutModel, /, *args: Any, **kwargs: Any) -> _Chained:
+    chained, told = _Chained(), None
     waiting: dict[int, list[tuple[int, ValueId, Tensor]]] = {}
     for stage in range(cut.num_stages):
         links, received = [], {}
@@ -319,9 +319,8 @@ def _chain(cut: Cut, /, *args: Any, **kwargs: Any) -> _Chained:
             links.append(link)
             received[value] = faithful_copy(link.entry.tensor)
         chained.links[stage] = links
-        replay = cut.replay(stage, received, header)
-        chained.output = cut.run(replay, *_fresh((args, kwargs)))
-        header = replay.header
-        for target, values in cut.sent_on(replay, stage).items():
+        ran = cut.run_stage(stage, _fresh((args, kwargs)), received, told)
+        chained.output, told = ran.output, ran.told
+        for target, values in ran.sent.items():
             waiting.setdefault(target, []).extend((stage, v, t) for v, t in values.items())
     return chained

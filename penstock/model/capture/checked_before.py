@@ -19,10 +19,10 @@ from torch import nn
 from penstock.errors import CheckError
 from penstock.torch_private import has_accumulation_hooks
 
-from .blocks import original_class
 from .captured import Captured
 from .check import prove
 from .exported import Exported
+from .watch import original_class
 
 _MOST_STAGES = 8
 _KNOWN = ("builtins", "torch")

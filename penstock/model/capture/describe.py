@@ -9,12 +9,12 @@ from .captured import Captured
 _HEAD = ("layer", "block", "module", "parameters", "live bytes before")
 
 
-def described(captured: Captured, names: Sequence[str]) -> str:
-    """Give the table of a model's layers, one for each call of a block, and what is to be known.
+def described(captured: Captured, names: Sequence[str], counts: Sequence[int]) -> str:
+    """Return the table of a model's layers, one for each call of a block, and what is to be known.
 
     *Live bytes before* is what would cross a cut before the layer, for the example inputs.
     """
-    counts, live = captured.parameter_counts(), captured.live_bytes()
+    live = captured.live_bytes()
     rows = [
         (str(n), names[n], type(captured.blocks[block]).__name__, f"{counts[n]:,}", f"{live[n]:,}")
         for n, (block, _) in enumerate(captured.calls)

@@ -1,31 +1,50 @@
-"""A captured model cut into stages: who runs what, and what each sends to whom."""
+"""A captured model cut into stages: who has what, who sends what to whom, how a stage runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from penstock.model.pytree import with_new_containers
 
-from .blocks import watch
 from .captured import Captured
-from .events import Header, ValueId
+from .events import ValueId
 from .forward_pass import Perform, plainly
 from .header_cache import SealedHeader, Seen
-from .inputs import ROUTED, names_of_positions, routed
+from .inputs import ROUTED, Call, names_of_positions, routed
 from .replay import Replay
 from .routes import holders, sends, stages_of_calls, stages_of_events
 from .tied_weights import Tied, check_names, find_tensor, find_tied
+from .watch import watch
+
+
+class Ran(NamedTuple):
+    """What a stage's part of a forward has given.
+
+    Args:
+        output: the model's output, of the last stage.
+        told: what has happened so far, for the next stage, if there is one.
+        sent: by stage, the values that it is sent.
+    """
+
+    output: Any
+    told: SealedHeader | None
+    sent: dict[int, dict[ValueId, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     """What is the same for every micro-batch of a stage.
 
-    `parameters` are the ids of all parameters, or of what stands in their place; `places` gives
-    what is sent for each borrowed one.  `lent` are parameters that others borrow, `passed_on` what
-    a later stage borrows too.
+    Args:
+        parameters: ids of all parameters, or of what stands in their place.
+        wanted: values that later stages need; None: whatever Python still refers to.
+        places: what is sent for each borrowed parameter, by the id of what stands in its place.
+        borrowers: blocks that use those.
+        lent: parameters that later stages borrow, by the name of the value.
+        passed_on: borrowed ones that a later stage borrows too.
+        seen: what the stage told before.
     """
 
     parameters: frozenset[int]
@@ -34,157 +53,135 @@ class _Part:
     borrowers: frozenset[str]
     lent: Mapping[ValueId, Tensor]
     passed_on: tuple[ValueId, ...]
+    seen: Seen
 
 
-class Cut:
+class CutModel:
     """A captured model cut into stages."""
 
     def __init__(self, captured: Captured, partition: tuple[int, ...]) -> None:
         check_names(captured.model, captured.parameters)
-        self.captured, self.partition = captured, partition
+        self.captured, self.num_stages = captured, len(partition)
         self.stage_of = stages_of_calls(captured.calls, partition)
         self._events = tuple(
             placed
             for of_mode in captured.recorded
-            for placed in stages_of_events(of_mode.events, self.stage_of, len(partition))
+            for placed in stages_of_events(of_mode.events, self.stage_of, self.num_stages)
         )
-        self.holders = holders(self._events)
         self.tied = find_tied(captured.parameters, captured.names_in, self.stage_of, self._events)
-        self.holders.update({tied.value: tied.stages for tied in self.tied})
-        self.sends = sends(self.holders, len(partition))
+        held = {**holders(self._events), **{tied.value: tied.stages for tied in self.tied}}
+        self.sends = sends(held, self.num_stages)
         self._positions = names_of_positions(captured.model)
         self._names: dict[int, str] = {}
         self._parts: dict[int, _Part] = {}
-        self._seen: dict[int, Seen] = {}
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.partition)
-
-    def borrowed(self, stage: int) -> tuple[Tied, ...]:
-        """Give the parameters that a stage uses, or passes on, and that have their home before."""
-        if self.captured.decides:  # what crosses goes from stage to stage
-            return tuple(t for t in self.tied if t.stages[0] < stage <= t.stages[-1])
-        return tuple(t for t in self.tied if stage in t.stages[1:])
-
-    def lent(self, stage: int) -> tuple[Tied, ...]:
-        """Give the parameters that have their home on a stage, and others use."""
-        return tuple(tied for tied in self.tied if tied.stages[0] == stage)
-
-    @property
-    def names(self) -> dict[int, str]:
-        """The blocks by the id of their module; those of a copy are its own."""
-        if not self._names:
-            self._names = watch(self.captured.model, self.captured.blocks)
-        return self._names
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_names": {}, "_parts": {}, "_seen": {}}
+        return {**self.__dict__, "_names": {}, "_parts": {}}  # a copy's modules are its own
 
-    def wanted(self, stage: int) -> frozenset[ValueId] | None:
-        """Give the values that a stage sends on; None: whatever is alive."""
-        if self.captured.decides:
-            return None
-        return frozenset(v for values in self.sends[stage].values() for v in values)
-
-    def replay(
+    def run_stage(
         self,
         stage: int,
+        call: Call,
         received: Mapping[ValueId, Tensor],
-        header: Header,
+        told: SealedHeader | None = None,
         perform: Perform = plainly,
-    ) -> Replay:
-        """Make the pass of a stage on one micro-batch; `run` runs it."""
+    ) -> Ran:
+        """Run a stage's part of the model on one micro-batch.
+
+        Args:
+            stage: which one.
+            call: the model's own arguments; without values where they are routed, and the stage
+                is not the first.
+            received: values that other stages sent.
+            told: what has happened on the stages before.
+            perform: runs each block call and random operation.
+        """
         part = self._part(stage)
         replay = Replay(
-            self.names,
+            self._names,
             part.parameters,
             stage,
             self.stage_of,
             received=received,
-            header=header,
+            header=told.header if told else {},
             wanted=part.wanted,
             lent={number: received[value] for number, value in part.places.items()},
             borrowers=part.borrowers,
             perform=perform,
             sees_all=self.captured.needs_all,
-            seen=self._seen.setdefault(stage, Seen()),
+            seen=part.seen,
         )
         replay.keep = self.captured.keep
-        return replay
-
-    def sealed(self, stage: int, header: Header) -> SealedHeader:
-        """Give a stage's header as it travels: the same object for the same events."""
-        return self._seen[stage].sealed(header)
-
-    def sent_on(self, replay: Replay, stage: int) -> dict[int, dict[ValueId, Tensor]]:
-        """Give what a stage sends to whom after its pass: values, and parameters with them."""
+        if self.captured.inputs == ROUTED:
+            args, kwargs = routed(replay, *call, self._positions)
+        else:
+            args, kwargs = with_new_containers(call)
+        output = replay.run(self.captured.model, args, kwargs)
         if stage == self.num_stages - 1:
-            return {}
-        part = self._part(stage)
+            return Ran(output, None, {})
+        return Ran(output, part.seen.sealed(replay.header), self._sent(stage, part, replay))
+
+    def _sent(self, stage: int, part: _Part, replay: Replay) -> dict[int, dict[ValueId, Tensor]]:
         passed_on = {value: replay.received[value] for value in part.passed_on}
         leaving = {**replay.leaving(), **part.lent, **passed_on}
-        if self.captured.decides:
+        if self.captured.decides:  # what crosses goes from stage to stage
             return {stage + 1: leaving}
         return {
             peer: {value: leaving[value] for value in values if value in leaving}
             for peer, values in self.sends[stage].items()
         }
 
+    def feeds(self, source: int, target: int) -> bool:
+        """Whether a stage sends another one anything; the next one in any case: its header."""
+        if target == source + 1:
+            return True
+        return not self.captured.decides and target in self.sends[source]
+
+    def names_of(self, stage: int) -> tuple[str, ...]:
+        """Name the parameters that a stage has; the first one has the unused, too."""
+        captured, away = self.captured, {n for t in self._borrowed(stage) for n in t.names}
+        used = {at: self._used_on(at) for at in range(self.num_stages)}
+        first = {captured.parameters[name] for name in used[stage] if name not in away}
+        if stage == 0:  # what nobody uses must be somewhere
+            everywhere = {captured.parameters[n] for names in used.values() for n in names}
+            first |= {*captured.parameters.values()} - everywhere
+        return tuple(name for name, known_as in captured.parameters.items() if known_as in first)
+
+    def _used_on(self, stage: int) -> set[str]:
+        """Name the parameters that blocks on a stage have, or code between them reads there."""
+        blocks = {block for (block, _), at in self.stage_of.items() if at == stage}
+        found = {name for block in blocks for name in self.captured.names_in(block)}
+        return found | {n for event, at in self._events if at == stage for n in event.parameters}
+
+    def _borrowed(self, stage: int) -> tuple[Tied, ...]:
+        """List the parameters that a stage uses, or passes on, and an earlier one has."""
+        if self.captured.decides:  # what crosses goes from stage to stage
+            return tuple(t for t in self.tied if t.stages[0] < stage <= t.stages[-1])
+        return tuple(t for t in self.tied if stage in t.stages[1:])
+
     def _part(self, stage: int) -> _Part:
-        """Give what is the same for every micro-batch of a stage."""
         if stage not in self._parts:
+            self._names = self._names or watch(self.captured.model, self.captured.blocks)
             self._parts[stage] = self._make_part(stage)
         return self._parts[stage]
 
     def _make_part(self, stage: int) -> _Part:
-        model, borrowed = self.captured.model, self.borrowed(stage)
-        own = self.parameters_of(stage)
-        away = {name for tied in borrowed for name in tied.names}
-        found = ((tied.value, find_tensor(model, n)) for tied in borrowed for n in tied.names)
-        places = (find_tensor(model, name) for name in self.captured.parameters)
+        captured, borrowed = self.captured, self._borrowed(stage)
+        places = ((name, find_tensor(captured.model, name)) for name in captured.parameters)
+        held = {name: place for name, place in places if place is not None}
+        away = {name: tied.value for tied in borrowed for name in tied.names}
+        lent = [tied for tied in self.tied if tied.stages[0] == stage]
+        sends_on = frozenset(v for values in self.sends[stage].values() for v in values)
         return _Part(
-            parameters=frozenset(id(place) for place in places if place is not None),
-            wanted=self.wanted(stage),
-            places={id(place): value for value, place in found if place is not None},
-            borrowers=frozenset(
-                block
-                for block in self.captured.blocks
-                if away.intersection(self.captured.names_in(block))
-            ),
-            lent={t.value: next(own[n] for n in t.names if n in own) for t in self.lent(stage)},
+            parameters=frozenset(map(id, held.values())),
+            wanted=None if captured.decides else sends_on,
+            places={id(held[name]): away[name] for name in held.keys() & away},
+            borrowers=frozenset(b for b in captured.blocks if away.keys() & captured.names_in(b)),
+            lent={tied.value: _first_parameter(held, tied) for tied in lent},
             passed_on=tuple(tied.value for tied in borrowed if stage < tied.stages[-1]),
+            seen=Seen(),
         )
 
-    def parameters_of(self, stage: int) -> dict[str, nn.Parameter]:
-        """Give the parameters that a stage has: of its blocks, of code between them, as home."""
-        found = {name: find_tensor(self.captured.model, name) for name in self.names_of(stage)}
-        return {name: p for name, p in found.items() if isinstance(p, nn.Parameter)}
 
-    def names_of(self, stage: int) -> tuple[str, ...]:
-        """Give the names of the parameters that a stage has; the first one has the unused, too."""
-        captured, away = self.captured, {n for t in self.borrowed(stage) for n in t.names}
-        blocks = dict.fromkeys(block for (block, _), at in self.stage_of.items() if at == stage)
-        found = [name for block in blocks for name in captured.names_in(block)]
-        found += [name for event, at in self._events if at == stage for name in event.parameters]
-        if stage == 0:  # what nobody uses must be somewhere
-            found += self._unused
-        first = {captured.parameters[name] for name in found if name not in away}
-        return tuple(name for name, known_as in captured.parameters.items() if known_as in first)
-
-    @property
-    def _unused(self) -> list[str]:
-        """Names of the parameters that neither a block has nor code between blocks uses."""
-        captured = self.captured
-        used = {n for block in captured.blocks for n in captured.names_in(block)}
-        used |= {name for event, _ in self._events for name in event.parameters}
-        first = {captured.parameters[name] for name in used}
-        return [name for name, known_as in captured.parameters.items() if known_as not in first]
-
-    def run(self, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a pass; give the model's output if it is the last stage's."""
-        if self.captured.inputs == ROUTED:
-            args, kwargs = routed(replay, args, kwargs, self._positions)
-        else:
-            args, kwargs = with_new_containers((args, kwargs))
-        return replay.run(self.captured.model, args, kwargs)
+def _first_parameter(held: Mapping[str, Tensor], tied: Tied) -> Tensor:
+    return next(p for n in tied.names if isinstance(p := held.get(n), nn.Parameter))

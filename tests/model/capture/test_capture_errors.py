@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.errors import CutError, GlueError
 from penstock.model.capture.captured import Captured, record_model
-from penstock.model.capture.layers import CapturedLayers
+from penstock.model.capture.source import captured_layers
 from tests.any_models.chain import WIDTH, Chain, inputs
 from tests.any_models.lists import REFUSED
 from tests.any_models.odd import WithToken
@@ -61,7 +61,7 @@ class UsesCache(Chain):
 
 def pipeline(model: nn.Module, **options: Any) -> penstock.Pipeline:
     return penstock.Pipeline(
-        CapturedLayers.of(record_model(model, inputs())),
+        captured_layers(record_model(model, inputs())),
         partition=[1, 1, 1],
         loss=nn.functional.mse_loss,
         threads_per_stage=1,
@@ -71,7 +71,7 @@ def pipeline(model: nn.Module, **options: Any) -> penstock.Pipeline:
 
 def test_too_few_blocks_are_named() -> None:
     with pytest.raises(CutError, match=r"4 stages asked, 3 block calls found: blocks\.0, blocks"):
-        penstock.Pipeline(CapturedLayers.of(record_model(Chain(), inputs())), num_stages=4)
+        penstock.Pipeline(captured_layers(record_model(Chain(), inputs())), num_stages=4)
 
 
 def test_a_pattern_that_fits_nothing_is_named() -> None:
@@ -261,7 +261,7 @@ class OftenOrSeldom(Chain):
 
 
 def test_another_number_of_calls_than_with_the_example_is_refused() -> None:
-    layers = CapturedLayers.of(record_model(OftenOrSeldom(), inputs(3)))
+    layers = captured_layers(record_model(OftenOrSeldom(), inputs(3)))
     for batch, message in ((5, "was not called so often"), (1, r"forward ended on stage \d of 4")):
         with (
             penstock.Pipeline(
@@ -307,7 +307,7 @@ def test_a_model_without_values_is_captured_at_once() -> None:
     captured: Captured = record_model(model, inputs())
     assert captured.calls == (("blocks.0", 0), ("blocks.1", 0), ("blocks.2", 0))
     assert captured.live_bytes() == (3 * WIDTH * 4,) * 3
-    assert CapturedLayers.of(captured).parameter_counts() == (WIDTH * (WIDTH + 1),) * 3
+    assert captured_layers(captured).parameter_counts() == (WIDTH * (WIDTH + 1),) * 3
 
 
 class Lazy(Chain):

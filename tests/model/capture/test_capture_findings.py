@@ -19,7 +19,7 @@ from penstock.errors import CutError
 from penstock.model.capture import checked_before
 from penstock.model.capture.captured import record_model
 from penstock.model.capture.check import prove
-from penstock.model.capture.layers import CapturedLayers
+from penstock.model.capture.source import captured_layers
 from tests.any_models.chain import WIDTH, Chain, inputs
 from tests.any_models.lists import REQUIRED
 
@@ -31,7 +31,7 @@ class Symmetric(nn.Module):
 
 def pipeline(model: nn.Module) -> penstock.Pipeline:
     return penstock.Pipeline(
-        CapturedLayers.of(record_model(model, inputs())), num_stages=2, threads_per_stage=1
+        captured_layers(record_model(model, inputs())), num_stages=2, threads_per_stage=1
     )
 
 
@@ -70,7 +70,7 @@ def test_a_parametrization_of_a_block_may_be_removed_after_capture() -> None:
         parametrize.remove_parametrizations(model.blocks[1], "weight")
         assert torch.equal(model(inputs()), expected)
         again = penstock.Pipeline(
-            CapturedLayers.of(record_model(model, inputs())), num_stages=2, threads_per_stage=1
+            captured_layers(record_model(model, inputs())), num_stages=2, threads_per_stage=1
         )
         with again:
             assert torch.equal(again.eval_step(inputs()), expected)

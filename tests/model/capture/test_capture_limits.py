@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import CutError, GlueError, RouteError
 from penstock.model.capture.captured import record_model
-from penstock.model.capture.stages import Cut
+from penstock.model.capture.stages import CutModel
 from penstock.model.capture.tied_weights import release
 from tests.any_models.chain import WIDTH, Chain, inputs
 from tests.capturing import assert_equal, gradients
@@ -95,13 +95,11 @@ def test_a_parameter_that_only_another_stage_has_is_not_read_as_it_lies_there() 
             return x
 
     model = Sometimes()
-    cut = Cut(record_model(model, inputs(3)), (1, 2))
-    first = cut.replay(0, {}, {})
-    cut.run(first, (inputs(4),), {})
-    sent = cut.sent_on(first, 0)[1]
+    cut = CutModel(record_model(model, inputs(3)), (1, 2))
+    first = cut.run_stage(0, ((inputs(4),), {}), {})
     release(model, cut.names_of(1))
     with pytest.raises(RouteError, match=r"the parameter 'extra' is read \(test_capture_limits"):
-        cut.run(cut.replay(1, sent, first.header), (), {})
+        cut.run_stage(1, ((), {}), first.sent[1], first.told)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of what compiles

@@ -8,11 +8,10 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.model.capture.captured import record_model
-from penstock.model.capture.layers import CapturedLayers, CapturedStage
-from penstock.model.materialize import move_or_make_all
-from penstock.model.stages import plan_stages
+from penstock.model.capture.source import captured_layers
+from penstock.model.layers import Layers
 from tests.any_models.lists import REQUIRED
-from tests.capturing import assert_equal, random_cut
+from tests.capturing import assert_equal, captured_of, random_cut
 from tests.pretrained import build, layers_of, pipeline
 
 CPU = torch.device("cpu")
@@ -34,29 +33,32 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in everything if not tensor.is_meta}
 
 
-def made_stages(layers: CapturedLayers, partition: list[int], stages: list[int]) -> None:
+def model_of(layers: Layers) -> nn.Module:
+    """Return the model that was captured."""
+    return captured_of(layers).model
+
+
+def made_stages(layers: Layers, partition: list[int], stages: list[int]) -> None:
     """Make what the given stages have, and forget the rest."""
-    plans = plan_stages(layers, tuple(partition))
-    mine = [(plans[stage], CPU) for stage in stages]
-    move_or_make_all(layers, mine, 3, draws=True)
-    layers.keep_only([plan for plan, _ in mine])
+    plans = layers.plan_stages(tuple(partition))
+    layers.place([(plans[stage], CPU) for stage in stages], 3, draws=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_values_do_not_depend_on_the_cut_nor_on_what_is_elsewhere(name: str) -> None:
     whole = layers_of(build(name, device="meta"))
     made_stages(whole, [len(whole)], [0])
-    expected = tensors(whole.captured.model)
-    assert len(expected) == len([*whole.captured.model.parameters()]) + len(
-        [*whole.captured.model.buffers()]
+    expected = tensors(model_of(whole))
+    assert len(expected) == len([*model_of(whole).parameters()]) + len(
+        [*model_of(whole).buffers()]
     )
     found: dict[str, Tensor] = {}
     for stage in range(3):
         layers = layers_of(build(name, device="meta"))
         made_stages(layers, random_cut(len(layers), 3), [stage])
-        mine = tensors(layers.captured.model)
+        mine = tensors(model_of(layers))
         assert_equal(mine, {name: expected[name] for name in mine})
-        again = {n for n, _ in layers.captured.model.named_parameters()} & found.keys()
+        again = {n for n, _ in model_of(layers).named_parameters()} & found.keys()
         assert not again, "a parameter has two homes"
         found.update(mine)
     assert found.keys() == expected.keys()
@@ -138,10 +140,10 @@ class Reset(Blocks):
         self.shift = torch.arange(4.0)
 
 
-def on_meta(kind: Callable[[], nn.Module]) -> CapturedLayers:
+def on_meta(kind: Callable[[], nn.Module]) -> Layers:
     with torch.device("meta"):
         model = kind()
-    return CapturedLayers.of(record_model(model, torch.zeros(2, 4)))
+    return captured_layers(record_model(model, torch.zeros(2, 4)))
 
 
 @pytest.mark.parametrize("kind", [Initialised, Reset])
@@ -149,7 +151,7 @@ def test_a_buffer_outside_blocks_is_on_every_stage(kind: type[Blocks]) -> None:
     for stage in range(2):
         layers = on_meta(kind)
         made_stages(layers, [1, 1], [stage])
-        model = layers.captured.model
+        model = model_of(layers)
         assert torch.equal(model.get_buffer("shift"), torch.arange(4.0))
         own = {name for name, _ in model.named_parameters()}
         unused = {"unused"} if stage == 0 else set()  # has a home, though nobody uses it
@@ -169,12 +171,12 @@ class Outer(Initialised):
 def test_what_a_module_draws_for_several_blocks_does_not_depend_on_where_they_are() -> None:
     whole = on_meta(Outer)
     made_stages(whole, [2], [0])
-    expected = tensors(whole.captured.model)
+    expected = tensors(model_of(whole))
     assert not torch.equal(expected["layers.0.weight"], expected["layers.1.weight"])
     for stage in range(2):
         layers = on_meta(Outer)
         made_stages(layers, [1, 1], [stage])
-        found = tensors(layers.captured.model)
+        found = tensors(model_of(layers))
         assert_equal(found, {name: expected[name] for name in found})
 
 
@@ -194,9 +196,8 @@ def test_a_model_that_its_library_leaves_without_a_value_is_refused() -> None:
 
 def test_counts_of_stages_elsewhere_are_told() -> None:
     layers = layers_of(build("gpt2"))
-    plans = plan_stages(layers, tuple(random_cut(len(layers), 3)))
+    plans = layers.plan_stages(tuple(random_cut(len(layers), 3)))
     before = [plan.num_parameters for plan in plans]
-    assert sum(before) == sum(p.numel() for p in layers.captured.model.parameters())
-    assert isinstance(plans[1], CapturedStage)
-    layers.keep_only(plans[1:2])
+    assert sum(before) == sum(p.numel() for p in model_of(layers).parameters())
+    layers.place([(plans[1], CPU)], 0, draws=True)
     assert [plan.num_parameters for plan in plans] == before

@@ -1,0 +1,190 @@
+"""Layers that are given as a list of modules: which values each reads and gives, and their run."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError, PartitionError
+from penstock.torch_private import children_of, has_hooks
+
+from .layers import Layers, Source, columns
+from .materialize import Made, move_or_make
+from .stage_plan import MODEL_INPUT, Perform, StagePlan, Step, Value, join_output
+from .stages import plan_stages
+
+_INPUT_NAME = "input"
+_INPUTS = "inputs"
+"""The one value that a pipeline of layers is called with, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A module whose inputs and outputs are named values, for models that are not a plain chain.
+
+    `module` is called as module(*inputs).  `inputs` are names given as outputs by layers before
+    it, or "input" for the model's own input; None means what the layer before gave.  With several
+    `outputs` the module returns a tuple of that many values.  A name used again stands for the
+    newest value.  `name` is the prefix of its parameters in `state_dict()`; default: its position.
+
+        [Layer(encoder, outputs="skip"), middle, Layer(decoder, inputs=("x", "skip"))]
+    """
+
+    module: nn.Module
+    inputs: str | Sequence[str] | None = None
+    outputs: str | Sequence[str] | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ListOfModules(Source):
+    """Runs layers one after the other."""
+
+    steps: tuple[Step, ...]
+
+    def run(self, inputs: Any, perform: Perform | None) -> Any:
+        (whole,) = self.plan_stages((len(self.steps),))
+        values: dict[Value, Any] = {MODEL_INPUT: inputs}
+        whole.run(values, perform or (lambda step, function: function()))
+        return join_output([values[v] for v in whole.output])
+
+    def plan_stages(self, partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
+        return plan_stages(self.steps, partition)
+
+    def place(
+        self, mine: Sequence[tuple[StagePlan, torch.device]], seed: int, *, draws: bool
+    ) -> None:
+        made: Made = {}
+        for plan, device in mine:
+            for step in plan.steps:
+                move_or_make(step, device, seed, made, draws=draws)
+        kept = {step.index for plan, _ in mine for step in plan.steps}
+        for step in self.steps:
+            if step.index not in kept:
+                step.module.to("meta")
+
+    def as_one_value(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if len(args) + len(keywords) == 1 and (args or _INPUTS in keywords):
+            return args[0] if args else keywords[_INPUTS]
+        given = [f"{len(args)} positional"] if args or not keywords else []
+        raise ConfigError(
+            f"a pipeline of layers is called with one value, which its first layer is given, and "
+            f"was called with these arguments: {', '.join([*given, *keywords])}. Give them as one "
+            "tuple or dict, which the first layer takes apart; or capture the model, which is "
+            "then called as it was: Pipeline(model, example_inputs=...)"
+        )
+
+    def too_few(self, num_stages: int, most: int) -> PartitionError:
+        return PartitionError(
+            f"num_stages={num_stages}, but the model has only {most} layers; choose at "
+            f"most {most} stages, or give the model as more, smaller layers"
+        )
+
+    def describe(self, counts: Sequence[int]) -> str:
+        rows = [
+            (str(step.index), step.name, type(step.module).__name__, f"{count:,}")
+            for step, count in zip(self.steps, counts, strict=True)
+        ]
+        head = f"{len(self.steps)} layers, {sum(counts):,} parameters"
+        return "\n".join([head, *columns([("layer", "name", "module", "parameters"), *rows])])
+
+
+def is_plain_chain(model: object) -> bool:
+    """Tell whether a model is nothing but its layers in a row, so that its forward is not needed.
+
+    An nn.Sequential with a forward or hooks of its own is not, and neither is an nn.ModuleList
+    with a forward.
+    """
+    if not isinstance(model, nn.Sequential | nn.ModuleList):
+        return isinstance(model, Sequence | Layers)
+    plain = nn.Sequential if isinstance(model, nn.Sequential) else nn.Module
+    return type(model).forward is plain.forward and not has_hooks(model)
+
+
+def as_layers(model: "nn.Sequential | Sequence[nn.Module | Layer] | Layers") -> Layers:
+    """Resolve an nn.Sequential, or a list of modules and `Layer`s, into `Layers`.
+
+    Raises:
+        ConfigError: the model is something else, is empty, or names a value nobody gave.
+    """
+    if isinstance(model, Layers):
+        return model
+    if isinstance(model, nn.Module) and not is_plain_chain(model):
+        raise ConfigError(
+            f"{type(model).__name__} is no plain nn.Sequential: give example_inputs= too, a batch "
+            "as train_step is given; the model is run on it to see how its parts work together"
+        )
+    if isinstance(model, nn.Sequential | nn.ModuleList):
+        named: list[tuple[str, Any]] = list(model.named_children())
+        if len(named) != len(model):  # named_children skips a module that comes a second time
+            named = [(name, module) for name, module in children_of(model).items()]
+    elif isinstance(model, Sequence):
+        named = [(str(n), layer) for n, layer in enumerate(model)]
+    else:
+        raise ConfigError(
+            f"layers must be an nn.Sequential or a list of modules, got {type(model).__name__}; "
+            "give its layers in order, as a list"
+        )
+    if not named:
+        raise ConfigError("the model has no layers; a pipeline needs at least one")
+    steps = tuple(_resolve(named))
+    return Layers(steps, ListOfModules(steps))
+
+
+def _resolve(named: list[tuple[str, Any]]) -> Iterator[Step]:
+    known: dict[str, Value] = {_INPUT_NAME: MODEL_INPUT}
+    previous: tuple[Value, ...] = (MODEL_INPUT,)
+    names: set[str] = set()
+    for index, (position, entry) in enumerate(named):
+        layer = entry if isinstance(entry, Layer) else Layer(entry)
+        name = layer.name or position
+        _check_layer(layer, name, index, names)
+        names.add(name)
+        inputs = previous
+        if layer.inputs is not None:
+            inputs = tuple(_known_value(v, known, name) for v in _names(layer.inputs))
+        outputs = _names(layer.outputs) if layer.outputs is not None else (None,)
+        previous = tuple((index, place) for place in range(len(outputs)))
+        known.update({v: (index, place) for place, v in enumerate(outputs) if v is not None})
+        yield Step(index, name, name, layer.module, inputs, previous)
+
+
+def _check_layer(layer: Layer, name: str, index: int, names: set[str]) -> None:
+    if not isinstance(layer.module, nn.Module):
+        raise ConfigError(
+            f"layer {index} is a {type(layer.module).__name__}, not an nn.Module; wrap a function "
+            "in a module"
+        )
+    if name in names:
+        raise ConfigError(
+            f"two layers are named {name!r}; parameter names must differ: rename one"
+        )
+    if layer.outputs is not None and not _names(layer.outputs):
+        raise ConfigError(
+            f"layer {name!r} names no outputs; leave `outputs` out or name at least one"
+        )
+    if layer.inputs is not None and not _names(layer.inputs):
+        raise ConfigError(
+            f"layer {name!r} names no inputs; leave `inputs` out or name at least one"
+        )
+    for tensor in (*layer.module.parameters(), *layer.module.buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(
+                f"layer {name!r} has parameters or buffers without a shape yet (a lazy module); "
+                "run the model once on an example batch before giving it to the pipeline"
+            )
+
+
+def _names(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _known_value(value: str, known: dict[str, Value], layer: str) -> Value:
+    if value not in known:
+        raise ConfigError(
+            f"layer {layer!r} reads {value!r}, which no layer before it gives; known here: "
+            f"{', '.join(known)}"
+        )
+    return known[value]
