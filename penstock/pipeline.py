@@ -2,46 +2,42 @@
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.arguments import (
-    Devices,
-    Objective,
-    check_loss_scale,
-    check_targets,
-    device_of_process,
-    resolve_devices,
-    resolve_num_stages,
-    resolve_ranks,
-    resolve_threads,
-    stages_of_mesh,
-)
 from penstock.checkpoint.pretrained.load import load_and_tell
-from penstock.cut import Cut
-from penstock.description import AbstractDescribed
-from penstock.errors import ConfigError, check_count
+from penstock.errors import ConfigError
 from penstock.mesh import Mesh
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.layer_list import Layer
 from penstock.model.layers import Layers
 from penstock.model.state import in_evaluation
+from penstock.planner.arguments import Arguments
+from penstock.planner.plan import Plan
 from penstock.runtime.caller import CallerContext
 from penstock.runtime.crew import Batch
-from penstock.runtime.engine import Engine, Execution
+from penstock.runtime.described import AbstractDescribed
+from penstock.runtime.engine import Engine
 from penstock.runtime.handshake import Call
 from penstock.runtime.input_gradients import accumulate_into_inputs
-from penstock.runtime.microbatches import first_microbatch
+from penstock.runtime.microbatches import check_loss_scale, check_targets, first_microbatch
 from penstock.runtime.module_form import run_as_module
 from penstock.runtime.outputs import gather
+from penstock.runtime.planning import (
+    Devices,
+    agree,
+    balance,
+    device_names,
+    make_plan,
+)
 from penstock.runtime.run import Run
-from penstock.schedules import gpipe
 from penstock.schedules.family import Build
 from penstock.schedules.lower import Mode
-from penstock.schedules.names import family_of
 from penstock.types import Recompute, Reduction, TiedGradients, Trace, Transport
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -67,8 +63,8 @@ class Pipeline(AbstractDescribed):
         reduction: how `loss` reduces over what it is given; or a function target -> weight, such
             as the number of real tokens (of the inputs, where there is no target).  Micro-batch
             losses are weighted so that they sum to the loss of the mini-batch.
-        schedule: a family of `penstock.schedules`, or a function of your own (num_stages,
-            num_microbatches) -> Schedule; it also says which rank runs which stages.
+        schedule: a function (num_stages, num_microbatches) -> Schedule, which also says which
+            rank, a thread or a process, runs which stages.
         recompute: which activations to compute twice instead of keeping.
         devices: one per stage, or one for all; default: the visible GPUs in turn, one for each
             rank's stages, else the CPU.
@@ -103,61 +99,57 @@ class Pipeline(AbstractDescribed):
         num_stages: int | None = None,
         *,
         partition: Sequence[int] | None = None,
-        num_microbatches: int = 1,
+        num_microbatches: int | None = None,
         loss: LossFunction | None = None,
         reduction: Reduction | Callable[[Any], Any] = Reduction.MEAN,
-        schedule: Build = gpipe,
-        recompute: Recompute = Recompute.STAGE,
+        schedule: Build | None = None,
+        recompute: Recompute | None = None,
         devices: Devices = None,
-        seed: int = 0,
+        seed: int | None = None,
         example_inputs: Any = None,
         threads_per_stage: int | None = None,
-        transport: Transport = Transport.THREADS,
+        transport: Transport | None = None,
         trace: Trace | bool = Trace.OFF,
-        timeout_s: float = 600.0,
+        timeout_s: float | None = None,
         mesh: Mesh | None = None,
-        batch_norm_over_replicas: bool = False,
+        batch_norm_over_replicas: bool | None = None,
         weights: str | os.PathLike[str] | None = None,
-        tied_gradients: TiedGradients = TiedGradients.PER_MICROBATCH,
+        tied_gradients: TiedGradients | None = None,
+        plan: Plan | None = None,
     ) -> None:
         resolved = resolve_layers(layers, example_inputs)
-        family = family_of(schedule, num_microbatches)
-        num_stages = stages_of_mesh(mesh, num_stages, partition, family)
-        num_stages = resolve_num_stages(num_stages, partition, resolved)
-        check_count("num_microbatches", num_microbatches)
-        ranks = resolve_ranks(family, num_stages, mesh)
-        how = Execution(
-            schedule=family,
-            ranks=ranks,
+        arguments = Arguments(
+            num_stages=num_stages,
+            partition=partition,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
             recompute=recompute,
-            transport=transport,
-            num_threads=resolve_threads(threads_per_stage, ranks, mesh),
-            timeout_s=timeout_s,
+            devices=device_names(devices, mesh),
             seed=seed,
-            draws=weights is None,
-            mesh=mesh,
-            pools_statistics=batch_norm_over_replicas,
+            threads_per_stage=threads_per_stage,
+            transport=transport,
+            timeout_s=timeout_s,
+            batch_norm_over_replicas=batch_norm_over_replicas,
             tied_gradients=tied_gradients,
         )
-        loss = loss or resolved.own_loss
-        engine = Engine(resolved, loss, how)
-        cut = Cut(resolved, num_stages, partition, num_microbatches, how)
-        super().__init__(resolved, engine, cut, how, num_microbatches)
-        self._objective = Objective(loss, reduction)
-        self.seed = seed
-        self.step = 0
-        self.trace = trace
-        self._evaluations = 0
-        if mesh is not None and mesh.is_distributed:
-            part = first_microbatch(example_inputs, num_microbatches)
-            with self._engine.crew.reporting():
-                self.number = self._engine.crew.number = self._cut.settle(mesh, part)
-            devices = device_of_process(devices, mesh)
-        with self._engine.crew.reporting():
-            self._engine.cut(self._cut.partition, resolve_devices(devices, ranks))
+        balances = plan is None and partition is None
+        plan = make_plan(arguments, plan, resolved, mesh)
+        part = first_microbatch(example_inputs, plan.num_microbatches)
+        with mesh.reporting() if mesh is not None else nullcontext():
+            number = 0
+            if mesh is not None and mesh.is_distributed:
+                mesh.name_stages(plan.placement.places)
+                plan, number = agree(plan, resolved, mesh, part, balances=balances)
+                balances = False
+            loss = loss or resolved.own_loss
+            super().__init__(resolved, Engine(resolved, loss, plan, mesh, draws=weights is None))
+            self.number = self._engine.crew.number = number
             self.__dict__.update(self._layers.registered(self._engine.holds))
             load_and_tell(weights, self.held, mesh)
-        self._measure_once(first_microbatch(example_inputs, num_microbatches))
+        self._wanted = Call(plan.num_microbatches, reduction)
+        self._will_balance = balances and plan.num_stages > 1
+        self.seed, self.step, self.trace, self._evaluations = plan.seed, 0, trace, 0
+        self._balance_once(part)
 
     # -- a training step ------------------------------------------------------------------------
 
@@ -187,7 +179,7 @@ class Pipeline(AbstractDescribed):
             Exception: whatever a layer raised, with stage, layer and micro-batch noted.
                 Gradients are then incomplete: zero them.
         """
-        if self._objective.loss is None:
+        if self._engine.loss is None:
             raise ConfigError(
                 "train_step needs a loss; give Pipeline(..., loss=...), or use pipe(inputs)"
             )
@@ -196,18 +188,18 @@ class Pipeline(AbstractDescribed):
                 "train_step was called under torch.no_grad(); use eval_step, or leave that block"
             )
         check_targets(targets)
-        crew, reduction = self._engine.crew, self._objective.reduction
+        crew = self._engine.crew
         with self._engine.one_at_a_time(), crew.reporting():
             scale = check_loss_scale(loss_scale)
-            call = Call(self._num_microbatches, reduction, True, scale, self.trace)
+            call = replace(self._wanted, trains=True, loss_scale=scale, trace=self._trace)
             batch = crew.cut(inputs, targets, call)
-            self._measure_once(batch.inputs[0])
+            self._balance_once(batch.inputs[0])
             run = self._new_run("train", self.step, batch, with_grad=True)
-            run.targets, run.loss = batch.targets, self._objective.loss
+            run.targets, run.loss = batch.targets, self._engine.loss
             run.weights, run.loss_scale = batch.weights, scale
             self.step += 1
             self._engine.drive(run, Mode.TRAIN)
-            self._note(run, Mode.TRAIN)
+            self._record, self._timeline = self._engine.record(run, Mode.TRAIN), None
             loss = crew.loss(run)
         accumulate_into_inputs(inputs, run, batch.sizes)
         return loss
@@ -268,20 +260,19 @@ class Pipeline(AbstractDescribed):
             )
         with self._engine.one_at_a_time():
             value = self._layers.as_one_value(inputs, keywords)
-            call = Call(self._num_microbatches, self._objective.reduction, trace=self.trace)
-            batch = crew.cut(value, None, call)
-            self._measure_once(batch.inputs[0])
+            batch = crew.cut(value, None, replace(self._wanted, trace=self._trace))
+            self._balance_once(batch.inputs[0])
             run = self._new_run("train", self.step, batch, with_grad=True)
             self.step += 1
             outputs = run_as_module(self._engine, run, value, batch)
-            self._note(run, Mode.FORWARDS)
+            self._record, self._timeline = self._engine.record(run, Mode.FORWARDS), None
         return outputs
 
     def _outputs(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         crew = self._engine.crew
         with crew.reporting():
             value = self._layers.as_one_value(inputs, keywords)
-            batch = crew.cut(value, None, Call(self._num_microbatches, self._objective.reduction))
+            batch = crew.cut(value, None, self._wanted)
             run = self._engine.evaluate(
                 partial(self._new_run, "eval", self._evaluations, batch, with_grad=False)
             )
@@ -297,7 +288,7 @@ class Pipeline(AbstractDescribed):
         return Run(
             inputs=batch.inputs,
             loss=None,
-            caller=CallerContext.capture(with_grad, self.devices),
+            caller=CallerContext.capture(with_grad, self._engine.devices),
             phase=phase,
             step=step,
             seed=self.seed,
@@ -305,9 +296,16 @@ class Pipeline(AbstractDescribed):
             first_microbatch=batch.first,
         )
 
-    def _measure_once(self, part: Any) -> None:
-        if self._cut.measure(part):
-            self._engine.cut(self._cut.partition, self.devices)
+    def _balance_once(self, part: Any) -> None:
+        """Cut the layers anew by measured time, with the first micro-batch that is at hand."""
+        if self._will_balance and part is not None:
+            self._engine.check_unchanged()
+            self._will_balance = False
+            self._run_as(balance(self.plan, self._layers, part))
+
+    def _run_as(self, plan: Plan) -> None:
+        before = self._engine
+        self._engine = Engine(self._layers, before.loss, plan, before.mesh, before=before)
 
     def train(self, mode: bool = True) -> "Pipeline":
         """Set the mode of all layers, as of any module."""
@@ -317,7 +315,7 @@ class Pipeline(AbstractDescribed):
 
     def after_move(self, function: Callable[..., Any]) -> None:
         """Let each stage run where its parameters are now (after `to`, `half`)."""
-        self._engine.cut(self.partition, self._engine.devices_after(function))
+        self._run_as(self._engine.plan_after(function))
 
     def close(self) -> None:
         """End the worker threads, as garbage collection does; the next call starts new ones."""

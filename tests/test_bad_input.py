@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.arguments import device_of_process
 from penstock.errors import (
     BatchError,
     BoundaryError,
@@ -22,6 +21,7 @@ from penstock.errors import (
     ScheduleError,
 )
 from penstock.runtime.devices import num_cores
+from penstock.runtime.planning import device_of_process
 from penstock.schedules import ALL_SCHEDULES, Backward, Forward, gpipe
 from penstock.schedules.ir import Schedule
 
@@ -57,7 +57,7 @@ def refused_step(
     return caught.value
 
 
-@pytest.mark.parametrize("count", (0, -1, 1.5, "2", None, True))
+@pytest.mark.parametrize("count", (0, -1, 1.5, "2", True))
 def test_less_than_one_micro_batch(count: Any) -> None:
     with pytest.raises(ConfigError, match=f"num_microbatches={count!r}.*at least 1"):
         make(num_microbatches=count)
@@ -157,12 +157,12 @@ def test_a_wrong_number_of_devices(count: int) -> None:
 
 @pytest.mark.parametrize("devices", ("cuda:1", ["cpu", "cuda:0"], [0, 1]))
 def test_devices_of_a_mesh_of_processes_are_those_of_its_processes(devices: Any) -> None:
-    mesh = penstock.Mesh(2, 1, 1.0, device=torch.device("cpu"))
+    own = torch.device("cpu")
     with pytest.raises(ConfigError, match=r"devices=.*several processes.*Leave devices out"):
-        device_of_process(devices, mesh)
-    of_processes: tuple[Any, ...] = (None, "cpu", ["cpu", torch.device("cpu")])
+        device_of_process(devices, own)
+    of_processes: tuple[Any, ...] = ("cpu", ["cpu", own])
     for same in of_processes:
-        assert device_of_process(same, mesh) == torch.device("cpu")
+        assert device_of_process(same, own) == "cpu"
 
 
 @pytest.mark.parametrize("timeout_s", (0, -1.0, 1e10, math.inf, math.nan, "60", True))

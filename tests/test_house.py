@@ -24,9 +24,6 @@ LAYERS = (
     {"runtime"},
     {"optim"},
     {"checkpoint"},
-    {"arguments"},
-    {"cut"},
-    {"description"},
     {"pipeline"},
     {"equality"},
     {"doctor"},
@@ -55,8 +52,7 @@ LAYERS = (
     ┌──────────┘
     └► optim                      clipping, loss scaling, ZeRO, optimizers
           └► checkpoint           save and load; weights to start from
-               └► arguments  cut  description
-                    └► pipeline   the front door
+               └► pipeline        the front door
     ┌──────────────────────┘
     └► equality                   is it the unsplit model?
           └► doctor               BEFORE IT RUNS
@@ -181,7 +177,7 @@ def test_imports_point_one_way(path: Path) -> None:
 
 def test_no_module_stands_loose_at_the_top() -> None:
     at_the_top = {path.stem for path in (ROOT / "penstock").glob("*.py")}
-    assert at_the_top - {"arguments", "cut", "description"} == AT_THE_TOP
+    assert at_the_top == AT_THE_TOP
 
 
 @pytest.mark.parametrize(
@@ -231,7 +227,7 @@ def test_every_way_to_name_something_private_is_seen() -> None:
     names = {"_dynamo", "_C", "_DropoutNd", "_buffers", "_sample", "_parameters"}
     assert private_names(theirs, elsewhere={"_parameters"}) == names
     ours = (
-        "from penstock.cut import _cut\n"
+        "from penstock.plan import _cut\n"
         "class A:\n"
         "    def __init__(self, other):\n"
         "        self._modules = other._modules\n"

@@ -12,9 +12,8 @@ from torch import nn
 
 import penstock
 from penstock import Pipeline, Recompute, Trace, Transport
-from penstock.costs.measure import LayerTime
 from penstock.errors import ConfigError
-from penstock.schedules import gpipe, one_f_one_b
+from penstock.schedules import one_f_one_b
 from tests.every_schedule import EVERY_SCHEDULE
 
 
@@ -97,33 +96,6 @@ def test_it_says_how_it_was_cut() -> None:
 def test_example_inputs_balance_it_at_once() -> None:
     pipe = pipeline(model(), num_stages=2, example_inputs=batch()[0])
     assert "balanced by measured time" in repr(pipe)
-
-
-@pytest.mark.parametrize(
-    "schedule, recompute, partition",
-    [
-        (gpipe, Recompute.STAGE, (7, 7)),
-        (one_f_one_b, Recompute.STAGE, (6, 8)),
-        (one_f_one_b, Recompute.NEVER, (7, 7)),
-    ],
-)
-def test_a_stage_that_recomputes_less_gets_more_layers(
-    schedule: object,
-    recompute: Recompute,
-    partition: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """In 1F1B the last stage's backwards follow at once: 6 (2 + 2) = 8 (1 + 2)."""
-    monkeypatch.setattr("penstock.cut.measure_layers", lambda *_: [LayerTime(1.0, 2.0)] * 14)
-    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(14)))
-    pipe = pipeline(
-        layers,
-        num_stages=2,
-        schedule=schedule,
-        recompute=recompute,
-        example_inputs=torch.randn(4, 4),
-    )
-    assert pipe.partition == partition
 
 
 def test_measuring_leaves_no_trace() -> None:

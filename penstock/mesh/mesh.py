@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import ConfigError, check_count
+from penstock.planner.checks import check_timeout
 
 from .agreement import (
     CALLS,
@@ -31,7 +32,7 @@ from .background import Background
 from .collectives import Collectives
 from .lifelines import Lifelines
 from .meet import join, meeting, told_by_first
-from .start import check_timeout, num_processes
+from .start import num_processes
 from .streams import Streams
 from .threads import end_now
 from .watch import Watch

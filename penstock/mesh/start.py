@@ -1,13 +1,9 @@
 """Check what a process is started with: its place among others, and how long it may wait."""
 
-import math
 import os
 from collections.abc import Sequence
-from numbers import Real
-from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.types import LONGEST_TIMEOUT_S
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _REMEDY = (
@@ -53,22 +49,6 @@ def meeting_place() -> tuple[str, int]:
             f"{_listed(absent)} not set: they cannot find each other. {_REMEDY}"
         )
     return os.environ["MASTER_ADDR"], _whole_number("MASTER_PORT", "", 1)
-
-
-def check_timeout(timeout_s: Any) -> float:
-    """Return `timeout_s` if it is a time that every kind of wait can be given.
-
-    Raises:
-        ConfigError: it is no number of seconds above 0, or more than a year.
-    """
-    is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
-    if not is_number or not math.isfinite(timeout_s) or not 0 < timeout_s <= LONGEST_TIMEOUT_S:
-        raise ConfigError(
-            f"timeout_s={timeout_s!r}; it must be a number of seconds above 0 and at most "
-            f"{LONGEST_TIMEOUT_S:,.0f} (a year). A host or a process that is lost is noticed "
-            "within seconds, however long a wait may last"
-        )
-    return float(timeout_s)
 
 
 def _whole_number(name: str, default: str, least: int) -> int:

@@ -9,8 +9,9 @@ from torch import nn
 
 from penstock.errors import ConfigError, PartitionError
 from penstock.torch_private import children_of, has_hooks
+from penstock.trace.table import columns
 
-from .layers import Layers, Source, columns
+from .layers import Layers, Source
 from .materialize import Made, move_or_make
 from .stage_plan import MODEL_INPUT, Perform, StagePlan, Step, Value, join_output
 from .stages import plan_stages

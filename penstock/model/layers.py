@@ -205,15 +205,3 @@ def _shared(
         f"{step.index} on one stage, or untie them. Stages share parameters, not buffers, of a "
         "model that is captured: penstock.capture(model, example_inputs)"
     )
-
-
-def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lay out rows of cells; what looks like a number stands right in its column."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    is_number = [rows[-1][n].replace(",", "").isdigit() for n in range(len(widths))]
-    for row in rows:
-        cells = [
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, is_number, strict=True)
-        ]
-        yield "  ".join(cells).rstrip()

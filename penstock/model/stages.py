@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 
-from penstock.errors import PartitionError
 from penstock.schedules.transfers import Transfer
 
 from .stage_plan import MODEL_INPUT, StagePlan, Step, Value, run_steps
@@ -22,24 +21,6 @@ from .stage_plan import MODEL_INPUT, StagePlan, Step, Value, run_steps
 def stage_of_layers(partition: tuple[int, ...]) -> tuple[int, ...]:
     """Give the stage of each layer for a partition into `partition[s]` layers per stage."""
     return tuple(stage for stage, count in enumerate(partition) for _ in range(count))
-
-
-def check_partition(partition: tuple[int, ...], num_layers: int) -> None:
-    """Refuse a partition that does not cut `num_layers` layers.
-
-    Raises:
-        PartitionError: a stage would be empty, or the counts do not sum to the layers.
-    """
-    if not partition or any(not isinstance(count, int) or count < 1 for count in partition):
-        raise PartitionError(
-            f"partition={list(partition)}: every stage needs at least one layer; leave that stage "
-            "out"
-        )
-    if sum(partition) != num_layers:
-        raise PartitionError(
-            f"partition={list(partition)} holds {sum(partition)} layers, the model has "
-            f"{num_layers}; the counts must sum to {num_layers}"
-        )
 
 
 def plan_stages(steps: Sequence[Step], partition: tuple[int, ...]) -> tuple[StagePlan, ...]:

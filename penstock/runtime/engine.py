@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from penstock.errors import CutError, PenstockError, RandomnessError
 from penstock.mesh import Mesh
-from penstock.mesh.start import check_timeout
 from penstock.model.layers import Layers
 from penstock.model.stage_plan import StagePlan, Step
-from penstock.model.stages import check_partition, stage_of_layers
-from penstock.schedules import Family, Schedule
+from penstock.model.stages import stage_of_layers
+from penstock.planner.plan import Plan
+from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Lowering, Mode, lower
 from penstock.torch_private import cache_weights_per_thread
 from penstock.types import Recompute, TiedGradients, Trace, Transport
@@ -27,123 +27,72 @@ from .crew import Alone, Crew, Together
 from .default_generators import guarded_default_generators, rewound_default_generators
 from .drivers import AbstractDriver, CallerDriver, ProcessDriver, Work
 from .host_memory import keep_freed_memory
+from .planning import stage_devices
 from .record import Record
 from .run import Run
 from .stage import Stage
 from .workers import ThreadDriver
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Execution:
-    """How an engine runs its stages; `ranks[stage]` is who runs a stage, as the schedule says.
+class Engine:
+    """Runs a plan: cuts layers into stages on devices, and drives those that run here.
 
-    With `draws`, layers without values get drawn ones; else a file has them.
+    An engine keeps its plan.  With `before`, it takes over from an engine of another plan for the
+    same layers, nothing of which is running now: its processes, its threads and its turn.
+
+    Making one moves the layers to their stages' devices; layers that another process runs give
+    back their memory.  With `draws`, layers without values get drawn ones; else a file has them.
+
+    Raises:
+        PartitionError: layers on different stages share what only one stage can have.
     """
 
-    schedule: Family
-    ranks: tuple[int, ...]
-    recompute: Recompute
-    transport: Transport
-    num_threads: int
-    timeout_s: float
-    seed: int
-    draws: bool
-    mesh: Mesh | None
-    pools_statistics: bool
-    tied_gradients: TiedGradients = TiedGradients.PER_MICROBATCH
+    _lasting: "_Lasting"
 
-    def __post_init__(self) -> None:
-        """Refuse a deadline that no wait could have."""
-        check_timeout(self.timeout_s)
-
-    @property
-    def choices(self) -> str:
-        """The schedule, what is recomputed and what is summed, in words."""
-        words = f"schedule={self.schedule}, recompute={self.recompute.name}"
-        is_usual = self.tied_gradients is TiedGradients.PER_MICROBATCH
-        return words if is_usual else f"{words}, tied_gradients={self.tied_gradients.name}"
-
-    def make_driver(self) -> AbstractDriver:
-        """Make what runs the programs."""
-        if self.mesh is not None and self.mesh.is_distributed:
-            return ProcessDriver(self.mesh, self.ranks, self.num_threads)
-        if self.transport is Transport.LOOPBACK:
-            return CallerDriver(self.num_threads)
-        return ThreadDriver(self.num_threads, self.timeout_s)
-
-    def make_crew(self) -> Crew:
-        """Make what the processes agree through."""
-        if self.mesh is not None and self.mesh.is_distributed:
-            return Together(self.mesh, self.ranks, pools_statistics=self.pools_statistics)
-        return Alone()
-
-
-class Engine:
-    """Cuts layers into stages on devices, and runs as a schedule says those that are run here."""
-
-    def __init__(self, layers: Layers, loss: Any, how: Execution) -> None:
-        keep_freed_memory()
-        cache_weights_per_thread()
-        self._layers, self._loss, self._how = layers, loss, how
-        self._running = _Turn()
-        warn_of_unpooled(
-            _with_loss([step.module for step in layers], loss),
-            over_replicas=how.pools_statistics,
-        )
-        self.crew = how.make_crew()
-        self._driver = how.make_driver()
-        self._is_threaded = isinstance(self._driver, ThreadDriver)
-        self._in_caller = CallerDriver(how.num_threads)
-        self._programs: dict[tuple[Mode, int], Schedule] = {}
-        self._plans: tuple[StagePlan, ...] = ()
-        self._lowering = Lowering(family=how.schedule, ranks=how.ranks)
-        self.partition: tuple[int, ...] = ()
-        self.devices: tuple[torch.device, ...] = ()
-        self.stages: tuple[Stage, ...] = ()
-        self._places: list[tuple[dict[str, Any], str, Any]] = []
-
-    def cut(self, partition: tuple[int, ...], devices: Sequence[torch.device]) -> None:
-        """Cut the layers anew and move them to their stages' devices; nothing of a run is alive
-        now.  Layers that another process runs give back their memory.
-
-        Raises:
-            PartitionError: the partition does not fit the layers.
-        """
-        check_partition(partition, len(self._layers))
-        self._layers.check_sharing(stage_of_layers(partition))
-        plans = self._layers.plan_stages(partition)
-        self._plans = tuple(plans)
-        self.crew.readers = tuple(plan.index for plan in plans if plan.reads_input)
-        mine = [(p, d) for p, d in zip(plans, devices, strict=True) if self.crew.runs(p.index)]
-        self._layers.place(mine, self._how.seed, draws=self._how.draws)
-        self.partition, self.devices = partition, tuple(devices)
+    def __init__(
+        self,
+        layers: Layers,
+        loss: Any,
+        plan: Plan,
+        mesh: Mesh | None,
+        *,
+        draws: bool = True,
+        before: "Engine | None" = None,
+    ) -> None:
+        layers.check_sharing(stage_of_layers(plan.partition))
+        self._layers, self.loss, self.plan, self.mesh = layers, loss, plan, mesh
+        lasting = _Lasting.of(layers, loss, plan, mesh) if before is None else before._lasting
+        self._lasting = lasting
+        self.crew = self._lasting.crew
+        self._stage_plans = plans = tuple(layers.plan_stages(plan.partition))
+        self.crew.readers = tuple(p.index for p in plans if p.reads_input)
+        self.devices = stage_devices(plan, mesh)
+        mine = [(p, self.devices[p.index]) for p in plans if self.crew.runs(p.index)]
+        layers.place(mine, plan.seed, draws=draws)
         self.stages = tuple(
-            Stage(plan, device, len(self._layers), self._loss_of(plan), self.crew.replicas)
-            for plan, device in mine
+            Stage(p, device, len(layers), self._loss_of(p), self.crew.replicas)
+            for p, device in mine
         )
         if self.crew.replicas is not None:
             self.crew.replicas.start_equal(
                 [t for s in self.stages for t in (*s.parameters, *s.buffers)]
             )
-        recomputes = self._how.recompute is Recompute.STAGE
-        self._lowering = Lowering(
-            family=self._how.schedule,
-            ranks=self._how.ranks,
-            transfers=[transfer for plan in plans for transfer in plan.transfers],
-            recompute=range(len(plans)) if recomputes else (),
-            commits=[plan.index for plan in plans if batch_norms(self._modules_of(plan))],
-            posts=len(mine) < len(plans),
-            reduces=self.crew.replicas is not None,
-        )
-        self._programs.clear()
-        self._places = self._layers.places()
+        self._places = layers.places()
+        self._programs: dict[tuple[Mode, int], Schedule] = {}
+        self._lowering = self._how_to_lower()
+        self.is_current = True
+        if before is not None:
+            before.is_current = False
 
-    def _check_places(self) -> None:
-        """See that what the stages were cut from is still there.
+    def check_unchanged(self) -> None:
+        """See that what the stages were cut from is still there, and nothing else.
 
         Raises:
             CutError: a parameter or a block is another one.
+            ConfigError: there are other BatchNorm layers.
         """
+        for stage in self.stages:
+            stage.check_norms()
         for holder, name, held in self._places:
             if holder.get(name) is not held:
                 kind = "block" if isinstance(held, nn.Module) else "parameter"
@@ -153,23 +102,23 @@ class Engine:
                     "capture the model and make the pipeline again"
                 )
 
-    def devices_after(self, move: Callable[[Tensor], Tensor]) -> list[torch.device]:
-        """Say where each stage is once its layers' tensors were moved; without any, where `move`
-        puts one.
+    def plan_after(self, move: Callable[[Tensor], Tensor]) -> Plan:
+        """Return the plan with each stage where it is once its layers' tensors were moved; without
+        any, where `move` puts one.
         """
-        devices = list(self.devices)
+        names = list(self.plan.placement.devices)
         for stage in self.stages:
             tensors = (t for step in stage.plan.steps for t in _tensors(step.module))
             nowhere = torch.empty(0, device=stage.device.device)
-            devices[stage.index] = next((t.device for t in tensors), move(nowhere).device)
-        return devices
+            names[stage.index] = str(next((t.device for t in tensors), move(nowhere).device))
+        return replace(self.plan, placement=replace(self.plan.placement, devices=tuple(names)))
 
     def holds(self, layer: int) -> bool:
         """Tell whether layer number `layer` runs in this process."""
         return any(step.index == layer for stage in self.stages for step in stage.plan.steps)
 
     def _loss_of(self, plan: StagePlan) -> Any:
-        return self._loss if plan.output else None
+        return self.loss if plan.output else None
 
     def _modules_of(self, plan: StagePlan) -> list[nn.Module]:
         return _with_loss([step.module for step in plan.steps], self._loss_of(plan))
@@ -186,13 +135,25 @@ class Engine:
             self._programs[key] = lower(self._lowering, num_microbatches, mode)
         return self._programs[key]
 
+    def _how_to_lower(self) -> Lowering:
+        plans = self._stage_plans
+        return Lowering(
+            family=self.plan.schedule,
+            ranks=self.plan.placement.places,
+            transfers=[transfer for p in plans for transfer in p.transfers],
+            recompute=self.plan.recomputing,
+            commits=tuple(p.index for p in plans if batch_norms(self._modules_of(p))),
+            posts=len(self.stages) < len(plans),
+            reduces=self.crew.replicas is not None,
+        )
+
     def one_at_a_time(self) -> AbstractContextManager[None]:
         """Let one call at a time use the stages.
 
         Raises:
             PenstockError: another call is under way, in another thread or around this one.
         """
-        return self._running.taken()
+        return self._lasting.turn.taken()
 
     def drive(self, run: Run, mode: Mode, *, in_caller: bool = False) -> None:
         """Run a schedule to its end, by the driver; with `in_caller`, in the calling thread.
@@ -202,13 +163,13 @@ class Engine:
             RandomnessError: a layer drew random numbers outside its stream.
             ConfigError: it needs saved_tensors_hooks, and the caller has disabled them.
         """
-        self._check_places()
-        run.sums_tied = self._how.tied_gradients is TiedGradients.SUMMED
-        for stage in self.stages:
-            stage.check_norms()
+        self.check_unchanged()
+        run.sums_tied = self.plan.tied_gradients is TiedGradients.SUMMED
         stages = {stage.index: stage for stage in self.stages}
         caller = CallerContext.capture(run.with_grad, self.devices) if run.resumed else run.caller
-        caller.check_hooks(self._how.recompute, run.trace)
+        caller.check_hooks(
+            Recompute.STAGE if self.plan.recomputing else Recompute.NEVER, run.trace
+        )
         work = Work(self.program(mode, len(run.inputs)), stages, run, caller)
         replicas = self.crew.replicas if mode is Mode.TRAIN else None
         if replicas is not None:
@@ -217,8 +178,7 @@ class Engine:
             stage.device.wait_for_caller()
         try:
             with guarded_default_generators(self.devices):
-                stays = in_caller or (self._is_threaded and caller.stays())
-                (self._in_caller if stays else self._driver).drive(work)
+                self._lasting.driver_for(caller, in_caller=in_caller).drive(work)
             if replicas is not None:
                 replicas.finish()
         except BaseException as error:  # what was seen of the layers may be half, or the cause
@@ -260,7 +220,7 @@ class Engine:
     def describe(self) -> Iterator[str]:
         """Give one line a stage: where it runs, layers, parameters."""
         here = {stage.index: str(stage.device.device) for stage in self.stages}
-        for plan in self._plans:
+        for plan in self._stage_plans:
             steps = plan.steps
             where = here.get(plan.index, f"rank {self.crew.rank_of(plan.index)}")
             kinds = [f"{kind} x{count}" if count > 1 else kind for kind, count in _kinds(steps)]
@@ -272,7 +232,7 @@ class Engine:
 
     def close(self) -> None:
         """End the worker threads; the next run starts new ones."""
-        self._driver.close()
+        self._lasting.driver.close()
 
 
 class _Turn:
@@ -296,6 +256,35 @@ class _Turn:
             yield
         finally:
             self._lock.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Lasting:
+    """What outlives a plan: the processes that take part, what runs programs, and whose turn."""
+
+    crew: Crew
+    driver: AbstractDriver
+    in_caller: AbstractDriver
+    turn: _Turn
+
+    @classmethod
+    def of(cls, layers: Layers, loss: Any, plan: Plan, mesh: Mesh | None) -> "_Lasting":
+        keep_freed_memory()
+        cache_weights_per_thread()
+        pools, places = plan.batch_norm_over_replicas, plan.placement.places
+        warn_of_unpooled(_with_loss([step.module for step in layers], loss), over_replicas=pools)
+        in_caller, turn = CallerDriver(plan.threads_per_stage), _Turn()
+        if mesh is not None and mesh.is_distributed:
+            crew = Together(mesh, places, pools_statistics=pools)
+            return cls(crew, ProcessDriver(mesh, places, plan.threads_per_stage), in_caller, turn)
+        if plan.transport is Transport.LOOPBACK:
+            return cls(Alone(), in_caller, in_caller, turn)
+        return cls(Alone(), ThreadDriver(plan.threads_per_stage, plan.timeout_s), in_caller, turn)
+
+    def driver_for(self, caller: CallerContext, *, in_caller: bool) -> AbstractDriver:
+        """Return what runs the programs: the calling thread if it must, or workers cannot."""
+        stays = in_caller or (isinstance(self.driver, ThreadDriver) and caller.stays())
+        return self.in_caller if stays else self.driver
 
 
 def _with_loss(modules: list[nn.Module], loss: Any) -> list[nn.Module]:

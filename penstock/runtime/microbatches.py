@@ -1,10 +1,13 @@
 """Cut a mini-batch into micro-batches, and weigh their losses."""
 
+import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
-from penstock.errors import BatchError
+from penstock.errors import BatchError, ConfigError
 from penstock.model.batch import batch_size, split
+from penstock.model.pytree import flatten
 from penstock.types import Reduction
 
 WeightFunction = Callable[[Any], Any]
@@ -78,3 +81,31 @@ def shares(
             "be non-negative numbers, not all zero (is there a real token in the batch?)"
         )
     return [weight / total for weight in raw]
+
+
+def check_targets(targets: Any) -> None:
+    """Refuse targets that a loss would have to send gradients to.
+
+    Raises:
+        ConfigError: a tensor in them requires grad.
+    """
+    for leaf in flatten(targets)[0]:
+        if leaf.requires_grad:
+            raise ConfigError(
+                f"a target of shape {tuple(leaf.shape)} requires grad; train_step computes no "
+                "gradients of targets. Give target.detach(), or pass it with the inputs"
+            )
+
+
+def check_loss_scale(loss_scale: Any) -> float:
+    """Return `loss_scale` as a float, if gradients can be divided by it again.
+
+    Raises:
+        ConfigError: it is no number, not above 0, or not finite.
+    """
+    if not isinstance(loss_scale, Real) or not 0 < float(loss_scale) < math.inf:
+        raise ConfigError(
+            f"loss_scale={loss_scale!r}; it must be a finite number above 0, such as "
+            "GradScaler.get_scale() gives"
+        )
+    return float(loss_scale)

@@ -62,7 +62,6 @@ class _Pending:
         self.engine = engine
         self.sizes, self.weights = cut
         self.run: Run | None = run
-        self.stages = engine.stages
         self._leaves = leaves
         self._wants_grad = wants_grad
 
@@ -80,7 +79,7 @@ class _Pending:
                 "activations as it went; call pipe(inputs) again instead of "
                 "backward(retain_graph=True)"
             )
-        if self.stages is not self.engine.stages:
+        if not self.engine.is_current:
             raise PenstockError(
                 "the pipeline was moved or cut anew between its forward and this backward; run "
                 "both again"

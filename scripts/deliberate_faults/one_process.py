@@ -263,11 +263,11 @@ FAULTS = (
     ),
     Fault(
         "stages are balanced as if none recomputed more than another",
-        "penstock/cut.py",
-        "stages[stage] / self._num_microbatches",
+        "penstock/planner/balance.py",
+        "stages[stage] / plan.num_microbatches",
         "1.0",
-        "tests/test_pipeline.py",
-        "recomputes_less",
+        "tests/planner/test_balance.py",
+        "",
     ),
     Fault(
         "a captured block is taken to be twice as slow backward as forward",
@@ -279,9 +279,9 @@ FAULTS = (
     ),
     Fault(
         "the cores decide how many threads a stage has, whatever torch was told",
-        "penstock/arguments.py",
-        "torch.get_num_threads() // in_process",
-        "num_cores() // in_process",
+        "penstock/runtime/planning.py",
+        "num_threads=torch.get_num_threads()",
+        "num_threads=num_cores()",
         "tests/schedules/test_interleaved.py::test_a_rank_per_thread_and_torchs_threads_divided_among_ranks",
     ),
     Fault(

@@ -37,7 +37,7 @@ def test_ranks_may_run_several_stages() -> None:
         ((), "at least one stage"),
         ((((0,),), ((1,), (2,))), "as many replicas"),
         ((((0,), ()), ((1,), ())), "as many replicas"),
-        ((((0,),), ((2,),)), "without a gap"),
+        ((((-1,),), ((2,),)), "count from 0"),
         ((((0,), (0,)),), "belongs to one replica"),
     ],
 )

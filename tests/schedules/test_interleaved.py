@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import penstock
-from penstock.arguments import resolve_devices
 from penstock.errors import ConfigError
 from penstock.schedules import Forward, Schedule, interleaved_1f1b, one_f_one_b, parse
 from penstock.schedules.lower import Lowering, Mode, lower
@@ -174,15 +173,6 @@ def test_a_rank_of_the_mesh_without_a_stage_is_refused() -> None:
             mesh=penstock.init_mesh(2),
             num_stages=1,
         )
-
-
-def test_by_default_the_stages_of_a_rank_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    ranks = interleaved_1f1b(2).ranks(6)
-    assert [str(device) for device in resolve_devices(None, ranks)] == [
-        *("cuda:0", "cuda:1", "cuda:0"),
-        *("cuda:0", "cuda:1", "cuda:0"),
-    ]
 
 
 def test_a_rank_per_thread_and_torchs_threads_divided_among_ranks() -> None:

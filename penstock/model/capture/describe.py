@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from penstock.model.layers import columns
+from penstock.trace.table import columns
 
 from .captured import Captured
 

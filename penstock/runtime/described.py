@@ -5,42 +5,45 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from penstock.cut import Cut
 from penstock.mesh import Mesh
 from penstock.model.held import Held
 from penstock.model.layers import Layers
-from penstock.runtime.engine import Engine, Execution
-from penstock.runtime.record import Record
-from penstock.runtime.run import Run
+from penstock.planner.plan import Plan
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode
 from penstock.torch_private import AbstractMovable
 from penstock.trace.timeline import Timeline
 from penstock.types import Trace
 
+from .engine import Engine
+from .record import Record
+
 
 class AbstractDescribed(AbstractMovable):
     """Base of `Pipeline`: the layers and how they are run, without the steps."""
 
-    def __init__(
-        self, layers: Layers, engine: Engine, cut: Cut, how: Execution, num_microbatches: int
-    ) -> None:
+    def __init__(self, layers: Layers, engine: Engine) -> None:
         super().__init__()
-        self._layers, self._engine, self._cut, self._how = layers, engine, cut, how
-        self._num_microbatches = num_microbatches
+        self._layers, self._engine = layers, engine
+        self._will_balance = False
         self._trace = Trace.OFF
         self._record: Record | None = None
         self._timeline: Timeline | None = None
 
     @property
+    def plan(self) -> Plan:
+        """Everything that decides how this pipeline runs."""
+        return self._engine.plan
+
+    @property
     def num_stages(self) -> int:
         """K."""
-        return len(self._how.ranks)
+        return self.plan.num_stages
 
     @property
     def mesh(self) -> Mesh | None:
         """Who runs what, if that was given."""
-        return self._how.mesh
+        return self._engine.mesh
 
     @property
     def original(self) -> nn.Module:
@@ -55,12 +58,12 @@ class AbstractDescribed(AbstractMovable):
     @property
     def num_microbatches(self) -> int:
         """M; a batch of fewer samples runs as that many micro-batches."""
-        return self._num_microbatches
+        return self.plan.num_microbatches
 
     @property
     def partition(self) -> tuple[int, ...]:
         """Layers per stage."""
-        return self._engine.partition
+        return self.plan.partition
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -70,7 +73,7 @@ class AbstractDescribed(AbstractMovable):
     @property
     def threads_per_stage(self) -> int:
         """Intra-op threads of each stage on the CPU."""
-        return self._how.num_threads
+        return self.plan.threads_per_stage
 
     @property
     def trace(self) -> Trace:
@@ -90,7 +93,7 @@ class AbstractDescribed(AbstractMovable):
 
     def schedule_for(self, num_microbatches: int | None = None) -> Schedule:
         """Return the lowered, verified schedule that `train_step` executes."""
-        return self._engine.program(Mode.TRAIN, num_microbatches or self._num_microbatches)
+        return self._engine.program(Mode.TRAIN, num_microbatches or self.num_microbatches)
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -106,12 +109,8 @@ class AbstractDescribed(AbstractMovable):
         return (step.module for step in self._layers)
 
     def __repr__(self) -> str:
-        head = f"Pipeline({self.num_stages} stages, {self.num_microbatches} micro-batches, "
-        cut = f"  partition {list(self.partition)}" + (
-            f", {self._cut.how}" if self._cut.how else ""
-        )
-        return "\n".join([head + self._how.choices, cut, *self._engine.describe(), ")"])
-
-    def _note(self, run: Run, mode: Mode) -> None:
-        """Keep what a step has recorded, for `last_timeline`."""
-        self._record, self._timeline = self._engine.record(run, mode), None
+        plan = self.plan
+        head = f"Pipeline({plan.num_stages} stages, {plan.num_microbatches} micro-batches, "
+        until = "until the first batch is measured" if self._will_balance else ""
+        cut = ", ".join(filter(None, (f"  partition {list(plan.partition)}", plan.balance, until)))
+        return "\n".join([head + plan.choices, cut, *self._engine.describe(), ")"])

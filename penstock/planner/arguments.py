@@ -1,0 +1,212 @@
+"""Resolve what a pipeline is asked for into a plan."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+from penstock.errors import ConfigError, ExecutionWarning, PartitionError, check_count
+from penstock.schedules.family import Build, Family
+from penstock.schedules.gpipe import gpipe
+from penstock.schedules.names import family_of
+from penstock.types import Recompute, TiedGradients, Transport
+
+from .checks import check_partition, check_timeout
+from .partition import balance_spans
+from .placement import Placement
+from .plan import BalancedBy, LayerFacts, Plan
+
+DEFAULT_TIMEOUT_S = 600.0
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """The arguments of a pipeline that decide how it runs; None is what was not given.
+
+    `devices` are the names of one for each stage, or of one for all.
+    """
+
+    num_stages: int | None = None
+    partition: Sequence[int] | None = None
+    num_microbatches: int | None = None
+    schedule: Build | None = None
+    recompute: Recompute | None = None
+    devices: Sequence[str] | str | None = None
+    seed: int | None = None
+    threads_per_stage: int | None = None
+    transport: Transport | None = None
+    timeout_s: float | None = None
+    batch_norm_over_replicas: bool | None = None
+    tied_gradients: TiedGradients | None = None
+
+    def check_none_beside_plan(self) -> None:
+        """Refuse arguments that a plan decides already.
+
+        Raises:
+            ConfigError: names those that were given.
+        """
+        names = [field.name for field in fields(self)]
+        given = [f"{name}=" for name in names if getattr(self, name) is not None]
+        if given:
+            raise ConfigError(
+                f"plan= decides {', '.join(given)} already; leave out one or the other, or change "
+                "the plan: dataclasses.replace(plan, ...)"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What a pipeline may use.
+
+    `num_places` is how many ranks one replica has on a mesh; None without a mesh.  With
+    `is_distributed` each rank is a process, else a thread of this one.  `devices` are the
+    accelerators of this process, `num_threads` those that torch uses here.
+    """
+
+    num_threads: int
+    num_cores: int
+    devices: tuple[str, ...]
+    num_places: int | None = None
+    num_replicas: int = 1
+    is_distributed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What planning needs to know of a model: its layers, and the (start, end) of those that are
+    to be on one stage.
+    """
+
+    layers: tuple[LayerFacts, ...]
+    spans: tuple[tuple[int, int], ...]
+
+
+def resolve_num_stages(arguments: Arguments, resources: Resources) -> int:
+    """Decide K: as asked, else as many as the schedule has on the ranks of a mesh.
+
+    Raises:
+        PartitionError: neither is given, or `num_stages` and `partition` disagree.
+    """
+    num_stages, partition = arguments.num_stages, arguments.partition
+    if partition is not None:
+        if num_stages not in (None, len(partition)):
+            raise PartitionError(
+                f"num_stages={num_stages}, but partition={list(partition)} has {len(partition)} "
+                "stages; give one of the two"
+            )
+        return len(partition)
+    if num_stages is not None:
+        return check_count("num_stages", num_stages)
+    if resources.num_places is None:
+        raise PartitionError("give num_stages=K, or partition=[layers per stage, ...]")
+    return resources.num_places * _family(arguments).stages_per_rank
+
+
+def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Resources) -> Plan:
+    """Make the plan that the arguments ask for; layers are balanced by parameter counts until they
+    are measured.
+
+    Raises:
+        ConfigError: an argument cannot work, or does not fit the mesh.
+        PartitionError: the layers cannot be cut as asked.
+    """
+    family, partition = _family(arguments), arguments.partition
+    if partition is not None:
+        check_partition(tuple(partition), len(model.layers))
+    counts = [layer.num_parameters for layer in model.layers]
+    places = resolve_places(family, num_stages, resources)
+    devices = resolve_devices(arguments.devices, places, resources)
+    return Plan(
+        layers=model.layers,
+        partition=tuple(partition or balance_spans([counts] * num_stages, model.spans)),
+        schedule=family,
+        num_microbatches=_or(arguments.num_microbatches, 1),
+        recompute=(_or(arguments.recompute, Recompute.STAGE),) * num_stages,
+        placement=Placement.of(places, resources.num_replicas, devices),
+        tied_gradients=_or(arguments.tied_gradients, TiedGradients.PER_MICROBATCH),
+        batch_norm_over_replicas=_or(arguments.batch_norm_over_replicas, False),
+        seed=_or(arguments.seed, 0),
+        threads_per_stage=resolve_threads(arguments.threads_per_stage, places, resources),
+        transport=_or(arguments.transport, Transport.THREADS),
+        timeout_s=check_timeout(_or(arguments.timeout_s, DEFAULT_TIMEOUT_S)),
+        balanced_by=BalancedBy.PARAMETERS if partition is None else BalancedBy.HAND,
+    )
+
+
+def _family(arguments: Arguments) -> Family:
+    num_microbatches = check_count("num_microbatches", _or(arguments.num_microbatches, 1))
+    schedule = gpipe if arguments.schedule is None else arguments.schedule
+    return family_of(schedule, num_microbatches)
+
+
+def resolve_places(family: Family, num_stages: int, resources: Resources) -> tuple[int, ...]:
+    """Return the rank of each stage, within a replica.
+
+    Raises:
+        ConfigError: the schedule is for another number of ranks than the mesh has, or leaves one
+            of them without a stage.
+    """
+    places, of_mesh = family.ranks(num_stages), resources.num_places
+    num_ranks = 1 + max(places)
+    if of_mesh not in (None, num_ranks):
+        raise ConfigError(
+            f"the mesh has {of_mesh} ranks a pipeline, the schedule runs {num_stages} stages on "
+            f"{num_ranks}; leave out num_stages and partition, give init_mesh "
+            f"num_stages={num_ranks}, or run several stages on a rank "
+            "(schedule=schedules.interleaved_1f1b(stages_per_rank=...))"
+        )
+    idle = sorted(set(range(num_ranks)) - set(places))
+    if of_mesh is not None and idle:
+        raise ConfigError(
+            f"the schedule gives rank {', '.join(map(str, idle))} of the mesh no stage; give each "
+            "rank one, or start fewer processes"
+        )
+    return places
+
+
+def resolve_devices(
+    devices: Sequence[str] | str | None, places: Sequence[int], resources: Resources
+) -> tuple[str, ...]:
+    """Return the device of each stage: as asked, else the accelerators rank by rank, else the CPU.
+
+    Raises:
+        ConfigError: there are not as many as stages.
+    """
+    if devices is None:
+        own = resources.devices or ("cpu",)
+        return tuple(own[place % len(own)] for place in places)
+    if isinstance(devices, str):
+        return (devices,) * len(places)
+    if len(devices) != len(places):
+        raise ConfigError(
+            f"{len(devices)} devices for {len(places)} stages; give one per stage (a device may "
+            "be named several times), or one for all"
+        )
+    return tuple(devices)
+
+
+def resolve_threads(asked: int | None, places: Sequence[int], resources: Resources) -> int:
+    """Return the intra-op threads of a stage: as asked, at most the cores; else torch's for this
+    process (OMP_NUM_THREADS, torch.set_num_threads) divided among its ranks.
+
+    Raises:
+        ConfigError: `threads_per_stage` is no whole number of at least 1.
+    """
+    if asked is None:
+        in_process = 1 if resources.is_distributed else 1 + max(places)
+        return max(1, resources.num_threads // in_process)
+    cores = resources.num_cores
+    if check_count("threads_per_stage", asked) > cores:
+        warnings.warn(
+            f"threads_per_stage={asked}, and this process may use {cores} cores: each stage "
+            f"computes with {cores} threads. Some kernels round differently for another count; "
+            f"to compare with another machine, give both the same number, at most {cores}",
+            ExecutionWarning,
+            stacklevel=3,
+        )
+    return min(asked, cores)
+
+
+def _or(value: _T | None, default: _T) -> _T:
+    return default if value is None else value

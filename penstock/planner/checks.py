@@ -1,0 +1,42 @@
+"""Check single arguments: times, layers per stage."""
+
+import math
+from numbers import Real
+from typing import Any
+
+from penstock.errors import ConfigError, PartitionError
+from penstock.types import LONGEST_TIMEOUT_S
+
+
+def check_timeout(timeout_s: Any) -> float:
+    """Return `timeout_s` if it is a time that every kind of wait can be given.
+
+    Raises:
+        ConfigError: it is no number of seconds above 0, or more than a year.
+    """
+    is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
+    if not is_number or not math.isfinite(timeout_s) or not 0 < timeout_s <= LONGEST_TIMEOUT_S:
+        raise ConfigError(
+            f"timeout_s={timeout_s!r}; it must be a number of seconds above 0 and at most "
+            f"{LONGEST_TIMEOUT_S:,.0f} (a year). A host or a process that is lost is noticed "
+            "within seconds, however long a wait may last"
+        )
+    return float(timeout_s)
+
+
+def check_partition(partition: tuple[int, ...], num_layers: int) -> None:
+    """Refuse a partition that does not cut `num_layers` layers.
+
+    Raises:
+        PartitionError: a stage would be empty, or the counts do not sum to the layers.
+    """
+    if not partition or any(not isinstance(count, int) or count < 1 for count in partition):
+        raise PartitionError(
+            f"partition={list(partition)}: every stage needs at least one layer; leave that stage "
+            "out"
+        )
+    if sum(partition) != num_layers:
+        raise PartitionError(
+            f"partition={list(partition)} holds {sum(partition)} layers, the model has "
+            f"{num_layers}; the counts must sum to {num_layers}"
+        )

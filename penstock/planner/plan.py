@@ -1,0 +1,275 @@
+"""The plan of a pipeline: everything that decides how it runs, as one value."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from hashlib import sha256
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+from penstock.errors import ConfigError, PlanError, check_count
+from penstock.schedules.family import Family
+from penstock.trace.table import columns
+from penstock.trace.units import time_text
+from penstock.types import Recompute, TiedGradients, Transport
+
+from .checks import check_partition, check_timeout
+from .placement import Placement
+from .plan_json import from_json, to_json
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """What a plan knows of a layer, so that it is not run on another model.
+
+    A parameter that layers share is counted in the first of them.  `shapes` is a digest of the
+    names and shapes of the layer's parameters.
+    """
+
+    name: str
+    kind: str
+    num_parameters: int
+    shapes: str
+
+    @classmethod
+    def of(
+        cls, name: str, kind: str, num_parameters: int, shapes: Mapping[str, Sequence[int]]
+    ) -> "LayerFacts":
+        """Describe a layer; `shapes` are those of its parameters, by name."""
+        text = repr(sorted((path, tuple(shape)) for path, shape in shapes.items()))
+        return cls(name, kind, num_parameters, sha256(text.encode()).hexdigest()[:12])
+
+    def __str__(self) -> str:
+        return f"{self.name!r} ({self.kind})"
+
+
+class BalancedBy(Enum):
+    """How the layers of each stage were chosen."""
+
+    HAND = "hand"
+    """Given as `partition`."""
+    PARAMETERS = "parameters"
+    """By the number of parameters of each layer."""
+    TIME = "time"
+    """By the measured time of each layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that decides how a pipeline runs a model; nothing else does.
+
+    `layers` are those of the model, and `partition` says how many of them each stage has.
+    `placement` says which ranks run the stages.  `recompute` has an entry for each stage.
+    `sharding` is None until stages can be sharded.  `predicted_s` are the seconds of a
+    micro-batch on each stage, forward and backward, if the layers were measured.
+
+    `print(plan)` is a table; `save` and `load` write and read JSON; `dataclasses.replace` makes
+    another plan of it.
+
+    Raises:
+        PlanError, PartitionError, ConfigError: parts of it do not fit together.
+    """
+
+    layers: tuple[LayerFacts, ...]
+    partition: tuple[int, ...]
+    schedule: Family
+    num_microbatches: int
+    recompute: tuple[Recompute, ...]
+    placement: Placement
+    sharding: None = None
+    tied_gradients: TiedGradients = TiedGradients.PER_MICROBATCH
+    batch_norm_over_replicas: bool = False
+    seed: int = 0
+    threads_per_stage: int = 1
+    transport: Transport = Transport.THREADS
+    timeout_s: float = 600.0
+    balanced_by: BalancedBy = BalancedBy.HAND
+    predicted_s: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_partition(self.partition, len(self.layers))
+        for name, value, kind in (
+            *(("recompute", each, Recompute) for each in self.recompute),
+            ("tied_gradients", self.tied_gradients, TiedGradients),
+            ("transport", self.transport, Transport),
+        ):
+            if not isinstance(value, kind):
+                raise ConfigError(
+                    f"{name}={value!r}; it must be one of {', '.join(map(str, kind))}"
+                )
+        check_count("num_microbatches", self.num_microbatches)
+        check_count("threads_per_stage", self.threads_per_stage)
+        check_timeout(self.timeout_s)
+        for name, of_stages in (
+            ("recompute", self.recompute),
+            ("placement.ranks", self.placement.ranks),
+            ("predicted_s", self.predicted_s),
+        ):
+            if of_stages is not None and len(of_stages) != self.num_stages:
+                raise PlanError(
+                    f"a plan of {self.num_stages} stages has {name} for {len(of_stages)}; give "
+                    "one entry for each stage"
+                )
+        wanted = self.schedule.ranks(self.num_stages)
+        if self.placement.places != wanted:
+            raise PlanError(
+                f"the schedule {self.schedule.name} runs the stages on ranks {list(wanted)}, and "
+                f"the placement has them on {list(self.placement.places)}; change one of the two"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return len(self.partition)
+
+    @property
+    def recomputing(self) -> frozenset[int]:
+        """The stages that compute activations twice instead of keeping them."""
+        every = enumerate(self.recompute)
+        return frozenset(stage for stage, kind in every if kind is Recompute.STAGE)
+
+    def check_model(self, layers: Sequence[LayerFacts]) -> None:
+        """Refuse to run another model than the plan was made for.
+
+        Raises:
+            PlanError: names the first layer that differs.
+        """
+        for n, (planned, found) in enumerate(zip(self.layers, layers, strict=False)):
+            if planned == found:
+                continue
+            if (planned.name, planned.kind) != (found.name, found.kind):
+                differs = f"layer {n} is {planned} in the plan and {found} in the model"
+            else:
+                differs = f"the parameters of layer {n}, {found}, have other names or shapes"
+            raise PlanError(f"the plan is of another model: {differs}. {_REMEDY}")
+        if len(self.layers) != len(layers):
+            longer, where = (
+                (self.layers, "plan") if len(self.layers) > len(layers) else (layers, "model")
+            )
+            n = min(len(self.layers), len(layers))
+            raise PlanError(
+                f"the plan is of another model: it has {len(self.layers)} layers and the model "
+                f"{len(layers)}; layer {n}, {longer[n]}, is in the {where} only. {_REMEDY}"
+            )
+
+    def check_ranks(self, num_places: int | None, num_replicas: int) -> None:
+        """Refuse to run on other ranks than the plan was made for.
+
+        A replica has `num_places` ranks; None is as many as it needs, as threads of one process.
+
+        Raises:
+            PlanError: they are more, or fewer.
+        """
+        own = self.placement
+        if num_places in (None, own.num_places) and num_replicas == own.num_replicas:
+            return
+        there = "one process" if num_places is None else f"a mesh of {num_places} x {num_replicas}"
+        raise PlanError(
+            f"the plan is for {own.num_ranks} ranks, {own.num_places} for each of "
+            f"{own.num_replicas} replicas, and there is {there}; start {own.num_ranks} processes "
+            "(torchrun --nproc-per-node), or make a plan for what is there"
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file, as JSON.
+
+        Raises:
+            PlanError: the file cannot be written, or the schedule is a function of your own.
+        """
+        text = self.to_json()
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"cannot write the plan {path}: {error.strerror}") from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read a plan that `save` wrote.
+
+        Raises:
+            PlanError: the file cannot be read, or does not hold a plan.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"cannot read the plan {path}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise PlanError(f"{path} is no plan: it is no text in UTF-8 ({error})") from None
+        try:
+            return cls.from_json(text)
+        except ConfigError as error:
+            raise PlanError(f"{path} is no plan that can run: {error}") from None
+
+    def to_json(self) -> str:
+        """Write the plan as JSON; `from_json` reads it back.
+
+        Raises:
+            PlanError: the schedule is a function of your own.
+        """
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Read a plan that `to_json` wrote.
+
+        Raises:
+            PlanError: the text is cut off, a key is unknown or missing, a value is of another
+                type, or values do not fit together.
+        """
+        plan: Plan = from_json(cls, text)
+        return plan
+
+    @property
+    def choices(self) -> str:
+        """The schedule, what is recomputed and what is summed, in words."""
+        kinds = dict.fromkeys(kind.name for kind in self.recompute)
+        words = f"schedule={self.schedule}, recompute={'/'.join(kinds)}"
+        is_usual = self.tied_gradients is TiedGradients.PER_MICROBATCH
+        return words if is_usual else f"{words}, tied_gradients={self.tied_gradients.name}"
+
+    @property
+    def balance(self) -> str:
+        """How the partition was found, in words."""
+        if self.balanced_by is BalancedBy.HAND:
+            return "as given"
+        if self.predicted_s is None:
+            return "balanced by parameter counts"
+        slowest_s, mean_s = max(self.predicted_s), sum(self.predicted_s) / self.num_stages
+        return (
+            f"balanced by measured time: slowest stage {slowest_s * 1e3:.3g} ms a micro-batch, "
+            f"{slowest_s / mean_s:.2f} times the mean"
+        )
+
+    def __str__(self) -> str:
+        placement = self.placement
+        return "\n".join(
+            (
+                f"{len(self.layers)} layers as {self.num_stages} stages x "
+                f"{placement.num_replicas} replicas on {placement.num_ranks} ranks, "
+                f"{self.num_microbatches} micro-batches",
+                f"{self.choices}, seed {self.seed}, {self.threads_per_stage} threads per stage",
+                f"layers {self.balance}",
+                *columns(list(self._rows())),
+            )
+        )
+
+    def _rows(self) -> Iterator[Sequence[str]]:
+        head = ("stage", "layers", "parameters", "recompute", "ranks", "device", "micro-batch")
+        yield head
+        bounds = pairwise(accumulate(self.partition, initial=0))
+        for stage, (start, end) in enumerate(bounds):
+            own = self.layers[start:end]
+            span = own[0].name if len(own) == 1 else f"{own[0].name} to {own[-1].name}"
+            ranks = (str(rank) for row in self.placement.ranks[stage] for rank in row)
+            yield (
+                str(stage),
+                f"{len(own)}: {span}",
+                f"{sum(layer.num_parameters for layer in own):,}",
+                self.recompute[stage].value,
+                " ".join(ranks),
+                self.placement.devices[stage],
+                "?" if self.predicted_s is None else time_text(self.predicted_s[stage]),
+            )
+
+
+_REMEDY = "Make a plan of this model, or leave plan= out"

@@ -1,0 +1,140 @@
+"""Write a plan as JSON and read it back; what does not fit is one line that says where."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from penstock.errors import PlanError
+from penstock.schedules.family import Family
+from penstock.schedules.names import SCHEDULE_NAMES, family_named
+
+_WORDS: Mapping[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+    str: "a string",
+    NoneType: "null",
+}
+_SHOWN = 60
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A schedule family as it stands in a file."""
+
+    name: str
+    arguments: dict[str, int]
+
+
+def to_json(value: Any) -> str:
+    """Write a dataclass as JSON, one field a line.
+
+    Raises:
+        PlanError: it has a schedule that is a function of the user's own.
+    """
+    lines = [f"  {json.dumps(name)}: {_text(part)}" for name, part in _plain(value).items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple) and value and is_dataclass(value[0]):
+        return "[\n    " + ",\n    ".join(map(_text, value)) + "\n  ]"
+    return json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case Enum():
+            return value.value
+        case Family():
+            arguments = dict(value.arguments)
+            if value.name not in SCHEDULE_NAMES or value != family_named(value.name, arguments):
+                raise PlanError(
+                    f"the schedule {value.name} is a function of your own, and a file can only "
+                    f"name one of {', '.join(SCHEDULE_NAMES)}; keep the plan as a value"
+                )
+            return {"name": value.name, "arguments": arguments}
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def from_json(kind: type, text: str) -> Any:
+    """Read a value of the dataclass `kind`.
+
+    Raises:
+        PlanError: the text is cut off or no JSON, or a value is missing, unknown or of another
+            type.
+        ConfigError: values do not fit together.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"it is damaged, or no JSON: {error}") from None
+    return _read(kind, data, "")
+
+
+def _read(kind: Any, data: Any, where: str) -> Any:
+    of, parts = get_origin(kind), get_args(kind)
+    if of is tuple:
+        return tuple(_read(parts[0], x, f"{where}[{n}]") for n, x in _list(data, where))
+    if of is dict:
+        every = _object(data, where).items()
+        return {name: _read(parts[1], x, f"{where}.{name}") for name, x in every}
+    if isinstance(kind, UnionType):
+        return None if data is None else _read(parts[0], data, where)
+    if kind is Family:
+        named = _read(_Named, data, where)
+        return family_named(named.name, named.arguments)
+    if is_dataclass(kind):
+        return _dataclass(kind, _object(data, where), where)
+    if issubclass(kind, Enum):
+        known = {each.value: each for each in kind}
+        if not isinstance(data, str) or data not in known:
+            raise _unfit(where, " or ".join(map(json.dumps, known)), data)
+        return known[data]
+    return _plain_value(kind, data, where)
+
+
+def _plain_value(kind: Any, data: Any, where: str) -> Any:
+    if kind is float and type(data) is int and abs(data) < 2**53:
+        data = float(data)
+    if type(data) is not kind or (kind is float and not math.isfinite(data)):
+        raise _unfit(where, _WORDS[kind], data)
+    return data
+
+
+def _list(data: Any, where: str) -> Any:
+    if not isinstance(data, list):
+        raise _unfit(where, "a list", data)
+    return enumerate(data)
+
+
+def _object(data: Any, where: str) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise _unfit(where, "an object", data)
+    return data
+
+
+def _dataclass(kind: Any, data: dict[str, Any], where: str) -> Any:
+    hints, known = get_type_hints(kind), fields(kind)
+    for name in data:
+        if name not in hints:
+            place = _place(where, name)
+            raise PlanError(f"it has an unknown key {place}; known are {', '.join(hints)}")
+    for field in known:
+        if field.name not in data and field.default is MISSING:
+            raise PlanError(f"it lacks {_place(where, field.name)}")
+    return kind(**{name: _read(hints[name], x, _place(where, name)) for name, x in data.items()})
+
+
+def _place(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
+
+
+def _unfit(where: str, wanted: str, data: Any) -> PlanError:
+    shown = json.dumps(data)
+    short = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+    return PlanError(f"{where or 'it'} must be {wanted}, and is {short}")

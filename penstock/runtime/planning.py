@@ -1,0 +1,190 @@
+"""Make the plan of a pipeline in this process, and agree on it with others."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.costs.measure import measure_layers
+from penstock.errors import ConfigError, PlanError
+from penstock.mesh import Mesh
+from penstock.mesh.agreement import require_same
+from penstock.model.layers import Layers
+from penstock.planner.arguments import (
+    Arguments,
+    Model,
+    Resources,
+    resolve,
+    resolve_num_stages,
+    resolve_threads,
+)
+from penstock.planner.balance import balanced
+from penstock.planner.plan import BalancedBy, LayerFacts, Plan
+from penstock.trace.progress import saying
+
+from .devices import num_cores, with_index
+
+Devices = Sequence[torch.device | str | int] | torch.device | str | None
+
+
+def make_plan(arguments: Arguments, plan: Plan | None, layers: Layers, mesh: Mesh | None) -> Plan:
+    """Return the plan that was given, if it can run here, else the one that is asked for.
+
+    Raises:
+        ConfigError: an argument cannot work, does not fit the mesh, or is given beside a plan.
+        PartitionError: the layers cannot be cut as asked.
+        PlanError: the plan is of another model, for other ranks, or for devices that are not here.
+    """
+    resources = _resources(mesh)
+    if plan is None:
+        num_stages = resolve_num_stages(arguments, resources)
+        if arguments.partition is None:
+            layers.check_enough(num_stages)
+        return resolve(arguments, num_stages, Model(facts_of(layers), layers.spans), resources)
+    arguments.check_none_beside_plan()
+    plan.check_model(facts_of(layers))
+    plan.check_ranks(resources.num_places, resources.num_replicas)
+    for stage, name in enumerate(plan.placement.devices):
+        _check_device(stage, name, mesh)
+    threads = resolve_threads(plan.threads_per_stage, plan.placement.places, resources)
+    return replace(plan, threads_per_stage=threads)
+
+
+def facts_of(layers: Layers) -> tuple[LayerFacts, ...]:
+    """Describe the layers of a model, so that a plan is run on no other one."""
+    return tuple(
+        LayerFacts.of(
+            step.name,
+            type(step.module).__name__,
+            count,
+            {name: p.shape for name, p in step.module.named_parameters()},
+        )
+        for step, count in zip(layers, layers.parameter_counts(), strict=True)
+    )
+
+
+def balance(plan: Plan, layers: Layers, part: Any) -> Plan:
+    """Measure the layers on a micro-batch, and return the plan that balances the stages by it."""
+    with saying(f"measuring the layers, to balance {plan.num_stages} stages"):
+        times = measure_layers(layers, part, plan.threads_per_stage)
+    return balanced(plan, times, layers.spans)
+
+
+def agree(
+    plan: Plan, layers: Layers, mesh: Mesh, part: Any, *, balances: bool
+) -> tuple[Plan, int]:
+    """Decide on the plan for all processes of a mesh, for good: each keeps its own layers only.
+
+    If it `balances`, rank 0 measures where it has a micro-batch `part` and layers with values.
+
+    Returns:
+        The plan of rank 0, and the pipeline's number on the mesh: how many were made before it.
+
+    Raises:
+        ConfigError: the processes make different pipelines, or in another order.
+    """
+    same = {
+        "number of pipelines made before": len(mesh.pipelines),
+        "layers": [(layer.name, layer.kind) for layer in plan.layers],
+        "parameters": [layer.num_parameters for layer in plan.layers],
+        "shapes of parameters": [
+            [tuple(p.shape) for p in step.module.parameters()] for step in layers
+        ],
+        "partition": plan.partition,
+        "num_microbatches": plan.num_microbatches,
+        "seed": plan.seed,
+        "how": plan.choices,
+    }
+    assert mesh.background is not None
+    mesh.background.run(
+        lambda: require_same("Pipeline", same), "for the others to make the same pipeline"
+    )
+    modules = [step.module for step in layers]
+    tensors = chain.from_iterable(chain(m.parameters(), m.buffers()) for m in modules)
+    is_measured = balances and mesh.is_first_rank and part is not None
+    if is_measured and not any(t.is_meta for t in tensors):
+        plan = balance(plan, layers, part)
+    decided: list[Any] = [plan.partition, plan.balanced_by.value, plan.predicted_s]
+    mesh.background.run(
+        lambda: dist.broadcast_object_list(decided, src=0), "for the partition of the layers"
+    )
+    partition, by, predicted_s = decided
+    plan = replace(plan, partition=partition, balanced_by=BalancedBy(by), predicted_s=predicted_s)
+    num_parameters = sum(layer.num_parameters for layer in plan.layers)
+    return plan, mesh.number_pipeline(f"{len(plan.layers)} layers, {num_parameters:,} parameters")
+
+
+def device_names(devices: Devices, mesh: Mesh | None) -> tuple[str, ...] | str | None:
+    """Name the devices that were asked for; None if none were.
+
+    Raises:
+        ConfigError: in a mesh of processes, which compute each on its own device, others are asked
+            for.
+    """
+    if devices is None:
+        return None
+    if mesh is not None and mesh.is_distributed:
+        return device_of_process(devices, own_device(mesh))
+    if isinstance(devices, str | torch.device):
+        return str(with_index(torch.device(devices)))
+    return tuple(str(with_index(torch.device(device))) for device in devices)
+
+
+def device_of_process(devices: Devices, own: torch.device) -> str:
+    """Return the kind of device that all stages of a process run on: its `own`.
+
+    Raises:
+        ConfigError: other devices are asked for.
+    """
+    asked = [devices] if devices is None or isinstance(devices, str | torch.device) else devices
+    kinds = {"cuda" if isinstance(d, int) else torch.device(d or own).type for d in asked}
+    if kinds - {own.type}:
+        raise ConfigError(
+            f"devices={devices!r}, but this mesh has several processes, and the stages of each "
+            f"run on its own device, {own}: processes compute on CPUs so far. Leave devices out, "
+            "or use one process (no torchrun), where each stage can have a GPU of this host"
+        )
+    return own.type
+
+
+def own_device(mesh: Mesh) -> torch.device:
+    """Return what this process of a mesh computes on."""
+    return mesh.device or torch.device("cpu")
+
+
+def stage_devices(plan: Plan, mesh: Mesh | None) -> tuple[torch.device, ...]:
+    """Return the device of each stage: between processes, this one's for all."""
+    if mesh is not None and mesh.is_distributed:
+        return (own_device(mesh),) * plan.num_stages
+    return tuple(map(torch.device, plan.placement.devices))
+
+
+def _check_device(stage: int, name: str, mesh: Mesh | None) -> None:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise PlanError(f"the plan has stage {stage} on {name!r}, which is no device") from None
+    is_missing = device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
+    if mesh is not None and mesh.is_distributed:
+        is_missing = device.type != own_device(mesh).type
+    if is_missing:
+        raise PlanError(
+            f"the plan has stage {stage} on {name}, which this process does not have; change "
+            "placement.devices in the plan"
+        )
+
+
+def _resources(mesh: Mesh | None) -> Resources:
+    is_distributed = mesh is not None and mesh.is_distributed
+    gpus = tuple(f"cuda:{n}" for n in range(torch.cuda.device_count()))
+    return Resources(
+        num_threads=torch.get_num_threads(),
+        num_cores=num_cores(),
+        devices=(own_device(mesh).type,) if mesh is not None and is_distributed else gpus,
+        num_places=mesh.num_stages if mesh is not None else None,
+        num_replicas=mesh.num_replicas if mesh is not None else 1,
+        is_distributed=is_distributed,
+    )

@@ -1,0 +1,177 @@
+"""A plan as a value: printed, compared, written as JSON and read back."""
+
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import ConfigError, PartitionError, PlanError
+from penstock.planner.placement import Placement
+from penstock.planner.plan import BalancedBy, LayerFacts, Plan
+from penstock.schedules import Schedule, gpipe, interleaved_1f1b
+from penstock.schedules.names import family_of
+from penstock.types import Recompute, TiedGradients, Transport
+from tests.planner.plans import layers, plan
+
+ODD = Plan(
+    layers=(LayerFacts.of('a "b"\n', "Ünïcode", 3, {}), *layers(3)),
+    partition=(1, 1, 1, 1),
+    schedule=interleaved_1f1b(2),
+    num_microbatches=7,
+    recompute=(Recompute.NEVER, Recompute.STAGE, Recompute.NEVER, Recompute.STAGE),
+    placement=Placement.of((0, 1, 0, 1), 3, ["cuda:0", "cuda:1", "cpu", "cuda"]),
+    tied_gradients=TiedGradients.SUMMED,
+    batch_norm_over_replicas=True,
+    seed=-(2**80),
+    threads_per_stage=3,
+    transport=Transport.LOOPBACK,
+    timeout_s=0.1 + 0.2,
+    balanced_by=BalancedBy.TIME,
+    predicted_s=(1e-9, 2.0, 1 / 3, 0.0),
+)
+"""A plan with no field at its default, but for sharding, which has no other value yet."""
+
+
+def test_every_field_survives_json() -> None:
+    assert Plan.from_json(ODD.to_json()) == ODD
+    usual = plan(1, 2)
+    same = [f.name for f in fields(Plan) if getattr(usual, f.name) == getattr(ODD, f.name)]
+    assert same == ["sharding"]
+    assert Plan.from_json(usual.to_json()) == usual
+
+
+def test_a_file_holds_a_plan(tmp_path: Path) -> None:
+    ODD.save(tmp_path / "plan.json")
+    assert Plan.load(str(tmp_path / "plan.json")) == ODD
+
+
+def test_a_printed_plan_is_a_table() -> None:
+    text = str(replace(plan(2, 1), predicted_s=(0.002, 0.001)))
+    assert text == "\n".join(
+        [
+            "3 layers as 2 stages x 1 replicas on 2 ranks, 6 micro-batches",
+            "schedule=one_f_one_b, recompute=STAGE, seed 0, 1 threads per stage",
+            "layers as given",
+            "stage  layers     parameters  recompute  ranks  device  micro-batch",
+            "    0  2: 0 to 1          40  stage          0  cpu     2 ms",
+            "    1  1: 2               20  stage          1  cpu     1 ms",
+        ]
+    )
+
+
+def changed(**changes: Any) -> str:
+    """Write a plan as JSON with some of its keys changed."""
+    return json.dumps(json.loads(plan(1, 2).to_json()) | changes)
+
+
+def without(key: str) -> str:
+    """Write a plan as JSON without one of its keys."""
+    data = json.loads(plan(1, 2).to_json())
+    del data[key]
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "damaged, or no JSON"),
+        (plan(1, 2).to_json()[:-20], "damaged, or no JSON"),
+        ("[" * 100_000, "damaged, or no JSON"),
+        ("[]", r"it must be an object, and is \[\]"),
+        (changed(stages=2), "unknown key stages; known are layers, partition"),
+        (changed(layers=[{"nmae": "0"}]), r"unknown key layers\[0\].nmae; known are name"),
+        (without("schedule"), "lacks schedule"),
+        (changed(partition=[1, "2"]), r"partition\[1\] must be a whole number, and is \"2\""),
+        (changed(partition=[1, 2.0]), r"partition\[1\] must be a whole number, and is 2.0"),
+        (changed(partition=3), "partition must be a list, and is 3"),
+        (changed(num_microbatches=True), "num_microbatches must be a whole number, and is true"),
+        (changed(num_microbatches=0), "num_microbatches=0; it must be .* at least 1"),
+        (changed(timeout_s=float("nan")), "timeout_s must be a finite number, and is NaN"),
+        (changed(timeout_s=10**400), "timeout_s must be a finite number, and is 1000"),
+        (changed(timeout_s=-1), "timeout_s=-1.0; it must be .* above 0"),
+        (changed(recompute=["stage", "maybe"]), r'recompute\[1\] must be "stage" or "never"'),
+        (changed(recompute=["stage", ["stage"]]), r"recompute\[1\] must be"),
+        (changed(recompute=["stage"]), "2 stages has recompute for 1"),
+        (changed(predicted_s=[1.0]), "2 stages has predicted_s for 1"),
+        (changed(sharding={}), "sharding must be null"),
+        (changed(schedule="gpipe"), 'schedule must be an object, and is "gpipe"'),
+        (changed(schedule={"name": "gpip", "arguments": {}}), "no schedule 'gpip'; choose one"),
+        (changed(schedule={"name": "gpipe", "arguments": {"v": 2}}), "gpipe takes the arguments"),
+        (changed(placement={"ranks": [[[0]]], "devices": ["cpu"]}), "placement.ranks for 1"),
+        (
+            changed(placement={"ranks": [[[1]], [[0]]], "devices": ["cpu", "cpu"]}),
+            r"one_f_one_b runs the stages on ranks \[0, 1\], and the placement has .* \[1, 0\]",
+        ),
+    ],
+)
+def test_a_file_that_is_no_plan_is_one_clear_line(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words) as raised:
+        Plan.load(path)
+    assert str(path) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_partition_of_other_layers_is_refused() -> None:
+    with pytest.raises(PartitionError, match="holds 4 layers, the model has 3"):
+        replace(plan(1, 2), partition=(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "words"),
+    [
+        (lambda path: None, "cannot read the plan"),
+        (lambda path: path.mkdir(), "cannot read the plan"),
+        (lambda path: path.write_bytes(b"\xff\xfe"), "no text in UTF-8"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(
+    prepare: Callable[[Path], object], words: str, tmp_path: Path
+) -> None:
+    prepare(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match=rf"(?s)(plan\.json.*{words}|{words}.*plan\.json)"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_plan_that_cannot_be_written_says_why(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot write the plan"):
+        plan(1).save(tmp_path / "missing" / "plan.json")
+
+    def own(num_stages: int, num_microbatches: int) -> Schedule:
+        return gpipe(num_stages, num_microbatches)
+
+    with pytest.raises(PlanError, match="schedule own is a function of your own"):
+        plan(1, 1, schedule=family_of(own, 6)).save(tmp_path / "plan.json")
+    assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ((*layers(1), LayerFacts.of("head", "Tanh", 0, {}), *layers(3)[2:]), "layer 1 is '1'"),
+        (
+            (*layers(2), LayerFacts.of("2", "Linear", 20, {"weight": (5, 4)})),
+            r"parameters of layer 2, '2' \(Linear\), have other names or shapes",
+        ),
+        (layers(2), r"3 layers and the model 2; layer 2, '2' \(Linear\), is in the plan only"),
+        (layers(4), r"layer 3, '3' \(Linear\), is in the model only"),
+    ],
+)
+def test_the_first_layer_that_differs_is_named(found: tuple[LayerFacts, ...], words: str) -> None:
+    planned = plan(1, 2)
+    planned.check_model(layers(3))
+    with pytest.raises(PlanError, match=f"of another model: .*{words}"):
+        planned.check_model(found)
+
+
+def test_a_plan_for_other_ranks_says_how_many_it_is_for() -> None:
+    plan(1, 2).check_ranks(None, 1)
+    plan(1, 2).check_ranks(2, 1)
+    with pytest.raises(PlanError, match=r"for 2 ranks, 2 for each of 1 replicas.*a mesh of 2 x 2"):
+        plan(1, 2).check_ranks(2, 2)
+    with pytest.raises(PlanError, match=r"for 6 ranks, 2 for each of 3.*there is one process"):
+        ODD.check_ranks(None, 1)
