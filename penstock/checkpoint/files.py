@@ -5,8 +5,8 @@
     state.json              format, digests of the other files, and everything that is no tensor
 
 Many processes write folders model/ and optimizer/ of such files instead, a shard each, so that no
-file has two writers: at most 2 K + 1 files for K processes.  state.json then names the tensors of
-each, so that a reader opens only those it needs.  The folder is written under a hidden name beside
+file has two writers: at most 2 K + 1 files for K processes.  state.json names the tensors of each
+file, so that a reader opens only those it needs.  The folder is written under a hidden name beside
 its place, forced to the disk, and renamed.
 """
 

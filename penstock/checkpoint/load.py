@@ -1,7 +1,7 @@
 """Load what `save_checkpoint` wrote; all of it is checked first, so nothing is half loaded."""
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
-from penstock.mesh import Mesh
 from penstock.model.extra_state import Owners, extra_faults, set_extra
 from penstock.optim.pipeline_like import PipelineLike
 
@@ -22,13 +21,10 @@ from .files import (
     check_files,
     digest_of,
     files_by_tensor,
-    read_facts,
     read_from,
     read_state,
-    read_tensors,
     size_of,
 )
-from .held import held_of
 from .optimizer_state import (
     check_optimizer,
     keys_of,
@@ -37,8 +33,7 @@ from .optimizer_state import (
     parameter_names,
     unpack_optimizer,
 )
-
-_MOST_FAULTS = 100
+from .processes import agreed, begin, held_of, refuse_foreign
 
 
 def load_checkpoint(
@@ -57,24 +52,43 @@ def load_checkpoint(
             tensor that is missing, unexpected or of another shape or type.
     """
     path = Path(path)
-    mesh = module.mesh if isinstance(module, PipelineLike) else None
-    if mesh is not None and mesh.is_distributed:
-        return _load_into_many(path, mesh, module, optimizer)
-    facts = read_facts(path)
-    saved = {**read_tensors(path, MODEL), **facts.get(EXTRA, {})}
+    mesh = begin("load_checkpoint", module)
+    what = "for the others to load the same checkpoint"
+    found, told = agreed(
+        mesh,
+        partial(_Wanted.find, path, module, optimizer),
+        lambda found: (found.sizes, found.content, str(path)),
+        what,
+    )
+    _check_same([content for _, content, _ in told], [path for *_, path in told])
+    digests = {
+        file: found.digests.get(file, "")
+        for file, rank in _verifiers([sizes for sizes, *_ in told]).items()
+        if rank == mesh.rank
+    }
     held = held_of(module)
-    faults = _model_faults(held.state(), held.owners, saved)
-    optimizer_tensors: dict[str, Tensor] = {}
-    if optimizer is not None:
-        if facts["optimizer"] is None:
-            raise CheckpointError(
-                f"{path} was saved without an optimizer; load it without one to start a new one"
-            )
-        optimizer_tensors = read_tensors(path, OPTIMIZER)
-        faults += check_optimizer(optimizer, module, facts["optimizer"], optimizer_tensors)
-    if faults:
-        raise CheckpointError(_foreign(path, faults))
-    return _put(module, optimizer, facts, saved, optimizer_tensors)
+    here, owners = held.state(), held.owners
+
+    def read() -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
+        saved, of_optimizer = mesh.work(partial(found.read, path, digests), what)
+        faults = _model_faults(here, owners, saved)
+        of_saved = found.facts["optimizer"]
+        if optimizer is not None and of_saved is None:
+            faults.append("it was saved without an optimizer; load it without one")
+        elif optimizer is not None:
+            faults += check_optimizer(optimizer, module, of_saved, of_optimizer)
+        return saved, of_optimizer, faults
+
+    (saved, of_optimizer, _), told = agreed(
+        mesh, read, lambda own: (own[-1], [*here, *owners]), what
+    )
+    known = set().union(*(names for _, names in told))
+    strange = [f"{name} is not in the model" for name in found.there if name not in known]
+    refuse_foreign(
+        f"{path} is of another model or optimizer; build the one it was saved from:",
+        [*(faults for faults, _ in told), strange],
+    )
+    return _put(module, optimizer, found.facts, saved, of_optimizer)
 
 
 def _put(
@@ -96,61 +110,6 @@ def _put(
         module.step, module.seed = facts["pipeline"]["step"], facts["pipeline"]["seed"]
     state: dict[str, Any] = facts["state"]
     return state
-
-
-def _load_into_many(
-    path: Path, mesh: Mesh, module: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> dict[str, Any]:
-    """Let each process read what its own stage needs; all of them refuse what one must refuse.
-
-    No file is opened by a process that needs none of it, and each is verified by one of those
-    that read it.
-    """
-    assert isinstance(module, PipelineLike)
-    mesh.begin_call("load_checkpoint", module.number)
-    what = "for the others to load the same checkpoint"
-    found, problem = _try(partial(_Wanted.find, path, module, optimizer))
-    sizes, content = (found.sizes, found.content) if found is not None else ({}, "")
-    needs = mesh.gather((problem, sizes, content, str(path)), what)
-    _refuse_problems(problem for problem, *_ in needs)
-    _check_same([content for _, _, content, _ in needs], [path for *_, path in needs])
-    assert found is not None
-    digests = {
-        file: found.digests.get(file, "")
-        for file, rank in _verifiers([sizes for _, sizes, *_ in needs]).items()
-        if rank == mesh.rank
-    }
-    held = held_of(module)
-    here, owners = held.state_here(), held.owners
-    read, problem = mesh.work(lambda: _try(partial(found.read, path, digests)), what)
-    saved, optimizer_tensors = read or ({}, {})
-    faults: list[str] = []
-    if problem is None:
-        faults = _model_faults(here, owners, saved)
-        faults = [fault for fault in faults if not fault.endswith(_NOT_IN_MODEL)]
-        faults += _optimizer_faults(optimizer, module, found.facts, optimizer_tensors)
-    parts = mesh.gather((problem, faults, {*here, *owners}), what)
-    _refuse_problems(problem for problem, _, _ in parts)
-    faults = [fault for _, said, _ in parts for fault in said]
-    if not faults:
-        known = set().union(*(names for _, _, names in parts))
-        faults = [f"{name}{_NOT_IN_MODEL}" for name in found.there if name not in known]
-    if faults:
-        raise CheckpointError(_foreign(path, list(dict.fromkeys(faults))))
-    return _put(module, optimizer, found.facts, saved, optimizer_tensors)
-
-
-def _try(job: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Return what a job gives, or what went wrong, to be told to the other processes."""
-    try:
-        return job(), None
-    except Exception as error:
-        return None, str(error)
-
-
-def _refuse_problems(problems: Iterable[str | None]) -> None:
-    if said := [problem for problem in problems if problem is not None]:
-        raise CheckpointError("; ".join(dict.fromkeys(said)))
 
 
 def _check_same(contents: Sequence[str], paths: Sequence[str]) -> None:
@@ -198,9 +157,11 @@ class _Wanted:
         facts, digests = read_state(path)
         content = digest_of([facts, digests])
         noted = facts.get("files")
+        if noted is None:  # one process wrote it
+            check_files(path, digests)  # before they are asked what they hold
         files = files_by_tensor(path, MODEL, noted)
         held = held_of(module)
-        names = (*held.state_here(), *held.owners)
+        names = (*held.state(), *held.owners)
         of_model = {name: files[name] for name in names if name in files}
         there = {*files, *facts.get(EXTRA, {})}
         of_optimizer: dict[str, str] = {}
@@ -227,26 +188,9 @@ class _Wanted:
         return saved, read_from(path, self.of_optimizer)
 
 
-def _optimizer_faults(
-    optimizer: torch.optim.Optimizer | None,
-    module: nn.Module,
-    facts: dict[str, Any],
-    tensors: dict[str, Tensor],
-) -> list[str]:
-    if optimizer is None:
-        return []
-    if facts["optimizer"] is None:
-        return ["it was saved without an optimizer; load it without one"]
-    return check_optimizer(optimizer, module, facts["optimizer"], tensors)
-
-
-_NOT_IN_MODEL = " is not in the model"
-
-
 def _model_faults(here: Mapping[str, Any], owners: Owners, there: Mapping[str, Any]) -> list[str]:
     known = {**here, **owners}
     faults = [f"{name} is missing" for name in known if name not in there]
-    faults += [f"{name}{_NOT_IN_MODEL}" for name in there if name not in known]
     faults += extra_faults(owners, there)
     first_name: dict[tuple[int, torch.Size], str] = {}
     for name in (name for name in here if name in there):
@@ -264,12 +208,3 @@ def _model_faults(here: Mapping[str, Any], owners: Owners, there: Mapping[str, A
 
 def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _foreign(path: Path, faults: list[str]) -> str:
-    lines = [f"  {fault}" for fault in faults[:_MOST_FAULTS]]
-    if len(faults) > _MOST_FAULTS:
-        lines.append(f"  and {len(faults) - _MOST_FAULTS} more")
-    return "\n".join(
-        [f"{path} is of another model or optimizer; build the one it was saved from:", *lines]
-    )

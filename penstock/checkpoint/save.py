@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from .files import (
     refuse_existing,
     write_folder,
 )
-from .held import held_of
 from .optimizer_state import merge_optimizers, pack_optimizer
+from .processes import agreed, begin, held_of
 from .saving import Saving, in_thread
 from .together import MODEL_FOLDER, OPTIMIZER_FOLDER, begin_together, shard_names
 
@@ -62,11 +63,10 @@ def save_checkpoint(
     """
     target = Path(path).absolute()
     content = _collect(target, module, optimizer, state, copy=False)
-    mesh = _mesh_of(module)
-    if mesh is None:
-        write_folder(target, content.tensors, content.facts)
+    if content.mesh.is_distributed:
+        begin_together(content.mesh, target, content.tensors, content.facts).wait()
     else:
-        begin_together(mesh, target, content.tensors, content.facts).wait()
+        write_folder(target, content.tensors, content.facts)
 
 
 def async_save_checkpoint(
@@ -89,23 +89,27 @@ def async_save_checkpoint(
     """
     target = Path(path).absolute()  # the process may go elsewhere meanwhile
     content = _collect(target, module, optimizer, state, copy=True)
-    mesh = _mesh_of(module)
-    if mesh is None:
-        return in_thread(target, lambda: write_folder(target, content.tensors, content.facts))
-    return begin_together(mesh, target, content.tensors, content.facts)
-
-
-def _mesh_of(module: nn.Module) -> Mesh | None:
-    mesh = module.mesh if isinstance(module, PipelineLike) else None
-    return mesh if mesh is not None and mesh.is_distributed else None
+    if content.mesh.is_distributed:
+        return begin_together(content.mesh, target, content.tensors, content.facts)
+    return in_thread(target, lambda: write_folder(target, content.tensors, content.facts))
 
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What this process writes, `tensors[file or folder][name]`, and what describes all of it."""
+    """What this process writes, `tensors[file or folder][name]`, and facts of it: those of all
+    processes, once they have told each other.
+    """
 
+    mesh: Mesh
     tensors: dict[str, dict[str, Tensor]]
     facts: dict[str, Any]
+
+    @property
+    def files(self) -> dict[str, list[str]]:
+        """The files that this process writes, with the tensors of each."""
+        if self.mesh.is_distributed:
+            return shard_names(self.mesh.rank, self.tensors)
+        return {file: list(names) for file, names in self.tensors.items()}
 
 
 def _collect(
@@ -121,18 +125,54 @@ def _collect(
     Raises:
         CheckpointError: something cannot be saved.
     """
-    mesh = _mesh_of(module)
-    if mesh is not None:
-        return _collect_together(target, mesh, module, optimizer, state, copy=copy)
-    refuse_existing(target)
+    mesh = begin("save_checkpoint", module)
+    content, told = agreed(
+        mesh,
+        partial(_own, mesh, target, module, optimizer, state, copy=copy),
+        lambda own: (own.facts["optimizer"], own.files, own.facts[EXTRA]),
+        "for the others to save the same checkpoint",
+    )
+    parts = [part for part, *_ in told]
+    without = [str(rank) for rank, part in enumerate(parts) if part is None]
+    if without and len(without) < len(parts):
+        raise CheckpointError(
+            f"rank {', '.join(without)} saves without an optimizer, the others with one; give one "
+            "on every rank (penstock.zero_optimizer makes one for a stage without parameters too)"
+        )
+    if optimizer is not None:
+        own_state = parts if is_sharded(optimizer) else parts[: mesh.num_stages]
+        content.facts["optimizer"] = merge_optimizers(own_state)
+    content.facts["files"] = {file: names for _, files, _ in told for file, names in files.items()}
+    content.facts[EXTRA] = {name: value for *_, part in told for name, value in part.items()}
+    return content
+
+
+def _own(
+    mesh: Mesh,
+    target: Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    state: dict[str, Any],
+    *,
+    copy: bool,
+) -> _Content:
+    """Gather what this process saves, and the facts of that."""
+    if mesh.is_first_rank:
+        refuse_existing(target)
     held = held_of(module)
-    extra, values = read_extra(held.owners)
-    tensors = {MODEL: storable({**held.state(), **extra}, copy=copy)}
+    is_first_replica = mesh.replica == 0  # which writes what all replicas hold
+    of_model, of_optimizer = (
+        (MODEL_FOLDER, OPTIMIZER_FOLDER) if mesh.is_distributed else (MODEL, OPTIMIZER)
+    )
+    extra, values = read_extra(held.owners) if is_first_replica else ({}, {})
+    model = {**held.state(), **extra} if is_first_replica else {}
+    tensors = {of_model: storable(model, copy=copy)}
     facts = {**_facts(module, state), EXTRA: values}
     if optimizer is not None:
         content, facts["optimizer"] = pack_optimizer(optimizer, module)
-        tensors[OPTIMIZER] = storable(content, copy=copy)
-    return _Content(tensors, facts)
+        own = content if is_first_replica or is_sharded(optimizer) else {}
+        tensors[of_optimizer] = storable(own, copy=copy)
+    return _Content(mesh, tensors, facts)
 
 
 def _facts(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
@@ -140,62 +180,6 @@ def _facts(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     if isinstance(module, PipelineLike):
         facts["pipeline"] = {"step": module.step, "seed": module.seed}
     return jsonable(facts)
-
-
-def _collect_together(
-    target: Path,
-    mesh: Mesh,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    state: dict[str, Any],
-    *,
-    copy: bool,
-) -> _Content:
-    tensors: dict[str, dict[str, Tensor]] = {}
-    mine: dict[str, Any] | None = None
-    facts: dict[str, Any] = {}
-    model: dict[str, Any] = {}
-    values: dict[str, Any] = {}
-    error: str | None = None
-    is_shared = optimizer is not None and is_sharded(optimizer)
-    is_first_replica = mesh.replica == 0  # which writes what all replicas hold
-    try:
-        if mesh.is_first_rank:
-            refuse_existing(target)
-        facts = _facts(module, state)
-        if is_first_replica:
-            held = held_of(module)
-            extra, values = read_extra(held.owners)
-            model = {**held.state_here(), **extra}
-        tensors[MODEL_FOLDER] = storable(model, copy=copy)
-        if optimizer is not None:
-            content, mine = pack_optimizer(optimizer, module)
-            own = content if is_first_replica or is_shared else {}
-            tensors[OPTIMIZER_FOLDER] = storable(own, copy=copy)
-    except Exception as problem:
-        error = f"rank {mesh.rank}: {problem}"
-    assert isinstance(module, PipelineLike)
-    mesh.begin_call("save_checkpoint", module.number)
-    own_files = shard_names(mesh.rank, tensors)
-    told = mesh.gather(
-        (error, mine, own_files, values), "for the others to save the same checkpoint"
-    )
-    parts = [(said, part) for said, part, *_ in told]
-    if errors := [said for said, _ in parts if said is not None]:
-        raise CheckpointError("; ".join(errors))
-    without = [str(rank) for rank, (_, part) in enumerate(parts) if part is None]
-    if without and len(without) < len(parts):
-        raise CheckpointError(
-            f"rank {', '.join(without)} saves without an optimizer, the others with one; give one "
-            "on every rank (penstock.zero_optimizer makes one for a stage without parameters too)"
-        )
-    if optimizer is not None:
-        facts["optimizer"] = merge_optimizers(
-            [part for _, part in (parts if is_shared else parts[: mesh.num_stages])]
-        )
-    facts["files"] = {file: names for *_, files, _ in told for file, names in files.items()}
-    facts[EXTRA] = {name: value for *_, part in told for name, value in part.items()}
-    return _Content(tensors, facts)
 
 
 def storable(tensors: dict[str, Any], *, copy: bool) -> dict[str, Tensor]:

@@ -53,7 +53,12 @@ class AbstractDescribed(AbstractMovable):
     @property
     def held(self) -> Held:
         """What this process has of the model: tensors, and extra state of the modules it runs."""
-        return Held(self, self.original, self._layers.elsewhere(self._engine.holds))
+        return Held(
+            self,
+            self.original,
+            self._layers.elsewhere(self._engine.holds),
+            is_part=self.mesh is not None and self.mesh.is_distributed,
+        )
 
     @property
     def num_microbatches(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import CheckpointError
+from penstock.checkpoint.processes import ALONE, agreed, refuse_foreign
 from penstock.mesh import Mesh
 from penstock.model.extra_state import extra_faults, set_extra
 from penstock.model.held import Held
@@ -21,8 +21,6 @@ from penstock.model.materialize import may_be_absent
 from .folder import Folder
 from .source import Read, Source
 from .sources import Sources
-
-_MOST_FAULTS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,7 @@ class _Found:
     sources: tuple[tuple[str, Source], ...]
 
 
-def load(path: Path, model: Held, mesh: Mesh | None) -> tuple[str, ...]:
+def load(path: Path, model: Held, mesh: Mesh) -> tuple[str, ...]:
     """Load the tensors and the extra state of a process from a folder; see `load_pretrained`.
 
     Returns:
@@ -43,13 +41,9 @@ def load(path: Path, model: Held, mesh: Mesh | None) -> tuple[str, ...]:
     Raises:
         CheckpointError: the folder is none, or does not fit; nothing has changed then.
     """
-    problem: str | None = None
-    faults: list[str] = []
-    found: list[_Found] = []
-    extra: dict[str, tuple[str, Source]] = {}
-    folder = Folder(path, {})
     original, owners = model.original, model.owners
-    try:
+
+    def look() -> tuple[Folder, list[_Found], dict[str, tuple[str, Source]], list[str], set[str]]:
         folder = Folder.at(path)
         sources = Sources(original, folder.names)
         found, missing = _match(sources, model.own_tensors())
@@ -61,34 +55,40 @@ def load(path: Path, model: Held, mesh: Mesh | None) -> tuple[str, ...]:
             for names in missing
             if not any(is_left_out(name) for name in names)
         ]
-        faults += _misfits(folder, found)
-        faults += extra_faults(owners, extra)
-    except CheckpointError as error:
-        problem = str(error)
-    used = _names_of(found) | {name for _, source in extra.values() for name in source.names}
-    parts = [(problem, faults, used)]
-    if mesh is not None:
-        parts = mesh.gather(parts[0], "for the others to look into the same folder")
-    if problems := [said for said, _, _ in parts if said is not None]:
-        raise CheckpointError("; ".join(dict.fromkeys(problems)))
-    if faults := [fault for _, said, _ in parts for fault in said]:
-        unknown = _unknown(folder.names, (names for _, _, names in parts), original)
-        raise CheckpointError(_foreign(path, list(dict.fromkeys(faults)), unknown))
+        faults += [*_misfits(folder, found), *extra_faults(owners, extra)]
+        used = _names_of(found) | {name for _, source in extra.values() for name in source.names}
+        return folder, found, extra, faults, used
+
+    (folder, found, extra, _, used), told = agreed(
+        mesh,
+        look,
+        lambda own: (own[3], sorted(own[4])),
+        "for the others to look into the same folder",
+    )
+    unknown = _unknown(folder.names, (set(names) for _, names in told), original)
+    refuse_foreign(
+        f"{path} is of another model:",
+        (faults for faults, _ in told),
+        _unplaced(unknown) if unknown else "",
+        "Build the model from the folder's own config.json. If from_pretrained loads the folder "
+        "all the same, do so once, and save the model with "
+        "save_pretrained(new_folder, save_original_format=False)",
+    )
 
     def fill() -> dict[str, Any]:
         with folder.reading(used) as (_, read), torch.no_grad():
             _fill(found, read)
             return {name: source.make(read)[known] for name, (known, source) in extra.items()}
 
-    what = "for the others to read the same folder"
-    set_extra(owners, fill() if mesh is None else mesh.work(fill, what))
-    return _unknown(folder.names, (names for _, _, names in parts), original)
+    set_extra(owners, mesh.work(fill, "for the others to read the same folder"))
+    return unknown
 
 
 def load_and_tell(path: str | os.PathLike[str] | None, model: Held, mesh: Mesh | None) -> None:
     """Load like `load`, if there is a folder; warn on rank 0 of tensors without a place."""
+    mesh = ALONE if mesh is None else mesh
     unknown = load(Path(path), model, mesh) if path is not None else ()
-    if unknown and (mesh is None or mesh.is_first_rank):
+    if unknown and mesh.is_first_rank:
         warnings.warn(f"{path}: {_unplaced(unknown)}", stacklevel=3)
 
 
@@ -176,21 +176,6 @@ def _unknown(
     ignored = [re.compile(pattern) for pattern in patterns]
     left = (name for name in names if name not in known)
     return tuple(name for name in left if not any(p.search(name) for p in ignored))
-
-
-def _foreign(path: Path, faults: list[str], unknown: tuple[str, ...]) -> str:
-    lines = [f"{path} is of another model:"]
-    lines += [f"  {fault}" for fault in faults[:_MOST_FAULTS]]
-    if len(faults) > _MOST_FAULTS:
-        lines.append(f"  and {len(faults) - _MOST_FAULTS} more")
-    if unknown:
-        lines.append(_unplaced(unknown))
-    lines.append(
-        "Build the model from the folder's own config.json. If from_pretrained loads the folder "
-        "all the same, do so once, and save the model with "
-        "save_pretrained(new_folder, save_original_format=False)"
-    )
-    return "\n".join(lines)
 
 
 def _unplaced(unknown: tuple[str, ...]) -> str:

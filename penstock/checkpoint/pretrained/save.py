@@ -5,7 +5,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from penstock.checkpoint.files import (
 )
 from penstock.checkpoint.pretrained.folder import EXTRA, INDEX, MODEL
 from penstock.checkpoint.pretrained.library import as_saved
+from penstock.checkpoint.processes import begin
 from penstock.checkpoint.save import storable
 from penstock.checkpoint.together import Digests, write_together
 from penstock.errors import CheckpointError, check_count
@@ -56,9 +56,7 @@ def load_pretrained(folder: str | os.PathLike[str], pipe: PipelineLike) -> tuple
         CheckpointError: the folder is none, or is damaged, or holds no safetensors file; lists
             every tensor that is missing or of another shape.  Nothing has changed then.
     """
-    if pipe.mesh is not None:
-        pipe.mesh.begin_call("load_pretrained", pipe.number)
-    return load(Path(folder), pipe.held, pipe.mesh)
+    return load(Path(folder), pipe.held, begin("load_pretrained", pipe))
 
 
 def save_pretrained(
@@ -82,22 +80,19 @@ def save_pretrained(
     """
     target, original = Path(folder).absolute(), pipe.held.original
     most = check_count("max_shard_bytes", max_shard_bytes)
-    mesh = pipe.mesh if pipe.mesh is not None and pipe.mesh.is_distributed else None
-    if mesh is not None:
-        mesh.begin_call("save_pretrained", pipe.number)
+    mesh = begin("save_pretrained", pipe)
     own: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
-    with mesh.reporting() if mesh is not None else nullcontext():
-        if mesh is None or mesh.replica == 0:
+    with mesh.reporting():
+        if mesh.replica == 0:
             own, values = _to_save(pipe, original)
-    everyone = [([(name, tensor.nbytes) for name, tensor in own.items()], values)]
-    if mesh is not None:
-        everyone = mesh.gather(everyone[0], "for the others to save the same model")
+    sizes = [(name, tensor.nbytes) for name, tensor in own.items()]
+    everyone = mesh.gather((sizes, values), "for the others to save the same model")
     layout = _Layout.of([sizes for sizes, _ in everyone], most)
     values = {name: value for _, part in everyone for name, value in part.items()}
-    write = partial(_write_own, layout, mesh.rank if mesh is not None else 0, own)
+    write = partial(_write_own, layout, mesh.rank, own)
     finish = partial(_finish, layout, target, original, values)
-    if mesh is not None:
+    if mesh.is_distributed:
         write_together(mesh, target, partial(_begin, target), write, finish).wait()
         return
     refuse_filled(target)
