@@ -134,8 +134,8 @@ FAULTS = (
     Fault(
         "a process that reads a part of a checkpoint does not verify it",
         "penstock/checkpoint/load.py",
-        "check_files(path, digests)",
-        "pass",
+        "check_files(path, digests)\n        saved",
+        "saved",
         "tests/distributed/test_checkpoint_processes.py",
         "damage",
     ),
@@ -166,7 +166,7 @@ FAULTS = (
     Fault(
         "a checkpoint lacks the optimizer state of all replicas but the first",
         "penstock/checkpoint/save.py",
-        "own = content if is_first_replica or is_shared else {}",
+        "own = content if is_first_replica or is_sharded(optimizer) else {}",
         "own = content if is_first_replica else {}",
         "tests/distributed/test_checkpoint_processes.py",
         "share_out",
