@@ -20,12 +20,11 @@ from penstock.model.state import in_evaluation
 from penstock.planner.arguments import Arguments
 from penstock.planner.plan import Plan
 from penstock.runtime.caller import CallerContext
-from penstock.runtime.crew import Batch
 from penstock.runtime.described import AbstractDescribed
 from penstock.runtime.engine import Engine
 from penstock.runtime.handshake import Call
 from penstock.runtime.input_gradients import accumulate_into_inputs
-from penstock.runtime.microbatches import check_loss_scale, check_targets, first_microbatch
+from penstock.runtime.microbatches import Batch, check_loss_scale, check_targets, first_microbatch
 from penstock.runtime.module_form import run_as_module
 from penstock.runtime.outputs import gather
 from penstock.runtime.planning import (
@@ -35,7 +34,7 @@ from penstock.runtime.planning import (
     device_names,
     make_plan,
 )
-from penstock.runtime.run import Run
+from penstock.runtime.run import Run, Streams
 from penstock.schedules.family import Build
 from penstock.schedules.lower import Mode
 from penstock.types import Recompute, Reduction, TiedGradients, Trace, Transport
@@ -195,13 +194,13 @@ class Pipeline(AbstractDescribed):
             batch = crew.cut(inputs, targets, call)
             self._balance_once(batch.inputs[0])
             run = self._new_run("train", self.step, batch, with_grad=True)
-            run.targets, run.loss = batch.targets, self._engine.loss
-            run.weights, run.loss_scale = batch.weights, scale
+            run.loss, run.loss_scale = self._engine.loss, scale
             self.step += 1
             self._engine.drive(run, Mode.TRAIN)
             self._record, self._timeline = self._engine.record(run, Mode.TRAIN), None
             loss = crew.loss(run)
-        accumulate_into_inputs(inputs, run, batch.sizes)
+        if run.input_gradients:
+            accumulate_into_inputs(inputs, run)
         return loss
 
     # -- outputs --------------------------------------------------------------------------------
@@ -286,14 +285,9 @@ class Pipeline(AbstractDescribed):
 
     def _new_run(self, phase: str, step: int, batch: Batch, *, with_grad: bool) -> Run:
         return Run(
-            inputs=batch.inputs,
-            loss=None,
+            batch=batch,
+            streams=Streams(self.seed, phase, step, batch.first),
             caller=CallerContext.capture(with_grad, self._engine.devices),
-            phase=phase,
-            step=step,
-            seed=self.seed,
-            trace=batch.trace,
-            first_microbatch=batch.first,
         )
 
     def _balance_once(self, part: Any) -> None:

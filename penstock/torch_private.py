@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from types import FunctionType
 from typing import Any
@@ -84,18 +85,14 @@ without_torch_dispatch = _needed(torch._C, "_DisableTorchDispatch")
 
 # -- modes of a thread, and compiled code -------------------------------------------------------
 
-_dispatch_stack = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", list)
-_function_stack = getattr(torch.overrides, "_get_current_function_mode_stack", list)
-
-
-def dispatch_modes() -> list[Any]:
-    """List the dispatch modes this thread is under, outermost first; none where torch hides it."""
-    return list(_dispatch_stack())
-
-
-def function_modes() -> list[Any]:
-    """List the function modes this thread is under, outermost first; none where torch hides it."""
-    return list(_function_stack())
+dispatch_modes: Callable[[], list[Any]] = getattr(
+    torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", list
+)
+"""List the dispatch modes this thread is under, outermost first; none where torch hides it."""
+function_modes: Callable[[], list[Any]] = getattr(
+    torch.overrides, "_get_current_function_mode_stack", list
+)
+"""List the function modes this thread is under, outermost first; none where torch hides it."""
 
 
 def is_default_device(mode: Any) -> bool:
@@ -104,13 +101,8 @@ def is_default_device(mode: Any) -> bool:
     return context is not None and type(mode) is context
 
 
-_profiles = getattr(torch.autograd, "_profiler_enabled", bool)
-
-
-def is_profiled() -> bool:
-    """Tell whether a profiler records this thread; False where torch hides it."""
-    return bool(_profiles())
-
+is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", bool)
+"""Tell whether a profiler records this thread; False where torch hides it."""
 
 COMPILED_CALLS = "torch._dynamo.eval_frame"
 """The module whose code every call of a compiled function runs.  Where it has another name,
@@ -119,36 +111,22 @@ compiled layers that draw run uncompiled."""
 # -- autograd -----------------------------------------------------------------------------------
 
 _autograd = _needed(torch._C, "_autograd")
-_hooks_on_top = _needed(_autograd, "_top_saved_tensors_default_hooks")
-_disabled_hooks = getattr(
+disabled_hooks: Callable[[], str | None] = getattr(
     _autograd, "_saved_tensors_hooks_get_disabled_error_message", lambda: None
 )
-_next_number = getattr(_autograd, "_get_sequence_nr", lambda: 0)
+"""Return what `disable_saved_tensors_hooks` was told in this thread; None where it was not
+entered, or torch hides it."""
+next_node_number: Callable[[], int] = getattr(_autograd, "_get_sequence_nr", int)
+"""Return the number that autograd gives the next node of this thread; 0 where torch hides it.
+
+Then the backward of a layer that fails is named as the first or the last that is possible."""
+saving_hooks: Callable[[], Any] = partial(
+    _needed(_autograd, "_top_saved_tensors_default_hooks"), True
+)
+"""Return the innermost saved_tensors_hooks in force, or None.  Needed."""
 
 version_counter: Callable[[Tensor], int] = attrgetter("_version")
 """Count the changes in place of a tensor; RuntimeError for an inference tensor.  Needed."""
-
-
-def saving_hooks() -> Any:
-    """Return the innermost saved_tensors_hooks in force, or None.  Needed."""
-    return _hooks_on_top(True)
-
-
-def disabled_hooks() -> str | None:
-    """Return what `disable_saved_tensors_hooks` was told in this thread; None where it was not
-    entered, or torch hides it.
-    """
-    message: str | None = _disabled_hooks()
-    return message
-
-
-def next_node_number() -> int:
-    """Return the number that autograd gives the next node of this thread; 0 where torch hides it.
-
-    Then the backward of a layer that fails is named as the first or the last that is possible.
-    """
-    number: int = _next_number()
-    return number
 
 
 def node_number(node: Node) -> int | None:
@@ -175,8 +153,10 @@ def has_accumulation_hooks(parameter: Tensor) -> bool:
 # -- cached weights (torch.nn.utils.parametrize.cached) ------------------------------------------
 
 
-class _OfThread(threading.local):
-    """How many `cached()` this thread is in, and the weights it has computed there."""
+class _CachedWeights(threading.local):
+    """How many `cached()` this thread is in, and the weights it has computed there; none in a
+    torch that has another such function.
+    """
 
     depth = 0
 
@@ -184,18 +164,18 @@ class _OfThread(threading.local):
         self.weights: dict[Any, Any] = {}
 
 
-_of_thread, _counting = _OfThread(), threading.Lock()
+cached_weights, _counting = _CachedWeights(), threading.Lock()
 
 
 class _WeightsOfThread(dict[Any, Any]):
     """The cache of all threads: what each reads and writes there is its own."""
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return _of_thread.weights.get(key, default)
+        return cached_weights.weights.get(key, default)
 
     def __setitem__(self, key: Any, weight: Any) -> None:
-        if _of_thread.depth:
-            _of_thread.weights[key] = weight
+        if cached_weights.depth:
+            cached_weights.weights[key] = weight
 
 
 _weights = _WeightsOfThread()
@@ -204,14 +184,14 @@ _weights = _WeightsOfThread()
 @contextmanager
 def _caching() -> Iterator[None]:
     _enable(1)
-    _of_thread.depth += 1
+    cached_weights.depth += 1
     try:
         yield
     finally:
         _enable(-1)
-        _of_thread.depth -= 1
-        if not _of_thread.depth:
-            _of_thread.weights = {}
+        cached_weights.depth -= 1
+        if not cached_weights.depth:
+            cached_weights.weights = {}
 
 
 def _enable(change: int) -> None:
@@ -239,20 +219,15 @@ def cache_weights_per_thread() -> None:
         generator.__code__ = _cached.__code__
 
 
-def caches_weights() -> bool:
-    """Tell whether this thread is inside `parametrize.cached()`; False where torch hides it."""
-    return bool(_of_thread.depth)
-
-
 @contextmanager
 def without_cached_weights() -> Iterator[None]:
     """Be outside every `parametrize.cached()` that this thread is in."""
-    before = _of_thread.depth, _of_thread.weights
-    _of_thread.depth, _of_thread.weights = 0, {}
+    before = cached_weights.depth, cached_weights.weights
+    cached_weights.depth, cached_weights.weights = 0, {}
     try:
         yield
     finally:
-        _of_thread.depth, _of_thread.weights = before
+        cached_weights.depth, cached_weights.weights = before
 
 
 # -- checkpoints of the user's own --------------------------------------------------------------

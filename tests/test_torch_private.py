@@ -471,20 +471,25 @@ def test_cached_weights_are_those_of_a_thread() -> None:
         return layer.weight is layer.weight
 
     def elsewhere() -> list[bool]:
-        found = [private.caches_weights(), reads_alike()]
+        found = [bool(private.cached_weights.depth), reads_alike()]
         with parametrize.cached(), parametrize.cached():
-            return [*found, private.caches_weights(), reads_alike(), layer.weight is here]
+            return [
+                *found,
+                bool(private.cached_weights.depth),
+                reads_alike(),
+                layer.weight is here,
+            ]
 
     with parametrize.cached():
         here = layer.weight
         with ThreadPoolExecutor(1) as threads:
             assert threads.submit(elsewhere).result() == [False, False, True, True, False]
-        assert private.caches_weights() and layer.weight is here
+        assert bool(private.cached_weights.depth) and layer.weight is here
         with private.without_cached_weights():
-            assert not private.caches_weights() and not reads_alike()
+            assert not bool(private.cached_weights.depth) and not reads_alike()
             with parametrize.cached():
                 assert reads_alike() and layer.weight is not here
         assert layer.weight is here
-    assert not private.caches_weights() and not reads_alike()
+    assert not bool(private.cached_weights.depth) and not reads_alike()
     with parametrize.cached():
         assert layer.weight is not here

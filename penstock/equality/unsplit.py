@@ -13,8 +13,9 @@ from penstock.model.stage_plan import Step
 from penstock.model.state import in_evaluation
 from penstock.pipeline import LossFunction, Pipeline
 from penstock.runtime.batch_norm import batch_norms
-from penstock.runtime.crew import Alone, Batch
+from penstock.runtime.crew import Alone
 from penstock.runtime.handshake import Call
+from penstock.runtime.microbatches import Batch
 from penstock.runtime.outputs import gather
 from penstock.runtime.random_streams import stream_key
 from penstock.types import Reduction

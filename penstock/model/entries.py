@@ -1,10 +1,13 @@
 """How a tensor from another stage becomes a leaf of this stage's own autograd graph."""
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+
+from penstock.torch_private import version_counter
 
 LASTING = "penstock_lasting"
 """The attribute of a tensor that was sent for a parameter."""
@@ -57,6 +60,16 @@ def lasts(tensor: Tensor) -> bool:
 def mark_lasting(tensor: Tensor) -> None:
     """Note that a tensor is a parameter of another stage."""
     setattr(tensor, LASTING, True)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Count the changes in place; inference tensors do not count them."""
+    return 0 if tensor.is_inference() else version_counter(tensor)
+
+
+def are_plain(tensors: Iterable[Tensor | None]) -> bool:
+    """Tell whether all are a Tensor and nothing else, or not there."""
+    return all(tensor is None or type(tensor) is Tensor for tensor in tensors)
 
 
 def is_plain_class(tensor: Tensor) -> bool:

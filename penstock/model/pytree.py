@@ -69,10 +69,16 @@ class StandIn(Sealed):
 Structure = Leaf | Constant | Node
 
 
+ONE_TENSOR = Node(tuple, (Leaf(0),))
+"""The structure of a tuple of one tensor, which is what most stages hand over."""
+
+
 def flatten(value: Any) -> tuple[list[Tensor], Structure]:
     """Split a value into its distinct tensors, in order of first sight, and their structure."""
     if isinstance(value, Tensor):
         return [value], Leaf(0)
+    if type(value) is tuple and len(value) == 1 and isinstance(value[0], Tensor):
+        return list(value), ONE_TENSOR
     leaves: list[Tensor] = []
     return leaves, _flatten(value, leaves, {}, _is_tensor)
 
@@ -85,6 +91,8 @@ def flatten_by(value: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], S
 
 def unflatten(structure: Structure, leaves: list[Any]) -> Any:
     """Put leaves (tensors, or whatever stands for them) back into their structure."""
+    if structure is ONE_TENSOR:
+        return (leaves[0],)
     match structure:
         case Leaf(index):
             return leaves[index]

@@ -9,7 +9,7 @@ reads them): it runs as any module does, and its statistics move with every micr
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,15 +18,17 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError, StatisticsWarning
 from penstock.model.capture.watch import original_class
+from penstock.model.entries import version_of
 from penstock.torch_private import AnyBatchNorm, buffers_of
-from penstock.transport.payload import version_of
 
 from .boundary import same_bits
+from .guards import Context, Guard
+from .run import Moments, MomentsByModule, Run
+from .tape import Tape
 from .users_checkpoint import autograd_mode
 
-Moments = tuple[int, Tensor, Tensor]
-"""(values per channel, their mean, their unbiased variance): one call of one BatchNorm layer."""
-MomentsByModule = dict[AnyBatchNorm, list[Moments]]
+Pool = Callable[[MomentsByModule, Sequence[AnyBatchNorm]], MomentsByModule]
+"""(moments, BatchNorm layers) -> the moments of all replicas."""
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -101,6 +103,55 @@ def _runs_torchs_forward(module: AnyBatchNorm) -> bool:
         and "forward" not in own
         and "momentum" in own
     )
+
+
+class Norms(Guard):
+    """The BatchNorm layers of a stage, whose running statistics move once per mini-batch.
+
+    `pool` adds the moments of the stage's replicas to its own.
+    """
+
+    def __init__(self, stage: int, modules: Sequence[nn.Module], pool: Pool | None) -> None:
+        self._stage, self._modules, self._pool = stage, modules, pool
+        self.layers = batch_norms(modules)
+
+    def check_all_known(self) -> None:
+        """Refuse BatchNorm layers that were put in, or taken out, since the stage was made.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        if batch_norms(self._modules) != self.layers:
+            raise ConfigError(
+                f"stage {self._stage} was made with {len(self.layers)} BatchNorm layers, and "
+                "others are there now, whose running statistics would move more than once per "
+                "mini-batch; make the pipeline after the last change of the model's layers"
+            )
+
+    @contextmanager
+    def around_forward(self, run: Run, tape: Tape) -> Iterator[None]:
+        """Note the moments of each call."""
+        with separate_statistics(self.layers, run.stages[self._stage].moments) as in_checkpoint:
+            yield
+        tape.reruns_in_backward |= bool(in_checkpoint)
+
+    def around_recompute(self, run: Run, tape: Tape) -> Context:
+        """Note nothing twice."""
+        return separate_statistics(self.layers, into=None)
+
+    def around_rerun(self, run: Run, tape: Tape) -> Context | None:
+        """Note nothing twice where layers run again in a checkpoint of the user's own."""
+        return separate_statistics(self.layers, into=None) if tape.may_rerun else None
+
+    def commit(self, run: Run) -> None:
+        """Move the running statistics by all micro-batches' moments; free those."""
+        here = run.stages[self._stage]
+        moments, here.moments = here.moments, {}
+        if self._pool is not None:
+            moments = self._pool(moments, self.layers)
+        with torch.no_grad():
+            for module, rows in moments.items():
+                _commit(module, rows)
 
 
 @contextmanager
@@ -212,13 +263,6 @@ def _is_moved(buffer: Tensor, version: int, contents: Tensor | None) -> bool:
     if version_of(buffer) != version:
         return True
     return contents is not None and not same_bits(buffer, contents)
-
-
-def commit_statistics(moments: MomentsByModule) -> None:
-    """Move each layer's running statistics once, by the moments pooled over the mini-batch."""
-    with torch.no_grad():
-        for module, rows in moments.items():
-            _commit(module, rows)
 
 
 def _commit(module: AnyBatchNorm, rows: list[Moments]) -> None:

@@ -12,7 +12,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 
 from penstock.errors import ConfigError, ExecutionWarning
 from penstock.torch_private import (
-    caches_weights,
+    cached_weights,
     disabled_hooks,
     dispatch_modes,
     function_modes,
@@ -59,7 +59,7 @@ class CallerContext:
         Raises:
             ConfigError: that thread caches parametrized weights, and gradients are recorded.
         """
-        if with_grad and caches_weights():
+        if with_grad and cached_weights.depth:
             raise ConfigError(
                 "the pipeline was called with gradients inside parametrize.cached(): a weight "
                 "cached there would have one graph for all micro-batches and stages, which run in "
@@ -99,7 +99,8 @@ class CallerContext:
         token = _around.set(self.bound)
         with ExitStack() as stack:
             stack.callback(_around.reset, token)
-            stack.enter_context(without_cached_weights())
+            if cached_weights.depth:
+                stack.enter_context(without_cached_weights())
             if self.device is not None and _default_device() != self.device:
                 stack.enter_context(self.device)
             if self.hooks_disabled is not None:

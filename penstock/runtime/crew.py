@@ -7,7 +7,6 @@ together   each process runs one rank's stages: a few numbers go round before an
 import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,11 +19,10 @@ from penstock.mesh import Mesh
 from penstock.model.batch import batch_size, check_values, split
 from penstock.model.pytree import flatten, from_template, template, unflatten
 from penstock.transport.wire import TensorKind, fill, room_for, to_bytes
-from penstock.types import Reduction, Trace
+from penstock.types import Reduction
 
 from .handshake import (
     Call,
-    Reduce,
     Said,
     check_same_call,
     num_samples,
@@ -32,6 +30,7 @@ from .handshake import (
     strongest_trace,
 )
 from .microbatches import (
+    Batch,
     loss_weights,
     microbatch_sizes,
     raw_weights,
@@ -42,36 +41,6 @@ from .run import Run
 from .shared_trace import Noted, clock_name, put_together
 
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A mini-batch cut into micro-batches, as one process sees it.
-
-    `first` is the number of this replica's first micro-batch among those of all replicas, `trace`
-    what all processes record; `reduction` is how a model reduces a loss that it computes itself.
-    """
-
-    sizes: list[int]
-    inputs: list[Any]
-    targets: list[Any]
-    weights: list[float]
-    first: int = 0
-    trace: Trace = Trace.OFF
-    reduction: Reduce = Reduction.MEAN
-
-    def output_weights(self) -> list[float]:
-        """Weigh the micro-batches' losses where the model has computed them.
-
-        Raises:
-            BatchError: the reduction function weighs by the batch, which is not here.
-        """
-        if not isinstance(self.reduction, Reduction) and self.inputs[0] is None:
-            raise BatchError(
-                "the model's loss is weighed by the batch (reduction=), which this process was "
-                "not given; give inputs on the last stage's process as well"
-            )
-        return loss_weights(self.reduction, self.inputs, self.sizes)
 
 
 class Crew(ABC):
@@ -106,7 +75,7 @@ class Crew(ABC):
 
     def noted(self, run: Run) -> Noted:
         """Give what a traced run noted on all stages of this replica."""
-        return Noted(None, 0.0, run.times_s, run.sent_bytes, run.memory)
+        return Noted(None, 0.0, run.recorded.times_s, run.recorded.sent_bytes, run.recorded.memory)
 
     def reporting(self) -> AbstractContextManager[None]:
         """Tell the others of whatever is raised inside."""
@@ -241,7 +210,13 @@ class Together(Crew):
         return [Said(*row) for row in rows]
 
     def noted(self, run: Run) -> Noted:
-        mine = Noted(clock_name(), self._agreed_s, run.times_s, run.sent_bytes, run.memory)
+        mine = Noted(
+            clock_name(),
+            self._agreed_s,
+            run.recorded.times_s,
+            run.recorded.sent_bytes,
+            run.recorded.memory,
+        )
         parts: list[Any] = [None] * self._mesh.num_stages
         group = self._mesh.group("stage")
         self._background.run(
@@ -303,6 +278,6 @@ def _unequal(num_inputs: int, num_targets: int) -> BatchError:
 
 def _sum(run: Run) -> Tensor:
     total = run.losses[0]
-    for i in range(1, len(run.inputs)):
+    for i in range(1, run.num_microbatches):
         total = total + run.losses[i]
     return total

@@ -1,6 +1,7 @@
 """How each layer draws random numbers: found out as it runs, so that only those pay that draw."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -13,10 +14,12 @@ from penstock.errors import RandomnessError
 from penstock.torch_private import AnyDropout
 
 from .compiled import CompiledCalls
-from .default_generators import runs_and_draws
+from .default_generators import alone_with_generators, checked_draws, runs_and_draws
 from .dropout import is_plain, with_keyed_dropouts
-from .random_streams import KeyedRandomness, WatchDraws, holds_generator, stream_key
-from .run import Kept, Run
+from .guards import Guard
+from .random_streams import KeyedRandomness, WatchDraws, holds_generator, refuse_draws, stream_key
+from .run import Run
+from .tape import Tape
 
 
 class Draws(Enum):
@@ -45,19 +48,17 @@ class LayerCall:
     """One call of one layer, or of the loss, on one micro-batch."""
 
     run: Run
-    microbatch: int
+    tape: Tape
     layer: int
     training: bool
-    kept: Kept
 
     @property
     def key(self) -> int:
-        run = self.run
-        microbatch = run.first_microbatch + self.microbatch
-        return stream_key(run.seed, run.phase, run.step, self.layer, microbatch)
+        seed, phase, step, first = self.run.streams
+        return stream_key(seed, phase, step, self.layer, first + self.tape.microbatch)
 
 
-class Drawing:
+class Drawing(Guard):
     """Runs the layers of a stage so that each draws from its own stream; plainly if it draws none.
 
     What was seen of a layer holds for its mode and its dropout probabilities: a schedule may
@@ -66,10 +67,14 @@ class Drawing:
     first call     alone, from the default generators: does it draw?  does it run compiled code?
     second call    likewise, and watched: where does it draw?
     from then on   from a generator of its own where all that draws can take one; else as before
+
+    `silent` are the (layer, whether it trains) that are known to draw nothing, without dropouts
+    that could be switched on: these need not come here.
     """
 
     def __init__(self, layers: Iterable[tuple[int, nn.Module]], device: torch.device) -> None:
         self._device = device
+        self.silent: set[tuple[int, bool]] = set()
         self._known: dict[tuple[float, ...], Draws] = {}
         self._own_generators = set()
         self._dropouts: dict[int, list[Any]] = {}
@@ -81,12 +86,13 @@ class Drawing:
 
     def forget(self, error: BaseException) -> None:
         """Look at every layer again before trusting that it draws no random numbers."""
+        self.silent.clear()
         lasting = (Draws.SEEDED, Draws.COMPILED)
         self._known = {key: how for key, how in self._known.items() if how in lasting}
         self._elsewhere_too |= isinstance(error, RandomnessError)
 
     def run(self, call: LayerCall, function: Callable[[], Any]) -> Any:
-        """Run `function`, the layer; note in `call.kept` if its backward may draw again."""
+        """Run `function`, the layer; note in its tape if its backward may draw again."""
         layer, training = call.layer, call.training
         key = (layer, training, *(m.p for m in self._dropouts.get(layer, ())))
         known = self._known.get(key)
@@ -116,14 +122,30 @@ class Drawing:
         result, drew = runs_and_draws(call.key, run, self._device)
         if known is None and not drew:
             self._known[key] = Draws.NEVER
+            self._note_silent(call)
         elif drew and known is None:
             self._known[key] = Draws.IN_COMPILED if compiled.seen else Draws.SOMEHOW
         elif drew and known is Draws.SOMEHOW:
             self._known[key] = self._seen(watch)
         elif drew and known is Draws.IN_COMPILED:
             self._known[key] = Draws.SEEDED if compiled.reruns else Draws.COMPILED
-        call.kept.draws_again |= drew and self._known[key] in _MAY_DRAW_AGAIN
+        call.tape.draws_again |= drew and self._known[key] in _MAY_DRAW_AGAIN
         return result
+
+    def _note_silent(self, call: LayerCall) -> None:
+        if not self._dropouts.get(call.layer):
+            self.silent.add((call.layer, call.training))
+
+    @contextmanager
+    def around_rerun(self, run: Run, tape: Tape) -> Iterator[None]:
+        """Let layers that run again in a backward draw the numbers that they drew, or none."""
+        with ExitStack() as context:
+            if run.has_seeded:
+                context.enter_context(alone_with_generators(self._device))
+            if tape.may_rerun:
+                repeats = tape.draws_again and not tape.must_not_draw
+                context.enter_context(checked_draws(self._device) if repeats else refuse_draws())
+            yield
 
     def _seen(self, watch: WatchDraws) -> Draws:
         if watch.in_checkpoint or watch.unseen:
@@ -135,7 +157,7 @@ class Drawing:
     def _run_keyed(
         self, key: tuple[float, ...], call: LayerCall, function: Callable[[], Any]
     ) -> Any:
-        with KeyedRandomness(call.key, repeatable=call.kept.graph_dropped) as stream:
+        with KeyedRandomness(call.key, repeatable=call.tape.graph_dropped) as stream:
             result = function()
         self._note_checkpoint(key, call, stream)
         return result
@@ -153,7 +175,7 @@ class Drawing:
     ) -> None:
         if stream.drew_in_checkpoint:  # one that was switched on since
             self._known[key] = Draws.SEEDED
-            call.kept.reruns_in_backward = call.kept.must_not_draw = True
+            call.tape.reruns_in_backward = call.tape.must_not_draw = True
 
 
 _MAY_DRAW_AGAIN = (Draws.SOMEHOW, Draws.IN_COMPILED, Draws.SEEDED)

@@ -75,7 +75,7 @@ class Engine:
         )
         if self.crew.replicas is not None:
             self.crew.replicas.start_equal(
-                [t for s in self.stages for t in (*s.parameters, *s.buffers)]
+                [t for s in self.stages for t in (*s.weights.parameters, *s.weights.buffers)]
             )
         self._places = layers.places()
         self._programs: dict[tuple[Mode, int], Schedule] = {}
@@ -165,15 +165,17 @@ class Engine:
         """
         self.check_unchanged()
         run.sums_tied = self.plan.tied_gradients is TiedGradients.SUMMED
+        for stage in self.stages:
+            stage.begin(run)
         stages = {stage.index: stage for stage in self.stages}
         caller = CallerContext.capture(run.with_grad, self.devices) if run.resumed else run.caller
         caller.check_hooks(
-            Recompute.STAGE if self.plan.recomputing else Recompute.NEVER, run.trace
+            Recompute.STAGE if self.plan.recomputing else Recompute.NEVER, run.batch.trace
         )
-        work = Work(self.program(mode, len(run.inputs)), stages, run, caller)
+        work = Work(self.program(mode, run.num_microbatches), stages, run, caller)
         replicas = self.crew.replicas if mode is Mode.TRAIN else None
         if replicas is not None:
-            replicas.set_aside([p for stage in self.stages for p in stage.parameters])
+            replicas.set_aside([p for stage in self.stages for p in stage.weights.parameters])
         for stage in self.stages:
             stage.device.wait_for_caller()
         try:
@@ -211,10 +213,10 @@ class Engine:
 
     def record(self, run: Run, mode: Mode) -> Record | None:
         """Give what a traced run noted on all stages; None if it was not traced."""
-        if run.trace is Trace.OFF:
+        if run.batch.trace is Trace.OFF:
             return None
         noted = self.crew.noted(run)
-        program = self.program(mode, len(run.inputs))
+        program = self.program(mode, run.num_microbatches)
         return Record(program, noted.times_s, noted.sent_bytes, noted.memory)
 
     def describe(self) -> Iterator[str]:

@@ -44,7 +44,7 @@ class Executor:
         self._run = run
         self._channels = channels
         self._on_gpu = any(stage.device.is_cuda for stage in self._stages.values())
-        self._timed = run.trace is not Trace.OFF
+        self._timed = run.batch.trace is not Trace.OFF
         self._times_s: list[float] = []
         self._sent_bytes: list[int] = []
         self._lasted: set[tuple[tuple[bool, int, int], int, int]] = set()
@@ -86,14 +86,14 @@ class Executor:
                 stage.backward(run, i)
             case ReceiveActivation(s, i, peer):
                 activation = self._channels.receive((False, peer, s, i), instruction)
-                run.arrived[s, i][peer] = stage.bring_activation(activation)
+                run.stages[s].arrived[i, peer] = stage.handover.bring_activation(activation)
             case ReceiveGradient(s, i, peer):
                 gradient = self._channels.receive((True, peer, s, i), instruction)
-                run.arrived_gradients[s, i][peer] = gradient
+                run.stages[s].arrived_gradients[i, peer] = gradient
             case SendActivation(s, i, peer):
-                self._send((False, s, peer, i), run.leaving[s, i].pop(peer))
+                self._send((False, s, peer, i), run.stages[s].leaving.pop((i, peer)))
             case SendGradient(s, i, peer):
-                self._send((True, s, peer, i), run.leaving_gradients[s, i].pop(peer))
+                self._send((True, s, peer, i), run.stages[s].leaving_gradients.pop((i, peer)))
             case PostReceive(s, i, peer, gradient):
                 self._channels.post((gradient, peer, s, i))
             case CommitStatistics():
@@ -124,5 +124,5 @@ class Executor:
     def finish(self) -> None:
         """Hand the noted times over to the run; call once the rank is done."""
         if self._clock is not None:
-            self._run.sent_bytes[self._rank] = self._sent_bytes
-            self._run.times_s[self._rank] = self._times_s or self._clock.times_s()
+            self._run.recorded.sent_bytes[self._rank] = self._sent_bytes
+            self._run.recorded.times_s[self._rank] = self._times_s or self._clock.times_s()

@@ -11,24 +11,21 @@ from penstock.model.pytree import flatten
 from .run import Run
 
 
-def accumulate_into_inputs(inputs: Any, run: Run, sizes: Sequence[int]) -> None:
+def accumulate_into_inputs(inputs: Any, run: Run) -> None:
     """Send what came back for the tensors of `inputs` to their `.grad`, or on through what made
     them.
     """
-    found = zip(flatten(inputs)[0], input_gradients(run, sizes), strict=False)
+    found = zip(flatten(inputs)[0], input_gradients(run), strict=False)
     pairs = [(leaf, gradient) for leaf, gradient in found if gradient is not None]
     if pairs:
         torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
 
 
-def input_gradients(run: Run, sizes: Sequence[int]) -> list[Tensor | None]:
-    """Give the gradients of the caller's input tensors, in order: whole-batch tensors, or None.
-
-    Empty if no gradient came back to any.
-    """
-    width = max((len(row) for row in run.input_gradients.values()), default=0)
-    rows = [run.input_gradients.get(i, (None,) * width) for i in range(len(sizes))]
-    inputs = flatten(run.inputs[0])[0]
+def input_gradients(run: Run) -> list[Tensor | None]:
+    """Return the gradients of the caller's input tensors, in order; None where there is none."""
+    sizes = run.batch.sizes
+    inputs = flatten(run.batch.inputs[0])[0]
+    rows = [run.input_gradients.get(i, (None,) * len(inputs)) for i in range(len(sizes))]
     return [
         _join(column, sizes, leaf.device)
         for column, leaf in zip(zip(*rows, strict=True), inputs, strict=False)

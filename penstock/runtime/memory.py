@@ -6,36 +6,57 @@ it.
 """
 
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.model.pytree import flatten
 from penstock.trace.timeline import MemorySample
-from penstock.types import Trace
 
-from .run import FROM_CALLER, Kept, Run
+from .guards import Context, Guard
+from .run import Run
+from .tape import FROM_CALLER, Tape
 
-StorageBytes = dict[int, int]
 
-
-class KeptBytes:
-    """Watches the forwards of one stage when a run traces memory; otherwise does nothing."""
+class KeptBytes(Guard):
+    """Counts for one stage, where a run traces memory."""
 
     def __init__(self, stage: int, modules: Iterable[nn.Module], computes_loss: bool) -> None:
         self._stage = stage
         self._computes_loss = computes_loss
         self._modules = tuple(modules)
 
-    def watch(self, run: Run, microbatch: int, kept: Kept, context: ExitStack) -> None:
-        """Count what autograd saves while `context` is open."""
-        if run.trace is not Trace.MEMORY:
-            return
+    def around_forward(self, run: Run, tape: Tape) -> Context | None:
+        """Count what autograd saves, if it does, and then the values that came to the stage."""
+        return self._counting_inputs(run, tape) if run.with_grad else None
+
+    @contextmanager
+    def _counting_inputs(self, run: Run, tape: Tape) -> Iterator[None]:
+        counted = run.stages[self._stage].kept_bytes.setdefault(tape.microbatch, {})
+        with nullcontext() if tape.graph_dropped else self._counting_saved(run, tape):
+            yield
+        for leaf in tape.inputs:
+            counted[_storage(leaf)] = leaf.untyped_storage().nbytes()
+        of_batch = self._batch_leaves(run, tape)
+        for leaf in of_batch:
+            counted.pop(_storage(leaf), None)
+        for leaf in of_batch:
+            counted[leaf.data_ptr()] = leaf.numel() * leaf.element_size()
+        self._sample(run)
+
+    @contextmanager
+    def around_recompute(self, run: Run, tape: Tape) -> Iterator[None]:
+        """Count what autograd saves."""
+        with self._counting_saved(run, tape):
+            yield
+        self._sample(run)
+
+    def _counting_saved(self, run: Run, tape: Tape) -> saved_tensors_hooks:
         ignored = {_storage(t) for m in self._modules for t in (*m.parameters(), *m.buffers())}
-        ignored |= {_storage(t) for t in self._batch_leaves(run, microbatch, kept)}
-        counted = run.kept_bytes[self._stage, microbatch]
+        ignored |= {_storage(t) for t in self._batch_leaves(run, tape)}
+        counted = run.stages[self._stage].kept_bytes[tape.microbatch]
 
         def pack(tensor: Tensor) -> Tensor:
             storage = _storage(tensor)
@@ -43,41 +64,27 @@ class KeptBytes:
                 counted[storage] = tensor.untyped_storage().nbytes()
             return tensor
 
-        context.enter_context(saved_tensors_hooks(pack, _as_it_is))
+        return saved_tensors_hooks(pack, _as_it_is)
 
-    def note_inputs(self, run: Run, microbatch: int, kept: Kept) -> None:
-        """Count the values that came to the stage for `microbatch`, targets included."""
-        if run.trace is not Trace.MEMORY:
-            return
-        counted = run.kept_bytes[self._stage, microbatch]
-        for leaf in kept.inputs:
-            counted[_storage(leaf)] = leaf.untyped_storage().nbytes()
-        for leaf in self._batch_leaves(run, microbatch, kept):
-            counted.pop(_storage(leaf), None)
-        for leaf in self._batch_leaves(run, microbatch, kept):
-            counted[leaf.data_ptr()] = leaf.numel() * leaf.element_size()
+    def after_backward(self, run: Run, tape: Tape) -> None:
+        """Stop counting what was kept for the micro-batch."""
+        run.stages[self._stage].kept_bytes.pop(tape.microbatch, None)
+        self._sample(run)
 
-    def _batch_leaves(self, run: Run, microbatch: int, kept: Kept) -> list[Tensor]:
-        """Give the views of the caller's batch that the stage works on."""
-        leaves = list(kept.received[FROM_CALLER].leaves) if FROM_CALLER in kept.received else []
-        if self._computes_loss and run.targets:
-            leaves += flatten(run.targets[microbatch])[0]
+    def _batch_leaves(self, run: Run, tape: Tape) -> list[Tensor]:
+        """Return the views of the caller's batch that the stage works on."""
+        leaves = list(tape.received[FROM_CALLER].leaves) if FROM_CALLER in tape.received else []
+        if self._computes_loss and run.loss is not None:
+            leaves += flatten(run.batch.targets[tape.microbatch])[0]
         return leaves
 
-    def forget(self, run: Run, microbatch: int) -> None:
-        """Stop counting what was kept for `microbatch`."""
-        if run.trace is Trace.MEMORY:
-            run.kept_bytes.pop((self._stage, microbatch), None)
-
-    def sample(self, run: Run) -> None:
+    def _sample(self, run: Run) -> None:
         """Note how many bytes the stage keeps now."""
-        if run.trace is not Trace.MEMORY:
-            return
-        kept: StorageBytes = {}
-        for (stage, _), storages in list(run.kept_bytes.items()):
-            if stage == self._stage:
-                kept.update(storages)
-        run.memory.append(MemorySample(self._stage, time.perf_counter(), sum(kept.values())))
+        kept: dict[int, int] = {}
+        for storages in run.stages[self._stage].kept_bytes.values():
+            kept.update(storages)
+        sample = MemorySample(self._stage, time.perf_counter(), sum(kept.values()))
+        run.recorded.memory.append(sample)
 
 
 def _storage(tensor: Tensor) -> int:

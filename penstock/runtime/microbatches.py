@@ -2,15 +2,46 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 from penstock.errors import BatchError, ConfigError
 from penstock.model.batch import batch_size, split
 from penstock.model.pytree import flatten
-from penstock.types import Reduction
+from penstock.types import Reduction, Trace
 
 WeightFunction = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A mini-batch cut into micro-batches, as one process sees it.
+
+    `first` is the number of this replica's first micro-batch among those of all replicas, `trace`
+    what all processes record; `reduction` is how a model reduces a loss that it computes itself.
+    """
+
+    sizes: list[int]
+    inputs: list[Any]
+    targets: list[Any]
+    weights: list[float]
+    first: int = 0
+    trace: Trace = Trace.OFF
+    reduction: Reduction | WeightFunction = Reduction.MEAN
+
+    def output_weights(self) -> list[float]:
+        """Weigh the micro-batches' losses where the model has computed them.
+
+        Raises:
+            BatchError: the reduction function weighs by the batch, which is not here.
+        """
+        if not isinstance(self.reduction, Reduction) and self.inputs[0] is None:
+            raise BatchError(
+                "the model's loss is weighed by the batch (reduction=), which this process was "
+                "not given; give inputs on the last stage's process as well"
+            )
+        return loss_weights(self.reduction, self.inputs, self.sizes)
 
 
 def microbatch_sizes(num_samples: int, num_microbatches: int) -> list[int]:

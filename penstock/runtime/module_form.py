@@ -15,9 +15,9 @@ from penstock.errors import PenstockError
 from penstock.model.pytree import flatten, unflatten
 from penstock.schedules.lower import Mode
 
-from .crew import Batch
 from .engine import Engine
 from .input_gradients import input_gradients
+from .microbatches import Batch
 from .outputs import gather
 from .run import Run
 
@@ -32,8 +32,8 @@ def run_as_module(engine: Engine, run: Run, inputs: Any, batch: Batch) -> Any:
     sizes = batch.sizes
     outputs = gather([run.outputs.pop(i) for i in range(len(sizes))], sizes, batch.output_weights)
     leaves, structure = flatten(outputs)
-    last = [run.kept[len(engine.stages) - 1, i] for i in range(len(sizes))]
-    wants_grad = [any(kept.output_wants_grad[n] for kept in last) for n in range(len(leaves))]
+    last = run.stages[len(engine.stages) - 1].tapes.values()
+    wants_grad = [any(tape.output_wants_grad[n] for tape in last) for n in range(len(leaves))]
     if not any(wants_grad):
         return outputs
     weights = batch.output_weights() if any(leaf.dim() == 0 for leaf in leaves) else []
@@ -89,13 +89,12 @@ class _Pending:
             [None if pieces is None else pieces[i] for pieces in cut]
             for i in range(len(self.sizes))
         ]
-        run.resumed = True
         on_gpu = any(device.type == "cuda" for device in self.engine.devices)
         # a GPU's autograd thread runs this; workers would wait for that thread while it waits for
         # them
         with self.engine.one_at_a_time():
             self.engine.drive(run, Mode.BACKWARDS, in_caller=on_gpu)
-        return input_gradients(run, self.sizes)
+        return input_gradients(run)
 
     def _pieces(self, gradient: Tensor) -> Sequence[Tensor | None]:
         """Cut an output's gradient into those of the micro-batches; a loss without weight has

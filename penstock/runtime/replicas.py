@@ -17,7 +17,8 @@ from penstock.errors import ConfigError
 from penstock.mesh import Mesh
 from penstock.torch_private import AnyBatchNorm
 
-from .batch_norm import Moments, MomentsByModule, pooled
+from .batch_norm import pooled
+from .run import Moments, MomentsByModule
 
 _BUCKET_BYTES = 25 << 20
 

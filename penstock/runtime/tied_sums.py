@@ -4,26 +4,24 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from .run import Run, StagePair
-
 
 def hold_back(
-    run: Run,
-    edge: StagePair,
-    microbatch: int,
+    sums: dict[int, Tensor],
     found: Sequence[Tensor | None],
     lasting: Collection[int],
+    *,
+    is_last: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients to send along an edge (stage, peer) for a micro-batch.
+    """Return what to send of the gradients that a micro-batch found for one peer's values.
 
-    Those of lasting values are summed, and leave with the last micro-batch.  Micro-batches come in
-    order, so that the sums are the same in every run.
+    Those of lasting values are added to `sums`, by place, and leave with the last micro-batch.
+    Micro-batches come in order, so that the sums are the same in every run.
     """
-    sums, sent = run.tied_sums[edge], list(found)
+    sent = list(found)
     for place in lasting:
         gradient, sent[place] = found[place], None
         if gradient is not None:
             sums[place] = sums[place] + gradient if place in sums else gradient
-        if microbatch == len(run.inputs) - 1:
+        if is_last:
             sent[place] = sums.pop(place, None)
     return tuple(sent)

@@ -20,8 +20,9 @@ from penstock.errors import PeerError
 from penstock.mesh import Mesh
 from penstock.mesh.background import Slot
 from penstock.mesh.flows import Inflow
+from penstock.model.entries import version_of
 
-from .payload import check_still_as_sent, version_of
+from .payload import check_still_as_sent
 from .wire import TensorKind, fill, memory_of, memory_to_fill, room_for
 
 _MOST_DESCRIPTIONS = 256

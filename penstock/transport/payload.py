@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BoundaryError
+from penstock.model.entries import version_of
 from penstock.model.pytree import Structure
-from penstock.torch_private import version_counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,6 @@ class Gradient:
 
     leaves: tuple[Tensor | None, ...]
     event: torch.cuda.Event | None = None
-
-
-def version_of(tensor: Tensor) -> int:
-    """Count the changes in place; inference tensors do not count them."""
-    return 0 if tensor.is_inference() else version_counter(tensor)
 
 
 def check_still_as_sent(tensor: Tensor, version: int, stage: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from penstock.mesh import Mesh
 from penstock.mesh.background import WAIT_FAILURES, Slot
+from penstock.model.entries import version_of
 from penstock.model.pytree import Structure, from_template, is_plain, template
 from penstock.schedules.ir import Instruction
 from penstock.schedules.text import instruction_to_text
@@ -18,7 +19,7 @@ from penstock.schedules.walk import Message
 
 from .channels import AbstractChannels
 from .link import Incoming, Outgoing, Parcel
-from .payload import Activation, Gradient, version_of
+from .payload import Activation, Gradient
 
 _WHAT_SENDS = "for stage {} to take what was sent to it"
 

@@ -81,8 +81,8 @@ FAULTS = (
     ),
     Fault(
         "autocast casts once what several uses of a received value cast",
-        "penstock/runtime/stage.py",
-        "value = no_leaf(value)",
+        "penstock/runtime/handover.py",
+        "value = no_leaf(sent)",
         "pass",
         "tests/laws/test_capture.py",
         "value and used and twice",

@@ -1,0 +1,185 @@
+"""Turn what arrives at a stage into leaves of its own graph, and what leaves into messages.
+
+      ┌──────────────── stage ────────────────┐
+peer ──► Activation ──► entries   exported leaves ──► Activation ──► peer
+peer ◄── Gradient ◄──── entries   exported leaves ◄── Gradient ◄──── peer
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from penstock.errors import BoundaryError
+from penstock.model.copies import faithful_copy, no_leaf
+from penstock.model.entries import (
+    are_plain,
+    detached,
+    lasts,
+    like,
+    make_entry,
+    mark_lasting,
+    version_of,
+)
+from penstock.model.pytree import ONE_TENSOR, flatten, unflatten
+from penstock.model.stage_plan import MODEL_INPUT, StagePlan, Value
+from penstock.transport.payload import Activation, Gradient, check_still_as_sent
+
+from .aliases import find_aliases
+from .boundary import check_classes, check_leaving, check_routes
+from .devices import Event, StageDevice
+from .guards import Changes
+from .notes import note_failure
+from .run import Run, StageRun
+from .tape import FROM_CALLER, Given, Tape
+from .tied_sums import hold_back
+
+_T = TypeVar("_T", Tensor, Tensor | None)
+
+
+class Handover:
+    """The two ends of a stage; `changes` knows which values its layers change in place."""
+
+    def __init__(self, plan: StagePlan, device: StageDevice, changes: Changes) -> None:
+        self._plan, self._device, self._changes = plan, device, changes
+
+    def bring_activation(self, activation: Activation) -> Activation:
+        """Bring received values to this stage's device."""
+        if not self._device.is_cuda and activation.event is None:
+            return activation
+        here = tuple(self._device.bring(activation.leaves, activation.event))
+        versions = tuple(
+            version if new is old else version_of(new)
+            for new, old, version in zip(here, activation.leaves, activation.versions, strict=True)
+        )
+        return replace(activation, leaves=here, versions=versions, event=None)
+
+    def _bring(self, tensors: Sequence[_T], event: Event | None = None) -> Sequence[_T]:
+        """Bring tensors to this stage's device; most are there, and on a CPU ready for use."""
+        device = self._device.device
+        lags = event is not None or self._device.is_cuda
+        if lags or any(t is not None and t.device != device for t in tensors):
+            return self._device.bring(tensors, event)
+        return tensors
+
+    def receive(self, run: Run, here: StageRun, microbatch: int) -> dict[int, Activation]:
+        """Take what arrived for a micro-batch, and what is read of the caller's batch."""
+        received = {peer: here.arrived.pop((microbatch, peer)) for peer in self._plan.imports}
+        if self._plan.reads_input:
+            batch, structure = flatten((run.batch.inputs[microbatch],))
+            leaves = batch
+            if not run.with_grad:  # layers may change them; each has a version of its own then
+                shared = self._plan.shares_input
+                leaves = [faithful_copy(leaf) if shared else leaf.data for leaf in batch]
+            aliases = find_aliases({FROM_CALLER: batch}) if len(batch) > 1 else {}
+            received[FROM_CALLER] = Activation(
+                tuple(self._bring(leaves)),
+                tuple([leaf.requires_grad for leaf in leaves]),
+                structure,
+                tuple([version_of(leaf) for leaf in leaves]),
+                aliases.get(FROM_CALLER, frozenset()),
+            )
+        return received
+
+    def enter(self, run: Run, tape: Tape) -> tuple[dict[Value, Any], list[Given]]:
+        """Make leaves of this stage's own graph from what arrived, and name their values.
+
+        A layer that changes its input in place gets a copy; every input is copied once, to find
+        out.
+        """
+        values: dict[Value, Any] = {}
+        given: list[Given] = []
+        with_grad = run.with_grad
+        caches = with_grad and torch.is_autocast_enabled(self._device.device.type)
+        for peer, activation in tape.received.items():
+            is_elsewhere = peer != FROM_CALLER or self._plan.shares_input
+            entries, inside = [], []
+            for place, tensor in enumerate(activation.leaves):
+                if peer != FROM_CALLER and version_of(tensor) != activation.versions[place]:
+                    check_still_as_sent(tensor, activation.versions[place], peer)
+                entry = make_entry(tensor, with_grad and activation.wants_grad[place])
+                entries.append(entry)
+                sent = value = entry.tensor
+                lasts_on, alias = place in activation.lasting, place in activation.aliases
+                copied = with_grad and self._changes.copies((peer, place), lasts=lasts_on)
+                if copied:
+                    value = faithful_copy(sent)
+                elif caches and not lasts_on:
+                    value = no_leaf(sent)
+                inside.append(like(value, tensor))
+                if lasts_on:
+                    mark_lasting(inside[-1])
+                if with_grad or (alias and is_elsewhere):
+                    key, before = (peer, place), None if with_grad else sent.clone()
+                    given.append(Given(key, value, version_of(value), copied, alias, sent, before))
+            tape.entries[peer] = entries
+            names = (MODEL_INPUT,) if peer == FROM_CALLER else self._plan.imports[peer]
+            values.update(zip(names, unflatten(activation.structure, inside), strict=True))
+        return values, given
+
+    def export(
+        self, values: dict[Value, Any], given: Sequence[Given], tape: Tape
+    ) -> dict[int, Activation]:
+        """Gather the leaves that other stages need; return the activations to send."""
+        structures = {}
+        try:
+            for peer, exported in self._plan.exports.items():
+                leaves, structure = flatten(tuple([values[v] for v in exported]))
+                is_usual = structure is ONE_TENSOR and are_plain(leaves) and leaves[0].dim()
+                if not is_usual:
+                    any_shape = self._plan.any_shape
+                    check_leaving(leaves, structure, self._plan.index, peer, any_shape=any_shape)
+                tape.exported[peer], structures[peer] = leaves, structure
+            if len(structures) > 1:
+                check_routes(tape.exported, self._plan.index)
+        except BoundaryError as error:
+            note_failure(
+                error, self._plan.index, f"layer {self._plan.steps[-1].label}", tape.microbatch
+            )
+            raise
+        known = [g.tensor for g in given if g.is_alias]
+        is_single = len(known) + sum(map(len, tape.exported.values())) < 2
+        aliases = {} if is_single else find_aliases(tape.exported, known)
+        return {
+            peer: Activation(
+                tuple([detached(leaf) for leaf in leaves]),
+                tuple([leaf.requires_grad for leaf in leaves]),
+                structures[peer],
+                tuple([version_of(leaf) for leaf in leaves]),
+                aliases.get(peer, frozenset()),
+                self._device.mark() if self._device.is_cuda else None,
+                frozenset([place for place, leaf in enumerate(leaves) if lasts(leaf)]),
+            )
+            for peer, leaves in tape.exported.items()
+        }
+
+    def roots(self, run: Run, here: StageRun, tape: Tape) -> tuple[list[Tensor], list[Tensor]]:
+        """Pair everything that left the stage with the gradient that came back for it."""
+        i = tape.microbatch
+        arrived = {}
+        for peer in self._plan.exports:
+            gradient = here.arrived_gradients.pop((i, peer))
+            arrived[peer] = self._bring(gradient.leaves, gradient.event)
+        of_output: Sequence[Tensor | None] = ()
+        if tape.output and run.output_gradients is not None:
+            of_output = self._bring(run.output_gradients[i])
+        of_loss = run.batch.weights[i] * run.loss_scale if tape.loss is not None else 0.0
+        return tape.roots(arrived, of_output, of_loss)
+
+    def leave_gradient(self, run: Run, here: StageRun, tape: Tape, peer: int) -> None:
+        """Leave behind what the backward has found for the values of one peer."""
+        i = tape.microbatch
+        found = tuple([entry.gradient for entry in tape.entries[peer]])
+        if not are_plain(found):
+            check_classes(found, f"is a gradient that stage {self._plan.index} found")
+        if run.sums_tied and not self._plan.decides:  # else a place may be another weight's
+            sums = here.tied_sums.setdefault(peer, {})
+            is_last = i == run.num_microbatches - 1
+            found = hold_back(sums, found, tape.received[peer].lasting, is_last=is_last)
+        if peer != FROM_CALLER:
+            event = self._device.mark() if self._device.is_cuda else None
+            here.leaving_gradients[i, peer] = Gradient(found, event)
+        elif any(gradient is not None for gradient in found):
+            run.input_gradients[i] = found

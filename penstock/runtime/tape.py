@@ -1,0 +1,125 @@
+"""What the forward of one micro-batch leaves behind, for its backward to use up."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.model.entries import Entry
+from penstock.model.stage_plan import Step
+from penstock.model.state import Place
+from penstock.transport.payload import Activation
+
+FROM_CALLER = -1
+"""Stands where a peer stage stands, for values that come from the caller's batch."""
+
+Pair = tuple[Tensor, Tensor | None]
+"""A root of the graph, and the gradient that came back for it, if one did."""
+
+
+class Given(NamedTuple):
+    """A tensor given to the layers: where from, its version then, whether it is a copy.
+
+    `before` is what an alias held in an evaluation.
+    """
+
+    key: tuple[int, int]
+    tensor: Tensor
+    version: int
+    copied: bool
+    is_alias: bool
+    sent: Tensor
+    before: Tensor | None
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a forward saw that is recomputed: changing state, training modes, versions of weights
+    and inputs; and one of its results, with its version, for the recompute to give again.
+    """
+
+    state: dict[Place, Any]
+    modes: list[bool]
+    weights: list[tuple[int, int, int]]
+    input_versions: list[int]
+    result: tuple[Tensor, int] | None = None
+
+
+@dataclass(slots=True)
+class Tape:
+    """One micro-batch of a stage between its forward and the end of its backward.
+
+    `graph_dropped`: the forward kept no graph, and a recompute will build it.
+    `reruns_in_backward`: the backward may run layers again, inside a checkpoint of the user's own.
+    With `draws_again` these draw the numbers again that they drew; with `must_not_draw` one of
+    them could not.
+    """
+
+    microbatch: int
+    received: dict[int, Activation]
+    graph_dropped: bool
+    reruns_in_backward: bool = False
+    draws_again: bool = False
+    must_not_draw: bool = False
+    seen: Seen | None = None
+    layer_marks: list[tuple[int, Step]] = field(default_factory=list)
+    entries: dict[int, list[Entry]] = field(default_factory=dict)
+    exported: dict[int, list[Tensor]] = field(default_factory=dict)
+    output: list[Tensor] = field(default_factory=list)
+    output_wants_grad: tuple[bool, ...] = ()
+    loss: Tensor | None = None
+
+    @property
+    def may_rerun(self) -> bool:
+        """Whether the backward may run layers again."""
+        return self.reruns_in_backward or self.draws_again
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """All tensors that the stage received."""
+        return [leaf for activation in self.received.values() for leaf in activation.leaves]
+
+    @property
+    def entry_tensors(self) -> list[Tensor]:
+        """The leaves of the stage's own graph that stand for what it received."""
+        return [entry.tensor for entries in self.entries.values() for entry in entries]
+
+    @property
+    def results(self) -> list[Tensor]:
+        """All that the forward gave."""
+        exported = [leaf for leaves in self.exported.values() for leaf in leaves]
+        return [*exported, *self.output, *([] if self.loss is None else [self.loss])]
+
+    def drop_graph(self) -> None:
+        """Keep only what a recompute needs."""
+        self.entries, self.exported, self.output, self.loss = {}, {}, [], None
+
+    def roots(
+        self,
+        arrived: Mapping[int, Sequence[Tensor | None]],
+        of_output: Sequence[Tensor | None],
+        of_loss: float,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Pair all that left the stage with the gradient that came back for it.
+
+        An exported value that layers of this stage use as well is a root inside the graph: what
+        arrived for it starts the engine's own sum.
+
+        Returns:
+            The roots that have a gradient, and these.
+        """
+        pairs: list[Pair] = []
+        for peer, leaves in self.exported.items():
+            pairs += zip(leaves, arrived[peer], strict=True)
+        if self.output:
+            pairs += zip(self.output, of_output, strict=True)
+        if self.loss is not None:
+            pairs.append((self.loss, torch.full_like(self.loss, of_loss)))
+        live = [(root, g) for root, g in pairs if g is not None and root.requires_grad]
+        return [root for root, _ in live], [g for _, g in live]
+
+    def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Run autograd once from all roots: entries catch their gradients, weights add theirs."""
+        torch.autograd.backward(roots, gradients)
