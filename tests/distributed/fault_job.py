@@ -44,7 +44,7 @@ def inject(kind: str, action: str) -> None:
     execute, seen = Executor._execute, []
 
     def faulty(self: Executor, instruction: ir.Instruction) -> None:
-        if type(instruction).__name__ == kind and self._run.step == FAULTY_STEP - 1:
+        if type(instruction).__name__ == kind and self._run.streams.step == FAULTY_STEP - 1:
             seen.append(instruction)
             if len(seen) == (1 if kind in ONCE_A_STEP else 2):
                 go_wrong(action)
