@@ -9,6 +9,7 @@ from penstock.schedules.ir import (
     CommitStatistics,
     Forward,
     Instruction,
+    Message,
     PostReceive,
     ReceiveActivation,
     ReceiveGradient,
@@ -17,7 +18,6 @@ from penstock.schedules.ir import (
     SendActivation,
     SendGradient,
 )
-from penstock.schedules.walk import Message
 from penstock.transport.channels import AbstractChannels, Stopped
 from penstock.transport.payload import Activation, Gradient
 from penstock.types import Trace

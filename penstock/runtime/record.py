@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.schedules.ir import Schedule
-from penstock.schedules.walk import sent_message
+from penstock.schedules.ir import Schedule, sent_message
 from penstock.trace.timeline import MemorySample, Span, Timeline
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from penstock.errors import ConfigError
 
 from .ir import Schedule
+from .laws import SYNCHRONOUS, Law
 
 Build = Callable[[int, int], Schedule]
 """(num_stages, num_microbatches) -> Schedule: a family, or a function of the user's own."""
@@ -26,8 +27,8 @@ class Family:
         interleaved_1f1b(stages_per_rank=2)(num_stages=8, num_microbatches=4)
 
     `build` is called with the numbers of stages and micro-batches, and `arguments` by name.  What
-    it makes runs `stages_per_rank` stages on each rank, on those that `deal` gives.  Printing a
-    family gives what a user writes for it.
+    it makes runs `stages_per_rank` stages on each rank, on those that `deal` gives, and keeps the
+    `laws`.  Printing a family gives what a user writes for it.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Family:
     stages_per_rank: int = 1
     arguments: tuple[tuple[str, int], ...] = ()
     deal: Deal = in_turn
+    laws: tuple[Law, ...] = SYNCHRONOUS
 
     def num_ranks(self, num_stages: int) -> int:
         """Return how many ranks run `num_stages` stages.

@@ -1,12 +1,18 @@
 """The instruction set: every schedule is written in it, and nothing else runs.
 
+Printing an instruction gives the word that stands for it in a schedule's text; `WORDS` reads it.
 Letters in the "Roughly" lines: s a stage, i a micro-batch, x its input values, y its output
 values, g gradients, kept[s, i] what a forward leaves behind for its backward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
+from typing import ClassVar
+
+Message = tuple[bool, int, int, int]
+"""(is a gradient, from stage, to stage, micro-batch): what a send and its receive share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +30,9 @@ class Forward:
     microbatch: int
     keep_graph: bool = True
 
+    def __str__(self) -> str:
+        return f"{self.stage}{'F' if self.keep_graph else 'f'}{self.microbatch}"
+
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
@@ -38,6 +47,9 @@ class Recompute:
     stage: int
     microbatch: int
 
+    def __str__(self) -> str:
+        return f"{self.stage}R{self.microbatch}"
+
 
 @dataclass(frozen=True, slots=True)
 class Backward:
@@ -48,6 +60,9 @@ class Backward:
 
     stage: int
     microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}B{self.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +78,15 @@ class SendActivation:
     microbatch: int
     peer: int
 
+    gradient: ClassVar[bool] = False
+
+    @property
+    def message(self) -> Message:
+        return self.gradient, self.stage, self.peer, self.microbatch
+
+    def __str__(self) -> str:
+        return f"{self.stage}F{self.microbatch}>{self.peer}"
+
 
 @dataclass(frozen=True, slots=True)
 class ReceiveActivation:
@@ -74,6 +98,15 @@ class ReceiveActivation:
     stage: int
     microbatch: int
     peer: int
+
+    gradient: ClassVar[bool] = False
+
+    @property
+    def message(self) -> Message:
+        return self.gradient, self.peer, self.stage, self.microbatch
+
+    def __str__(self) -> str:
+        return f"{self.stage}F{self.microbatch}<{self.peer}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +120,15 @@ class SendGradient:
     microbatch: int
     peer: int
 
+    gradient: ClassVar[bool] = True
+
+    @property
+    def message(self) -> Message:
+        return self.gradient, self.stage, self.peer, self.microbatch
+
+    def __str__(self) -> str:
+        return f"{self.stage}B{self.microbatch}>{self.peer}"
+
 
 @dataclass(frozen=True, slots=True)
 class ReceiveGradient:
@@ -98,6 +140,15 @@ class ReceiveGradient:
     stage: int
     microbatch: int
     peer: int
+
+    gradient: ClassVar[bool] = True
+
+    @property
+    def message(self) -> Message:
+        return self.gradient, self.peer, self.stage, self.microbatch
+
+    def __str__(self) -> str:
+        return f"{self.stage}B{self.microbatch}<{self.peer}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +162,9 @@ class CommitStatistics:
     """
 
     stage: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}U"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +183,13 @@ class PostReceive:
     peer: int
     gradient: bool
 
+    @property
+    def message(self) -> Message:
+        return self.gradient, self.peer, self.stage, self.microbatch
+
+    def __str__(self) -> str:
+        return f"{self.stage}{'B' if self.gradient else 'F'}{self.microbatch}?{self.peer}"
+
 
 @dataclass(frozen=True, slots=True)
 class ReduceGradients:
@@ -142,6 +203,9 @@ class ReduceGradients:
 
     stage: int
 
+    def __str__(self) -> str:
+        return f"{self.stage}G"
+
 
 Compute = Forward | Recompute | Backward
 """What a schedule function may write, or a pass add, that runs layers."""
@@ -150,6 +214,39 @@ Receive = ReceiveActivation | ReceiveGradient
 Communication = Send | Receive
 Instruction = Compute | Communication | PostReceive | CommitStatistics | ReduceGradients
 Program = tuple[Instruction, ...]
+
+WORDS: Mapping[str, Callable[..., Instruction]] = {
+    "0F0": Forward,
+    "0f0": partial(Forward, keep_graph=False),
+    "0R0": Recompute,
+    "0B0": Backward,
+    "0F0>0": SendActivation,
+    "0F0<0": ReceiveActivation,
+    "0B0>0": SendGradient,
+    "0B0<0": ReceiveGradient,
+    "0F0?0": partial(PostReceive, gradient=False),
+    "0B0?0": partial(PostReceive, gradient=True),
+    "0U": CommitStatistics,
+    "0G": ReduceGradients,
+}
+"""What makes an instruction of the numbers in its word, by the word with each number a 0."""
+
+
+def sent_message(instruction: Instruction) -> Message | None:
+    """Name the message that `instruction` sends; None if it sends nothing."""
+    return instruction.message if isinstance(instruction, Send) else None
+
+
+def awaited_message(instruction: Instruction) -> Message | None:
+    """Name the message that `instruction` waits for; None if it never waits."""
+    return instruction.message if isinstance(instruction, Receive) else None
+
+
+def is_backward_half(instruction: Instruction) -> bool:
+    """Tell whether `instruction` belongs to the half of a step that begins with gradients."""
+    if isinstance(instruction, Communication | PostReceive):
+        return instruction.gradient
+    return isinstance(instruction, Recompute | Backward | ReduceGradients)
 
 
 @dataclass(frozen=True, slots=True)

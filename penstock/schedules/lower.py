@@ -72,7 +72,7 @@ def lower(how: Lowering, num_microbatches: int, mode: Mode = Mode.TRAIN) -> Sche
         schedule = add_reductions(schedule)
     if how.posts:
         schedule = post_receives(schedule)
-    verify(schedule, how.transfers)
+    verify(schedule, how.transfers, how.family.laws)
     match mode:
         case Mode.TRAIN:
             return schedule

@@ -8,22 +8,8 @@ and between processes add_reductions and post_receives before the proof.
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import pairwise
 
-from .ir import (
-    Backward,
-    CommitStatistics,
-    Compute,
-    Forward,
-    Instruction,
-    PostReceive,
-    Program,
-    ReceiveActivation,
-    ReceiveGradient,
-    Recompute,
-    ReduceGradients,
-    Schedule,
-    SendActivation,
-    SendGradient,
-)
+from . import ir
+from .ir import Instruction, Program, Schedule, is_backward_half
 from .transfers import Transfers, neighbours
 
 
@@ -40,7 +26,8 @@ def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> 
         at_once = {
             (before.stage, before.microbatch)
             for before, after in pairwise(program)
-            if isinstance(before, Forward) and after == Backward(before.stage, before.microbatch)
+            if isinstance(before, ir.Forward)
+            and after == ir.Backward(before.stage, before.microbatch)
         }
 
         def drops(stage: int, microbatch: int) -> bool:
@@ -49,10 +36,10 @@ def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> 
 
         for instruction in program:
             match instruction:
-                case Forward(s, i) if drops(s, i):
-                    yield Forward(s, i, keep_graph=False)
-                case Backward(s, i) if drops(s, i):
-                    yield Recompute(s, i)
+                case ir.Forward(s, i) if drops(s, i):
+                    yield ir.Forward(s, i, keep_graph=False)
+                case ir.Backward(s, i) if drops(s, i):
+                    yield ir.Recompute(s, i)
                     yield instruction
                 case _:
                     yield instruction
@@ -64,11 +51,11 @@ def add_commits(schedule: Schedule, stages: Collection[int]) -> Schedule:
     """Commit the BatchNorm statistics of each of `stages` right after its last forward."""
 
     def rewrite(program: Program) -> Iterator[Instruction]:
-        last = {x.stage: n for n, x in enumerate(program) if isinstance(x, Forward)}
+        last = {x.stage: n for n, x in enumerate(program) if isinstance(x, ir.Forward)}
         for n, instruction in enumerate(program):
             yield instruction
             if last.get(instruction.stage) == n and instruction.stage in stages:
-                yield CommitStatistics(instruction.stage)
+                yield ir.CommitStatistics(instruction.stage)
 
     return _rewrite(schedule, rewrite)
 
@@ -87,14 +74,14 @@ def add_communication(schedule: Schedule, transfers: Transfers) -> Schedule:
     def rewrite(program: Program) -> Iterator[Instruction]:
         for instruction in program:
             match instruction:
-                case Forward(s, i):
-                    yield from [ReceiveActivation(s, i, p) for p in producers.get(s, ())]
+                case ir.Forward(s, i):
+                    yield from [ir.ReceiveActivation(s, i, p) for p in producers.get(s, ())]
                     yield instruction
-                    yield from [SendActivation(s, i, c) for c in consumers.get(s, ())]
-                case Backward(s, i):
-                    yield from [ReceiveGradient(s, i, c) for c in consumers.get(s, ())]
+                    yield from [ir.SendActivation(s, i, c) for c in consumers.get(s, ())]
+                case ir.Backward(s, i):
+                    yield from [ir.ReceiveGradient(s, i, c) for c in consumers.get(s, ())]
                     yield instruction
-                    yield from [SendGradient(s, i, p) for p in producers.get(s, ())]
+                    yield from [ir.SendGradient(s, i, p) for p in producers.get(s, ())]
                 case _:
                     yield instruction
 
@@ -105,13 +92,13 @@ def add_reductions(schedule: Schedule) -> Schedule:
     """Add up the gradients of each stage over all replicas right after its last backward."""
 
     def rewrite(program: Program) -> Iterator[Instruction]:
-        last = {x.stage: n for n, x in enumerate(program) if isinstance(x, Backward)}
-        sending = {x.stage: n for n, x in enumerate(program) if isinstance(x, SendGradient)}
+        last = {x.stage: n for n, x in enumerate(program) if isinstance(x, ir.Backward)}
+        sending = {x.stage: n for n, x in enumerate(program) if isinstance(x, ir.SendGradient)}
         ends = {max(n, sending.get(stage, n)): stage for stage, n in last.items()}
         for n, instruction in enumerate(program):
             yield instruction
             if n in ends:
-                yield ReduceGradients(ends[n])
+                yield ir.ReduceGradients(ends[n])
 
     return _rewrite(schedule, rewrite)
 
@@ -126,11 +113,12 @@ def post_receives(schedule: Schedule) -> Schedule:
         room: list[list[Instruction]] = [[]]  # what to post at the start, and before each compute
         groups: list[list[Instruction]] = [[]]
         for instruction in program:
-            if isinstance(instruction, Compute):
+            if isinstance(instruction, ir.Compute):
                 room.append([])
                 groups.append([])
-            elif isinstance(instruction, ReceiveActivation | ReceiveGradient):
-                room[-1].append(_post_of(instruction))
+            elif isinstance(instruction, ir.Receive):
+                x = instruction
+                room[-1].append(ir.PostReceive(x.stage, x.microbatch, x.peer, x.gradient))
             groups[-1].append(instruction)
         for posts, group in zip(room, groups, strict=True):
             yield from posts
@@ -139,32 +127,19 @@ def post_receives(schedule: Schedule) -> Schedule:
     return _rewrite(schedule, rewrite)
 
 
-def _post_of(receive: ReceiveActivation | ReceiveGradient) -> PostReceive:
-    gradient = isinstance(receive, ReceiveGradient)
-    return PostReceive(receive.stage, receive.microbatch, receive.peer, gradient)
-
-
 def forwards_first(schedule: Schedule) -> Schedule:
     """Move every forward before every backward, both in the order they had."""
-    return _rewrite(schedule, lambda program: sorted(program, key=_is_backward_half))
+    return _rewrite(schedule, lambda program: sorted(program, key=is_backward_half))
 
 
 def forward_half(schedule: Schedule) -> Schedule:
     """Keep what can run before any gradient exists."""
-    return _rewrite(schedule, lambda program: (x for x in program if not _is_backward_half(x)))
+    return _rewrite(schedule, lambda program: (x for x in program if not is_backward_half(x)))
 
 
 def backward_half(schedule: Schedule) -> Schedule:
     """Keep what runs once the outputs' gradients are known: `forward_half`'s other half."""
-    return _rewrite(schedule, lambda program: (x for x in program if _is_backward_half(x)))
-
-
-def _is_backward_half(instruction: Instruction) -> bool:
-    if isinstance(instruction, PostReceive):
-        return instruction.gradient
-    return isinstance(
-        instruction, Recompute | Backward | SendGradient | ReceiveGradient | ReduceGradients
-    )
+    return _rewrite(schedule, lambda program: (x for x in program if is_backward_half(x)))
 
 
 def _rewrite(schedule: Schedule, rewrite: Callable[[Program], Iterable[Instruction]]) -> Schedule:

@@ -8,36 +8,8 @@ from collections.abc import Iterator
 
 from penstock.errors import ScheduleError
 
-from .ir import (
-    Instruction,
-    ReceiveActivation,
-    ReceiveGradient,
-    Schedule,
-    SendActivation,
-    SendGradient,
-)
-from .text import instruction_to_text, marked_text
-
-Message = tuple[bool, int, int, int]
-"""(is a gradient, from stage, to stage, micro-batch): what a send and its receive share."""
-
-
-def sent_message(instruction: Instruction) -> Message | None:
-    """Name the message that `instruction` sends; None if it sends nothing."""
-    if isinstance(instruction, SendActivation):
-        return False, instruction.stage, instruction.peer, instruction.microbatch
-    if isinstance(instruction, SendGradient):
-        return True, instruction.stage, instruction.peer, instruction.microbatch
-    return None
-
-
-def awaited_message(instruction: Instruction) -> Message | None:
-    """Name the message that `instruction` waits for; None if it never waits."""
-    if isinstance(instruction, ReceiveActivation):
-        return False, instruction.peer, instruction.stage, instruction.microbatch
-    if isinstance(instruction, ReceiveGradient):
-        return True, instruction.peer, instruction.stage, instruction.microbatch
-    return None
+from .ir import Instruction, Message, Receive, Schedule, Send
+from .text import marked_text
 
 
 def walk(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
@@ -57,15 +29,15 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
         program = schedule.programs[rank]
         for index in range(position[rank], len(program)):
             instruction = program[index]
-            awaited = awaited_message(instruction)
+            awaited = instruction.message if isinstance(instruction, Receive) else None
             if awaited is not None and awaited not in sent:
                 waiting[awaited], position[rank] = rank, index
                 break
             sent.discard(awaited)
             yield rank, instruction
-            message = sent_message(instruction)
-            if message is None:
+            if not isinstance(instruction, Send):
                 continue
+            message = instruction.message
             sent.add(message)
             if message in waiting:
                 runnable.append(waiting.pop(message))
@@ -78,10 +50,7 @@ def _raise_if_stuck(schedule: Schedule, position: list[int]) -> None:
     stuck = [r for r, program in enumerate(schedule.programs) if position[r] < len(program)]
     if not stuck:
         return
-    reasons = ", ".join(
-        f"rank {r} waits at {instruction_to_text(schedule.programs[r][position[r]])}"
-        for r in stuck
-    )
+    reasons = ", ".join(f"rank {r} waits at {schedule.programs[r][position[r]]}" for r in stuck)
     raise ScheduleError(
         f"the schedule cannot end: {reasons}, and nobody left can send what they wait for.\n"
         + marked_text(schedule, {r: position[r] for r in stuck})

@@ -11,6 +11,7 @@ from penstock.schedules.ir import (
     Communication,
     Forward,
     Instruction,
+    Message,
     PostReceive,
     ReceiveActivation,
     ReceiveGradient,
@@ -19,10 +20,12 @@ from penstock.schedules.ir import (
     Schedule,
     SendActivation,
     SendGradient,
+    awaited_message,
+    sent_message,
 )
 from penstock.schedules.passes import add_communication
 from penstock.schedules.transfers import Transfers, chain_transfers
-from penstock.schedules.walk import Message, awaited_message, sent_message, walk
+from penstock.schedules.walk import walk
 from penstock.trace.timeline import Span, Timeline
 
 from .costs import Costs, per_edge, per_stage

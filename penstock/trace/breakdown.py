@@ -13,6 +13,7 @@ from penstock.schedules.ir import (
     Compute,
     Forward,
     Instruction,
+    Message,
     PostReceive,
     ReceiveActivation,
     ReceiveGradient,
@@ -21,8 +22,10 @@ from penstock.schedules.ir import (
     Schedule,
     SendActivation,
     SendGradient,
+    awaited_message,
+    sent_message,
 )
-from penstock.schedules.walk import Message, awaited_message, sent_message, walk
+from penstock.schedules.walk import walk
 
 from .timeline import Span, Timeline
 from .units import percent_text, unit_for

@@ -9,6 +9,7 @@ from penstock.schedules.ir import (
     CommitStatistics,
     Forward,
     Instruction,
+    Message,
     PostReceive,
     ReceiveActivation,
     ReceiveGradient,
@@ -16,8 +17,9 @@ from penstock.schedules.ir import (
     ReduceGradients,
     SendActivation,
     SendGradient,
+    awaited_message,
+    sent_message,
 )
-from penstock.schedules.walk import Message, awaited_message, sent_message
 
 from .timeline import Span, Timeline
 

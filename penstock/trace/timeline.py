@@ -4,9 +4,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.schedules.ir import Instruction, Schedule
-from penstock.schedules.text import instruction_to_text, parse_instruction
-from penstock.schedules.walk import sent_message
+from penstock.schedules.ir import Instruction, Schedule, sent_message
+from penstock.schedules.text import parse_instruction
 
 if TYPE_CHECKING:
     from .breakdown import Breakdown
@@ -108,7 +107,7 @@ class Timeline:
         return json.dumps(
             {
                 "spans": [
-                    [s.rank, instruction_to_text(s.instruction), s.start_s, s.end_s, s.num_bytes]
+                    [s.rank, str(s.instruction), s.start_s, s.end_s, s.num_bytes]
                     for s in self.spans
                 ],
                 "memory": [[m.stage, m.time_s, m.kept_bytes] for m in self.memory],

@@ -3,8 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
-from penstock.schedules.ir import Instruction
-from penstock.schedules.walk import Message
+from penstock.schedules.ir import Instruction, Message
 
 
 class AbstractChannels(ABC):

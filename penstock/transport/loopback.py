@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from penstock.schedules.ir import Instruction
-from penstock.schedules.walk import Message
+from penstock.schedules.ir import Instruction, Message
 
 from .channels import AbstractChannels
 

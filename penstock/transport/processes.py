@@ -13,9 +13,7 @@ from penstock.mesh import Mesh
 from penstock.mesh.background import WAIT_FAILURES, Slot
 from penstock.model.entries import version_of
 from penstock.model.pytree import Structure, from_template, is_plain, template
-from penstock.schedules.ir import Instruction
-from penstock.schedules.text import instruction_to_text
-from penstock.schedules.walk import Message
+from penstock.schedules.ir import Instruction, Message
 
 from .channels import AbstractChannels
 from .link import Incoming, Outgoing, Parcel
@@ -73,7 +71,7 @@ class ProcessChannels(AbstractChannels):
             return _unpack(posted.get(timeout_s))
         except WAIT_FAILURES as error:
             what = (
-                f"at {instruction_to_text(instruction)} for the "
+                f"at {instruction} for the "
                 f"{'gradient' if is_gradient else 'activation'} of micro-batch {microbatch} "
                 f"from stage {source}"
             )

@@ -5,9 +5,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from penstock.errors import WaitTimeout
-from penstock.schedules.ir import Instruction, Schedule
-from penstock.schedules.text import instruction_to_text
-from penstock.schedules.walk import Message, sent_message
+from penstock.schedules.ir import Instruction, Message, Schedule, sent_message
 
 from .channels import AbstractChannels, Stopped
 
@@ -55,7 +53,7 @@ class QueueChannels(AbstractChannels):
             what = "gradient" if is_gradient else "activation"
             raise WaitTimeout(
                 f"stage {target} waited {self._timeout_s:g} s at "
-                f"{instruction_to_text(instruction)} for the {what} of micro-batch {microbatch} "
+                f"{instruction} for the {what} of micro-batch {microbatch} "
                 f"from stage {source}, which did not send it. If one layer may take that long, "
                 "raise timeout_s"
             ) from None

@@ -12,9 +12,9 @@ FAULTS = (
     ),
     Fault(
         "the verifier lets any backward order pass",
-        "penstock/schedules/verify.py",
-        "if backward.microbatch != self._num_backwards:",
-        "if backward.microbatch < 0:",
+        "penstock/schedules/laws/in_order.py",
+        "if x.microbatch != number:",
+        "if x.microbatch < 0:",
         "tests/schedules/test_verify.py::test_what_is_wrong_is_named",
     ),
     Fault(

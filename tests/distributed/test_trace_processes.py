@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.schedules.ir import ReceiveActivation, ReceiveGradient
-from penstock.schedules.walk import awaited_message, sent_message
+from penstock.schedules.ir import ReceiveActivation, ReceiveGradient, awaited_message, sent_message
 from penstock.trace.timeline import Timeline
 from tests.distributed import trace_job
 from tests.distributed.call import call

@@ -55,6 +55,12 @@ def test_the_models_input_may_be_read_again() -> None:
     assert plans[0].exports == {2: ((-1, 0),), 1: ((0, 0),)}
 
 
+def test_a_transfer_names_what_crosses() -> None:
+    layers = as_layers([nn.Linear(2, 2), nn.ReLU(), Layer(Add(), inputs=("input", "input"))])
+    transfers = [t for plan in layers.plan_stages((1, 1, 1)) for t in plan.transfers]
+    assert list(map(str, transfers)) == ["0 -> 2: input", "0 -> 1: layer 0"]
+
+
 @pytest.mark.parametrize(
     "model, message",
     (

@@ -1,5 +1,7 @@
 """Schedules as data: their grids, their text both ways, and what each pass does to them."""
 
+from typing import get_args
+
 import pytest
 
 from penstock.errors import ScheduleError
@@ -10,9 +12,11 @@ from penstock.schedules import (
     Schedule,
     eager_1f1b,
     gpipe,
+    ir,
     one_f_one_b,
     parse,
 )
+from penstock.schedules.laws import SYNCHRONOUS, AtMostLive, Law
 from penstock.schedules.lower import Lowering, Mode, lower
 from penstock.schedules.passes import (
     add_commits,
@@ -22,6 +26,7 @@ from penstock.schedules.passes import (
     forward_half,
     forwards_first,
 )
+from penstock.schedules.text import parse_instruction
 from penstock.schedules.transfers import Transfer, chain_transfers
 from penstock.schedules.verify import verify
 from penstock.schedules.walk import walk
@@ -142,7 +147,8 @@ def test_every_pair_runs_once_forward_and_once_backward(function: Family) -> Non
 @pytest.mark.parametrize("p, m", SIZES)
 def test_1f1b_keeps_at_most_p_minus_s_microbatches_and_gpipe_all(p: int, m: int) -> None:
     chain = chain_transfers(p)
-    found = verify(add_communication(one_f_one_b(p, m), chain), chain, max_live=p).peak_live
+    laws: tuple[Law, ...] = (*SYNCHRONOUS, AtMostLive(p))
+    found = verify(add_communication(one_f_one_b(p, m), chain), chain, laws).peak_live
     assert found == tuple(min(p - s, m) for s in range(p))
     assert verify(add_communication(gpipe(p, m), chain), chain).peak_live == (m,) * p
 
@@ -159,11 +165,20 @@ def test_a_walk_visits_every_instruction_once_and_receives_after_sends(
             assert tuple(x for r, x in visited if r == rank) == program
 
 
+def test_every_instruction_reads_back_from_its_word() -> None:
+    words = [word.replace("0", "12", 1) for word in ir.WORDS]
+    read = [parse_instruction(word) for word in words]
+    assert list(map(str, read)) == words
+    assert {type(instruction) for instruction in read} == {*get_args(ir.Instruction)}
+
+
 @pytest.mark.parametrize(
     "text, message",
     (
         ("rank 1 | 0F0", "line 1 must start with 'rank 0 |'"),
         ("rank 0 | 0X0", "'0X0' is not an instruction"),
+        ("rank 0 | 0U3", "'0U3' is not an instruction"),
+        ("rank 0 | 0F", "'0F' is not an instruction"),
         ("rank 0 | 0R0>1", "only F and B have a peer"),
     ),
 )

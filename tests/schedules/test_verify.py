@@ -1,9 +1,13 @@
 """The verifier: every way in which a schedule can be wrong is named, and the spot is marked."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedules import Family, parse
+from penstock.schedules.laws import SYNCHRONOUS, AtMostLive, in_order
+from penstock.schedules.lower import Lowering, lower
 from penstock.schedules.passes import add_communication
 from penstock.schedules.transfers import Transfer, chain_transfers
 from penstock.schedules.verify import verify
@@ -123,6 +127,42 @@ WRONG = {
         """,
         "stage 1 sends activations of micro-batches",
     ),
+    "a message where nothing is to cross": (
+        """
+        rank 0 | 0F0 0F0>1 0F0>2 0B0<1 0B0<2 0B0
+        rank 1 | 1F0<0 1F0 1F0>2 1B0<2 1B0 1B0>0
+        rank 2 | 2F0<0 2F0<1 2F0 2B0 2B0>0 2B0>1
+        """,
+        "rank 0, 0F0>2: stage 2 uses nothing of stage 0",
+    ),
+    "gradients added up over replicas too early": (
+        """
+        rank 0 | 0F0 0F0>1 0F1 0F1>1 0B0<1 0B0 0G 0B1<1 0B1
+        rank 1 | 1F0<0 1F0 1B0 1B0>0 1F1<0 1F1 1B1 1B1>0
+        """,
+        "rank 0, 0B1: a backward runs after the gradients of its stage were added up",
+    ),
+    "gradients added up over replicas twice": (
+        """
+        rank 0 | 0F0 0F0>1 0B0<1 0B0 0G 0G
+        rank 1 | 1F0<0 1F0 1B0 1B0>0
+        """,
+        "its gradients are added up twice",
+    ),
+    "room made twice": (
+        """
+        rank 0 | 0F0 0F0>1 0B0?1 0B0?1 0B0<1 0B0
+        rank 1 | 1F0<0 1F0 1B0 1B0>0
+        """,
+        "rank 0, 0B0?1: it is posted twice",
+    ),
+    "room made too late": (
+        """
+        rank 0 | 0F0 0F0>1 0B0<1 0B0?1 0B0
+        rank 1 | 1F0<0 1F0 1B0 1B0>0
+        """,
+        "rank 0, 0B0?1: its receive stands before it",
+    ),
     "no instructions": ("rank 0 |", "the schedule runs nothing"),
 }
 
@@ -146,7 +186,18 @@ def test_the_spot_is_marked_in_the_grid() -> None:
 
 def test_too_many_live_microbatches_are_refused() -> None:
     with pytest.raises(ScheduleError, match="keeps 3 micro-batches alive, more than 2"):
-        verify(parse("rank 0 | 0F0 0F1 0F2 0B0 0B1 0B2"), (), max_live=2)
+        verify(parse("rank 0 | 0F0 0F1 0F2 0B0 0B1 0B2"), (), [AtMostLive(2)])
+
+
+def test_a_family_names_the_laws_that_hold_for_it() -> None:
+    text = "rank 0 | 0F0 0F1 0B1 0B0"
+    unordered = tuple(law for law in SYNCHRONOUS if law is not in_order)
+    assert verify(parse(text), (), unordered).peak_live == (2,)
+    family = Family("last_first", lambda num_stages, num_microbatches: parse(text))
+    with pytest.raises(ScheduleError, match="backwards of a stage must come in micro-batch order"):
+        lower(Lowering(family=family, ranks=(0,)), 2)
+    lowered = lower(Lowering(family=replace(family, laws=unordered), ranks=(0,)), 2)
+    assert str(lowered) == text
 
 
 @pytest.mark.parametrize("function", EVERY_SCHEDULE, ids=str)

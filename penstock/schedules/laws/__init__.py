@@ -1,0 +1,35 @@
+"""What must hold for a schedule before anything runs: one small law a file."""
+
+from collections.abc import Callable
+
+from .closing import commits, reductions
+from .complete import complete
+from .ends import ends
+from .in_order import in_order
+from .lanes import Lanes
+from .memory import AtMostLive
+from .messages import messages
+from .operands import operands
+from .posts import posts
+from .recomputes import recomputes
+
+__all__ = ["SYNCHRONOUS", "AtMostLive", "Lanes", "Law", "in_order"]
+
+Law = Callable[[Lanes], None]
+"""Raises ScheduleError, with the spot marked, if it does not hold."""
+
+SYNCHRONOUS: tuple[Law, ...] = (
+    complete,
+    messages,
+    in_order,
+    operands,
+    recomputes,
+    commits,
+    reductions,
+    posts,
+    ends,
+)
+"""The laws of schedules whose step gives the unsplit model's gradients, in the order of checking.
+
+A law may take for granted that `complete` holds.
+"""

@@ -1,0 +1,27 @@
+"""Law of synchronous families: micro-batches pass a stage in their order, both ways.
+
+It makes gradients equal to the unsplit model's to the bit: sums are made in the same order.
+"""
+
+from penstock.schedules import ir
+
+from .lanes import Lanes
+
+
+def in_order(lanes: Lanes) -> None:
+    """Check that the forwards and the backwards of each stage come in micro-batch order."""
+    for stage in range(lanes.num_stages):
+        _check(lanes, ir.Forward, stage, "the forwards of a stage must come in micro-batch order")
+        _check(
+            lanes,
+            ir.Backward,
+            stage,
+            "the backwards of a stage must come in micro-batch order, or gradients would not add "
+            "up in the order of the unsplit model",
+        )
+
+
+def _check(lanes: Lanes, kind: type[ir.Forward | ir.Backward], stage: int, problem: str) -> None:
+    for number, (position, x) in enumerate(lanes.each(kind, stage)):
+        if x.microbatch != number:
+            raise lanes.fault(stage, position, problem)

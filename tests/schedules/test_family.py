@@ -1,0 +1,75 @@
+"""Schedule families: values that say who runs what, and that are written and read by name."""
+
+import copy
+import json
+import pickle
+from functools import partial
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.schedules import ALL_SCHEDULES, Family, Schedule, interleaved_1f1b, one_f_one_b
+from penstock.schedules.names import family_named, family_of
+from tests.every_schedule import EVERY_SCHEDULE, Dealt
+
+FAMILIES = (*ALL_SCHEDULES, interleaved_1f1b(2), interleaved_1f1b(3))
+
+
+@pytest.mark.parametrize("family", (*FAMILIES, *EVERY_SCHEDULE), ids=str)
+def test_a_family_foretells_the_ranks_that_its_schedules_have(family: Family) -> None:
+    for num_ranks in range(1, 5):
+        num_stages = num_ranks * family.stages_per_rank
+        for m in (1, 2, 5):
+            assert family(num_stages, m).ranks == family.ranks(num_stages)
+
+
+def test_the_ranks_of_a_family_are_known_without_a_schedule() -> None:
+    def build(num_stages: int, num_microbatches: int) -> Schedule:
+        raise AssertionError("a schedule was made")
+
+    assert Family("mine", build, stages_per_rank=2).ranks(6) == (0, 1, 2, 0, 1, 2)
+    backward = Family("mine", build, deal=lambda num_stages, _: (*range(num_stages),)[::-1])
+    assert backward.ranks(3) == (2, 1, 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_a_family_is_a_value(family: Family) -> None:
+    assert pickle.loads(pickle.dumps(family)) == copy.deepcopy(family) == family
+    written = json.dumps({"name": family.name, "arguments": dict(family.arguments)})
+    assert family_named(**json.loads(written)) == family
+    assert eval(str(family), {f.name: f for f in ALL_SCHEDULES} | globals()) == family
+
+
+@pytest.mark.parametrize(
+    "name, arguments, message",
+    (
+        ("gpip", {}, "there is no schedule 'gpip'; choose one of gpipe, one_f_one_b"),
+        ("gpipe", {"stages_per_rank": 2}, "schedule gpipe takes the arguments .*, and was given"),
+        ("interleaved_1f1b", {}, "takes the arguments .'stages_per_rank'., and was given"),
+        ("interleaved_1f1b", {"stages_per_rank": 0}, "must be a whole number of at least 1"),
+    ),
+)
+def test_a_name_that_stands_for_no_family_is_refused(
+    name: str, arguments: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        family_named(name, arguments)
+
+
+def test_a_function_of_the_users_own_is_a_family_named_as_it_is() -> None:
+    def mine(num_stages: int, num_microbatches: int) -> Schedule:
+        return Dealt((0, 0, 1))(num_stages, num_microbatches)
+
+    assert family_of(one_f_one_b, 4) is one_f_one_b
+    assert str(family_of(mine, 4)) == "mine"
+    assert family_of(mine, 4).ranks(3) == (0, 0, 1)
+    assert family_of(mine, 4)(3, 2) == mine(3, 2)
+    assert str(family_of(Dealt((0, 1)), 4)) == "Dealt(ranks=(0, 1))"
+    assert family_of(partial(mine), 4).ranks(3) == (0, 0, 1)
+
+
+def test_a_schedule_of_another_size_than_asked_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match="asked for 2 stages and 3 micro-batches, and gave 2"):
+        Family("small", lambda k, m: one_f_one_b(k, m - 1))(2, 3)
+    with pytest.raises(ConfigError, match="asked for 2 stages and 3 micro-batches, and gave 1"):
+        family_of(lambda k, m: one_f_one_b(k - 1, m), 3).ranks(2)
