@@ -137,7 +137,7 @@ FAULTS = (
     Fault(
         "objects that code between blocks changes are not looked at",
         "penstock/model/capture/outer_state.py",
-        "return [*fields(value).values()] if is_plain(kind) else None",
+        "return _fields(holder) if is_plain(kind) else None",
         "return None",
         "tests/model/capture/test_capture_errors.py",
         "counter",

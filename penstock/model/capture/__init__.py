@@ -19,7 +19,7 @@ routes, stages          which stages hold a value; the model cut into stages, an
 tied_weights            weights that several stages use
 header_cache            what a stage told the next ones before
 materialize             values for a model that was built without any
-outer_state, settings   what the model's code may not change outside blocks, and what it may
+outer_state             what the model's code may not change outside blocks, and what it may
 attribute_writes        what it may not write while it runs, nor seed
 check, checked_before   is the cut model the model?  Not asked twice
 export, exported        the fallback: graphs of torch.export in place of the model's own Python

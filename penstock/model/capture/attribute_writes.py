@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,9 +15,8 @@ from penstock.torch_private import buffers_of, children_of, parameters_of
 from .errors import calling_line
 from .events import EventKey
 from .ghost import CURRENT
-from .outer_state import UNCOUNTED, changed_outside
+from .outer_state import UNCOUNTED, Slot, changed_outside
 from .recording import Recording
-from .settings import Setting
 
 _ABSENT = object()
 _PATCHING = threading.RLock()
@@ -57,7 +56,7 @@ class Writes:
             yield
 
     def check(
-        self, together: Collection[Collection[str]], settings: Collection[Setting] = ()
+        self, together: Collection[Collection[str]], settings: Collection[Slot] = ()
     ) -> None:
         """Refuse writes that several stages may do, where one reads what another has written.
 
@@ -66,7 +65,7 @@ class Writes:
         Raises:
             CutError: names the attribute.
         """
-        allowed = {(id(setting.holder), setting.name) for setting in settings}
+        allowed = {(id(setting.holder), setting.key) for setting in settings}
         for (module, name), calls in self._by.items():
             path = self._paths.get(module)
             if path is None or (module, name) in allowed:  # None: made by the forward
@@ -109,16 +108,10 @@ def seeds_refused() -> Iterator[None]:
     Raises:
         CutError: it does; torch's own code may, as checkpoints do.
     """
-    with _PATCHING:
-        places = [(owner, name) for owner, names in _SEEDING for name in names]
-        before = [(owner, name, getattr(owner, name)) for owner, name in places]
-        try:
-            for owner, name, native in before:
-                setattr(owner, name, _refusing(native))
-            yield
-        finally:
-            for owner, name, native in before:
-                setattr(owner, name, native)
+    with _PATCHING, ExitStack() as after:
+        for owner, name in ((owner, name) for owner, names in _SEEDING for name in names):
+            after.enter_context(_replaced(owner, name, _refusing(getattr(owner, name))))
+        yield
 
 
 @contextmanager

@@ -23,14 +23,13 @@ from .outer_state import (
     OwnState,
     as_it_was,
     changed_outside,
-    check_unchanged,
     is_kept_by_one,
-    outer_state,
-    outside,
+    new_settings,
+    set_again,
+    slots_outside,
 )
 from .recording import Event, Recording, SideChannel
 from .routes import Call, calls_of, holders, stages_of_events
-from .settings import new_settings, set_again, settable, taken_back
 from .watch import original_class, watch, watch_functions
 
 
@@ -275,22 +274,19 @@ def _record_mode(
 ) -> Recording:
     with as_it_was(model, training=mode.training), torch.set_grad_enabled(mode.with_grad):
         run = partial(_run_once, model, blocks, asked, given)
-        kept = settable(module for _, module in outside(model, blocks.values()))
-        before = outer_state(model, blocks.values())
+        before = slots_outside(model, blocks.values())
         recording, writes = run()
-        settings = new_settings(kept)
+        after = slots_outside(model, blocks.values())
+        settings = new_settings(before, after)
         writes.check(asked.groups, settings)
-        with taken_back(settings):
-            check_unchanged(before, outer_state(model, blocks.values()))
         if not settings:
             return recording
-        before = outer_state(model, blocks.values())
         with set_again(settings) as names:
             again, writes = run()
         writes.check(asked.groups)
-        check_unchanged(before, outer_state(model, blocks.values()))
+        names += [s.key for s in new_settings(after, slots_outside(model, blocks.values()))]
         if names or again.events != recording.events:
-            raise changed_outside("", settings[0].name)
+            raise changed_outside("", settings[0].key)
     return again
 
 

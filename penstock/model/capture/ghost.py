@@ -6,7 +6,7 @@ device is answered at once.
 
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -92,6 +92,10 @@ def _size(ghost: Ghost, dim: int | None = None) -> Any:
     return torch.Size(ghost.info.shape) if dim is None else ghost.info.shape[dim]
 
 
+def _is_on(kind: str, ghost: Ghost) -> bool:
+    return ghost.info.device.type == kind
+
+
 def _requires_grad(ghost: Ghost) -> bool:
     current = CURRENT.get()
     if current is not None:
@@ -110,8 +114,10 @@ _ATTRIBUTES: dict[str, Any] = {
     "ndim": property(lambda ghost: len(ghost.info.shape)),
     "requires_grad": property(_requires_grad, _set_requires_grad),
     "is_meta": property(lambda ghost: False),
-    "is_cuda": property(lambda ghost: ghost.info.device.type == "cuda"),
-    "is_cpu": property(lambda ghost: ghost.info.device.type == "cpu"),
+    "is_cuda": property(partial(_is_on, "cuda")),
+    "is_cpu": property(partial(_is_on, "cpu")),
+    "is_mps": property(partial(_is_on, "mps")),
+    "is_xpu": property(partial(_is_on, "xpu")),
     "size": _size,
     "dim": lambda ghost: len(ghost.info.shape),
     "is_floating_point": lambda ghost: ghost.info.dtype.is_floating_point,
@@ -165,18 +171,14 @@ PLAIN = frozenset(
 )
 
 
-def _getters(*names: str) -> dict[Any, str]:
-    return {getattr(Tensor, name).__get__: name for name in names if hasattr(Tensor, name)}
-
-
-QUESTIONS: dict[Any, str] = {
-    **_getters("shape", "dtype", "ndim", "device", "requires_grad", "is_leaf", "layout"),
-    **_getters("grad_fn", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_sparse"),
-    **_getters("is_quantized", "is_nested", "is_mkldnn", "names", "itemsize", "nbytes"),
-}
-"""What is asked of a tensor as an attribute, and says nothing of its values."""
-METADATA = frozenset(
+_ASKED = (
+    *("shape", "dtype", "ndim", "device", "requires_grad", "is_leaf", "layout", "grad_fn"),
+    *("is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_sparse", "is_quantized"),
+    *("is_nested", "is_mkldnn", "names", "itemsize", "nbytes"),
+)
+QUESTIONS = frozenset(
     (
+        *(getattr(Tensor, name).__get__ for name in _ASKED if hasattr(Tensor, name)),
         *(Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.is_floating_point),
         *(Tensor.is_contiguous, Tensor.element_size, Tensor.get_device, Tensor.is_complex),
         *(Tensor.ndimension, Tensor.nelement, Tensor.is_signed, Tensor.__len__, Tensor.type),
@@ -186,32 +188,21 @@ METADATA = frozenset(
         *(torch.ops.aten.sym_numel.default, torch.ops.aten.sym_storage_offset.default),
     )
 )
-"""The same, as a call."""
+"""What is asked of a tensor, by an attribute or a call, and says nothing of its values."""
 
 
 def is_question(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of a function asks for something of `QUESTIONS` or `METADATA`."""
+    """Tell whether a call of a function asks something of `QUESTIONS`."""
     if function is Tensor.type:  # with a type, it gives a tensor
         return len(args) == 1 and not kwargs
-    return function in QUESTIONS or function in METADATA
+    return function in QUESTIONS
 
 
 def answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answer a question of `QUESTIONS` or `METADATA` about a ghost."""
+    """Answer a question of `QUESTIONS` about a ghost."""
     ghost = args[0]
     if function in _BY_INFO:
         return _BY_INFO[function](ghost.info)
-    match QUESTIONS.get(function):
-        case "device":
-            return ghost.info.device
-        case "requires_grad":
-            return ghost.info.requires_grad
-        case "is_cuda" | "is_cpu" | "is_mps" | "is_xpu" as name:
-            return ghost.info.device.type == name.removeprefix("is_")
-        case "is_meta":
-            return False
-        case "grad_fn" if ghost.here is None:
-            return None
     if ghost.here is not None:
         args = tuple(part.here if type(part) is Ghost else part for part in args)
     return function(*args, **kwargs)

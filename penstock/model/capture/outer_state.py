@@ -1,79 +1,170 @@
-"""What a model's own forward changes outside its blocks, and so on every stage."""
+"""What a model's own forward changes outside its blocks, and so on every stage.
 
+Settings are no such change: flags, and plain values that a first forward puts where there was
+nothing or None, as transformers models do with `config.problem_type`, read off their labels.
+Every stage sets the same, as long as later forwards leave it alone.
+"""
+
+import operator
 import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from functools import cache
 from types import FunctionType, MemberDescriptorType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError
-from penstock.model.state import attributes, keeping_values, tensors_at
+from penstock.model.compare import is_same_plain
+from penstock.model.state import attributes as tensor_places
+from penstock.model.state import keeping_values, tensors_at
 from penstock.torch_private import BUFFERS, PARAMETERS, version_counter, without_cached_weights
 
 from .exported import Exported
 from .ghost import Ghost
 
-Outer = dict[tuple[str, str], tuple[Any, int, tuple[Any, ...]]]
-"""(name of a module, name of an attribute) -> its value, its version if it is a tensor, and what
-it holds if it is a container or a plain object, and what is in those."""
 UNCOUNTED = frozenset(name for name in vars(nn.Module()) if name.endswith("hooks"))
 _LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "penstock"))
-_COMPARED = (bool, int, float, complex, str)
+_SETTINGS = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+_IS_IMMUTABLE = 1 << 8
+"""Flag of a class written in C: whether its objects are set again cannot be seen."""
 
 
-def outer_state(model: nn.Module, blocks: Collection[nn.Module]) -> Outer:
-    """Note all attributes of the modules that are not inside blocks, and what these hold.
+class Slot(NamedTuple):
+    """A place in an object that keeps something, what is there, and its version if it is a tensor.
 
-    Attributes of their classes, and the global variables that the methods name, are noted too.
+    `path` and `name` say which module led there, and by which attribute.
     """
-    found: Outer = {}
-    for path, module in outside(model, blocks):
-        for name, value in _attributes(module):
-            content = tuple(
-                part
-                for holder, entries in _holders([value])
-                for part in (type(holder), *entries, *map(_version, entries))
-            )
-            found[path, name] = value, _version(value), content
+
+    holder: Any
+    key: Any
+    value: Any
+    version: int
+    path: str
+    name: str
+
+
+Slots = Mapping[tuple[int, Any], Slot]
+"""Slots by the id of their holder and their key in it."""
+
+
+def slots_outside(model: nn.Module, blocks: Collection[nn.Module]) -> Slots:
+    """List the attributes of the modules that are not inside blocks, and all that these hold.
+
+    Attributes of their classes, and the global variables that the methods name, are there too.
+    """
+    found: dict[tuple[int, Any], Slot] = {}
+    inside = {id(part) for block in blocks for part in block.modules()}
+    outside = ((path, m) for path, m in model.named_modules() if id(m) not in inside)
+    attributes = ((path, m, *kept) for path, m in outside for kept in _attributes(m))
+    for path, module, name, value in attributes:
+        for holder, content in ((module, {name: value}), *_holders([value])):
+            for key, part in content.items():
+                slot = Slot(holder, key, part, _version(part), path, name)
+                found.setdefault((id(holder), key), slot)
     return found
 
 
-def outside(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that are not inside blocks, with their paths."""
-    inside = {id(part) for block in blocks for part in block.modules()}
-    yield from ((path, m) for path, m in model.named_modules() if id(m) not in inside)
+def new_settings(before: Slots, after: Slots) -> list[Slot]:
+    """List the settings that were made between two looks at a model.
+
+    Raises:
+        OwnState: something else has changed.
+    """
+    settings = []
+    for place in {**before, **after}:
+        old, new = before.get(place), after.get(place)
+        if old is not None and new is not None and _is_same(old, new):
+            continue
+        if new is not None and _is_setting(old, new):
+            settings.append(new)
+        elif old is not None or new is None or not _is_flag(new):
+            raise changed_outside(*(new or before[place])[-2:])
+    return settings
 
 
-def _holders(values: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
+def _is_same(one: Slot, other: Slot) -> bool:
+    alike = one.value is other.value or is_same_plain(one.value, other.value)
+    return alike and one.version == other.version
+
+
+def _is_flag(slot: Slot) -> bool:
+    """Tell whether a new slot is a flag of a module or its class, set once and for all."""
+    return slot.value is True and isinstance(slot.holder, nn.Module)
+
+
+def _shows_sets(kind: type) -> bool:
+    return is_plain(kind) and not kind.__flags__ & _IS_IMMUTABLE
+
+
+def _is_setting(old: Slot | None, new: Slot) -> bool:
+    kind: type = type(new.holder)
+    if not isinstance(new.holder, nn.Module) and not _shows_sets(kind):
+        return False
+    if old is None or old.value is None:
+        return str(new.key).isidentifier() and isinstance(new.value, _SETTINGS)
+    return isinstance(old.value, bool) and isinstance(new.value, bool)
+
+
+@contextmanager
+def set_again(settings: Iterable[Slot]) -> Iterator[list[str]]:
+    """Note the names of settings of plain objects that are set once more inside."""
+    found: list[str] = []
+    places = {(id(slot.holder), slot.key) for slot in settings}
+    with ExitStack() as after:
+        for kind in {type(s.holder) for s in settings if not isinstance(s.holder, nn.Module)}:
+            own = vars(kind).get("__setattr__")
+            setattr(kind, "__setattr__", _noting(kind.__setattr__, places, found))  # noqa: B010 - mypy knows its type
+            after.callback(_give_back, kind, own)
+        yield found
+
+
+def _noting(native: Any, places: Collection[tuple[int, str]], found: list[str]) -> Any:
+    def write(holder: Any, name: str, value: Any) -> None:
+        if (id(holder), name) in places:
+            found.append(name)
+        native(holder, name, value)
+
+    return write
+
+
+def _give_back(kind: type, own: Any) -> None:
+    if own is None:
+        del kind.__setattr__
+    else:
+        setattr(kind, "__setattr__", own)  # noqa: B010 - as above
+
+
+def _holders(values: list[Any]) -> Iterator[tuple[Any, dict[Any, Any]]]:
     """Yield containers and plain objects, and those in them, each once, with what it holds."""
     seen: set[int] = set()
     while values:
         holder = values.pop()
-        entries = _entries(holder)
-        if entries is not None and id(holder) not in seen:
+        content = _content(holder)
+        if content is not None and id(holder) not in seen:
             seen.add(id(holder))
-            yield holder, entries
-            values.extend(entries)
+            yield holder, content
+            values.extend(content.values())
 
 
-def _entries(value: Any) -> list[Any] | None:
-    if isinstance(value, dict):
-        return [*value.keys(), *value.values()]
-    if isinstance(value, list | tuple | set | deque):
-        return [*value]
-    kind: type = type(value)
-    return [*fields(value).values()] if is_plain(kind) else None
+def _content(holder: Any) -> dict[Any, Any] | None:
+    """Return what a container or plain object holds, by key, place or name; None of others."""
+    if isinstance(holder, dict):
+        return dict(dict.items(holder))  # a subclass may make what it gives
+    if isinstance(holder, list | tuple | set | deque):
+        return dict(enumerate(holder))
+    kind: type = type(holder)
+    return _fields(holder) if is_plain(kind) else None
 
 
-def fields(value: Any) -> dict[str, Any]:
+def _fields(value: Any) -> dict[str, Any]:
     """Return the attributes of a plain object, also those in slots."""
     slots = (
         name
@@ -101,60 +192,39 @@ def _version(value: Any) -> int:
     return version_counter(value) if is_plain else 0
 
 
-def _is_same(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
-    alike = len(old[2]) == len(new[2]) and all(map(_are_alike, old[2], new[2]))
-    return _are_alike(old[0], new[0]) and old[1] == new[1] and alike
-
-
-def _are_alike(one: Any, other: Any) -> bool:
-    return one is other or (
-        type(one) is type(other) and isinstance(one, _COMPARED) and bool(one == other)
-    )
-
-
-def kept_by(modules: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
+def kept_by(modules: Iterable[nn.Module]) -> list[tuple[Any, dict[Any, Any]]]:
     """Note what modules keep, in attributes and in containers and plain objects there."""
-    found = (holder for holder, _ in _holders([vars(module) for module in modules]))
-    return [(holder, _content(holder)) for holder in found if not isinstance(holder, tuple)]
+    return [
+        (holder, content)
+        for holder, content in _holders([vars(module) for module in modules])
+        if not isinstance(holder, tuple)
+    ]
 
 
-def put_back(kept: list[tuple[Any, Any]]) -> None:
+def put_back(kept: Iterable[tuple[Any, dict[Any, Any]]]) -> None:
     """Give modules, containers and plain objects the content that they had; see `kept_by`."""
     for holder, content in kept:
-        now = _content(holder)
-        if len(now) == len(content) and all(map(_is_entry, now.items(), content.items())):
-            continue
-        if isinstance(holder, dict | set | list | deque):
-            holder.clear()
-        match holder:
-            case dict():
-                holder.update(content)
-            case set():
-                holder.update(content.values())
-            case list() | deque():
-                holder.extend(content.values())
-            case _:
-                _put_fields_back(holder, now, content)
+        now = _content(holder) or {}
+        same = [*now] == [*content] and all(map(operator.is_, now.values(), content.values()))
+        if not same:
+            _refill(holder, now, content)
 
 
-def _put_fields_back(holder: Any, now: dict[str, Any], before: dict[str, Any]) -> None:
-    for name in now.keys() - before.keys():
-        object.__delattr__(holder, name)
-    for name, value in before.items():
-        object.__setattr__(holder, name, value)
-
-
-def _content(holder: Any) -> dict[Any, Any]:
-    """Return what is in a holder, by its key or place."""
-    if isinstance(holder, dict):
-        return dict(holder)
-    if isinstance(holder, list | set | deque):
-        return dict(enumerate(holder))
-    return fields(holder)
-
-
-def _is_entry(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    return one[1] is other[1] and (one[0] is other[0] or bool(one[0] == other[0]))
+def _refill(holder: Any, now: dict[Any, Any], content: dict[Any, Any]) -> None:
+    if isinstance(holder, dict | set | list | deque):
+        holder.clear()
+    match holder:
+        case dict():
+            holder.update(content)
+        case set():
+            holder.update(content.values())
+        case list() | deque():
+            holder.extend(content.values())
+        case _:
+            for name in now.keys() - content.keys():
+                object.__delattr__(holder, name)
+            for name, value in content.items():
+                object.__setattr__(holder, name, value)
 
 
 @contextmanager
@@ -168,7 +238,8 @@ def as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
         after.callback(random.setstate, random.getstate())
         after.callback(numpy.random.set_state, numpy.random.get_state())
         after.enter_context(torch.random.fork_rng(list(range(torch.cuda.device_count()))))
-        after.enter_context(keeping_values([*model.buffers(), *tensors_at(attributes(modules))]))
+        tensors = [*model.buffers(), *tensors_at(tensor_places(modules))]
+        after.enter_context(keeping_values(tensors))
         kept = modules
         if isinstance(model, Exported):  # its mode is that of what was exported
             kept = [*modules, *model.original.modules()]
@@ -197,22 +268,6 @@ def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
             yield from ((f"global {n}", known[n]) for n in value.__code__.co_names if n in known)
         elif not name.startswith("__"):
             yield f"{kind.__name__}.{name}", value
-
-
-def check_unchanged(before: Outer, after: Outer) -> None:
-    """Refuse a model whose own code, outside blocks, changes what it keeps.
-
-    Raises:
-        CutError: names the attribute.
-    """
-    for place in {**before, **after}:
-        old, new = before.get(place), after.get(place)
-        if old is not None and new is not None and _is_same(old, new):
-            continue
-        module, name = place
-        if old is None and new is not None and new[0] is True:  # a flag, set once and for all
-            continue
-        raise changed_outside(module, name)
 
 
 class OwnState(CutError):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.errors import CutError, GlueError, RouteError
@@ -20,7 +21,6 @@ from .events import END, EventKey, Header, Operation, Told, ValueId, told_struct
 from .forward_pass import GRADIENT_HOOKS, Pass, Perform, plainly
 from .ghost import Ghost, ghosts_in
 from .header_cache import Seen
-from .modes import Modes
 from .tied_weights import Absent, Lent
 
 
@@ -75,11 +75,12 @@ class Replay(Pass):
 
     def run(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Execute the stage's part; None where the stage is not the last one."""
-        modes = Modes.now()
+        modes = [ask() for ask, _ in _MODES]
         try:
             output = super().run(model, args, kwargs)
         except _StageEnd:
-            modes.put_back()  # code that was left could not do so
+            for (_, put), mode in zip(_MODES, modes, strict=True):
+                put(mode)  # code that was left could not do so
             return None
         if self._is_over:
             raise CutError(
@@ -261,6 +262,21 @@ class Replay(Pass):
         """Send a received value on as long as Python refers to it, where any branch may follow."""
         if ghost.here is not None and self._wanted is None:
             self._alive.append(weakref.ref(ghost))
+
+
+_MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    *(
+        (partial(ask, kind), partial(put, kind))
+        for kind in ("cpu", "cuda")
+        for ask, put in (
+            (torch.is_autocast_enabled, torch.set_autocast_enabled),
+            (torch.get_autocast_dtype, torch.set_autocast_dtype),
+        )
+    ),
+)
+"""torch's modes of a thread, which a model may set in its own way: how to ask for and set each."""
 
 
 def _lending(lent: Lent, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

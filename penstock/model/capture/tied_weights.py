@@ -21,7 +21,7 @@ from penstock.torch_private import buffers_of, parameters_of, without_torch_func
 from .errors import calling_line
 from .events import EventKey, ValueId
 from .exported import Exported
-from .ghost import METADATA, QUESTIONS, map_tensors
+from .ghost import QUESTIONS, map_tensors
 from .routes import Call, Placed
 
 
@@ -138,7 +138,7 @@ class Absent(Tensor, Sealed):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in QUESTIONS or func in METADATA:
+        if func in QUESTIONS:
             with without_torch_function():
                 return func(*args, **(kwargs or {}))
         raise next(t for t in flatten((args, kwargs or {}))[0] if isinstance(t, cls)).is_read()
