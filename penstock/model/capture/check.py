@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from penstock.errors import CheckError, GlueError, RouteError
 from penstock.model.copies import faithful_copy
 from penstock.model.entries import Entry, make_entry
-from penstock.model.pytree import flatten, unflatten
+from penstock.model.pytree import flatten, tree_map
 
 from .captured import Captured
 from .events import ValueId
+from .header_cache import SealedHeader
 from .inputs import Call, as_call, first_samples
 from .outer_state import as_it_was
 from .stages import CutModel
@@ -33,40 +34,23 @@ ROUNDING = 64
 _MOST_ROUNDING = 1e-2
 _FEW = (1, 2)
 """Numbers of samples that are tried before the example as it is."""
-
 _NOISY = (
     "the model gives other bits each time, in evaluation mode too: it keeps state outside "
     "modules, or draws numbers that are not torch's"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """What one run gave: `kind name` of each tensor, and the tensor."""
-
-    tensors: dict[str, Tensor | None]
-    has_gradient: bool = False
-
-    @property
-    def shows_gradients(self) -> bool:
-        """Whether each gradient there is could show a fault: it is finite, and not zero all over.
-
-        A contrastive loss of one sample is constant, and so is a BatchNorm of one value.
-        """
-        named = self.tensors.items()
-        return all(_is_telling(tensor) for name, tensor in named if name.startswith(_GRADIENT))
-
-
 _GRADIENT = "the gradient of "
-Forward = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+Forward = Callable[..., Any]
+Tensors = dict[tuple[str, str], Tensor | None]
+"""What a model leaves after a run: tensors by mode, and by kind and name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """A tensor that is not the same on both sides, and by how much of its largest value."""
 
+    mode: str
     name: str
-    share: float
+    share: float = float("inf")
     precision: float = 0.0
 
     @property
@@ -86,8 +70,8 @@ def prove(captured: Captured, example_inputs: Any, partition: tuple[int, ...]) -
     Raises:
         CheckError: outputs, gradients or buffers differ by more than rounding (E8).
     """
-    model, cut = captured.model, CutModel(captured, partition)
-    chain = partial(_chain, cut)
+    model = captured.model
+    chain = partial(_Chained, CutModel(captured, partition))
     with _keeping_gradients(model):
         call, expected = _reference(model, example_inputs)
         try:
@@ -99,9 +83,10 @@ def prove(captured: Captured, example_inputs: Any, partition: tuple[int, ...]) -
         if different and _is_noisy(model, call):
             warnings.warn(_NOISY, stacklevel=5)
             return f"not checked: {_NOISY}"
-    _refuse([difference for _, difference in different], len(partition))
-    gradients = "and gradients " if expected[0].has_gradient else ""
-    how = "to the bit" if not different else f"but for rounding ({different[0][1].name})"
+    _refuse(different, len(partition))
+    has_gradient = any(t is not None for (_, name), t in expected.items() if _GRADIENT in name)
+    gradients = "and gradients " if has_gradient else ""
+    how = "to the bit" if not different else f"but for rounding ({different[0].name})"
     return f"checked: outputs {gradients}over {len(partition)} stages are the model's, {how}"
 
 
@@ -111,22 +96,30 @@ def prove_alike(model: nn.Module, other: nn.Module, example_inputs: Any) -> None
     Raises:
         CheckError: outputs, gradients or buffers differ, and by more than rounding.
     """
+
+    def running(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return other(*args, **kwargs)
+        except Exception as error:
+            raise GlueError(
+                f"what torch.export made of the model does not run: {str(error).splitlines()[0]}"
+            ) from error
+
     with _keeping_gradients(model):
         call, expected = _reference(model, example_inputs, _FEW[1:])  # graphs fix a size of 1
-        found = _in_both_modes(other, call, partial(_running, other))
-    different = [d for d in _differences(expected, found) if not d[1].is_rounding]
-    if different:
-        mode, worst = different[0]
-        raise CheckError(
-            f"the exported graph is not the model: in {mode}, {worst.name} differs by "
-            f"{worst.share:.1e} of its largest value. What is exported lacks hooks, custom "
-            "autograd functions and branches on values"
-        )
+        different = _differences(expected, _in_both_modes(other, call, running))
+    for worst in different:
+        if not worst.is_rounding:
+            raise CheckError(
+                f"the exported graph is not the model: in {worst.mode}, {worst.name} differs by "
+                f"{worst.share:.1e} of its largest value. What is exported lacks hooks, custom "
+                "autograd functions and branches on values"
+            )
 
 
 def _reference(
     model: nn.Module, example_inputs: Any, counts: tuple[int, ...] = _FEW
-) -> tuple[Call, tuple[Side, Side]]:
+) -> tuple[Call, Tensors]:
     """Run the model as it is, in training and in evaluation, on as few samples as show something.
 
     A model may refuse a few samples, or have gradients that are zero for one: it gets more.
@@ -138,32 +131,34 @@ def _reference(
         try:
             with warnings.catch_warnings():  # of a variance of one value, say
                 warnings.simplefilter("ignore")
-                sides = _in_both_modes(model, as_call(few), model)
+                found = _in_both_modes(model, as_call(few), model)
         except Exception:  # whatever a model may raise for a batch that is too small for it
             continue
-        if count > 1 or sides[0].shows_gradients:
-            return as_call(few), sides
+        if count > 1 or all(_is_telling(t) for (_, n), t in found.items() if _GRADIENT in n):
+            return as_call(few), found
     call = as_call(example_inputs)
     return call, _in_both_modes(model, call, model)
 
 
-def _in_both_modes(model: nn.Module, call: Call, forward: Forward) -> tuple[Side, Side]:
-    return _run(model, call, forward), _run(model, call, forward, training=False, backward=False)
+def _is_telling(gradient: Tensor | None) -> bool:
+    """Tell whether a gradient could show a fault: it is finite, and not zero all over.
+
+    A contrastive loss of one sample is constant, and so is a BatchNorm of one value.
+    """
+    if gradient is None or not gradient.numel():
+        return True
+    return 0 < float(gradient.abs().max()) < float("inf")
+
+
+def _in_both_modes(model: nn.Module, call: Call, forward: Forward) -> Tensors:
+    trained = _run(model, call, forward, "training")
+    return {**trained, **_run(model, call, forward, "evaluation", backward=False)}
 
 
 def _is_noisy(model: nn.Module, call: Call) -> bool:
     """Tell whether the model differs from itself, in evaluation mode."""
-    one, other = (_run(model, call, model, training=False) for _ in range(2))
-    return bool(_differing(one, other))
-
-
-def _running(other: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return other(*args, **kwargs)
-    except Exception as error:
-        raise GlueError(
-            f"what torch.export made of the model does not run: {str(error).splitlines()[0]}"
-        ) from error
+    one, other = (_run(model, call, model, "evaluation") for _ in range(2))
+    return bool(_differences(one, other))
 
 
 def _refuse(different: list[Difference], num_stages: int) -> None:
@@ -180,20 +175,15 @@ def _refuse(different: list[Difference], num_stages: int) -> None:
     )
 
 
-def _fresh(call: Call) -> Call:
-    """Copy the inputs: a model may change them."""
-    leaves, structure = flatten(call)
-    fresh: Call = unflatten(structure, [leaf.detach().clone() for leaf in leaves])
-    return fresh
-
-
 def _run(
-    model: nn.Module, call: Call, forward: Forward, *, training: bool = True, backward: bool = True
-) -> Side:
+    model: nn.Module, call: Call, forward: Forward, mode: str, *, backward: bool = True
+) -> Tensors:
     """Run a forward, and its backward, in one mode; gather what they leave."""
     for parameter in model.parameters():
         parameter.grad = None
     args, kwargs = _fresh(call)
+    found: Tensors = {}
+    training = mode == "training"
     with as_it_was(model, training=training), torch.set_grad_enabled(backward):
         output = forward(*args, **kwargs)
         leaves = flatten(output.output if isinstance(output, _Chained) else output)[0]
@@ -203,66 +193,47 @@ def _run(
             output.backward(roots, seeds)
         elif roots:
             torch.autograd.backward(roots, seeds)
-        tensors: dict[str, Tensor | None] = {
-            f"output {n}": leaf.detach() for n, leaf in enumerate(leaves)
-        }
+        found.update(((mode, f"output {n}"), leaf.detach()) for n, leaf in enumerate(leaves))
         for name, parameter in model.named_parameters(remove_duplicate=False):
             gradient = parameter.grad
             if gradient is not None and gradient.is_sparse:
                 gradient = gradient.to_dense()
-            tensors[f"{_GRADIENT}{name!r}"] = gradient
+            found[mode, f"{_GRADIENT}{name!r}"] = gradient
         for name, buffer in model.named_buffers():
-            tensors[f"the buffer {name!r}"] = buffer.clone()
-    return Side(tensors, bool(roots))
+            found[mode, f"the buffer {name!r}"] = buffer.clone()
+    return found
+
+
+def _fresh(call: Call) -> Call:
+    """Copy the inputs: a model may change them."""
+    fresh: Call = tree_map(lambda leaf: leaf.detach().clone(), call)
+    return fresh
 
 
 def _seed(tensor: Tensor) -> Tensor:
-    """Give a gradient to start from in which no two values are alike."""
+    """Return a gradient to start from in which no two values are alike."""
     steps = torch.linspace(-1, 1, max(tensor.numel(), 1), device=tensor.device)
     return steps[: tensor.numel()].reshape(tensor.shape).to(tensor.dtype)
 
 
-def _is_telling(gradient: Tensor | None) -> bool:
-    if gradient is None or not gradient.numel():
-        return True
-    return 0 < float(gradient.abs().max()) < float("inf")
+def _differences(expected: Tensors, found: Tensors) -> list[Difference]:
+    both = (_difference(*at, tensor, found.get(at)) for at, tensor in expected.items())
+    return [difference for difference in both if difference is not None]
 
 
-def _differences(
-    expected: tuple[Side, Side], found: tuple[Side, Side]
-) -> list[tuple[str, Difference]]:
-    """Compare what both modes gave; name the mode of each difference."""
-    modes = zip(("training", "evaluation"), expected, found, strict=True)
-    return [(mode, difference) for mode, *sides in modes for difference in _differing(*sides)]
-
-
-def _differing(expected: Side, found: Side) -> list[Difference]:
-    different = []
-    for name, tensor in expected.tensors.items():
-        other = found.tensors.get(name)
-        if tensor is None or other is None:
-            if tensor is not other:
-                different.append(Difference(name, float("inf")))
-        elif tensor.shape != other.shape:
-            different.append(Difference(name, float("inf")))
-        elif not _is_equal(tensor, other):
-            precision = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
-            different.append(Difference(name, _share(tensor, other), precision))
-    return different
-
-
-def _is_equal(tensor: Tensor, other: Tensor) -> bool:
-    if torch.equal(tensor, other):
-        return True
+def _difference(
+    mode: str, name: str, tensor: Tensor | None, other: Tensor | None
+) -> Difference | None:
+    if tensor is None or other is None or tensor.shape != other.shape:
+        return None if tensor is other else Difference(mode, name)
     alike = torch.equal(tensor.isnan(), other.isnan())  # which is equal to nothing
-    return alike and torch.equal(tensor.nan_to_num(), other.nan_to_num())
-
-
-def _share(tensor: Tensor, other: Tensor) -> float:
+    if alike and torch.equal(tensor.nan_to_num(), other.nan_to_num()):
+        return None
     if not tensor.is_floating_point():
-        return float("inf")
+        return Difference(mode, name)
     most = float((tensor.double() - other.double()).abs().max())
-    return most / (float(tensor.double().abs().max()) or 1.0)
+    share = most / (float(tensor.double().abs().max()) or 1.0)
+    return Difference(mode, name, share, torch.finfo(tensor.dtype).eps)
 
 
 @contextmanager
@@ -275,52 +246,36 @@ def _keeping_gradients(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-# -- the chain --------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Link:
-    """A value on its way from stage to stage: what left, and what it is there."""
-
-    source: int
-    sent: Tensor
-    entry: Entry
-
-
 class _Chained:
-    """A forward of all stages, one after the other, and the backward that belongs to it."""
+    """A forward of all stages, one after the other, and the backward that belongs to it.
 
-    def __init__(self) -> None:
-        self.links: dict[int, list[_Link]] = {}
-        self.output: Any = None
+    `links` are by stage what came to it: from where, what left there, and what it is here.
+    """
+
+    def __init__(self, cut: CutModel, /, *args: Any, **kwargs: Any) -> None:
+        self.links: list[list[tuple[int, Tensor, Entry]]] = []
+        told: SealedHeader | None = None
+        waiting: dict[int, list[tuple[int, ValueId, Tensor]]] = {}
+        for stage in range(cut.num_stages):
+            links, received = [], {}
+            for source, value, tensor in waiting.pop(stage, []):
+                wants_gradient = tensor.requires_grad and torch.is_grad_enabled()
+                entry = make_entry(tensor, wants_gradient)
+                links.append((source, tensor, entry))
+                received[value] = faithful_copy(entry.tensor)
+            self.links.append(links)
+            ran = cut.run_stage(stage, _fresh((args, kwargs)), received, told)
+            self.output, told = ran.output, ran.told
+            for target, values in ran.sent.items():
+                waiting.setdefault(target, []).extend((stage, v, t) for v, t in values.items())
 
     def backward(self, roots: list[Tensor], seeds: list[Tensor]) -> None:
         """Run the backward of each stage, the last one first."""
-        pairs = {max(self.links): list(zip(roots, seeds, strict=True))}
-        for stage in sorted(self.links, reverse=True):
-            of_stage = pairs.get(stage, [])
-            if of_stage:
-                torch.autograd.backward(
-                    [root for root, _ in of_stage], [seed for _, seed in of_stage]
-                )
-            for link in self.links[stage]:
-                if link.entry.gradient is not None:
-                    pairs.setdefault(link.source, []).append((link.sent, link.entry.gradient))
-
-
-def _chain(cut: CutModel, /, *args: Any, **kwargs: Any) -> _Chained:
-    chained, told = _Chained(), None
-    waiting: dict[int, list[tuple[int, ValueId, Tensor]]] = {}
-    for stage in range(cut.num_stages):
-        links, received = [], {}
-        for source, value, tensor in waiting.pop(stage, []):
-            wants_gradient = tensor.requires_grad and torch.is_grad_enabled()
-            link = _Link(source, tensor, make_entry(tensor, wants_gradient))
-            links.append(link)
-            received[value] = faithful_copy(link.entry.tensor)
-        chained.links[stage] = links
-        ran = cut.run_stage(stage, _fresh((args, kwargs)), received, told)
-        chained.output, told = ran.output, ran.told
-        for target, values in ran.sent.items():
-            waiting.setdefault(target, []).extend((stage, v, t) for v, t in values.items())
-    return chained
+        pairs = {len(self.links) - 1: list(zip(roots, seeds, strict=True))}
+        for stage in reversed(range(len(self.links))):
+            if of_stage := pairs.get(stage):
+                outputs, gradients = zip(*of_stage, strict=True)
+                torch.autograd.backward(outputs, gradients)
+            for source, sent, entry in self.links[stage]:
+                if entry.gradient is not None:
+                    pairs.setdefault(source, []).append((sent, entry.gradient))

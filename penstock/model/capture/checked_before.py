@@ -22,6 +22,7 @@ from penstock.torch_private import has_accumulation_hooks
 from .captured import Captured
 from .check import prove
 from .exported import Exported
+from .source import captured_layers
 from .watch import original_class
 
 _MOST_STAGES = 8
@@ -68,13 +69,11 @@ def _why_not(captured: Captured) -> str | None:
 
 def _partition(captured: Captured) -> tuple[int, ...]:
     """Cut into a few stages, of about as many calls each."""
-    inside = {n for first, last in captured.together for n in range(first + 1, last + 1)}
-    starts = [n for n in range(len(captured.calls)) if n not in inside]
-    num_stages = min(_MOST_STAGES, len(starts))
-    chosen = [starts[stage * len(starts) // num_stages] for stage in range(num_stages)]
-    return tuple(
-        end - start for start, end in zip(chosen, [*chosen[1:], len(captured.calls)], strict=True)
-    )
+    spans = captured_layers(captured).spans
+    num_stages = min(_MOST_STAGES, len(spans))
+    starts = [spans[stage * len(spans) // num_stages][0] for stage in range(num_stages)]
+    ends = [*starts[1:], len(captured.calls)]
+    return tuple(end - start for start, end in zip(starts, ends, strict=True))
 
 
 def _mark(captured: Captured) -> Path | None:

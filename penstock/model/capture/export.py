@@ -5,6 +5,7 @@ is recorded and cut as any other model.  There is one graph for training and one
 what Python decided with the example is fixed in both.
 """
 
+import inspect
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from penstock.model.pytree import flatten
 from penstock.torch_private import has_hooks
 
 from .blocks import find_blocks
-from .exported import Exported, bound, check_modes
+from .exported import Exported, check_modes
 from .inputs import as_call
 
 _ALWAYS = (
@@ -65,7 +66,9 @@ def _graph(model: nn.Module, example_inputs: Any) -> nn.Module:
 
     Later batches may have other sizes, and sequences other lengths; pictures may not.
     """
-    args, kwargs = bound(model, *as_call(example_inputs))
+    args, kwargs = as_call(example_inputs)
+    given = inspect.signature(model.forward).bind(*args, **kwargs)  # by position if it can be
+    args, kwargs = given.args, given.kwargs
     sizes = ShapesCollection()
     for leaf in flatten((args, kwargs))[0]:
         dims = 1 if leaf.dim() > _SEQUENCE_DIMS else leaf.dim()

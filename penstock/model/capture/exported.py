@@ -18,10 +18,13 @@ class Exported(nn.Module):
     """By whether it is for training; no modules of this one, which has the first one's."""
     original: nn.Module
     """What was exported."""
+    signature: inspect.Signature
+    """Of the original's forward."""
 
     def __init__(self, model: nn.Module, graphs: Mapping[bool, nn.Module]) -> None:
         mode = model.training
-        self.__dict__.update(graphs=dict(graphs), original=model)
+        signature = inspect.signature(model.forward)
+        self.__dict__.update(graphs=dict(graphs), original=model, signature=signature)
         super().__init__()
         first = graphs[True]
         for graph in graphs.values():
@@ -52,8 +55,8 @@ class Exported(nn.Module):
         check_modes(self.original)
         for module in self.modules():
             module.training = self.training
-        args, kwargs = bound(self.original, args, kwargs)
-        return self.graphs[self.training](*args, **kwargs)
+        given = self.signature.bind(*args, **kwargs)  # however given, by position if it can be
+        return self.graphs[self.training](*given.args, **given.kwargs)
 
     def owners(self, path: str) -> Iterator[nn.Module]:
         """Give the modules that have the parameters of one of the model's modules."""
@@ -68,16 +71,6 @@ class Exported(nn.Module):
                 yield graph.get_submodule(name)
             except AttributeError:  # not called in this mode
                 continue
-
-
-def bound(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call in one form, however they are given: by position if they can
-    be.
-    """
-    found = inspect.signature(model.forward).bind(*args, **kwargs)
-    return found.args, found.kwargs
 
 
 def check_modes(model: nn.Module) -> None:
