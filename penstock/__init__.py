@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .optim.scaler import GradScaler as GradScaler
     from .optim.zero import zero_optimizer as zero_optimizer
     from .pipeline import Pipeline as Pipeline
+    from .planner.plan import Plan as Plan
     from .trace.timeline import Timeline as Timeline
     from .types import Recompute as Recompute
     from .types import Reduction as Reduction
@@ -44,6 +45,7 @@ _HOME = {
     "Mesh": "penstock.mesh",
     "PenstockError": "penstock.errors",
     "Pipeline": "penstock.pipeline",
+    "Plan": "penstock.planner.plan",
     "Recompute": "penstock.types",
     "Reduction": "penstock.types",
     "Timeline": "penstock.trace.timeline",
@@ -64,7 +66,12 @@ _HOME = {
     "zero_optimizer": "penstock.optim.zero",
 }
 
-_WITHOUT_TORCH = ("penstock.errors", "penstock.trace.timeline", "penstock.types")
+_WITHOUT_TORCH = (
+    "penstock.errors",
+    "penstock.planner.plan",
+    "penstock.trace.timeline",
+    "penstock.types",
+)
 
 __all__ = [
     "CheckReport",
@@ -74,6 +81,7 @@ __all__ = [
     "Mesh",
     "PenstockError",
     "Pipeline",
+    "Plan",
     "Recompute",
     "Reduction",
     "TiedGradients",

@@ -19,8 +19,8 @@ from penstock.model.layers import Layers
 from penstock.model.state import in_evaluation
 from penstock.planner.arguments import Arguments
 from penstock.planner.plan import Plan
+from penstock.runtime.abstract_pipeline import AbstractPipeline
 from penstock.runtime.caller import CallerContext
-from penstock.runtime.described import AbstractDescribed
 from penstock.runtime.engine import Engine
 from penstock.runtime.handshake import Call
 from penstock.runtime.input_gradients import accumulate_into_inputs
@@ -30,7 +30,6 @@ from penstock.runtime.outputs import gather
 from penstock.runtime.planning import (
     Devices,
     agree,
-    balance,
     device_names,
     make_plan,
 )
@@ -42,7 +41,7 @@ from penstock.types import Recompute, Reduction, TiedGradients, Trace, Transport
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-class Pipeline(AbstractDescribed):
+class Pipeline(AbstractPipeline):
     """Trains a layered model as a pipeline of K stages over M micro-batches.
 
     The gradients are those of the unsplit model run micro-batch after micro-batch, to the bit, for
@@ -55,37 +54,42 @@ class Pipeline(AbstractDescribed):
         num_stages: K.  Layers are balanced by measured time, as often as the schedule runs them:
             of `example_inputs` now, else of the first batch; until then by parameter counts.
         partition: layers per stage, instead of `num_stages`.
-        num_microbatches: M.  A batch of N < M samples runs as N micro-batches; sizes differ by
-            at most 1.
+        num_microbatches: M, by default 1.  A batch of N < M samples runs as N micro-batches; sizes
+            differ by at most 1.
         loss: (output, target) -> scalar tensor for one micro-batch; needed by `train_step`, but
             for a captured model that computes a loss itself, from labels among its inputs.
         reduction: how `loss` reduces over what it is given; or a function target -> weight, such
             as the number of real tokens (of the inputs, where there is no target).  Micro-batch
             losses are weighted so that they sum to the loss of the mini-batch.
-        schedule: a function (num_stages, num_microbatches) -> Schedule, which also says which
-            rank, a thread or a process, runs which stages.
-        recompute: which activations to compute twice instead of keeping.
+        schedule: one of `penstock.schedules`, by default gpipe, or a function of your own
+            (num_stages, num_microbatches) -> Schedule; says which rank, a thread or a process,
+            runs which stages.
+        recompute: which activations to compute twice instead of keeping; default: STAGE.
         devices: one per stage, or one for all; default: the visible GPUs in turn, one for each
             rank's stages, else the CPU.
-        seed: of the layers' random streams.
+        seed: of the layers' random streams; default: 0.
         example_inputs: a batch to balance the layers with, and to capture a model with.
         threads_per_stage: intra-op threads of a stage on the CPU, at most the cores; default:
             torch's, divided among the process's ranks.  Another count may round differently.
-        transport: worker threads, or everything in the calling thread.
+        transport: worker threads (default), or everything in the calling thread.
         trace: what to record of each step, in `last_timeline`; between processes the strongest
             that any of them asks for, of all stages of the own replica.
-        timeout_s: deadline of every wait between stages, in seconds; between processes the
-            mesh's counts.
+        timeout_s: deadline of every wait between stages, in seconds, by default 600; between
+            processes the mesh's counts.
         mesh: who runs what (`penstock.init_mesh`).  In a mesh of processes each makes the same
             pipeline and the same calls; each holds the layers of its own stages, and the others
             lose their memory (they move to the meta device).  Layers built on the meta device get
             values where they run, from their `reset_parameters` and `seed`.
         batch_norm_over_replicas: pool BatchNorm's moments over the replicas of the mesh too.
         weights: a folder to load, as by `load_pretrained`, instead of drawing values.
-        tied_gradients: how often the gradient of a weight that several stages use is sent.
+        tied_gradients: how often the gradient of a weight that several stages use is sent;
+            default: PER_MICROBATCH.
+        plan: how to run, as another pipeline's `plan` says; instead of num_stages, partition,
+            num_microbatches, schedule, recompute, devices, seed, threads_per_stage, transport,
+            timeout_s, batch_norm_over_replicas and tied_gradients.
 
     Raises:
-        ConfigError: an argument cannot work.
+        ConfigError: an argument cannot work, or is given beside a plan that decides it.
         PartitionError: the layers cannot be cut as asked.
         CheckpointError: `weights` are not this model's.
     """
@@ -141,14 +145,14 @@ class Pipeline(AbstractDescribed):
                 plan, number = agree(plan, resolved, mesh, part, balances=balances)
                 balances = False
             loss = loss or resolved.own_loss
-            super().__init__(resolved, Engine(resolved, loss, plan, mesh, draws=weights is None))
-            self.number = self._engine.crew.number = number
-            self.__dict__.update(self._layers.registered(self._engine.holds))
+            engine = Engine(resolved, loss, plan, mesh, draws=weights is None)
+            super().__init__(resolved, engine, will_balance=balances and plan.num_stages > 1)
+            self.number = engine.crew.number = number
             load_and_tell(weights, self.held, mesh)
         self._wanted = Call(plan.num_microbatches, reduction)
-        self._will_balance = balances and plan.num_stages > 1
-        self.seed, self.step, self.trace, self._evaluations = plan.seed, 0, trace, 0
-        self._balance_once(part)
+        self.step, self.trace, self._evaluations = 0, trace, 0
+        if self._will_balance:
+            self._balance(part)
 
     # -- a training step ------------------------------------------------------------------------
 
@@ -192,7 +196,8 @@ class Pipeline(AbstractDescribed):
             scale = check_loss_scale(loss_scale)
             call = replace(self._wanted, trains=True, loss_scale=scale, trace=self._trace)
             batch = crew.cut(inputs, targets, call)
-            self._balance_once(batch.inputs[0])
+            if self._will_balance:
+                self._balance(batch.inputs[0])
             run = self._new_run("train", self.step, batch, with_grad=True)
             run.loss, run.loss_scale = self._engine.loss, scale
             self.step += 1
@@ -260,7 +265,8 @@ class Pipeline(AbstractDescribed):
         with self._engine.one_at_a_time():
             value = self._layers.as_one_value(inputs, keywords)
             batch = crew.cut(value, None, replace(self._wanted, trace=self._trace))
-            self._balance_once(batch.inputs[0])
+            if self._will_balance:
+                self._balance(batch.inputs[0])
             run = self._new_run("train", self.step, batch, with_grad=True)
             self.step += 1
             outputs = run_as_module(self._engine, run, value, batch)
@@ -286,37 +292,6 @@ class Pipeline(AbstractDescribed):
     def _new_run(self, phase: str, step: int, batch: Batch, *, with_grad: bool) -> Run:
         return Run(
             batch=batch,
-            streams=Streams(self.seed, phase, step, batch.first),
+            streams=Streams(self._engine.plan.seed, phase, step, batch.first),
             caller=CallerContext.capture(with_grad, self._engine.devices),
         )
-
-    def _balance_once(self, part: Any) -> None:
-        """Cut the layers anew by measured time, with the first micro-batch that is at hand."""
-        if self._will_balance and part is not None:
-            self._engine.check_unchanged()
-            self._will_balance = False
-            self._run_as(balance(self.plan, self._layers, part))
-
-    def _run_as(self, plan: Plan) -> None:
-        before = self._engine
-        self._engine = Engine(self._layers, before.loss, plan, before.mesh, before=before)
-
-    def train(self, mode: bool = True) -> "Pipeline":
-        """Set the mode of all layers, as of any module."""
-        for module in self.original.modules():
-            module.training = mode
-        return super().train(mode)
-
-    def after_move(self, function: Callable[..., Any]) -> None:
-        """Let each stage run where its parameters are now (after `to`, `half`)."""
-        self._run_as(self._engine.plan_after(function))
-
-    def close(self) -> None:
-        """End the worker threads, as garbage collection does; the next call starts new ones."""
-        self._engine.close()
-
-    def __enter__(self) -> "Pipeline":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

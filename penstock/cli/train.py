@@ -30,6 +30,13 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="Go on from the newest checkpoint of this run folder; RECIPE may then be left out.",
 )
+@click.option(
+    "--plan",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Run the model as this plan says, instead of as the recipe's section [pipeline] does; "
+    "each run folder has the plan.json of its run.",
+)
 @num_processes_option
 @click.option(
     "--max-restarts",
@@ -53,6 +60,7 @@ def train(context: click.Context, /, **_: object) -> int:
       penstock train recipes/digits.toml
       penstock train recipes/digits.toml --set pipeline.schedule=one_f_one_b --set train.epochs=5
       penstock train --resume runs/digits-1 --set pipeline.num_stages=3
+      penstock train recipes/digits.toml --plan runs/digits-1/plan.json
       penstock train recipes/digits.toml --num-processes 2 --max-restarts 3
       torchrun --nproc-per-node 2 -m penstock train recipes/digits.toml
     """
@@ -78,6 +86,7 @@ class _Wish:
     overrides: tuple[str, ...]
     run_folder: Path | None
     resume: Path | None
+    plan: Path | None
     num_processes: int | None
     max_restarts: int
     as_json: bool
@@ -106,14 +115,15 @@ class _Wish:
         """What the run is to be."""
         from penstock.train.command import Request
 
-        return Request(self.recipe, self.overrides, self.resume or self.run_folder)
+        return Request(self.recipe, self.overrides, self.resume or self.run_folder, self.plan)
 
     def as_arguments(self) -> list[str]:
         """Give the command line again, without what concerns the launch."""
         words = ["train", *([str(self.recipe)] if self.recipe is not None else [])]
         for override in self.overrides:
             words += ["--set", override]
-        for name, path in (("--run-folder", self.run_folder), ("--resume", self.resume)):
+        paths = {"--run-folder": self.run_folder, "--resume": self.resume, "--plan": self.plan}
+        for name, path in paths.items():
             words += [name, str(path)] if path is not None else []
         return [*words, *(["--json"] if self.as_json else [])]
 

@@ -152,22 +152,25 @@ class Plan:
                 f"{len(layers)}; layer {n}, {longer[n]}, is in the {where} only. {_REMEDY}"
             )
 
-    def check_ranks(self, num_places: int | None, num_replicas: int) -> None:
-        """Refuse to run on other ranks than the plan was made for.
+    def check_ranks(self, num_processes: int, num_places: int | None = None) -> None:
+        """Refuse to run in other processes than the plan was made for.
 
-        A replica has `num_places` ranks; None is as many as it needs, as threads of one process.
+        One process runs the ranks of one replica as threads.  A mesh has `num_places` ranks for
+        each replica.
 
         Raises:
             PlanError: they are more, or fewer.
         """
         own = self.placement
-        if num_places in (None, own.num_places) and num_replicas == own.num_replicas:
+        is_alone = num_processes == 1 and own.num_replicas == 1
+        if num_places in (None, own.num_places) and (is_alone or num_processes == own.num_ranks):
             return
-        there = "one process" if num_places is None else f"a mesh of {num_places} x {num_replicas}"
+        there = "1 process" if num_processes == 1 else f"{num_processes} processes"
+        mesh = f", with {num_places} ranks for each replica" if num_places is not None else ""
         raise PlanError(
-            f"the plan is for {own.num_ranks} ranks, {own.num_places} for each of "
-            f"{own.num_replicas} replicas, and there is {there}; start {own.num_ranks} processes "
-            "(torchrun --nproc-per-node), or make a plan for what is there"
+            f"the plan is for {own.num_ranks} ranks, {own.num_places} for each replica, and this "
+            f"job has {there}{mesh}; start {own.num_ranks} (torchrun --nproc-per-node), or make a "
+            "plan for what is there"
         )
 
     def save(self, path: str | Path) -> None:

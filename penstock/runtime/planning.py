@@ -46,7 +46,7 @@ def make_plan(arguments: Arguments, plan: Plan | None, layers: Layers, mesh: Mes
         return resolve(arguments, num_stages, Model(facts_of(layers), layers.spans), resources)
     arguments.check_none_beside_plan()
     plan.check_model(facts_of(layers))
-    plan.check_ranks(resources.num_places, resources.num_replicas)
+    plan.check_ranks(mesh.world_size if mesh is not None else 1, resources.num_places)
     for stage, name in enumerate(plan.placement.devices):
         _check_device(stage, name, mesh)
     threads = resolve_threads(plan.threads_per_stage, plan.placement.places, resources)
@@ -97,6 +97,7 @@ def agree(
         "num_microbatches": plan.num_microbatches,
         "seed": plan.seed,
         "how": plan.choices,
+        "recompute of each stage": [kind.name for kind in plan.recompute],
     }
     assert mesh.background is not None
     mesh.background.run(
@@ -107,12 +108,23 @@ def agree(
     is_measured = balances and mesh.is_first_rank and part is not None
     if is_measured and not any(t.is_meta for t in tensors):
         plan = balance(plan, layers, part)
-    decided: list[Any] = [plan.partition, plan.balanced_by.value, plan.predicted_s]
+    decided: list[Any] = [
+        plan.partition,
+        plan.balanced_by.value,
+        plan.predicted_s,
+        plan.threads_per_stage,
+    ]
     mesh.background.run(
         lambda: dist.broadcast_object_list(decided, src=0), "for the partition of the layers"
     )
-    partition, by, predicted_s = decided
-    plan = replace(plan, partition=partition, balanced_by=BalancedBy(by), predicted_s=predicted_s)
+    partition, balanced_by, predicted_s, threads_per_stage = decided
+    plan = replace(
+        plan,
+        partition=partition,
+        balanced_by=BalancedBy(balanced_by),
+        predicted_s=predicted_s,
+        threads_per_stage=threads_per_stage,
+    )
     num_parameters = sum(layer.num_parameters for layer in plan.layers)
     return plan, mesh.number_pipeline(f"{len(plan.layers)} layers, {num_parameters:,} parameters")
 

@@ -14,6 +14,7 @@ from penstock.optim import adafactor, rmsprop
 from penstock.optim.scaler import GradScaler
 from penstock.optim.zero import zero_optimizer
 from penstock.pipeline import Pipeline
+from penstock.planner.plan import Plan
 from penstock.recipe.optimizer_sections import SGD, Adafactor, AdamW, RMSProp
 from penstock.recipe.recipe import Recipe
 from penstock.recipe.section import Section
@@ -72,22 +73,30 @@ def pipeline_options(recipe: Recipe) -> dict[str, Any]:
 
 
 def build_pipeline(
-    recipe: Recipe, task: Task, layers: nn.Sequential | Layers, example_inputs: Any, mesh: Mesh
+    recipe: Recipe,
+    task: Task,
+    layers: nn.Sequential | Layers,
+    example_inputs: Any,
+    mesh: Mesh,
+    plan: Plan | None,
 ) -> Pipeline:
-    """Cut the model into stages; each replica of the mesh takes its share of the micro-batches.
+    """Cut the model into stages, as a plan says if there is one; each replica of the mesh takes
+    its share of the micro-batches.
 
     Raises:
         PartitionError: the model has too few layers, or another number than the partition says.
+        PlanError: the plan is of another model, or for other processes.
     """
-    options = pipeline_options(recipe)
-    options["num_microbatches"] //= mesh.num_replicas
+    options: dict[str, Any] = {"plan": plan}
+    if plan is None:
+        options = pipeline_options(recipe) | {"batch_norm_over_replicas": True}
+        options["num_microbatches"] //= mesh.num_replicas
     return Pipeline(
         layers,
         loss=task.loss,
         reduction=task.reduction,
         example_inputs=example_inputs,
         mesh=mesh,
-        batch_norm_over_replicas=True,
         **options,
     )
 

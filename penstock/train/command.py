@@ -17,6 +17,7 @@ from penstock.errors import RecipeError, RunFolderError
 from penstock.mesh import Mesh
 from penstock.mesh.meet import join, meeting, told_by_first
 from penstock.mesh.start import num_processes
+from penstock.planner.plan import Plan
 from penstock.recipe.read import check_resumable, read_recipe, recipe_to_toml
 from penstock.recipe.recipe import Recipe, marked_keys
 from penstock.recipe.section import Mark
@@ -25,10 +26,11 @@ from .build import num_layers
 from .display import Display
 from .interrupt import Interrupt
 from .job import job_name
-from .layout import check_layout, make_mesh, refit
+from .layout import check_layout, make_mesh, read_plan, refit, with_plan
 from .loop import Trainer
 from .report import summarise, write_timeline
 from .run_folder import (
+    PLAN,
     RunFolder,
     begun_by,
     check_free,
@@ -44,11 +46,36 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a user asks for: a recipe, changes of single keys, and where the run is kept."""
+    """What a user asks for: a recipe, changes of single keys, where the run is kept, and a plan of
+    how the model is run.
+    """
 
     recipe_path: Path | None
     overrides: Sequence[str] = ()
     run_folder: Path | None = None
+    plan_path: Path | None = None
+
+    def plan_for(self, num_processes: int) -> Plan | None:
+        """Read the plan, if one was given.
+
+        Raises:
+            PlanError: it cannot run in so many processes, or the file does not hold one.
+            RecipeError: an override changes what the plan decides.
+        """
+        if self.plan_path is None:
+            return None
+        plan = read_plan(self.plan_path, self.overrides)
+        plan.check_ranks(num_processes)
+        return plan
+
+    def recipe(self, path: Path, plan: Plan | None) -> Recipe:
+        """Read a recipe, with the changes and what the plan decides.
+
+        Raises:
+            RecipeError: the recipe or an override is wrong.
+        """
+        recipe = read_recipe(path, self.overrides)
+        return recipe if plan is None else with_plan(recipe, plan)
 
 
 def start_run(request: Request, console: Console, interrupt: Interrupt) -> Summary:
@@ -64,14 +91,15 @@ def start_run(request: Request, console: Console, interrupt: Interrupt) -> Summa
         KeyboardInterrupt: `interrupt` was wanted before anything was begun.
     """
     assert request.recipe_path is not None
-    recipe = read_recipe(request.recipe_path, request.overrides)
+    plan = request.plan_for(num_processes())
+    recipe = request.recipe(request.recipe_path, plan)
     begun = _begun_before(request, recipe)
     if begun is not None:
-        return _go_on(begun, recipe, console, interrupt)
+        return _go_on(begun, recipe, plan, console, interrupt)
     check_layout(recipe, num_processes())
     if request.run_folder is not None:
         check_free(request.run_folder)
-    with make_mesh(recipe) as mesh, mesh.reporting(), Trainer(recipe, mesh) as trainer:
+    with make_mesh(recipe) as mesh, mesh.reporting(), Trainer(recipe, mesh, plan=plan) as trainer:
         trainer.raise_if_wanted(interrupt)
         names = mesh.gather(job_name(), "for the others to begin the run")
         jobs = [name for name in names if name is not None]
@@ -87,7 +115,8 @@ def check_start(request: Request, num_processes: int) -> None:
         RecipeError, RunFolderError: as `start_run`.
     """
     assert request.recipe_path is not None
-    check_layout(read_recipe(request.recipe_path, request.overrides), num_processes)
+    plan = request.plan_for(num_processes)
+    check_layout(request.recipe(request.recipe_path, plan), num_processes)
     if request.run_folder is not None:
         check_free(request.run_folder)
 
@@ -98,7 +127,7 @@ def check_resume(request: Request, num_processes: int) -> None:
     Raises:
         RecipeError, RunFolderError: as `resume_run`.
     """
-    _, new = _old_and_new(request, num_processes)
+    _, new, _ = _old_and_new(request, num_processes)
     check_layout(new, num_processes)
 
 
@@ -116,11 +145,11 @@ def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summ
         KeyboardInterrupt: `interrupt` was wanted before anything was begun.
     """
     assert request.run_folder is not None
-    old, new = _old_and_new(request, num_processes())
+    old, new, plan = _old_and_new(request, num_processes())
     with (
         make_mesh(new) as mesh,
         mesh.reporting(),
-        Trainer(new, mesh, resumes=True) as trainer,
+        Trainer(new, mesh, resumes=True, plan=plan) as trainer,
     ):
         trainer.raise_if_wanted(interrupt)
         with _opened(mesh, request.run_folder) as folder:
@@ -134,19 +163,24 @@ def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summ
             return _run(trainer, folder, console, interrupt)
 
 
-def _old_and_new(request: Request, num_processes: int) -> tuple[Recipe, Recipe]:
-    """Read the recipe of the run to resume, and make that by which so many processes go on."""
+def _old_and_new(request: Request, num_processes: int) -> tuple[Recipe, Recipe, Plan | None]:
+    """Read the recipe of the run to resume, and make that by which so many processes go on; with
+    the plan, if one was given.
+    """
     assert request.run_folder is not None
     folder = open_existing(request.run_folder)
     old = read_recipe(folder.recipe_path)
-    new = read_recipe(request.recipe_path or folder.recipe_path, request.overrides)
+    plan = request.plan_for(num_processes)
+    new = request.recipe(request.recipe_path or folder.recipe_path, plan)
     check_resumable(old, new)
-    if not _says_layout(request.overrides):
+    if plan is None and not _says_layout(request.overrides):
         new = refit(new, num_processes, num_layers(new))
-    return old, new
+    return old, new, plan
 
 
-def _go_on(path: Path, wanted: Recipe, console: Console, interrupt: Interrupt) -> Summary:
+def _go_on(
+    path: Path, wanted: Recipe, plan: Plan | None, console: Console, interrupt: Interrupt
+) -> Summary:
     """Go on with a run that an earlier attempt of this job began, whatever is left to do.
 
     A process that is started again takes the run as it was begun, but for its layout: the user
@@ -156,10 +190,12 @@ def _go_on(path: Path, wanted: Recipe, console: Console, interrupt: Interrupt) -
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         _check_same_job(path, old, wanted)
     new = refit(_with_layout_of(wanted, old), num_processes(), num_layers(old))
+    if plan is not None and with_plan(new, plan) != new:  # the run goes on in another layout
+        plan = None
     with (
         make_mesh(new) as mesh,
         mesh.reporting(),
-        Trainer(new, mesh, resumes=True) as trainer,
+        Trainer(new, mesh, resumes=True, plan=plan) as trainer,
     ):
         trainer.raise_if_wanted(interrupt)
         with _opened(mesh, path) as folder:
@@ -279,6 +315,7 @@ def _as_layout(old: Recipe, new: Recipe) -> str:
 def _run(trainer: Trainer, folder: RunFolder, console: Console, interrupt: Interrupt) -> Summary:
     remarks = (trainer.recipe.shortened_warmup, *trainer.task.remarks(), str(trainer.pipe))
     _print(console, filter(None, remarks))
+    folder.write_text(PLAN, trainer.pipe.plan.to_json())
     start_s = time.perf_counter()
     num_epochs = trainer.recipe.train.epochs
     with Display(console, num_epochs, trainer.steps_per_epoch, trainer.task) as display:

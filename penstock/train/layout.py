@@ -1,10 +1,18 @@
 """Which stages and replicas the processes of a run take: K x D of them, or one with K threads."""
 
-from penstock.errors import RecipeError
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.errors import PlanError, RecipeError
 from penstock.mesh import Mesh, init_mesh
 from penstock.mesh.start import num_processes
+from penstock.planner.plan import Plan
 from penstock.recipe.recipe import Recipe
 from penstock.runtime.microbatches import microbatch_sizes
+from penstock.types import TiedGradients
+
+_BESIDE_PLAN = ("pipeline.shard_optimizer",)
+"""What a plan does not decide of how a model runs."""
 
 
 def make_mesh(recipe: Recipe) -> Mesh:
@@ -17,6 +25,49 @@ def make_mesh(recipe: Recipe) -> Mesh:
     check_layout(recipe, num_processes())
     section = recipe.pipeline
     return init_mesh(section.num_ranks, section.num_replicas, timeout_s=section.timeout_s)
+
+
+def read_plan(path: Path, overrides: Sequence[str]) -> Plan:
+    """Read the plan that a run is to follow.
+
+    Raises:
+        PlanError: the file does not hold one, or it decides what a recipe cannot say.
+        RecipeError: an override changes what the plan decides.
+    """
+    keys = (override.partition("=")[0].strip() for override in overrides)
+    given = [key for key in keys if key.startswith("pipeline.") and key not in _BESIDE_PLAN]
+    if given:
+        raise RecipeError(
+            f"--plan decides {', '.join(given)} already; leave out one or the other, or change "
+            f"{path}"
+        )
+    plan = Plan.load(path)
+    pools = plan.batch_norm_over_replicas or plan.placement.num_replicas == 1
+    if plan.tied_gradients is TiedGradients.PER_MICROBATCH and pools:
+        return plan
+    raise PlanError(
+        f"{path}: a run that goes on in another layout must compute the same; set "
+        'tied_gradients to "per micro-batch" and batch_norm_over_replicas to true'
+    )
+
+
+def with_plan(recipe: Recipe, plan: Plan) -> Recipe:
+    """Return the recipe with the keys of `pipeline` that a plan decides as the plan has them."""
+    section, num_replicas = recipe.pipeline, plan.placement.num_replicas
+    kinds = set(plan.recompute)
+    changes = {
+        "num_stages": plan.num_stages,
+        "stages_per_rank": plan.schedule.stages_per_rank,
+        "num_replicas": num_replicas,
+        "num_microbatches": plan.num_microbatches * num_replicas,
+        "partition": plan.partition,
+        "schedule": plan.schedule.name,
+        "recompute": kinds.pop().value if len(kinds) == 1 else section.recompute,
+        "threads_per_stage": plan.threads_per_stage,
+        "timeout_s": plan.timeout_s,
+        "seed": plan.seed,
+    }
+    return recipe.model_copy(update={"pipeline": section.model_copy(update=changes)})
 
 
 def check_layout(recipe: Recipe, world_size: int) -> None:

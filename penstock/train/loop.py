@@ -20,6 +20,7 @@ from penstock.mesh import Mesh
 from penstock.model.pytree import tree_map
 from penstock.optim.averaging import Averaging
 from penstock.optim.clip import clip_grad_norm_
+from penstock.planner.plan import Plan
 from penstock.recipe.recipe import Recipe
 from penstock.types import Trace
 
@@ -49,7 +50,7 @@ class Trainer:
     """Owns the task, its model, the pipeline, the optimizer and the position of one run.
 
     In a mesh of processes each makes a trainer and calls it alike; `mesh` is by default the
-    recipe's, in this process.
+    recipe's, in this process.  A `plan` says how the model is run; the recipe agrees with it.
 
     With `resumes`, weights are not loaded yet from what the recipe starts from: `resume` finds out
     whether they are those of a checkpoint of its own run.
@@ -58,7 +59,14 @@ class Trainer:
         PenstockError: the recipe asks for what cannot be built; nothing has run then.
     """
 
-    def __init__(self, recipe: Recipe, mesh: Mesh | None = None, *, resumes: bool = False) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        mesh: Mesh | None = None,
+        *,
+        resumes: bool = False,
+        plan: Plan | None = None,
+    ) -> None:
         self.recipe = recipe
         self.mesh = mesh if mesh is not None else make_mesh(recipe)
         self.task = build_task(recipe)
@@ -71,7 +79,7 @@ class Trainer:
         self.layer_names = names_of(layers)
         self._example: tuple[Any, Any] | None = None
         inputs, _ = self.example_part()
-        self.pipe = build_pipeline(recipe, self.task, layers, inputs, self.mesh)
+        self.pipe = build_pipeline(recipe, self.task, layers, inputs, self.mesh, plan)
         self._begun_from: Path | None = None
         if not resumes:
             self._start(lambda: checkpoint_of(recipe.start))

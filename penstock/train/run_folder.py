@@ -1,6 +1,7 @@
 """What a run leaves behind, in one folder that is never overwritten.
 
 recipe.toml             the recipe with every key
+plan.json               the plan by which the model was run last
 job                     what torchrun calls the job that began the run, on each of its hosts
 data.digest             tells the data from others
 start.digest            tells the checkpoint whose weights the run began with from others
@@ -28,6 +29,7 @@ from penstock.checkpoint.files import UNFINISHED, remove_folder
 from penstock.errors import RunFolderError
 
 RECIPE = "recipe.toml"
+PLAN = "plan.json"
 METRICS = "metrics.jsonl"
 DAMAGED_METRICS = "metrics.damaged"
 _LOCK = ".lock"

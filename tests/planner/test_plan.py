@@ -169,9 +169,14 @@ def test_the_first_layer_that_differs_is_named(found: tuple[LayerFacts, ...], wo
 
 
 def test_a_plan_for_other_ranks_says_how_many_it_is_for() -> None:
-    plan(1, 2).check_ranks(None, 1)
-    plan(1, 2).check_ranks(2, 1)
-    with pytest.raises(PlanError, match=r"for 2 ranks, 2 for each of 1 replicas.*a mesh of 2 x 2"):
-        plan(1, 2).check_ranks(2, 2)
-    with pytest.raises(PlanError, match=r"for 6 ranks, 2 for each of 3.*there is one process"):
-        ODD.check_ranks(None, 1)
+    plan(1, 2).check_ranks(1)
+    plan(1, 2).check_ranks(2, 2)
+    ODD.check_ranks(6, 2)
+    with pytest.raises(
+        PlanError, match=r"for 2 ranks, 2 for each replica.*has 4 processes; start"
+    ):
+        plan(1, 2).check_ranks(4)
+    with pytest.raises(PlanError, match=r"for 6 ranks.*has 1 process; start 6"):
+        ODD.check_ranks(1)
+    with pytest.raises(PlanError, match=r"has 6 processes, with 3 ranks for each replica"):
+        ODD.check_ranks(6, 3)

@@ -1,6 +1,8 @@
-"""What can be read of a pipeline: sizes, cut, layers, schedule and the last timeline."""
+"""What a pipeline is beside its steps: layers, and the engine that runs them by a plan."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -16,16 +18,21 @@ from penstock.trace.timeline import Timeline
 from penstock.types import Trace
 
 from .engine import Engine
+from .planning import balance
 from .record import Record
 
 
-class AbstractDescribed(AbstractMovable):
-    """Base of `Pipeline`: the layers and how they are run, without the steps."""
+class AbstractPipeline(AbstractMovable):
+    """Base of `Pipeline`: holds the layers and the engine, and says what can be read of them.
 
-    def __init__(self, layers: Layers, engine: Engine) -> None:
+    Another plan, of a measured batch or of moved layers, makes another engine.
+    """
+
+    def __init__(self, layers: Layers, engine: Engine, *, will_balance: bool) -> None:
         super().__init__()
         self._layers, self._engine = layers, engine
-        self._will_balance = False
+        self.__dict__.update(layers.registered(engine.holds))
+        self._will_balance = will_balance
         self._trace = Trace.OFF
         self._record: Record | None = None
         self._timeline: Timeline | None = None
@@ -39,6 +46,16 @@ class AbstractDescribed(AbstractMovable):
     def num_stages(self) -> int:
         """K."""
         return self.plan.num_stages
+
+    @property
+    def seed(self) -> int:
+        """Of the layers' random streams."""
+        return self.plan.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        if seed != self.plan.seed:
+            self._run_as(replace(self.plan, seed=seed))
 
     @property
     def mesh(self) -> Mesh | None:
@@ -119,3 +136,34 @@ class AbstractDescribed(AbstractMovable):
         until = "until the first batch is measured" if self._will_balance else ""
         cut = ", ".join(filter(None, (f"  partition {list(plan.partition)}", plan.balance, until)))
         return "\n".join([head + plan.choices, cut, *self._engine.describe(), ")"])
+
+    def _balance(self, part: Any) -> None:
+        """Cut the layers anew by measured time, with the first micro-batch that is at hand."""
+        if part is not None:
+            self._engine.check_unchanged()
+            self._will_balance = False
+            self._run_as(balance(self.plan, self._layers, part))
+
+    def _run_as(self, plan: Plan) -> None:
+        before = self._engine
+        self._engine = Engine(self._layers, before.loss, plan, before.mesh, before=before)
+
+    def after_move(self, function: Callable[..., Any]) -> None:
+        """Let each stage run where its parameters are now (after `to`, `half`)."""
+        self._run_as(self._engine.plan_after(function))
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of all layers, as of any module."""
+        for module in self.original.modules():
+            module.training = mode
+        return super().train(mode)
+
+    def close(self) -> None:
+        """End the worker threads, as garbage collection does; the next call starts new ones."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,80 @@
+"""A run that follows a plan, and what its folder keeps of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import Plan
+from penstock.cli.main import run
+from penstock.errors import RunFolderError
+from penstock.train.command import Request, resume_run, start_run
+from penstock.train.interrupt import Interrupt
+from penstock.train.run_folder import RunFolder
+from tests.quiet import quiet
+
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
+SMALL = (
+    "model.num_blocks=1",
+    "model.width=4",
+    "train.epochs=1",
+    "train.batch_size=500",
+    "train.log_every=1",
+)
+
+
+def losses(folder: Path) -> list[Any]:
+    """Read the losses of a run."""
+    return [line["loss"] for line in RunFolder(folder).read_metrics() if line["kind"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train a small run, and return its folder."""
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    layout = ["pipeline.num_stages=3", "pipeline.schedule=one_f_one_b", "pipeline.seed=5"]
+    assert start_run(Request(DIGITS, [*SMALL, *layout], folder), quiet(), Interrupt()).finished
+    return folder
+
+
+def test_a_run_keeps_the_plan_by_which_it_ran(finished: Path) -> None:
+    plan = Plan.load(finished / "plan.json")
+    assert (plan.num_stages, plan.schedule.name, plan.seed) == (3, "one_f_one_b", 5)
+    assert plan.predicted_s is not None
+
+
+def test_a_run_by_the_plan_of_another_is_that_run(finished: Path, tmp_path: Path) -> None:
+    wanted = Request(DIGITS, SMALL, tmp_path / "again", finished / "plan.json")
+    assert start_run(wanted, quiet(), Interrupt()).finished
+    assert losses(tmp_path / "again") == losses(finished) != []
+    assert (tmp_path / "again" / "plan.json").read_text() == (finished / "plan.json").read_text()
+    once_more = Request(None, [], tmp_path / "again", finished / "plan.json")
+    with pytest.raises(RunFolderError, match="nothing to resume"):
+        resume_run(once_more, quiet(), Interrupt())
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run the command, see that it ends with exit code 2, and return the one line it says."""
+    small = [word for key in SMALL for word in ("--set", key)]
+    assert run(["train", str(DIGITS), *small, *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_plans_that_cannot_be_followed_are_one_line(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, changed = finished / "plan.json", tmp_path / "changed.json"
+    text = plan.read_text()
+    said = refused(capsys, "--plan", str(plan), "--set", "model.width=8")
+    assert "another model: the parameters of layer 0, 'stem' (Conv2d)" in said
+    said = refused(capsys, "--plan", str(plan), "--set", "pipeline.num_stages=2")
+    assert "--plan decides pipeline.num_stages already" in said
+    assert "has 5 processes" in refused(capsys, "--plan", str(plan), "--num-processes", "5")
+    changed.write_text(text[: len(text) // 2])
+    assert "damaged, or no JSON" in refused(capsys, "--plan", str(changed))
+    changed.write_text(text.replace('"seed"', '"sead"'))
+    assert "unknown key sead" in refused(capsys, "--plan", str(changed))
+    changed.write_text(json.dumps(json.loads(text) | {"tied_gradients": "summed"}))
+    assert "must compute the same" in refused(capsys, "--plan", str(changed))
