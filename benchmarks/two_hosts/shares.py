@@ -3,18 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.schedules.ir import (
-    Backward,
-    Forward,
-    Instruction,
-    PostReceive,
-    ReceiveActivation,
-    ReceiveGradient,
-    Recompute,
-    Schedule,
-    SendActivation,
-    SendGradient,
-)
+from penstock.schedules import ir
 from penstock.simulator import Costs, simulate
 
 
@@ -40,10 +29,10 @@ class Shares:
     bubble: float
 
 
-def costs_of(schedule: Schedule, computed: Sequence[Computed]) -> Costs:
+def costs_of(schedule: ir.Schedule, computed: Sequence[Computed]) -> Costs:
     """Share out each stage's seconds over its instructions; messages take no time."""
 
-    def each(kind: type[Instruction], total_s: list[float]) -> tuple[float, ...]:
+    def each(kind: type[ir.Instruction], total_s: list[float]) -> tuple[float, ...]:
         numbers = [
             sum(isinstance(i, kind) and i.stage == stage for _, i in schedule)
             for stage in range(schedule.num_stages)
@@ -51,13 +40,13 @@ def costs_of(schedule: Schedule, computed: Sequence[Computed]) -> Costs:
         return tuple(s / n if n else 0.0 for s, n in zip(total_s, numbers, strict=True))
 
     return Costs(
-        forward_s=each(Forward, [c.forward_s for c in computed]),
-        recompute_s=each(Recompute, [c.recompute_s for c in computed]),
-        backward_s=each(Backward, [c.backward_s for c in computed]),
+        forward_s=each(ir.Forward, [c.forward_s for c in computed]),
+        recompute_s=each(ir.Recompute, [c.recompute_s for c in computed]),
+        backward_s=each(ir.Backward, [c.backward_s for c in computed]),
     )
 
 
-def shares(schedule: Schedule, computed: Sequence[Computed], step_s: float) -> Shares:
+def shares(schedule: ir.Schedule, computed: Sequence[Computed], step_s: float) -> Shares:
     """Split a measured step.
 
     compute         the mean over the ranks of the time in which layers ran
@@ -71,7 +60,7 @@ def shares(schedule: Schedule, computed: Sequence[Computed], step_s: float) -> S
 
 
 def foretold_s(
-    schedule: Schedule, computed: Sequence[Computed], message_s: float, latency_s: float
+    schedule: ir.Schedule, computed: Sequence[Computed], message_s: float, latency_s: float
 ) -> float:
     """Simulate a step with messages that do not wait for each other on the link, in seconds."""
     costs = replace(costs_of(schedule, computed), transfer_s=message_s + latency_s)
@@ -79,7 +68,7 @@ def foretold_s(
 
 
 def foretold_in_turn_s(
-    schedule: Schedule, computed: Sequence[Computed], message_s: float, latency_s: float
+    schedule: ir.Schedule, computed: Sequence[Computed], message_s: float, latency_s: float
 ) -> float:
     """Simulate a step over a link that carries one message at a time in each direction."""
     costs = costs_of(schedule, computed)
@@ -98,7 +87,7 @@ def foretold_in_turn_s(
     return simulate(link_as_ranks(schedule), with_links).step_s
 
 
-def link_as_ranks(schedule: Schedule) -> Schedule:
+def link_as_ranks(schedule: ir.Schedule) -> ir.Schedule:
     """Make each direction of the link between two stages a rank, whose work is to carry messages.
 
     rank 0 | 0F0 0F0>1 ... 0B0<1 0B0      ->      rank 0 | 0F0 0F0>2 ... 0B0<3 0B0
@@ -113,31 +102,31 @@ def link_as_ranks(schedule: Schedule) -> Schedule:
     )
     carried = list(_carried(schedule, there, back))
     links = (tuple(i for i in carried if i.stage == number) for number in (there, back))
-    return Schedule((*stages, *links))
+    return ir.Schedule((*stages, *links))
 
 
-def _over_link(instruction: Instruction, there: int, back: int) -> Instruction:
+def _over_link(instruction: ir.Instruction, there: int, back: int) -> ir.Instruction:
     """Send to the link, and receive from it, instead of from the other stage."""
     match instruction:
-        case SendActivation() | ReceiveActivation():
+        case ir.SendActivation() | ir.ReceiveActivation():
             return replace(instruction, peer=there)
-        case SendGradient() | ReceiveGradient():
+        case ir.SendGradient() | ir.ReceiveGradient():
             return replace(instruction, peer=back)
-        case PostReceive():
+        case ir.PostReceive():
             return replace(instruction, peer=back if instruction.gradient else there)
         case _:
             return instruction
 
 
-def _carried(schedule: Schedule, there: int, back: int) -> Iterator[Instruction]:
+def _carried(schedule: ir.Schedule, there: int, back: int) -> Iterator[ir.Instruction]:
     """Yield what the link does: messages go in the order in which they are sent."""
     for _, x in schedule:
         match x:
-            case SendActivation(s, i, peer):
-                yield from (ReceiveActivation(there, i, s), Forward(there, i))
-                yield SendActivation(there, i, peer)
-            case SendGradient(s, i, peer):
-                yield from (ReceiveGradient(back, i, s), Backward(back, i))
-                yield SendGradient(back, i, peer)
+            case ir.SendActivation(s, i, peer):
+                yield from (ir.ReceiveActivation(there, i, s), ir.Forward(there, i))
+                yield ir.SendActivation(there, i, peer)
+            case ir.SendGradient(s, i, peer):
+                yield from (ir.ReceiveGradient(back, i, s), ir.Backward(back, i))
+                yield ir.SendGradient(back, i, peer)
             case _:
                 pass

@@ -3,7 +3,7 @@
 Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, section 2.2.
 """
 
-from penstock.errors import ConfigError
+from penstock.errors import check_count
 
 from .family import Family
 from .ir import Backward, Forward, Instruction, Schedule
@@ -30,9 +30,7 @@ def interleaved_1f1b(stages_per_rank: int = 2) -> Family:
     Raises:
         ConfigError: `stages_per_rank` is no whole number of at least 1.
     """
-    count = stages_per_rank
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ConfigError(f"stages_per_rank={count!r}; it must be a whole number of at least 1")
+    check_count("stages_per_rank", stages_per_rank)
     arguments = (("stages_per_rank", stages_per_rank),)
     return Family("interleaved_1f1b", _schedule, stages_per_rank, arguments)
 

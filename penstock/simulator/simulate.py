@@ -4,25 +4,8 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import assert_never
 
+from penstock.schedules import ir
 from penstock.schedules.collection import collection_paused
-from penstock.schedules.ir import (
-    Backward,
-    CommitStatistics,
-    Communication,
-    Forward,
-    Instruction,
-    Message,
-    PostReceive,
-    ReceiveActivation,
-    ReceiveGradient,
-    Recompute,
-    ReduceGradients,
-    Schedule,
-    SendActivation,
-    SendGradient,
-    awaited_message,
-    sent_message,
-)
 from penstock.schedules.passes import add_communication
 from penstock.schedules.transfers import Transfers, chain_transfers
 from penstock.schedules.walk import walk
@@ -30,13 +13,13 @@ from penstock.trace.timeline import Span, Timeline
 
 from .costs import Costs, per_edge, per_stage
 
-Steps = Iterable[tuple[int, Instruction]]
+Steps = Iterable[tuple[int, ir.Instruction]]
 """What is run, in order: (rank, instruction)."""
 
 
 @collection_paused()
 def simulate(  # noqa: C901 - one flat match
-    schedule: Schedule,
+    schedule: ir.Schedule,
     costs: Costs,
     watch: Callable[[Steps, int], Steps] | None = None,
     *,
@@ -62,7 +45,7 @@ def simulate(  # noqa: C901 - one flat match
     recompute_s = per_stage(costs.recompute_s, num_stages, "recompute_s")
     reduce_s = per_stage(costs.reduce_s, num_stages, "reduce_s")
     transfer_s, ranks = per_edge(costs.transfer_s), schedule.ranks
-    arrival_s: dict[Message | None, float] = {}
+    arrival_s: dict[ir.Message, float] = {}
     free_s: list[float] = [0] * schedule.num_ranks
     spans: list[list[Span]] = [[] for _ in schedule.programs]
     steps: Steps = walk(schedule)
@@ -71,21 +54,21 @@ def simulate(  # noqa: C901 - one flat match
     for rank, instruction in steps:
         start = end = free_s[rank]
         match instruction:
-            case SendActivation() | SendGradient():
+            case ir.SendActivation() | ir.SendGradient():
                 stage, peer = instruction.stage, instruction.peer
                 wire_s = 0 if ranks[peer] == rank else transfer_s(stage, peer)
-                arrival_s[sent_message(instruction)] = start + wire_s
-            case ReceiveActivation() | ReceiveGradient():
-                end = max(start, arrival_s.pop(awaited_message(instruction)))
-            case Forward():
+                arrival_s[instruction.message] = start + wire_s
+            case ir.ReceiveActivation() | ir.ReceiveGradient():
+                end = max(start, arrival_s.pop(instruction.message))
+            case ir.Forward():
                 end = start + forward_s[instruction.stage]
-            case Recompute():
+            case ir.Recompute():
                 end = start + recompute_s[instruction.stage]
-            case Backward():
+            case ir.Backward():
                 end = start + backward_s[instruction.stage]
-            case CommitStatistics() | PostReceive():
+            case ir.CommitStatistics() | ir.PostReceive():
                 pass
-            case ReduceGradients():
+            case ir.ReduceGradients():
                 end = start + reduce_s[instruction.stage]
             case _:
                 assert_never(instruction)
@@ -94,8 +77,8 @@ def simulate(  # noqa: C901 - one flat match
     return Timeline(tuple(chain.from_iterable(spans)))
 
 
-def _with_communication(schedule: Schedule, transfers: Transfers | None) -> Schedule:
-    if any(isinstance(instruction, Communication) for instruction in schedule.instructions):
+def _with_communication(schedule: ir.Schedule, transfers: Transfers | None) -> ir.Schedule:
+    if any(isinstance(instruction, ir.Communication) for instruction in schedule.instructions):
         return schedule
     if transfers is None:
         transfers = chain_transfers(schedule.num_stages)

@@ -4,29 +4,22 @@ import json
 from dataclasses import asdict, astuple, dataclass, fields
 from fractions import Fraction
 from numbers import Rational
-from typing import assert_never, cast
+from typing import cast
 
 from penstock.schedules.collection import collection_paused
 from penstock.schedules.ir import (
-    Backward,
-    CommitStatistics,
     Compute,
-    Forward,
     Instruction,
     Message,
-    PostReceive,
-    ReceiveActivation,
-    ReceiveGradient,
-    Recompute,
-    ReduceGradients,
+    Receive,
     Schedule,
-    SendActivation,
-    SendGradient,
+    Send,
     awaited_message,
     sent_message,
 )
 from penstock.schedules.walk import walk
 
+from .looks import look_of
 from .timeline import Span, Timeline
 from .units import percent_text, unit_for
 
@@ -53,6 +46,9 @@ class StageTimes:
     def busy_s(self) -> float:
         """Seconds in which layers ran; a recompute counts."""
         return self.forward_s + self.recompute_s + self.backward_s
+
+
+_SUMS = tuple(field.name for field in fields(StageTimes) if field.name.endswith("_s"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,52 +126,26 @@ class Breakdown:
         )
 
 
-@dataclass(slots=True)
-class _Totals:
-    """The seconds of one stage while they are being added up."""
-
-    rank: int
-    forward_s: float = 0
-    recompute_s: float = 0
-    backward_s: float = 0
-    wait_s: float = 0
-    bubble_s: float = 0
-
-    def add(self, span: Span, wait_s: float) -> None:
-        match span.instruction:
-            case SendActivation() | SendGradient() | ReceiveActivation() | ReceiveGradient():
-                self.wait_s += wait_s
-                self.bubble_s += span.duration_s - wait_s
-            case Forward():
-                self.forward_s += span.duration_s
-            case Recompute():
-                self.recompute_s += span.duration_s
-            case Backward():
-                self.backward_s += span.duration_s
-            case ReduceGradients():
-                self.wait_s += span.duration_s
-            case CommitStatistics() | PostReceive():
-                self.bubble_s += span.duration_s
-            case _:
-                assert_never(span.instruction)
-
-
 @collection_paused()
 def breakdown(timeline: Timeline) -> Breakdown:
     """Say where each rank's time went between the step's first instruction and its last."""
-    totals: dict[int, _Totals] = {}
+    totals: dict[int, dict[str, float]] = {}
+    ranks: dict[int, int] = {}
     last: dict[int, Span] = {}
     start_s, end_s = timeline.start_s, timeline.end_s
     for span, wait_s in zip(timeline.spans, waits_s(timeline), strict=True):
-        if span.instruction.stage not in totals:
-            totals[span.instruction.stage] = _Totals(span.rank)
-        stage = totals[span.instruction.stage]
-        stage.bubble_s += span.start_s - (last[span.rank].end_s if span.rank in last else start_s)
-        stage.add(span, wait_s)
-        last[span.rank] = span
+        number, before = span.instruction.stage, last.get(span.rank)
+        ranks[number], last[span.rank] = span.rank, span
+        stage = totals.setdefault(number, dict.fromkeys(_SUMS, 0))
+        stage["bubble_s"] += span.start_s - (start_s if before is None else before.end_s)
+        stage["wait_s"] += wait_s
+        stage[look_of(span.instruction).counts_as] += span.duration_s - wait_s
     for span in last.values():
-        totals[span.instruction.stage].bubble_s += end_s - span.end_s
-    stages = (StageTimes(stage=number, **asdict(sums)) for number, sums in sorted(totals.items()))
+        totals[span.instruction.stage]["bubble_s"] += end_s - span.end_s
+    stages = (
+        StageTimes(stage=number, rank=ranks[number], **sums)
+        for number, sums in sorted(totals.items())
+    )
     return Breakdown(
         stages=tuple(stages),
         num_ranks=timeline.num_ranks,
@@ -219,21 +189,19 @@ def waits_s(timeline: Timeline) -> tuple[float, ...]:
     All of a send; of a receive what follows the end of its send; nothing of other instructions.  A
     receive whose send the timeline lacks counts as waiting for the sender throughout.
     """
-    sent_s: dict[Message | None, float] = {}
+    sent_s: dict[Message, float] = {}
     for span in timeline.spans:
         message = sent_message(span.instruction)
         if message is not None:
             sent_s[message] = span.end_s
 
     def wait_s(span: Span) -> float:
-        match span.instruction:
-            case SendActivation() | SendGradient():
-                return span.duration_s
-            case ReceiveActivation() | ReceiveGradient():
-                since_s = sent_s.get(awaited_message(span.instruction), span.end_s)
-                return max(0, span.end_s - max(span.start_s, since_s))
-            case _:
-                return 0
+        if isinstance(span.instruction, Send):
+            return span.duration_s
+        if not isinstance(span.instruction, Receive):
+            return 0
+        since_s = sent_s.get(span.instruction.message, span.end_s)
+        return max(0, span.end_s - max(span.start_s, since_s))
 
     return tuple(wait_s(span) for span in timeline.spans)
 

@@ -2,25 +2,12 @@
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, assert_never
+from dataclasses import asdict
+from typing import Any
 
-from penstock.schedules.ir import (
-    Backward,
-    CommitStatistics,
-    Forward,
-    Instruction,
-    Message,
-    PostReceive,
-    ReceiveActivation,
-    ReceiveGradient,
-    Recompute,
-    ReduceGradients,
-    SendActivation,
-    SendGradient,
-    awaited_message,
-    sent_message,
-)
+from penstock.schedules import ir
 
+from .looks import look_of
 from .timeline import Span, Timeline
 
 Event = dict[str, Any]
@@ -32,7 +19,7 @@ Clock = Callable[[float], float]
 def to_chrome(timeline: Timeline) -> str:
     """Write `timeline` as one JSON object: a thread a rank, an arrow a message, a counter a stage.
 
-    Categories are forward, recompute, backward, send, receive and statistics.
+    Categories are forward, recompute, backward, send, receive, statistics and reduce.
     """
     start_s = timeline.start_s
 
@@ -54,29 +41,29 @@ def _threads(timeline: Timeline) -> Iterator[Event]:
 
 def _slices(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
     for span in timeline.spans:
-        category, name, args = _description(span.instruction)
+        category = look_of(span.instruction).name
         moved = {"bytes": span.num_bytes} if category == "send" else {}
         yield {
             "ph": "X",
             "pid": 0,
             "tid": span.rank,
             "cat": category,
-            "name": name,
+            "name": _name(span.instruction),
             "ts": to_us(span.start_s),
             "dur": to_us(span.end_s) - to_us(span.start_s),
-            "args": {"stage": span.instruction.stage, **args, **moved},
+            "args": {**asdict(span.instruction), **moved},
         }
 
 
 def _arrows(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
     """Draw a flow from each send's start to the end of its receive."""
-    sends: dict[Message | None, Span] = {}
+    sends: dict[ir.Message | None, Span] = {}
     for span in timeline.spans:
-        message = sent_message(span.instruction)
+        message = ir.sent_message(span.instruction)
         if message is not None:
             sends[message] = span
     for number, span in enumerate(timeline.spans):
-        send = sends.get(awaited_message(span.instruction))
+        send = sends.get(ir.awaited_message(span.instruction))
         if send is not None:
             flow = {"pid": 0, "id": number, "cat": "message", "name": "message"}
             yield {**flow, "ph": "s", "tid": send.rank, "ts": to_us(send.start_s)}
@@ -94,32 +81,12 @@ def _counters(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
         }
 
 
-def _description(  # noqa: C901 - one flat match
-    instruction: Instruction,
-) -> tuple[str, str, dict[str, int | bool]]:
-    """Give an instruction's category, short name and arguments other than its stage."""
-    match instruction:
-        case Forward(_, i, keep_graph):
-            return "forward", f"F{i}", {"microbatch": i, "keep_graph": keep_graph}
-        case Recompute(_, i):
-            return "recompute", f"R{i}", {"microbatch": i}
-        case Backward(_, i):
-            return "backward", f"B{i}", {"microbatch": i}
-        case SendActivation(_, i, peer) | SendGradient(_, i, peer):
-            name = f"{type(instruction).__name__} {i} to {peer}"
-            return "send", name, {"microbatch": i, "peer": peer}
-        case ReceiveActivation(_, i, peer) | ReceiveGradient(_, i, peer):
-            name = f"{type(instruction).__name__} {i} from {peer}"
-            return "receive", name, {"microbatch": i, "peer": peer}
-        case CommitStatistics():
-            return "statistics", "CommitStatistics", {}
-        case PostReceive(_, i, peer, gradient):
-            return (
-                "receive",
-                f"PostReceive {i} from {peer}",
-                {"microbatch": i, "gradient": gradient},
-            )
-        case ReduceGradients():
-            return "reduce", "ReduceGradients", {}
-        case _:
-            assert_never(instruction)
+def _name(instruction: ir.Instruction) -> str:
+    """Name an instruction in short: F3, SendActivation 3 to 1, CommitStatistics."""
+    if isinstance(instruction, ir.Compute):
+        return f"{look_of(instruction).letter}{instruction.microbatch}"
+    kind = type(instruction).__name__
+    if not isinstance(instruction, ir.Communication | ir.PostReceive):
+        return kind
+    way = "to" if isinstance(instruction, ir.Send) else "from"
+    return f"{kind} {instruction.microbatch} {way} {instruction.peer}"

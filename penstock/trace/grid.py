@@ -11,14 +11,13 @@ from fractions import Fraction
 from math import gcd, lcm
 from numbers import Rational
 
-from penstock.schedules.ir import Backward, Compute, Forward, Recompute
+from penstock.schedules import ir
 
+from .looks import DRAWN, IDLE, look_of
 from .timeline import Timeline
 from .units import percent_text, time_text
 
-_LETTERS: dict[type[Compute], str] = {Forward: "F", Recompute: "R", Backward: "B"}
-_NAMES = {"F": "forward", "R": "recompute", "B": "backward", ".": "idle"}
-_STYLES = {"F": "30;48;5;110", "R": "30;48;5;152", "B": "30;48;5;215", ".": "2"}
+_LOOK_OF = {look.letter: look for look in (*DRAWN.values(), IDLE)}
 _ROUNDING = 1e-6
 
 
@@ -37,9 +36,11 @@ def render_grid(timeline: Timeline, width: int = 100, *, colour: bool = False) -
         f"{head:>{margin}} |{_coloured(text, kinds) if colour else ''.join(text)}|"
         for head, text, kinds in zip(heads, texts, letters, strict=True)
     ]
-    seen = [kind for kind in _NAMES if any(kind in kinds for kinds in letters)]
+    seen = [kind for kind in _LOOK_OF if any(kind in kinds for kinds in letters)]
     signs = [_coloured([kind], [kind]) if colour else kind for kind in seen]
-    legend = "  ".join(f"{sign} {_NAMES[kind]}" for sign, kind in zip(signs, seen, strict=True))
+    legend = "  ".join(
+        f"{sign} {_LOOK_OF[kind].name}" for sign, kind in zip(signs, seen, strict=True)
+    )
     summary = f"step {time_text(timeline.step_s)}, bubble {percent_text(timeline.bubble)}"
     return "\n".join([*lines, f"{legend}    {summary}"])
 
@@ -53,9 +54,9 @@ def _cells(timeline: Timeline, columns: int) -> tuple[list[list[str]], list[list
     instants_s = [origin_s + (n + _instant(n)) * column_s for n in range(columns)]
     for span in timeline.spans:
         box = span.instruction
-        if isinstance(box, Compute):
+        if isinstance(box, ir.Compute):
             first, end = bisect_left(instants_s, span.start_s), bisect_left(instants_s, span.end_s)
-            letter = _LETTERS[type(box)]
+            letter = look_of(box).letter
             label = f"{box.stage if many else ''}{letter}{box.microbatch}"
             size = end - first
             fits = len(label) <= min(size, span.duration_s / column_s + _ROUNDING)
@@ -92,5 +93,5 @@ def _coloured(text: list[str], kinds: list[str]) -> str:
     parts = []
     for column, (character, kind) in enumerate(zip(text, kinds, strict=True)):
         starts = column == 0 or kinds[column - 1] != kind
-        parts.append((f"\x1b[0;{_STYLES[kind]}m" if starts else "") + character)
+        parts.append((f"\x1b[0;{_LOOK_OF[kind].style}m" if starts else "") + character)
     return "".join([*parts, "\x1b[0m"])

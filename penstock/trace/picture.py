@@ -11,9 +11,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError
-from penstock.schedules.ir import Backward, Compute, Forward, Recompute
+from penstock.schedules.ir import Compute
 
 from .breakdown import waits_s
+from .looks import DRAWN, IDLE, KEPT, WAIT, Look
 from .timeline import Span, Timeline
 from .units import bytes_text, percent_text, time_text, unit_for
 
@@ -22,22 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True, slots=True)
-class _Look:
-    name: str
-    fill: str
-    ink: str
-
-
-# Hues and lightness both differ, so that the kinds stay apart for the colour-blind and in print.
-_LOOKS: dict[type[Compute], _Look] = {
-    Forward: _Look("forward", "#3f74a8", "white"),
-    Recompute: _Look("recompute", "#b3d0e8", "#1f3550"),
-    Backward: _Look("backward", "#e89f45", "#3d2400"),
-}
-_IDLE = _Look("idle", "#eeeeeb", "#333333")
-_WAIT = _Look("message on its way", "#bcbcb6", "#333333")
-_MEMORY = _Look("kept", "#9db8ad", "#33503f")
 _RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -159,9 +144,9 @@ def _draw_lanes(axes: "Axes", scale: _Scale, timeline: Timeline) -> None:
     """Draw a lane a rank: idle ground, boxes by kind, messages on their way; and the legend."""
     ranks = range(timeline.num_ranks)
     ground = scale.box(timeline.start_s, timeline.end_s)
-    _draw_boxes(axes, [(rank, ground) for rank in ranks], _IDLE)
+    _draw_boxes(axes, [(rank, ground) for rank in ranks], IDLE)
     drawn = []
-    for kind, look in _LOOKS.items():
+    for kind, look in DRAWN.items():
         spans = [span for span in timeline.spans if isinstance(span.instruction, kind)]
         if spans:
             _draw_kind(axes, scale, spans, look, many=timeline.schedule.num_stages > len(ranks))
@@ -171,13 +156,13 @@ def _draw_lanes(axes: "Axes", scale: _Scale, timeline: Timeline) -> None:
         for span, wait_s in zip(timeline.spans, waits_s(timeline), strict=True)
         if scale.points(wait_s) > _SEEN_POINTS
     ]
-    _draw_boxes(axes, waits, _WAIT)
+    _draw_boxes(axes, waits, WAIT)
     axes.set_ylim(len(ranks) - 0.5, -0.5)
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
-    _draw_legend(axes, [*drawn, *([_WAIT] if waits else []), _IDLE])
+    _draw_legend(axes, [*drawn, *([WAIT] if waits else []), IDLE])
 
 
-def _draw_kind(axes: "Axes", scale: _Scale, spans: list[Span], look: _Look, *, many: bool) -> None:
+def _draw_kind(axes: "Axes", scale: _Scale, spans: list[Span], look: Look, *, many: bool) -> None:
     """Draw the boxes of one kind, and their micro-batch numbers if they can be read; where ranks
     have `many` stages, stage:micro-batch.
     """
@@ -203,7 +188,7 @@ def _draw_kind(axes: "Axes", scale: _Scale, spans: list[Span], look: _Look, *, m
 def _draw_boxes(
     axes: "Axes",
     boxes: list[tuple[int, tuple[float, float]]],
-    look: _Look,
+    look: Look,
     *,
     edge_points: float = 0,
 ) -> None:
@@ -216,7 +201,7 @@ def _draw_boxes(
         )
 
 
-def _draw_legend(axes: "Axes", looks: list[_Look]) -> None:
+def _draw_legend(axes: "Axes", looks: list[Look]) -> None:
     from matplotlib.patches import Patch
 
     axes.legend(
@@ -250,9 +235,9 @@ def _draw_memory(axes: "Axes", scale: _Scale, timeline: Timeline) -> None:
             [*(left for left, _ in steps), sum(steps[-1])],
             baseline=row + 0.5,
             fill=True,
-            color=_MEMORY.fill,
+            color=KEPT.fill,
         )
-        axes.axhline(row + 0.5, color=_IDLE.fill, linewidth=1)
+        axes.axhline(row + 0.5, color=IDLE.fill, linewidth=1)
         axes.text(_PEAK_X, row + 0.2, bytes_text(peaks[stage]), transform=beside, va="center")
     axes.set_ylim(len(stages) - 0.5, -0.5)
     middles = [row + 0.2 for row in range(len(stages))]

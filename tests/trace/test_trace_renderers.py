@@ -3,16 +3,20 @@
 import json
 import re
 import sys
+from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.schedules import Forward, Schedule, gpipe, one_f_one_b, parse
+from penstock.schedules import Forward, Schedule, gpipe, ir, one_f_one_b, parse
 from penstock.schedules.passes import add_commits, add_recompute
 from penstock.simulator import UNIT_COSTS, Costs, simulate
 from penstock.trace import MemorySample, Span, Timeline, render_grid, save_picture, to_chrome
+from penstock.trace.breakdown import StageTimes
+from penstock.trace.looks import LOOKS
 from penstock.trace.units import bytes_text, time_text
 
 MILLISECONDS = Costs(forward_s=0.001, backward_s=0.002, recompute_s=0.001, transfer_s=0.00025)
@@ -21,6 +25,12 @@ MILLISECONDS = Costs(forward_s=0.001, backward_s=0.002, recompute_s=0.001, trans
 def drawn(text: str) -> str:
     """Take the indentation off an expected drawing."""
     return "\n".join(line.strip() for line in text.strip().splitlines())
+
+
+def test_every_instruction_has_its_row_in_the_table_of_looks() -> None:
+    assert LOOKS.keys() == {*get_args(ir.Instruction)}
+    columns = {field.name for field in fields(StageTimes)}
+    assert {look.counts_as for look in LOOKS.values()} <= columns
 
 
 class TestGrid:
