@@ -11,8 +11,8 @@ from penstock.model.capture.captured import record_model
 from penstock.model.capture.source import captured_layers
 from penstock.model.layers import Layers
 from penstock.planner.partition import balance
-from tests.any_models.lists import REQUIRED
-from tests.any_models.made import Made
+from tests.model.capture.any_models.lists import REQUIRED
+from tests.model.capture.any_models.made import Made
 
 BATCH = 4
 

@@ -16,7 +16,7 @@ FAULTS = (
         "penstock/model/capture/tied_weights.py",
         "lambda tensor: self.sent.get(id(tensor), tensor)",
         "lambda tensor: tensor",
-        "tests/laws/test_capture.py",
+        "tests/model/capture/test_equality.py",
         "gpt2",
     ),
     Fault(
@@ -24,7 +24,7 @@ FAULTS = (
         "penstock/model/capture/replay.py",
         "        for number, info in told.changed:\n",
         "        for number, info in ():\n",
-        "tests/laws/test_capture.py",
+        "tests/model/capture/test_equality.py",
         "writes",
     ),
     Fault(
@@ -32,7 +32,7 @@ FAULTS = (
         "penstock/model/capture/containers.py",
         "zip(numbers, here(contents), strict=True)",
         "()",
-        "tests/laws/test_capture.py",
+        "tests/model/capture/test_equality.py",
         "lists",
     ),
     Fault(
@@ -41,7 +41,7 @@ FAULTS = (
         "        return unflatten(told.structure, given)\n",
         "        result = unflatten(told.structure, given)\n"
         "        return result[0] if isinstance(result, tuple) and len(result) == 3 else result\n",
-        "tests/laws/test_capture.py",
+        "tests/model/capture/test_equality.py",
         "lists",
     ),
     Fault(
@@ -52,7 +52,7 @@ FAULTS = (
         "    args, kwargs = [], {}\n\n"
         "    def run(*tensors: Tensor) -> Any:\n"
         "        args[:] = args or unflatten(structure, list(tensors))[0]\n",
-        "tests/laws/test_filled_lists.py",
+        "tests/model/capture/test_filled_lists.py",
         "again",
     ),
     Fault(
@@ -60,7 +60,7 @@ FAULTS = (
         "penstock/model/capture/recording.py",
         "            if id(part) in here:\n",
         "            if False:\n",
-        "tests/laws/test_filled_lists.py",
+        "tests/model/capture/test_filled_lists.py",
         "outlives",
     ),
     Fault(
@@ -68,7 +68,7 @@ FAULTS = (
         "penstock/model/capture/watch.py",
         "        if torch.compiler.is_compiling():\n",
         "        if True:\n",
-        "tests/laws/test_filled_lists.py",
+        "tests/model/capture/test_filled_lists.py",
         "directly",
     ),
     Fault(
@@ -76,7 +76,7 @@ FAULTS = (
         "penstock/optim/clip.py",
         "(*in_layers, *((len(pipe), p) for p in list(here)))",
         "in_layers",
-        "tests/laws/test_capture.py",
+        "tests/model/capture/test_equality.py",
         "clipped",
     ),
     Fault(
@@ -84,7 +84,7 @@ FAULTS = (
         "penstock/runtime/handover.py",
         "value = no_leaf(sent)",
         "pass",
-        "tests/laws/test_capture.py",
+        "tests/model/capture/test_equality.py",
         "value and used and twice",
     ),
     Fault(
@@ -100,7 +100,7 @@ FAULTS = (
         "penstock/model/capture/header_cache.py",
         "tuple(map(id, header.values()))",
         "()",
-        "tests/laws/test_capture.py",
+        "tests/model/capture/test_equality.py",
         "t5 and not autocast",
     ),
     Fault(
@@ -108,7 +108,7 @@ FAULTS = (
         "penstock/model/capture/replay.py",
         "if info.fits(result) and ",
         "if ",
-        "tests/laws/test_capture.py",
+        "tests/model/capture/test_equality.py",
         "gpt2",
     ),
     Fault(
@@ -116,7 +116,7 @@ FAULTS = (
         "penstock/runtime/outputs.py",
         "_weighted(row, weights())",
         "_weighted(row, [1 / len(row)] * len(row))",
-        "tests/laws/test_any_module.py",
+        "tests/model/capture/test_any_module.py",
         "from_labels and gpt2",
     ),
     Fault(
@@ -131,7 +131,7 @@ FAULTS = (
         "penstock/model/capture/replay.py",
         "            self._pass_on(ghosts[number])\n",
         "",
-        "tests/laws/test_capture.py",
+        "tests/model/capture/test_equality.py",
         "much",
     ),
     Fault(
@@ -139,7 +139,7 @@ FAULTS = (
         "penstock/model/capture/outer_state.py",
         "return _fields(holder) if is_plain(kind) else None",
         "return None",
-        "tests/model/capture/test_capture_errors.py",
+        "tests/model/capture/test_errors.py",
         "counter",
     ),
     Fault(
@@ -147,7 +147,7 @@ FAULTS = (
         "penstock/model/capture/captured.py",
         "if names or again.events != recording.events:",
         "if False:",
-        "tests/model/capture/test_capture_errors.py",
+        "tests/model/capture/test_errors.py",
         "setting",
     ),
     Fault(

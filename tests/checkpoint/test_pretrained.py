@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import penstock
 from penstock.checkpoint.pretrained.folder import INDEX, MODEL
 from penstock.errors import CheckpointError, ConfigError
-from tests.any_models.lists import REQUIRED
-from tests.any_models.made import words
-from tests.capturing import assert_equal
+from tests.model.capture.any_models.lists import REQUIRED
+from tests.model.capture.any_models.made import words
+from tests.model.capture.running import assert_equal
 from tests.model_parts import Noted, noted_pipeline
 from tests.pretrained import (
     BATCH,

@@ -16,7 +16,7 @@ from penstock.checkpoint.pretrained import folder
 from penstock.checkpoint.pretrained.folder import INDEX
 from penstock.errors import CheckpointError
 from penstock.model.capture.stages import CutModel
-from tests.capturing import captured_of
+from tests.model.capture.running import captured_of
 from tests.pretrained import BATCH, build, even_cut, layers_of, logits_of
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from penstock.model.capture.inputs import EVERYWHERE, ROUTED
-from tests.any_models.lists import OTHERS, REQUIRED
-from tests.any_models.odd import CHAINS
 from tests.distributed import capture_job
 from tests.distributed.call import call
+from tests.model.capture.any_models.lists import OTHERS, REQUIRED
+from tests.model.capture.any_models.odd import CHAINS
 
 FEW = [
     "gpt2",

@@ -12,12 +12,12 @@ from torch import Tensor
 
 import penstock
 from penstock.checkpoint.pretrained.folder import MODEL
-from tests.any_models.lists import REQUIRED
-from tests.capturing import assert_equal
 from tests.distributed import pretrained_job
 from tests.distributed.call import call
 from tests.distributed.launch import ROOT, run
 from tests.distributed.pretrained_job import loss, take_steps
+from tests.model.capture.any_models.lists import REQUIRED
+from tests.model.capture.running import assert_equal
 from tests.pretrained import (
     BATCH,
     build,
@@ -29,7 +29,7 @@ from tests.pretrained import (
 
 FEW = ["gpt2", "llama, tied", "t5"]
 UNLIKE = ("branching", "clip")
-"""Not to be drawn; see tests/model/capture/test_make_captured.py."""
+"""Not to be drawn; see tests/model/capture/test_materialize.py."""
 LIBRARY = [model.name for model in REQUIRED if hasattr(model.make()[0], "save_pretrained")]
 
 

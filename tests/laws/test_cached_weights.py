@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 import penstock
 from penstock.errors import ConfigError
-from tests.any_models.chain import WIDTH, Chain, inputs
+from tests.model.capture.any_models.chain import WIDTH, Chain, inputs
 
 PARTS = 4
 

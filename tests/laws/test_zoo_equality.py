@@ -16,8 +16,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 import penstock
 from penstock.model.capture.inputs import as_call
 from penstock.zoo import set_drop_path_progress
-from tests.capturing import Tensors, assert_equal, buffers, captured_of, gradients, loss
 from tests.every_schedule import EVERY_SCHEDULE
+from tests.model.capture.running import (
+    Tensors,
+    assert_equal,
+    buffers,
+    captured_of,
+    gradients,
+    loss,
+)
 from tests.reference import Call, Unsplit, chain
 from tests.zoo_members import BATCH, ZOO_MEMBERS, Member
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.cli.main import run
 from penstock.trace import progress
-from tests.any_models.chain import WIDTH, Chain, inputs
+from tests.model.capture.any_models.chain import WIDTH, Chain, inputs
 
 
 class Terminal(io.StringIO):

@@ -11,7 +11,7 @@ import penstock
 from penstock import Pipeline
 from penstock.errors import BatchError, CutError, RecomputeError
 from penstock.torch_private import fake_tensors
-from tests.any_models.chain import WIDTH, Chain, inputs
+from tests.model.capture.any_models.chain import WIDTH, Chain, inputs
 
 
 class Force(nn.Linear):

@@ -7,8 +7,8 @@ import penstock
 from penstock import schedules
 from penstock.model.capture.stages import CutModel
 from penstock.model.layers import Layers
-from tests.any_models.lists import REQUIRED
-from tests.capturing import captured_of, loss
+from tests.model.capture.any_models.lists import REQUIRED
+from tests.model.capture.running import captured_of, loss
 
 BY_NAME = {model.name: model for model in REQUIRED}
 NUM_MICROBATCHES = 2

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import CheckError, CutError, ExportWarning, GlueError
-from tests.any_models.lists import REQUIRED
-from tests.any_models.made import AnyModel
-from tests.capturing import BATCH, MICROBATCHES, assert_equal, gradients, loss
+from tests.model.capture.any_models.lists import REQUIRED
+from tests.model.capture.any_models.made import AnyModel
+from tests.model.capture.running import BATCH, MICROBATCHES, assert_equal, gradients, loss
 
 BY_NAME = {model.name: model for model in REQUIRED}
 FEW = ("unet", "bert")

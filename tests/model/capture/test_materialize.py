@@ -10,8 +10,8 @@ from penstock.errors import ConfigError
 from penstock.model.capture.captured import record_model
 from penstock.model.capture.source import captured_layers
 from penstock.model.layers import Layers
-from tests.any_models.lists import REQUIRED
-from tests.capturing import assert_equal, captured_of, random_cut
+from tests.model.capture.any_models.lists import REQUIRED
+from tests.model.capture.running import assert_equal, captured_of, random_cut
 from tests.pretrained import build, layers_of, pipeline
 
 CPU = torch.device("cpu")

@@ -16,9 +16,9 @@ from penstock import Pipeline
 from penstock.errors import CutError, GlueError
 from penstock.model.capture.captured import record_model
 from penstock.model.capture.stages import CutModel
-from tests.any_models.chain import WIDTH, Chain, inputs
-from tests.any_models.filling import Filling
-from tests.capturing import assert_equal, gradients
+from tests.model.capture.any_models.chain import WIDTH, Chain, inputs
+from tests.model.capture.any_models.filling import Filling
+from tests.model.capture.running import assert_equal, gradients
 
 
 def squares(y: Tensor, _target: Any) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import CheckError
-from tests.any_models.chain import WIDTH, Chain, inputs
+from tests.model.capture.any_models.chain import WIDTH, Chain, inputs
 
 SIZES: list[int] = []
 

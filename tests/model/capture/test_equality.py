@@ -11,10 +11,19 @@ from penstock import Pipeline
 from penstock.model.capture.captured import record_model
 from penstock.model.capture.inputs import ROUTED
 from penstock.model.capture.source import captured_layers
-from tests.any_models.lists import EVERY, REQUIRED
-from tests.any_models.made import AnyModel
-from tests.any_models.odd import CHAINS
-from tests.capturing import WAYS, Found, Way, assert_close, assert_equal, loss, run, whole
+from tests.model.capture.any_models.lists import EVERY, REQUIRED
+from tests.model.capture.any_models.made import AnyModel
+from tests.model.capture.any_models.odd import CHAINS
+from tests.model.capture.running import (
+    WAYS,
+    Found,
+    Way,
+    assert_close,
+    assert_equal,
+    loss,
+    run,
+    whole,
+)
 
 FEW = (
     "gpt2",

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import penstock
 from penstock import Pipeline
 from penstock.errors import CheckError, ConfigError, CutError, PartitionError
-from tests.any_models.lists import REQUIRED
-from tests.any_models.made import AnyModel
-from tests.capturing import assert_equal, gradients
+from tests.model.capture.any_models.lists import REQUIRED
+from tests.model.capture.any_models.made import AnyModel
+from tests.model.capture.running import assert_equal, gradients
 
 BY_NAME = {model.name: model for model in REQUIRED}
 WITH_LABELS = ("gpt2", "llama, tied", "bert", "t5")

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.any_models.lists import EVERY, REFUSED
-from tests.any_models.made import AnyModel
-from tests.any_models.odd import CHAINS
-from tests.any_models.table import facts
+from tests.model.capture.any_models.lists import EVERY, REFUSED
+from tests.model.capture.any_models.made import AnyModel
+from tests.model.capture.any_models.odd import CHAINS
+from tests.model.capture.any_models.table import facts
 
 ROWS = {
     cells[0]: cells[1:]
-    for line in (Path(__file__).parents[2] / "docs" / "models.md").read_text().splitlines()
+    for line in (Path(__file__).parents[3] / "docs" / "models.md").read_text().splitlines()
     if line.startswith("| ")
     for cells in [[cell.strip() for cell in line.strip("|").split("|")]]
 }

@@ -20,8 +20,8 @@ from penstock.model.capture import checked_before
 from penstock.model.capture.captured import record_model
 from penstock.model.capture.check import prove
 from penstock.model.capture.source import captured_layers
-from tests.any_models.chain import WIDTH, Chain, inputs
-from tests.any_models.lists import REQUIRED
+from tests.model.capture.any_models.chain import WIDTH, Chain, inputs
+from tests.model.capture.any_models.lists import REQUIRED
 
 
 class Symmetric(nn.Module):
@@ -194,7 +194,7 @@ class Restoring(Chain):
 )
 def test_a_model_that_seeds_is_refused(kind: type[Chain], name: str) -> None:
     before = torch.manual_seed, torch.random.fork_rng, nn.Module.__setattr__
-    with pytest.raises(CutError, match=rf"torch's {name} \(.*test_capture_findings\.py"):
+    with pytest.raises(CutError, match=rf"torch's {name} \(.*test_easily_overlooked\.py"):
         record_model(kind(), inputs())
     assert before == (torch.manual_seed, torch.random.fork_rng, nn.Module.__setattr__)
 
@@ -270,7 +270,7 @@ MODEL_AND_HELPER = {
     "helper_beside": "def mix(x):\n    return x + 1\n",
     "model_beside": """
 import helper_beside
-from tests.any_models.chain import Chain
+from tests.model.capture.any_models.chain import Chain
 
 
 class Mixing(Chain):

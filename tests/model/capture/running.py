@@ -23,7 +23,7 @@ from penstock.model.capture.inputs import EVERYWHERE, ROUTED, as_call
 from penstock.model.capture.source import CapturedForward, captured_layers
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, unflatten
-from tests.any_models.made import AnyModel
+from tests.model.capture.any_models.made import AnyModel
 
 BATCH, MICROBATCHES = 4, 3
 SIZES = {BATCH: [2, 1, 1], 2: [1, 1], 1: [1]}

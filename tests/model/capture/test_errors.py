@@ -16,10 +16,10 @@ import penstock
 from penstock.errors import CutError, GlueError
 from penstock.model.capture.captured import Captured, record_model
 from penstock.model.capture.source import captured_layers
-from tests.any_models.chain import WIDTH, Chain, inputs
-from tests.any_models.lists import REFUSED
-from tests.any_models.odd import WithToken
-from tests.any_models.refused import Refused
+from tests.model.capture.any_models.chain import WIDTH, Chain, inputs
+from tests.model.capture.any_models.lists import REFUSED
+from tests.model.capture.any_models.odd import WithToken
+from tests.model.capture.any_models.refused import Refused
 
 
 class ByThread(Chain):
@@ -85,7 +85,7 @@ def test_blocks_inside_each_other_are_refused() -> None:
 
 
 def test_code_that_goes_another_way_on_another_stage_is_refused() -> None:
-    with pipeline(ByThread()) as pipe, pytest.raises(GlueError, match=r"test_capture_errors\.py"):
+    with pipeline(ByThread()) as pipe, pytest.raises(GlueError, match=r"test_errors\.py"):
         pipe.train_step(inputs(), inputs())
 
 
@@ -123,7 +123,7 @@ def test_without_values_a_branch_on_them_is_refused() -> None:
 
     with torch.device("meta"):
         model = Deciding()
-    with pytest.raises(GlueError, match=r"asks for values at test_capture_errors\.py"):
+    with pytest.raises(GlueError, match=r"asks for values at test_errors\.py"):
         record_model(model, inputs())
 
 

@@ -12,8 +12,8 @@ import penstock
 from penstock import Pipeline
 from penstock.errors import CutError
 from penstock.model.capture.inputs import EVERYWHERE, ROUTED
-from tests.any_models.chain import Chain, inputs
-from tests.capturing import loss
+from tests.model.capture.any_models.chain import Chain, inputs
+from tests.model.capture.running import loss
 from tests.side_by_side import same_bits
 
 

@@ -12,9 +12,9 @@ from penstock.errors import CutError, GlueError, RouteError
 from penstock.model.capture.captured import record_model
 from penstock.model.capture.stages import CutModel
 from penstock.model.capture.tied_weights import release
-from tests.any_models.chain import WIDTH, Chain, inputs
-from tests.capturing import assert_equal, gradients
-from tests.model.capture.test_capture_errors import pipeline
+from tests.model.capture.any_models.chain import WIDTH, Chain, inputs
+from tests.model.capture.running import assert_equal, gradients
+from tests.model.capture.test_errors import pipeline
 
 
 class CatchingAll(Chain):
@@ -98,7 +98,7 @@ def test_a_parameter_that_only_another_stage_has_is_not_read_as_it_lies_there() 
     cut = CutModel(record_model(model, inputs(3)), (1, 2))
     first = cut.run_stage(0, ((inputs(4),), {}), {})
     release(model, cut.names_of(1))
-    with pytest.raises(RouteError, match=r"the parameter 'extra' is read \(test_capture_limits"):
+    with pytest.raises(RouteError, match=r"the parameter 'extra' is read \(test_limits"):
         cut.run_stage(1, ((), {}), first.sent[1], first.told)
 
 

@@ -1,8 +1,10 @@
 """The table of tested models in the documentation.
 
-python -m tests.any_models.table                             print it
-python -m tests.any_models.table --update docs/models.md     run every model, and write it there
-python -m tests.any_models.table --update docs/models.md NAME ...    only these rows
+As `python -m tests.model.capture.any_models.table`, with these arguments:
+
+(none)                           print it
+--update docs/models.md          run every model, and write it there
+--update docs/models.md NAME ... only these rows
 """
 
 import argparse
@@ -16,9 +18,9 @@ import transformers
 from penstock.model.capture.captured import Captured, record_model
 from penstock.model.capture.inputs import ROUTED
 from penstock.model.capture.routes import holders, stages_of_events
-from tests.any_models.lists import EVERY, ODD, OTHERS, REFUSED, REQUIRED
-from tests.any_models.made import AnyModel
-from tests.capturing import BATCH, WAYS, Tensors, assert_close, differing, run, whole
+from tests.model.capture.any_models.lists import EVERY, ODD, OTHERS, REFUSED, REQUIRED
+from tests.model.capture.any_models.made import AnyModel
+from tests.model.capture.running import BATCH, WAYS, Tensors, assert_close, differing, run, whole
 
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
 HEAD = (
