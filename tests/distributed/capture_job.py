@@ -13,7 +13,6 @@ from penstock.model.capture.captured import record_model
 from penstock.model.capture.inputs import EVERYWHERE
 from penstock.model.capture.source import captured_layers
 from penstock.model.pytree import flatten
-from tests.laws.test_capture_bytes import check_t5, check_unet
 from tests.model.capture.any_models.lists import EVERY, REQUIRED
 from tests.model.capture.any_models.made import AnyModel
 from tests.model.capture.running import (
@@ -27,6 +26,7 @@ from tests.model.capture.running import (
     loss,
     make_pipeline,
 )
+from tests.model.capture.test_bytes import check_t5, check_unet
 from tests.side_by_side import same_bits
 
 
