@@ -3,7 +3,6 @@
 import json
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +124,28 @@ def _collect(
     Raises:
         CheckpointError: something cannot be saved.
     """
-    mesh = begin("save_checkpoint", module)
+    mesh, held = begin("save_checkpoint", module), held_of(module)
+    is_first_replica = mesh.replica == 0  # which writes what all replicas hold
+    of_model, of_optimizer = (
+        (MODEL_FOLDER, OPTIMIZER_FOLDER) if mesh.is_distributed else (MODEL, OPTIMIZER)
+    )
+
+    def own() -> _Content:
+        if mesh.is_first_rank:
+            refuse_existing(target)
+        extra, values = read_extra(held.owners) if is_first_replica else ({}, {})
+        model = {**held.state(), **extra} if is_first_replica else {}
+        tensors = {of_model: storable(model, copy=copy)}
+        facts = {**_facts(module, state), EXTRA: values}
+        if optimizer is not None:
+            content, facts["optimizer"] = pack_optimizer(optimizer, module)
+            saved = content if is_first_replica or is_sharded(optimizer) else {}
+            tensors[of_optimizer] = storable(saved, copy=copy)
+        return _Content(mesh, tensors, facts)
+
     content, told = agreed(
         mesh,
-        partial(_own, mesh, target, module, optimizer, state, copy=copy),
+        own,
         lambda own: (own.facts["optimizer"], own.files, own.facts[EXTRA]),
         "for the others to save the same checkpoint",
     )
@@ -145,34 +162,6 @@ def _collect(
     content.facts["files"] = {file: names for _, files, _ in told for file, names in files.items()}
     content.facts[EXTRA] = {name: value for *_, part in told for name, value in part.items()}
     return content
-
-
-def _own(
-    mesh: Mesh,
-    target: Path,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    state: dict[str, Any],
-    *,
-    copy: bool,
-) -> _Content:
-    """Gather what this process saves, and the facts of that."""
-    if mesh.is_first_rank:
-        refuse_existing(target)
-    held = held_of(module)
-    is_first_replica = mesh.replica == 0  # which writes what all replicas hold
-    of_model, of_optimizer = (
-        (MODEL_FOLDER, OPTIMIZER_FOLDER) if mesh.is_distributed else (MODEL, OPTIMIZER)
-    )
-    extra, values = read_extra(held.owners) if is_first_replica else ({}, {})
-    model = {**held.state(), **extra} if is_first_replica else {}
-    tensors = {of_model: storable(model, copy=copy)}
-    facts = {**_facts(module, state), EXTRA: values}
-    if optimizer is not None:
-        content, facts["optimizer"] = pack_optimizer(optimizer, module)
-        own = content if is_first_replica or is_sharded(optimizer) else {}
-        tensors[of_optimizer] = storable(own, copy=copy)
-    return _Content(mesh, tensors, facts)
 
 
 def _facts(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,15 @@ class AmoebaNet(Section):
     """Added to BatchNorm's variances."""
 
 
-class TranslationTransformer(Section):
+class _Transformer(Section):
+    """What all Transformers have in common."""
+
+    dropout: Share = 0.1
+    """Share that is dropped of embeddings, of attention weights, and behind attention and
+    feed-forward layers."""
+
+
+class TranslationTransformer(_Transformer):
     """GPipe's T(L, H, A): L encoder and L decoder layers, for translation."""
 
     name: Literal["translation_transformer"]
@@ -60,9 +68,6 @@ class TranslationTransformer(Section):
     """The width between layers."""
     head_width: Count = 64
     """The width of one attention head."""
-    dropout: Share = 0.1
-    """Share that is dropped of embeddings, of attention weights, and behind attention and
-    feed-forward layers."""
     tied: Literal["all", "decoder", "nothing"] = "all"
     """Which matrices are one: source words, target words and output, or the last two."""
     logit_clip: Above0 | None = None
@@ -71,7 +76,7 @@ class TranslationTransformer(Section):
     """Whether feed-forward layers begin smaller the deeper the model is (Fixup)."""
 
 
-class Gpt(Section):
+class Gpt(_Transformer):
     """A decoder of the GPT family, for language modelling."""
 
     name: Literal["gpt"]
@@ -82,9 +87,6 @@ class Gpt(Section):
     """The width between layers."""
     num_heads: Count = 12
     """Attention heads; they divide the width."""
-    dropout: Share = 0.1
-    """Share that is dropped of embeddings, of attention weights, and behind attention and
-    feed-forward layers."""
     tied: bool = True
     """Whether input words and the output share one matrix."""
 

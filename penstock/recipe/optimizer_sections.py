@@ -7,13 +7,18 @@ from pydantic import Field, model_validator
 from .section import Above0, Count, From0, Section, Share
 
 
-class AdamW(Section):
+class _Optimizer(Section):
+    """What all optimizers have in common."""
+
+    lr: Above0
+    """Highest learning rate, reached after the warm-up."""
+
+
+class AdamW(_Optimizer):
     """Adam with decoupled weight decay."""
 
     name: Literal["adamw"]
     """adamw."""
-    lr: Above0
-    """Highest learning rate, reached after the warm-up."""
     weight_decay: From0 = 0.01
     """Share of a weight that is taken off it per step, times the learning rate."""
     beta1: Share = 0.9
@@ -24,13 +29,11 @@ class AdamW(Section):
     """Added to the denominator."""
 
 
-class SGD(Section):
+class SGD(_Optimizer):
     """Stochastic gradient descent with momentum."""
 
     name: Literal["sgd"]
     """sgd."""
-    lr: Above0
-    """Highest learning rate, reached after the warm-up."""
     momentum: Share = 0.9
     """How long the mean of the gradients remembers."""
     nesterov: bool = False
@@ -45,13 +48,11 @@ class SGD(Section):
         return self
 
 
-class RMSProp(Section):
+class RMSProp(_Optimizer):
     """RMSProp as TensorFlow has it, in which AmoebaNet was trained."""
 
     name: Literal["rmsprop"]
     """rmsprop."""
-    lr: Above0
-    """Highest learning rate, reached after the warm-up."""
     decay: Share = 0.9
     """How long the mean of the squared gradient remembers."""
     momentum: Share = 0.9
@@ -77,24 +78,27 @@ class Adafactor(Section):
     """Share of a weight that is taken off it per step, times the learning rate."""
 
 
-class Cosine(Section):
+class _InEpochs(Section):
+    """What learning rates that are counted in epochs have in common."""
+
+    warmup_epochs: From0 = 0.0
+    """Epochs in which it rises from near zero to optimizer.lr; at most those of the run."""
+
+
+class Cosine(_InEpochs):
     """Up in a line, down in half a cosine."""
 
     name: Literal["cosine"] = "cosine"
     """cosine: down to a share of the peak at the end of the last epoch."""
-    warmup_epochs: From0 = 0.0
-    """Epochs in which it rises from near zero to optimizer.lr; at most those of the run."""
     final_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of optimizer.lr that is left at the end."""
 
 
-class Exponential(Section):
+class Exponential(_InEpochs):
     """Up in a line, down in equal steps, as AmoebaNet's."""
 
     name: Literal["exponential"]
     """exponential: times a factor after every so many epochs."""
-    warmup_epochs: From0 = 0.0
-    """Epochs in which it rises from near zero to optimizer.lr; at most those of the run."""
     factor: Annotated[float, Field(gt=0, le=1)] = 0.97
     """What it is multiplied with."""
     every_epochs: Above0 = 2.0

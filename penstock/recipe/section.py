@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -68,6 +68,10 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    def options(self) -> dict[str, Any]:
+        """Return all keys but the name, as arguments for what the name stands for."""
+        return self.model_dump(exclude={"name"})
 
     @classmethod
     def marked(cls, *marks: Mark) -> Iterator[str]:

@@ -104,7 +104,7 @@ def build_pipeline(
 def build_optimizer(recipe: Recipe, pipe: Pipeline) -> torch.optim.Optimizer:
     """Make the optimizer over all parameters; the loop sets its learning rate in every step."""
     section = recipe.optimizer
-    options = section.model_dump(exclude={"name"})
+    options = section.options()
     if isinstance(section, AdamW):
         options["betas"] = (options.pop("beta1"), options.pop("beta2"))
     make = partial(_OPTIMIZERS[type(section)], **options)

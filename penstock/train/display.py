@@ -1,6 +1,5 @@
 """What a person sees while training: a progress bar, a line an epoch, and a table at the end."""
 
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -45,12 +44,7 @@ class Display:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def show_step(self, position: Position, meter: Meter) -> None:

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -387,10 +386,5 @@ class Trainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -166,8 +166,8 @@ FAULTS = (
     Fault(
         "a checkpoint lacks the optimizer state of all replicas but the first",
         "penstock/checkpoint/save.py",
-        "own = content if is_first_replica or is_sharded(optimizer) else {}",
-        "own = content if is_first_replica else {}",
+        "saved = content if is_first_replica or is_sharded(optimizer) else {}",
+        "saved = content if is_first_replica else {}",
         "tests/distributed/test_checkpoint_processes.py",
         "share_out",
     ),

@@ -109,7 +109,7 @@ def whole(name: str, num_microbatches: int) -> Tensors:
     """Train a member as it is."""
     model, inputs = make(name)
     layers = captured_layers(*make(name))
-    calls = captured_of(layers).calls if layers.model else None
+    calls = None if isinstance(layers, nn.Sequential) else captured_of(layers).calls
     unsplit = plain(model, calls, num_microbatches)
     return trained(model, inputs, partial(unsplit.train_step, loss=loss), unsplit.evaluate)
 

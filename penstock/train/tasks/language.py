@@ -81,13 +81,7 @@ class LanguageTask(Task):
                 f'model.name = "{section.name}" is not made for data.name = "text"; choose gpt'
             )
         return gpt(
-            num_layers=section.num_layers,
-            width=section.width,
-            num_heads=section.num_heads,
-            num_words=self._vocabulary.size,
-            max_length=self._section.length,
-            dropout=section.dropout,
-            tied=section.tied,
+            **section.options(), num_words=self._vocabulary.size, max_length=self._section.length
         )
 
     def example(self, num_samples: int) -> Tensor:

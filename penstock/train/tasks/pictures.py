@@ -133,14 +133,7 @@ def open_pictures(section: PictureSection) -> Pictures:
         ConfigError: they cannot be read.
     """
     if isinstance(section, Digits):
-        return digit_pictures(
-            section.labels,
-            size=section.size,
-            train_share=section.train_share,
-            test_share=section.test_share,
-            max_shift=section.max_shift,
-            seed=section.seed,
-        )
+        return digit_pictures(**section.options())
     if isinstance(section, Cifar):
         split = load_cifar(section.path, f"cifar{section.num_classes}")
     else:
@@ -166,22 +159,16 @@ def open_pictures(section: PictureSection) -> Pictures:
 
 def make_network(recipe: Recipe, pictures: Pictures) -> nn.Module:
     """Make the network that a recipe names, for these pictures."""
+    sizes = {"in_channels": pictures.channels, "num_classes": len(pictures.classes)}
     match recipe.model:
         case Residual() as r:
-            return residual_network(
-                r.num_blocks,
-                r.width,
-                in_channels=pictures.channels,
-                num_classes=len(pictures.classes),
-                dropout=r.dropout,
-            )
+            return residual_network(**r.options(), **sizes)
         case AmoebaNet() as a:
             build = {"b": amoebanet_b, "d": amoebanet_d}[a.genotype]
             return build(
                 a.num_layers,
                 a.num_filters,
-                num_classes=len(pictures.classes),
-                in_channels=pictures.channels,
+                **sizes,
                 image_size=pictures.size,
                 dropout=a.dropout,
                 drop_path=a.drop_path,

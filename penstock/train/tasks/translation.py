@@ -131,16 +131,8 @@ class TranslationTask(Task):
                 f'"{self._section.name}"; choose translation_transformer'
             )
         return translation_transformer(
-            section.num_layers,
-            section.ff_width,
-            section.num_heads,
+            **section.options(),
             num_words=self._vocabulary.size,
-            width=section.width,
-            head_width=section.head_width,
-            dropout=section.dropout,
-            tied=section.tied,
-            logit_clip=section.logit_clip,
-            depth_scaled=section.depth_scaled,
             max_length=self._section.max_length,
             pad=PAD,
         )

@@ -1,7 +1,7 @@
 """The sizes and choices of an AmoebaNet, checked; and the row of cells that follows from them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from math import ceil
 
 from penstock.errors import ConfigError
@@ -22,9 +22,9 @@ class CellPlace:
     is_reduction: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Design:
-    """What `amoebanet_d` and `amoebanet_b` are given; see there.
+    """What `amoebanet_d` and `amoebanet_b` are given.
 
     Raises:
         ConfigError: a size or a share cannot work.
@@ -32,15 +32,31 @@ class Design:
 
     num_layers: int
     num_filters: int
-    num_classes: int
-    in_channels: int
-    image_size: int
-    dropout: float
-    drop_path: float
-    auxiliary: bool
-    small: bool
-    norm_momentum: float
-    norm_epsilon: float
+    _: KW_ONLY
+    num_classes: int = 1000
+    """The paper's counts fit 1000; the TPU code has 1001, one for "background"."""
+    in_channels: int = 3
+    """3 for colour images, 1 for grey ones."""
+    image_size: int = 224
+    """Pixels a side, 32 or more; the auxiliary head is made for it.  Images of another size, or of
+    unequal sides, are fine too, see `AuxiliaryHead`."""
+    dropout: float = 0.5
+    """Chance to drop a feature before the last layer (Real et al.: 0.5)."""
+    drop_path: float = 0.0
+    """Chance to drop the output of an operation, at the end of training (Real et al.: 0.3, which
+    is a chance of 0.7 to keep it); see `set_drop_path_progress`."""
+    auxiliary: bool = True
+    """Whether there is an auxiliary head."""
+    small: bool = False
+    """Leave out the stem's reductions, as for CIFAR in Real et al.: its convolution has stride 1
+    and D channels, and images have 4 pixels a side or more."""
+    norm_momentum: float = 0.1
+    """Weight of the newest batch in the running statistics of BatchNorm.  The TPU library's
+    default, a decay of 0.9997 (here 0.0003), remembers 3,000 steps, too many for short runs; this
+    is its command line's decay of 0.9."""
+    norm_epsilon: float = 1e-5
+    """What BatchNorm adds to the variance; the TPU library has 1e-3 by default, its command line
+    this."""
 
     def __post_init__(self) -> None:
         self._check_depth_and_width()
