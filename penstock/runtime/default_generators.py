@@ -1,10 +1,9 @@
-"""Torch's default generators, which all threads share: lend them out, and see that none moved."""
+"""See that nothing draws from torch's default generators, which all threads share, in a run."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -23,83 +22,10 @@ What runs inside a layer that holds it (another pipeline) finds a fresh one in i
 """
 
 
-def runs_and_draws(
-    key: int, function: Callable[[], Any], device: torch.device
-) -> tuple[Any, bool]:
-    """Run `function` with torch's default generators seeded with `key`; tell whether it drew.
-
-    Gives the same numbers as under `KeyedRandomness`, and leaves every kernel its own choice of
-    path; but only one thread at a time may do so.  A checkpoint of the user's own keeps the state
-    of these generators, and so draws the same numbers in the backward pass.
-    """
-    with alone_with_generators(device) as generators:
-        seeded = [g.manual_seed(key).get_state() for g in generators]
-        result = function()
-        after = [g.get_state() for g in generators]
-    return result, any(not torch.equal(s, a) for s, a in zip(seeded, after, strict=True))
-
-
-@contextmanager
-def alone_with_generators(device: torch.device) -> Iterator[list[Generator]]:
-    """Have torch's default generators to oneself, and put them back.
-
-    A backward pass needs them so where checkpoints may run again: each brings the generators to
-    the state of its forward meanwhile.
-    """
-    generators = generators_for(device)
-    with default_generators_lock.get(), _lock_of_its_own():
-        before = [(generator, generator.get_state()) for generator in generators]
-        try:
-            yield generators
-        finally:
-            for generator, state in before:
-                generator.set_state(state)
-
-
-@contextmanager
-def checked_draws(device: torch.device) -> Iterator[None]:
-    """Let checkpoints of the user's own draw again what they drew: they set the generators back.
-
-    Raises:
-        RandomnessError: something drew that did not.
-    """
-    generators = generators_for(device)
-    before = [generator.get_state() for generator in generators]
-    yield
-    if any(not torch.equal(g.get_state(), s) for g, s in zip(generators, before, strict=True)):
-        raise drew_in_backward("a layer")
-
-
-@contextmanager
-def _lock_of_its_own() -> Iterator[None]:
-    token = default_generators_lock.set(threading.Lock())
-    try:
-        yield
-    finally:
-        default_generators_lock.reset(token)
-
-
-def drew_in_backward(who: str) -> RandomnessError:
-    return RandomnessError(
-        f"{who} drew random numbers during the backward pass that are not those of its forward: "
-        "it runs again there, in a torch.utils.checkpoint that was switched on after its first "
-        "steps, or keeps no random state (preserve_rng_state=False), or in a checkpoint written "
-        "by hand; or the backward of an operator of your own draws, which has no numbers of its "
-        "own to draw: draw them in its forward. The gradients of this step must not be used: zero "
-        "them. A checkpoint that was switched on is known from the next step; for other "
-        "checkpoints, use recompute=Recompute.STAGE"
-    )
-
-
 def default_generator(device: torch.device) -> Generator:
     if device.type == "cuda":
         return torch.cuda.default_generators[with_index(device).index]
     return torch.default_generator
-
-
-def generators_for(device: torch.device) -> list[Generator]:
-    """Return the default generators that a layer on `device` may draw from."""
-    return list(dict.fromkeys(map(default_generator, (torch.device("cpu"), device))))
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from penstock.errors import RandomnessError
 from penstock.torch_private import AnyDropout
 
 from .compiled import CompiledCalls
-from .default_generators import alone_with_generators, checked_draws, runs_and_draws
 from .dropout import is_plain, with_keyed_dropouts
 from .guards import Guard
+from .lent_generators import alone_with_generators, checked_draws, runs_and_draws
 from .random_streams import KeyedRandomness, WatchDraws, holds_generator, refuse_draws, stream_key
 from .run import Run
 from .tape import Tape

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from .default_generators import runs_and_draws
+from .lent_generators import runs_and_draws
 from .random_streams import KeyedRandomness
 
 _lock = threading.Lock()

@@ -77,6 +77,8 @@ class Engine:
             self.crew.replicas.start_equal(
                 [t for s in self.stages for t in (*s.weights.parameters, *s.weights.buffers)]
             )
+        self._with_streams = [s.device for s in self.stages if s.device.is_cuda]
+        self._recompute = Recompute.STAGE if plan.recomputing else Recompute.NEVER
         self._places = layers.places()
         self._programs: dict[tuple[Mode, int], Schedule] = {}
         self._lowering = self._how_to_lower()
@@ -169,15 +171,13 @@ class Engine:
             stage.begin(run)
         stages = {stage.index: stage for stage in self.stages}
         caller = CallerContext.capture(run.with_grad, self.devices) if run.resumed else run.caller
-        caller.check_hooks(
-            Recompute.STAGE if self.plan.recomputing else Recompute.NEVER, run.batch.trace
-        )
+        caller.check_hooks(self._recompute, run.batch.trace)
         work = Work(self.program(mode, run.num_microbatches), stages, run, caller)
         replicas = self.crew.replicas if mode is Mode.TRAIN else None
         if replicas is not None:
             replicas.set_aside([p for stage in self.stages for p in stage.weights.parameters])
-        for stage in self.stages:
-            stage.device.wait_for_caller()
+        for device in self._with_streams:
+            device.wait_for_caller()
         try:
             with guarded_default_generators(self.devices):
                 self._lasting.driver_for(caller, in_caller=in_caller).drive(work)
@@ -188,8 +188,8 @@ class Engine:
                 stage.forget(error)
             raise
         finally:
-            for stage in self.stages:
-                stage.device.make_caller_wait()
+            for device in self._with_streams:
+                device.make_caller_wait()
 
     def evaluate(self, new_run: Callable[[], Run]) -> Run:
         """Run an evaluation; where a layer draws in it, once more, with a look at each layer.

@@ -18,13 +18,9 @@ from torch import Generator, Tensor, nn
 from penstock.errors import RandomnessError
 from penstock.torch_private import OpOverload, TorchDispatchMode, arguments_of
 
-from .default_generators import (
-    default_generator,
-    default_generators_lock,
-    drew_in_backward,
-    generators_for,
-)
+from .default_generators import default_generator, default_generators_lock
 from .devices import with_index
+from .lent_generators import drew_in_backward, generators_for
 from .users_checkpoint import autograd_mode
 
 

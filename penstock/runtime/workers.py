@@ -25,6 +25,7 @@ class ThreadDriver(AbstractDriver):
     def __init__(self, num_threads: int, timeout_s: float) -> None:
         self._num_threads = num_threads
         self._timeout_s = timeout_s
+        self._most_at_once = max(1, num_cores() // num_threads)
         self._inboxes: list[SimpleQueue[Any]] = []
         self._threads: list[threading.Thread] = []
         self._finalizer: weakref.finalize[..., Any] | None = None
@@ -33,12 +34,14 @@ class ThreadDriver(AbstractDriver):
         return ThreadDriver, (self._num_threads, self._timeout_s)  # a copy has its own threads
 
     def drive(self, work: Work) -> None:
-        self._start(work.schedule.num_ranks)
-        channels = QueueChannels(work.schedule, self._timeout_s, self._turns(work))
+        programs = work.schedule.programs
+        self._start(len(programs))
+        transfers = [t for stage in work.stages.values() for t in stage.plan.transfers]
+        channels = QueueChannels(transfers, self._timeout_s, self._turns(work))
         done: SimpleQueue[None] = SimpleQueue()
         jobs = [
             _Job(work, Executor(rank, program, work.stages, work.run, channels), channels, done)
-            for rank, program in enumerate(work.schedule.programs)
+            for rank, program in enumerate(programs)
         ]
         waiting = 0
         try:
@@ -62,11 +65,10 @@ class ThreadDriver(AbstractDriver):
             _raise_failure(work)
 
     def _turns(self, work: Work) -> AbstractContextManager[Any]:
-        most = max(1, num_cores() // self._num_threads)
         on_gpu = any(stage.device.is_cuda for stage in work.stages.values())
-        if on_gpu or work.schedule.num_ranks <= most:
+        if on_gpu or len(work.schedule.programs) <= self._most_at_once:
             return nullcontext()
-        return threading.Semaphore(most)
+        return threading.Semaphore(self._most_at_once)
 
     def close(self) -> None:
         if self._finalizer is not None:

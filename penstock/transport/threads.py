@@ -5,7 +5,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from penstock.errors import WaitTimeout
-from penstock.schedules.ir import Instruction, Message, Schedule, sent_message
+from penstock.schedules.ir import Instruction, Message
+from penstock.schedules.transfers import Transfers
 
 from .channels import AbstractChannels, Stopped
 
@@ -20,14 +21,14 @@ class QueueChannels(AbstractChannels):
     """
 
     def __init__(
-        self, schedule: Schedule, timeout_s: float, turns: AbstractContextManager[Any]
+        self, transfers: Transfers, timeout_s: float, turns: AbstractContextManager[Any]
     ) -> None:
         self._timeout_s = timeout_s
         self.turns = turns
-        messages = (sent_message(instruction) for _, instruction in schedule)
-        self._queues: dict[tuple[bool, int, int], SimpleQueue[Any]] = {
-            message[:3]: SimpleQueue() for message in messages if message is not None
-        }
+        self._queues: dict[tuple[bool, int, int], SimpleQueue[Any]] = {}
+        for transfer in transfers:
+            self._queues[False, transfer.producer, transfer.consumer] = SimpleQueue()
+            self._queues[True, transfer.consumer, transfer.producer] = SimpleQueue()
 
     def send(self, message: Message, payload: Any) -> None:
         self._queues[message[:3]].put((message[3], payload))

@@ -311,7 +311,7 @@ FAULTS = (
     Fault(
         "modes of the calling thread are lost in the workers",
         "penstock/runtime/engine.py",
-        "self._is_threaded and caller.stays()",
+        "isinstance(self.driver, ThreadDriver) and caller.stays()",
         "False",
         "tests/laws/test_caller_modes.py",
     ),
