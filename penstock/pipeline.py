@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,9 +21,14 @@ from penstock.planner.plan import Plan
 from penstock.runtime.abstract_pipeline import AbstractPipeline
 from penstock.runtime.caller import CallerContext
 from penstock.runtime.engine import Engine
-from penstock.runtime.handshake import Call
 from penstock.runtime.input_gradients import accumulate_into_inputs
-from penstock.runtime.microbatches import Batch, check_loss_scale, check_targets, first_microbatch
+from penstock.runtime.microbatches import (
+    Batch,
+    Call,
+    check_loss_scale,
+    check_targets,
+    first_microbatch,
+)
 from penstock.runtime.module_form import run_as_module
 from penstock.runtime.outputs import gather
 from penstock.runtime.planning import (
@@ -138,16 +142,16 @@ class Pipeline(AbstractPipeline):
         balances = plan is None and partition is None
         plan = make_plan(arguments, plan, resolved, mesh)
         part = first_microbatch(example_inputs, plan.num_microbatches)
-        with mesh.reporting() if mesh is not None else nullcontext():
+        mesh = mesh or Mesh.of_one_process(plan.placement.num_places, plan.timeout_s)
+        with mesh.world.reporting(plan.placement.names):
             number = 0
-            if mesh is not None and mesh.is_distributed:
-                mesh.name_stages(plan.placement.places)
+            if mesh.is_distributed:
                 plan, number = agree(plan, resolved, mesh, part, balances=balances)
                 balances = False
             loss = loss or resolved.own_loss
             engine = Engine(resolved, loss, plan, mesh, draws=weights is None)
             super().__init__(resolved, engine, will_balance=balances and plan.num_stages > 1)
-            self.number = engine.crew.number = number
+            self.number = engine.splitter.number = number
             load_and_tell(weights, self.held, mesh)
         self._wanted = Call(plan.num_microbatches, reduction)
         self.step, self.trace, self._evaluations = 0, trace, 0
@@ -191,11 +195,11 @@ class Pipeline(AbstractPipeline):
                 "train_step was called under torch.no_grad(); use eval_step, or leave that block"
             )
         check_targets(targets)
-        crew = self._engine.crew
-        with self._engine.one_at_a_time(), crew.reporting():
+        engine = self._engine
+        with engine.one_at_a_time(), engine.reporting():
             scale = check_loss_scale(loss_scale)
             call = replace(self._wanted, trains=True, loss_scale=scale, trace=self._trace)
-            batch = crew.cut(inputs, targets, call)
+            batch = engine.splitter.cut(inputs, targets, call)
             if self._will_balance:
                 self._balance(batch.inputs[0])
             run = self._new_run("train", self.step, batch, with_grad=True)
@@ -203,7 +207,7 @@ class Pipeline(AbstractPipeline):
             self.step += 1
             self._engine.drive(run, Mode.TRAIN)
             self._record, self._timeline = self._engine.record(run, Mode.TRAIN), None
-            loss = crew.loss(run)
+            loss = engine.splitter.loss(run.losses)
         if run.input_gradients:
             accumulate_into_inputs(inputs, run)
         return loss
@@ -256,15 +260,15 @@ class Pipeline(AbstractPipeline):
         if not torch.is_grad_enabled():
             with self._engine.one_at_a_time():
                 return self._outputs(inputs, keywords)
-        crew = self._engine.crew
-        if crew.is_several:
+        if self.mesh.is_distributed:
             raise ConfigError(
                 "pipe(inputs) with gradients needs all stages in this process, and they are in "
                 "several; use train_step with loss=, or eval_step for outputs"
             )
         with self._engine.one_at_a_time():
             value = self._layers.as_one_value(inputs, keywords)
-            batch = crew.cut(value, None, replace(self._wanted, trace=self._trace))
+            call = replace(self._wanted, trace=self._trace)
+            batch = self._engine.splitter.cut(value, None, call)
             if self._will_balance:
                 self._balance(batch.inputs[0])
             run = self._new_run("train", self.step, batch, with_grad=True)
@@ -274,10 +278,10 @@ class Pipeline(AbstractPipeline):
         return outputs
 
     def _outputs(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        crew = self._engine.crew
-        with crew.reporting():
+        engine = self._engine
+        with engine.reporting():
             value = self._layers.as_one_value(inputs, keywords)
-            batch = crew.cut(value, None, self._wanted)
+            batch = engine.splitter.cut(value, None, self._wanted)
             run = self._engine.evaluate(
                 partial(self._new_run, "eval", self._evaluations, batch, with_grad=False)
             )
@@ -285,7 +289,7 @@ class Pipeline(AbstractPipeline):
             with torch.no_grad():
                 parts = [run.outputs[i] for i in range(len(batch.sizes)) if i in run.outputs]
                 weigh = batch.output_weights
-                return crew.outputs(gather(parts, batch.sizes, weigh) if parts else None)
+                return engine.share_outputs(gather(parts, batch.sizes, weigh) if parts else None)
 
     # -- inside ---------------------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ def load_checkpoint(
     here, owners = held.state(), held.owners
 
     def read() -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-        saved, of_optimizer = mesh.work(partial(found.read, path, digests), what)
+        saved, of_optimizer = mesh.world.work(partial(found.read, path, digests), what)
         faults = _model_faults(here, owners, saved)
         of_saved = found.facts["optimizer"]
         if optimizer is not None and of_saved is None:

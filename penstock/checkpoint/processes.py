@@ -7,11 +7,10 @@ from torch import nn
 
 from penstock.errors import CheckpointError, PeerError, WaitTimeout
 from penstock.mesh import Mesh
-from penstock.mesh.mesh import DEFAULT_TIMEOUT_S
 from penstock.model.held import Held
 from penstock.optim.pipeline_like import PipelineLike
 
-ALONE = Mesh(1, 1, DEFAULT_TIMEOUT_S)
+ALONE = Mesh.of_one_process()
 
 Found = TypeVar("Found")
 _MOST_FAULTS = 100
@@ -23,9 +22,9 @@ def begin(call: str, module: nn.Module | PipelineLike) -> Mesh:
     Raises:
         MeshError: they begin different calls, or for different pipelines.
     """
-    if not isinstance(module, PipelineLike) or module.mesh is None:
+    if not isinstance(module, PipelineLike):
         return ALONE
-    module.mesh.begin_call(call, module.number)
+    module.mesh.world.begin_call(call, module.number)
     return module.mesh
 
 
@@ -53,8 +52,8 @@ def agreed(
     except Exception as error:
         if mesh.world_size == 1:
             raise
-        raise _refusal(mesh.gather((str(error), None), what)) from error
-    told = mesh.gather((None, tell(found)), what)
+        raise _refusal(mesh.world.gather((str(error), None), what)) from error
+    told = mesh.world.gather((None, tell(found)), what)
     if any(problem is not None for problem, _ in told):
         raise _refusal(told)
     return found, [part for _, part in told]

@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
+from penstock.mesh.threads import in_thread
 from penstock.model.extra_state import read_extra
 from penstock.optim.pipeline_like import PipelineLike
 from penstock.optim.zero import is_sharded
@@ -30,7 +32,7 @@ from .files import (
 )
 from .optimizer_state import merge_optimizers, pack_optimizer
 from .processes import agreed, begin, held_of
-from .saving import Saving, in_thread
+from .saving import Saving
 from .together import MODEL_FOLDER, OPTIMIZER_FOLDER, begin_together, shard_names
 
 
@@ -90,7 +92,8 @@ def async_save_checkpoint(
     content = _collect(target, module, optimizer, state, copy=True)
     if content.mesh.is_distributed:
         return begin_together(content.mesh, target, content.tensors, content.facts)
-    return in_thread(target, lambda: write_folder(target, content.tensors, content.facts))
+    write = partial(write_folder, target, content.tensors, content.facts)
+    return Saving(target, in_thread(write, "penstock-save", daemon=False).result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,8 @@ def _collect(
         tensors = {of_model: storable(model, copy=copy)}
         facts = {**_facts(module, state), EXTRA: values}
         if optimizer is not None:
-            content, facts["optimizer"] = pack_optimizer(optimizer, module)
+            content, packed = pack_optimizer(optimizer, module)
+            facts["optimizer"] = jsonable(packed)
             saved = content if is_first_replica or is_sharded(optimizer) else {}
             tensors[of_optimizer] = storable(saved, copy=copy)
         return _Content(mesh, tensors, facts)

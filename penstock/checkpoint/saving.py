@@ -1,8 +1,6 @@
 """A save that is under way beside the training."""
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 
 
@@ -33,19 +31,3 @@ class Saving:
             self._error = error
             raise
         self._wait = None
-
-
-def in_thread(path: Path, write: Callable[[], None]) -> Saving:
-    """Begin to write in a thread; the process does not end before it has."""
-    outcome: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            write()
-        except BaseException as error:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(None)
-
-    threading.Thread(target=run, name="penstock-save", daemon=False).start()
-    return Saving(path, outcome.result)

@@ -11,7 +11,6 @@ training may go on beside it.  The folder has a hidden name until it is complete
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.errors import CheckpointError, PenstockError
+from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
-from penstock.mesh.collectives import Collectives
+from penstock.mesh.group import AbstractGroup
 
 from .files import SUFFIX, digest_and_force, finish_folder, make_unfinished, refuse_existing
 from .saving import Saving
@@ -31,8 +30,10 @@ MODEL_FOLDER, OPTIMIZER_FOLDER = "model", "optimizer"
 Tensors = Mapping[str, Tensor]
 Digests = dict[str, str]
 """What a process has written, by the name in the folder."""
+Refuse = Callable[[], None]
+"""Raises where nothing may be written."""
 Begin = Callable[[], Path]
-"""Makes the unfinished folder, or raises where nothing may be written."""
+"""Makes the unfinished folder."""
 WriteOwn = Callable[[Path], Digests]
 """(unfinished folder) -> what this process has written there."""
 Finish = Callable[[Path, Digests], None]
@@ -51,7 +52,6 @@ def begin_together(
     """
 
     def begin() -> Path:
-        refuse_existing(path)
         unfinished = make_unfinished(path)
         for folder in tensors:
             (unfinished / folder).mkdir()
@@ -60,29 +60,50 @@ def begin_together(
     def finish(unfinished: Path, digests: Digests) -> None:
         finish_folder(unfinished, path, facts, digests)
 
-    return write_together(mesh, path, begin, partial(_write_shards, mesh.rank, tensors), finish)
+    write = partial(_write_shards, mesh.rank, tensors)
+    return write_together(mesh, path, partial(refuse_existing, path), begin, write, finish)
 
 
 def write_together(
-    mesh: Mesh, path: Path, begin: Begin, write_own: WriteOwn, finish: Finish
+    mesh: Mesh, path: Path, refuse: Refuse, begin: Begin, write_own: WriteOwn, finish: Finish
 ) -> Saving:
     """Begin to write the folder `path`: rank 0 begins it, all write, and rank 0 completes it.
 
     No deadline runs on what they write.
     """
-    background = mesh.background
-    assert background is not None
-    collectives = Collectives(
-        background,
-        background.saves_controls,
-        background.saves_long,
-        background.saving_group(),
-        blames=False,
-    )
     what = f"for all to write the checkpoint {path}"
-    writing = _Writing(collectives, mesh.rank, path, what)
-    slot = background.saves.submit(partial(writing.write, begin, write_own, finish))
-    return Saving(path, lambda: background.wait_for_save(slot, what))
+
+    def write(world: AbstractGroup) -> None:
+        world.from_first(refuse, what)
+        unfinished, error = world.from_first(partial(_try, world, begin), what)
+        parts: list[tuple[Digests | None, str | None]] = [({}, error)]
+        if error is None:
+            mine = world.work(partial(_try, world, partial(write_own, unfinished)), what)
+            parts = world.gather(mine, what)
+        errors = list(dict.fromkeys(said for _, said in parts if said is not None))
+        if not errors:
+            digests = {name: digest for own, _ in parts for name, digest in (own or {}).items()}
+            complete = partial(_try, world, partial(finish, unfinished, digests))
+            _, error = world.from_first(complete, what)
+            errors = [error] if error is not None else []
+        if errors:
+            if world.rank == 0 and unfinished is not None:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            reached = " that all processes reach" if world.size > 1 else ""
+            raise CheckpointError(
+                f"cannot write the checkpoint {path}: {'; '.join(errors)}; nothing is left "
+                f"of it. Make room, or choose another place{reached}"
+            )
+
+    return Saving(path, mesh.begin_save(write, what))
+
+
+def _try(world: AbstractGroup, job: Callable[[], Any]) -> tuple[Any, str | None]:
+    """Return the result of a job, or what went wrong, to be told to the other processes."""
+    try:
+        return job(), None
+    except Exception as problem:
+        return None, f"rank {world.rank}: {problem}" if world.size > 1 else str(problem)
 
 
 def shard_names(rank: int, names: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
@@ -97,47 +118,3 @@ def _write_shards(rank: int, tensors: Mapping[str, Tensors], unfinished: Path) -
         save_file(dict(tensors[file.partition("/")[0]]), unfinished / file)
         digests[file] = digest_and_force(unfinished / file)
     return digests
-
-
-@dataclass(frozen=True, slots=True)
-class _Writing:
-    """One save, as one process sees it."""
-
-    collectives: Collectives
-    rank: int
-    path: Path
-    what: str
-
-    def write(self, begin: Begin, write_own: WriteOwn, finish: Finish) -> None:
-        unfinished: Path = self.collectives.from_first(partial(_begin, begin), self.what)
-        mine = self.collectives.work(partial(self._try, partial(write_own, unfinished)), self.what)
-        everyone = self.collectives.gather(mine, self.what)
-        errors = list(dict.fromkeys(said for said, _ in everyone if said is not None))
-        if not errors:
-            digests = {name: digest for _, part in everyone for name, digest in part.items()}
-            complete = partial(self._try, partial(finish, unfinished, digests))
-            error, _ = self.collectives.from_first(complete, self.what)
-            errors = [error] if error is not None else []
-        if errors:
-            if self.rank == 0:
-                shutil.rmtree(unfinished, ignore_errors=True)
-            raise CheckpointError(
-                f"cannot write the checkpoint {self.path}: {'; '.join(errors)}; nothing is left "
-                "of it. Make room, or choose another place that all processes reach"
-            )
-
-    def _try(self, job: Callable[[], Any]) -> tuple[str | None, Any]:
-        """Return what went wrong in a job, to be told to the other processes, or its result."""
-        try:
-            return None, job()
-        except Exception as problem:
-            return f"rank {self.rank}: {problem}", None
-
-
-def _begin(begin: Begin) -> Path:
-    try:
-        return begin()
-    except PenstockError:
-        raise
-    except Exception as error:  # on rank 0; all are to hear of it
-        raise CheckpointError(f"{type(error).__name__}: {error}") from error

@@ -18,12 +18,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from penstock.mesh import Mesh
+from penstock.mesh.plain_data import Codec, record
 
 ALL_PAIRS_UP_TO = 8
 """Beyond so many ranks, only neighbours and the closing pair of the ring are measured."""
@@ -81,18 +80,15 @@ def measure_edges(mesh: Mesh) -> tuple[Edge, ...]:
     mine = []
     for source, target in pairs(mesh.world_size):
         edge = f"rank {source} ──► rank {target}"
-        background = mesh.background
-        assert background is not None
-        background.run(dist.barrier, f"for its turn, before {edge} is measured")
+        mesh.world.barrier(f"for its turn, before {edge} is measured")
         if mesh.rank not in (source, target):
             continue
         peer = target if mesh.rank == source else source
         job = partial(_lead if mesh.rank == source else _follow, mesh, peer)
         what = f"for messages of rank {peer}, while {edge} was measured"
-        found = background.wait(background.controls.submit(job), what, peer)
+        found = mesh.background.wait(mesh.background.controls.submit(job), what, peer)
         mine += [found] if found is not None else []
-    everyone: list[Any] = [None] * mesh.world_size
-    _run(mesh, lambda: dist.all_gather_object(everyone, mine), "for what others measured")
+    everyone = mesh.world.gather(mine, "for what others measured", Codec([record(Edge)]))
     return tuple(sorted((e for of_rank in everyone for e in of_rank), key=_by_ends))
 
 
@@ -100,9 +96,8 @@ def measure_all_reduce(mesh: Mesh, slowest_bytes_per_s: float) -> AllReduce:
     """Time sums over all ranks, of as many bytes as the slowest edge carries in a short while."""
     affordable = int(slowest_bytes_per_s * _LARGE_S)
     num_bytes = max(_LEAST_BYTES, min(_SIZES[-1], affordable)) // 4 * 4
-    small, large = (partial(_sum_s, torch.zeros(n // 4)) for n in (4, num_bytes))
-    what = "for the others to take part in an all-reduce"
-    times = [[_run(mesh, job, what) for _ in range(_LARGE_TIMES)] for job in (small, large)]
+    small, large = (torch.zeros(n // 4) for n in (4, num_bytes))
+    times = [[_sum_s(mesh, tensor) for _ in range(_LARGE_TIMES)] for tensor in (small, large)]
     return AllReduce(median(times[0]), median(times[1]), num_bytes)
 
 
@@ -119,7 +114,6 @@ class _Line:
     """Both directions to one peer."""
 
     def __init__(self, mesh: Mesh, peer: int) -> None:
-        assert mesh.streams is not None
         self._timeout_s = mesh.timeout_s
         self._outflow = mesh.streams.outflow(peer, _CHANNEL)
         self._inflow = mesh.streams.inflow(peer, _CHANNEL, self._deadline)
@@ -193,15 +187,10 @@ def _follow(mesh: Mesh, peer: int) -> None:
         line.send(_CLOCK.pack(time.time()))
 
 
-def _sum_s(tensor: torch.Tensor) -> float:
+def _sum_s(mesh: Mesh, tensor: torch.Tensor) -> float:
     began = time.perf_counter()
-    dist.all_reduce(tensor)
+    mesh.world.sum(tensor, "for the others to take part in an all-reduce")
     return time.perf_counter() - began
-
-
-def _run(mesh: Mesh, job: Any, what: str) -> Any:
-    assert mesh.background is not None
-    return mesh.background.run(job, what)
 
 
 def _by_ends(edge: Edge) -> tuple[int, int]:

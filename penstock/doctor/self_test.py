@@ -3,15 +3,14 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.equality import check
 from penstock.equality.unsplit import run_unsplit
 from penstock.mesh import Mesh
+from penstock.mesh.plain_data import Codec, record
 from penstock.model.layer_list import as_layers
 from penstock.pipeline import Pipeline
 from penstock.types import Reduction
@@ -128,13 +127,9 @@ def run_together(mesh: Mesh) -> tuple[SelfTest, list[Finding]]:
         for name, parameter in pipe.named_parameters()
     )
     pipe.close()
-    everyone: list[Any] = [None] * mesh.world_size
     mine = Outcome(float(found), float(theirs), differing)
-    assert mesh.background is not None
-    mesh.background.run(
-        lambda: dist.all_gather_object(everyone, mine), "for the others' losses to compare"
-    )
-    return judge(everyone)
+    what = "for the others' losses to compare"
+    return judge(mesh.world.gather(mine, what, Codec([record(Outcome)])))
 
 
 def judge(everyone: Sequence[Outcome]) -> tuple[SelfTest, list[Finding]]:

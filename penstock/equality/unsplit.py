@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.mesh import Mesh
 from penstock.model.layers import Layers
 from penstock.model.stage_plan import Step
 from penstock.model.state import in_evaluation
 from penstock.pipeline import LossFunction, Pipeline
 from penstock.runtime.batch_norm import batch_norms
-from penstock.runtime.crew import Alone
-from penstock.runtime.handshake import Call
-from penstock.runtime.microbatches import Batch
+from penstock.runtime.microbatches import Batch, Call, Splitter
 from penstock.runtime.outputs import gather
 from penstock.runtime.random_streams import stream_key
 from penstock.types import Reduction
@@ -32,7 +31,9 @@ def run_unsplit(
     pipe: Pipeline,
 ) -> Result:
     """Run the layers in order, drawing from torch's own generator, seeded anew for each layer."""
-    cut = Alone().cut(*batch, Call(pipe.num_microbatches, reduction, trains=True))
+    mesh = Mesh.of_one_process()
+    call = Call(pipe.num_microbatches, reduction, trains=True)
+    cut = Splitter(mesh, mesh.placement).cut(*batch, call)
     total: Tensor | None = None
     norms = batch_norms([*(step.module for step in layers), *as_modules(loss)])
     statistics = ExpectedStatistics(norms)

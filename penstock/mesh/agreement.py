@@ -1,14 +1,13 @@
 """What all processes must have in common: compared at the start, the first difference named."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
-from penstock.errors import ConfigError, MeshError, PenstockError
+from penstock.errors import ConfigError, MeshError
 
 CALLS = (
     "eval_step",
@@ -27,28 +26,10 @@ of the pipeline that it is for, and what else the processes must know of each ot
 """
 ROW_WIDTH = 8
 
-Outcome = tuple[bool, Any]
-"""(True, result) or (False, the error that was raised)."""
 
-
-def outcome_of(job: Callable[[], Any]) -> Outcome:
-    """Run `job` and keep what came of it, so that it can be told to others."""
-    try:
-        return True, job()
-    except PenstockError as error:
-        return False, error
-
-
-def result_of(outcome: Outcome) -> Any:
-    """Give the result, or raise the error.
-
-    Raises:
-        PenstockError: what the job raised, wherever it ran.
-    """
-    good, value = outcome
-    if not good:
-        raise value
-    return value
+def kind_of_call(kind: str) -> float:
+    """Return the number of a kind of call."""
+    return float(CALLS.index(kind))
 
 
 def check_same_kind(rows: Sequence[Sequence[float]], pipelines: Sequence[str]) -> None:
@@ -71,33 +52,25 @@ def check_same_kind(rows: Sequence[Sequence[float]], pipelines: Sequence[str]) -
         )
 
 
-def require_same(where: str, fields: Mapping[str, Any]) -> None:
-    """See that every process gives the same `fields`.
+def digest(facts: Mapping[str, str]) -> Tensor:
+    """Return the digest of what a process was given, as numbers that can be negated."""
+    found = sha256(json.dumps(facts).encode()).digest()
+    return torch.frombuffer(bytearray(found), dtype=torch.int32).long()
+
+
+def name_difference(where: str, everyone: Sequence[Mapping[str, str]]) -> None:
+    """Say what the processes do not agree on.
 
     Raises:
-        ConfigError: on every process alike; names the first field that differs, with each value.
+        ConfigError: names the first fact that differs, with each value.
     """
-    mine = {name: repr(value) for name, value in fields.items()}
-    if _is_same_everywhere(mine):
-        return
-    everyone: list[dict[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for name in mine:
-        values = [facts[name] if facts is not None else "?" for facts in everyone]
+    for name in everyone[0]:
+        values = [facts.get(name, "?") for facts in everyone]
         if len(set(values)) > 1:
             raise ConfigError(
                 f"{where}: the processes do not agree on {name}: {_by_value(values)}. Start all "
                 "of them with the same script, arguments and versions"
             )
-
-
-def _is_same_everywhere(facts: dict[str, str]) -> bool:
-    """Compare the digests of what the processes give: few bytes, however many processes."""
-    digest = sha256(json.dumps(facts).encode()).digest()
-    words = torch.frombuffer(bytearray(digest), dtype=torch.int32).long()
-    highest = torch.cat([words, -words])
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
-    return torch.equal(highest, torch.cat([words, -words]))
 
 
 def _by_value(values: list[str]) -> str:

@@ -93,14 +93,12 @@ class Background:
         """
         return self._wait(slot, self.timeout_s, what, peer)
 
-    def wait_for_save(self, slot: Slot, what: str) -> None:
-        """Wait until a job of `saves` has ended; each of its own waits has the deadline.
-
-        Raises:
-            PeerError: another process failed, or is gone.
-            WaitTimeout: the job waited in vain for another process.
+    def begin_save(self, job: Callable[[], None], what: str) -> Callable[[], None]:
+        """Run a job behind the saves before it, and return what waits for its end, however long
+        that takes; each of its own waits has the deadline.
         """
-        self._wait(slot, None, what, None)
+        slot = self.saves.submit(job)
+        return lambda: self._wait(slot, None, what, None)
 
     def _wait(self, slot: Slot, timeout_s: float | None, what: str, peer: int | None) -> Any:
         try:

@@ -16,6 +16,7 @@ from selectors import EVENT_READ, DefaultSelector
 
 from .background import WAIT_FAILURES, Background
 from .children import close_in_children
+from .process_group import ProcessGroup
 from .streams import Streams
 from .threads import THREAD_PREFIX
 
@@ -30,16 +31,17 @@ _PATIENCE_S = 5.0
 class Lifelines:
     """The connections of one process to rank 0, or of rank 0 to all others."""
 
-    def __init__(self, streams: Streams, background: Background, world_size: int) -> None:
+    def __init__(self, streams: Streams, world: ProcessGroup) -> None:
         """Connect, and begin to look; call on every process.
 
         Raises:
             WaitTimeout: a process does not connect in time.
             PeerError: a process has failed, or is gone.
         """
+        background = world.background
         self._watch = background.watch
         try:
-            self._lines = _connect(streams, background, world_size)
+            self._lines = _connect(streams, background, world.size)
         except WAIT_FAILURES as error:
             raise background.blame(error, "for all to connect to rank 0", None) from error
         self._selector = DefaultSelector()

@@ -13,11 +13,9 @@ How often each asks the store does not grow with their number: rank 0 reads all 
 
 import atexit
 import os
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -28,7 +26,7 @@ from torch.distributed import PrefixStore, TCPStore
 from penstock.errors import MeshError
 
 from .start import meeting_place, num_processes, process_rank
-from .threads import THREAD_PREFIX, end_now
+from .threads import THREAD_PREFIX, end_now, in_thread
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _MARGIN_S = 5.0
@@ -85,19 +83,8 @@ def _within(seconds: float, job: Callable[[], None]) -> None:
     Raises:
         RuntimeError: it has not ended in time; its thread is left behind.
     """
-    outcome: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            job()
-        except BaseException as error:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(None)
-
-    threading.Thread(target=run, name=f"{THREAD_PREFIX}meeting", daemon=True).start()
     try:
-        outcome.result(seconds)
+        in_thread(job, f"{THREAD_PREFIX}meeting", daemon=True).result(seconds)
     except TimeoutError:
         atexit.register(end_now, 1)
         raise RuntimeError("what answers there does not speak as rank 0 would") from None
@@ -163,13 +150,6 @@ def meeting() -> Iterator[None]:
             f"another process ended, or fell silent, while all of them met: {first_line(error)}. "
             "Its own message says why"
         ) from error
-
-
-def told_by_first(value: Any) -> Any:
-    """Give rank 0's value to all processes that have met; for before there is a mesh."""
-    told = [value]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
 
 
 def first_line(error: BaseException) -> str:

@@ -1,17 +1,12 @@
-"""The mesh: K stages by D replicas, one process for each place, or all in one process.
-
-    rank = replica * K + stage            replica 0:   0 ──► 1 ──► 2
-                                          replica 1:   3 ──► 4 ──► 5
-
-Stages that talk to each other are neighbours in rank, and so mostly on one host.
-"""
+"""The mesh: K stages by D replicas, one process for each place, or all in one process."""
 
 import atexit
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
 from platform import python_version
 from typing import Any
 
@@ -21,176 +16,165 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import ConfigError, check_count
 from penstock.planner.checks import check_timeout
+from penstock.planner.placement import REPLICA, STAGE, Placement
 
-from .agreement import (
-    CALLS,
-    ROW_WIDTH,
-    check_same_kind,
-    require_same,
-)
 from .background import Background
-from .collectives import Collectives
+from .group import AbstractGroup, Alone
 from .lifelines import Lifelines
-from .meet import join, meeting, told_by_first
+from .meet import join, meeting
+from .process_group import ProcessGroup, told_by_first
 from .start import num_processes
 from .streams import Streams
-from .threads import end_now
+from .threads import end_now, in_thread
 from .watch import Watch
 
-REPLICA, STAGE = "replica", "stage"
 DEFAULT_TIMEOUT_S = 600.0
+_CPU, _NOBODY_ELSE = torch.device("cpu"), Alone()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Processes:
+    """What holds the processes of a mesh together."""
+
+    device_mesh: DeviceMesh
+    watch: Watch
+    background: Background
+    streams: Streams
+    lifelines: Lifelines
+
+    @property
+    def have_ended(self) -> bool:
+        """Whether no thread of these still waits, for a peer that failed."""
+        return self.background.has_ended and self.watch.has_ended
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mesh:
     """Who runs which stage of which replica.
 
-    `stage` and `replica` are this process's place.  Where a schedule runs several stages on each
-    rank, `num_stages` counts ranks, and `stage` is the first of this one's.  `device_mesh` has the
-    axes `replica` and `stage`; it is None where all stages run in this process, in threads.
-    `pipelines` describes those made on the mesh of processes, in the order of their numbers.
+    `placement` says where each place along the stages is.  Where a schedule runs several stages
+    on each rank, `num_stages` counts ranks.  `world` are all processes that take part, `stages`
+    those of this replica, `replicas` those that run the same stages; where all stages run in this
+    process, in threads, it is alone in each, and there are no `processes`.
     """
 
-    num_stages: int
-    num_replicas: int
-    timeout_s: float
-    rank: int = 0
-    device: torch.device | None = None
-    device_mesh: DeviceMesh | None = None
-    watch: Watch | None = None
-    background: Background | None = None
-    collectives: Collectives | None = None
-    streams: Streams | None = None
-    lifelines: Lifelines | None = None
-    pipelines: list[str] = field(default_factory=list)
+    placement: Placement
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    device: torch.device = _CPU
+    world: AbstractGroup = _NOBODY_ELSE
+    stages: AbstractGroup = _NOBODY_ELSE
+    replicas: AbstractGroup = _NOBODY_ELSE
+    processes: Processes | None = None
+
+    @classmethod
+    def of_one_process(cls, num_stages: int = 1, timeout_s: float = DEFAULT_TIMEOUT_S) -> "Mesh":
+        """Return the mesh of a process that runs all stages."""
+        return cls(Placement.of(range(num_stages)), timeout_s)
 
     @property
     def is_distributed(self) -> bool:
         """Whether the stages are in several processes."""
-        return self.device_mesh is not None
+        return self.processes is not None
+
+    @property
+    def num_stages(self) -> int:
+        """K: ranks of a replica."""
+        return self.placement.num_stages
+
+    @property
+    def num_replicas(self) -> int:
+        """D."""
+        return self.placement.num_replicas
 
     @property
     def world_size(self) -> int:
         """Processes that take part."""
-        return self.num_stages * self.num_replicas if self.is_distributed else 1
+        return self.world.size
+
+    @property
+    def rank(self) -> int:
+        """This process's number among them."""
+        return self.world.rank
 
     @property
     def stage(self) -> int:
         """The stage that this process runs, or the first of several; 0 where it runs all."""
-        return self.rank % self.num_stages if self.is_distributed else 0
+        return self.stages.rank
 
     @property
     def replica(self) -> int:
         """The replica of the pipeline that this process belongs to."""
-        return self.rank // self.num_stages if self.is_distributed else 0
+        return self.replicas.rank
 
     @property
     def is_first_rank(self) -> bool:
         """Whether this process is the one that logs and saves."""
         return self.rank == 0
 
-    @contextmanager
-    def reporting(self) -> Iterator[None]:
+    def processes_of(self, placement: Placement) -> Placement:
+        """Say which process runs each stage; one that is alone runs those of all ranks."""
+        return placement if self.is_distributed else Placement.of([0] * placement.num_stages)
+
+    def reporting(self) -> AbstractContextManager[None]:
         """Tell all processes of whatever is raised inside, so that none waits for this one."""
-        with self.watch.reporting() if self.watch is not None else nullcontext():
-            yield
+        return self.world.reporting()
 
-    def rank_of(self, place: int) -> int:
-        """Give the rank at `place` along the stages of this process's replica."""
-        return self.replica * self.num_stages + place
+    @property
+    def background(self) -> Background:
+        """The threads that wait for other processes, where there are any."""
+        return self._processes.background
 
-    def name_stages(self, places: Sequence[int]) -> None:
-        """Name the processes by the stages they run, in messages; `places[stage]` says who."""
-        if self.watch is not None:
-            self.watch.name_ranks(_names(places, self.num_replicas))
+    @property
+    def streams(self) -> Streams:
+        """The connections to other processes, where there are any."""
+        return self._processes.streams
 
-    def group(self, axis: str) -> Any:
-        """Give the process group of this process along `axis`."""
-        assert self.device_mesh is not None
-        return self.device_mesh.get_group(axis)
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Torch's mesh of the processes, with the axes `replica` and `stage`."""
+        return self._processes.device_mesh
 
-    def number_pipeline(self, what: str) -> int:
-        """Number a pipeline that all processes have made alike; `what` describes it in messages.
+    @property
+    def _processes(self) -> Processes:
+        assert self.processes is not None, "there is one process only"
+        return self.processes
 
-        Calls name it by this number, so that those for one pipeline never meet those for another.
-        """
-        self.pipelines.append(f"pipeline {len(self.pipelines)} ({what})")
-        return len(self.pipelines) - 1
+    def begin_save(self, job: Callable[[AbstractGroup], None], what: str) -> Callable[[], None]:
+        """Run a job beside the training, one after the other, in every process alike; the process
+        does not end before it has.
 
-    def exchange(self, kind: str, pipeline: int, row: Sequence[float]) -> list[list[float]]:
-        """Begin a call together with all processes, and compare what it is and for which pipeline.
+        The job is given the group of all processes to speak over, which is not the training's.
 
         Returns:
-            The rows of all processes, in the order of ranks.
-
-        Raises:
-            MeshError: they begin different kinds of calls, or for different pipelines.
+            What waits for its end; each wait within the job has the deadline.
         """
-        if self.background is None:
-            return [list(row)]
-        full = [float(CALLS.index(kind)), float(pipeline), *row]
-        sent = torch.tensor(full + [0.0] * (ROW_WIDTH - len(full)), dtype=torch.float64)
-        rows = [torch.empty_like(sent) for _ in range(self.world_size)]
-        self.background.run(
-            lambda: dist.all_gather(rows, sent), "for the others to begin the same call"
+        if self.processes is None:
+            return in_thread(lambda: job(self.world), "penstock-save", daemon=False).result
+        return self.background.begin_save(partial(job, self._saves()), what)
+
+    def _saves(self) -> AbstractGroup:
+        background, world = self.background, self.world
+        assert isinstance(world, ProcessGroup)
+        return replace(
+            world,
+            controls=background.saves_controls,
+            long=background.saves_long,
+            group=background.saving_group(),
+            blames=False,
         )
-        numbers = [found.tolist() for found in rows]
-        check_same_kind(numbers, self.pipelines)
-        return [found[2 : 2 + len(row)] for found in numbers]
-
-    def begin_call(self, kind: str, pipeline: int) -> None:
-        """Compare that all processes make a call of this kind, one of `agreement.CALLS`.
-
-        Raises:
-            MeshError: they do not.
-        """
-        with self.reporting():
-            self.exchange(kind, pipeline, ())
-
-    def gather(self, value: Any, what: str) -> list[Any]:
-        """Return the values of all processes, in the order of ranks; only the own one where it is
-        alone.  All processes call this alike; `what` completes "rank 1 (stage 1) waited ...".
-        """
-        return [value] if self.collectives is None else self.collectives.gather(value, what)
-
-    def work(self, job: Callable[[], Any], what: str) -> Any:
-        """Run a job in every process that may take long, and return when all have ended theirs;
-        see `Collectives.work`.
-        """
-        return job() if self.collectives is None else self.collectives.work(job, what)
-
-    def highest(self, value: int, what: str) -> int:
-        """Return the highest of all processes' values; a cheaper `gather`."""
-        return value if self.collectives is None else self.collectives.highest(value, what)
-
-    def from_first(self, job: Callable[[], Any], what: str) -> Any:
-        """Run a job that may take long on rank 0 only; return its result on all processes, or
-        raise its error on all.
-
-        Raises:
-            PenstockError: what `job` raised.
-        """
-        return job() if self.collectives is None else self.collectives.from_first(job, what)
 
     def close(self) -> None:
         """Leave the mesh: end its threads and process groups; also done when the process ends."""
-        if self.background is None or self.watch is None:
+        if (processes := self.processes) is None:
             return
-        self.background.end_saves()
-        if self.lifelines is not None:
-            self.lifelines.close()
-        self.background.close()
-        self.watch.close()
-        if self.is_clean and self.streams is not None:
-            self.streams.close()
-        if self.is_clean and dist.is_initialized():
-            dist.destroy_process_group()
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether, once closed, none of its threads still waits for a peer that failed."""
-        threads = (self.background, self.watch)
-        return all(thread is None or thread.has_ended for thread in threads)
+        processes.background.end_saves()
+        processes.lifelines.close()
+        processes.background.close()
+        processes.watch.close()
+        if processes.have_ended:
+            processes.streams.close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     def __enter__(self) -> "Mesh":
         return self
@@ -242,7 +226,7 @@ def init_mesh(
                 "processes: start the script with torchrun --nproc-per-node "
                 f"{num_replicas * (num_stages or 1)}"
             )
-        return Mesh(num_stages or 1, 1, timeout_s)
+        return Mesh.of_one_process(num_stages or 1, timeout_s)
     place = torch.device(device or "cpu")
     if place.type != "cpu":
         raise ConfigError(
@@ -250,35 +234,46 @@ def init_mesh(
             "one host use one process (no torchrun), where each stage has a thread"
         )
     join(timeout_s)
-    world_size = dist.get_world_size()
     with meeting():
         attempt = told_by_first(uuid.uuid4().hex)
-    watch = Watch.start(dist.get_rank(), world_size, timeout_s, attempt)
-    with meeting():
-        _agree(place, num_stages, num_replicas, timeout_s)
-    stages = num_stages if num_stages is not None else world_size // num_replicas
-    _check_world(stages, num_replicas, world_size)
-    device_mesh = init_device_mesh(
-        place.type, (num_replicas, stages), mesh_dim_names=(REPLICA, STAGE)
-    )
-    watch.name_ranks(_names(range(stages), num_replicas))
-    background = Background(watch, timeout_s)
-    streams = Streams(dist.get_rank(), background)
-    mesh = Mesh(
-        stages,
-        num_replicas,
-        timeout_s,
-        rank=dist.get_rank(),
-        device=place,
-        device_mesh=device_mesh,
-        watch=watch,
-        background=background,
-        collectives=Collectives(background, background.controls, background.long),
-        streams=streams,
-        lifelines=Lifelines(streams, background, world_size),
-    )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    watch = Watch.start(rank, size, timeout_s, attempt)
+    world = ProcessGroup.of_all(Background(watch, timeout_s))
+    world.require_same("init_mesh", _facts(place, num_stages, num_replicas, timeout_s))
+    stages = num_stages if num_stages is not None else size // num_replicas
+    _check_world(stages, num_replicas, size)
+    mesh = _joined(world, Placement.of(range(stages), num_replicas), place)
     atexit.register(_leave, mesh)
     return mesh
+
+
+def _joined(world: ProcessGroup, placement: Placement, device: torch.device) -> Mesh:
+    """Make the mesh of processes that agree on it."""
+    background, rank = world.background, world.rank
+    with world.reporting(placement.names):
+        shape = (placement.num_replicas, placement.num_stages)
+        device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=(REPLICA, STAGE))
+        streams = Streams(world)
+        processes = Processes(
+            device_mesh, background.watch, background, streams, Lifelines(streams, world)
+        )
+    along = {}
+    for axis in (STAGE, REPLICA):
+        ranks = placement.peers(rank, axis)
+        along[axis] = (
+            replace(world, rank=ranks.index(rank), ranks=ranks, group=device_mesh.get_group(axis))
+            if len(ranks) > 1
+            else Alone()
+        )
+    return Mesh(
+        placement,
+        background.timeout_s,
+        device,
+        world,
+        along[STAGE],
+        along[REPLICA],
+        processes,
+    )
 
 
 def _leave(mesh: Mesh) -> None:
@@ -288,22 +283,8 @@ def _leave(mesh: Mesh) -> None:
     that goes down; the process then ends here, and not well.
     """
     mesh.close()
-    if not mesh.is_clean:
+    if mesh.processes is not None and not mesh.processes.have_ended:
         end_now(1)
-
-
-def _names(places: Sequence[int], num_replicas: int) -> list[str]:
-    """Say of each rank which stages it runs, for messages."""
-    of_place = [
-        [str(stage) for stage, place in enumerate(places) if place == wanted]
-        for wanted in range(1 + max(places))
-    ]
-    of_replica = [f" of replica {r}" if num_replicas > 1 else "" for r in range(num_replicas)]
-    return [
-        f"stage{'s' if len(stages) > 1 else ''} {' and '.join(stages)}{which}"
-        for which in of_replica
-        for stages in of_place
-    ]
 
 
 def _check_world(num_stages: int, num_replicas: int, world_size: int) -> None:
@@ -322,21 +303,18 @@ def _check_counts(num_stages: int | None, num_replicas: int) -> None:
             check_count(name, value)
 
 
-def _agree(
+def _facts(
     place: torch.device, num_stages: int | None, num_replicas: int, timeout_s: float
-) -> None:
-    require_same(
-        "init_mesh",
-        {
-            "num_stages": num_stages,
-            "num_replicas": num_replicas,
-            "timeout_s": timeout_s,
-            "kind of device": place.type,
-            "version of torch": torch.__version__,
-            "version of Penstock": _version(),
-            "version of Python": python_version(),
-        },
-    )
+) -> dict[str, Any]:
+    return {
+        "num_stages": num_stages,
+        "num_replicas": num_replicas,
+        "timeout_s": timeout_s,
+        "kind of device": place.type,
+        "version of torch": torch.__version__,
+        "version of Penstock": _version(),
+        "version of Python": python_version(),
+    }
 
 
 def _version() -> str:

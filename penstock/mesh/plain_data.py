@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -63,10 +64,11 @@ def _constants(kind: type) -> Kind:
     return Kind(kind.__name__, kind, str, known.__getitem__)
 
 
-TORCH_KINDS = (
+_KINDS = (
     *map(_constants, (torch.dtype, torch.layout, torch.memory_format)),
     Kind("device", torch.device, str, torch.device),
     Kind("Size", torch.Size, tuple, torch.Size),
+    Kind("Path", type(Path()), str, Path),
 )
 
 
@@ -80,7 +82,7 @@ class Codec:
         find: Callable[[str], type | None] = lambda _: None,
     ) -> None:
         """Know `kinds`; `others` may know more classes, which `find` finds by their name."""
-        self._by_type = {kind.type: kind for kind in (*TORCH_KINDS, *kinds)}
+        self._by_type = {kind.type: kind for kind in (*_KINDS, *kinds)}
         self._by_name = {kind.name: kind for kind in self._by_type.values()}
         self._others, self._find = others, find
 
@@ -327,4 +329,4 @@ _MAKERS: dict[bytes, Callable[[Sequence[Any]], Any]] = {
 }
 
 PLAIN = Codec()
-"""Knows no classes but torch's types of numbers, sizes and devices."""
+"""Knows no classes but paths, and torch's types of numbers, sizes and devices."""

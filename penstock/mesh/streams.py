@@ -15,12 +15,11 @@ from functools import partial
 from ipaddress import ip_address
 from typing import Any
 
-import torch.distributed as dist
-
-from .background import Background
 from .children import close_in_children
 from .flows import Alarm, Inflow, Outflow
 from .guests import HELLO, SECRET_BYTES, Guests
+from .plain_data import Codec, record
+from .process_group import ProcessGroup
 
 _PATIENCE_S = 2.0
 """After so long without an answer, look whether a process has failed, and try again."""
@@ -46,9 +45,10 @@ class _Address:
 class Streams:
     """The connections of one process, made when they are first used."""
 
-    def __init__(self, rank: int, background: Background) -> None:
+    def __init__(self, world: ProcessGroup) -> None:
         """Begin to listen, and learn where the others do; call on every process."""
-        self._rank, self._background = rank, background
+        background = world.background
+        self._rank, self._background = world.rank, background
         self._alarm = Alarm()
         background.watch.wake_on_failure(self._alarm)
         host, interface = _own_host()
@@ -62,10 +62,8 @@ class Streams:
             secrets.token_bytes(SECRET_BYTES),
         )
         self._guests = Guests(listeners, self._mine.secret, self._alarm)
-        self._everyone: list[Any] = [None] * dist.get_world_size()
-        background.run(
-            lambda: dist.all_gather_object(self._everyone, self._mine),
-            "for the others' addresses",
+        self._everyone: list[_Address] = world.gather(
+            self._mine, "for the others' addresses", Codec([record(_Address)])
         )
         background.watch.name_hosts([f"{a.name} ({a.host})" for a in self._everyone])
         self._seen: set[tuple[int, int]] = set()
@@ -107,7 +105,7 @@ class Streams:
             ConnectionError: that process cannot be reached.
             PeerError: a process has failed meanwhile.
         """
-        address: _Address = self._everyone[rank]
+        address = self._everyone[rank]
         try:
             connection = self._reach(address)
             connection.sendall(HELLO.pack(address.secret, self._rank, channel))

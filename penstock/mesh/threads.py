@@ -8,10 +8,27 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 
 THREAD_PREFIX = "penstock-mesh-"
 """How the names of threads begin that wait for other processes, or were given up."""
+
+
+def in_thread(job: Callable[[], None], name: str, *, daemon: bool) -> "Future[None]":
+    """Run a job in a thread of its own; the process waits for it to end, unless it is `daemon`."""
+    outcome: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            job()
+        except BaseException as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
+
+    threading.Thread(target=run, name=name, daemon=daemon).start()
+    return outcome
 
 
 def is_any_left() -> bool:

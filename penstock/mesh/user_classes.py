@@ -28,9 +28,13 @@ _BASES = (OrderedDict, dict, list, deque, tuple)
 """What a value is made by, if its class is one of these or comes of one."""
 
 
-def user_codec(kinds: Iterable[Kind] = ()) -> Codec:
-    """Return a codec that knows `kinds`, and the user's classes."""
-    return Codec((*_BUILT_IN, *kinds), others=_kind_of, find=_find)
+def user_codec(kinds: Iterable[Kind] = (), fallback: Kind | None = None) -> Codec:
+    """Return a codec that knows `kinds`, and the user's classes; `fallback` is told for others."""
+    return Codec(
+        (*_BUILT_IN, *kinds, *([fallback] if fallback is not None else [])),
+        others=lambda kind: _kind_of(kind) or fallback,
+        find=_find,
+    )
 
 
 def class_name(kind: type) -> str:

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator
 from operator import itemgetter
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import ConfigError
@@ -63,14 +61,6 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 def _of_all_stages(pipe: PipelineLike, norms: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    mesh = pipe.mesh
-    if mesh is None or not mesh.is_distributed or mesh.background is None:
-        return norms
-    mesh.begin_call("clip_grad_norm_", pipe.number)
-    everyone: list[Any] = [None] * mesh.num_stages
-    group = mesh.group("stage")
-    mesh.background.run(
-        lambda: dist.all_gather_object(everyone, norms, group=group),
-        "for the gradient norms of the other stages",
-    )
+    pipe.mesh.world.begin_call("clip_grad_norm_", pipe.number)
+    everyone = pipe.mesh.stages.gather(norms, "for the gradient norms of the other stages")
     return [pair for of_process in everyone for pair in of_process]

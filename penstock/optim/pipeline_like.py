@@ -22,8 +22,8 @@ class PipelineLike(Protocol):
     seed: int
 
     @property
-    def mesh(self) -> Mesh | None:
-        """Who takes part, if there are others."""
+    def mesh(self) -> Mesh:
+        """Who takes part."""
 
     @property
     def devices(self) -> tuple[torch.device, ...]:

@@ -59,14 +59,13 @@ class GradScaler(AbstractSharedScaler):
         self, look: Callable[[], dict[torch.device, Tensor]], found_inf: Tensor
     ) -> dict[torch.device, Tensor]:
         """Look for inf and nan as torch does; then tell all."""
-        mesh = self._mesh
-        if mesh is None or mesh.watch is None:
+        world = self._mesh.world
+        with world.reporting():
             found = look()
-            return found or {found_inf.device: found_inf}  # torch wants to see one, even of nobody
-        with mesh.watch.reporting():
-            found = look()
+            if world.size == 1:
+                return found or {found_inf.device: found_inf}  # torch wants one, even of nobody
             mine = float(any(found.values()))
-            rows = mesh.exchange("GradScaler", self._number, (mine,))
+            rows = world.exchange("GradScaler", self._number, (mine,))
         return {found_inf.device: found_inf.fill_(max(anywhere for (anywhere,) in rows))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

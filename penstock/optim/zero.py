@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -59,10 +58,9 @@ def zero_optimizer(
     """
     groups = _as_groups(pipe.parameters() if params is None else params)
     mesh = pipe.mesh
-    if mesh is None or not mesh.is_distributed or mesh.num_replicas == 1:
+    if mesh.num_replicas == 1:
         return optimizer_class(groups, **options)
-    assert mesh.watch is not None
-    with mesh.watch.reporting():
+    with mesh.reporting():
         return ShardedOptimizer(pipe.number, mesh, partial(optimizer_class, **options), groups)
 
 
@@ -91,10 +89,7 @@ class ShardedOptimizer(Optimizer):
         make: Callable[[list[Group]], Optimizer],
         groups: list[Group],
     ) -> None:
-        assert mesh.background is not None
-        assert mesh.watch is not None
-        self._pipeline = pipeline
-        self._mesh, self._background, self._watch = mesh, mesh.background, mesh.watch
+        self._pipeline, self._mesh = pipeline, mesh
         self._owners: dict[Tensor, int] = {}
         self._loads_bytes = [0] * mesh.num_replicas
         self._share: Optimizer | None = None
@@ -115,7 +110,7 @@ class ShardedOptimizer(Optimizer):
         """Add a group, and give each replica its share of it; all processes call this alike."""
         super().add_param_group(param_group)
         if self._share is not None:  # or torch's constructor is at work
-            with self._watch.reporting():
+            with self._mesh.reporting():
                 self._require_same(self.param_groups[-1:])
                 self._share.add_param_group(self._mine(self.param_groups[-1]))
 
@@ -131,8 +126,8 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._mesh.begin_call("step of zero_optimizer", self._pipeline)
-        with self._watch.reporting():
+        self._mesh.world.begin_call("step of zero_optimizer", self._pipeline)
+        with self._mesh.reporting():
             share = self.share
             share.step()
             _copy_options(share.param_groups, self.param_groups)  # some count steps there
@@ -186,11 +181,8 @@ class ShardedOptimizer(Optimizer):
             flat = torch.cat([parameter.reshape(-1) for parameter in parameters])
         else:
             flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-        source = replica * self._mesh.num_stages + self._mesh.stage
-        group = self._mesh.group("replica")
-        self._background.run(
-            partial(dist.broadcast, flat.view(torch.uint8), src=source, group=group),
-            "for the parameters that the other replicas step",
+        self._mesh.replicas.copy_from(
+            replica, flat, "for the parameters that the other replicas step"
         )
         if not is_mine:
             for parameter, part in zip(parameters, flat.split(sizes), strict=True):
@@ -202,12 +194,9 @@ class ShardedOptimizer(Optimizer):
             [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in group["params"]]
             for group in groups
         ]
-        self._mesh.begin_call("zero_optimizer", self._pipeline)
-        everyone: list[Any] = [None] * self._mesh.num_replicas
-        group = self._mesh.group("replica")
-        self._background.run(
-            lambda: dist.all_gather_object(everyone, mine, group=group),
-            "for the other replicas to make the same optimizer",
+        self._mesh.world.begin_call("zero_optimizer", self._pipeline)
+        everyone = self._mesh.replicas.gather(
+            mine, "for the other replicas to make the same optimizer"
         )
         for replica, theirs in enumerate(everyone):
             if theirs != everyone[0]:

@@ -127,6 +127,11 @@ class Placement:
         shard = of_stage[replica].index(rank)
         return tuple(row[shard] for row in of_stage)
 
+    @property
+    def names(self) -> list[str]:
+        """What each rank runs, for messages."""
+        return [self.name_of(rank) for rank in range(self.num_ranks)]
+
     def name_of(self, rank: int) -> str:
         """Name what `rank` runs, for messages: "stages 0 and 2 of replica 1"."""
         stages = self.stages_of(rank)

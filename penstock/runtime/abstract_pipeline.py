@@ -58,8 +58,8 @@ class AbstractPipeline(AbstractMovable):
             self._run_as(replace(self.plan, seed=seed))
 
     @property
-    def mesh(self) -> Mesh | None:
-        """Who runs what, if that was given."""
+    def mesh(self) -> Mesh:
+        """Who runs what."""
         return self._engine.mesh
 
     @property
@@ -74,7 +74,7 @@ class AbstractPipeline(AbstractMovable):
             self,
             self.original,
             self._layers.elsewhere(self._engine.holds),
-            is_part=self.mesh is not None and self.mesh.is_distributed,
+            is_part=self.mesh.is_distributed,
         )
 
     @property

@@ -15,6 +15,7 @@ from penstock.mesh import Mesh
 from penstock.model.layers import Layers
 from penstock.model.stage_plan import StagePlan, Step
 from penstock.model.stages import stage_of_layers
+from penstock.planner.placement import Placement
 from penstock.planner.plan import Plan
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Lowering, Mode, lower
@@ -23,13 +24,16 @@ from penstock.types import Recompute, TiedGradients, Trace, Transport
 
 from .batch_norm import batch_norms, warn_of_unpooled
 from .caller import CallerContext
-from .crew import Alone, Crew, Together
 from .default_generators import guarded_default_generators, rewound_default_generators
 from .drivers import AbstractDriver, CallerDriver, ProcessDriver, Work
 from .host_memory import keep_freed_memory
+from .microbatches import Splitter
+from .outputs import share
 from .planning import stage_devices
 from .record import Record
+from .replicas import Replicas
 from .run import Run
+from .shared_trace import gather_noted
 from .stage import Stage
 from .workers import ThreadDriver
 
@@ -54,7 +58,7 @@ class Engine:
         layers: Layers,
         loss: Any,
         plan: Plan,
-        mesh: Mesh | None,
+        mesh: Mesh,
         *,
         draws: bool = True,
         before: "Engine | None" = None,
@@ -63,18 +67,19 @@ class Engine:
         self._layers, self.loss, self.plan, self.mesh = layers, loss, plan, mesh
         lasting = _Lasting.of(layers, loss, plan, mesh) if before is None else before._lasting
         self._lasting = lasting
-        self.crew = self._lasting.crew
+        self.splitter, self._processes = lasting.splitter, lasting.processes
+        replicas = lasting.replicas
         self._stage_plans = plans = tuple(layers.plan_stages(plan.partition))
-        self.crew.readers = tuple(p.index for p in plans if p.reads_input)
+        self.splitter.readers = tuple(p.index for p in plans if p.reads_input)
         self.devices = stage_devices(plan, mesh)
-        mine = [(p, self.devices[p.index]) for p in plans if self.crew.runs(p.index)]
+        here = self._processes.stages_of(mesh.rank)
+        mine = [(p, self.devices[p.index]) for p in plans if p.index in here]
         layers.place(mine, plan.seed, draws=draws)
         self.stages = tuple(
-            Stage(p, device, len(layers), self._loss_of(p), self.crew.replicas)
-            for p, device in mine
+            Stage(p, device, len(layers), self._loss_of(p), replicas) for p, device in mine
         )
-        if self.crew.replicas is not None:
-            self.crew.replicas.start_equal(
+        if replicas is not None:
+            replicas.start_equal(
                 [t for s in self.stages for t in (*s.weights.parameters, *s.weights.buffers)]
             )
         self._with_streams = [s.device for s in self.stages if s.device.is_cuda]
@@ -146,8 +151,17 @@ class Engine:
             recompute=self.plan.recomputing,
             commits=tuple(p.index for p in plans if batch_norms(self._modules_of(p))),
             posts=len(self.stages) < len(plans),
-            reduces=self.crew.replicas is not None,
+            reduces=self._lasting.replicas is not None,
         )
+
+    def reporting(self) -> AbstractContextManager[None]:
+        """Tell the other processes of whatever is raised inside, and what runs where."""
+        return self.mesh.world.reporting(self._lasting.names)
+
+    def share_outputs(self, outputs: Any) -> Any:
+        """Return the last stage's outputs on every process."""
+        last = self._processes.place_of(self._processes.rank_of(self.plan.num_stages - 1))
+        return share(self.mesh.stages, last, outputs, self.mesh.device)
 
     def one_at_a_time(self) -> AbstractContextManager[None]:
         """Let one call at a time use the stages.
@@ -173,7 +187,7 @@ class Engine:
         caller = CallerContext.capture(run.with_grad, self.devices) if run.resumed else run.caller
         caller.check_hooks(self._recompute, run.batch.trace)
         work = Work(self.program(mode, run.num_microbatches), stages, run, caller)
-        replicas = self.crew.replicas if mode is Mode.TRAIN else None
+        replicas = self._lasting.replicas if mode is Mode.TRAIN else None
         if replicas is not None:
             replicas.set_aside([p for stage in self.stages for p in stage.weights.parameters])
         for device in self._with_streams:
@@ -197,7 +211,7 @@ class Engine:
         Raises:
             RandomnessError: a layer drew random numbers outside its stream.
         """
-        is_several = self.crew.is_several
+        is_several = self.mesh.is_distributed
         try:
             with rewound_default_generators(self.devices):
                 return self._evaluated(new_run(), trusting=not is_several)
@@ -215,7 +229,7 @@ class Engine:
         """Give what a traced run noted on all stages; None if it was not traced."""
         if run.batch.trace is Trace.OFF:
             return None
-        noted = self.crew.noted(run)
+        noted = gather_noted(self.mesh.stages, run.recorded, self.splitter.agreed_s)
         program = self.program(mode, run.num_microbatches)
         return Record(program, noted.times_s, noted.sent_bytes, noted.memory)
 
@@ -224,7 +238,8 @@ class Engine:
         here = {stage.index: str(stage.device.device) for stage in self.stages}
         for plan in self._stage_plans:
             steps = plan.steps
-            where = here.get(plan.index, f"rank {self.crew.rank_of(plan.index)}")
+            rank = self._processes.rank_of(plan.index, self.mesh.replica)
+            where = here.get(plan.index, f"rank {rank}")
             kinds = [f"{kind} x{count}" if count > 1 else kind for kind, count in _kinds(steps)]
             span = steps[0].name if len(steps) == 1 else f"{steps[0].name} to {steps[-1].name}"
             yield (
@@ -262,26 +277,40 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Lasting:
-    """What outlives a plan: the processes that take part, what runs programs, and whose turn."""
+    """What outlives a plan: the processes of the stages, what runs programs, and whose turn."""
 
-    crew: Crew
+    processes: Placement
+    names: list[str]
+    splitter: Splitter
+    replicas: Replicas | None
     driver: AbstractDriver
     in_caller: AbstractDriver
     turn: _Turn
 
     @classmethod
-    def of(cls, layers: Layers, loss: Any, plan: Plan, mesh: Mesh | None) -> "_Lasting":
+    def of(cls, layers: Layers, loss: Any, plan: Plan, mesh: Mesh) -> "_Lasting":
         keep_freed_memory()
         cache_weights_per_thread()
-        pools, places = plan.batch_norm_over_replicas, plan.placement.places
+        pools = plan.batch_norm_over_replicas
         warn_of_unpooled(_with_loss([step.module for step in layers], loss), over_replicas=pools)
-        in_caller, turn = CallerDriver(plan.threads_per_stage), _Turn()
-        if mesh is not None and mesh.is_distributed:
-            crew = Together(mesh, places, pools_statistics=pools)
-            return cls(crew, ProcessDriver(mesh, places, plan.threads_per_stage), in_caller, turn)
-        if plan.transport is Transport.LOOPBACK:
-            return cls(Alone(), in_caller, in_caller, turn)
-        return cls(Alone(), ThreadDriver(plan.threads_per_stage, plan.timeout_s), in_caller, turn)
+        processes, in_caller = (
+            mesh.processes_of(plan.placement),
+            CallerDriver(plan.threads_per_stage),
+        )
+        driver: AbstractDriver = in_caller
+        if mesh.is_distributed:
+            driver = ProcessDriver(mesh, plan.placement.places, plan.threads_per_stage)
+        elif plan.transport is not Transport.LOOPBACK:
+            driver = ThreadDriver(plan.threads_per_stage, plan.timeout_s)
+        return cls(
+            processes,
+            processes.names,
+            Splitter(mesh, processes),
+            Replicas(mesh.replicas, pools_statistics=pools) if mesh.num_replicas > 1 else None,
+            driver,
+            in_caller,
+            _Turn(),
+        )
 
     def driver_for(self, caller: CallerContext, *, in_caller: bool) -> AbstractDriver:
         """Return what runs the programs: the calling thread if it must, or workers cannot."""

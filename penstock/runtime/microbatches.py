@@ -1,17 +1,41 @@
-"""Cut a mini-batch into micro-batches, and weigh their losses."""
+"""Cut a mini-batch into micro-batches, all processes alike, and weigh and add up their losses."""
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
-from penstock.errors import BatchError, ConfigError
-from penstock.model.batch import batch_size, split
+from torch import Tensor
+
+from penstock.errors import BatchError, ConfigError, MeshError
+from penstock.mesh import Mesh
+from penstock.model.batch import batch_size, check_values, split
 from penstock.model.pytree import flatten
+from penstock.planner.placement import Placement
 from penstock.types import Reduction, Trace
 
-WeightFunction = Callable[[Any], Any]
+Reduce = Reduction | Callable[[Any], Any]
+
+_BY_STRENGTH = (Trace.OFF, Trace.TIME, Trace.MEMORY)
+_NONE = -1.0
+"""The number of samples where none were given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a call asks for.
+
+    Without `trains`, outputs are wanted, and no weights.  All processes must ask for the same, but
+    for `trace`: the strongest that any of them asks for is what all record.
+    """
+
+    num_microbatches: int
+    reduction: Reduce
+    trains: bool = False
+    loss_scale: float = 1.0
+    trace: Trace = Trace.OFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +52,7 @@ class Batch:
     weights: list[float]
     first: int = 0
     trace: Trace = Trace.OFF
-    reduction: Reduction | WeightFunction = Reduction.MEAN
+    reduction: Reduce = Reduction.MEAN
 
     def output_weights(self) -> list[float]:
         """Weigh the micro-batches' losses where the model has computed them.
@@ -42,6 +66,115 @@ class Batch:
                 "not given; give inputs on the last stage's process as well"
             )
         return loss_weights(self.reduction, self.inputs, self.sizes)
+
+
+class Splitter:
+    """Cuts the mini-batches of one pipeline; every process sees the cuts of its own replica.
+
+    `readers` are the stages that read the inputs, `number` the pipeline's among those of the
+    mesh, `agreed_s` when this process had last heard from all others.
+    """
+
+    def __init__(self, mesh: Mesh, placement: Placement) -> None:
+        self._world, self._replica = mesh.world, mesh.replica
+        stages, replicas = range(placement.num_stages), range(mesh.num_replicas)
+        self._ranks = [[placement.rank_of(stage, r) for stage in stages] for r in replicas]
+        own = placement.stages_of(mesh.rank)
+        self._is_whole = len(own) == placement.num_stages
+        self._ends_here = stages[-1] in own
+        self.readers: tuple[int, ...] = (0,)
+        self.number = 0
+        self.agreed_s = 0.0
+        self._calls = 0
+
+    def cut(self, inputs: Any, targets: Any, call: Call) -> Batch:
+        """Cut a batch into micro-batches, all processes alike.
+
+        Raises:
+            BatchError: inputs and targets do not fit together, or are missing where needed.
+            MeshError: the processes do not ask for the same.
+        """
+        self._calls += 1
+        num_inputs = _NONE
+        if inputs is not None or self._is_whole:
+            num_inputs = float(batch_size(inputs, "inputs"))
+            if any(self._ranks[self._replica][r] == self._world.rank for r in self.readers):
+                check_values(inputs, "inputs")
+        num_targets = _NONE if targets is None else float(batch_size(targets, "targets"))
+        raw = self._raw_weights(inputs if targets is None else targets, call)
+        trace = float(_BY_STRENGTH.index(call.trace))
+        numbers = (float(self._calls), num_inputs, num_targets, sum(raw), call.loss_scale, trace)
+        kind = "train_step" if call.trains else "eval_step"
+        rows = self._world.exchange(kind, self.number, numbers)
+        self.agreed_s = time.perf_counter()
+        everyone = [_Said(*row) for row in rows]
+        _check_same_call(everyone)
+        counts = [self._num_samples(everyone, replica) for replica in range(len(self._ranks))]
+        replica, wanted = self._replica, call.num_microbatches
+        sizes = microbatch_sizes(counts[replica], wanted)
+        weights: list[float] = []
+        if call.trains and self._ends_here:
+            known = call.reduction is Reduction.MEAN
+            total = float(sum(counts)) if known else sum(said.raw_total for said in everyone)
+            weights = shares(call.reduction, raw or raw_weights(call.reduction, (), sizes), total)
+        return Batch(
+            sizes,
+            _cut(inputs, sizes),
+            _cut(targets, sizes),
+            weights,
+            sum(min(n, wanted) for n in counts[:replica]),
+            _BY_STRENGTH[int(max(said.trace for said in everyone))],
+            call.reduction,
+        )
+
+    def _num_samples(self, everyone: "Sequence[_Said]", replica: int) -> int:
+        """Return N of a replica.
+
+        Raises:
+            BatchError: its processes were given different batches, or none where one is needed.
+        """
+        ranks = self._ranks[replica]
+        of_replica = f" of replica {replica}" if len(self._ranks) > 1 else ""
+        for rank in (ranks[stage] for stage in self.readers):
+            if everyone[rank].num_inputs < 0:
+                stages = ", ".join(str(stage) for stage, r in enumerate(ranks) if r == rank)
+                raise BatchError(
+                    f"rank {rank} runs stage {stages}{of_replica} and was given no inputs; "
+                    "give them on every rank, or at least where they are read"
+                )
+        first, last = ranks[self.readers[0]], ranks[-1]
+        count = everyone[first].num_inputs
+        for rank in sorted(set(ranks)):
+            _check_as_many(first, count, rank, everyone[rank])
+        if everyone[last].num_targets < 0 and any(everyone[r].num_targets >= 0 for r in ranks):
+            raise BatchError(
+                f"rank {last} runs the last stage{of_replica} and was given no "
+                "targets; give them on every rank, or at least there"
+            )
+        return int(count)
+
+    def _raw_weights(self, weighed: Any, call: Call) -> list[float]:
+        """Weigh the micro-batches by a function of the user's, where the loss is computed."""
+        if not call.trains or isinstance(call.reduction, Reduction) or not self._ends_here:
+            return []
+        if weighed is None:
+            raise BatchError(
+                f"rank {self._world.rank} computes the loss, which the reduction function weighs "
+                "by the batch, and was given none of it; give targets or inputs there too"
+            )
+        sizes = microbatch_sizes(batch_size(weighed, "targets"), call.num_microbatches)
+        return raw_weights(call.reduction, split(weighed, sizes), sizes)
+
+    def loss(self, losses: Mapping[int, Tensor]) -> Tensor:
+        """Add up the micro-batches' losses in their order, to the same sum on every process."""
+        mine: Tensor | None = None
+        for i in range(len(losses)):
+            mine = losses[i] if mine is None else mine + losses[i]
+        return self._world.sum_scalars(mine, "for the loss of the mini-batch")
+
+
+def _cut(value: Any, sizes: list[int]) -> list[Any]:
+    return [None] * len(sizes) if value is None else split(value, sizes)
 
 
 def microbatch_sizes(num_samples: int, num_microbatches: int) -> list[int]:
@@ -58,9 +191,7 @@ def first_microbatch(value: Any, num_microbatches: int) -> Any:
     return split(value, microbatch_sizes(batch_size(value, "inputs"), num_microbatches))[0]
 
 
-def loss_weights(
-    reduction: Reduction | WeightFunction, targets: Sequence[Any], sizes: Sequence[int]
-) -> list[float]:
+def loss_weights(reduction: Reduce, targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
     """Weigh each micro-batch's loss so that the weighted losses sum to the mini-batch's loss.
 
     MEAN: n_i / N.  SUM: 1.  A function of the target (such as its number of real tokens): w_i /
@@ -73,9 +204,7 @@ def loss_weights(
     return shares(reduction, raw, sum(raw))
 
 
-def raw_weights(
-    reduction: Reduction | WeightFunction, targets: Sequence[Any], sizes: Sequence[int]
-) -> list[float]:
+def raw_weights(reduction: Reduce, targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
     """Give what each micro-batch weighs before the weights are divided by their sum.
 
     Raises:
@@ -96,9 +225,7 @@ def raw_weights(
     return raw
 
 
-def shares(
-    reduction: Reduction | WeightFunction, raw: Sequence[float], total: float
-) -> list[float]:
+def shares(reduction: Reduce, raw: Sequence[float], total: float) -> list[float]:
     """Divide raw weights by the sum of all, those of other replicas included; SUM divides nothing.
 
     Raises:
@@ -140,3 +267,51 @@ def check_loss_scale(loss_scale: Any) -> float:
             "GradScaler.get_scale() gives"
         )
     return float(loss_scale)
+
+
+class _Said(NamedTuple):
+    """What one process says before a call, all in numbers."""
+
+    number: float
+    num_inputs: float
+    num_targets: float
+    raw_total: float
+    loss_scale: float
+    trace: float
+
+
+def _check_same_call(everyone: Sequence[_Said]) -> None:
+    """See that all processes make the same call.
+
+    Raises:
+        MeshError: they do not, or scale the loss differently.
+    """
+    for rank, said in enumerate(everyone):
+        first = everyone[0]
+        if said.number != first.number:
+            raise MeshError(
+                f"the processes do not do the same: for rank 0 this is call {first.number:.0f}, "
+                f"for rank {rank} call {said.number:.0f}. Every process must make every call, in "
+                "the same order (no `if rank == 0` around a step)"
+            )
+        if said.loss_scale != first.loss_scale:
+            raise MeshError(
+                f"rank 0 scales its loss by {first.loss_scale:g}, rank {rank} by "
+                f"{said.loss_scale:g}; gradients of both would be mixed. Give every process the "
+                "same loss_scale: penstock.GradScaler decides it jointly, if every process makes "
+                "one, and loads the same state"
+            )
+
+
+def _check_as_many(first: int, count: float, rank: int, said: _Said) -> None:
+    if rank == first and said.num_targets not in (_NONE, count):
+        raise BatchError(
+            f"inputs hold {count:.0f} samples, targets {said.num_targets:.0f}; dimension 0 of "
+            "tensors is the batch, and lists have one entry per sample"
+        )
+    for what, number in (("inputs", said.num_inputs), ("targets", said.num_targets)):
+        if number not in (_NONE, count):
+            raise BatchError(
+                f"rank {first} was given {count:.0f} inputs, rank {rank} {number:.0f} {what}; all "
+                "ranks of a replica must be given the same mini-batch"
+            )

@@ -9,9 +9,22 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BoundaryError, OutputWarning
+from penstock.mesh.group import AbstractGroup
+from penstock.mesh.plain_data import Kind
+from penstock.mesh.user_classes import user_codec
 from penstock.model.compare import first_difference, is_object
 from penstock.model.output_loss import loss_in
-from penstock.model.pytree import StandIn, constants, flatten, flatten_by, tree_map, unflatten
+from penstock.model.pytree import (
+    StandIn,
+    constants,
+    flatten,
+    flatten_by,
+    from_template,
+    template,
+    tree_map,
+    unflatten,
+)
+from penstock.transport.wire import TENSOR_KIND, TensorKind, fill, room_for, to_bytes
 
 _SHOWN = 60
 
@@ -52,6 +65,27 @@ def gather(parts: Sequence[Any], sizes: Sequence[int], weights: Callable[[], lis
     return unflatten(flat[0][1], whole)
 
 
+def share(stages: AbstractGroup, last: int, outputs: Any, device: torch.device) -> Any:
+    """Return the outputs of the last stage, which `last` of the stages' processes runs, on all."""
+    if stages.size == 1:
+        return outputs
+    what, is_last = "for the outputs of the last stage", stages.rank == last
+    leaves, structure = flatten(outputs) if is_last else ([], None)
+    facts = None
+    if structure is not None:
+        facts = ([TensorKind.of(leaf) for leaf in leaves], template(structure))
+    kinds, form = stages.broadcast(facts, last, what, _CODEC)
+    found = []
+    for n, kind in enumerate(kinds):
+        received, tensor = room_for(kind, device)
+        if is_last:
+            received = to_bytes(leaves[n], kind)
+        if kind.num_bytes:
+            stages.copy_from(last, received, what)
+        found.append(leaves[n] if is_last else fill(tensor, received, kind))
+    return unflatten(from_template(form), found)
+
+
 def _joined(row: Sequence[Any]) -> Any:
     """Concatenate tensors; of several objects, give what tells so when it is used."""
     if len(row) == 1:
@@ -81,6 +115,26 @@ class _Several(StandIn):
             "which cannot be put together. Return tensors with one row per sample, or switch it "
             "off (use_cache=False, say)"
         )
+
+
+class _Elsewhere(StandIn):
+    """Stands in an output for an object that the process of the last stage has."""
+
+    def __init__(self, kind: str) -> None:
+        self.__dict__.update(kind=kind)
+
+    def _error(self) -> BoundaryError:
+        return BoundaryError(
+            f"the model's output holds a {self.kind}, which only the process of the last stage "
+            "has. Return tensors, numbers, strings, and tuples, lists, dicts and dataclasses of "
+            "them"
+        )
+
+
+_CODEC = user_codec(
+    (TENSOR_KIND, Kind("several", _Several, lambda several: several.__dict__["kind"], _Several)),
+    fallback=Kind("elsewhere", _Elsewhere, lambda value: type(value).__name__, _Elsewhere),
+)
 
 
 def _check_alike(parts: Sequence[Any], sizes: Sequence[int]) -> None:

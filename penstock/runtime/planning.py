@@ -6,12 +6,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from penstock.costs.measure import measure_layers
 from penstock.errors import ConfigError, PlanError
 from penstock.mesh import Mesh
-from penstock.mesh.agreement import require_same
 from penstock.model.layers import Layers
 from penstock.planner.arguments import (
     Arguments,
@@ -87,7 +85,7 @@ def agree(
         ConfigError: the processes make different pipelines, or in another order.
     """
     same = {
-        "number of pipelines made before": len(mesh.pipelines),
+        "number of pipelines made before": mesh.world.num_pipelines,
         "layers": [(layer.name, layer.kind) for layer in plan.layers],
         "parameters": [layer.num_parameters for layer in plan.layers],
         "shapes of parameters": [
@@ -99,25 +97,21 @@ def agree(
         "how": plan.choices,
         "recompute of each stage": [kind.name for kind in plan.recompute],
     }
-    assert mesh.background is not None
-    mesh.background.run(
-        lambda: require_same("Pipeline", same), "for the others to make the same pipeline"
-    )
+    mesh.world.require_same("Pipeline", same)
     modules = [step.module for step in layers]
     tensors = chain.from_iterable(chain(m.parameters(), m.buffers()) for m in modules)
     is_measured = balances and mesh.is_first_rank and part is not None
     if is_measured and not any(t.is_meta for t in tensors):
         plan = balance(plan, layers, part)
-    decided: list[Any] = [
+    decided = (
         plan.partition,
         plan.balanced_by.value,
         plan.predicted_s,
         plan.threads_per_stage,
-    ]
-    mesh.background.run(
-        lambda: dist.broadcast_object_list(decided, src=0), "for the partition of the layers"
     )
-    partition, balanced_by, predicted_s, threads_per_stage = decided
+    partition, balanced_by, predicted_s, threads_per_stage = mesh.world.broadcast(
+        decided, 0, "for the partition of the layers"
+    )
     plan = replace(
         plan,
         partition=partition,
@@ -126,7 +120,8 @@ def agree(
         threads_per_stage=threads_per_stage,
     )
     num_parameters = sum(layer.num_parameters for layer in plan.layers)
-    return plan, mesh.number_pipeline(f"{len(plan.layers)} layers, {num_parameters:,} parameters")
+    what = f"{len(plan.layers)} layers, {num_parameters:,} parameters"
+    return plan, mesh.world.number_pipeline(what)
 
 
 def device_names(devices: Devices, mesh: Mesh | None) -> tuple[str, ...] | str | None:
@@ -139,7 +134,7 @@ def device_names(devices: Devices, mesh: Mesh | None) -> tuple[str, ...] | str |
     if devices is None:
         return None
     if mesh is not None and mesh.is_distributed:
-        return device_of_process(devices, own_device(mesh))
+        return device_of_process(devices, mesh.device)
     if isinstance(devices, str | torch.device):
         return str(with_index(torch.device(devices)))
     return tuple(str(with_index(torch.device(device))) for device in devices)
@@ -162,15 +157,10 @@ def device_of_process(devices: Devices, own: torch.device) -> str:
     return own.type
 
 
-def own_device(mesh: Mesh) -> torch.device:
-    """Return what this process of a mesh computes on."""
-    return mesh.device or torch.device("cpu")
-
-
-def stage_devices(plan: Plan, mesh: Mesh | None) -> tuple[torch.device, ...]:
+def stage_devices(plan: Plan, mesh: Mesh) -> tuple[torch.device, ...]:
     """Return the device of each stage: between processes, this one's for all."""
-    if mesh is not None and mesh.is_distributed:
-        return (own_device(mesh),) * plan.num_stages
+    if mesh.is_distributed:
+        return (mesh.device,) * plan.num_stages
     return tuple(map(torch.device, plan.placement.devices))
 
 
@@ -181,7 +171,7 @@ def _check_device(stage: int, name: str, mesh: Mesh | None) -> None:
         raise PlanError(f"the plan has stage {stage} on {name!r}, which is no device") from None
     is_missing = device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
     if mesh is not None and mesh.is_distributed:
-        is_missing = device.type != own_device(mesh).type
+        is_missing = device.type != mesh.device.type
     if is_missing:
         raise PlanError(
             f"the plan has stage {stage} on {name}, which this process does not have; change "
@@ -195,7 +185,7 @@ def _resources(mesh: Mesh | None) -> Resources:
     return Resources(
         num_threads=torch.get_num_threads(),
         num_cores=num_cores(),
-        devices=(own_device(mesh).type,) if mesh is not None and is_distributed else gpus,
+        devices=(mesh.device.type,) if mesh is not None and is_distributed else gpus,
         num_places=mesh.num_stages if mesh is not None else None,
         num_replicas=mesh.num_replicas if mesh is not None else 1,
         is_distributed=is_distributed,

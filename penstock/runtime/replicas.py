@@ -4,17 +4,15 @@ Gradients travel in buckets of one type each.  A bucket's sum begins when the st
 has run, and is awaited where the step ends.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.mesh import Mesh
+from penstock.mesh.group import AbstractGroup
 from penstock.torch_private import AnyBatchNorm
 
 from .batch_norm import pooled
@@ -28,16 +26,15 @@ class _Bucket:
     parameters: list[Tensor]
     flat: Tensor
     has_gradient: Tensor
-    works: list[Any]
+    sums: list[Any]
 
 
 class Replicas:
     """This process's stages and their twins in the other replicas."""
 
-    def __init__(self, mesh: Mesh, *, pools_statistics: bool) -> None:
-        self._mesh = mesh
+    def __init__(self, group: AbstractGroup, *, pools_statistics: bool) -> None:
+        self._group = group
         self.pools_statistics = pools_statistics
-        self._group = mesh.group("replica")
         self._buckets: list[_Bucket] = []
         self._before: dict[Tensor, Tensor] = {}
 
@@ -48,15 +45,10 @@ class Replicas:
             ConfigError: gradients of one could not be added up.
         """
         _check_can_be_summed(tensors)
-        source = self._mesh.stage
         with torch.no_grad():
             for tensor in tensors:
                 values = tensor.detach().contiguous()
-                as_bytes = values.reshape(-1).view(torch.uint8)  # gloo does not know all types
-                self._run(
-                    partial(dist.broadcast, as_bytes, src=source, group=self._group),
-                    "for the first replica's parameters and buffers",
-                )
+                self._group.copy_from(0, values, "for the first replica's parameters and buffers")
                 tensor.copy_(values)
 
     def set_aside(self, parameters: Sequence[Tensor]) -> None:
@@ -76,21 +68,15 @@ class Replicas:
             has_gradient = torch.tensor([p.grad is not None for p in bucket], dtype=torch.float32)
             has_gradient = has_gradient.to(bucket[0].device)
             flat = torch.cat([_flat_gradient(p) for p in bucket])
-            works = [
-                dist.all_reduce(tensor, group=self._group, async_op=True)
-                for tensor in (flat, has_gradient)
-            ]
-            self._buckets.append(_Bucket(bucket, flat, has_gradient, works))
+            sums = [self._group.begin_sum(tensor) for tensor in (flat, has_gradient)]
+            self._buckets.append(_Bucket(bucket, flat, has_gradient, sums))
 
     def finish(self) -> None:
         """Wait for the sums, and put them where gradients belong; keeps no bucket."""
         buckets, self._buckets = self._buckets, []
         before, self._before = self._before, {}
-        if buckets:
-            self._run(
-                lambda: [work.wait() for bucket in buckets for work in bucket.works],
-                "for the gradients of the other replicas",
-            )
+        begun = [one for bucket in buckets for one in bucket.sums]
+        self._group.finish(begun, "for the gradients of the other replicas")
         for bucket in buckets:
             _put_gradients(bucket)
         for parameter, gradient in before.items():
@@ -104,11 +90,7 @@ class Replicas:
         """
         mine = [pooled(moments[m]) if m in moments else None for m in modules]
         sent = torch.cat([_as_row(m, of) for m, of in zip(modules, mine, strict=True)])
-        rows = [torch.empty_like(sent) for _ in range(self._mesh.num_replicas)]
-        self._run(
-            lambda: dist.all_gather(rows, sent, group=self._group),
-            "for the BatchNorm moments of the other replicas",
-        )
+        rows = self._group.stack(sent, "for the BatchNorm moments of the other replicas")
         found: MomentsByModule = {}
         widths = [1 + 2 * module.num_features for module in modules]
         for row in rows:
@@ -117,10 +99,6 @@ class Replicas:
                     mean, variance = part[1:].to(_device_of(module)).split(module.num_features)
                     found.setdefault(module, []).append((int(part[0]), mean, variance))
         return found
-
-    def _run(self, job: Callable[[], Any], what: str) -> None:
-        assert self._mesh.background is not None
-        self._mesh.background.run(job, what)
 
 
 def _as_row(module: AnyBatchNorm, moments: Moments | None) -> Tensor:

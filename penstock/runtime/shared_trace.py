@@ -9,7 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from penstock.mesh.group import AbstractGroup
+from penstock.mesh.plain_data import Codec, record
 from penstock.trace.timeline import MemorySample
+
+from .run import Recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,14 @@ class Noted:
             self.sent_bytes,
             [replace(sample, time_s=sample.time_s + later_s) for sample in self.memory],
         )
+
+
+def gather_noted(stages: AbstractGroup, recorded: Recorded, agreed_s: float) -> Noted:
+    """Return what a traced run noted on all stages of this replica."""
+    times_s, sent_bytes, memory = recorded.times_s, recorded.sent_bytes, recorded.memory
+    mine = Noted(clock_name(), agreed_s, times_s, sent_bytes, memory)
+    codec = Codec([record(Noted), record(MemorySample)])
+    return put_together(stages.gather(mine, "for what the other stages traced", codec), mine)
 
 
 def put_together(parts: Sequence[Noted], mine: Noted) -> Noted:

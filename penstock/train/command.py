@@ -15,7 +15,8 @@ from rich.console import Console
 
 from penstock.errors import RecipeError, RunFolderError
 from penstock.mesh import Mesh
-from penstock.mesh.meet import join, meeting, told_by_first
+from penstock.mesh.meet import join, meeting
+from penstock.mesh.process_group import told_by_first
 from penstock.mesh.start import num_processes
 from penstock.planner.plan import Plan
 from penstock.recipe.read import check_resumable, read_recipe, recipe_to_toml
@@ -101,9 +102,11 @@ def start_run(request: Request, console: Console, interrupt: Interrupt) -> Summa
         check_free(request.run_folder)
     with make_mesh(recipe) as mesh, mesh.reporting(), Trainer(recipe, mesh, plan=plan) as trainer:
         trainer.raise_if_wanted(interrupt)
-        names = mesh.gather(job_name(), "for the others to begin the run")
+        names = mesh.world.gather(job_name(), "for the others to begin the run")
         jobs = [name for name in names if name is not None]
-        path = mesh.from_first(lambda: _create(request, recipe, jobs).path, "for the run folder")
+        path = mesh.world.from_first(
+            lambda: _create(request, recipe, jobs).path, "for the run folder"
+        )
         with _opened(mesh, path) as folder:
             return _run(trainer, folder, console, interrupt)
 
@@ -273,7 +276,7 @@ def _opened(mesh: Mesh, path: Path) -> Iterator[RunFolder]:
         RunFolderError: a process does not see it, or another job trains there; on all alike.
     """
     folder = RunFolder(path, writes=mesh.is_first_rank)
-    sees = mesh.gather(folder.recipe_path.is_file(), "for the others to open the run folder")
+    sees = mesh.world.gather(folder.recipe_path.is_file(), "for the others to open the run folder")
     blind = [str(rank) for rank, good in enumerate(sees) if not good]
     if blind:
         raise RunFolderError(
@@ -281,7 +284,7 @@ def _opened(mesh: Mesh, path: Path) -> Iterator[RunFolder]:
             "all hosts share (--run-folder), and start all processes in the same folder"
         )
     with ExitStack() as held:
-        mesh.from_first(lambda: _lock(folder, held), "to have the run folder for themselves")
+        mesh.world.from_first(lambda: _lock(folder, held), "to have the run folder for themselves")
         yield folder
 
 

@@ -141,7 +141,7 @@ class Trainer:
                 break
             except CheckpointError as error:
                 if not falls_back:
-                    advice = self.mesh.from_first(lambda: way_out(folder), "for a way out")
+                    advice = self.mesh.world.from_first(lambda: way_out(folder), "for a way out")
                     raise CheckpointError(f"{error}\n{advice}") from None
                 warnings.append(f"{newest} is set aside: {error}")
                 folder.set_aside(newest)
@@ -162,21 +162,21 @@ class Trainer:
         """Load the weights that the recipe starts from, if any; rank 0 finds the checkpoint."""
         start = self.recipe.start
         if start.checkpoint:
-            found: Path = self.mesh.from_first(find, "for the weights to start from")
+            found: Path = self.mesh.world.from_first(find, "for the weights to start from")
             load = partial(start_from, start, found, self.pipe, self._names)
-            self.mesh.work(load, "for the weights to start from")
+            self.mesh.world.work(load, "for the weights to start from")
             self._begun_from = found
 
     def _newest(self, folder: RunFolder) -> Path | None:
         """Give the newest checkpoint, as rank 0 sees it."""
-        found: Path | None = self.mesh.from_first(
+        found: Path | None = self.mesh.world.from_first(
             lambda: next(reversed(folder.checkpoints()), None), "for the newest checkpoint"
         )
         return found
 
     def _load(self, checkpoint: Path) -> None:
         check = partial(check_state, checkpoint, self.recipe)
-        self.mesh.from_first(check, "to see that the checkpoint is of this run")
+        self.mesh.world.from_first(check, "to see that the checkpoint is of this run")
         state = load_checkpoint(checkpoint, self.pipe, self.optimizer)
         self.position = Position(**state["position"])
         if self.scaler.is_enabled():
@@ -209,14 +209,14 @@ class Trainer:
             if self._begun_from is not None:
                 note_start(self._begun_from, folder)
 
-        self.mesh.from_first(begin, "for what belongs to the run")
+        self.mesh.world.from_first(begin, "for what belongs to the run")
 
     def _must_stop(self, interrupt: Interrupt) -> bool:
         """Agree with the other processes whether to end here; what one was told, all know then.
 
         A signal that comes during the agreement is for the next one: the others do not know of it.
         """
-        number = self.mesh.highest(interrupt.number, "for the others to finish their step")
+        number = self.mesh.world.highest(interrupt.number, "for the others to finish their step")
         interrupt.number = interrupt.number or number
         return number != 0
 
@@ -307,7 +307,7 @@ class Trainer:
         for name, value in scores.items():
             self._check_loss(name, value)
         self.position = self.position.after_epoch(scores)
-        of_all = self.mesh.gather(list(self.task.skipped), "for what was skipped")
+        of_all = self.mesh.world.gather(list(self.task.skipped), "for what was skipped")
         self.num_skipped = folder.add_lines(SKIPPED, [name for names in of_all for name in names])
         more = {"num_skipped": self.num_skipped} if self.num_skipped else {}
         self._log(folder, "epoch", {"train_loss": train_loss, **scores, **more})
@@ -331,9 +331,8 @@ class Trainer:
                 tally = self.task.tally(tree_map(Tensor.cpu, outputs), targets)
                 sums = tally[: max(0, known - counted)].sum(dim=0)
                 totals, counted = sums + (totals if counted else 0), counted + len(tally)
-        of_all = self.mesh.gather(totals.tolist(), "for the others to evaluate")
-        ours = of_all[:: self.mesh.num_stages if self.mesh.is_distributed else 1]
-        return dict(self.task.scores([sum(column) for column in zip(*ours, strict=True)]))
+        of_all = self.mesh.replicas.gather(totals.tolist(), "for the others to evaluate")
+        return dict(self.task.scores([sum(column) for column in zip(*of_all, strict=True)]))
 
     def _log(self, folder: RunFolder, kind: str, values: Mapping[str, Any]) -> None:
         where = {"kind": kind, "step": self.position.step, "epoch": self.position.epoch}
@@ -362,7 +361,7 @@ class Trainer:
 
     def is_made(self, folder: RunFolder) -> bool:
         """Whether what is made of a finished run is there, as rank 0 sees it."""
-        found: bool = self.mesh.from_first(
+        found: bool = self.mesh.world.from_first(
             lambda: self.task.is_made(folder.path), "for what is made of the run"
         )
         return found

@@ -88,7 +88,5 @@ def _expected_bytes(trainer: Trainer) -> dict[int, int]:
             Recompute(recipe.pipeline.recompute),
             only=own,
         )
-    parts = mesh.gather(mine, "for the memory of the other stages")
-    if mesh.is_distributed:
-        parts = parts[mesh.rank_of(0) :][: mesh.num_stages]
+    parts = mesh.stages.gather(mine, "for the memory of the other stages")
     return {stage: count for part in parts for stage, count in part.items()}

@@ -57,7 +57,6 @@ class Outgoing:
 
     def __init__(self, mesh: Mesh, stage: int, rank: int, channel: int) -> None:
         """Send for `stage`, to the process `rank`."""
-        assert mesh.streams is not None
         self._stage = stage
         self._outflow = mesh.streams.outflow(rank, channel)
         self._known: dict[bytes, int] = {}
@@ -123,9 +122,8 @@ class Incoming:
     """The receiving end; used by one thread at a time."""
 
     def __init__(self, mesh: Mesh, rank: int, channel: int) -> None:
-        assert mesh.streams is not None
         self._streams, self._rank, self._channel = mesh.streams, rank, channel
-        self._device = mesh.device or torch.device("cpu")
+        self._device = mesh.device
         self._inflow: Inflow | None = None
         self._known: list[Any] = []
         self._lasting: list[Tensor] = []

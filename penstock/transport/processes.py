@@ -29,9 +29,8 @@ class ProcessChannels(AbstractChannels):
     """
 
     def __init__(self, mesh: Mesh, ranks: Sequence[int]) -> None:
-        assert mesh.background is not None
         self._mesh, self._background = mesh, mesh.background
-        self._ranks = [mesh.rank_of(rank) for rank in ranks]
+        self._ranks = [mesh.placement.rank_of(place, mesh.replica) for place in ranks]
         self._incoming: dict[tuple[int, int], Incoming] = {}
         self._outgoing: dict[tuple[int, int], Outgoing] = {}
         self._staying: dict[Message, Activation | Gradient] = {}

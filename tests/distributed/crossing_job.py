@@ -91,7 +91,7 @@ def all_of_them(mesh: penstock.Mesh, pairs: list[tuple[str, str]]) -> list[tuple
 def in_other_order(mesh: penstock.Mesh) -> str:
     """Let rank 0 take one pipeline for made that the others have not."""
     if mesh.rank == 0:
-        mesh.number_pipeline("of rank 0 only")
+        mesh.world.number_pipeline("of rank 0 only")
     try:
         pipeline(mesh)
     except ConfigError as error:

@@ -8,21 +8,21 @@ import signal
 import sys
 
 from penstock.cli.main import main
-from penstock.mesh import Mesh
+from penstock.mesh.process_group import ProcessGroup
 
 
 def inject(agreement: int) -> None:
     """Send the signal during the agreement of that number; 0 is the one before the first step."""
-    highest = Mesh.highest
+    highest = ProcessGroup.highest
     left = iter([*[False] * agreement, True])
 
-    def late(self: Mesh, value: int, what: str) -> int:
+    def late(self: ProcessGroup, value: int, what: str) -> int:
         found = highest(self, value, what)
         if next(left, False):
             os.kill(os.getpid(), signal.SIGTERM)
         return found
 
-    Mesh.highest = late  # type: ignore[method-assign]
+    ProcessGroup.highest = late  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ def parcel(run: int, microbatch: int) -> Parcel:
 
 def exchange(mesh: penstock.Mesh) -> None:
     """Send on stage 0, all of a run ahead; receive on stage 1."""
-    assert mesh.background is not None
     outgoing, incoming = Outgoing(mesh, 0, 1, channel=0), Incoming(mesh, 0, channel=0)
     for run in range(NUM_RUNS):
         if mesh.stage == 0:

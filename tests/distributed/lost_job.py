@@ -46,6 +46,7 @@ def save(mesh: penstock.Mesh, folder: Path) -> None:
     write_together(
         mesh,
         folder,
+        lambda: None,
         lambda: make_unfinished(folder),
         write,
         lambda unfinished, written: finish_folder(unfinished, folder, {}, written),

@@ -10,6 +10,7 @@ from torch import nn
 
 import penstock
 from penstock.checkpoint.files import make_unfinished, put_in_place
+from penstock.checkpoint.saving import Saving
 from penstock.checkpoint.together import write_together
 from penstock.mesh import background
 from tests.model_parts import Masters, Noted, noted_pipeline
@@ -101,14 +102,13 @@ def masters(mesh: penstock.Mesh, folder_for_saves: str) -> list[bool]:
 
 def slow_reader(mesh: penstock.Mesh) -> list[int]:
     """Work for longer than the deadline of a wait in one process; give what each gets."""
-    assert mesh.background is not None
     mesh.background.timeout_s = 2.0
 
     def work(slow: int) -> int:
         threading.Event().wait(5.0 if mesh.rank == slow else 0.0)
         return slow
 
-    return [mesh.work(partial(work, slow), "for the work") for slow in (0, 1)]
+    return [mesh.world.work(partial(work, slow), "for the work") for slow in (0, 1)]
 
 
 def slow_writers(mesh: penstock.Mesh, folder_for_saves: str) -> bool:
@@ -117,7 +117,6 @@ def slow_writers(mesh: penstock.Mesh, folder_for_saves: str) -> bool:
 
     Return whether the first folder is there as soon as it was waited for.
     """
-    assert mesh.background is not None
     mesh.background.timeout_s = 2.0
     background._PATIENCE_S = 0.5  # of which closing grants each of its threads one
     first, second = (Path(folder_for_saves) / f"slow-{n}" for n in (1, 2))
@@ -132,10 +131,13 @@ def slow_writers(mesh: penstock.Mesh, folder_for_saves: str) -> bool:
         (unfinished / "written").write_text(" ".join(sorted(written)))
         put_in_place(unfinished, path)
 
-    saves = [
-        write_together(mesh, p, partial(make_unfinished, p), partial(write, p), partial(finish, p))
-        for p in (first, second)
-    ]
-    assert mesh.gather(mesh.rank, "for the others to go on") == [0, 1]
+    def save(path: Path) -> Saving:
+        begin = partial(make_unfinished, path)
+        return write_together(
+            mesh, path, lambda: None, begin, partial(write, path), partial(finish, path)
+        )
+
+    saves = [save(path) for path in (first, second)]
+    assert mesh.world.gather(mesh.rank, "for the others to go on") == [0, 1]
     saves[0].wait()
     return first.is_dir()

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from penstock.errors import PeerError
 from penstock.mesh.background import Background, Worker
 from penstock.mesh.flows import Alarm, Inflow, Outflow
+from penstock.mesh.process_group import ProcessGroup
 from penstock.mesh.streams import Streams, _listen, _own_host
 from penstock.mesh.watch import Watch
 
@@ -152,7 +153,7 @@ def test_a_broken_connection_is_seen_on_either_side(pair: Pair) -> None:
 def streams(background: Background) -> Iterator[Streams]:
     """Give the streams of a process that talks to itself."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    streams = Streams(0, background)
+    streams = Streams(ProcessGroup.of_all(background))
     yield streams
     streams.close()
     dist.destroy_process_group()

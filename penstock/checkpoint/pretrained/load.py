@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.processes import ALONE, agreed, refuse_foreign
+from penstock.checkpoint.processes import agreed, refuse_foreign
 from penstock.mesh import Mesh
 from penstock.model.extra_state import extra_faults, set_extra
 from penstock.model.held import Held
@@ -80,13 +80,12 @@ def load(path: Path, model: Held, mesh: Mesh) -> tuple[str, ...]:
             _fill(found, read)
             return {name: source.make(read)[known] for name, (known, source) in extra.items()}
 
-    set_extra(owners, mesh.work(fill, "for the others to read the same folder"))
+    set_extra(owners, mesh.world.work(fill, "for the others to read the same folder"))
     return unknown
 
 
-def load_and_tell(path: str | os.PathLike[str] | None, model: Held, mesh: Mesh | None) -> None:
+def load_and_tell(path: str | os.PathLike[str] | None, model: Held, mesh: Mesh) -> None:
     """Load like `load`, if there is a folder; warn on rank 0 of tensors without a place."""
-    mesh = ALONE if mesh is None else mesh
     unknown = load(Path(path), model, mesh) if path is not None else ()
     if unknown and mesh.is_first_rank:
         warnings.warn(f"{path}: {_unplaced(unknown)}", stacklevel=3)

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -19,7 +18,6 @@ from penstock.checkpoint.files import (
     force_to_disk,
     make_unfinished,
     put_in_place,
-    unfinished_folder,
 )
 from penstock.checkpoint.pretrained.folder import EXTRA, INDEX, MODEL
 from penstock.checkpoint.pretrained.library import as_saved
@@ -87,23 +85,13 @@ def save_pretrained(
         if mesh.replica == 0:
             own, values = _to_save(pipe, original)
     sizes = [(name, tensor.nbytes) for name, tensor in own.items()]
-    everyone = mesh.gather((sizes, values), "for the others to save the same model")
+    everyone = mesh.world.gather((sizes, values), "for the others to save the same model")
     layout = _Layout.of([sizes for sizes, _ in everyone], most)
     values = {name: value for _, part in everyone for name, value in part.items()}
     write = partial(_write_own, layout, mesh.rank, own)
     finish = partial(_finish, layout, target, original, values)
-    if mesh.is_distributed:
-        write_together(mesh, target, partial(_begin, target), write, finish).wait()
-        return
-    refuse_filled(target)
-    try:
-        with unfinished_folder(target) as unfinished:
-            finish(unfinished, write(unfinished))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot write {target}: {error}; nothing is left of it. Make room, or choose another "
-            "place"
-        ) from error
+    refuse, unfinished = partial(refuse_filled, target), partial(make_unfinished, target)
+    write_together(mesh, target, refuse, unfinished, write, finish).wait()
 
 
 def refuse_filled(path: Path) -> None:
@@ -183,11 +171,6 @@ def _file_name(number: int, count: int) -> str:
         return MODEL
     stem, _, suffix = MODEL.rpartition(".")
     return f"{stem}-{number + 1:05d}-of-{count:05d}.{suffix}"
-
-
-def _begin(target: Path) -> Path:
-    refuse_filled(target)
-    return make_unfinished(target)
 
 
 def _write_own(layout: _Layout, rank: int, own: Mapping[str, Tensor], unfinished: Path) -> Digests:
