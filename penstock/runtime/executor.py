@@ -23,6 +23,7 @@ from penstock.transport.payload import Activation, Gradient
 from penstock.types import Trace
 
 from .clock import Clock
+from .devices import StageDevice
 from .run import Run
 from .stage import Stage
 
@@ -61,18 +62,21 @@ class Executor:
 
     def execute(self, instruction: Instruction) -> None:
         """Execute one instruction on its stage's stream, and note when, if the run is traced."""
-        device = self._stages[instruction.stage].device
-        if self._clock is None:
-            with device.computing():
-                self._execute(instruction)
-        elif not self._on_gpu:
+        if self._clock is None and not self._on_gpu:
+            self._execute(instruction)
+        elif self._on_gpu:
+            self._execute_on_stream(instruction, self._stages[instruction.stage].device)
+        else:
             start_s = time.perf_counter()
             self._execute(instruction)
             self._times_s += (start_s, time.perf_counter())
-        else:
-            with device.computing():
+
+    def _execute_on_stream(self, instruction: Instruction, device: StageDevice) -> None:
+        with device.computing():
+            if self._clock is not None:
                 self._clock.mark(device)
-                self._execute(instruction)
+            self._execute(instruction)
+            if self._clock is not None:
                 self._clock.mark(device)
 
     def _execute(self, instruction: Instruction) -> None:  # noqa: C901, PLR0912 - one flat match

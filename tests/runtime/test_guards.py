@@ -1,0 +1,108 @@
+"""Guards: each is asked only where it has something to watch, and only for what it watches."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.runtime.guards import Guard, Hooks, within
+from scripts.step_reach import functions_entered
+
+WATCHERS = {
+    "aliases",
+    "backward_state",
+    "batch_norm",
+    "boundary",
+    "changing_state",
+    "drawing",
+    "input_gradients",
+    "lent_generators",
+    "memory",
+    "random_streams",
+    "tied_sums",
+}
+"""Files of `runtime` that a plain step has no need of."""
+
+
+class Counting(nn.Module):
+    """A layer that counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.calls
+
+
+def entered(*middle: nn.Module, **settings: Any) -> set[str]:
+    """Return the files of `runtime` that the second step of a pipeline enters."""
+
+    def make_step() -> Callable[[], object]:
+        layers = [nn.Linear(8, 8), *middle, nn.Linear(8, 8)]
+        pipe = penstock.Pipeline(
+            layers, num_stages=2, num_microbatches=2, loss=nn.functional.mse_loss, **settings
+        )
+        x = torch.randn(4, 8)
+        return lambda: pipe.train_step(x, x)
+
+    paths = {Path(code.co_filename) for code in functions_entered(make_step)}
+    return {path.stem for path in paths if path.parent.name == "runtime"}
+
+
+def test_a_plain_step_enters_no_watcher_that_it_does_not_need() -> None:
+    assert entered() & WATCHERS == set()
+
+
+@pytest.mark.parametrize(
+    ("layer", "watchers"),
+    [
+        (nn.BatchNorm1d(8), {"batch_norm"}),
+        (nn.Dropout(0.5), {"drawing", "random_streams"}),
+        (Counting(), {"changing_state", "backward_state"}),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_a_step_enters_the_watchers_of_its_layers(layer: nn.Module, watchers: set[str]) -> None:
+    assert watchers <= entered(layer)
+
+
+def test_a_step_that_traces_memory_counts_what_stages_keep() -> None:
+    assert "memory" in entered(trace=penstock.Trace.MEMORY)
+
+
+class Noting(Guard):
+    """Notes when something is run inside it; on others it has nothing to say."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self.notes = name, notes
+
+    @contextmanager
+    def around_backward(self, run: Any, tape: Any) -> Iterator[None]:
+        self.notes.append(f"{self.name} begins")
+        yield
+        self.notes.append(f"{self.name} ends")
+
+
+class Silent(Guard):
+    """Is asked, and has nothing to do."""
+
+    def around_backward(self, run: Any, tape: Any) -> None:
+        return None
+
+
+def test_only_hooks_that_a_guard_defines_are_called_the_first_guard_outermost() -> None:
+    notes: list[str] = []
+    hooks = Hooks.of([Noting("a", notes), Silent(), Noting("b", notes), Guard()])
+    found = {name: len(getattr(hooks, name)) for name in Hooks.__slots__}
+    assert found == {**dict.fromkeys(found, 0), "around_backward": 3}
+    nothing: Any = SimpleNamespace()
+    within(hooks.around_backward, nothing, nothing, lambda: notes.append("autograd"))
+    assert notes == ["a begins", "b begins", "autograd", "b ends", "a ends"]
