@@ -33,6 +33,8 @@ WATCHERS = {
 class Counting(nn.Module):
     """A layer that counts its calls in a buffer."""
 
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
