@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,25 +18,15 @@ from penstock.model.state import in_evaluation
 from penstock.planner.arguments import Arguments
 from penstock.planner.plan import Plan
 from penstock.runtime.abstract_pipeline import AbstractPipeline
-from penstock.runtime.caller import CallerContext
 from penstock.runtime.engine import Engine
 from penstock.runtime.input_gradients import accumulate_into_inputs
-from penstock.runtime.microbatches import (
-    Batch,
-    Call,
-    check_loss_scale,
-    check_targets,
-    first_microbatch,
-)
-from penstock.runtime.module_form import run_as_module
-from penstock.runtime.outputs import gather
+from penstock.runtime.microbatches import Call, check_loss_scale, check_targets, first_microbatch
 from penstock.runtime.planning import (
     Devices,
     agree,
     device_names,
     make_plan,
 )
-from penstock.runtime.run import Run, Streams
 from penstock.schedules.family import Build
 from penstock.schedules.lower import Mode
 from penstock.types import Recompute, Reduction, TiedGradients, Trace, Transport
@@ -144,17 +133,14 @@ class Pipeline(AbstractPipeline):
         part = first_microbatch(example_inputs, plan.num_microbatches)
         mesh = mesh or Mesh.of_one_process(plan.placement.num_places, plan.timeout_s)
         with mesh.world.reporting(plan.placement.names):
-            number = 0
-            if mesh.is_distributed:
-                plan, number = agree(plan, resolved, mesh, part, balances=balances)
-                balances = False
+            plan, number, balances = agree(plan, resolved, mesh, part, balances=balances)
             loss = loss or resolved.own_loss
             engine = Engine(resolved, loss, plan, mesh, draws=weights is None)
-            super().__init__(resolved, engine, will_balance=balances and plan.num_stages > 1)
+            wanted = Call(plan.num_microbatches, reduction)
+            super().__init__(resolved, engine, wanted, balances=balances)
             self.number = engine.splitter.number = number
             load_and_tell(weights, self.held, mesh)
-        self._wanted = Call(plan.num_microbatches, reduction)
-        self.step, self.trace, self._evaluations = 0, trace, 0
+        self.trace = trace
         if self._will_balance:
             self._balance(part)
 
@@ -202,7 +188,7 @@ class Pipeline(AbstractPipeline):
             batch = engine.splitter.cut(inputs, targets, call)
             if self._will_balance:
                 self._balance(batch.inputs[0])
-            run = self._new_run("train", self.step, batch, with_grad=True)
+            run = self._engine.new_run(batch, "train", self.step, with_grad=True)
             run.loss, run.loss_scale = self._engine.loss, scale
             self.step += 1
             self._engine.drive(run, Mode.TRAIN)
@@ -257,45 +243,7 @@ class Pipeline(AbstractPipeline):
                 dimension 0.
             ConfigError: layers were given something else than one value.
         """
-        if not torch.is_grad_enabled():
-            with self._engine.one_at_a_time():
-                return self._outputs(inputs, keywords)
-        if self.mesh.is_distributed:
-            raise ConfigError(
-                "pipe(inputs) with gradients needs all stages in this process, and they are in "
-                "several; use train_step with loss=, or eval_step for outputs"
-            )
         with self._engine.one_at_a_time():
-            value = self._layers.as_one_value(inputs, keywords)
-            call = replace(self._wanted, trace=self._trace)
-            batch = self._engine.splitter.cut(value, None, call)
-            if self._will_balance:
-                self._balance(batch.inputs[0])
-            run = self._new_run("train", self.step, batch, with_grad=True)
-            self.step += 1
-            outputs = run_as_module(self._engine, run, value, batch)
-            self._record, self._timeline = self._engine.record(run, Mode.FORWARDS), None
-        return outputs
-
-    def _outputs(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        engine = self._engine
-        with engine.reporting():
-            value = self._layers.as_one_value(inputs, keywords)
-            batch = engine.splitter.cut(value, None, self._wanted)
-            run = self._engine.evaluate(
-                partial(self._new_run, "eval", self._evaluations, batch, with_grad=False)
-            )
-            self._evaluations += 1
-            with torch.no_grad():
-                parts = [run.outputs[i] for i in range(len(batch.sizes)) if i in run.outputs]
-                weigh = batch.output_weights
-                return engine.share_outputs(gather(parts, batch.sizes, weigh) if parts else None)
-
-    # -- inside ---------------------------------------------------------------------------------
-
-    def _new_run(self, phase: str, step: int, batch: Batch, *, with_grad: bool) -> Run:
-        return Run(
-            batch=batch,
-            streams=Streams(self._engine.plan.seed, phase, step, batch.first),
-            caller=CallerContext.capture(with_grad, self._engine.devices),
-        )
+            if torch.is_grad_enabled():
+                return self._outputs_with_gradients(inputs, keywords)
+            return self._outputs(inputs, keywords)

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import chain, groupby
 from typing import Any, Self
 
 import torch
 from torch import nn
 
+from penstock.errors import ConfigError
 from penstock.mesh import Mesh
 from penstock.model.held import Held
 from penstock.model.layers import Layers
@@ -18,6 +21,9 @@ from penstock.trace.timeline import Timeline
 from penstock.types import Trace
 
 from .engine import Engine
+from .microbatches import Call
+from .module_form import run_as_module
+from .outputs import gather
 from .planning import balance
 from .record import Record
 
@@ -28,11 +34,12 @@ class AbstractPipeline(AbstractMovable):
     Another plan, of a measured batch or of moved layers, makes another engine.
     """
 
-    def __init__(self, layers: Layers, engine: Engine, *, will_balance: bool) -> None:
+    def __init__(self, layers: Layers, engine: Engine, wanted: Call, *, balances: bool) -> None:
         super().__init__()
         self._layers, self._engine = layers, engine
         self.__dict__.update(layers.registered(engine.holds))
-        self._will_balance = will_balance
+        self._wanted, self._will_balance = wanted, balances
+        self.step, self._evaluations = 0, 0
         self._trace = Trace.OFF
         self._record: Record | None = None
         self._timeline: Timeline | None = None
@@ -135,7 +142,56 @@ class AbstractPipeline(AbstractMovable):
         head = f"Pipeline({plan.num_stages} stages, {plan.num_microbatches} micro-batches, "
         until = "until the first batch is measured" if self._will_balance else ""
         cut = ", ".join(filter(None, (f"  partition {list(plan.partition)}", plan.balance, until)))
-        return "\n".join([head + plan.choices, cut, *self._engine.describe(), ")"])
+        return "\n".join([head + plan.choices, cut, *self._lines_of_stages(), ")"])
+
+    def _lines_of_stages(self) -> Iterator[str]:
+        """Say in one line a stage where it runs, its layers and parameters."""
+        here = {stage.index: str(stage.device.device) for stage in self._engine.stages}
+        processes, replica = self._engine.processes, self.mesh.replica
+        for stage_plan in self._engine.stage_plans:
+            index, steps = stage_plan.index, stage_plan.steps
+            where = here.get(index, f"rank {processes.rank_of(index, replica)}")
+            names = groupby(type(step.module).__name__ for step in steps)
+            counts = ((name, len(list(group))) for name, group in names)
+            kinds = [f"{name} x{count}" if count > 1 else name for name, count in counts]
+            span = steps[0].name if len(steps) == 1 else f"{steps[0].name} to {steps[-1].name}"
+            yield (
+                f"  stage {index} on {where}: layers {span} ({', '.join(kinds)}), "
+                f"{stage_plan.num_parameters:,} parameters"
+            )
+
+    def _outputs_with_gradients(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Run the forwards of a step whose backwards come when the outputs' gradients do."""
+        if self.mesh.is_distributed:
+            raise ConfigError(
+                "pipe(inputs) with gradients needs all stages in this process, and they are in "
+                "several; use train_step with loss=, or eval_step for outputs"
+            )
+        value = self._layers.as_one_value(inputs, keywords)
+        call = replace(self._wanted, trace=self._trace)
+        batch = self._engine.splitter.cut(value, None, call)
+        if self._will_balance:
+            self._balance(batch.inputs[0])
+        run = self._engine.new_run(batch, "train", self.step, with_grad=True)
+        self.step += 1
+        outputs = run_as_module(self._engine, run, value, batch)
+        self._record, self._timeline = self._engine.record(run, Mode.FORWARDS), None
+        return outputs
+
+    def _outputs(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Run forwards only, and put the outputs of the micro-batches together."""
+        engine = self._engine
+        with engine.reporting():
+            value = self._layers.as_one_value(inputs, keywords)
+            batch = engine.splitter.cut(value, None, self._wanted)
+            run = engine.evaluate(
+                partial(engine.new_run, batch, "eval", self._evaluations, with_grad=False)
+            )
+            self._evaluations += 1
+            with torch.no_grad():
+                parts = [run.outputs[i] for i in range(len(batch.sizes)) if i in run.outputs]
+                weigh = batch.output_weights
+                return engine.share_outputs(gather(parts, batch.sizes, weigh) if parts else None)
 
     def _balance(self, part: Any) -> None:
         """Cut the layers anew by measured time, with the first micro-batch that is at hand."""
@@ -150,7 +206,13 @@ class AbstractPipeline(AbstractMovable):
 
     def after_move(self, function: Callable[..., Any]) -> None:
         """Let each stage run where its parameters are now (after `to`, `half`)."""
-        self._run_as(self._engine.plan_after(function))
+        plan, names = self.plan, list(self.plan.placement.devices)
+        for stage in self._engine.stages:
+            modules = [step.module for step in stage.plan.steps]
+            tensors = (t for m in modules for t in chain(m.parameters(), m.buffers()))
+            nowhere = torch.empty(0, device=stage.device.device)
+            names[stage.index] = str(next((t.device for t in tensors), function(nowhere).device))
+        self._run_as(replace(plan, placement=replace(plan.placement, devices=tuple(names))))
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of all layers, as of any module."""

@@ -1,19 +1,17 @@
 """The stages of a pipeline in this process, their programs, and what drives them."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import CutError, PenstockError, RandomnessError
 from penstock.mesh import Mesh
 from penstock.model.layers import Layers
-from penstock.model.stage_plan import StagePlan, Step
+from penstock.model.stage_plan import StagePlan
 from penstock.model.stages import stage_of_layers
 from penstock.planner.placement import Placement
 from penstock.planner.plan import Plan
@@ -27,12 +25,12 @@ from .caller import CallerContext
 from .default_generators import guarded_default_generators, rewound_default_generators
 from .drivers import AbstractDriver, CallerDriver, ProcessDriver, Work
 from .host_memory import keep_freed_memory
-from .microbatches import Splitter
+from .microbatches import Batch, Splitter
 from .outputs import share
 from .planning import stage_devices
 from .record import Record
 from .replicas import Replicas
-from .run import Run
+from .run import Run, Streams
 from .shared_trace import gather_noted
 from .stage import Stage
 from .workers import ThreadDriver
@@ -67,12 +65,12 @@ class Engine:
         self._layers, self.loss, self.plan, self.mesh = layers, loss, plan, mesh
         lasting = _Lasting.of(layers, loss, plan, mesh) if before is None else before._lasting
         self._lasting = lasting
-        self.splitter, self._processes = lasting.splitter, lasting.processes
+        self.splitter, self.processes = lasting.splitter, lasting.processes
         replicas = lasting.replicas
-        self._stage_plans = plans = tuple(layers.plan_stages(plan.partition))
+        self.stage_plans = plans = tuple(layers.plan_stages(plan.partition))
         self.splitter.readers = tuple(p.index for p in plans if p.reads_input)
         self.devices = stage_devices(plan, mesh)
-        here = self._processes.stages_of(mesh.rank)
+        here = self.processes.stages_of(mesh.rank)
         mine = [(p, self.devices[p.index]) for p in plans if p.index in here]
         layers.place(mine, plan.seed, draws=draws)
         self.stages = tuple(
@@ -109,17 +107,6 @@ class Engine:
                     "capture the model and make the pipeline again"
                 )
 
-    def plan_after(self, move: Callable[[Tensor], Tensor]) -> Plan:
-        """Return the plan with each stage where it is once its layers' tensors were moved; without
-        any, where `move` puts one.
-        """
-        names = list(self.plan.placement.devices)
-        for stage in self.stages:
-            tensors = (t for step in stage.plan.steps for t in _tensors(step.module))
-            nowhere = torch.empty(0, device=stage.device.device)
-            names[stage.index] = str(next((t.device for t in tensors), move(nowhere).device))
-        return replace(self.plan, placement=replace(self.plan.placement, devices=tuple(names)))
-
     def holds(self, layer: int) -> bool:
         """Tell whether layer number `layer` runs in this process."""
         return any(step.index == layer for stage in self.stages for step in stage.plan.steps)
@@ -143,7 +130,7 @@ class Engine:
         return self._programs[key]
 
     def _how_to_lower(self) -> Lowering:
-        plans = self._stage_plans
+        plans = self.stage_plans
         return Lowering(
             family=self.plan.schedule,
             ranks=self.plan.placement.places,
@@ -160,7 +147,7 @@ class Engine:
 
     def share_outputs(self, outputs: Any) -> Any:
         """Return the last stage's outputs on every process."""
-        last = self._processes.place_of(self._processes.rank_of(self.plan.num_stages - 1))
+        last = self.processes.place_of(self.processes.rank_of(self.plan.num_stages - 1))
         return share(self.mesh.stages, last, outputs, self.mesh.device)
 
     def one_at_a_time(self) -> AbstractContextManager[None]:
@@ -170,6 +157,14 @@ class Engine:
             PenstockError: another call is under way, in another thread or around this one.
         """
         return self._lasting.turn.taken()
+
+    def new_run(self, batch: Batch, phase: str, step: int, *, with_grad: bool) -> Run:
+        """Return what a call for `batch` reads and writes."""
+        return Run(
+            batch=batch,
+            streams=Streams(self.plan.seed, phase, step, batch.first),
+            caller=CallerContext.capture(with_grad, self.devices),
+        )
 
     def drive(self, run: Run, mode: Mode, *, in_caller: bool = False) -> None:
         """Run a schedule to its end, by the driver; with `in_caller`, in the calling thread.
@@ -232,20 +227,6 @@ class Engine:
         noted = gather_noted(self.mesh.stages, run.recorded, self.splitter.agreed_s)
         program = self.program(mode, run.num_microbatches)
         return Record(program, noted.times_s, noted.sent_bytes, noted.memory)
-
-    def describe(self) -> Iterator[str]:
-        """Give one line a stage: where it runs, layers, parameters."""
-        here = {stage.index: str(stage.device.device) for stage in self.stages}
-        for plan in self._stage_plans:
-            steps = plan.steps
-            rank = self._processes.rank_of(plan.index, self.mesh.replica)
-            where = here.get(plan.index, f"rank {rank}")
-            kinds = [f"{kind} x{count}" if count > 1 else kind for kind, count in _kinds(steps)]
-            span = steps[0].name if len(steps) == 1 else f"{steps[0].name} to {steps[-1].name}"
-            yield (
-                f"  stage {plan.index} on {where}: layers {span} "
-                f"({', '.join(kinds)}), {plan.num_parameters:,} parameters"
-            )
 
     def close(self) -> None:
         """End the worker threads; the next run starts new ones."""
@@ -320,13 +301,3 @@ class _Lasting:
 
 def _with_loss(modules: list[nn.Module], loss: Any) -> list[nn.Module]:
     return [*modules, loss] if isinstance(loss, nn.Module) else modules
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-def _kinds(steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
-    for kind, group in groupby(type(step.module).__name__ for step in steps):
-        yield kind, len(list(group))

@@ -73,17 +73,20 @@ def balance(plan: Plan, layers: Layers, part: Any) -> Plan:
 
 def agree(
     plan: Plan, layers: Layers, mesh: Mesh, part: Any, *, balances: bool
-) -> tuple[Plan, int]:
+) -> tuple[Plan, int, bool]:
     """Decide on the plan for all processes of a mesh, for good: each keeps its own layers only.
 
     If it `balances`, rank 0 measures where it has a micro-batch `part` and layers with values.
 
     Returns:
-        The plan of rank 0, and the pipeline's number on the mesh: how many were made before it.
+        The plan of rank 0; the pipeline's number on the mesh: how many were made before it; and
+        whether the plan may still be balanced, in a process that runs all stages.
 
     Raises:
         ConfigError: the processes make different pipelines, or in another order.
     """
+    if not mesh.is_distributed:
+        return plan, 0, balances and plan.num_stages > 1
     same = {
         "number of pipelines made before": mesh.world.num_pipelines,
         "layers": [(layer.name, layer.kind) for layer in plan.layers],
@@ -121,7 +124,7 @@ def agree(
     )
     num_parameters = sum(layer.num_parameters for layer in plan.layers)
     what = f"{len(plan.layers)} layers, {num_parameters:,} parameters"
-    return plan, mesh.world.number_pipeline(what)
+    return plan, mesh.world.number_pipeline(what), False
 
 
 def device_names(devices: Devices, mesh: Mesh | None) -> tuple[str, ...] | str | None:

@@ -4,6 +4,14 @@ from .fault import Fault
 
 FAULTS = (
     Fault(
+        "each process keeps the threads of its own plan",
+        "penstock/runtime/planning.py",
+        "        threads_per_stage=threads_per_stage,\n",
+        "",
+        "tests/distributed/test_plan_processes.py",
+        "",
+    ),
+    Fault(
         "a tensor arrives in another process without its strides",
         "penstock/transport/wire.py",
         "torch.empty_strided(kind.shape, kind.strides, dtype=kind.dtype, device=device)",
