@@ -1,4 +1,4 @@
-"""Two pipelines on one mesh, and a call of one process for the wrong one."""
+"""Calls that the processes of a mesh do not make alike, or with what no process can use."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -97,3 +97,19 @@ def in_other_order(mesh: penstock.Mesh) -> str:
     except ConfigError as error:
         return str(error)
     return "nothing was raised"
+
+
+def without_values(mesh: penstock.Mesh) -> str:
+    """Train on inputs on the meta device, where they are read."""
+    pipe = pipeline(mesh)
+    inputs = torch.ones(4, 3, device="meta") if mesh.stage == 0 else None
+    try:
+        pipe.train_step(inputs, torch.zeros(4, 3))
+    except PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def refused(mesh: penstock.Mesh) -> tuple[str, str]:
+    """Return what pipelines made in another order, and inputs without values, are refused with."""
+    return in_other_order(mesh), without_values(another(mesh))

@@ -32,6 +32,14 @@ def test_a_call_for_another_pipeline_is_refused_everywhere_and_names_both(
             assert is_unchanged or "unscale" in pair  # which divides before it asks the others
 
 
-def test_pipelines_made_in_another_order_are_refused(tmp_path: Path) -> None:
-    for error in call(crossing_job.in_other_order, (2, 1), tmp_path):
+def test_pipelines_made_in_another_order_and_inputs_without_values_are_refused(
+    tmp_path: Path,
+) -> None:
+    (first_order, first), (second_order, second) = call(
+        crossing_job.refused, (2, 1), tmp_path, ends_well=False
+    )
+    for error in (first_order, second_order):
         assert "number of pipelines made before: 1 on rank 0; 0 on rank 1" in error
+    said = "inputs hold a tensor of shape (4, 3) on the meta device, which has no values"
+    assert first.startswith(f"BatchError: {said}")
+    assert second.startswith(f"PeerError: rank 0 (stage 0) failed: BatchError: {said}")
