@@ -1,7 +1,7 @@
 """How fast messages travel: every edge measured by itself, in both directions.
 
-Each message goes as those of training do, on a stream of its own to each peer, and from a thread
-of the mesh, so that every wait has the mesh's deadline.
+Each message goes as those of training do, and from a thread of the mesh, so that every wait has
+the mesh's deadline.
 
     source                      target
     a number: 0, ping       ──►
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -26,8 +27,8 @@ from penstock.mesh.plain_data import Codec, record
 
 ALL_PAIRS_UP_TO = 8
 """Beyond so many ranks, only neighbours and the closing pair of the ring are measured."""
-_CHANNEL = 2**32 - 1
-"""The number of the streams; training counts its own from 0."""
+_TAG = 2**31 - 3
+"""Training counts its own from 0."""
 _NUMBER, _CLOCK = struct.Struct("!q"), struct.Struct("!d")
 _PINGS, _PINGS_S = 20, 0.3
 _SIZES = tuple(4**n * 64 * 1024 for n in range(4))
@@ -114,22 +115,19 @@ class _Line:
     """Both directions to one peer."""
 
     def __init__(self, mesh: Mesh, peer: int) -> None:
-        self._timeout_s = mesh.timeout_s
-        self._outflow = mesh.streams.outflow(peer, _CHANNEL)
-        self._inflow = mesh.streams.inflow(peer, _CHANNEL, self._deadline)
-
-    @property
-    def _deadline(self) -> float:
-        return time.monotonic() + self._timeout_s
+        self._wires, self._peer, self._timeout_s = mesh.point_to_point, peer, mesh.timeout_s
 
     def send(self, message: bytes) -> None:
-        rest = self._outflow.write([message])
-        if rest:
-            self._outflow.write_later(rest, lambda: None).get(self._timeout_s)
+        content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        self._wait(self._wires.send(content, self._peer, _TAG))
 
     def receive(self, room: bytearray) -> bytearray:
-        self._inflow.read(room, self._deadline)
+        into = torch.frombuffer(room, dtype=torch.uint8)
+        self._wait(self._wires.receive(into, self._peer, _TAG))
         return room
+
+    def _wait(self, work: Any) -> None:
+        self._wires.wait(work, time.monotonic() + self._timeout_s)
 
 
 def _lead(mesh: Mesh, peer: int) -> Edge:

@@ -22,9 +22,9 @@ from .background import Background
 from .group import AbstractGroup, Alone
 from .lifelines import Lifelines
 from .meet import join, meeting
+from .point_to_point import PointToPoint
 from .process_group import ProcessGroup, told_by_first
 from .start import num_processes
-from .streams import Streams
 from .threads import end_now, in_thread
 from .watch import Watch
 
@@ -39,8 +39,8 @@ class Processes:
     device_mesh: DeviceMesh
     watch: Watch
     background: Background
-    streams: Streams
     lifelines: Lifelines
+    point_to_point: PointToPoint | None
 
     @property
     def have_ended(self) -> bool:
@@ -125,9 +125,11 @@ class Mesh:
         return self._processes.background
 
     @property
-    def streams(self) -> Streams:
-        """The connections to other processes, where there are any."""
-        return self._processes.streams
+    def point_to_point(self) -> PointToPoint:
+        """What sends to the other processes of this replica, where there are any."""
+        wires = self._processes.point_to_point
+        assert wires is not None
+        return wires
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -171,10 +173,8 @@ class Mesh:
         processes.lifelines.close()
         processes.background.close()
         processes.watch.close()
-        if processes.have_ended:
-            processes.streams.close()
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        if processes.have_ended and dist.is_initialized():
+            dist.destroy_process_group()
 
     def __enter__(self) -> "Mesh":
         return self
@@ -253,10 +253,9 @@ def _joined(world: ProcessGroup, placement: Placement, device: torch.device) -> 
     with world.reporting(placement.names):
         shape = (placement.num_replicas, placement.num_stages)
         device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=(REPLICA, STAGE))
-        streams = Streams(world)
-        processes = Processes(
-            device_mesh, background.watch, background, streams, Lifelines(streams, world)
-        )
+        lifelines, stages = Lifelines(world), placement.peers(rank, STAGE)
+        wires = PointToPoint(stages, rank, background) if len(stages) > 1 else None
+        processes = Processes(device_mesh, background.watch, background, lifelines, wires)
     along = {}
     for axis in (STAGE, REPLICA):
         ranks = placement.peers(rank, axis)

@@ -89,7 +89,7 @@ FAULTS = (
     ),
     Fault(
         "a weight that was sent is taken for the one of the next step",
-        "penstock/transport/link.py",
+        "penstock/transport/headers.py",
         "self._lasting.clear()",
         "pass",
         "tests/distributed/test_capture_processes.py",

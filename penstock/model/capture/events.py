@@ -137,14 +137,16 @@ class Told(NamedTuple):
     infos: tuple[Info, ...]
     changed: tuple[tuple[int, Info], ...]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _told, (self.name, template(self.structure), self.infos, self.changed)
+    def parts(self) -> tuple[Any, ...]:
+        """Return it as plain data."""
+        return self.name, template(self.structure), self.infos, self.changed
 
-
-def _told(
-    name: str, form: Any, infos: tuple[Info, ...], changed: tuple[tuple[int, Info], ...]
-) -> Told:
-    return Told(name, told_structure(from_template(form), START), infos, changed)
+    @classmethod
+    def of_parts(
+        cls, name: str, form: Any, infos: tuple[Info, ...], changed: tuple[tuple[int, Info], ...]
+    ) -> "Told":
+        """Return what has these `parts`."""
+        return cls(name, told_structure(from_template(form), START), infos, changed)
 
 
 class LeftBehind(StandIn):
@@ -156,6 +158,10 @@ class LeftBehind(StandIn):
 
     def __init__(self, kind: str, maker: EventKey) -> None:
         self.__dict__.update(kind=kind, maker=maker)
+
+    def parts(self) -> tuple[str, EventKey]:
+        """Return what it is made of."""
+        return self.__dict__["kind"], self.__dict__["maker"]
 
     def _error(self) -> CutError:
         where = f"{self.maker} gave a {self.kind}, which a later stage uses"

@@ -1,4 +1,4 @@
-"""Who knocks at a process's listeners is heard out, and nobody is waited for meanwhile.
+"""Authenticate incoming connections without waiting for any one of them.
 
 A stranger may connect and say nothing, or a byte a second: it costs a socket for a while.
 """
@@ -9,30 +9,29 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from selectors import EVENT_READ
 
-from .flows import Alarm, Readiness
+from .readiness import Alarm, Readiness
 
 SECRET_BYTES = 16
-HELLO = struct.Struct(f"!{SECRET_BYTES}sII")
-"""What a process says first: the word that lets it in, its rank, the number of the stream."""
+HELLO = struct.Struct(f"!{SECRET_BYTES}sI")
+"""What a process says first: the secret that lets it in, and its rank."""
 _HELLO_S = 5.0
 """Who has not said all of it by then is turned away."""
-_MOST_GUESTS = 64
+_MOST_WAITING = 64
 """Beyond so many, the one that has been here longest is turned away."""
 
 
-class Guests:
-    """Listeners, and the connections that have not said yet who they are."""
+class Entrance:
+    """Listeners, and the connections that have not yet said who they are."""
 
     def __init__(self, listeners: Sequence[socket.socket], secret: bytes, alarm: Alarm) -> None:
         self._listeners, self._secret = listeners, secret
-        self._ready = Readiness(listeners, EVENT_READ, alarm)
+        self._ready = Readiness(listeners, alarm)
         self._said: dict[socket.socket, bytes] = {}
         self._since: dict[socket.socket, float] = {}
 
-    def admit(self, deadline: float | None) -> Iterator[tuple[tuple[int, int], socket.socket]]:
-        """Wait until somebody knocks or speaks; yield those who know the word: rank and stream.
+    def admit(self, deadline: float | None) -> Iterator[tuple[int, socket.socket]]:
+        """Wait until somebody connects or speaks; yield the ranks of those who know the secret.
 
         Raises:
             TimeoutError: nobody does, by `deadline`.
@@ -45,7 +44,7 @@ class Guests:
         for connection in list(self._said):
             yield from self._hear(connection)
         late = [c for c, since in self._since.items() if time.monotonic() - since > _HELLO_S]
-        for connection in [*late, *list(self._since)[: max(0, len(self._since) - _MOST_GUESTS)]]:
+        for connection in [*late, *list(self._since)[: max(0, len(self._since) - _MOST_WAITING)]]:
             self._turn_away(connection)
 
     def _open(self, listener: socket.socket) -> None:
@@ -59,7 +58,7 @@ class Guests:
         self._said[connection], self._since[connection] = b"", time.monotonic()
         self._ready.add(connection)
 
-    def _hear(self, connection: socket.socket) -> Iterator[tuple[tuple[int, int], socket.socket]]:
+    def _hear(self, connection: socket.socket) -> Iterator[tuple[int, socket.socket]]:
         said = self._said[connection]
         try:
             more = connection.recv(HELLO.size - len(said))
@@ -70,12 +69,12 @@ class Guests:
         self._said[connection] = said + more
         if len(said + more) < HELLO.size and more:
             return
-        word, rank, channel = HELLO.unpack((said + more).ljust(HELLO.size, b"\0"))
-        if not more or not hmac.compare_digest(word, self._secret):
+        secret, rank = HELLO.unpack((said + more).ljust(HELLO.size, b"\0"))
+        if not more or not hmac.compare_digest(secret, self._secret):
             self._turn_away(connection)
             return
         self._forget(connection)
-        yield (rank, channel), connection
+        yield rank, connection
 
     def _turn_away(self, connection: socket.socket) -> None:
         if connection in self._said:

@@ -1,0 +1,102 @@
+"""Point-to-point messages between the processes of one replica, over process groups of their own.
+
+One group for each direction, up to higher ranks and down to lower ones, so that what is sent never
+orders what is received.  A wait runs in C++, where nothing of Python ends it.  When a process
+fails, what ends it is one more wait on the same group that outlives its deadline: gloo then closes
+all connections of this process in the group.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.types import LONGEST_TIMEOUT_S
+
+from .background import Background
+
+_HELLO, _END = 2**31 - 2, 2**31 - 1
+"""Tags; those of messages are lower."""
+_MOST_GREETED = 64
+"""Among more, gloo connects those that talk to each other when they do, if it is told to."""
+_AT_ONCE = timedelta(milliseconds=1)
+_WHAT = "for the others to connect"
+
+
+class PointToPoint:
+    """Sends and receives bytes that lie in the memory of the CPU."""
+
+    def __init__(self, ranks: Sequence[int], rank: int, background: Background) -> None:
+        """Connect all `ranks` with each other; all of them call this."""
+        self._rank, self._ranks = rank, ranks
+        self._others = [other for other in ranks if other != rank]
+        self._error: BaseException | None = None
+        limit = timedelta(seconds=background.timeout_s)
+        self._up, self._down = (
+            background.run(
+                lambda: dist.new_group(ranks, limit, "gloo", use_local_synchronization=True), _WHAT
+            )
+            for _ in range(2)
+        )
+        if len(ranks) <= _MOST_GREETED:
+            background.run(self._greet, _WHAT)
+        background.watch.wake_on_failure(self)
+
+    def _greet(self) -> None:
+        """Exchange a message with each other one: gloo may connect at the first use only."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+        for rank in self._others:
+            for work in [call(nothing, rank, _HELLO) for call in (self.send, self.receive)]:
+                work.wait()
+
+    def send(self, content: Tensor, rank: int, tag: int) -> Any:
+        """Begin to send; nothing is copied.  The work is to be kept until it was waited for.
+
+        Raises:
+            ConnectionError: the connection broke.
+            PeerError: a process has failed.
+        """
+        group = self._up if rank > self._rank else self._down
+        return self._do(lambda: group.send([content], self._ranks.index(rank), tag))
+
+    def receive(self, room: Tensor, rank: int, tag: int) -> Any:
+        """Begin to receive at most as many bytes as there is room for; otherwise as `send`."""
+        group = self._down if rank > self._rank else self._up
+        return self._do(lambda: group.recv([room], self._ranks.index(rank), tag))
+
+    def wait(self, work: Any, deadline: float | None = None) -> None:
+        """Wait for what was begun, until `deadline` by `time.monotonic`; any thread may.
+
+        Raises:
+            TimeoutError: it has not ended by then; nothing can be sent or received any more.
+            ConnectionError: the connection broke.
+            PeerError: a process has failed.
+        """
+        left_s = LONGEST_TIMEOUT_S if deadline is None else max(0.001, deadline - time.monotonic())
+        try:
+            self._do(lambda: work.wait(timedelta(seconds=left_s)))
+        except ConnectionError as error:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError from error
+            raise
+
+    def _do(self, job: Callable[[], Any]) -> Any:
+        try:
+            return job()
+        except RuntimeError as error:
+            if self._error is not None:
+                raise self._error from error
+            raise ConnectionError(str(error).strip().split("\n")[0]) from error
+
+    def fail(self, error: BaseException) -> None:
+        """End all waits, now and later, with `error`; called by the watch."""
+        self._error = error
+        for group in (self._up, self._down):
+            with suppress(RuntimeError):  # that its time is over is what it is for
+                room, other = torch.empty(1), self._ranks.index(self._others[0])
+                group.recv([room], other, _END).wait(_AT_ONCE)

@@ -1,0 +1,175 @@
+"""Headers: what a message holds beside its values, told to the other side when it is new.
+
+Both ends number the headers they have seen alike, so that each travels once.  They are plain data:
+nothing that comes in is unpickled, and classes are found among those that are imported here.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from penstock.errors import MeshError
+from penstock.mesh.plain_data import Kind, record
+from penstock.mesh.user_classes import user_codec
+from penstock.model.capture.events import LeftBehind, Told
+from penstock.model.capture.header_cache import SealedHeader
+from penstock.model.entries import version_of
+from penstock.model.pytree import Structure, from_template, is_plain, template
+
+from .payload import Activation, Gradient
+from .wire import TENSOR_KIND, TensorKind
+
+_MOST_KNOWN = 256
+"""Beyond so many, both ends forget all and number anew."""
+Payload = Activation | Gradient
+
+
+class Again(NamedTuple):
+    """Stands for a tensor that lasts as long as the run, and was sent before: the nth such one."""
+
+    number: int
+
+
+class About(NamedTuple):
+    """All of an activation but its tensors; the fields are those of `Activation`."""
+
+    wants_grad: tuple[bool, ...]
+    structure: Structure
+    aliases: frozenset[int]
+    lasting: frozenset[int]
+
+
+class Header(NamedTuple):
+    """What a message holds; `about` is None for a gradient."""
+
+    kinds: tuple[TensorKind | Again | None, ...]
+    about: About | None
+
+
+def _told_about(about: About) -> tuple[Any, ...]:
+    return about.wants_grad, template(about.structure), about.aliases, about.lasting
+
+
+def _about(told: tuple[Any, Any, Any, Any]) -> About:
+    wants_grad, form, aliases, lasting = told
+    return About(wants_grad, from_template(form), aliases, lasting)
+
+
+CODEC = user_codec(
+    (
+        record(Header),
+        record(Again),
+        Kind("About", About, _told_about, _about),
+        TENSOR_KIND,
+        Kind("Told", Told, Told.parts, lambda parts: Told.of_parts(*parts)),
+        Kind("SealedHeader", SealedHeader, lambda sealed: sealed.header, SealedHeader),
+        Kind("LeftBehind", LeftBehind, LeftBehind.parts, lambda parts: LeftBehind(*parts)),
+    )
+)
+
+
+class HeaderWriter:
+    """The sending end of an edge."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, int] = {}
+        self._plain: dict[Header, int] = {}
+        self._lasting: dict[tuple[int, TensorKind, int], tuple[Again, Tensor]] = {}
+
+    def forget_lasting(self) -> None:
+        """Begin a run, or end one: parameters change between runs."""
+        self._lasting.clear()
+
+    def write(self, payload: Payload) -> tuple[int, bytes, list[tuple[Tensor, TensorKind]]]:
+        """Return the number of the header, its bytes if it is new, and the tensors to send.
+
+        Raises:
+            BoundaryError: it holds what cannot be told.
+        """
+        leaves = payload.leaves
+        kinds: Any = tuple([None if t is None else TensorKind.of(t) for t in leaves])
+        about = None
+        if isinstance(payload, Activation):
+            lasting = payload.lasting
+            about = About(payload.wants_grad, payload.structure, payload.aliases, lasting)
+            if lasting:
+                kinds = tuple(self._once(p, k, payload) for p, k in enumerate(kinds))
+        number, told = self._number(Header(kinds, about))
+        pairs = zip(leaves, kinds, strict=True)
+        return number, told, [(t, k) for t, k in pairs if t is not None and type(k) is TensorKind]
+
+    def _once(self, place: int, kind: TensorKind, payload: Activation) -> TensorKind | Again:
+        """Replace the kind of a lasting tensor that was sent in this run."""
+        if place not in payload.lasting:
+            return kind
+        tensor = payload.leaves[place]
+        key = (tensor.data_ptr(), kind, version_of(tensor))
+        if key in self._lasting:
+            return self._lasting[key][0]
+        self._lasting[key] = Again(len(self._lasting)), tensor  # held: its address stays its own
+        return kind
+
+    def _number(self, header: Header) -> tuple[int, bytes]:
+        """Number a header; return its bytes if the other side does not know it."""
+        quick = header if header.about is None or is_plain(header.about.structure) else None
+        number = None if quick is None else self._plain.get(quick)
+        if number is not None:
+            return number, b""
+        told, new = CODEC.encode(header), b""
+        if told not in self._known:
+            if len(self._known) == _MOST_KNOWN:
+                self._known.clear()
+                self._plain.clear()
+            self._known[told], new = len(self._known), told
+        if quick is not None:
+            self._plain[quick] = self._known[told]
+        return self._known[told], new
+
+
+class HeaderReader:
+    """The receiving end of an edge."""
+
+    def __init__(self) -> None:
+        self._known: list[Header] = []
+        self._lasting: list[Tensor] = []
+
+    def forget_lasting(self) -> None:
+        """Begin a run, or end one, as the writer does."""
+        self._lasting.clear()
+
+    def read(self, number: int, told: bytes | bytearray | memoryview) -> Header:
+        """Return the header of that number; `told` are its bytes, if it is new.
+
+        Raises:
+            MeshError: it cannot be read, or is not known.
+        """
+        if told:
+            if number == 0:
+                self._known.clear()
+            header = CODEC.decode(told)
+            if not isinstance(header, Header):
+                raise MeshError(f"a message from another process begins with {header!r:.80}")
+            self._known.append(header)
+        if number >= len(self._known):
+            raise MeshError(f"a message from another process names header {number}, never told")
+        return self._known[number]
+
+    def payload(self, header: Header, tensors: Iterable[Tensor]) -> Payload:
+        """Put a message together from the tensors that came."""
+        new, leaves = iter(tensors), list[Any]()
+        lasting = () if header.about is None else header.about.lasting
+        for place, kind in enumerate(header.kinds):
+            if kind is None or isinstance(kind, Again):
+                leaves.append(None if kind is None else self._lasting[kind.number])
+                continue
+            leaves.append(next(new))
+            if place in lasting:
+                self._lasting.append(leaves[-1])
+        if header.about is None:
+            return Gradient(tuple(leaves))
+        versions = tuple(map(version_of, leaves))
+        wants_grad, structure, aliases, _ = header.about
+        return Activation(
+            tuple(leaves), wants_grad, structure, versions, aliases, lasting=header.about.lasting
+        )

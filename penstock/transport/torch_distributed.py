@@ -1,0 +1,195 @@
+"""One direction of an edge between two processes, by torch.distributed's sends and receives.
+
+    first     which header, its bytes if it is new, the micro-batch; and the header and all values,
+              if they fit into the room that the receiver keeps ready
+    header    else, if it is new
+    values    else, each tensor by itself, into the memory where it will stay
+
+So a small message is one send and one receive.
+"""
+
+import struct
+import time
+from ctypes import memmove
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PeerError
+from penstock.mesh import Mesh
+from penstock.mesh.background import Slot, Worker
+from penstock.mesh.plain_data import MOST_BYTES
+from penstock.model.entries import version_of
+
+from .headers import HeaderReader, HeaderWriter, Payload
+from .payload import check_still_as_sent
+from .wire import TensorKind, fill, memory_of, room_for, to_bytes
+
+_FIRST = struct.Struct("!IIqI")
+"""The number of the header, its bytes if it is new, the micro-batch, whether all is here."""
+_ROOM_BYTES = 1 << 17
+"""A larger message goes in parts, which are not copied."""
+_MOST_BEGUN = 64
+"""When so many small sends were begun, a thread waits for them and gives back their memory."""
+
+
+class _Begun(NamedTuple):
+    """A send that may not have ended; `watched` may not change before it has."""
+
+    work: Any
+    content: Tensor
+    watched: Tensor | None
+    version: int
+
+
+class Outgoing:
+    """The sending end."""
+
+    def __init__(self, mesh: Mesh, stage: int, rank: int, channel: int, later: Worker) -> None:
+        """Send for `stage`, to the process `rank`; `later` waits for what takes its time."""
+        self._wires, self._later = mesh.point_to_point, later
+        self._stage, self._rank, self._tag = stage, rank, channel
+        self._headers = HeaderWriter()
+        self._begun: list[_Begun] = []
+        self._later_slots: list[Slot] = []
+
+    def forget_lasting(self) -> None:
+        """Begin a run, or end one: parameters change between runs."""
+        self._headers.forget_lasting()
+
+    def send(self, payload: Payload, microbatch: int) -> None:
+        """Begin to send.
+
+        Raises:
+            ConnectionError: the connection broke.
+            PeerError: a process has failed.
+        """
+        number, told, values = self._headers.write(payload)
+        values = [(tensor, kind) for tensor, kind in values if kind.num_bytes]
+        num_bytes = _FIRST.size + len(told) + sum(kind.num_bytes for _, kind in values)
+        if num_bytes <= _ROOM_BYTES:
+            first = _FIRST.pack(number, len(told), microbatch, True)
+            self._send(b"".join([first, told, *[memory_of(*value) for value in values]]))
+            if len(self._begun) < _MOST_BEGUN:
+                return
+        else:
+            self._send(_FIRST.pack(number, len(told), microbatch, False))
+            if told:
+                self._send(told)
+            for tensor, kind in values:
+                self._begin(to_bytes(tensor, kind), tensor, version_of(tensor))
+        self._later_slots.append(self._later.submit(partial(self._wait, self._begun, None)))
+        self._begun = []
+
+    def _send(self, content: bytes) -> None:
+        self._begin(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+
+    def _begin(self, content: Tensor, watched: Tensor | None = None, version: int = 0) -> None:
+        work = self._wires.send(content, self._rank, self._tag)
+        self._begun.append(_Begun(work, content, watched, version))
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until all that was sent has left.
+
+        Raises:
+            Empty, TimeoutError: it has not within `timeout_s`.
+            ConnectionError: the connection broke.
+            PeerError: a process has failed.
+        """
+        slots, self._later_slots = self._later_slots, []
+        begun, self._begun = self._begun, []
+        for slot in slots:
+            slot.get(timeout_s)
+        self._wait(begun, time.monotonic() + timeout_s)
+
+    def _wait(self, begun: list[_Begun], deadline: float | None) -> None:
+        for work, _, watched, version in begun:
+            self._wires.wait(work, deadline)
+            if watched is not None:
+                check_still_as_sent(watched, version, self._stage)
+        begun.clear()
+
+
+class Incoming:
+    """The receiving end; used by one thread at a time."""
+
+    def __init__(self, mesh: Mesh, rank: int, channel: int) -> None:
+        self._wires, self._rank, self._tag = mesh.point_to_point, rank, channel
+        self._device = mesh.device
+        self._headers = HeaderReader()
+        self._bytes = memoryview(bytearray(_ROOM_BYTES))
+        self._room = torch.frombuffer(self._bytes, dtype=torch.uint8)
+        self._next: Any = None
+        self._last_was_large = False
+
+    @property
+    def expects_much(self) -> bool:
+        """Whether the next message had better be received while others are computed on."""
+        return self._last_was_large
+
+    def forget_lasting(self) -> None:
+        """Begin a run, or end one, as the sender does."""
+        self._headers.forget_lasting()
+
+    def post(self) -> None:
+        """Let the next message come in while others are computed on; `receive` is to follow."""
+        if self._next is None:
+            self._next = self._begin(self._room)
+
+    def receive(self, microbatch: int, timeout_s: float | None = None) -> Payload:
+        """Wait for the next message.
+
+        Raises:
+            TimeoutError: it is not there within `timeout_s`.
+            PeerError: it is of another micro-batch: the processes run different schedules.
+            ConnectionError: the connection broke.
+            MeshError: it cannot be read.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self.post()
+        self._wires.wait(self._next, deadline)
+        self._next = None
+        number, size, sent, is_whole = _FIRST.unpack_from(self._bytes)
+        if sent != microbatch:
+            raise PeerError(
+                f"rank {self._rank} sent micro-batch {sent} where {microbatch} was due: the "
+                "processes do not run the same schedule on the same batch"
+            )
+        at = _FIRST.size + size
+        told = self._bytes[_FIRST.size : at] if is_whole else self._told(size, deadline)
+        header = self._headers.read(number, told)
+        kinds = [kind for kind in header.kinds if isinstance(kind, TensorKind)]
+        tensors = self._unpacked(kinds, at) if is_whole else self._received(kinds, deadline)
+        self._last_was_large = not is_whole
+        return self._headers.payload(header, tensors)
+
+    def _begin(self, room: Tensor) -> Any:
+        return self._wires.receive(room, self._rank, self._tag)
+
+    def _told(self, size: int, deadline: float | None) -> bytearray:
+        """Receive a header by itself."""
+        told = bytearray(min(size, MOST_BYTES))
+        if told:
+            self._wires.wait(self._begin(torch.frombuffer(told, dtype=torch.uint8)), deadline)
+        return told
+
+    def _unpacked(self, kinds: list[TensorKind], at: int) -> list[Tensor]:
+        """Copy the tensors that came in the room to where they will stay."""
+        tensors = []
+        for kind in kinds:
+            received, tensor = room_for(kind, self._device)
+            memmove(received.data_ptr(), self._room.data_ptr() + at, kind.num_bytes)
+            at += kind.num_bytes
+            tensors.append(fill(tensor, received, kind))
+        return tensors
+
+    def _received(self, kinds: list[TensorKind], deadline: float | None) -> list[Tensor]:
+        """Receive tensors each by itself."""
+        rooms = [room_for(kind, self._device) for kind in kinds]
+        for work in [self._begin(received) for received, _ in rooms if received.numel()]:
+            self._wires.wait(work, deadline)
+        return [
+            fill(tensor, received, k) for (received, tensor), k in zip(rooms, kinds, strict=True)
+        ]
