@@ -196,6 +196,16 @@ def test_variables_that_do_not_say_who_takes_part(
         penstock.init_mesh(2, timeout_s=5.0)
 
 
+@pytest.mark.parametrize("device", ("meta", "cuda:99"))
+def test_a_device_that_processes_cannot_compute_on(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = rf"device='{device}'.*(torch's backend|sees \d devices).*leave device out"
+    with pytest.raises(ConfigError, match=said):
+        penstock.init_mesh(2, timeout_s=5.0, device=device)
+
+
 def test_an_empty_batch() -> None:
     refused_step(BatchError, r"empty batch.*\(0, 6\)", x=torch.randn(0, 6), y=torch.randn(0, 3))
     for call in ("eval_step", "forward"):

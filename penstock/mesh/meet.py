@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
@@ -33,8 +34,8 @@ _MARGIN_S = 5.0
 _MOST_NAMED = 8
 
 
-def join(timeout_s: float) -> None:
-    """Let the processes of a job meet, if they have not.
+def join(timeout_s: float, backends: str = "gloo") -> None:
+    """Let the processes of a job meet, if they have not, with these backends of torch.
 
     Raises:
         ConfigError: the environment does not say where and who they are.
@@ -44,7 +45,7 @@ def join(timeout_s: float) -> None:
         return
     rank, world_size, (address, port) = process_rank(), num_processes(), meeting_place()
     try:
-        _within(timeout_s + _MARGIN_S, lambda: _meet(timeout_s))
+        _within(timeout_s + _MARGIN_S, lambda: _meet(timeout_s, backends))
     except (RuntimeError, ValueError) as error:
         raise MeshError(
             f"rank {rank} of {world_size} did not find the others at {address}:{port} within "
@@ -55,21 +56,23 @@ def join(timeout_s: float) -> None:
         ) from error
 
 
-def _meet(timeout_s: float) -> None:
+def _meet(timeout_s: float, backends: str) -> None:
     limit = timedelta(seconds=timeout_s)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        _meet_at_torchrun(timeout_s, limit)
+        _meet_at_torchrun(timeout_s, limit, backends)
     else:
-        dist.init_process_group("gloo", timeout=limit)
-    dist.barrier()  # gloo that connects at first use has not yet waited for anybody
+        dist.init_process_group(backends, timeout=limit)
+    dist.all_reduce(
+        torch.zeros(())
+    )  # gloo that connects at first use has not yet waited for anybody
 
 
-def _meet_at_torchrun(timeout_s: float, limit: timedelta) -> None:
+def _meet_at_torchrun(timeout_s: float, limit: timedelta, backends: str) -> None:
     rank, world_size, (address, port) = process_rank(), num_processes(), meeting_place()
     store = TCPStore(address, port, is_master=False, timeout=limit)
     attempt = name_attempt(PrefixStore("penstock/meeting", store), rank, world_size, timeout_s)
     dist.init_process_group(
-        "gloo",
+        backends,
         store=PrefixStore(f"penstock/{attempt}", store),
         rank=rank,
         world_size=world_size,

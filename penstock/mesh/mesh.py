@@ -18,6 +18,7 @@ from penstock.errors import ConfigError, check_count
 from penstock.planner.checks import check_timeout
 from penstock.planner.placement import REPLICA, STAGE, Placement
 
+from .backends import check_backends, process_device
 from .background import Background
 from .group import AbstractGroup, Alone
 from .lifelines import Lifelines
@@ -200,8 +201,7 @@ def init_mesh(
     """Find out who takes part, and give this process its place.
 
     Under torchrun (or wherever RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) each process
-    runs one stage of one replica, on the CPU so far (gloo).  Without, this process runs all
-    stages, each in a thread.
+    runs one stage of one replica.  Without, this process runs all stages, each in a thread.
 
     Args:
         num_stages: K, processes of a replica, each with a stage, or with several if the schedule
@@ -209,7 +209,9 @@ def init_mesh(
             torchrun.
         num_replicas: D, copies of the pipeline that share each mini-batch's samples.
         timeout_s: deadline of every wait between processes, in seconds; at most a year.
-        device: what this process computes on; between processes only the CPU so far.
+        device: what this process computes on, between processes; default: the CPU.  Of a kind
+            ("cuda"), each process has the device of its number on its host (LOCAL_RANK).
+            Agreements go by gloo, tensors by the device's own backend.
 
     Raises:
         ConfigError: the number of processes is not K x D, an argument or a variable of the
@@ -227,13 +229,10 @@ def init_mesh(
                 f"{num_replicas * (num_stages or 1)}"
             )
         return Mesh.of_one_process(num_stages or 1, timeout_s)
-    place = torch.device(device or "cpu")
+    backends, place = check_backends(device), process_device(device)
     if place.type != "cpu":
-        raise ConfigError(
-            f"device={str(place)!r}: stages in several processes run on CPUs so far; for GPUs of "
-            "one host use one process (no torchrun), where each stage has a thread"
-        )
-    join(timeout_s)
+        torch.accelerator.set_device_index(place)
+    join(timeout_s, backends)
     with meeting():
         attempt = told_by_first(uuid.uuid4().hex)
     rank, size = dist.get_rank(), dist.get_world_size()

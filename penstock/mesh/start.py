@@ -36,6 +36,15 @@ def process_rank() -> int:
     return rank
 
 
+def local_rank() -> int:
+    """Return this process's number among those on its host.
+
+    Raises:
+        ConfigError: LOCAL_RANK is no number.
+    """
+    return _whole_number("LOCAL_RANK", "0", 0)
+
+
 def meeting_place() -> tuple[str, int]:
     """Return address and port where the processes meet.
 

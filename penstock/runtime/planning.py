@@ -154,7 +154,7 @@ def device_of_process(devices: Devices, own: torch.device) -> str:
     if kinds - {own.type}:
         raise ConfigError(
             f"devices={devices!r}, but this mesh has several processes, and the stages of each "
-            f"run on its own device, {own}: processes compute on CPUs so far. Leave devices out, "
+            f"run on its own device, {own}. Leave devices out, and give init_mesh(device=...), "
             "or use one process (no torchrun), where each stage can have a GPU of this host"
         )
     return own.type
