@@ -83,7 +83,7 @@ def _write_and_rename(
 
 @contextmanager
 def unfinished_folder(path: Path) -> Iterator[Path]:
-    """Give a folder with a hidden name beside `path`; it is deleted if anything goes wrong."""
+    """Make a folder with a hidden name beside `path`; it is deleted if anything goes wrong."""
     unfinished = make_unfinished(path)
     try:
         yield unfinished
@@ -133,7 +133,7 @@ def check_all_seen(written: Collection[str], seen: Collection[str]) -> None:
 
 
 def put_in_place(unfinished: Path, path: Path) -> None:
-    """Give a folder, all of whose files are on the disk, its name."""
+    """Rename a folder, all of whose files are on the disk, to its name."""
     folders = [folder for folder in unfinished.rglob("*") if folder.is_dir()]
     for place in (*folders, unfinished):
         force_to_disk(place)
@@ -280,7 +280,7 @@ def files_by_tensor(
 
 
 def tensor_files(path: Path, name: str) -> list[Path]:
-    """Give the files that hold what one process writes as `name`."""
+    """Return the files that hold what one process writes as `name`."""
     shards = path / name.removesuffix(SUFFIX)
     return sorted(shards.glob(f"*{SUFFIX}")) if shards.is_dir() else [path / name]
 
@@ -304,7 +304,7 @@ def _reason(error: Exception) -> str:
 
 
 def jsonable(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the facts as they will be when read back: tuples are lists, all keys strings."""
+    """Return the facts as they will be when read back: tuples are lists, all keys strings."""
     try:
         read: dict[str, Any] = json.loads(json.dumps(facts))
     except (TypeError, ValueError) as error:

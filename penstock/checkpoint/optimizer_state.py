@@ -70,7 +70,7 @@ def merge_optimizers(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def only_of(facts: Json, names: Iterable[str]) -> Json:
-    """Give the part of an optimizer's facts that concerns the named parameters."""
+    """Return the part of an optimizer's facts that concerns the named parameters."""
     own = set(names)
     groups = [
         {**group, "parameters": [name for name in group["parameters"] if name in own]}
@@ -181,7 +181,7 @@ def _options(group: Mapping[str, Any]) -> Json:
 
 
 def _like(value: Any, current: Any) -> Any:
-    """Give `value` the type that JSON took from it: that of the optimizer's present option."""
+    """Convert `value` to the type that JSON took from it: that of the optimizer's present option."""
     if isinstance(current, Tensor):
         return torch.as_tensor(value, dtype=current.dtype, device=current.device)
     return tuple(value) if isinstance(current, tuple) else value

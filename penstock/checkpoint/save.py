@@ -176,7 +176,7 @@ def _facts(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def storable(tensors: dict[str, Any], *, copy: bool) -> dict[str, Tensor]:
-    """Give contiguous tensors, no two of which share memory, as safetensors wants them.
+    """Return contiguous tensors, no two of which share memory, as safetensors wants them.
 
     With `copy`, none shares memory with the model either, and all are on the CPU.
     """

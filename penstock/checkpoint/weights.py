@@ -25,7 +25,7 @@ _AT_ONCE = 32
 
 
 def tensor_names(model: nn.Module) -> dict[str, str]:
-    """Give all names of a whole model's tensors, each with the first name of the same tensor."""
+    """Return all names of a whole model's tensors, each with the first name of the same tensor."""
     return first_names(model.state_dict(keep_vars=True).items())
 
 

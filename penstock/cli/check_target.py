@@ -85,7 +85,7 @@ def _from_function(target: str, given: Mapping[str, Any]) -> CheckArguments:
 
 
 def loss_of_all(output: Any, _target: Any) -> Tensor:
-    """Give the loss that a model computes itself; else a number to which all outputs add."""
+    """Return the loss that a model computes itself; else a number to which all outputs add."""
     own = loss_in(output)
     if own is not None:
         return own

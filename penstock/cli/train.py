@@ -118,7 +118,7 @@ class _Wish:
         return Request(self.recipe, self.overrides, self.resume or self.run_folder, self.plan)
 
     def as_arguments(self) -> list[str]:
-        """Give the command line again, without what concerns the launch."""
+        """Return the command line again, without what concerns the launch."""
         words = ["train", *([str(self.recipe)] if self.recipe is not None else [])]
         for override in self.overrides:
             words += ["--set", override]

@@ -30,7 +30,7 @@ class Pictures(ABC):
 
     @abstractmethod
     def example(self, num_samples: int) -> Tensor:
-        """Give so many pictures to learn from: float32, (B, channels, H, W)."""
+        """Return so many pictures to learn from: float32, (B, channels, H, W)."""
 
     @abstractmethod
     def batches(

@@ -17,7 +17,7 @@ def keyed_generator(*key: object) -> torch.Generator:
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """Give a permutation of range(num_samples): int64, (num_samples,)."""
+    """Return a permutation of range(num_samples): int64, (num_samples,)."""
     return torch.randperm(num_samples, generator=keyed_generator(seed, "order", epoch))
 
 
@@ -27,5 +27,5 @@ def num_batches(num_samples: int, batch_size: int) -> int:
 
 
 def batch_indices(order: Tensor, batch: int, batch_size: int) -> Tensor:
-    """Give the samples of batch number `batch`: at most `batch_size` entries of `order`."""
+    """Return the samples of batch number `batch`: at most `batch_size` entries of `order`."""
     return order[batch * batch_size : (batch + 1) * batch_size]

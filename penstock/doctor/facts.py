@@ -54,7 +54,7 @@ class RankFacts:
     others: tuple[Finding, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Give what `from_dict` reads, as JSON knows it."""
+        """Return what `from_dict` reads, as JSON knows it."""
         lists = {name: [f.to_dict() for f in getattr(self, name)] for name in _FINDINGS}
         return asdict(self) | lists
 

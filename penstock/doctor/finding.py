@@ -36,7 +36,7 @@ class Finding:
         return f"{who}{self.what}: {self.why}" + (f". {self.change}" if self.change else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """Give what `from_dict` reads, in words and numbers that JSON knows."""
+        """Return what `from_dict` reads, in words and numbers that JSON knows."""
         return asdict(self) | {"severity": self.severity.value, "ranks": list(self.ranks)}
 
     @classmethod

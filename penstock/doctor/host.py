@@ -44,27 +44,27 @@ def this_host() -> Host:
 
 
 def core_numbers() -> tuple[int, ...]:
-    """Give the numbers of the cores this process may use."""
+    """Return the numbers of the cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def machine_id() -> str:
-    """Give what processes on one machine have in common, in containers too."""
+    """Return what processes on one machine have in common, in containers too."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else socket.gethostname()
 
 
 def network_id() -> str:
-    """Give what processes that reach each other by 127.0.0.1 have in common."""
+    """Return what processes that reach each other by 127.0.0.1 have in common."""
     path = Path("/proc/self/ns/net")
     inode = path.stat().st_ino if path.exists() else 0
     return f"{machine_id()}/{inode}"
 
 
 def memory_bytes() -> int:
-    """Give the memory that this process may use, in bytes: the machine's, or its container's."""
+    """Return the memory that this process may use, in bytes: the machine's, or its container's."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _read(_CGROUP / "memory.max")
     return min(whole, int(limit)) if limit.isdigit() else whole
@@ -76,7 +76,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _quota_cores() -> float | None:
-    """Give how many cores' time the container may use; None where nothing limits it."""
+    """Return how many cores' time the container may use; None where nothing limits it."""
     quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
 

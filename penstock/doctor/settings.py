@@ -102,7 +102,7 @@ def check_gloo(environment: Environment, host: Host) -> Iterator[Finding]:
 
 
 def gloo_address(environment: Environment, host: Host) -> str:
-    """Give the address at which gloo lets the other processes connect to this one."""
+    """Return the address at which gloo lets the other processes connect to this one."""
     wanted = environment.get("GLOO_SOCKET_IFNAME", "")
     if wanted:
         return host.interfaces.get(wanted.split(",")[0]) or ""

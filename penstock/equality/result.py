@@ -70,5 +70,5 @@ def collect(
 
 
 def as_modules(loss: LossFunction) -> list[nn.Module]:
-    """Give the loss in a list if it is a module, with parameters and buffers of its own."""
+    """Return the loss in a list if it is a module, with parameters and buffers of its own."""
     return [loss] if isinstance(loss, nn.Module) else []

@@ -43,7 +43,7 @@ def clip_grad_norm_(pipe: PipelineLike, max_norm: float) -> Tensor:
 
 
 def _gradients(pipe: PipelineLike) -> Iterator[tuple[int, Tensor]]:
-    """Give each gradient that is here, with the number of the first layer that it belongs to.
+    """Yield each gradient that is here, with the number of the first layer that it belongs to.
 
     What belongs to no layer, as a parameter that a captured model's own code reads, comes last.
     """

@@ -70,7 +70,7 @@ def is_sharded(optimizer: Optimizer) -> bool:
 
 
 def share_of(optimizer: Optimizer) -> Optimizer:
-    """Give the optimizer of this process's share, with the options of the whole one, to be read;
+    """Return the optimizer of this process's share, with the options of the whole one, to be read;
     one that is not sharded is its own share.
     """
     return optimizer.share if isinstance(optimizer, ShardedOptimizer) else optimizer
@@ -173,7 +173,7 @@ class ShardedOptimizer(Optimizer):
                     yield parameter
 
     def _spread(self, parameters: list[Tensor], replica: int) -> None:
-        """Give the parameters of one type that `replica` stepped to its twins."""
+        """Copy the parameters of one type that `replica` stepped to its twins."""
         is_mine = replica == self._mesh.replica
         sizes = [parameter.numel() for parameter in parameters]
         first = parameters[0]
@@ -232,6 +232,6 @@ def _bytes(parameter: Tensor) -> int:
 
 
 def _copy_options(source: list[Group], target: list[Group]) -> None:
-    """Give `target` all that `source` says beside the parameters, learning rates and such."""
+    """Copy to `target` all that `source` says beside the parameters, learning rates and such."""
     for given, group in zip(source, target, strict=True):
         group.update({name: value for name, value in given.items() if name != "params"})

@@ -36,7 +36,7 @@ def describe(fault: ErrorDetails) -> str:
 
 
 def suggest_place(key: str) -> str:
-    """Give "section.key" of the recipe key nearest to `key`; empty if none is near."""
+    """Return "section.key" of the recipe key nearest to `key`; empty if none is near."""
     sections = reversed(Recipe.model_fields.items())
     places = {
         k: section
@@ -105,7 +105,7 @@ def _shown(value: Any) -> str:
 
 
 def _name_of(variant: type[Section]) -> str:
-    """Give the one value that the key `name` may have; empty if there is no such key."""
+    """Return the one value that the key `name` may have; empty if there is no such key."""
     if "name" not in variant.model_fields:
         return ""
     return str(get_args(variant.model_fields["name"].annotation)[0])

@@ -33,7 +33,7 @@ def build_model(recipe: Recipe, task: Task) -> nn.Module:
 
 
 def build_layers(model: nn.Module, task: Task) -> nn.Sequential | Layers:
-    """Give what a pipeline is made of: a chain as it is, another model captured."""
+    """Return what a pipeline is made of: a chain as it is, another model captured."""
     if isinstance(model, nn.Sequential):
         return model
     return capture(model, task.example(2))
@@ -57,7 +57,7 @@ def num_layers(recipe: Recipe) -> int:
 
 
 def pipeline_options(recipe: Recipe) -> dict[str, Any]:
-    """Give the arguments of `Pipeline` that the recipe decides."""
+    """Return the arguments of `Pipeline` that the recipe decides."""
     section = recipe.pipeline
     auto = section.partition == "auto"
     return {
@@ -124,7 +124,7 @@ _OPTIMIZERS: Mapping[type[Section], Callable[..., torch.optim.Optimizer]] = {
 
 
 def parameter_groups(recipe: Recipe, pipe: Pipeline) -> list[dict[str, Any]]:
-    """Give all parameters; for RMSProp those of norms, and biases, apart: they do not decay."""
+    """Return all parameters; for RMSProp those of norms, and biases, apart: they do not decay."""
     every = list(pipe.parameters())
     if not isinstance(recipe.optimizer, RMSProp):
         return [{"params": every}]
@@ -140,7 +140,7 @@ def build_scaler(recipe: Recipe, pipe: Pipeline) -> GradScaler:
 
 
 def autocast(recipe: Recipe, pipe: Pipeline) -> torch.autocast:
-    """Give the context in which the model runs at the recipe's precision."""
+    """Return the context in which the model runs at the recipe's precision."""
     precision: torch.dtype = getattr(torch, recipe.train.precision)
     is_lower = precision is not torch.float32
     return torch.autocast(

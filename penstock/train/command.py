@@ -244,7 +244,7 @@ def _say_how(console: Console, folder: RunFolder, trainer: Trainer, old: Recipe)
 
 
 def _begun_before(request: Request, recipe: Recipe) -> Path | None:
-    """Give the run folder that an earlier attempt of this torchrun job began; rank 0 looks."""
+    """Return the run folder that an earlier attempt of this torchrun job began; rank 0 looks."""
     if job_name() is None:
         return None
     assert request.recipe_path is not None

@@ -9,7 +9,7 @@ _NO_NAME = "none"
 
 
 def job_name() -> str | None:
-    """Give a name that all attempts of one torchrun job have in common; None without torchrun.
+    """Return a name that all attempts of one torchrun job have in common; None without torchrun.
 
     It is the job's --rdzv-id; without one, torchrun's own process, which outlives its attempts.
     """

@@ -143,7 +143,7 @@ def _with(recipe: Recipe, num_stages: int, num_replicas: int) -> Recipe:
 def replica_share(
     num_samples: int, num_microbatches: int, num_replicas: int, replica: int
 ) -> slice:
-    """Give which samples of a mini-batch a replica takes: whole micro-batches, in order.
+    """Return which samples of a mini-batch a replica takes: whole micro-batches, in order.
 
     `num_microbatches`, a multiple of `num_replicas`, is that of the whole mini-batch: the samples
     of each micro-batch are the same for any number of replicas.
@@ -162,7 +162,7 @@ def num_batches(recipe: Recipe, num_samples: int) -> int:
 
 
 def smallest_microbatch(recipe: Recipe, num_samples: int) -> int:
-    """Give the fewest samples that a micro-batch of an epoch has.
+    """Return the fewest samples that a micro-batch of an epoch has.
 
     Every mini-batch must have a sample for each replica.
 

@@ -8,7 +8,7 @@ from penstock.recipe.optimizer_sections import Cosine, Exponential, InverseSqrt,
 def learning_rate(
     section: LearningRate, step: int, *, peak: float, steps_per_epoch: int, epochs: int
 ) -> float:
-    """Give the learning rate of `step` (from 0), as the recipe says.
+    """Compute the learning rate of `step` (from 0), as the recipe says.
 
     A warm-up in epochs that is longer than the run is shortened to the run's steps.
     """
@@ -39,7 +39,7 @@ def _warmup_steps(section: Cosine | Exponential, steps_per_epoch: int, epochs: i
 def warmup_cosine(
     step: int, *, num_steps: int, warmup_steps: int, peak: float, final_share: float
 ) -> float:
-    """Give the learning rate of `step` (from 0): up in a line to `peak`, down in half a cosine.
+    """Compute the learning rate of `step` (from 0): up in a line to `peak`, down in half a cosine.
 
     Ends at `final_share` of `peak`, which step number `num_steps` would have.
     """

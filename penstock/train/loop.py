@@ -97,14 +97,14 @@ class Trainer:
         self._saving: Saving | None = None
 
     def _share(self, num_samples: int) -> slice:
-        """Give which samples of a mini-batch are this replica's."""
+        """Return which samples of a mini-batch are this replica's."""
         section = self.recipe.pipeline
         return replica_share(
             num_samples, section.num_microbatches, section.num_replicas, self.mesh.replica
         )
 
     def example_part(self) -> tuple[Any, Any]:
-        """Give inputs and targets as they come, of the first batch's first part."""
+        """Return inputs and targets as they come, of the first batch's first part."""
         if self._example is None:
             part = next(self.task.batches(0, 0, self._share)).parts[0]
             self._example = part.inputs, part.targets
@@ -168,7 +168,7 @@ class Trainer:
             self._begun_from = found
 
     def _newest(self, folder: RunFolder) -> Path | None:
-        """Give the newest checkpoint, as rank 0 sees it."""
+        """Return the newest checkpoint, as rank 0 sees it."""
         found: Path | None = self.mesh.world.from_first(
             lambda: next(reversed(folder.checkpoints()), None), "for the newest checkpoint"
         )
@@ -278,7 +278,7 @@ class Trainer:
         )
 
     def _next_batch(self) -> Batch:
-        """Give the batch at the position."""
+        """Return the batch at the position."""
         if self._batches is None:
             epoch, batch = self.position.epoch, self.position.batch
             self._batches = self.task.batches(epoch, batch, self._share)
@@ -314,7 +314,7 @@ class Trainer:
         display.show_epoch(self.position, self.meter, train_loss, self.num_skipped)
 
     def evaluate(self) -> dict[str, float]:
-        """Give the task's figures, of the averaged weights if there are any.
+        """Compute the task's figures, of the averaged weights if there are any.
 
         Each replica judges every D-th sample.  All make the same calls: where one has a sample
         less it takes the first one too, which does not count.

@@ -65,13 +65,13 @@ def formula_bytes(
 
 
 def _as_leaf(value: Tensor, *, wants_grad: bool) -> Tensor:
-    """Give what enters a stage; where only its shape is known, zeros."""
+    """Return what enters a stage; where only its shape is known, zeros."""
     value = torch.zeros_like(value, device="cpu") if value.is_meta else value.detach()
     return value.requires_grad_(wants_grad)
 
 
 def _shape_behind(stage: nn.Sequential, value: Tensor) -> Tensor:
-    """Give what leaves a stage, without its values."""
+    """Return what leaves a stage, without its values."""
     with torch.no_grad():
         result: Tensor = copy.deepcopy(stage).to("meta")(value.to("meta"))
     return result

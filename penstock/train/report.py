@@ -53,7 +53,7 @@ def write_timeline(folder: RunFolder, timeline: Timeline) -> str:
 
 
 def _stage_memory(trainer: Trainer) -> tuple[StageMemory, ...]:
-    """Give what each stage keeps; each process of a mesh knows of its own stages."""
+    """Return what each stage keeps; each process of a mesh knows of its own stages."""
     names, expected = iter(trainer.layer_names), _expected_bytes(trainer)
     return tuple(
         StageMemory(

@@ -127,7 +127,7 @@ class RunFolder:
         return len(damaged)
 
     def checkpoint_path(self, step: int) -> Path:
-        """Give where the checkpoint after `step` steps lies."""
+        """Return where the checkpoint after `step` steps lies."""
         return self.path / CHECKPOINTS / f"{_PREFIX}{step:06d}"
 
     def checkpoints(self) -> list[Path]:
@@ -259,7 +259,7 @@ def numbered(parent: Path, name: str) -> list[Path]:
 
 
 def begun_by(job: str | None, candidates: Iterable[Path]) -> Path | None:
-    """Give the newest of the `candidates` that the torchrun job `job` began; None if none is."""
+    """Return the newest of the `candidates` that the torchrun job `job` began; None if none is."""
     if job is None:
         return None
     folders = [path for path in candidates if (path / RECIPE).is_file() and job in _jobs_of(path)]

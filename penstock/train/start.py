@@ -122,7 +122,7 @@ def start_from(start: Start, checkpoint: Path, pipe: Pipeline, names: Names) -> 
 
 
 def run_of(start: Start) -> Path:
-    """Give the folder of the run that is started from."""
+    """Return the folder of the run that is started from."""
     path = Path(start.checkpoint)
     return path if (path / RECIPE).is_file() else path.parent.parent
 

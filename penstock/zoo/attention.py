@@ -63,7 +63,7 @@ class Attention(nn.Module):
         return self.attend(x_BTD, keys, values, mask, causal=causal)
 
     def keys_values(self, context_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Give what can be looked at: two tensors of (B, H, S, C)."""
+        """Return what can be looked at: two tensors of (B, H, S, C)."""
         return self._by_head(self.key(context_BSD)), self._by_head(self.value(context_BSD))
 
     def attend(
@@ -102,7 +102,7 @@ class FeedForward(nn.Module):
         self.narrow = Linear(ff_width, width, draws.write)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give (..., D) for (..., D)."""
+        """Compute (..., D) for (..., D)."""
         result: Tensor = self.narrow(self.activation(self.widen(x)))
         return result
 
@@ -117,7 +117,7 @@ class CausalAttention(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Give (B, T, D) for (B, T, D)."""
+        """Compute (B, T, D) for (B, T, D)."""
         normal_BTD = self.norm(x_BTD)
         added_BTD: Tensor = self.dropout(self.attention(normal_BTD, normal_BTD, causal=True))
         return x_BTD + added_BTD
@@ -139,14 +139,14 @@ class CausalBlock(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Give (B, T, D) for (B, T, D)."""
+        """Compute (B, T, D) for (B, T, D)."""
         x_BTD = self.attention(x_BTD)
         added_BTD: Tensor = self.dropout(self.feed_forward(self.norm(x_BTD)))
         return x_BTD + added_BTD
 
 
 def sinusoids(start: int, length: int, like: Tensor) -> Tensor:
-    """Give the encodings of positions from `start` on (Vaswani et al. 2017, section 3.5).
+    """Compute the encodings of positions from `start` on (Vaswani et al. 2017, section 3.5).
 
     (length, D), where D is the last dimension of `like`: first all sines, then all cosines.  The
     paper has them in turns; for the linear layers that read them the order means nothing.

@@ -42,7 +42,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias)
 
     def reset_parameters(self) -> None:
-        """Give the weights and biases their first values."""
+        """Draw the first values of weights and biases."""
         self.draw(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -56,5 +56,5 @@ class Embedding(nn.Embedding):
         super().__init__(num_embeddings, embedding_dim)
 
     def reset_parameters(self) -> None:
-        """Give the vectors their first values."""
+        """Draw the first values of the vectors."""
         self.draw(self.weight)

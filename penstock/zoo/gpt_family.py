@@ -39,7 +39,7 @@ class GPT(nn.Module):
             self.head.weight = embedding.words.weight
 
     def forward(self, words_BT: Tensor) -> Tensor:
-        """Give logits (B, T, words), each of the word that follows."""
+        """Compute logits (B, T, words), each of the word that follows."""
         x_BTD = self.embedding(words_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD)

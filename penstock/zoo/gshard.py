@@ -36,7 +36,7 @@ class MixtureBlock(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Give (B, T, D) for (B, T, D), and the balance loss of the mixture."""
+        """Compute (B, T, D) for (B, T, D), and the balance loss of the mixture."""
         x_BTD = self.attention(x_BTD)
         added_BTD, balance = self.mixture(self.norm(x_BTD))
         return x_BTD + self.dropout(added_BTD), balance
@@ -57,7 +57,7 @@ class GShard(nn.Module):
             self.head.weight = embedding.words.weight
 
     def forward(self, words_BT: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Give logits (B, T, words), in training with the balance losses of all mixtures."""
+        """Compute logits (B, T, words), in training with the balance losses of all mixtures."""
         x_BTD = self.embedding(words_BT)
         balance = x_BTD.new_zeros((), dtype=torch.float32)
         for block in self.blocks:

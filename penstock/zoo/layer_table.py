@@ -260,7 +260,7 @@ def _allow_fused(mkldnn: Any, cudnn: Any, attention: bool) -> None:
 
 
 def _fake(tensor: Tensor) -> Tensor:
-    """Give a tensor without values; one on the meta device becomes a CPU tensor, as it would."""
+    """Return a tensor without values; one on the meta device becomes a CPU tensor, as it would."""
     device = torch.device("cpu") if tensor.is_meta else tensor.device
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
@@ -272,7 +272,7 @@ def _as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _shapes(value: Any) -> Any:
-    """Give the shapes of a value's tensors, in lists and mappings; for all else, its type."""
+    """Return the shapes of a value's tensors, in lists and mappings; for all else, its type."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
     if isinstance(value, Mapping):

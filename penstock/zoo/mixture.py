@@ -55,7 +55,7 @@ class Experts(nn.Module):
             self.add_module(str(number), expert)
 
     def forward(self, rows_ND: Tensor) -> Tensor:
-        """Give (N, D) for (N, D): each expert takes its share of the rows, in order."""
+        """Compute (N, D) for (N, D): each expert takes its share of the rows, in order."""
         experts = list(self.children())
         parts = rows_ND.split(len(rows_ND) // len(experts))
         return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
@@ -76,7 +76,7 @@ class Mixture(nn.Module):
         self.experts = Experts(shape, draws, activation)
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Give what the experts add, 0 where a position found no place, and the balance loss."""
+        """Compute what the experts add, 0 where a position found no place, and the balance loss."""
         gates_BTE = self._gates(x_BTD)
         first, second = choose(gates_BTE)
         balance = balance_loss(gates_BTE, first)
@@ -88,7 +88,7 @@ class Mixture(nn.Module):
         return self._run_experts(x_BTD, slots_BT2, weights_BT2, places), balance
 
     def _gates(self, x_BTD: Tensor) -> Tensor:
-        """Give how much each expert is liked, at least in float32, autocast or not, as GShard."""
+        """Compute how much each expert is liked, at least in float32, autocast or not, as GShard."""
         precise = torch.promote_types(x_BTD.dtype, torch.float32)
         with without_autocast(x_BTD.device):
             return F.linear(x_BTD.to(precise), self.gate.weight.to(precise)).softmax(dim=2)
@@ -131,7 +131,7 @@ def choose(gates_BTE: Tensor) -> tuple[Choice, Choice]:
 
 
 def balance_loss(gates_BTE: Tensor, first: Choice) -> Tensor:
-    """Give 1 where all experts are liked equally, and up to E where all like one.
+    """Return 1 where all experts are liked equally, and up to E where all like one.
 
     It is E times the sum over experts of (share of positions whose first choice it is) times
     (mean gate), the mean over groups: GShard's section 2.2 divides by E, where lingvo's code and
@@ -143,7 +143,7 @@ def balance_loss(gates_BTE: Tensor, first: Choice) -> Tensor:
 
 
 def find_slots(first: Choice, second: Choice, places: int) -> Tensor:
-    """Give the slots of both choices, (B, T, 2); without a place, the number of all slots.
+    """Compute the slots of both choices, (B, T, 2); without a place, the number of all slots.
 
     An expert's places are taken in order of position, by first choices before all second ones.
     Slots are numbered by expert, then group, then place.

@@ -75,7 +75,7 @@ class Bottleneck(nn.Module):
         self.activation = nn.ReLU()
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Give activation(body(x) + shortcut(x))."""
+        """Compute activation(body(x) + shortcut(x))."""
         result: Tensor = self.activation(self.body(x_BCHW) + self.shortcut(x_BCHW))
         return result
 

@@ -49,7 +49,7 @@ def sizes_of(
     known: Mapping[str, Mapping[str, int]],
     given: Mapping[str, int | None],
 ) -> dict[str, int]:
-    """Give the sizes that a name stands for, each replaced by the one given, if there is one.
+    """Return the sizes that a name stands for, each replaced by the one given, if there is one.
 
     Raises:
         ConfigError: nobody knows the name; without a name, one of the sizes is not given.

@@ -38,7 +38,7 @@ class UNet(nn.Module):
         self.head = head
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Give one number per output channel for each pixel."""
+        """Compute one number per output channel for each pixel."""
         skips = []
         for block in self.encoder:
             x_BCHW = block(x_BCHW)
@@ -86,7 +86,7 @@ class Down(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Give what is seen at half the resolution."""
+        """Compute what is seen at half the resolution."""
         result: Tensor = self.dropout(self.convolutions(self.pool(x_BCHW)))
         return result
 
@@ -105,7 +105,7 @@ class Up(nn.Module):
         self.convolutions = TwoConvolutions(in_channels, channels, norm)
 
     def forward(self, x_BCHW: Tensor, skip_BCHW: Tensor) -> Tensor:
-        """Give what both know of each pixel of the skip."""
+        """Compute what both know of each pixel of the skip."""
         height, width = skip_BCHW.shape[-2:]
         wide_BCHW = self.widen(x_BCHW)[..., :height, :width]
         result: Tensor = self.convolutions(torch.cat([skip_BCHW, wide_BCHW], 1))

@@ -25,7 +25,7 @@ class SinusoidalEmbedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, words_BT: Tensor, start: int = 0) -> Tensor:
-        """Give (B, T, D) for words that stand at `start` and after.
+        """Compute (B, T, D) for words that stand at `start` and after.
 
         Raises:
             ConfigError: there are more than `max_length`.
@@ -50,7 +50,7 @@ class LearnedEmbedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, words_BT: Tensor) -> Tensor:
-        """Give (B, T, D).
+        """Compute (B, T, D).
 
         Raises:
             ConfigError: there are more than `max_length`.

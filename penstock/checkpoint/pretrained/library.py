@@ -17,7 +17,7 @@ def is_of_transformers(original: nn.Module) -> bool:
 
 
 def as_saved(original: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Give tensors as transformers writes them to files: by older names, or in parts."""
+    """Return tensors as transformers writes them to files: by older names, or in parts."""
     if not is_of_transformers(original):
         return tensors
     try:
@@ -29,7 +29,7 @@ def as_saved(original: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def as_loaded(original: nn.Module, there: list[str]) -> Iterator[tuple[str, Source]]:
-    """Give the names that tensors get as transformers loads them, with what gives their values."""
+    """Yield the names that tensors get as transformers loads them, with what gives their values."""
     if not is_of_transformers(original):
         return
     try:
@@ -64,7 +64,7 @@ def as_loaded(original: nn.Module, there: list[str]) -> Iterator[tuple[str, Sour
 def _converted(
     original: nn.Module, converter: Any, first: str, parts: list[tuple[str, str]]
 ) -> Source:
-    """Give what a rule of transformers makes of several tensors, or makes several of."""
+    """Return what a rule of transformers makes of several tensors, or makes several of."""
 
     def make(read: Read) -> dict[str, Tensor]:
         own = copy.deepcopy(converter)

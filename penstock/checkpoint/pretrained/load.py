@@ -165,7 +165,7 @@ def _fill(found: Sequence[_Found], read: Read) -> None:
 def _unknown(
     there: Iterable[str], used: Iterable[set[str]], original: nn.Module
 ) -> tuple[str, ...]:
-    """Give the names that nobody used, but for buffers that are not loaded, and what the model's
+    """Return the names that nobody used, but for buffers that are not loaded, and what the model's
     class says to ignore.
     """
     names = list(there)

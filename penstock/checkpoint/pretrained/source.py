@@ -18,5 +18,5 @@ class Source:
 
 
 def as_it_is(name: str, known_as: str) -> Source:
-    """Give a tensor under another name."""
+    """Return a tensor under another name."""
     return Source((name,), lambda read: {known_as: read(name)})

@@ -22,7 +22,7 @@ class Sources:
         self._found = {**dict(as_loaded(original, list(self._found))), **self._found}
 
     def of(self, names: Iterable[str]) -> Iterator[tuple[str, Source]]:
-        """Give what there is for a tensor with these names; mostly one, and its name there."""
+        """Yield what there is for a tensor with these names; mostly one, and its name there."""
         candidates = dict.fromkeys(c for name in names for c in self._candidates(name))
         for name in candidates:
             if name in self._found:

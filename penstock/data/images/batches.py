@@ -90,7 +90,7 @@ class ImageLoader:
         return num_batches(len(self._dataset.images), self._batch_size)
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
-        """Give the batches of an epoch, in its own order, from number `first_batch` on.
+        """Return the batches of an epoch, in its own order, from number `first_batch` on.
 
         Raises:
             ConfigError: an image cannot be decoded, with `strict`; or no image at all can be.
@@ -100,7 +100,7 @@ class ImageLoader:
         return self._batches([row[self._share(len(row))] for row in rows], epoch)
 
     def in_order(self, samples: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Give these images, or all, in the order in which they are named or numbered.
+        """Return these images, or all, in the order in which they are named or numbered.
 
         Raises:
             ConfigError: an image cannot be decoded, with `strict`.

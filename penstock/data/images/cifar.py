@@ -80,15 +80,15 @@ class ArrayImages:
         return len(self.labels)
 
     def target(self, index: int) -> int:
-        """Give the class of an image."""
+        """Return the class of an image."""
         return int(self.labels[index])
 
     def name(self, index: int) -> str:
-        """Give the data set's name and the image's number."""
+        """Return the data set's name and the image's number."""
         return f"{self.title}[{index}]"
 
     def read(self, index: int) -> Any:
-        """Give an image; one in memory can always be read."""
+        """Return an image; one in memory can always be read."""
         return pillow().fromarray(self.pixels[index].transpose(1, 2, 0))
 
     def digest(self) -> bytes:
@@ -224,7 +224,7 @@ class _PlainUnpickler(pickle.Unpickler):
     """Reads containers, text, numbers and arrays; a pickle may name any function, and run it."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Give what arrays are made with, under its names before and after NumPy 2."""
+        """Return what arrays are made with, under its names before and after NumPy 2."""
         reconstruct = np.empty(0).__reduce__()[0]
         known = {
             ("numpy", "ndarray"): np.ndarray,

@@ -32,11 +32,11 @@ class FolderImages:
         return len(self.files)
 
     def target(self, index: int) -> int:
-        """Give the class of an image."""
+        """Return the class of an image."""
         return self.targets[index]
 
     def name(self, index: int) -> str:
-        """Give the path of an image."""
+        """Return the path of an image."""
         return str(Path(self.folder, self.files[index]))
 
     def read(self, index: int) -> Any:
@@ -193,7 +193,7 @@ def _is_image(library: Any, file: Path, kinds: tuple[type[Exception], ...]) -> b
 
 
 def _unreadable(library: Any) -> tuple[type[Exception], ...]:
-    """Give what Pillow raises for files that are damaged, foreign or absurdly large."""
+    """Return what Pillow raises for files that are damaged, foreign or absurdly large."""
     return (OSError, SyntaxError, ValueError, EOFError, library.DecompressionBombError)
 
 

@@ -13,19 +13,19 @@ class Images(Protocol):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Give the names of the classes; a target is a place in here."""
+        """The names of the classes; a target is a place in here."""
 
     def __len__(self) -> int:
         """Count the images."""
 
     def target(self, index: int) -> int:
-        """Give the class of an image."""
+        """Return the class of an image."""
 
     def name(self, index: int) -> str:
-        """Give what a person can find the image by."""
+        """Return what a person can find the image by."""
 
     def read(self, index: int) -> Any:
-        """Give an RGB image of Pillow's; None if it cannot be decoded."""
+        """Return an RGB image of Pillow's; None if it cannot be decoded."""
 
     def digest(self) -> bytes:
         """Tell these images, their order and their classes from others, wherever they are kept."""
@@ -58,7 +58,7 @@ def require_extra(*modules: str) -> None:
 
 
 def pillow() -> Any:
-    """Give Pillow's Image module.
+    """Return Pillow's Image module.
 
     Raises:
         ConfigError: it is not installed.

@@ -74,7 +74,7 @@ class TrainingView:
         require_extra("PIL", "kornia")
 
     def __call__(self, image: Any, *key: object) -> Tensor:
-        """Give an image as a network sees it; `key` decides all that is random.
+        """Return an image as a network sees it; `key` decides all that is random.
 
         The global generator is as before afterwards.
         """
@@ -127,7 +127,7 @@ class EvaluationView:
         require_extra("PIL")
 
     def __call__(self, image: Any, *_key: object) -> Tensor:
-        """Give an image as a network sees it."""
+        """Return an image as a network sees it."""
         width, height = image.size
         sides = (width, height) if self.squeezed else (min(width, height),) * 2
         seen_width, seen_height = (self.share * side for side in sides)
@@ -148,7 +148,7 @@ def _crop(view: TrainingView) -> Any:
 
 @lru_cache
 def _operations(view: TrainingView) -> tuple[Any, ...]:
-    """Give what maps (1, 3, S, S) from 0 to 1 to the same, drawing from the global generator."""
+    """Return what maps (1, 3, S, S) from 0 to 1 to the same, drawing from the global generator."""
     from kornia import augmentation
     from kornia.augmentation.auto import AutoAugment, RandAugment
 
@@ -164,7 +164,7 @@ def _operations(view: TrainingView) -> tuple[Any, ...]:
 
 
 def _pixels(image: Any, box: Box, size: int) -> Tensor:
-    """Give what is inside the box, as numbers from 0 to 1: float32, (3, S, S)."""
+    """Return what is inside the box, as numbers from 0 to 1: float32, (3, S, S)."""
     resized = image.resize((size, size), pillow().Resampling.BILINEAR, box=box)
     x_HWC = torch.from_numpy(np.array(resized))
     return x_HWC.permute(2, 0, 1).to(torch.float32).div(255)

@@ -56,7 +56,7 @@ class BatchPlan:
 def epoch_steps(
     lengths_N2: Tensor, languages_N: Tensor, plan: BatchPlan, epoch: int
 ) -> list[Step]:
-    """Give the steps of an epoch: the same at every call, in every process.
+    """Return the steps of an epoch: the same at every call, in every process.
 
     lengths_N2: Tokens of each sample's source and target: int64, (N, 2).
     languages_N: The number of each sample's language: int64, (N,).

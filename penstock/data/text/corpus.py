@@ -53,7 +53,7 @@ class ParallelCorpus:
         return tuple(sorted({*self.train, *self.valid, *self.test}))
 
     def only(self, languages: Iterable[str]) -> "ParallelCorpus":
-        """Give the same pairs of fewer languages; a bilingual model learns from one of them.
+        """Return the same pairs of fewer languages; a bilingual model learns from one of them.
 
         Raises:
             ConfigError: the corpus has none of a language.

@@ -33,7 +33,7 @@ class TokenRows:
         return self.starts.diff()
 
     def padded(self, rows: Tensor) -> Tensor:
-        """Give rows side by side, shorter ones filled with PAD: int64, (B, T)."""
+        """Return rows side by side, shorter ones filled with PAD: int64, (B, T)."""
         spans = zip(self.starts[rows].tolist(), self.starts[rows + 1].tolist(), strict=True)
         found = [self.tokens[start:end] for start, end in spans]
         return pad_sequence(found, batch_first=True, padding_value=PAD).to(torch.int64)

@@ -47,7 +47,7 @@ def check_hold_out(hold_out: str) -> None:
 
 
 def held_out_part(group: str, shares: Mapping[PartName, float], seed: int) -> PartName:
-    """Give the part that `group` falls into; whatever has no share goes to training."""
+    """Return the part that `group` falls into; whatever has no share goes to training."""
     digest = hashlib.blake2b(f"{seed}:held out:{group}".encode(), digest_size=8).digest()
     drawn = int.from_bytes(digest, "little") / 2**64
     for part, share in shares.items():
@@ -58,11 +58,11 @@ def held_out_part(group: str, shares: Mapping[PartName, float], seed: int) -> Pa
 
 
 def group_of(source: str, target: str, hold_out: HoldOut) -> str:
-    """Give what a pair shares with those that must fall into the same part."""
+    """Return what a pair shares with those that must fall into the same part."""
     shared = _same_text(target)
     return f"{_same_text(source)}\t{shared}" if hold_out == "pair" else shared
 
 
 def _same_text(text: str) -> str:
-    """Give what texts have in common that differ in case or in the form of their characters."""
+    """Return what texts have in common that differ in case or in the form of their characters."""
     return unicodedata.normalize("NFKC", text).casefold()

@@ -87,7 +87,7 @@ def load_names(
 
 
 def names_in(language: str, kinds: Sequence[str]) -> dict[tuple[str, str], str]:
-    """Give the names in a language by (kind, code), such as ("territories", "FR").
+    """Return the names in a language by (kind, code), such as ("territories", "FR").
 
     Raises:
         ConfigError: Babel is not installed.

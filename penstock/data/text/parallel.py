@@ -166,7 +166,7 @@ def _hold_out(parts: _Lists, hold_out: HoldOut, share: float, seed: int) -> None
 
 
 def _files(folder: Path, target: str) -> list[_Files]:
-    """Give the pairs of files with translations to `target`, in alphabetical order.
+    """Return the pairs of files with translations to `target`, in alphabetical order.
 
     Raises:
         ConfigError: there is no folder, or no such pair in it, or a file without its other side.

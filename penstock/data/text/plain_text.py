@@ -45,7 +45,7 @@ class ByteVocabulary:
         return (list(text.encode()) for text in texts)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Give the text of bytes; those that make no character become �."""
+        """Return the text of bytes; those that make no character become �."""
         return bytes(ids).decode(errors="replace")
 
 
@@ -100,7 +100,7 @@ class Windows:
         return max(0, len(self.tokens) - 1) // self.length
 
     def batch(self, windows: Tensor) -> tuple[Tensor, Tensor]:
-        """Give windows (int64, (B,)), and the token that follows each token: int64, (B, T)."""
+        """Return windows (int64, (B,)), and the token that follows each token: int64, (B, T)."""
         places_BT = windows[:, None] * self.length + torch.arange(self.length)
 
         return self.tokens[places_BT].to(torch.int64), self.tokens[places_BT + 1].to(torch.int64)

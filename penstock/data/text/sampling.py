@@ -46,7 +46,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def language_shares(counts: Sequence[int], temperature: float) -> list[float]:
-    """Give p_l of languages with `counts` pairs; one without pairs gets 0.
+    """Compute p_l of languages with `counts` pairs; one without pairs gets 0.
 
     Raises:
         ConfigError: there is no pair at all, or the temperature is not above 0.
@@ -76,7 +76,7 @@ def language_places(counts: Sequence[int], temperature: float, num_places: int) 
 def epoch_samples(
     languages_N: Tensor, *, temperature: float, num_places: int, seed: int, epoch: int
 ) -> Tensor:
-    """Give the samples of an epoch, language by language: int64, (num_places,).
+    """Return the samples of an epoch, language by language: int64, (num_places,).
 
     languages_N: The number of each sample's language: int64, (N,).
     """
@@ -91,7 +91,7 @@ def epoch_samples(
 
 
 def _stretch(size: int, start: int, count: int, key: tuple[object, ...]) -> Tensor:
-    """Give entries start..start+count of an endless row of permutations of range(size)."""
+    """Return entries start..start+count of an endless row of permutations of range(size)."""
     if not count:
         return torch.empty(0, dtype=torch.int64)
     laps = range(start // size, (start + count - 1) // size + 1)

@@ -41,7 +41,7 @@ class Scores:
         return fmean(score.chrf for score in self.by_language.values())
 
     def only(self, languages: Sequence[str]) -> "Scores":
-        """Give the scores of some languages, for means over those."""
+        """Compute the scores of some languages, for means over those."""
         return Scores({language: self.by_language[language] for language in languages})
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ def identity_scores(part: TextPart, *, target: str) -> Scores:
 
 
 def compare(systems: Mapping[str, Scores]) -> str:
-    """Give a table: a line for each language and one for the mean, columns for each system.
+    """Return a table: a line for each language and one for the mean, columns for each system.
 
     A system without scores for a language has - there; its mean is over what it has.
     """

@@ -53,7 +53,7 @@ class Measure:
     text: Callable[[float], str] = percent_text
 
     def shown(self, scores: Mapping[str, float]) -> str:
-        """Give its text of these figures."""
+        """Return its text of these figures."""
         return self.text(scores[self.name]) if self.name in scores else "-"
 
 
@@ -86,11 +86,11 @@ class Task(ABC):
 
     @abstractmethod
     def example(self, num_samples: int) -> Any:
-        """Give inputs of so many training samples, or of all if there are fewer."""
+        """Return inputs of so many training samples, or of all if there are fewer."""
 
     @abstractmethod
     def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """Give the mean loss of a micro-batch."""
+        """Compute the mean loss of a micro-batch."""
 
     @abstractmethod
     def num_steps(self, epoch: int) -> int:
@@ -98,15 +98,15 @@ class Task(ABC):
 
     @abstractmethod
     def batches(self, epoch: int, first: int, share: Share) -> Iterator[Batch]:
-        """Give the mini-batches of an epoch from number `first` on."""
+        """Return the mini-batches of an epoch from number `first` on."""
 
     @abstractmethod
     def tests(self, samples: Sequence[int]) -> Iterator[tuple[Any, Any]]:
-        """Give inputs and targets of these of the `num_test` samples, in order, some at a time."""
+        """Return inputs and targets of these of the `num_test` samples, in order, some at a time."""
 
     @abstractmethod
     def tally(self, outputs: Any, targets: Any) -> Tensor:
-        """Give what is to be summed up of each sample: float64, (B, counts)."""
+        """Return what is to be summed up of each sample: float64, (B, counts)."""
 
     @abstractmethod
     def scores(self, totals: Sequence[float]) -> Mapping[str, float]:

@@ -103,7 +103,7 @@ def judge(
 
 
 def kept(encoded: EncodedPairs, part: TextPart) -> dict[str, TextPairs]:
-    """Give the pairs that were not left out as too long, as texts."""
+    """Return the pairs that were not left out as too long, as texts."""
     positions = encoded.by_language(encoded.positions_N.tolist())
     return {
         language: TextPairs.of(
@@ -114,7 +114,7 @@ def kept(encoded: EncodedPairs, part: TextPart) -> dict[str, TextPairs]:
 
 
 def _quoted(*columns: str) -> str:
-    """Give a row as the csv module reads it with the dialect excel-tab, without its end."""
+    """Return a row as the csv module reads it with the dialect excel-tab, without its end."""
     row = StringIO(newline="")
     csv.writer(row, "excel-tab").writerow(columns)  # quotes "\r" too, since a row ends with it
     return row.getvalue().removesuffix("\r\n")

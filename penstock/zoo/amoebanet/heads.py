@@ -30,7 +30,7 @@ class Stem(nn.Module):
         self.norm = norm(self.conv.out_channels)
 
     def forward(self, image_BCHW: Tensor) -> Tensor:
-        """Give the first features."""
+        """Compute the first features."""
         result: Tensor = self.norm(self.conv(image_BCHW))
         return result
 
@@ -44,7 +44,7 @@ class Head(nn.Module):
         self.linear = nn.Linear(channels, num_classes)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Give the logits."""
+        """Compute the logits."""
         features_BC = F.relu(x_BCHW).mean((2, 3))
         logits: Tensor = self.linear(self.dropout(features_BC))
         return logits
@@ -75,7 +75,7 @@ class AuxiliaryHead(nn.Module):
         self.linear = nn.Linear(wide, num_classes)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Give the auxiliary logits.
+        """Compute the auxiliary logits.
 
         Raises:
             ConfigError: in training there is one sample only, which BatchNorm would make zero.

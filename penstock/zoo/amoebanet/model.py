@@ -47,7 +47,7 @@ class AmoebaNet(nn.Module):
         self.head = Head(made[-1].channels, design.num_classes, design.dropout)
 
     def forward(self, image_BCHW: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Give the logits; in training also those of the auxiliary head."""
+        """Compute the logits; in training also those of the auxiliary head."""
         current_BCHW = self.stem(image_BCHW)
         previous_BCHW = current_BCHW
         auxiliary = None

@@ -23,13 +23,13 @@ BOTTLENECK = 4
 
 
 def same_padding(size: int, window: int, stride: int) -> tuple[int, int]:
-    """Give the padding before and after a side of `size` pixels."""
+    """Return the padding before and after a side of `size` pixels."""
     total = max((ceil(size / stride) - 1) * stride + window - size, 0)
     return total // 2, total - total // 2
 
 
 def _padding(x_BCHW: Tensor, window: Size, stride: Size) -> tuple[Size, Size]:
-    """Give the padding before both sides, and how much more there is after them."""
+    """Return the padding before both sides, and how much more there is after them."""
     pairs = [same_padding(*side) for side in zip(x_BCHW.shape[2:], window, stride, strict=True)]
     (top, bottom), (left, right) = pairs
     return (top, left), (bottom - top, right - left)
@@ -196,7 +196,7 @@ class FactorizedReduction(nn.Module):
         self.norm = norm(out_channels)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Give both, one beside the other, normalised; past the edge there are zeros."""
+        """Return both, one beside the other, normalised; past the edge there are zeros."""
         x_BCHW = F.relu(x_BCHW)
         moved_BCHW = F.pad(x_BCHW, (0, 1, 0, 1))[:, :, 1:, 1:]
         both_BCHW = torch.cat([self.here(x_BCHW), self.beside(moved_BCHW)], dim=1)

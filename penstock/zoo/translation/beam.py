@@ -30,7 +30,7 @@ class Decoder(Protocol):
         """Take one more word for each row; give the logits (N, V) of what follows."""
 
     def rows(self, rows_N: Tensor) -> Self:
-        """Give row rows_N[n] as row n, for each n."""
+        """Return row rows_N[n] as row n, for each n."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Caching:
         return logits_NV, Caching(self.model, state)
 
     def rows(self, rows_N: Tensor) -> "Caching":
-        """Give other rows."""
+        """Return other rows."""
         return Caching(self.model, self.state.rows(rows_N))
 
 
@@ -65,7 +65,7 @@ class Recomputing:
         return logits_NTV[:, -1], Recomputing(self.forward, self.source_NS, target_NT)
 
     def rows(self, rows_N: Tensor) -> "Recomputing":
-        """Give other rows."""
+        """Return other rows."""
         source_NS, target_NT = self.source_NS[rows_N], self.target_NT[rows_N]
         return Recomputing(self.forward, source_NS, target_NT)
 
@@ -205,7 +205,7 @@ def _search(decoder: Decoder, rules: Rules, source_BS: Tensor) -> list[Sentence]
 
 
 def _unsaid(number: int, num_beams: int) -> Sentence:
-    """Give a sentence without a word: one beam, and others that stand for none."""
+    """Return a sentence without a word: one beam, and others that stand for none."""
     scores = [0.0, *[-math.inf] * (num_beams - 1)]
     rows = range(number * num_beams, (number + 1) * num_beams)
     return Sentence([], [Beam(row, (), score) for row, score in zip(rows, scores, strict=True)])
@@ -234,7 +234,7 @@ def _go_on(active: list[Sentence], logits_NV: Tensor, rules: Rules, *, is_last: 
 
 
 def _allowed(logits_NV: Tensor, rules: Rules, *, is_last: bool) -> Tensor:
-    """Give log-probabilities; -inf for what must not be said now."""
+    """Compute log-probabilities; -inf for what must not be said now."""
     precise = torch.promote_types(logits_NV.dtype, torch.float32)
     found_NV = logits_NV.to(precise).log_softmax(1)
     barred_V = torch.full_like(found_NV[0], is_last, dtype=torch.bool)

@@ -54,7 +54,7 @@ class EncoderBlock(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x_BSD: Tensor, is_real_B11S: Tensor) -> Tensor:
-        """Give (B, S, D) for (B, S, D); nobody looks at words that are not real."""
+        """Compute (B, S, D) for (B, S, D); nobody looks at words that are not real."""
         normal_BSD = self.attention_norm(x_BSD)
         x_BSD = x_BSD + self.dropout(self.attention(normal_BSD, normal_BSD, is_real_B11S))
         added_BSD: Tensor = self.dropout(self.feed_forward(self.feed_forward_norm(x_BSD)))
@@ -75,14 +75,14 @@ class DecoderBlock(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x_BTD: Tensor, memory_BSD: Tensor, is_real_B11S: Tensor) -> Tensor:
-        """Give (B, T, D) for (B, T, D); `memory_BSD` is what the encoder gave."""
+        """Compute (B, T, D) for (B, T, D); `memory_BSD` is what the encoder gave."""
         normal_BTD = self.attention_norm(x_BTD)
         x_BTD = x_BTD + self.dropout(self.attention(normal_BTD, normal_BTD, causal=True))
         memory = self.memory_attention.keys_values(memory_BSD)
         return self._look_at_memory(x_BTD, memory, is_real_B11S)
 
     def start(self, memory_BSD: Tensor) -> BlockCache:
-        """Give what can be looked at before there is a word."""
+        """Return what can be looked at before there is a word."""
         keys, values = self.memory_attention.keys_values(memory_BSD)
         nothing = keys[:, :, :0]
         return BlockCache(nothing, nothing, keys, values)

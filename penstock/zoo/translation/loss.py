@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def shift_right(target_BT: Tensor, bos: int) -> Tensor:
-    """Give what the decoder reads when it is to say `target_BT`: `bos`, then all but the last."""
+    """Return what the decoder reads when it is to say `target_BT`: `bos`, then all but the last."""
     first_B1 = target_BT.new_full((len(target_BT), 1), bos)
     return torch.cat((first_B1, target_BT[:, :-1]), dim=1)
 
@@ -14,7 +14,7 @@ def shift_right(target_BT: Tensor, bos: int) -> Tensor:
 def smoothed_cross_entropy(
     logits_BTV: Tensor, target_BT: Tensor, smoothing: float = 0.1, pad: int = 0
 ) -> Tensor:
-    """Give the mean over real words of the cross entropy with smoothed labels.
+    """Compute the mean over real words of the cross entropy with smoothed labels.
 
     A label is the word with a weight of 1 - smoothing, and all words of the vocabulary evenly with
     the rest (Szegedy et al. 2016; Vaswani et al. 2017, section 5.4).  Words that are `pad` do not

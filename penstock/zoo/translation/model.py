@@ -47,7 +47,7 @@ class DecodingState:
     caches: tuple[BlockCache, ...]
 
     def rows(self, rows_N: Tensor) -> "DecodingState":
-        """Give the state of other sentences: row n is what row rows_N[n] was."""
+        """Return the state of other sentences: row n is what row rows_N[n] was."""
 
         def pick(tensor: Tensor) -> Tensor:
             return tensor.index_select(0, rows_N)
@@ -83,7 +83,7 @@ class TranslationTransformer(nn.Module):
             self.source_embedding.words.weight = self.target_embedding.words.weight
 
     def forward(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
-        """Give logits (B, T, words), each of the word that follows in the target.
+        """Compute logits (B, T, words), each of the word that follows in the target.
 
         What is `pad` in the source is looked at by nobody.  Pads in the target come last, where
         nothing real looks at them; their logits mean nothing.
@@ -105,7 +105,7 @@ class TranslationTransformer(nn.Module):
         return (source_BS.ne(self.pad) | is_first_S).unsqueeze(1).unsqueeze(1)
 
     def encode(self, source_BS: Tensor, is_real_B11S: Tensor) -> Tensor:
-        """Give what the decoder looks at: (B, S, D)."""
+        """Compute what the decoder looks at: (B, S, D)."""
         x_BSD = self.source_embedding(source_BS)
         for block in self.encoder:
             x_BSD = block(x_BSD, is_real_B11S)
