@@ -181,7 +181,7 @@ def _options(group: Mapping[str, Any]) -> Json:
 
 
 def _like(value: Any, current: Any) -> Any:
-    """Convert `value` to the type that JSON took from it: that of the optimizer's present option."""
+    """Convert `value` to the type that JSON took from it: that of the present option."""
     if isinstance(current, Tensor):
         return torch.as_tensor(value, dtype=current.dtype, device=current.device)
     return tuple(value) if isinstance(current, tuple) else value

@@ -63,7 +63,7 @@ class AllReduce:
 
 
 def pairs(world_size: int) -> list[tuple[int, int]]:
-    """Return the (source, target) to measure: all, or neighbours and both ends; both directions."""
+    """Return the (source, target) to measure, both ways: all, or neighbours and both ends."""
     if world_size <= ALL_PAIRS_UP_TO:
         ways = [(a, b) for a in range(world_size) for b in range(a + 1, world_size)]
     else:
@@ -103,7 +103,7 @@ def measure_all_reduce(mesh: Mesh, slowest_bytes_per_s: float) -> AllReduce:
 
 
 def clocks_s(edges: tuple[Edge, ...], world_size: int) -> tuple[float, ...]:
-    """Compute how far each rank's clock is ahead of that of rank 0, from neighbour to neighbour."""
+    """Compute how far each rank's clock is ahead of rank 0's, from neighbour to neighbour."""
     step_s = {e.source: e.clock_s for e in edges if e.target == e.source + 1}
     ahead = [0.0]
     for rank in range(world_size - 1):

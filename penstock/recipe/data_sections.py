@@ -13,28 +13,28 @@ class Digits(Section):
     name: Literal["digits"]
     """digits: 1,797 handwritten digits, which ship with scikit-learn."""
     labels: Literal["digit", "parity", "half"] = "digit"
-    """What is to be told of a picture: its digit; whether that is odd; whether it is 5 or more."""
+    """What is to be told of an image: its digit; whether that is odd; whether it is 5 or more."""
     size: Annotated[int, Field(ge=8, le=64)] = 8
     """Pixels of each side; the originals have 8, and are enlarged."""
     train_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the training samples that is used, to see what few samples teach."""
     test_share: Annotated[float, Field(gt=0, lt=1), Mark.HELD_OUT] = 0.2
-    """Share of each digit's pictures that is set aside for testing."""
+    """Share of each digit's images that is set aside for testing."""
     max_shift: Annotated[int, Field(ge=0, le=8)] = 1
-    """Training pictures move by up to so many pixels, anew in every epoch."""
+    """Training images move by up to so many pixels, anew in every epoch."""
     seed: Annotated[Seed, Mark.HELD_OUT] = 0
     """Decides the split into training and test samples."""
 
 
 class _Photographs(Section):
-    """What all colour pictures have in common."""
+    """What all colour images have in common."""
 
     path: Annotated[File, Mark.EXECUTION]  # what is there must be the same
     """The folder that they are in."""
     size: Annotated[int, Field(ge=8)] = 224
     """Pixels of each side, as the network sees them."""
     least_area: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Least share of a training picture that a random crop shows; 1: all of it."""
+    """Least share of a training image that a random crop shows; 1: all of it."""
     flip: Annotated[float, Field(ge=0, le=1)] = 0.5
     """How often left and right change places."""
     colour: From0 = 1.0
@@ -44,20 +44,20 @@ class _Photographs(Section):
     magnitude: Annotated[int, Field(ge=1, le=29)] = 9
     """How strong those of randaugment are."""
     cutout: Share = 0.0
-    """Side of a square that is covered, as a share of the picture's; 0: none."""
+    """Side of a square that is covered, as a share of the image's; 0: none."""
     test_share: Annotated[float, Field(gt=0, le=1)] = 0.875
     """Side of the middle that is looked at in evaluation, as a share of the shorter side."""
     test_squeezed: bool = False
     """Whether evaluation looks at that share of both sides instead, squeezed into a square: with
-    test_share = 1 at the whole picture, as training does with least_area = 1."""
+    test_share = 1 at the whole image, as training does with least_area = 1."""
     num_workers: Annotated[int, Field(ge=0), Mark.EXECUTION] = 2
-    """Processes that decode pictures; 0: none beside the one that trains."""
+    """Processes that decode images; 0: none beside the one that trains."""
     strict: bool = False
-    """Whether a picture that cannot be decoded ends the run; otherwise it is skipped and named."""
+    """Whether an image that cannot be decoded ends the run; otherwise it is skipped and named."""
 
 
 class ImageFolder(_Photographs):
-    """Pictures in folders as ImageNet is unpacked: train/CLASS/*.jpg and val/CLASS/*.jpg."""
+    """Images in folders as ImageNet is unpacked: train/CLASS/*.jpg and val/CLASS/*.jpg."""
 
     name: Literal["image_folder"]
     """image_folder: a folder train with one for each class, and val or test likewise."""
@@ -67,7 +67,7 @@ class Cifar(_Photographs):
     """CIFAR's files, binary or for Python, as they are unpacked."""
 
     name: Literal["cifar"]
-    """cifar: the 60,000 pictures of 32 x 32 pixels in 10 or 100 classes."""
+    """cifar: the 60,000 images of 32 x 32 pixels in 10 or 100 classes."""
     num_classes: Literal[10, 100] = 10
     """Which of the two: 10, or 100."""
 
@@ -157,6 +157,6 @@ class Text(Section):
     """What it goes on from; empty: the beginning of the validation text."""
 
 
-PictureSection = Digits | ImageFolder | Cifar
+ImageSection = Digits | ImageFolder | Cifar
 TranslatedSection = Names | ParallelText
-DataSection = PictureSection | TranslatedSection | Text
+DataSection = ImageSection | TranslatedSection | Text

@@ -8,7 +8,7 @@ from .section import Above0, Count, Section, Share
 
 
 class Residual(Section):
-    """A small residual convolution network, for pictures of any size from 2 x 2."""
+    """A small residual convolution network, for images of any size from 2 x 2."""
 
     name: Literal["residual"]
     """residual: a small residual convolution network."""

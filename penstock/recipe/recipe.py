@@ -12,7 +12,7 @@ from penstock.errors import ConfigError
 from penstock.schedules.names import SCHEDULE_NAMES, named_schedule
 from penstock.types import LONGEST_TIMEOUT_S, Recompute
 
-from .data_sections import DataSection, PictureSection, TranslatedSection
+from .data_sections import DataSection, ImageSection, TranslatedSection
 from .model_sections import ModelSection
 from .optimizer_sections import Cosine, InverseSqrt, LearningRate, Optimizer
 from .section import Count, File, Mark, Section, Seed, Share, Words, one_of, variants
@@ -179,7 +179,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _makes_something_of_the_mean(self) -> Self:
-        if self.train.average_checkpoints > 1 and isinstance(self.data, PictureSection):
+        if self.train.average_checkpoints > 1 and isinstance(self.data, ImageSection):
             raise ValueError(
                 f"train.average_checkpoints = {self.train.average_checkpoints} with data.name = "
                 f'"{self.data.name}" changes nothing: nothing is made of such a run at its end. '

@@ -76,7 +76,7 @@ class Mixture(nn.Module):
         self.experts = Experts(shape, draws, activation)
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute what the experts add, 0 where a position found no place, and the balance loss."""
+        """Compute what the experts add, 0 where a position has no place, and the balance loss."""
         gates_BTE = self._gates(x_BTD)
         first, second = choose(gates_BTE)
         balance = balance_loss(gates_BTE, first)
@@ -88,7 +88,7 @@ class Mixture(nn.Module):
         return self._run_experts(x_BTD, slots_BT2, weights_BT2, places), balance
 
     def _gates(self, x_BTD: Tensor) -> Tensor:
-        """Compute how much each expert is liked, at least in float32, autocast or not, as GShard."""
+        """Compute each expert's gate, at least in float32, autocast or not, as GShard."""
         precise = torch.promote_types(x_BTD.dtype, torch.float32)
         with without_autocast(x_BTD.device):
             return F.linear(x_BTD.to(precise), self.gate.weight.to(precise)).softmax(dim=2)

@@ -20,11 +20,11 @@ FAULTS = (
         "judged_by_its_averages",
     ),
     Fault(
-        "a picture that cannot be decoded counts as one that was told wrong",
-        "penstock/train/tasks/pictures.py",
+        "an image that cannot be decoded counts as one that was told wrong",
+        "penstock/train/tasks/images.py",
         "targets != NO_CLASS",
         "targets >= NO_CLASS",
-        "tests/laws/test_train_pictures.py",
+        "tests/laws/test_train_images.py",
         "counts_nothing",
     ),
     Fault(
@@ -32,7 +32,7 @@ FAULTS = (
         "penstock/train/loop.py",
         "min(1.0, self.position.step / self._num_steps)",
         "1.0",
-        "tests/laws/test_train_pictures.py",
+        "tests/laws/test_train_images.py",
         "drop_path_rises",
     ),
     Fault(
@@ -52,12 +52,12 @@ FAULTS = (
         "running_statistics",
     ),
     Fault(
-        "a run goes on with any pictures that are there",
+        "a run goes on with any images that are there",
         "penstock/data/images/folders.py",
         "repr((self.classes, self.files, self.targets))",
         "repr(len(self.files))",
-        "tests/laws/test_train_pictures.py",
-        "pictures_that_it_began_with",
+        "tests/laws/test_train_images.py",
+        "images_that_it_began_with",
     ),
     Fault(
         "a run goes on with a loss that is no number",

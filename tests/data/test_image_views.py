@@ -21,8 +21,8 @@ def image(width: int = 40, height: int = 30) -> Image.Image:
     return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def pixels(picture: Image.Image) -> Tensor:
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255
+def pixels(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
 
 
 def squares() -> Image.Image:

@@ -28,7 +28,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_was_learnt_of_digits_helps_with_another_question(
     digits: Path, tmp_path: Path
 ) -> None:
-    """Which digits are odd, from four pictures of each: as many steps from both beginnings."""
+    """Which digits are odd, from four images of each: as many steps from both beginnings."""
     given = ["model.num_filters=16", "data.size=8", "data.max_shift=1"]
     starts = {
         "tuned": [f"start.checkpoint={digits}"],

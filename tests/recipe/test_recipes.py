@@ -44,16 +44,16 @@ def test_a_recipe_can_be_read_and_says_how_it_is_started(path: Path) -> None:
 def test_a_fine_tuning_recipe_says_how_many_steps_it_takes(task: str) -> None:
     path = next(path for path in RECIPES if path.stem == f"finetune_{task}")
     recipe, text = read_recipe(path), path.read_text()
-    pictures, steps, size = (
+    images, steps, size = (
         int(re.findall(rf"([\d,]+) {what}", text)[0].replace(",", ""))
-        for what in ("pictures in", "steps of", "pictures\\.")
+        for what in ("images in", "steps of", "images\\.")
     )
     assert size == recipe.train.batch_size
-    assert steps == pictures // size * recipe.train.epochs
+    assert steps == images // size * recipe.train.epochs
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_pictures_of_any_shape_are_judged_as_they_are_learnt(task: str) -> None:
+def test_images_of_any_shape_are_judged_as_they_are_learnt(task: str) -> None:
     data = read_recipe(next(path for path in RECIPES if path.stem == f"finetune_{task}")).data
     assert isinstance(data, Cifar | ImageFolder)  # CIFAR's are square
     assert data.least_area == data.test_share == 1.0

@@ -29,7 +29,7 @@ def as_saved(original: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def as_loaded(original: nn.Module, there: list[str]) -> Iterator[tuple[str, Source]]:
-    """Yield the names that tensors get as transformers loads them, with what gives their values."""
+    """Yield the names under which transformers loads tensors, with what gives their values."""
     if not is_of_transformers(original):
         return
     try:

@@ -84,7 +84,7 @@ class Vocabulary:
         return ([*ids, EOS] for ids in self.encode(texts))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of tokens, up to the first end; bytes that make no character become �."""
+        """Return the text of tokens up to the first end; bytes that make no character become �."""
         text: str = self._tokenizer.decode(list(itertools.takewhile(lambda n: n != EOS, ids)))
         return text
 

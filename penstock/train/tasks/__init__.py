@@ -22,6 +22,6 @@ def build_task(recipe: Recipe) -> Task:
 
             return TranslationTask(recipe, section)
         case Digits() | ImageFolder() | Cifar() as section:
-            from .pictures import PictureTask, open_pictures
+            from .images import ImageTask, open_images
 
-            return PictureTask(recipe, open_pictures(section))
+            return ImageTask(recipe, open_images(section))

@@ -102,7 +102,7 @@ class Task(ABC):
 
     @abstractmethod
     def tests(self, samples: Sequence[int]) -> Iterator[tuple[Any, Any]]:
-        """Return inputs and targets of these of the `num_test` samples, in order, some at a time."""
+        """Yield inputs and targets of these of the `num_test` samples, in order, a few at once."""
 
     @abstractmethod
     def tally(self, outputs: Any, targets: Any) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def shift_right(target_BT: Tensor, bos: int) -> Tensor:
-    """Return what the decoder reads when it is to say `target_BT`: `bos`, then all but the last."""
+    """Return what the decoder reads to say `target_BT`: `bos`, then all but the last."""
     first_B1 = target_BT.new_full((len(target_BT), 1), bos)
     return torch.cat((first_B1, target_BT[:, :-1]), dim=1)
 

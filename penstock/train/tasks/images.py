@@ -1,4 +1,4 @@
-"""Classify pictures."""
+"""Classify images."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock.data.image_sets import ImageSet, ViewedImageSet, digit_images
 from penstock.data.images import EvaluationView, TrainingView, image_folders, load_cifar
 from penstock.data.images.batches import NO_CLASS
-from penstock.data.pictures import Pictures, ViewedPictures, digit_pictures
 from penstock.errors import ConfigError, RecipeError
-from penstock.recipe.data_sections import Cifar, Digits, PictureSection
+from penstock.recipe.data_sections import Cifar, Digits, ImageSection
 from penstock.recipe.model_sections import AmoebaNet, Residual
 from penstock.recipe.recipe import Recipe
 from penstock.train.layout import num_batches, smallest_microbatch
@@ -22,49 +22,49 @@ from penstock.zoo.residual import residual_network
 from .task import Batch, Measure, Part, Share, Task
 
 
-class PictureTask(Task):
-    """Tells the class of each picture: the model gives (B, classes), and while it is trained may
+class ImageTask(Task):
+    """Tells the class of each image: the model gives (B, classes), and while it is trained may
     give a second such output of an auxiliary head beside it.
     """
 
-    def __init__(self, recipe: Recipe, pictures: Pictures) -> None:
-        self._recipe, self._pictures = recipe, pictures
-        self.num_test = pictures.num_test
-        self._top = min(5, len(pictures.classes))
+    def __init__(self, recipe: Recipe, images: ImageSet) -> None:
+        self._recipe, self._images = recipe, images
+        self.num_test = images.num_test
+        self._top = min(5, len(images.classes))
         self.measures = (Measure("test_accuracy", "test accuracy"),)
-        if len(pictures.classes) > 10:
+        if len(images.classes) > 10:
             self.measures += (Measure("test_top5", "top 5"),)
 
     def check(self, num_replicas: int) -> None:
-        num_train, num_test = self._pictures.num_train, self._pictures.num_test
+        num_train, num_test = self._images.num_train, self._images.num_test
         if not num_train or not num_test:
             raise RecipeError(
-                f"{num_train:,} pictures are to be learnt from and {num_test:,} to be judged by: "
+                f"{num_train:,} images are to be learnt from and {num_test:,} to be judged by: "
                 "both need some; choose another data.test_share"
             )
         if smallest_microbatch(self._recipe, num_train) == 1 and not self._takes_one_sample():
             raise RecipeError(
                 "a micro-batch of the last step of an epoch has one sample, of which the model's "
-                f"BatchNorm sees one value at {self._pictures.size} pixels: choose another "
+                f"BatchNorm sees one value at {self._images.size} pixels: choose another "
                 "train.batch_size, fewer pipeline.num_microbatches, or train.drop_last = true"
             )
 
     def _takes_one_sample(self) -> bool:
         """Whether the model can be trained on one sample: BatchNorm of one value is an error."""
-        pictures = self._pictures
+        images = self._images
         with torch.device("meta"):
-            model, size = make_network(self._recipe, pictures), pictures.size
+            model, size = make_network(self._recipe, images), images.size
             try:
-                model(torch.zeros(1, pictures.channels, size, size))
+                model(torch.zeros(1, images.channels, size, size))
             except ValueError:
                 return False
         return True
 
     def make_model(self) -> nn.Module:
-        return make_network(self._recipe, self._pictures)
+        return make_network(self._recipe, self._images)
 
     def example(self, num_samples: int) -> Tensor:
-        return self._pictures.example(num_samples)
+        return self._images.example(num_samples)
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         smoothing = self._recipe.train.label_smoothing
@@ -76,17 +76,17 @@ class PictureTask(Task):
         return main + model.auxiliary_weight * auxiliary
 
     def num_steps(self, epoch: int) -> int:
-        return num_batches(self._recipe, self._pictures.num_train)
+        return num_batches(self._recipe, self._images.num_train)
 
     def batches(self, epoch: int, first: int, share: Share) -> Iterator[Batch]:
         size, seed = self._recipe.batch_size, self._recipe.train.seed
         rest = range(first, self.num_steps(epoch))
-        found = self._pictures.batches(seed, epoch, first, size, share)
+        found = self._images.batches(seed, epoch, first, size, share)
         for _, (inputs, targets, count) in zip(rest, found, strict=False):
             yield Batch([Part(inputs, targets)], count, is_full=count == size)
 
     def tests(self, samples: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        return self._pictures.tests(samples, self._recipe.batch_size)
+        return self._images.tests(samples, self._recipe.batch_size)
 
     def tally(self, outputs: Tensor, targets: Tensor) -> Tensor:
         ranked_BC = outputs.argsort(dim=1, descending=True, stable=True)
@@ -98,47 +98,47 @@ class PictureTask(Task):
         *hits, known = totals
         if not known:
             raise ConfigError(
-                f"none of the {self.num_test:,} pictures to be judged by can be decoded; put good "
+                f"none of the {self.num_test:,} images to be judged by can be decoded; put good "
                 "ones in their place"
             )
         names = [measure.name for measure in self.measures]
         return dict(zip(names, [count / known for count in hits], strict=False))
 
     def remarks(self) -> Iterator[str]:
-        pictures = self._pictures
+        images = self._images
         yield (
-            f"{pictures.num_train:,} pictures in {len(pictures.classes)} classes to learn from, "
-            f"{pictures.num_test:,} to be judged by"
+            f"{images.num_train:,} images in {len(images.classes)} classes to learn from, "
+            f"{images.num_test:,} to be judged by"
         )
-        if pictures.skipped:
-            yield f"skipped, since they are no pictures: {len(pictures.skipped):,} ({SKIPPED})"
+        if images.skipped:
+            yield f"skipped, since they are no images: {len(images.skipped):,} ({SKIPPED})"
 
     @property
     def data_digest(self) -> str:
-        return self._pictures.digest
+        return self._images.digest
 
     @property
     def skipped(self) -> Sequence[str]:
-        return self._pictures.skipped
+        return self._images.skipped
 
     def begin_step(self, model: nn.Module, progress: float) -> None:
         if isinstance(self._recipe.model, AmoebaNet):
             set_drop_path_progress(model, progress)
 
 
-def open_pictures(section: PictureSection) -> Pictures:
-    """Read the pictures that a recipe names.
+def open_images(section: ImageSection) -> ImageSet:
+    """Read the images that a recipe names.
 
     Raises:
         ConfigError: they cannot be read.
     """
     if isinstance(section, Digits):
-        return digit_pictures(**section.options())
+        return digit_images(**section.options())
     if isinstance(section, Cifar):
         split = load_cifar(section.path, f"cifar{section.num_classes}")
     else:
         split = image_folders(section.path, strict=section.strict)
-    return ViewedPictures(
+    return ViewedImageSet(
         split,
         TrainingView(
             size=section.size,
@@ -157,9 +157,9 @@ def open_pictures(section: PictureSection) -> Pictures:
     )
 
 
-def make_network(recipe: Recipe, pictures: Pictures) -> nn.Module:
-    """Make the network that a recipe names, for these pictures."""
-    sizes = {"in_channels": pictures.channels, "num_classes": len(pictures.classes)}
+def make_network(recipe: Recipe, images: ImageSet) -> nn.Module:
+    """Make the network that a recipe names, for these images."""
+    sizes = {"in_channels": images.channels, "num_classes": len(images.classes)}
     match recipe.model:
         case Residual() as r:
             return residual_network(**r.options(), **sizes)
@@ -169,7 +169,7 @@ def make_network(recipe: Recipe, pictures: Pictures) -> nn.Module:
                 a.num_layers,
                 a.num_filters,
                 **sizes,
-                image_size=pictures.size,
+                image_size=images.size,
                 dropout=a.dropout,
                 drop_path=a.drop_path,
                 auxiliary=a.auxiliary_weight > 0,
@@ -179,6 +179,6 @@ def make_network(recipe: Recipe, pictures: Pictures) -> nn.Module:
             )
         case other:
             raise RecipeError(
-                f'model.name = "{other.name}" is not made for pictures, data.name = '
+                f'model.name = "{other.name}" is not made for images, data.name = '
                 f'"{recipe.data.name}"; choose residual or amoebanet'
             )

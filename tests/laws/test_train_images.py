@@ -1,4 +1,4 @@
-"""Runs on pictures in files: they go on bit by bit, and what cannot be read is named."""
+"""Runs on images in files: they go on bit by bit, and what cannot be read is named."""
 
 import shutil
 import signal
@@ -64,19 +64,19 @@ DAMAGED = "train/light/3.png"
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make some pictures, of which one in each part is damaged behind its header."""
-    folder = tmp_path_factory.mktemp("pictures")
+    """Make some images, of which one in each part is damaged behind its header."""
+    folder = tmp_path_factory.mktemp("images")
     random = np.random.default_rng(0)
     for part, count in (("train", 6), ("val", 3)):
         for number, name in enumerate(CLASSES):
             (folder / part / name).mkdir(parents=True)
-            for picture in range(count):
-                noise = random.integers(0, 60, (14 + picture, 17, 3), dtype=np.uint8)
+            for image in range(count):
+                noise = random.integers(0, 60, (14 + image, 17, 3), dtype=np.uint8)
                 pixels = noise + np.array([[0] * 3, [190] * 3, [190, 0, 0]][number], np.uint8)
-                Image.fromarray(pixels).save(folder / part / name / f"{picture}.png")
+                Image.fromarray(pixels).save(folder / part / name / f"{image}.png")
     for damaged in (folder / DAMAGED, folder / "val/red/1.png"):
         damaged.write_bytes(damaged.read_bytes()[:150])
-    path = folder / "pictures.toml"
+    path = folder / "images.toml"
     path.write_text(RECIPE.replace("PATH", str(folder)))
     return path
 
@@ -96,7 +96,7 @@ def uninterrupted(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     ],
     ids=" ".join,
 )
-def test_a_run_on_pictures_goes_on_bit_by_bit(
+def test_a_run_on_images_goes_on_bit_by_bit(
     recipe: Path, uninterrupted: Path, tmp_path: Path, changes: list[str]
 ) -> None:
     folder, interrupt = create(tmp_path / "run", recipe_to_toml(read_recipe(recipe))), Interrupt()
@@ -135,7 +135,7 @@ def test_what_cannot_be_decoded_is_counted(recipe: Path, uninterrupted: Path) ->
     assert lines[-1]["num_skipped"] == 2
 
 
-def test_a_run_goes_on_with_the_pictures_that_it_began_with(
+def test_a_run_goes_on_with_the_images_that_it_began_with(
     recipe: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     """Wherever they are now."""
@@ -156,13 +156,13 @@ def test_a_run_goes_on_with_the_pictures_that_it_began_with(
         resume_run(request, quiet(), Interrupt())
 
 
-def test_a_run_without_a_picture_to_be_judged_by_is_an_error(recipe: Path, tmp_path: Path) -> None:
+def test_a_run_without_an_image_to_be_judged_by_is_an_error(recipe: Path, tmp_path: Path) -> None:
     for part in ("train", "val"):
         shutil.copytree(recipe.parent / part, tmp_path / part)
     for file in (tmp_path / "val").rglob("*.png"):
         file.write_bytes(file.read_bytes()[:150])
     request = Request(recipe, [f"data.path={tmp_path}"], tmp_path / "run")
-    with pytest.raises(ConfigError, match="none of the 9 pictures to be judged by can be decoded"):
+    with pytest.raises(ConfigError, match="none of the 9 images to be judged by can be decoded"):
         start_run(request, quiet(), Interrupt())
 
 

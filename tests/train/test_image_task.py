@@ -1,4 +1,4 @@
-"""Pictures are judged as the recipe says, by the best guess and the best five."""
+"""Images are judged as the recipe says, by the best guess and the best five."""
 
 from pathlib import Path
 
@@ -9,12 +9,12 @@ from PIL import Image
 from penstock.recipe.data_sections import ImageFolder
 from penstock.recipe.read import read_recipe
 from penstock.train.tasks import build_task
-from penstock.train.tasks.pictures import open_pictures
+from penstock.train.tasks.images import open_images
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
 
 
-def test_wide_pictures_can_be_judged_as_they_are_learnt(tmp_path: Path) -> None:
+def test_wide_images_can_be_judged_as_they_are_learnt(tmp_path: Path) -> None:
     pixels_HWC = np.zeros((100, 300, 3), np.uint8)
     pixels_HWC[:, :100, 0] = pixels_HWC[:, 200:, 0] = 255
     for file in ("train/car/0.png", "train/boat/0.png", "val/car/0.png"):
@@ -33,9 +33,9 @@ def test_wide_pictures_can_be_judged_as_they_are_learnt(tmp_path: Path) -> None:
             test_squeezed=squeezed,
             num_workers=0,
         )
-        pictures = open_pictures(section)
-        [(learnt, _, _)] = pictures.batches(0, 0, 0, 2, slice)
-        [(judged, _)] = pictures.tests([0], 2)
+        images = open_images(section)
+        [(learnt, _, _)] = images.batches(0, 0, 0, 2, slice)
+        [(judged, _)] = images.tests([0], 2)
         return [learnt[0], judged[0]]
 
     assert torch.equal(*seen(squeezed=True))

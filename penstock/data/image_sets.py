@@ -1,4 +1,4 @@
-"""Pictures with their classes: those to learn from, batch by batch, and those to be judged by."""
+"""Images with their classes: those to learn from, batch by batch, and those to be judged by."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +16,9 @@ from .shift import epoch_shifts, shift_images
 Share = Callable[[int], slice]
 
 
-class Pictures(ABC):
-    """Pictures in two parts.  Those to learn from come in the order of (seed, epoch), changed as
-    (seed, epoch, number of the picture) says: batch b of an epoch is the same whenever it is made.
+class ImageSet(ABC):
+    """Images in two parts.  Those to learn from come in the order of (seed, epoch), changed as
+    (seed, epoch, number of the image) says: batch b of an epoch is the same whenever it is made.
     """
 
     classes: tuple[str, ...]
@@ -30,7 +30,7 @@ class Pictures(ABC):
 
     @abstractmethod
     def example(self, num_samples: int) -> Tensor:
-        """Return so many pictures to learn from: float32, (B, channels, H, W)."""
+        """Return so many images to learn from: float32, (B, channels, H, W)."""
 
     @abstractmethod
     def batches(
@@ -42,14 +42,14 @@ class Pictures(ABC):
 
     @abstractmethod
     def tests(self, samples: Sequence[int], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield these of the pictures to be judged by, in order, with their classes: -1 for one
+        """Yield these of the images to be judged by, in order, with their classes: -1 for one
         that cannot be decoded.
         """
 
     @property
     @abstractmethod
     def digest(self) -> str:
-        """Tell these pictures, their order and their classes from others."""
+        """Tell these images, their order and their classes from others."""
 
     @property
     def skipped(self) -> Sequence[str]:
@@ -57,8 +57,8 @@ class Pictures(ABC):
         return ()
 
 
-class TensorPictures(Pictures):
-    """Pictures that fit in memory; those to learn from move by up to `max_shift` pixels."""
+class TensorImageSet(ImageSet):
+    """Images that fit in memory; those to learn from move by up to `max_shift` pixels."""
 
     def __init__(self, split: Split, classes: Sequence[str], max_shift: int = 0) -> None:
         self._train, self._test, self._max_shift = split.train, split.test, max_shift
@@ -93,8 +93,8 @@ class TensorPictures(Pictures):
             yield self._test.inputs[chosen], self._test.targets[chosen]
 
 
-class ViewedPictures(Pictures):
-    """Pictures in files, decoded and changed by worker processes."""
+class ViewedImageSet(ImageSet):
+    """Images in files, decoded and changed by worker processes."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ _LABELS: dict[str, tuple[tuple[str, ...], Callable[[Tensor], Tensor]]] = {
 }
 
 
-def digit_pictures(
+def digit_images(
     labels: str = "digit",
     *,
     size: int = 8,
@@ -155,15 +155,15 @@ def digit_pictures(
     test_share: float = 0.2,
     max_shift: int = 0,
     seed: int = 0,
-) -> TensorPictures:
+) -> TensorImageSet:
     """Read the handwritten digits: float32, (N, 1, size, size), from 0 to 1.
 
     Args:
         labels: the classes: `digit`, its `parity`, or in which `half` of 0 to 9 it is.
         size: pixels of each side; the originals have 8 and are enlarged (bilinear).
-        train_share: share of the pictures to learn from that is kept, of each digit alike.
+        train_share: share of the images to learn from that is kept, of each digit alike.
         test_share, seed: see `load_digits`.
-        max_shift: pixels by which pictures move while one learns from them.
+        max_shift: pixels by which images move while one learns from them.
 
     Raises:
         ConfigError: scikit-learn is not installed, or `test_share` is not between 0 and 1.
@@ -171,7 +171,7 @@ def digit_pictures(
     split = load_digits(test_share, seed)
     classes, label = _LABELS[labels]
     train = _of_each_class(split.train, train_share, seed)
-    return TensorPictures(
+    return TensorImageSet(
         Split(*(Samples(_resized(p.inputs, size), label(p.targets)) for p in (train, split.test))),
         classes,
         max_shift,
