@@ -1,6 +1,7 @@
 """Where the time of a step went: work, waiting for messages, and bubble, stage by stage."""
 
 import json
+from collections import defaultdict
 from dataclasses import asdict, astuple, dataclass, fields
 from fractions import Fraction
 from numbers import Rational
@@ -129,14 +130,14 @@ class Breakdown:
 @collection_paused()
 def breakdown(timeline: Timeline) -> Breakdown:
     """Say where each rank's time went between the step's first instruction and its last."""
-    totals: dict[int, dict[str, float]] = {}
+    totals: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(_SUMS, 0))
     ranks: dict[int, int] = {}
     last: dict[int, Span] = {}
     start_s, end_s = timeline.start_s, timeline.end_s
     for span, wait_s in zip(timeline.spans, waits_s(timeline), strict=True):
         number, before = span.instruction.stage, last.get(span.rank)
         ranks[number], last[span.rank] = span.rank, span
-        stage = totals.setdefault(number, dict.fromkeys(_SUMS, 0))
+        stage = totals[number]
         stage["bubble_s"] += span.start_s - (start_s if before is None else before.end_s)
         stage["wait_s"] += wait_s
         stage[look_of(span.instruction).counts_as] += span.duration_s - wait_s
