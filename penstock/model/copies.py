@@ -9,7 +9,7 @@ _CACHE_LINE_BYTES = 64
 
 
 def no_leaf(tensor: Tensor) -> Tensor:
-    """Give a tensor as what an operation gave, as it is in the unsplit model.
+    """Return a tensor as what an operation gave, as it is in the unsplit model.
 
     Autocast casts a leaf once for all its uses, and then adds up their gradients in the lower
     precision.

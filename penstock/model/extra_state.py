@@ -49,7 +49,7 @@ def read_extra(owners: Owners) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def extra_faults(owners: Owners, there: Collection[str]) -> Iterator[str]:
-    """Say what keeps saved values, with the names `there`, from being given to the modules."""
+    """Yield what keeps saved values, with the names `there`, from being given to the modules."""
     for name, module in owners.items():
         if name in there and not _overrides(module, "set_extra_state"):
             kind = type(module).__name__
@@ -57,7 +57,7 @@ def extra_faults(owners: Owners, there: Collection[str]) -> Iterator[str]:
 
 
 def set_extra(owners: Owners, saved: Mapping[str, Any]) -> None:
-    """Give the modules what they saved."""
+    """Hand the modules what they saved."""
     for name, module in owners.items():
         if name in saved:
             module.set_extra_state(saved[name])

@@ -70,7 +70,7 @@ def _give_memory(module: nn.Module, device: torch.device, made: Made) -> None:
 
 
 def with_memory(tensor: Tensor, device: torch.device, made: Made) -> Tensor:
-    """Give a tensor like one on the meta device, with memory, but no values yet.
+    """Return a tensor like one on the meta device, with memory, but no values yet.
 
     It is the same one for a tensor that has several places.
     """
@@ -90,12 +90,12 @@ def forked_random(devices: Iterable[torch.device]) -> AbstractContextManager[Non
 
 
 def own_tensors(module: nn.Module) -> list[Tensor]:
-    """Give the parameters and buffers of a module itself."""
+    """Return the parameters and buffers of a module itself."""
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def unsaved_buffers(module: nn.Module) -> list[Tensor]:
-    """Give the buffers of a module itself that no state dict holds."""
+    """Return the buffers of a module itself that no state dict holds."""
     found = (buffers_of(module).get(name) for name in unsaved_buffers_of(module))
     return [buffer for buffer in found if buffer is not None]
 

@@ -9,7 +9,7 @@ from penstock.errors import ConfigError
 
 
 def output_loss(output: Any, target: Any = None) -> Tensor:
-    """Give the loss in a model's output: what is called `loss`, or a scalar that comes first.
+    """Return the loss in a model's output: what is called `loss`, or a scalar that comes first.
 
     Raises:
         ConfigError: there is none.
@@ -29,6 +29,6 @@ def output_loss(output: Any, target: Any = None) -> Tensor:
 
 
 def loss_in(output: Any) -> Tensor | None:
-    """Give the scalar called `loss` in a model's output; None if there is none."""
+    """Return the scalar called `loss` in a model's output; None if there is none."""
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return named if isinstance(named, Tensor) and named.dim() == 0 else None

@@ -103,7 +103,7 @@ def unflatten(structure: Structure, leaves: list[Any]) -> Any:
 
 
 def moved(structure: Structure, by: int) -> Structure:
-    """Give the structure for leaves that begin at another number."""
+    """Return the structure for leaves that begin at another number."""
     match structure:
         case Leaf(index):
             return Leaf(index + by)
@@ -126,12 +126,12 @@ def constants(structure: Structure) -> Iterator[Any]:
 
 
 def template(structure: Structure) -> Any:
-    """Give a value with `Leaf`s where its tensors were: it can be pickled if its classes can."""
+    """Return a value with `Leaf`s where its tensors were: it can be pickled if its classes can."""
     return unflatten(structure, [Leaf(index) for index in range(_num_leaves(structure))])
 
 
 def from_template(value: Any) -> Structure:
-    """Give the structure whose `template` this is."""
+    """Return the structure whose `template` this is."""
     return _flatten(value, [], {}, _is_tensor)
 
 
@@ -218,7 +218,7 @@ def _flatten(
 
 
 def opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Give a container's children and how to rebuild it; None if the value is no container."""
+    """Return a container's children and how to rebuild it; None if the value is no container."""
     kind = type(value)
     if kind is tuple or kind is list:
         return list(value), kind

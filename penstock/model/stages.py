@@ -19,7 +19,7 @@ from .stage_plan import MODEL_INPUT, StagePlan, Step, Value, run_steps
 
 
 def stage_of_layers(partition: tuple[int, ...]) -> tuple[int, ...]:
-    """Give the stage of each layer for a partition into `partition[s]` layers per stage."""
+    """Return the stage of each layer for a partition into `partition[s]` layers per stage."""
     return tuple(stage for stage, count in enumerate(partition) for _ in range(count))
 
 

@@ -37,7 +37,7 @@ def first_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 def read_state(
     modules: Iterable[nn.Module], places: Iterable[Place]
 ) -> dict[Place, Tensor | None]:
-    """Give all buffers of `modules`, and what stands at `places`; None where no tensor does."""
+    """Return all buffers of `modules`, and what stands at `places`; None where no tensor does."""
     now: dict[Place, Tensor | None] = {
         (m, True, name): buffer for m in modules for name, buffer in buffers_of(m).items()
     }
@@ -48,7 +48,7 @@ def read_state(
 
 
 def holder(place: Place) -> dict[str, Any]:
-    """Give the dictionary in which the module keeps the tensor."""
+    """Return the dictionary in which the module keeps the tensor."""
     module, is_buffer, _ = place
     return buffers_of(module) if is_buffer else vars(module)
 
@@ -70,7 +70,7 @@ def put_state(state: Mapping[Place, Any]) -> None:
 
 
 def tensors_at(places: Iterable[Place]) -> list[Tensor]:
-    """Give what stands at places where tensors do."""
+    """Return what stands at places where tensors do."""
     return [holder(place)[place[2]] for place in places]
 
 
@@ -89,7 +89,7 @@ def in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def keeping_values(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Give tensors the values back that they had."""
+    """Restore the values of tensors afterwards."""
     before = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
         yield

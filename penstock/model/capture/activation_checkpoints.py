@@ -25,7 +25,7 @@ _options = inspect.signature(checkpoint_generator)
 
 
 def watch_checkpoints() -> None:
-    """Let checkpoints without reentry go to the pass that is under way."""
+    """Route checkpoints without reentry to the pass that is under way."""
     replace_checkpoint_generator(_routed_generator)
 
 
@@ -62,7 +62,7 @@ def reentrant(current: Any, function: Callable[..., Any], preserves: bool, *args
 
 @contextmanager
 def around_blocks(current: Any, checkpoint: Callable[..., Any]) -> Iterator[None]:
-    """Let a pass put `checkpoint` around each block that is called inside."""
+    """Have a pass put `checkpoint` around each block that is called inside."""
     before, current.checkpoint = current.checkpoint, checkpoint
     try:
         yield

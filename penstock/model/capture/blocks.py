@@ -93,7 +93,7 @@ def _chosen(
 def _is_opened(
     module: nn.Module, count: int, opened: tuple[type, ...], large: float, *, in_list: bool
 ) -> bool:
-    """Whether a module's parts are blocks, and not itself."""
+    """Tell whether a module's parts are blocks, and not itself."""
     if original_class(module) in opened and any(True for _ in module.children()):
         return True
     return count > large and _holds_blocks(module) and (not in_list or _is_a_list(module, count))
@@ -108,7 +108,7 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def _is_a_list(module: nn.Module, count: int) -> bool:
-    """Whether most of an entry of a list is a list of alike modules itself, as stages of Swin."""
+    """Tell whether most of an entry of a list is a list of alike modules, as stages of Swin are."""
     return any(
         isinstance(part, nn.ModuleList | nn.Sequential)
         and len(part) > 1
@@ -194,12 +194,12 @@ def _members(patterns: Iterable[str], blocks: Collection[str], argument: str) ->
 
 
 def _beginning(name: str, pattern: str) -> str:
-    """Give as many parts of a name as a pattern has: a block may have been opened since."""
+    """Return as many parts of a name as a pattern has: a block may have been opened since."""
     return ".".join(name.split(".")[: pattern.count(".") + 1])
 
 
 def ranges_of(groups: Groups, calls: Sequence[Call]) -> tuple[tuple[int, int], ...]:
-    """Give the first and last call of each group; groups that overlap are one."""
+    """Return the first and last call of each group; groups that overlap are one."""
     found = []
     for group in groups:
         places = [place for place, (block, _) in enumerate(calls) if block in group]

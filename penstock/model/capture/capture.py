@@ -37,7 +37,7 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
     method: str = RERUN,
     check: bool = True,
 ) -> Layers:
-    """Give any module as layers that a pipeline can cut: the calls of its blocks, in order.
+    """Return any module as layers that a pipeline can cut: the calls of its blocks, in order.
 
     The model stays as it is, also its class, names and `state_dict`: each stage runs the model's
     own Python, in which the blocks of other stages give placeholders.  It is run on the example
@@ -108,7 +108,7 @@ def _exported(
 
 
 def resolve_layers(model: Any, example_inputs: Any) -> Layers:
-    """Give layers for what a user calls a model: a list, a Sequential, layers, any module.
+    """Return layers for what a user calls a model: a list, a Sequential, layers, any module.
 
     Raises:
         ConfigError: it is any module, and there is no example to run it on; or is none of these.

@@ -95,11 +95,11 @@ class Captured:
     """What a comparison with the model as it is has shown."""
 
     def names_in(self, block: str) -> tuple[str, ...]:
-        """Give the names of a block's parameters."""
+        """Return the names of a block's parameters."""
         return tuple(name for name in self.parameters if name.startswith(f"{block}."))
 
     def live_bytes(self) -> tuple[int, ...]:
-        """Give the bytes that would cross a cut before each call, in the mode that sends more."""
+        """Return the bytes that would cross a cut before each call, in the mode with the most."""
         return tuple(
             max(_crossing(of_mode, call, self.calls) for of_mode in self.recorded)
             for call in range(len(self.calls))

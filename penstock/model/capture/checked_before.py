@@ -103,7 +103,7 @@ def _facts(captured: Captured) -> Iterator[object]:
 
 
 def _sources(model: nn.Module) -> list[Path]:
-    """Give the files of the model's classes, and all that were imported from around them.
+    """Return the files of the model's classes, and all that were imported from around them.
 
     The model may call any function there.  Those of torch are known by its version.
 

@@ -70,7 +70,7 @@ def writes_into(tensor: Tensor, operation: Operation, parameter: str | None) -> 
 
 
 def calling_line() -> str:
-    """Give the file and line of the model's code that is being run."""
+    """Return the file and line of the model's code that is being run."""
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

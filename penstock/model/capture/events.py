@@ -184,7 +184,7 @@ def left_behind(structure: Structure) -> Iterator[str]:
 
 
 def told_structure(structure: Structure, maker: EventKey) -> Structure:
-    """Give the structure of a result as other stages are told it: without opaque objects."""
+    """Return the structure of a result as other stages are told it: without opaque objects."""
     if isinstance(structure, Leaf) or not any(True for _ in opaque_values(structure)):
         return structure
     if isinstance(structure, Node):
@@ -196,7 +196,7 @@ def told_structure(structure: Structure, maker: EventKey) -> Structure:
 
 
 def _array(array: "numpy.ndarray[Any, Any]", _nothing: list[Any]) -> Any:
-    """Give each stage an array of its own, since it may write into it."""
+    """Copy an array for each stage, which may write into it."""
     return array.copy()
 
 

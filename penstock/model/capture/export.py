@@ -90,7 +90,7 @@ def _graph(model: nn.Module, example_inputs: Any) -> nn.Module:
 
 
 def _dropped(model: nn.Module) -> Iterator[str]:
-    """Say what a graph lacks of the model."""
+    """Yield what a graph lacks of the model."""
     yield _ALWAYS
     for path, module in model.named_modules():
         if has_hooks(module):

@@ -59,13 +59,13 @@ class Exported(nn.Module):
         return self.graphs[self.training](*given.args, **given.kwargs)
 
     def owners(self, path: str) -> Iterator[nn.Module]:
-        """Give the modules that have the parameters of one of the model's modules."""
+        """Yield the modules that have the parameters of one of the model's modules."""
         yield self.original.get_submodule(path)
         for graph in self.graphs.values():
             yield from (module for name, module in graph.named_modules() if _plain(name) == path)
 
     def twins(self, name: str) -> Iterator[nn.Module]:
-        """Give the modules that one block is in the graphs."""
+        """Yield the modules that one block is in the graphs."""
         for graph in self.graphs.values():
             try:
                 yield graph.get_submodule(name)
@@ -91,7 +91,7 @@ def check_modes(model: nn.Module) -> None:
 
 
 def _adopt(model: nn.Module, graph: nn.Module) -> None:
-    """Give a graph the model's own parameters and buffers in place of its copies."""
+    """Put the model's own parameters and buffers in place of a graph's copies."""
     own: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     own.update(model.named_buffers(remove_duplicate=False))
     for path, module in graph.named_modules():
@@ -101,5 +101,5 @@ def _adopt(model: nn.Module, graph: nn.Module) -> None:
 
 
 def _plain(path: str) -> str:
-    """Give the name of a module that a graph has once for each call."""
+    """Return the name of a module that a graph has once for each call."""
     return re.sub(r"@\d+", "", path)

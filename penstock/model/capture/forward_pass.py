@@ -126,7 +126,7 @@ class Pass(ABC):
         """Run an operation, or replay it."""
 
     def knows(self, module: nn.Module) -> bool:
-        """Whether a module is a block of this pass."""
+        """Tell whether a module is a block of this pass."""
         return id(module) in self._names
 
     def run(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ class Pass(ABC):
         return (output, self._beside) if self.keep and not torch.is_grad_enabled() else output
 
     def ended(self, output: Any) -> Any:
-        """Give the model's output with real tensors for ghosts."""
+        """Return the model's output with real tensors for ghosts."""
         return self._unwrapped(output)
 
     # -- running an event ---------------------------------------------------------------------
@@ -267,11 +267,11 @@ class Pass(ABC):
         return Ghost.standing_for(self.describe(tensor, ValueId(key, place)), tensor, self.home)
 
     def describe(self, tensor: Tensor, value: ValueId) -> Info:
-        """Say what is known of a tensor without its values."""
+        """Describe a tensor without its values."""
         return Info.of(tensor, value)
 
     def real(self, ghost: Ghost) -> Tensor:
-        """Give the tensor that a ghost stands for, which must be here."""
+        """Return the tensor that a ghost stands for, which must be here."""
         assert ghost.here is not None
         return ghost.here
 
@@ -301,7 +301,7 @@ class Pass(ABC):
         return self._opened(value, {}, [])
 
     def instead_of(self, tensor: Tensor) -> Tensor:
-        """Give what stands for a tensor that is no ghost."""
+        """Return what stands for a tensor that is no ghost."""
         return tensor
 
     def _note_changes(
@@ -340,7 +340,7 @@ class Pass(ABC):
         return Operation(key, name, function, args, kwargs)
 
     def below_torch_function(self, function: Any) -> GlueError:
-        """Say that an operation was reached that passes cannot follow (E5)."""
+        """Return the error for an operation that passes cannot follow (E5)."""
         name = getattr(getattr(function, "overloadpacket", function), "__name__", str(function))
         self._not_followed = GlueError(
             f"aten.{name} reached a routed value inside jit.script, vmap or C++, after "

@@ -1,6 +1,6 @@
-"""A tensor without values, which stands for what another stage holds, or this one will use.
+"""Ghosts: tensors without values, which stand for what another stage holds, or this one will use.
 
-Every operation on one goes to the pass that is under way; what is asked of its shape, type and
+Every operation on a ghost goes to the pass that is under way; what is asked of its shape, type and
 device is answered at once.
 """
 

@@ -1,4 +1,4 @@
-"""What a stage told the next ones before, so that it can tell the same by the same objects."""
+"""A cache of what a stage has told the next ones, so that the same is the same object again."""
 
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ class SealedHeader(Sealed):
 
 
 @dataclass(slots=True)
-class Seen:
+class HeaderCache:
     """What a stage told before.
 
     `told` has each event as it was last; `one_new` those of them that gave one tensor, a new one,
@@ -31,7 +31,7 @@ class Seen:
     headers: dict[tuple[int, ...], SealedHeader] = field(default_factory=dict)
 
     def same(self, key: EventKey, told: Told) -> Told:
-        """Give what an event gave; as the same object, if it is what it gave before."""
+        """Return what an event gave; as the same object, if it is what it gave before."""
         before = self.told.get(key)
         if before is not None and _is_same(before, told):
             return before
@@ -43,7 +43,7 @@ class Seen:
         return told
 
     def sealed(self, header: Header) -> SealedHeader:
-        """Give a header as it travels: the same object for the same events."""
+        """Return a header as it travels: the same object for the same events."""
         found = self.headers.get(key := tuple(map(id, header.values())))
         if found is None:
             if len(self.headers) == _MOST_HEADERS:

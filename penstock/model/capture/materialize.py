@@ -1,4 +1,4 @@
-"""Give a model that was built on the meta device values, where its stages run.
+"""Materialize a model that was built on the meta device, where its stages run.
 
 A process gives memory to what its own stages have, and to the buffers of modules outside blocks,
 since the code between blocks runs on every stage.  Then each module fills its tensors as
@@ -81,7 +81,7 @@ def _move(captured: Captured, part: Part) -> None:
 
 
 def _devices(captured: Captured, parts: Sequence[Part]) -> dict[str, torch.device]:
-    """Give the device of each parameter and buffer that this process needs, by all their names."""
+    """Return the device of each parameter and buffer of this process, by all their names."""
     found: dict[str, torch.device] = {}
     for part in parts:
         found.update(dict.fromkeys(part.parameters, part.device))
@@ -110,7 +110,7 @@ def _give_memory(model: nn.Module, devices: Mapping[str, torch.device]) -> dict[
 
 
 def _places(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Give the dictionary in which a module has the parameter or buffer, and its name there."""
+    """Return the dictionary in which a module has the parameter or buffer, and its name there."""
     path, _, last = name.rpartition(".")
     owner = model.get_submodule(path)
     return (parameters_of(owner) if last in parameters_of(owner) else buffers_of(owner)), last
@@ -163,7 +163,7 @@ InitWeights = Callable[[nn.Module], Any]
 def _around(
     model: nn.Module, names: Collection[str]
 ) -> Iterator[tuple[str, nn.Module, InitWeights | None]]:
-    """Give the modules with any of the tensors in them, and whose `_init_weights` is for them."""
+    """Yield the modules with any of the tensors in them, and whose `_init_weights` is for them."""
     paths = {""}
     for name in names:
         while name := name.rpartition(".")[0]:

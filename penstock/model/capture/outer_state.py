@@ -177,7 +177,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 @cache
 def is_plain(kind: type) -> bool:
-    """Whether objects of a class hold attributes of the user's, and no more."""
+    """Tell whether objects of a class hold attributes of the user's, and no more."""
     if not _is_of_user(kind):
         return kind is SimpleNamespace
     return not issubclass(kind, type | ModuleType | Tensor | nn.Module)
@@ -202,7 +202,7 @@ def kept_by(modules: Iterable[nn.Module]) -> list[tuple[Any, dict[Any, Any]]]:
 
 
 def put_back(kept: Iterable[tuple[Any, dict[Any, Any]]]) -> None:
-    """Give modules, containers and plain objects the content that they had; see `kept_by`."""
+    """Restore what modules, containers and plain objects held; see `kept_by`."""
     for holder, content in kept:
         now = _content(holder) or {}
         same = [*now] == [*content] and all(map(operator.is_, now.values(), content.values()))

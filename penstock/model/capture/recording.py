@@ -142,7 +142,7 @@ class Recording(Pass):
         return super().result_of(operation, result, ghosts, versions)
 
     def _without_graph(self, tensor: Tensor) -> Tensor:
-        """Let go of what a block kept for its backward: the same tensor, without that graph."""
+        """Free what a block kept for its backward: return the same tensor without that graph."""
         self._inner.pop(id(tensor), None)
         if tensor.is_leaf:
             return tensor
@@ -159,7 +159,7 @@ class Recording(Pass):
                 raise keeps_container(part, key)
 
     def running(self) -> EventKey | None:
-        """Give the block call that runs now; None between them."""
+        """Return the block call that runs now; None between them."""
         key = self._given_in[1]
         return key if self.is_inside and key.number == 0 else None
 

@@ -20,7 +20,7 @@ from .errors import calling_line, writes_into
 from .events import END, EventKey, Header, Operation, Told, ValueId, told_structure
 from .forward_pass import GRADIENT_HOOKS, Pass, Perform, plainly
 from .ghost import Ghost, ghosts_in
-from .header_cache import Seen
+from .header_cache import HeaderCache
 from .tied_weights import Absent, Lent
 
 
@@ -41,7 +41,7 @@ class Replay(Pass):
         wanted: values that later stages need; None keeps all that Python still refers to.
         lent: what was sent for parameters that have their home on another stage, by their id.
         borrowers: the blocks that use those.
-        seen: what was told of each event in the passes before.
+        cache: what was told of each event in the passes before.
     """
 
     def __init__(  # noqa: PLR0913 - one argument for each line of its docstring
@@ -58,7 +58,7 @@ class Replay(Pass):
         borrowers: Collection[str] = (),
         perform: Perform = plainly,
         sees_all: bool = False,
-        seen: Seen | None = None,
+        cache: HeaderCache | None = None,
     ) -> None:
         super().__init__(names, parameters, perform=perform, sees_all=sees_all)
         self._stage, self._stage_of = stage, stage_of
@@ -67,7 +67,7 @@ class Replay(Pass):
         self.header = dict(header)
         self._lent = Lent(lent) if lent else None
         self._borrowers = borrowers
-        self._seen = Seen() if seen is None else seen
+        self._cache = HeaderCache() if cache is None else cache
         self._is_own, self._is_over = stage == 0, False
         self._held: dict[ValueId, Tensor] = dict(received)
         self._alive: list[weakref.ref[Ghost]] = []
@@ -91,7 +91,7 @@ class Replay(Pass):
         return output
 
     def leaving(self) -> dict[ValueId, Tensor]:
-        """Give the values that later stages need, once the pass has ended."""
+        """Return the values that later stages need, once the pass has ended."""
         if self._wanted is not None:
             return {value: self._held[value] for value in self._wanted if value in self._held}
         return dict(self._leaving)
@@ -132,13 +132,13 @@ class Replay(Pass):
 
     def tell(self, key: EventKey, told: Told) -> None:
         """Note what an event gave; as the same object, if it is what it gave before."""
-        super().tell(key, self._seen.same(key, told))
+        super().tell(key, self._cache.same(key, told))
 
     def result_of(
         self, operation: Operation, result: Any, ghosts: list[Ghost], versions: list[int] | None
     ) -> Any:
         key, name = operation[:2]
-        told = self._seen.one_new.get(key)
+        told = self._cache.one_new.get(key)
         if told is not None and versions is None and type(result) is Tensor and told.name == name:
             info = told.infos[0]
             if info.fits(result) and id(result) not in [id(ghost.here) for ghost in ghosts]:
@@ -179,7 +179,7 @@ class Replay(Pass):
         return unflatten(told_structure(structure, END), reals)
 
     def real(self, ghost: Ghost) -> Tensor:
-        """Give the tensor that a ghost stands for.
+        """Return the tensor that a ghost stands for.
 
         Raises:
             RouteError: it is on another stage, and nobody sent it (E4).
@@ -194,7 +194,7 @@ class Replay(Pass):
         return ghost.here
 
     def _what(self) -> str:
-        """Say what is being done."""
+        """Name what is being done, for an error."""
         if isinstance(self._doing, str):
             return self._doing
         key, name = self._doing[:2]
@@ -227,7 +227,7 @@ class Replay(Pass):
         return changed
 
     def _replay(self, operation: Operation) -> Any:
-        """Give what an event on another stage gave."""
+        """Return what an event on another stage gave."""
         key, name = operation[:2]
         told = self.header.get(key)
         if told is None or told.name != name:
@@ -280,6 +280,6 @@ _MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 
 def _lending(lent: Lent, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let a block read what was sent for its parameters; also when a checkpoint runs it again."""
+    """Run a block on what was sent for its parameters, also when a checkpoint runs it again."""
     with lent:
         return function(*args, **kwargs)

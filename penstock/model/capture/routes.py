@@ -30,7 +30,7 @@ def calls_of(events: Iterable[Event]) -> list[Call]:
 
 
 def stages_of_calls(calls: Sequence[Call], partition: Sequence[int]) -> dict[Call, int]:
-    """Give the stage of each call where stage s runs `partition[s]` calls."""
+    """Return the stage of each call where stage s runs `partition[s]` calls."""
     stages = [stage for stage, count in enumerate(partition) for _ in range(count)]
     return dict(zip(calls, stages, strict=True))
 
@@ -38,7 +38,7 @@ def stages_of_calls(calls: Sequence[Call], partition: Sequence[int]) -> dict[Cal
 def stages_of_events(
     events: Iterable[Event], stage_of: Mapping[Call, int], num_stages: int
 ) -> list[Placed]:
-    """Give each event with its stage: that of the last call before it."""
+    """Return each event with its stage: that of the last call before it."""
     found, stage = [], 0
     for event in events:
         if event.key == END:
@@ -50,7 +50,7 @@ def stages_of_events(
 
 
 def holders(events: Iterable[Placed]) -> dict[ValueId, tuple[int, ...]]:
-    """Give the stages that hold each value in any recording, its producer first."""
+    """Return the stages that hold each value in any recording, its producer first."""
     found: dict[ValueId, set[int]] = {}
     for event, stage in events:
         for value in (*event.gives, *event.uses, *(new for _, new in event.changes)):
@@ -61,7 +61,7 @@ def holders(events: Iterable[Placed]) -> dict[ValueId, tuple[int, ...]]:
 def sends(
     held: Mapping[ValueId, tuple[int, ...]], num_stages: int
 ) -> list[dict[int, tuple[ValueId, ...]]]:
-    """Give what each stage sends to whom: a value goes from holder to holder."""
+    """Return what each stage sends to whom: a value goes from holder to holder."""
     out: list[dict[int, list[ValueId]]] = [{} for _ in range(num_stages)]
     for value, stages in held.items():
         for source, target in pairwise(stages):

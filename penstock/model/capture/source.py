@@ -118,7 +118,7 @@ class CapturedForward(Source):
             values.update(dict.fromkeys(_bundle_on(stage, peer), bundle))
 
     def _performed_by(self, perform: Perform) -> Any:
-        """Let a pass run its calls and random operations by `perform`, as layers."""
+        """Return what makes a pass run its calls and random operations by `perform`, as layers."""
 
         def run_event(key: EventKey, function: Any) -> Any:
             if key.number:

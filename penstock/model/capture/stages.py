@@ -11,7 +11,7 @@ from penstock.model.pytree import with_new_containers
 from .captured import Captured
 from .events import ValueId
 from .forward_pass import Perform, plainly
-from .header_cache import SealedHeader, Seen
+from .header_cache import HeaderCache, SealedHeader
 from .inputs import ROUTED, Call, names_of_positions, routed
 from .replay import Replay
 from .routes import holders, sends, stages_of_calls, stages_of_events
@@ -44,7 +44,7 @@ class _Part:
         borrowers: blocks that use those.
         lent: parameters that later stages borrow, by the name of the value.
         passed_on: borrowed ones that a later stage borrows too.
-        seen: what the stage told before.
+        cache: what the stage told before.
     """
 
     parameters: frozenset[int]
@@ -53,7 +53,7 @@ class _Part:
     borrowers: frozenset[str]
     lent: Mapping[ValueId, Tensor]
     passed_on: tuple[ValueId, ...]
-    seen: Seen
+    cache: HeaderCache
 
 
 class CutModel:
@@ -109,7 +109,7 @@ class CutModel:
             borrowers=part.borrowers,
             perform=perform,
             sees_all=self.captured.needs_all,
-            seen=part.seen,
+            cache=part.cache,
         )
         replay.keep = self.captured.keep
         if self.captured.inputs == ROUTED:
@@ -119,7 +119,7 @@ class CutModel:
         output = replay.run(self.captured.model, args, kwargs)
         if stage == self.num_stages - 1:
             return Ran(output, None, {})
-        return Ran(output, part.seen.sealed(replay.header), self._sent(stage, part, replay))
+        return Ran(output, part.cache.sealed(replay.header), self._sent(stage, part, replay))
 
     def _sent(self, stage: int, part: _Part, replay: Replay) -> dict[int, dict[ValueId, Tensor]]:
         passed_on = {value: replay.received[value] for value in part.passed_on}
@@ -132,7 +132,7 @@ class CutModel:
         }
 
     def feeds(self, source: int, target: int) -> bool:
-        """Whether a stage sends another one anything; the next one in any case: its header."""
+        """Tell whether a stage sends another one anything: the next one always, its header."""
         if target == source + 1:
             return True
         return not self.captured.decides and target in self.sends[source]
@@ -179,7 +179,7 @@ class CutModel:
             borrowers=frozenset(b for b in captured.blocks if away.keys() & captured.names_in(b)),
             lent={tied.value: _first_parameter(held, tied) for tied in lent},
             passed_on=tuple(tied.value for tied in borrowed if stage < tied.stages[-1]),
-            seen=Seen(),
+            cache=HeaderCache(),
         )
 
 

@@ -68,7 +68,7 @@ def find_tied(
 
 
 def check_names(model: nn.Module, parameters: Mapping[str, str]) -> None:
-    """See that names mean one parameter, or several, as they did when the model was captured.
+    """Check that names mean one parameter, or several, as they did when the model was captured.
 
     Raises:
         CutError: a weight was tied since, or untied.
@@ -90,7 +90,7 @@ def check_names(model: nn.Module, parameters: Mapping[str, str]) -> None:
 
 
 def find_tensor(model: nn.Module, name: str) -> Tensor | None:
-    """Give the parameter called `name`, or what stands in its place on a stage that borrows it."""
+    """Return the parameter called `name`, or what is in its place on a stage that borrows it."""
     path, _, last = name.rpartition(".")
     owner = model.get_submodule(path)
     found: Tensor | None = owner.__dict__.get(last, parameters_of(owner).get(last))
@@ -98,7 +98,7 @@ def find_tensor(model: nn.Module, name: str) -> Tensor | None:
 
 
 def release(model: nn.Module, kept: Collection[str]) -> None:
-    """Give back the memory of all parameters but the `kept` ones.
+    """Free the memory of all parameters but the `kept` ones.
 
     What takes the place of each is no parameter.
     """
@@ -114,7 +114,7 @@ def release(model: nn.Module, kept: Collection[str]) -> None:
 
 
 def owners_of(model: nn.Module, path: str) -> list[nn.Module]:
-    """Give the modules that hold the parameters of one: several where a model is two graphs."""
+    """Yield the modules that hold the parameters of one: several where a model is two graphs."""
     if isinstance(model, Exported):
         return list(model.owners(path))
     return [model.get_submodule(path)]
@@ -144,7 +144,7 @@ class Absent(Tensor, Sealed):
         raise next(t for t in flatten((args, kwargs or {}))[0] if isinstance(t, cls)).is_read()
 
     def is_read(self) -> RouteError:
-        """Say that somebody wants its values."""
+        """Return the error for a read of its values."""
         return RouteError(
             f"the parameter '{self.name_in_model}' is read ({calling_line()}), which another "
             "stage has, where the example did not read it. Capture the model with an example "
@@ -153,7 +153,7 @@ class Absent(Tensor, Sealed):
 
 
 def empty_buffers(module: nn.Module) -> None:
-    """Give back the memory of a block's buffers."""
+    """Free the memory of a block's buffers."""
     for part in module.modules():
         for name, buffer in buffers_of(part).items():
             if buffer is not None:

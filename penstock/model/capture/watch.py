@@ -28,7 +28,7 @@ _WATCHED: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
 
 
 def watch(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[int, str]:
-    """Let each block's calls go to the pass that is under way; there is no other change.
+    """Route each block's calls to the pass that is under way; there is no other change.
 
     A block's class becomes a subclass of its own, with the same name.
 
@@ -67,7 +67,7 @@ def _watched(kind: type[nn.Module], block: nn.Module) -> type[nn.Module]:
 
 
 def original_class(module: nn.Module) -> type:
-    """Give the class that a module had before it was watched."""
+    """Return the class that a module had before it was watched."""
     kind = type(module)
     return kind.__mro__[1] if kind in _WATCHED.values() else kind
 
@@ -131,7 +131,7 @@ class _Outside:
 
 
 def _observers(module: nn.Module) -> dict[int, _Outside]:
-    """Give the forward hooks that look at a block from outside.
+    """Return the forward hooks that look at a block from outside.
 
     Those of torch.distributed, and our own, belong to the block: they run where it runs.
     """
@@ -184,7 +184,7 @@ def _routed_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def watch_functions() -> None:
-    """Let checkpoints, and custom autograd functions of ghosts, go to the pass under way; keep
+    """Route checkpoints, and custom autograd functions of ghosts, to the pass under way; keep
     cached weights apart.
     """
     watch_checkpoints()
