@@ -108,7 +108,7 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def _is_a_list(module: nn.Module, count: int) -> bool:
-    """Tell whether most of an entry of a list is a list of alike modules, as stages of Swin are."""
+    """Tell whether most of an entry of a list is a list of alike modules, as a stage of Swin."""
     return any(
         isinstance(part, nn.ModuleList | nn.Sequential)
         and len(part) > 1
