@@ -226,14 +226,18 @@ def _difference(
 ) -> Difference | None:
     if tensor is None or other is None or tensor.shape != other.shape:
         return None if tensor is other else Difference(mode, name)
-    alike = torch.equal(tensor.isnan(), other.isnan())  # which is equal to nothing
-    if alike and torch.equal(tensor.nan_to_num(), other.nan_to_num()):
+    if torch.equal(tensor, other) or _is_alike_with_nan(tensor, other):
         return None
     if not tensor.is_floating_point():
         return Difference(mode, name)
     most = float((tensor.double() - other.double()).abs().max())
     share = most / (float(tensor.double().abs().max()) or 1.0)
     return Difference(mode, name, share, torch.finfo(tensor.dtype).eps)
+
+
+def _is_alike_with_nan(tensor: Tensor, other: Tensor) -> bool:
+    alike = torch.equal(tensor.isnan(), other.isnan())  # which is equal to nothing
+    return alike and torch.equal(tensor.nan_to_num(), other.nan_to_num())
 
 
 @contextmanager
