@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import chain, groupby
 from typing import Any, Self
 
@@ -21,9 +20,9 @@ from penstock.trace.timeline import Timeline
 from penstock.types import Trace
 
 from .engine import Engine
+from .evaluation import evaluate
 from .microbatches import Call
 from .module_form import run_as_module
-from .outputs import gather
 from .planning import balance
 from .record import Record
 
@@ -180,18 +179,12 @@ class AbstractPipeline(AbstractMovable):
 
     def _outputs(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Run forwards only, and put the outputs of the micro-batches together."""
-        engine = self._engine
-        with engine.reporting():
+        with self._engine.reporting():
             value = self._layers.as_one_value(inputs, keywords)
-            batch = engine.splitter.cut(value, None, self._wanted)
-            run = engine.evaluate(
-                partial(engine.new_run, batch, "eval", self._evaluations, with_grad=False)
-            )
+            batch = self._engine.splitter.cut(value, None, self._wanted)
+            outputs = evaluate(self._engine, batch, self._evaluations)
             self._evaluations += 1
-            with torch.no_grad():
-                parts = [run.outputs[i] for i in range(len(batch.sizes)) if i in run.outputs]
-                weigh = batch.output_weights
-                return engine.share_outputs(gather(parts, batch.sizes, weigh) if parts else None)
+            return outputs
 
     def _balance(self, part: Any) -> None:
         """Cut the layers anew by measured time, with the first micro-batch that is at hand."""

@@ -1,14 +1,14 @@
 """The stages of a pipeline in this process, their programs, and what drives them."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from penstock.errors import CutError, PenstockError, RandomnessError
+from penstock.errors import CutError, PenstockError
 from penstock.mesh import Mesh
 from penstock.model.layers import Layers
 from penstock.model.stage_plan import StagePlan
@@ -22,11 +22,10 @@ from penstock.types import Recompute, TiedGradients, Trace, Transport
 
 from .batch_norm import batch_norms, warn_of_unpooled
 from .caller import CallerContext
-from .default_generators import guarded_default_generators, rewound_default_generators
+from .default_generators import guarded_default_generators
 from .drivers import AbstractDriver, CallerDriver, ProcessDriver, Work
 from .host_memory import keep_freed_memory
 from .microbatches import Batch, Splitter
-from .outputs import share
 from .planning import stage_devices
 from .record import Record
 from .replicas import Replicas
@@ -145,11 +144,6 @@ class Engine:
         """Tell the other processes of whatever is raised inside, and what runs where."""
         return self.mesh.world.reporting(self._lasting.names)
 
-    def share_outputs(self, outputs: Any) -> Any:
-        """Return the last stage's outputs on every process."""
-        last = self.processes.place_of(self.processes.rank_of(self.plan.num_stages - 1))
-        return share(self.mesh.stages, last, outputs, self.mesh.device)
-
     def one_at_a_time(self) -> AbstractContextManager[None]:
         """Let one call at a time use the stages.
 
@@ -199,26 +193,6 @@ class Engine:
         finally:
             for device in self._with_streams:
                 device.make_caller_wait()
-
-    def evaluate(self, new_run: Callable[[], Run]) -> Run:
-        """Run an evaluation; where a layer draws in it, once more, with a look at each layer.
-
-        Raises:
-            RandomnessError: a layer drew random numbers outside its stream.
-        """
-        is_several = self.mesh.is_distributed
-        try:
-            with rewound_default_generators(self.devices):
-                return self._evaluated(new_run(), trusting=not is_several)
-        except RandomnessError:
-            if is_several:
-                raise
-            return self._evaluated(new_run(), trusting=False)
-
-    def _evaluated(self, run: Run, *, trusting: bool) -> Run:
-        run.trusts_evaluation = trusting
-        self.drive(run, Mode.EVAL)
-        return run
 
     def record(self, run: Run, mode: Mode) -> Record | None:
         """Give what a traced run noted on all stages; None if it was not traced."""
