@@ -144,8 +144,9 @@ def run(options: argparse.Namespace) -> Report:
 def main() -> None:
     """Read the options, measure, print."""
     options = parser(__doc__ or "")
-    options.add_argument("before", type=Path, help="a checkout of the earlier commit")
-    options.add_argument("after", type=Path, nargs="?", default=Path(), help="the later one; here")
+    for name, which in (("before", "earlier"), ("after", "later")):
+        text = f"a checkout of the {which} commit; without, the current folder"
+        options.add_argument(name, type=Path, nargs="?", default=Path(), help=text)
     options.add_argument("--rounds", type=int, default=15)
     options.add_argument("--num-microbatches", type=counts, default=(4, 8, 32))
     chosen = options.parse_args()

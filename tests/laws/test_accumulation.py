@@ -25,7 +25,7 @@ M, STEPS, SAMPLES = 3, 3, 6
 
 
 def ids(way: tuple[Any, penstock.Recompute]) -> str:
-    return f"{way[0].__name__}-{way[1].value}"
+    return f"{way[0].name}-{way[1].value}"
 
 
 def parts(model: Model, count: int) -> tuple[Any, list[Any]]:
