@@ -87,8 +87,6 @@ class Pipeline(AbstractPipeline):
         CheckpointError: `weights` are not this model's.
     """
 
-    number = 0  # among the pipelines of a mesh of processes
-
     def __init__(  # noqa: PLR0913 - the front door: each a keyword with a default
         self,
         layers: "nn.Module | Sequence[nn.Module | Layer] | Layers",

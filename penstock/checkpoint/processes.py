@@ -8,7 +8,7 @@ from torch import nn
 from penstock.errors import CheckpointError, PeerError, WaitTimeout
 from penstock.mesh import Mesh
 from penstock.model.held import Held
-from penstock.optim.pipeline_like import PipelineLike
+from penstock.runtime.abstract_pipeline import AbstractPipeline
 
 ALONE = Mesh.of_one_process()
 
@@ -16,13 +16,13 @@ Found = TypeVar("Found")
 _MOST_FAULTS = 100
 
 
-def begin(call: str, module: nn.Module | PipelineLike) -> Mesh:
+def begin(call: str, module: nn.Module) -> Mesh:
     """Begin a call, one of `agreement.CALLS`, with all processes that hold parts of a model.
 
     Raises:
         MeshError: they begin different calls, or for different pipelines.
     """
-    if not isinstance(module, PipelineLike):
+    if not isinstance(module, AbstractPipeline):
         return ALONE
     module.mesh.world.begin_call(call, module.number)
     return module.mesh
@@ -30,7 +30,7 @@ def begin(call: str, module: nn.Module | PipelineLike) -> Mesh:
 
 def held_of(module: nn.Module) -> Held:
     """Return what this process has of a pipeline, or of any module, which it has whole."""
-    return module.held if isinstance(module, PipelineLike) else Held(module, module)
+    return module.held if isinstance(module, AbstractPipeline) else Held(module, module)
 
 
 def agreed(

@@ -16,8 +16,8 @@ from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
 from penstock.mesh.threads import in_thread
 from penstock.model.extra_state import read_extra
-from penstock.optim.pipeline_like import PipelineLike
 from penstock.optim.zero import is_sharded
+from penstock.runtime.abstract_pipeline import AbstractPipeline
 
 from .files import (
     EXTRA,
@@ -170,7 +170,7 @@ def _collect(
 
 def _facts(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {"pipeline": None, "optimizer": None, "state": state}
-    if isinstance(module, PipelineLike):
+    if isinstance(module, AbstractPipeline):
         facts["pipeline"] = {"step": module.step, "seed": module.seed}
     return jsonable(facts)
 

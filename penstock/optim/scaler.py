@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.runtime.abstract_pipeline import AbstractPipeline
 from penstock.torch_private import AbstractSharedScaler
-
-from .pipeline_like import PipelineLike
 
 
 class GradScaler(AbstractSharedScaler):
@@ -40,7 +39,7 @@ class GradScaler(AbstractSharedScaler):
 
     def __init__(
         self,
-        pipe: PipelineLike,
+        pipe: AbstractPipeline,
         *,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,

@@ -19,15 +19,14 @@ from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
 from penstock.mesh import Mesh
+from penstock.runtime.abstract_pipeline import AbstractPipeline
 from penstock.runtime.replicas import cut_into_buckets
-
-from .pipeline_like import PipelineLike
 
 Group = dict[str, Any]
 
 
 def zero_optimizer(
-    pipe: PipelineLike,
+    pipe: AbstractPipeline,
     optimizer_class: Callable[..., Optimizer],
     params: Iterable[Tensor] | Iterable[Group] | None = None,
     **options: Any,

@@ -33,6 +33,8 @@ class AbstractPipeline(AbstractMovable):
     Another plan, of a measured batch or of moved layers, makes another engine.
     """
 
+    number = 0  # among the pipelines of a mesh of processes
+
     def __init__(self, layers: Layers, engine: Engine, wanted: Call, *, balances: bool) -> None:
         super().__init__()
         self._layers, self._engine = layers, engine

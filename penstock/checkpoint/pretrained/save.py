@@ -26,7 +26,7 @@ from penstock.checkpoint.save import storable
 from penstock.checkpoint.together import Digests, write_together
 from penstock.errors import CheckpointError, check_count
 from penstock.model.extra_state import read_extra
-from penstock.optim.pipeline_like import PipelineLike
+from penstock.runtime.abstract_pipeline import AbstractPipeline
 
 from .load import load
 
@@ -34,7 +34,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 """Of a file that a process writes, if nothing else is asked for."""
 
 
-def load_pretrained(folder: str | os.PathLike[str], pipe: PipelineLike) -> tuple[str, ...]:
+def load_pretrained(folder: str | os.PathLike[str], pipe: AbstractPipeline) -> tuple[str, ...]:
     """Load a model that Hugging Face's `save_pretrained` wrote, or `penstock.save_pretrained`.
 
     The folder holds model.safetensors, or model.safetensors.index.json and the files it names.
@@ -58,7 +58,10 @@ def load_pretrained(folder: str | os.PathLike[str], pipe: PipelineLike) -> tuple
 
 
 def save_pretrained(
-    folder: str | os.PathLike[str], pipe: PipelineLike, *, max_shard_bytes: int = MAX_SHARD_BYTES
+    folder: str | os.PathLike[str],
+    pipe: AbstractPipeline,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Save a model so that `from_pretrained` of Hugging Face's libraries loads it.
 
@@ -107,7 +110,9 @@ def refuse_filled(path: Path) -> None:
         )
 
 
-def _to_save(pipe: PipelineLike, original: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _to_save(
+    pipe: AbstractPipeline, original: nn.Module
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what this process has, each tensor under the name that the model's class keeps, and
     extra state that is no tensor.
     """
