@@ -14,16 +14,9 @@ from penstock.mesh.plain_data import Kind
 from penstock.mesh.user_classes import user_codec
 from penstock.model.compare import first_difference, is_object
 from penstock.model.output_loss import loss_in
-from penstock.model.pytree import (
-    StandIn,
-    constants,
-    flatten,
-    flatten_by,
-    from_template,
-    template,
-    tree_map,
-    unflatten,
-)
+from penstock.model.pytree import constants, flatten, flatten_by, tree_map, unflatten
+from penstock.model.stand_in import StandIn
+from penstock.model.templates import from_template, template
 from penstock.transport.wire import TENSOR_KIND, TensorKind, fill, room_for, to_bytes
 
 _SHOWN = 60

@@ -15,7 +15,8 @@ from penstock.mesh.user_classes import user_codec
 from penstock.model.capture.events import LeftBehind, Told
 from penstock.model.capture.header_cache import SealedHeader
 from penstock.model.entries import version_of
-from penstock.model.pytree import Structure, from_template, is_plain, template
+from penstock.model.pytree import Structure
+from penstock.model.templates import from_template, is_plain, template
 
 from .payload import Activation, Gradient
 from .wire import TENSOR_KIND, TensorKind

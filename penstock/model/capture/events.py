@@ -9,16 +9,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CutError
-from penstock.model.pytree import (
-    Constant,
-    Leaf,
-    Node,
-    StandIn,
-    Structure,
-    from_template,
-    opaque_values,
-    template,
-)
+from penstock.model.pytree import Constant, Leaf, Node, Structure, opaque_values
+from penstock.model.stand_in import StandIn
+from penstock.model.templates import from_template, template
 
 
 class EventKey(NamedTuple):

@@ -1,0 +1,54 @@
+"""Structures as values that can be written down, and with their leaves numbered anew."""
+
+from typing import Any
+
+from .open_containers import DictOf
+from .pytree import Constant, Leaf, Node, Sealed, Structure, flatten, unflatten
+
+
+def moved(structure: Structure, by: int) -> Structure:
+    """Return the structure for leaves that begin at another number."""
+    match structure:
+        case Leaf(index):
+            return Leaf(index + by)
+        case Constant():
+            return structure
+        case Node(rebuild, children):
+            return Node(rebuild, tuple(moved(child, by) for child in children))
+
+
+def template(structure: Structure) -> Any:
+    """Return a value with `Leaf`s where its tensors were: it can be pickled if its classes can."""
+    return unflatten(structure, [Leaf(index) for index in range(_num_leaves(structure))])
+
+
+def from_template(value: Any) -> Structure:
+    """Return the structure whose `template` this is."""
+    return flatten(value)[1]
+
+
+def _num_leaves(structure: Structure) -> int:
+    match structure:
+        case Leaf(index):
+            return index + 1
+        case Node(_, children):
+            return max((_num_leaves(child) for child in children), default=0)
+        case Constant():
+            return 0
+
+
+def is_plain(structure: Structure) -> bool:
+    """Tell whether it is nothing but tensors, None and sealed objects in tuples, lists and dicts
+    of named tuples or strings: equal ones are then alike.
+    """
+    match structure:
+        case Leaf():
+            return True
+        case Node(DictOf(keys), children):
+            return all(isinstance(key, str | tuple) for key in keys) and all(
+                map(is_plain, children)
+            )
+        case Node(rebuild, children):
+            return rebuild in (tuple, list) and all(map(is_plain, children))
+        case Constant(value):
+            return value is None or isinstance(value, Sealed)
