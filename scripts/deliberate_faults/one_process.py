@@ -291,7 +291,7 @@ FAULTS = (
         "penstock/planner/plan.py",
         "(path, tuple(shape))",
         "(path, len(shape))",
-        "tests/laws/test_plan.py",
+        "tests/planner/test_plan.py",
         "first_layer_that_differs",
     ),
     Fault(
