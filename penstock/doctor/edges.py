@@ -119,15 +119,15 @@ class _Line:
 
     def send(self, message: bytes) -> None:
         content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        self._wait(self._wires.send(content, self._peer, _TAG))
+        self._wait(self._wires.send(content, self._peer, _TAG), content)
 
     def receive(self, room: bytearray) -> bytearray:
         into = torch.frombuffer(room, dtype=torch.uint8)
-        self._wait(self._wires.receive(into, self._peer, _TAG))
+        self._wait(self._wires.receive(into, self._peer, _TAG), into)
         return room
 
-    def _wait(self, work: Any) -> None:
-        self._wires.wait(work, time.monotonic() + self._timeout_s)
+    def _wait(self, work: Any, content: torch.Tensor) -> None:
+        self._wires.wait(work, content, time.monotonic() + self._timeout_s)
 
 
 def _lead(mesh: Mesh, peer: int) -> Edge:

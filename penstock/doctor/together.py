@@ -83,8 +83,8 @@ def _check_devices(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         yield Finding(
             severity=Severity.INFO,
             what=f"{named(having)} of {len(ranks)} have GPUs",
-            why="several processes compute on CPUs so far",
-            change="To use the GPUs of one host, start one process, without torchrun",
+            why="several processes compute on CPUs unless they are told otherwise",
+            change='Give init_mesh(device="cuda"), or start one process, without torchrun',
         )
 
 

@@ -253,7 +253,7 @@ def _joined(world: ProcessGroup, placement: Placement, device: torch.device) -> 
         shape = (placement.num_replicas, placement.num_stages)
         device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=(REPLICA, STAGE))
         lifelines, stages = Lifelines(world), placement.peers(rank, STAGE)
-        wires = PointToPoint(stages, rank, background) if len(stages) > 1 else None
+        wires = PointToPoint(stages, rank, background, device) if len(stages) > 1 else None
         processes = Processes(device_mesh, background.watch, background, lifelines, wires)
     along = {}
     for axis in (STAGE, REPLICA):

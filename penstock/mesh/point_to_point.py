@@ -29,10 +29,18 @@ _WHAT = "for the others to connect"
 
 
 class PointToPoint:
-    """Sends and receives bytes that lie in the memory of the CPU."""
+    """Sends and receives bytes that lie in the memory of the CPU, or of this process's device.
 
-    def __init__(self, ranks: Sequence[int], rank: int, background: Background) -> None:
+    On an accelerator a backend may pair sends and receives by their order alone, so that each
+    direction of an edge has a group of its own there.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], rank: int, background: Background, device: torch.device
+    ) -> None:
         """Connect all `ranks` with each other; all of them call this."""
+        self._device, self._background = device, background
+        self._of_tag: dict[int, Any] = {}
         self._rank, self._ranks = rank, ranks
         self._others = [other for other in ranks if other != rank]
         self._error: BaseException | None = None
@@ -54,6 +62,18 @@ class PointToPoint:
             for work in [call(nothing, rank, _HELLO) for call in (self.send, self.receive)]:
                 work.wait()
 
+    def open(self, source: int, target: int, tag: int) -> None:
+        """Make what tensors on an accelerator travel by from one rank to another; both call this
+        for all their edges in the same order.
+        """
+        if self._device.type != "cpu" and tag not in self._of_tag:
+            limit = timedelta(seconds=self._background.timeout_s)
+            pair = sorted((source, target))
+            self._of_tag[tag] = self._background.run(
+                lambda: dist.new_group(pair, limit, use_local_synchronization=True),
+                _WHAT,
+            )
+
     def send(self, content: Tensor, rank: int, tag: int) -> Any:
         """Begin to send; nothing is copied.  The work is to be kept until it was waited for.
 
@@ -61,22 +81,31 @@ class PointToPoint:
             ConnectionError: the connection broke.
             PeerError: a process has failed.
         """
+        if not content.is_cpu:
+            return self._do(lambda: dist.isend(content, rank, self._of_tag[tag]))
         group = self._up if rank > self._rank else self._down
         return self._do(lambda: group.send([content], self._ranks.index(rank), tag))
 
     def receive(self, room: Tensor, rank: int, tag: int) -> Any:
         """Begin to receive at most as many bytes as there is room for; otherwise as `send`."""
+        if not room.is_cpu:
+            return self._do(lambda: dist.irecv(room, rank, self._of_tag[tag]))
         group = self._down if rank > self._rank else self._up
         return self._do(lambda: group.recv([room], self._ranks.index(rank), tag))
 
-    def wait(self, work: Any, deadline: float | None = None) -> None:
-        """Wait for what was begun, until `deadline` by `time.monotonic`; any thread may.
+    def wait(self, work: Any, content: Tensor, deadline: float | None = None) -> None:
+        """Wait for what was begun with `content`, until `deadline` by `time.monotonic`.
+
+        Any thread may.  On an accelerator only what this thread gives its current stream waits.
 
         Raises:
             TimeoutError: it has not ended by then; nothing can be sent or received any more.
             ConnectionError: the connection broke.
             PeerError: a process has failed.
         """
+        if not content.is_cpu:
+            self._do(work.wait)
+            return
         left_s = LONGEST_TIMEOUT_S if deadline is None else max(0.001, deadline - time.monotonic())
         try:
             self._do(lambda: work.wait(timedelta(seconds=left_s)))
@@ -100,3 +129,6 @@ class PointToPoint:
             with suppress(RuntimeError):  # that its time is over is what it is for
                 room, other = torch.empty(1), self._ranks.index(self._others[0])
                 group.recv([room], other, _END).wait(_AT_ONCE)
+        for group in self._of_tag.values():
+            with suppress(RuntimeError):
+                group.abort()

@@ -76,7 +76,7 @@ class ProcessDriver(AbstractDriver):
     def drive(self, work: Work) -> None:
         program = work.schedule.programs[self._rank]
         executor = Executor(self._rank, program, work.stages, work.run, self._channels)
-        with _threads(self._num_threads), self._channels.run():
+        with _threads(self._num_threads), self._channels.run(work.schedule):
             with work.caller.entered():
                 executor.execute_all()
             self._channels.finish()

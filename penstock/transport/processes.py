@@ -10,7 +10,7 @@ from functools import partial
 
 from penstock.mesh import Mesh
 from penstock.mesh.background import WAIT_FAILURES, Slot
-from penstock.schedules.ir import Instruction, Message
+from penstock.schedules.ir import Instruction, Message, Schedule, sent_message
 
 from .channels import AbstractChannels
 from .headers import Payload
@@ -94,13 +94,23 @@ class ProcessChannels(AbstractChannels):
         return self._outgoing[key]
 
     @contextmanager
-    def run(self) -> Iterator[None]:
+    def run(self, schedule: Schedule) -> Iterator[None]:
         """Send what lasts as long as a run does anew inside."""
         self._forget_lasting()
+        if self._mesh.device.type != "cpu":
+            self._open(schedule)
         try:
             yield
         finally:
             self._forget_lasting()
+
+    def _open(self, schedule: Schedule) -> None:
+        """Connect to the processes that tensors come from and go to, all in the same order."""
+        sent = (sent_message(instruction) for _, instruction in schedule)
+        for source, target in sorted({message[1:3] for message in sent if message is not None}):
+            ranks = self._ranks[source], self._ranks[target]
+            if ranks[0] != ranks[1] and self._mesh.rank in ranks:
+                self._mesh.point_to_point.open(*ranks, _channel(source, target))
 
     def _forget_lasting(self) -> None:
         for incoming in self._incoming.values():

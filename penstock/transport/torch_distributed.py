@@ -51,6 +51,7 @@ class Outgoing:
         """Send for `stage`, to the process `rank`; `later` waits for what takes its time."""
         self._wires, self._later = mesh.point_to_point, later
         self._stage, self._rank, self._tag = stage, rank, channel
+        self._device = mesh.device
         self._headers = HeaderWriter()
         self._begun: list[_Begun] = []
         self._later_slots: list[Slot] = []
@@ -69,7 +70,8 @@ class Outgoing:
         number, told, values = self._headers.write(payload)
         values = [(tensor, kind) for tensor, kind in values if kind.num_bytes]
         num_bytes = _FIRST.size + len(told) + sum(kind.num_bytes for _, kind in values)
-        if num_bytes <= _ROOM_BYTES:
+        on_cpu = self._device.type == "cpu"
+        if num_bytes <= _ROOM_BYTES and on_cpu:
             first = _FIRST.pack(number, len(told), microbatch, True)
             self._send(b"".join([first, told, *[memory_of(*value) for value in values]]))
             if len(self._begun) < _MOST_BEGUN:
@@ -79,7 +81,9 @@ class Outgoing:
             if told:
                 self._send(told)
             for tensor, kind in values:
-                self._begin(to_bytes(tensor, kind), tensor, version_of(tensor))
+                self._begin(to_bytes(tensor, kind).to(self._device), tensor, version_of(tensor))
+        if not on_cpu:
+            return  # this thread's stream is to wait, once the run is over
         self._later_slots.append(self._later.submit(partial(self._wait, self._begun, None)))
         self._begun = []
 
@@ -105,8 +109,8 @@ class Outgoing:
         self._wait(begun, time.monotonic() + timeout_s)
 
     def _wait(self, begun: list[_Begun], deadline: float | None) -> None:
-        for work, _, watched, version in begun:
-            self._wires.wait(work, deadline)
+        for work, content, watched, version in begun:
+            self._wires.wait(work, content, deadline)
             if watched is not None:
                 check_still_as_sent(watched, version, self._stage)
         begun.clear()
@@ -149,7 +153,7 @@ class Incoming:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self.post()
-        self._wires.wait(self._next, deadline)
+        self._wires.wait(self._next, self._room, deadline)
         self._next = None
         number, size, sent, is_whole = _FIRST.unpack_from(self._bytes)
         if sent != microbatch:
@@ -162,7 +166,7 @@ class Incoming:
         header = self._headers.read(number, told)
         kinds = [kind for kind in header.kinds if isinstance(kind, TensorKind)]
         tensors = self._unpacked(kinds, at) if is_whole else self._received(kinds, deadline)
-        self._last_was_large = not is_whole
+        self._last_was_large = not is_whole and self._device.type == "cpu"
         return self._headers.payload(header, tensors)
 
     def _begin(self, room: Tensor) -> Any:
@@ -172,7 +176,8 @@ class Incoming:
         """Receive a header by itself."""
         told = bytearray(min(size, MOST_BYTES))
         if told:
-            self._wires.wait(self._begin(torch.frombuffer(told, dtype=torch.uint8)), deadline)
+            room = torch.frombuffer(told, dtype=torch.uint8)
+            self._wires.wait(self._begin(room), room, deadline)
         return told
 
     def _unpacked(self, kinds: list[TensorKind], at: int) -> list[Tensor]:
@@ -188,8 +193,9 @@ class Incoming:
     def _received(self, kinds: list[TensorKind], deadline: float | None) -> list[Tensor]:
         """Receive tensors each by itself."""
         rooms = [room_for(kind, self._device) for kind in kinds]
-        for work in [self._begin(received) for received, _ in rooms if received.numel()]:
-            self._wires.wait(work, deadline)
+        contents = [received for received, _ in rooms if received.numel()]
+        for work, content in [(self._begin(content), content) for content in contents]:
+            self._wires.wait(work, content, deadline)
         return [
             fill(tensor, received, k) for (received, tensor), k in zip(rooms, kinds, strict=True)
         ]
