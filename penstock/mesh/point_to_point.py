@@ -68,9 +68,9 @@ class PointToPoint:
         """
         if self._device.type != "cpu" and tag not in self._of_tag:
             limit = timedelta(seconds=self._background.timeout_s)
-            pair = sorted((source, target))
+            backends, pair = dist.get_backend_config(), sorted((source, target))
             self._of_tag[tag] = self._background.run(
-                lambda: dist.new_group(pair, limit, use_local_synchronization=True),
+                lambda: dist.new_group(pair, limit, backends, use_local_synchronization=True),
                 _WHAT,
             )
 
