@@ -147,8 +147,8 @@ def _holders(values: list[Any]) -> Iterator[tuple[Any, dict[Any, Any]]]:
     seen: set[int] = set()
     while values:
         holder = values.pop()
-        content = _content(holder)
-        if content is not None and id(holder) not in seen:
+        content = None if id(holder) in seen else _content(holder)
+        if content is not None:
             seen.add(id(holder))
             yield holder, content
             values.extend(content.values())
