@@ -133,7 +133,8 @@ def run(options: argparse.Namespace) -> Report:
     rows = []
     for kind in KINDS:
         commits = [Commit(checkout, kind) for checkout in (options.before, options.after)]
-        cases = [*product(("blocks",), options.num_microbatches), ("tiny", TINY_COUNT)]
+        all_counts = (2,) if options.smallest else options.num_microbatches
+        cases = [*product(("blocks",), all_counts), ("tiny", 2 if options.smallest else TINY_COUNT)]
         rows += [measure(commits, kind, what, count, rounds) for what, count in cases]
         for commit in commits:
             commit.close()
