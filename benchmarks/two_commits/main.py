@@ -88,12 +88,9 @@ class Commit:
         return wall_s, cpu_s
 
     def close(self) -> None:
-        """Let the processes end."""
+        """Let the processes end: they read until there is nothing more."""
         for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in self._processes:
-            process.wait(60)
+            process.communicate(timeout=60)
 
 
 def _free_port() -> int:
@@ -133,8 +130,9 @@ def run(options: argparse.Namespace) -> Report:
     rows = []
     for kind in KINDS:
         commits = [Commit(checkout, kind) for checkout in (options.before, options.after)]
-        all_counts = (2,) if options.smallest else options.num_microbatches
-        cases = [*product(("blocks",), all_counts), ("tiny", 2 if options.smallest else TINY_COUNT)]
+        cases = [*product(("blocks",), options.num_microbatches), ("tiny", TINY_COUNT)]
+        if options.smallest:
+            cases = [("blocks", 2), ("tiny", 2)]
         rows += [measure(commits, kind, what, count, rounds) for what, count in cases]
         for commit in commits:
             commit.close()
