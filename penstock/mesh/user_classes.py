@@ -1,4 +1,4 @@
-"""Encode values of classes of the user's: dataclasses, named tuples, enums and containers.
+"""Encode values of classes of the user's: dataclasses, named tuples, enums, containers, numbers.
 
 A value goes as the name of its class and what it holds.  The class must stand at the top of a
 module, or in a class there, that the other process has imported too: nothing is imported or called
@@ -7,10 +7,10 @@ on the word of a message, neither `__init__` nor `__setstate__`.
 
 import dataclasses
 import sys
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
-from enum import Enum
+from enum import Enum, Flag
 from fractions import Fraction
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -24,8 +24,11 @@ from penstock.model.pytree import Leaf
 
 from .plain_data import Codec, Kind, record
 
-_BASES = (OrderedDict, dict, list, deque, tuple)
+_FIXED = (str, int, float, complex)
+_BASES = (OrderedDict, defaultdict, dict, list, deque, tuple, *_FIXED)
 """What a value is made by, if its class is one of these or comes of one."""
+_FACTORIES = {kind.__name__: kind for kind in (list, dict, set, tuple, str, int, float)}
+"""What may make the missing values of a `defaultdict`."""
 
 
 def user_codec(kinds: Iterable[Kind] = (), fallback: Kind | None = None) -> Codec:
@@ -67,8 +70,15 @@ def tensor_class(name: str) -> type[Tensor]:
 def _kind_of(kind: type) -> Kind | None:
     """Say how values of a class are told; None if they are not."""
     name = class_name(kind)
-    if hasattr(kind, "__del__") or issubclass(kind, Tensor) or _find(name) is not kind:
+    if (
+        hasattr(kind, "__del__")
+        or issubclass(kind, Tensor)
+        or kind in _FIXED
+        or _find(name) is not kind
+    ):
         return None
+    if issubclass(kind, Flag):  # several at once have no name of their own
+        return Kind(name, kind, attrgetter("value"), kind)
     if issubclass(kind, Enum):
         return Kind(name, kind, attrgetter("name"), kind.__members__.__getitem__)
     if issubclass(kind, (*_BASES, Mapping)) or dataclasses.is_dataclass(kind):
@@ -79,17 +89,34 @@ def _kind_of(kind: type) -> Kind | None:
 def _parts(value: Any) -> tuple[Any, dict[str, Any]]:
     """Return what a container holds, and the attributes of a value."""
     held: Any = None
-    if isinstance(value, dict):
+    if isinstance(value, defaultdict):
+        held = (_factory_name(value), dict(value))
+    elif isinstance(value, dict):
         held = dict(value)
     elif isinstance(value, deque):
         held = (list(value), value.maxlen)
     elif isinstance(value, tuple | list):
         held = list(value)
+    elif isinstance(value, _FIXED):
+        held = next(base for base in _FIXED if isinstance(value, base)).__getnewargs__(value)
     attributes = dict(getattr(value, "__dict__", ()))
     if dataclasses.is_dataclass(value):
         names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
         attributes |= {name: getattr(value, name) for name in names}
     return held, attributes
+
+
+def _factory_name(value: "defaultdict[Any, Any]") -> str:
+    factory = value.default_factory
+    if factory is None:
+        return ""
+    name: str = getattr(factory, "__name__", "")
+    if _FACTORIES.get(name) is not factory:
+        raise BoundaryError(
+            f"a defaultdict of {factory!r} cannot be told to another process: only those of "
+            f"{', '.join(_FACTORIES)} can, and nothing is unpickled; give dict(it)"
+        )
+    return name
 
 
 def _make(kind: type, told: tuple[Any, dict[str, Any]]) -> Any:
@@ -100,11 +127,14 @@ def _make(kind: type, told: tuple[Any, dict[str, Any]]) -> Any:
         is_structseq = hasattr(kind, "n_sequence_fields")  # of torch: only its own `__new__` works
         twin = (kind if is_structseq else tuple).__new__(kind, held)
     else:
-        twin = base.__new__(kind)
+        twin = base.__new__(kind, *(held if base in _FIXED else ()))
     if base is list:
         list.extend(twin, held)
     elif base is deque:
         deque.__init__(twin, *held)
+    elif base is defaultdict:
+        factory, items = held
+        defaultdict.__init__(twin, _FACTORIES[factory] if factory else None, items)
     elif base in (dict, OrderedDict):
         for key, item in held.items():
             base.__setitem__(twin, key, item)
@@ -114,7 +144,7 @@ def _make(kind: type, told: tuple[Any, dict[str, Any]]) -> Any:
 
 
 def _array_parts(array: Any) -> tuple[str, tuple[int, ...], bytes]:
-    if array.dtype.hasobject or array.dtype.names is not None:
+    if array.dtype.hasobject or numpy.dtype(array.dtype.str) != array.dtype:
         raise BoundaryError(
             f"an array of {array.dtype} cannot be told to another process: only numbers and texts "
             "of a fixed size can, and nothing is unpickled"

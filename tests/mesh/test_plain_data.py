@@ -3,11 +3,11 @@
 import random
 import struct
 import tracemalloc
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
-from enum import Enum
+from enum import Enum, IntFlag
 from fractions import Fraction
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -54,6 +54,21 @@ class Colour(Enum):
     RED = "r"
 
 
+class Right(IntFlag):
+    """Flags, of which a value may hold several or none."""
+
+    READ = 1
+    WRITE = 2
+
+
+class Name(str):
+    """A text of a class of its own."""
+
+
+class Level(int):
+    """A whole number likewise."""
+
+
 class Table(dict[str, int]):
     """A dict with an attribute, whose constructor wants something."""
 
@@ -86,6 +101,8 @@ OTHER_VALUES: tuple[Any, ...] = (
     *(slice(1, None, 2), range(3), ..., Fraction(1, 3), Decimal("0.1"), numpy.float32(0.1)),
     *(Place(1, "b"), Note("n", Place(0, "")), Colour.RED, deque([1, 2], 3), OrderedDict(b=1, a=2)),
     {"nested": [Note("deep", Place(2, "c"))]},
+    *(Right.READ, Right.READ | Right.WRITE, Right(0), Name("n"), Level(2**70)),
+    *(defaultdict(list, a=[1]), defaultdict(None, a=1)),
 )
 SPOKEN = [
     PLAIN.encode([(f"layer.{n}", (n, 4), torch.float32, {"a": None, "b": [1.5] * n})])
@@ -110,7 +127,13 @@ def test_values_of_the_users_classes_arrive_as_they_were(value: Any) -> None:
     found = WITH_CLASSES.decode(WITH_CLASSES.encode(value))
     assert found == value
     assert type(found) is type(value)
-    assert getattr(found, "maxlen", None) == getattr(value, "maxlen", None)
+    for name in ("maxlen", "default_factory"):
+        assert getattr(found, name, None) == getattr(value, name, None)
+
+
+def test_a_default_that_could_not_be_made_elsewhere_is_refused() -> None:
+    with pytest.raises(BoundaryError, match=r"a defaultdict of .*lambda.* give dict"):
+        WITH_CLASSES.encode(defaultdict(lambda: 1, a=2))
 
 
 def test_arrays_arrive_as_they_were_and_may_be_written() -> None:
