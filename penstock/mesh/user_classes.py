@@ -98,7 +98,8 @@ def _parts(value: Any) -> tuple[Any, dict[str, Any]]:
     elif isinstance(value, tuple | list):
         held = list(value)
     elif isinstance(value, _FIXED):
-        held = next(base for base in _FIXED if isinstance(value, base)).__getnewargs__(value)
+        base: Any = next(base for base in _FIXED if isinstance(value, base))
+        held = base.__getnewargs__(value)
     attributes = dict(getattr(value, "__dict__", ()))
     if dataclasses.is_dataclass(value):
         names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]

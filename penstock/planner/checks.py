@@ -2,6 +2,7 @@
 
 import math
 from numbers import Real
+from operator import index
 from typing import Any
 
 from penstock.errors import ConfigError, PartitionError
@@ -40,3 +41,15 @@ def check_partition(partition: tuple[int, ...], num_layers: int) -> None:
             f"partition={list(partition)} holds {sum(partition)} layers, the model has "
             f"{num_layers}; the counts must sum to {num_layers}"
         )
+
+
+def check_whole(name: str, value: Any) -> int:
+    """Return `value` as an int if it is a whole number, of numpy say.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return int(index(value))
+    except TypeError:
+        raise ConfigError(f"{name}={value!r}; it must be a whole number") from None

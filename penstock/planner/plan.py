@@ -13,7 +13,7 @@ from penstock.trace.table import columns
 from penstock.trace.units import time_text
 from penstock.types import Recompute, TiedGradients, Transport
 
-from .checks import check_partition, check_timeout
+from .checks import check_partition, check_timeout, check_whole
 from .placement import Placement
 from .plan_json import from_json, to_json
 
@@ -100,6 +100,7 @@ class Plan:
         check_count("num_microbatches", self.num_microbatches)
         check_count("threads_per_stage", self.threads_per_stage)
         check_timeout(self.timeout_s)
+        object.__setattr__(self, "seed", check_whole("seed", self.seed))
         for name, of_stages in (
             ("recompute", self.recompute),
             ("placement.ranks", self.placement.ranks),

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from penstock.errors import ConfigError, PartitionError, PlanError
@@ -41,6 +42,13 @@ def test_every_field_survives_json() -> None:
     same = [f.name for f in fields(Plan) if getattr(usual, f.name) == getattr(ODD, f.name)]
     assert same == ["sharding"]
     assert Plan.from_json(usual.to_json()) == usual
+
+
+def test_a_seed_of_numpy_survives_json_and_another_than_a_whole_number_is_refused() -> None:
+    seeds: list[Any] = [numpy.int64(3), 1.5]
+    assert Plan.from_json(replace(ODD, seed=seeds[0]).to_json()).seed == 3
+    with pytest.raises(ConfigError, match=r"seed=1\.5; it must be a whole number"):
+        replace(ODD, seed=seeds[1])
 
 
 def test_a_file_holds_a_plan(tmp_path: Path) -> None:
