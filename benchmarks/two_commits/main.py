@@ -90,7 +90,12 @@ class Commit:
     def close(self) -> None:
         """Let the processes end: they read until there is nothing more."""
         for process in self._processes:
-            process.communicate(timeout=60)
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            assert process.stdout is not None
+            process.wait(60)
+            process.stdout.close()
 
 
 def _free_port() -> int:
