@@ -70,6 +70,22 @@ CODEC = user_codec(
 )
 
 
+def _is_whole(header: Any) -> bool:
+    """Tell whether what came in is a header whose parts fit together."""
+    if not isinstance(header, Header) or not isinstance(header.kinds, tuple):
+        return False
+    about = header.about
+    if not all(kind is None or isinstance(kind, TensorKind | Again) for kind in header.kinds):
+        return False
+    return about is None or (
+        isinstance(about, About)
+        and isinstance(about.wants_grad, tuple)
+        and len(about.wants_grad) == len(header.kinds)
+        and isinstance(about.aliases, frozenset)
+        and isinstance(about.lasting, frozenset)
+    )
+
+
 class HeaderWriter:
     """The sending end of an edge."""
 
@@ -149,7 +165,7 @@ class HeaderReader:
             if number == 0:
                 self._known.clear()
             header = CODEC.decode(told)
-            if not isinstance(header, Header):
+            if not _is_whole(header):
                 raise MeshError(f"a message from another process begins with {header!r:.80}")
             self._known.append(header)
         if number >= len(self._known):
@@ -162,7 +178,7 @@ class HeaderReader:
         lasting = () if header.about is None else header.about.lasting
         for place, kind in enumerate(header.kinds):
             if kind is None or isinstance(kind, Again):
-                leaves.append(None if kind is None else self._lasting[kind.number])
+                leaves.append(None if kind is None else self._sent_before(kind.number))
                 continue
             leaves.append(next(new))
             if place in lasting:
@@ -174,3 +190,11 @@ class HeaderReader:
         return Activation(
             tuple(leaves), wants_grad, structure, versions, aliases, lasting=header.about.lasting
         )
+
+    def _sent_before(self, number: int) -> Tensor:
+        if not 0 <= number < len(self._lasting):
+            raise MeshError(
+                f"a message from another process names tensor {number} of those that last, and "
+                f"{len(self._lasting)} were sent"
+            )
+        return self._lasting[number]

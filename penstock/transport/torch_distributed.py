@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.errors import PeerError
+from penstock.errors import MeshError, PeerError
 from penstock.mesh import Mesh
 from penstock.mesh.background import Slot, Worker
 from penstock.mesh.plain_data import MOST_BYTES
@@ -182,6 +182,12 @@ class Incoming:
 
     def _unpacked(self, kinds: list[TensorKind], at: int) -> list[Tensor]:
         """Copy the tensors that came in the room to where they will stay."""
+        total = at + sum(kind.num_bytes for kind in kinds)
+        if total > _ROOM_BYTES:
+            raise MeshError(
+                f"rank {self._rank} sent a message of at most {_ROOM_BYTES:,} bytes that "
+                f"describes {total:,}: the connection is damaged, or the versions differ"
+            )
         tensors = []
         for kind in kinds:
             received, tensor = room_for(kind, self._device)

@@ -246,8 +246,8 @@ FAULTS = (
     Fault(
         "a message is taken for a small one whatever its size",
         "penstock/transport/torch_distributed.py",
-        "if num_bytes <= _ROOM_BYTES:",
-        "if True:",
+        "if num_bytes <= _ROOM_BYTES and on_cpu:",
+        "if on_cpu:",
         "tests/distributed/test_link.py",
         "exchange",
     ),
