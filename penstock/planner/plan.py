@@ -87,6 +87,11 @@ class Plan:
     predicted_s: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("layers", "partition", "recompute", "predicted_s"):  # as JSON gives them back
+            given = getattr(self, name)
+            object.__setattr__(self, name, None if given is None else tuple(given))
+        if self.sharding is not None:
+            raise PlanError(f"sharding={self.sharding!r:.80}; it must be None so far")
         check_partition(self.partition, len(self.layers))
         for name, value, kind in (
             *(("recompute", each, Recompute) for each in self.recompute),
@@ -166,6 +171,11 @@ class Plan:
         is_alone = num_processes == 1 and own.num_replicas == 1
         if num_places in (None, own.num_places) and (is_alone or num_processes == own.num_ranks):
             return
+        if num_processes == 1 and own.num_replicas == 1:
+            raise PlanError(
+                f"the plan is for {own.num_places} ranks, and the mesh has {num_places}; make it "
+                f"with init_mesh(num_stages={own.num_places}), or leave mesh= out"
+            )
         there = "1 process" if num_processes == 1 else f"{num_processes} processes"
         mesh = f", with {num_places} ranks for each replica" if num_places is not None else ""
         raise PlanError(

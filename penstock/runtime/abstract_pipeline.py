@@ -62,8 +62,7 @@ class AbstractPipeline(AbstractMovable):
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        if seed != self.plan.seed:
-            self._run_as(replace(self.plan, seed=seed))
+        self._engine.plan = replace(self.plan, seed=seed)
 
     @property
     def mesh(self) -> Mesh:

@@ -42,6 +42,11 @@ def make_plan(arguments: Arguments, plan: Plan | None, layers: Layers, mesh: Mes
         if arguments.partition is None:
             layers.check_enough(num_stages)
         return resolve(arguments, num_stages, Model(facts_of(layers), layers.spans), resources)
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"plan={plan!r:.80}; it must be a penstock.Plan, such as penstock.Plan.load(path) "
+            "reads from a file"
+        )
     arguments.check_none_beside_plan()
     plan.check_model(facts_of(layers))
     plan.check_ranks(mesh.world_size if mesh is not None else 1, resources.num_places)

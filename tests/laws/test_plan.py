@@ -112,6 +112,22 @@ def test_arguments_beside_a_plan_are_named() -> None:
         pipeline(plan=plan, num_stages=2, schedule=gpipe, seed=0)
 
 
+def test_a_path_is_no_plan() -> None:
+    with pytest.raises(PlanError, match=r"plan='plan.json'; it must be a penstock.Plan"):
+        pipeline(plan="plan.json")
+
+
+def test_another_seed_is_another_plan_of_the_same_stages() -> None:
+    """It may be chosen while a backward is still to come, as for any later step."""
+    pipe = pipeline(num_stages=2, example_inputs=batch()[0])
+    first = pipe(batch()[0])
+    pipe.seed = 7
+    assert pipe.plan == replace(pipe.plan, seed=7)
+    first.sum().backward()
+    pipe.step = 0
+    assert not torch.equal(pipe(batch()[0]), first)
+
+
 def test_a_plan_of_another_model_names_the_first_layer_that_differs() -> None:
     plan = pipeline(num_stages=2).plan
     other = layers()
@@ -129,7 +145,7 @@ def test_a_plan_of_another_model_names_the_first_layer_that_differs() -> None:
 
 def test_a_plan_for_what_is_not_here_is_refused() -> None:
     plan = pipeline(num_stages=2).plan
-    with pytest.raises(PlanError, match=r"for 2 ranks.*3 ranks for each replica"):
+    with pytest.raises(PlanError, match=r"for 2 ranks, and the mesh has 3; make it with init_me"):
         pipeline(plan=plan, mesh=penstock.init_mesh(3))
     for device, words in (("cuda:9", "which this process does"), ("gpu", "no device")):
         placement = replace(plan.placement, devices=("cpu", device))

@@ -51,6 +51,18 @@ def test_a_seed_of_numpy_survives_json_and_another_than_a_whole_number_is_refuse
         replace(ODD, seed=seeds[1])
 
 
+def test_lists_are_tuples_in_a_plan_as_they_are_in_its_json() -> None:
+    lists: Any = list
+    made = replace(ODD, partition=lists(ODD.partition), recompute=lists(ODD.recompute))
+    assert made == ODD
+
+
+def test_a_plan_cannot_say_that_stages_are_sharded() -> None:
+    sharding: Any = {"a": 1}
+    with pytest.raises(PlanError, match=r"sharding=\{'a': 1\}; it must be None"):
+        replace(ODD, sharding=sharding)
+
+
 def test_a_file_holds_a_plan(tmp_path: Path) -> None:
     ODD.save(tmp_path / "plan.json")
     assert Plan.load(str(tmp_path / "plan.json")) == ODD
