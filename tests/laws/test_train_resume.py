@@ -190,6 +190,7 @@ def test_the_loss_of_an_epoch_is_the_mean_over_its_samples(uninterrupted: Path) 
 def test_a_run_folder_holds_what_the_run_was(uninterrupted: Path) -> None:
     names = {path.name for path in uninterrupted.iterdir()}
     assert names - {".lock"} == {
+        "plan.json",
         "recipe.toml",
         "metrics.jsonl",
         "data.digest",
