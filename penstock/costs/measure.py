@@ -131,7 +131,7 @@ def _backward_s(module: nn.Module, arguments: Any, given: Any, forward_s: float)
 
 
 def _device_of(module: nn.Module) -> torch.device | None:
-    """Give the device a layer is on; None if it has nothing that would say so."""
+    """Return the device a layer is on; None if it has nothing that would say so."""
     tensors = chain(module.parameters(), module.buffers())
     return next((tensor.device for tensor in tensors), None)
 

@@ -49,19 +49,21 @@ def load_digits(test_share: float = 0.2, seed: int = 0) -> Split:
     digits = datasets.load_digits()
     inputs = torch.from_numpy(digits.images).to(torch.float32).div(16.0).unsqueeze(1)
     targets = torch.from_numpy(digits.target).to(torch.int64)
-    is_test = _stratified(targets, test_share, seed)
+    is_test = of_each_class(targets, test_share, seed, "split")
     return Split(
         train=Samples(inputs[~is_test], targets[~is_test]),
         test=Samples(inputs[is_test], targets[is_test]),
     )
 
 
-def _stratified(targets: Tensor, share: float, seed: int) -> Tensor:
-    """Choose `share` of each class: bool, (N,)."""
+def of_each_class(
+    targets: Tensor, share: float, seed: int, purpose: str, least: int = 0
+) -> Tensor:
+    """Choose `share` of each class, `least` samples or more: bool, (N,)."""
     chosen = torch.zeros(len(targets), dtype=torch.bool)
     for label in targets.unique().tolist():
         members = (targets == label).nonzero().flatten()
-        generator = keyed_generator(seed, "split", label)
+        generator = keyed_generator(seed, purpose, label)
         order = torch.randperm(len(members), generator=generator)
-        chosen[members[order[: round(share * len(members))]]] = True
+        chosen[members[order[: max(least, round(share * len(members)))]]] = True
     return chosen

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .digits import Samples, Split, load_digits
+from .digits import Samples, Split, load_digits, of_each_class
 from .images import EvaluationView, ImageLoader, ImageSplit, TrainingView, ViewedImages
-from .sampler import batch_indices, epoch_order, keyed_generator, num_batches
+from .sampler import batch_indices, epoch_order, num_batches
 from .shift import epoch_shifts, shift_images
 
 Share = Callable[[int], slice]
@@ -170,24 +170,13 @@ def digit_images(
     """
     split = load_digits(test_share, seed)
     classes, label = _LABELS[labels]
-    train = _of_each_class(split.train, train_share, seed)
+    is_kept = of_each_class(split.train.targets, train_share, seed, "share", least=1)
+    train = Samples(split.train.inputs[is_kept], split.train.targets[is_kept])
     return TensorImageSet(
         Split(*(Samples(_resized(p.inputs, size), label(p.targets)) for p in (train, split.test))),
         classes,
         max_shift,
     )
-
-
-def _of_each_class(samples: Samples, share: float, seed: int) -> Samples:
-    if share == 1:
-        return samples
-    kept = []
-    for target in samples.targets.unique().tolist():
-        members = (samples.targets == target).nonzero().flatten()
-        order = torch.randperm(len(members), generator=keyed_generator(seed, "share", target))
-        kept.append(members[order[: max(1, round(share * len(members)))]])
-    chosen = torch.cat(kept).sort().values
-    return Samples(samples.inputs[chosen], samples.targets[chosen])
 
 
 def _resized(images_BCHW: Tensor, size: int) -> Tensor:

@@ -69,7 +69,7 @@ class Background:
         self._saving_group: Any = None
 
     def saving_group(self) -> Any:
-        """Give the group of all processes that checkpoints are saved over, made at the first call.
+        """Return the group over which checkpoints are saved, made at the first call.
 
         All processes call this alike.
         """

@@ -104,7 +104,7 @@ def own_host() -> tuple[str, str]:
 
 
 def _address_of(interface: str) -> str:
-    """Give the IPv4 address of a network interface, on Linux.
+    """Return the IPv4 address of a network interface, on Linux.
 
     Raises:
         OSError: there is none.

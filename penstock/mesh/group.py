@@ -96,7 +96,7 @@ class AbstractGroup(ABC):
 
     @abstractmethod
     def copy_from(self, source: int, tensor: Tensor, what: str) -> None:
-        """Give a contiguous tensor the values that it has on rank `source`."""
+        """Overwrite a contiguous tensor by the values that it has on rank `source`."""
 
     @abstractmethod
     def stack(self, tensor: Tensor, what: str) -> list[Tensor]:

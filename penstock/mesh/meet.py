@@ -156,5 +156,5 @@ def meeting() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Give the first line of what an error says; those of torch go on with a stack of C++."""
+    """Return the first line of what an error says; those of torch go on with a stack of C++."""
     return str(error).strip().split("\n")[0]

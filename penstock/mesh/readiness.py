@@ -27,7 +27,7 @@ class Alarm:
             raise self._error
 
     def close(self) -> None:
-        """Give back what it holds; nobody waits any more."""
+        """Close the sockets it holds; nobody waits any more."""
         self.socket.close()
         self._bell.close()
 

@@ -9,7 +9,7 @@ from penstock.errors import PartitionError
 def balance_spans(
     costs: Sequence[Sequence[float]], spans: Sequence[tuple[int, int]]
 ) -> tuple[int, ...]:
-    """Give the layers per stage as `balance_stages` does, where stages begin at spans only.
+    """Compute the layers per stage as `balance_stages` does, where stages begin at spans only.
 
     `spans` are (start, end) of layers that are to be on one stage, in order, all layers in one.
     """
@@ -20,7 +20,7 @@ def balance_spans(
 
 
 def balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Give the layers per stage where a layer costs the same on every stage.
+    """Compute the layers per stage where a layer costs the same on every stage.
 
         balance([1, 1, 1, 3, 3], 3) == (3, 1, 1)
 
@@ -32,7 +32,7 @@ def balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 
 def balance_stages(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """Give the layers per stage that make the slowest stage as fast as it can be.
+    """Compute the layers per stage that make the slowest stage as fast as it can be.
 
     `costs[k][n]` is the cost of layer n on stage k.  Among the partitions with the same slowest
     stage, takes the one whose stage costs vary least (the paper's criterion, section 2.2).
@@ -80,7 +80,7 @@ def _check_enough(num_layers: int, num_stages: int) -> None:
 def _slowest_stage(
     num_layers: int, num_stages: int, cost: Callable[[int, int, int], float]
 ) -> float:
-    """Give the least possible cost of the slowest stage."""
+    """Compute the least possible cost of the slowest stage."""
     slowest = [0.0] + [float("inf")] * num_layers
     for stage in range(num_stages):
         slowest = [float("inf")] + [

@@ -31,7 +31,7 @@ class Clock:
         self._marks.append(time.perf_counter() if event is None else (device.device, event))
 
     def times_s(self) -> list[float]:
-        """Give the times of all marks, in turn; waits for the GPUs."""
+        """Read the times of all marks, in turn; waits for the GPUs."""
         return [mark if isinstance(mark, float) else self._read_s(*mark) for mark in self._marks]
 
     def _read_s(self, device: torch.device, event: Event) -> float:

@@ -44,7 +44,7 @@ class AbstractDriver(ABC):
         """
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Give back what it holds; it can be used again and then takes hold anew."""
+        """Release what it holds; it can be used again and then takes hold anew."""
 
 
 class CallerDriver(AbstractDriver):

@@ -117,7 +117,7 @@ class Engine:
         return _with_loss([step.module for step in plan.steps], self._loss_of(plan))
 
     def program(self, mode: Mode, num_microbatches: int) -> Schedule:
-        """Give the lowered and verified schedule of a call; kept for the next one like it.
+        """Return the lowered and verified schedule of a call; kept for the next one like it.
 
         Raises:
             ScheduleError: the schedule is wrong.
@@ -195,7 +195,7 @@ class Engine:
                 device.make_caller_wait()
 
     def record(self, run: Run, mode: Mode) -> Record | None:
-        """Give what a traced run noted on all stages; None if it was not traced."""
+        """Return what a traced run noted on all stages; None if it was not traced."""
         if run.batch.trace is Trace.OFF:
             return None
         noted = gather_noted(self.mesh.stages, run.recorded, self.splitter.agreed_s)

@@ -185,7 +185,7 @@ def microbatch_sizes(num_samples: int, num_microbatches: int) -> list[int]:
 
 
 def first_microbatch(value: Any, num_microbatches: int) -> Any:
-    """Give the first micro-batch of a mini-batch; None of None."""
+    """Return the first micro-batch of a mini-batch; None of None."""
     if value is None:
         return None
     return split(value, microbatch_sizes(batch_size(value, "inputs"), num_microbatches))[0]
@@ -205,7 +205,7 @@ def loss_weights(reduction: Reduce, targets: Sequence[Any], sizes: Sequence[int]
 
 
 def raw_weights(reduction: Reduce, targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-    """Give what each micro-batch weighs before the weights are divided by their sum.
+    """Return what each micro-batch weighs before the weights are divided by their sum.
 
     Raises:
         BatchError: a weight is negative or not a number.

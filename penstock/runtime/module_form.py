@@ -66,7 +66,7 @@ class _Pending:
         self._wants_grad = wants_grad
 
     def take_outputs(self) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Give the gathered outputs, and those of them that no gradient flows to; keep neither."""
+        """Return the gathered outputs, and those that no gradient flows to; keep neither."""
         leaves, self._leaves = tuple(self._leaves), []
         return leaves, [t for t, wants in zip(leaves, self._wants_grad, strict=True) if not wants]
 

@@ -47,13 +47,7 @@ class KeyedRandomness(TorchDispatchMode):
         self._outside = autograd_mode()
         self._generators: dict[torch.device, Generator] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         try:
             route = self._routes[func]
@@ -87,13 +81,7 @@ class KeyedRandomness(TorchDispatchMode):
 
 
 class _RefuseRandomness(TorchDispatchMode):
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _may_draw(func) and _draws_now(func, args, kwargs or {}):
             raise drew_in_backward(str(func))
         return func(*args, **(kwargs or {}))
@@ -154,13 +142,7 @@ class WatchDraws(TorchDispatchMode):
         pairs = zip(self._generators, self._states, strict=True)
         return any(not torch.equal(g.get_state(), state) for g, state in pairs)
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not (_may_draw(func) and _draws_now(func, args, kwargs or {})):
             return func(*args, **(kwargs or {}))
         self.in_checkpoint |= autograd_mode() != self._outside

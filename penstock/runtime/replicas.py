@@ -39,7 +39,7 @@ class Replicas:
         self._before: dict[Tensor, Tensor] = {}
 
     def start_equal(self, tensors: Sequence[Tensor]) -> None:
-        """Give parameters and buffers the values they have in the first replica.
+        """Set parameters and buffers to the values that they have in the first replica.
 
         Raises:
             ConfigError: gradients of one could not be added up.

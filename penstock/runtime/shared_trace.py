@@ -31,7 +31,7 @@ class Noted:
     memory: list[MemorySample]
 
     def by_the_clock_of(self, other: "Noted") -> "Noted":
-        """Give the same with the times that `other` would have noted."""
+        """Return the same with the times that `other` would have noted."""
         if self.clock is not None and self.clock == other.clock:
             return self
         later_s = other.agreed_s - self.agreed_s

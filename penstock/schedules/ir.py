@@ -66,7 +66,43 @@ class Backward:
 
 
 @dataclass(frozen=True, slots=True)
-class SendActivation:
+class _Sent:
+    """What `stage` hands over to stage `peer` for `microbatch`."""
+
+    stage: int
+    microbatch: int
+    peer: int
+
+    gradient: ClassVar[bool]
+
+    @property
+    def message(self) -> Message:
+        return self.gradient, self.stage, self.peer, self.microbatch
+
+    def __str__(self) -> str:
+        return f"{self.stage}{'B' if self.gradient else 'F'}{self.microbatch}>{self.peer}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Received:
+    """What `stage` waits for from stage `peer` for `microbatch`."""
+
+    stage: int
+    microbatch: int
+    peer: int
+
+    gradient: ClassVar[bool]
+
+    @property
+    def message(self) -> Message:
+        return self.gradient, self.peer, self.stage, self.microbatch
+
+    def __str__(self) -> str:
+        return f"{self.stage}{'B' if self.gradient else 'F'}{self.microbatch}<{self.peer}"
+
+
+@dataclass(frozen=True, slots=True)
+class SendActivation(_Sent):
     """Hand the values of `microbatch` that stage `peer` needs from `stage` over to it.
 
     Roughly: channel[s -> peer].put(y[s, i])
@@ -74,81 +110,37 @@ class SendActivation:
     Keeps nothing that the forward did not keep; never waits for the receiver.
     """
 
-    stage: int
-    microbatch: int
-    peer: int
-
-    gradient: ClassVar[bool] = False
-
-    @property
-    def message(self) -> Message:
-        return self.gradient, self.stage, self.peer, self.microbatch
-
-    def __str__(self) -> str:
-        return f"{self.stage}F{self.microbatch}>{self.peer}"
+    gradient = False
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveActivation:
+class ReceiveActivation(_Received):
     """Wait for the values of `microbatch` that `stage` needs from stage `peer`.
 
     Roughly: x[s, i] += channel[peer -> s].get()
     """
 
-    stage: int
-    microbatch: int
-    peer: int
-
-    gradient: ClassVar[bool] = False
-
-    @property
-    def message(self) -> Message:
-        return self.gradient, self.peer, self.stage, self.microbatch
-
-    def __str__(self) -> str:
-        return f"{self.stage}F{self.microbatch}<{self.peer}"
+    gradient = False
 
 
 @dataclass(frozen=True, slots=True)
-class SendGradient:
+class SendGradient(_Sent):
     """Hand the gradients of what `stage` got from stage `peer` for `microbatch` back to it.
 
     Roughly: channel[s -> peer].put(g_x[s, i]); freed here once taken.
     """
 
-    stage: int
-    microbatch: int
-    peer: int
-
-    gradient: ClassVar[bool] = True
-
-    @property
-    def message(self) -> Message:
-        return self.gradient, self.stage, self.peer, self.microbatch
-
-    def __str__(self) -> str:
-        return f"{self.stage}B{self.microbatch}>{self.peer}"
+    gradient = True
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveGradient:
+class ReceiveGradient(_Received):
     """Wait for the gradients of what `stage` gave to stage `peer` for `microbatch`.
 
     Roughly: g_y[s, i] += channel[peer -> s].get()
     """
 
-    stage: int
-    microbatch: int
-    peer: int
-
-    gradient: ClassVar[bool] = True
-
-    @property
-    def message(self) -> Message:
-        return self.gradient, self.peer, self.stage, self.microbatch
-
-    def __str__(self) -> str:
-        return f"{self.stage}B{self.microbatch}<{self.peer}"
+    gradient = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def per_stage(costs: PerStage, num_stages: int, name: str) -> tuple[float, ...]:
 
 
 def per_edge(costs: PerEdge) -> Callable[[int, int], float]:
-    """Give the function (from stage, to stage) -> seconds, both ways alike.
+    """Return the function (from stage, to stage) -> seconds, both ways alike.
 
     The function raises ConfigError if `costs` leaves the edge out.
     """

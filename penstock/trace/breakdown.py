@@ -185,7 +185,7 @@ def _ideal_step_s(timeline: Timeline) -> float:
 
 
 def waits_s(timeline: Timeline) -> tuple[float, ...]:
-    """Give, for each span, the seconds at its end in which a message was on its way.
+    """Compute, for each span, the seconds at its end in which a message was on its way.
 
     All of a send; of a receive what follows the end of its send; nothing of other instructions.  A
     receive whose send the timeline lacks counts as waiting for the sender throughout.

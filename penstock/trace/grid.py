@@ -46,7 +46,7 @@ def render_grid(timeline: Timeline, width: int = 100, *, colour: bool = False) -
 
 
 def _cells(timeline: Timeline, columns: int) -> tuple[list[list[str]], list[list[str]]]:
-    """Give each rank's characters and, column by column, the letter of what ran there."""
+    """Return each rank's characters and, column by column, the letter of what ran there."""
     texts = [["."] * columns for _ in range(timeline.num_ranks)]
     letters = [["."] * columns for _ in range(timeline.num_ranks)]
     many = timeline.schedule.num_stages > timeline.num_ranks
@@ -75,7 +75,7 @@ def _instant(column: int) -> float:
 
 
 def _fitting_columns(timeline: Timeline, most: int) -> int:
-    """Give the most columns, up to `most`, that set exact times on column borders; else `most`."""
+    """Return the most columns up to `most` that set exact times on borders; else `most`."""
     origin_s = timeline.start_s
     borders: set[object] = {span.start_s - origin_s for span in timeline.spans}
     borders |= {span.end_s - origin_s for span in timeline.spans}

@@ -84,7 +84,7 @@ class _Scale:
     width_in: float
 
     def box(self, start_s: float, end_s: float) -> tuple[float, float]:
-        """Give the left edge and the width, in the axis's unit."""
+        """Return the left edge and the width, in the axis's unit."""
         per_s = unit_for(self.step_s).per_s
         return float((start_s - self.start_s) * per_s), float((end_s - start_s) * per_s)
 

@@ -18,7 +18,7 @@ class AbstractChannels(ABC):
 
     @abstractmethod
     def receive(self, message: Message, instruction: Instruction) -> Any:
-        """Give the payload of `message`, waiting for it until the deadline.
+        """Return the payload of `message`, waiting for it until the deadline.
 
         Raises:
             WaitTimeout: it did not come in time.

@@ -102,7 +102,7 @@ def _layout(kind: TensorKind) -> _Layout:
 
 
 def to_bytes(tensor: Tensor, kind: TensorKind) -> Tensor:
-    """Give a tensor's values as bytes, in the order of its memory; a view if there are no gaps."""
+    """Return a tensor's values as bytes, in order of its memory; a view if there are no gaps."""
     layout, plain = _layout(kind), as_plain(tensor).detach()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
@@ -139,20 +139,11 @@ def _aligned(kind: TensorKind, layout: _Layout, device: torch.device) -> Tensor:
 
 
 def memory_of(tensor: Tensor, kind: TensorKind) -> Any:
-    """Give the memory of a tensor on the CPU as bytes to send: a copy only if there are gaps."""
+    """Return the memory of a CPU tensor as bytes to send: a copy only if there are gaps."""
     tensor = as_plain(tensor)
     if not _layout(kind).is_dense or tensor.is_conj() or tensor.is_neg():
         tensor = to_bytes(tensor, kind)
-    return _bytes_at(tensor, kind.num_bytes)
-
-
-def memory_to_fill(received: Tensor) -> Any:
-    """Give the memory of the bytes of `room_for`, to receive into."""
-    return _bytes_at(received, received.numel())
-
-
-def _bytes_at(tensor: Tensor, num_bytes: int) -> Any:
-    memory: Any = (c_char * num_bytes).from_address(tensor.data_ptr())
+    memory: Any = (c_char * kind.num_bytes).from_address(tensor.data_ptr())
     memory.owner = tensor  # lives as long as this view of it
     return memory
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .drawn import Draws, Linear
+from .transformer_sizes import require_heads
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -29,6 +30,22 @@ class BlockShape:
     head_width: int
     ff_width: int
     dropout: float
+
+    @classmethod
+    def shared_out(cls, width: int, num_heads: int, ff_width: int, dropout: float) -> "BlockShape":
+        """Return a shape whose heads share out the width.
+
+        Raises:
+            ConfigError: `num_heads` does not divide `width`.
+        """
+        require_heads(width, num_heads)
+        return cls(
+            width=width,
+            num_heads=num_heads,
+            head_width=width // num_heads,
+            ff_width=ff_width,
+            dropout=dropout,
+        )
 
 
 class Attention(nn.Module):

@@ -6,7 +6,7 @@ from penstock.errors import ConfigError
 
 
 class DropPath(nn.Module):
-    """Give zeros for some examples of a branch, and the others divided by the chance to be kept.
+    """Replace some examples of a branch by zeros, and divide the others by the chance to be kept.
 
     In training each example is dropped with the chance `rate * progress`, whatever the others
     are; in evaluation the input is given as it is.  (B, ...) -> (B, ...).

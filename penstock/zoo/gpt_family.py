@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .attention import BlockShape, CausalBlock
 from .drawn import Draws, Linear, normal
 from .sizes import require_at_least, require_share
-from .transformer_sizes import require_heads, sizes_of
+from .transformer_sizes import sizes_of
 from .words import LearnedEmbedding
 
 _STD = 0.02
@@ -83,25 +83,11 @@ def gpt(  # noqa: PLR0913 - the front door: each a keyword with a default
     sizes = sizes_of(size, GPT_SIZES, given)
     require_at_least(1, **sizes, num_words=num_words, max_length=max_length)
     require_share(dropout=dropout)
-    require_heads(sizes["width"], sizes["num_heads"])
-    return _build(sizes, num_words, max_length, dropout, tied=tied)
-
-
-def _build(
-    sizes: dict[str, int], num_words: int, max_length: int, dropout: float, *, tied: bool
-) -> GPT:
-    width = sizes["width"]
-    shape = BlockShape(
-        width=width,
-        num_heads=sizes["num_heads"],
-        head_width=width // sizes["num_heads"],
-        ff_width=4 * width,
-        dropout=dropout,
-    )
-    embedding = LearnedEmbedding(num_words, width, max_length, dropout, normal(_STD))
-    draws = Draws(read=normal(_STD), write=normal(_STD / math.sqrt(2 * sizes["num_layers"])))
+    total, wide = sizes["num_layers"], sizes["width"]
+    shape = BlockShape.shared_out(wide, sizes["num_heads"], 4 * wide, dropout)
+    embedding = LearnedEmbedding(num_words, wide, max_length, dropout, normal(_STD))
+    draws = Draws(read=normal(_STD), write=normal(_STD / math.sqrt(2 * total)))
     blocks = nn.ModuleList(
-        CausalBlock(shape, draws, partial(F.gelu, approximate="tanh"))
-        for _ in range(sizes["num_layers"])
+        CausalBlock(shape, draws, partial(F.gelu, approximate="tanh")) for _ in range(total)
     )
     return GPT(embedding, blocks, tied=tied)

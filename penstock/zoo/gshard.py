@@ -10,7 +10,7 @@ from .attention import BlockShape, CausalAttention, CausalBlock
 from .drawn import Draws, Linear, normal, xavier
 from .mixture import Mixture, MixtureShape
 from .sizes import require_at_least, require_share
-from .transformer_sizes import require_even, require_heads, require_positive, sizes_of
+from .transformer_sizes import require_even, require_positive, sizes_of
 from .words import SinusoidalEmbedding
 
 GSHARD_SIZES = {
@@ -113,35 +113,30 @@ def gshard_moe(  # noqa: PLR0913 - the front door: each a keyword with a default
         ConfigError: nobody knows `size`; a size is missing or too small, a share or the capacity
             factor is none, heads do not divide the width, or it is odd.
     """
-    given = {
-        "num_layers": num_layers,
-        "width": width,
-        "num_heads": num_heads,
-        "num_experts": num_experts,
-    }
+    given = {"num_layers": num_layers, "width": width}
+    given |= {"num_heads": num_heads, "num_experts": num_experts}
     sizes = sizes_of(size, GSHARD_SIZES, given)
     require_at_least(1, **sizes, num_words=num_words, max_length=max_length)
     require_share(dropout=dropout)
     require_positive(capacity_factor=capacity_factor)
-    require_heads(sizes["width"], sizes["num_heads"])
-    require_even(sizes["width"])
+    wide = sizes["width"]
+    block = BlockShape.shared_out(wide, sizes["num_heads"], 8 * wide, dropout)
+    require_even(wide)
     _check_mixtures(sizes["num_layers"], sizes["num_experts"])
-    block = BlockShape(
-        width=sizes["width"],
-        num_heads=sizes["num_heads"],
-        head_width=sizes["width"] // sizes["num_heads"],
-        ff_width=8 * sizes["width"],
-        dropout=dropout,
-    )
     mixture = MixtureShape(
-        width=sizes["width"],
-        ff_width=8 * sizes["width"],
+        width=wide,
+        ff_width=8 * wide,
         num_experts=sizes["num_experts"],
         capacity_factor=capacity_factor,
         random_second=random_second,
     )
-    embedding = SinusoidalEmbedding(num_words, sizes["width"], max_length, dropout)
-    return _build(sizes["num_layers"], embedding, block, mixture, tied=tied)
+    embedding = SinusoidalEmbedding(num_words, wide, max_length, dropout)
+    draws = Draws(read=xavier(), write=xavier())
+    blocks = nn.ModuleList(
+        MixtureBlock(block, mixture, draws) if number % 2 else CausalBlock(block, draws, F.relu)
+        for number in range(sizes["num_layers"])
+    )
+    return GShard(embedding, blocks, tied=tied)
 
 
 def _check_mixtures(num_layers: int, num_experts: int) -> None:
@@ -154,19 +149,3 @@ def _check_mixtures(num_layers: int, num_experts: int) -> None:
             f"num_layers={num_layers}, but it is each second layer that has experts; "
             "give at least 2"
         )
-
-
-def _build(
-    num_layers: int,
-    embedding: SinusoidalEmbedding,
-    block: BlockShape,
-    mixture: MixtureShape,
-    *,
-    tied: bool,
-) -> GShard:
-    draws = Draws(read=xavier(), write=xavier())
-    blocks = nn.ModuleList(
-        MixtureBlock(block, mixture, draws) if number % 2 else CausalBlock(block, draws, F.relu)
-        for number in range(num_layers)
-    )
-    return GShard(embedding, blocks, tied=tied)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -191,21 +192,11 @@ def _listed(
 
 def _parameter_counts(model: nn.Module) -> dict[nn.Module, int]:
     """Count each module's parameters with those below it; one that is shared counts once."""
-    taken: set[int] = set()
-    counts: dict[nn.Module, int] = {}
-
-    def count(module: nn.Module) -> int:
-        own = 0
-        for parameter in module.parameters(recurse=False):
-            if id(parameter) not in taken:
-                taken.add(id(parameter))
-                own += parameter.numel()
-        counts[module] = 0  # a module that comes a second time below itself or elsewhere
-        below = sum(count(child) for child in module.children() if child not in counts)
-        counts[module] = own + below
-        return counts[module]
-
-    count(model)
+    counts = dict.fromkeys(model.modules(), 0)
+    for name, parameter in model.named_parameters():
+        *path, _ = name.split(".")
+        for module in accumulate(path, nn.Module.get_submodule, initial=model):
+            counts[module] += parameter.numel()
     return counts
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from .attention import BlockShape, CausalBlock
 from .drawn import Draws, Linear, xavier
 from .sizes import require_at_least, require_share
-from .transformer_sizes import require_even, require_heads
+from .transformer_sizes import require_even
 from .words import SinusoidalEmbedding
 
 
@@ -50,15 +50,8 @@ def transformer_lm(  # noqa: PLR0913 - the front door: each a keyword with a def
     counts = {"num_layers": num_layers, "width": width, "ff_width": ff_width}
     require_at_least(1, **counts, num_heads=num_heads, num_words=num_words, max_length=max_length)
     require_share(dropout=dropout)
-    require_heads(width, num_heads)
+    shape = BlockShape.shared_out(width, num_heads, ff_width, dropout)
     require_even(width)
-    shape = BlockShape(
-        width=width,
-        num_heads=num_heads,
-        head_width=width // num_heads,
-        ff_width=ff_width,
-        dropout=dropout,
-    )
     draws = Draws(read=xavier(), write=xavier())
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     layers["embedding"] = SinusoidalEmbedding(num_words, width, max_length, dropout)

@@ -35,7 +35,7 @@ class ViewedImages:
 
 
 class ImageLoader:
-    """Gives batches of images; worker processes live as long as it does.
+    """Makes batches of images; worker processes live as long as it does.
 
     `skipped` names the images that could not be decoded so far, each once.  In training the next
     image that can be stands in for such a one; in evaluation it is blank, and of no class (-1).

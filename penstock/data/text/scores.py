@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from penstock.errors import ConfigError
+from penstock.trace.table import columns
 
 from .corpus import TextPart
 from .optional import optional_library
@@ -104,15 +105,7 @@ def compare(systems: Mapping[str, Scores]) -> str:
         rows.append([language, f"{texts:,}", *cells])
     means = [f"{m:.1f}" for s in systems.values() for m in (s.mean_bleu, s.mean_chrf)]
     rows.append(["mean", "", *means])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if n else cell.ljust(width)
-            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return "\n".join(lines)
+    return "\n".join(columns(rows, num_left=1))
 
 
 def _cells(score: Score | None) -> tuple[str, str]:

@@ -17,10 +17,7 @@ def recomputes(lanes: Lanes) -> None:
         for position, x in lanes.each(ir.Recompute, stage):
             i = x.microbatch
             if i in rebuilt or dropped.get(i, position) >= position:
-                problem = (
-                    "there is nothing to recompute: its Forward kept its graph or has not run"
-                )
-                raise lanes.fault(stage, position, problem)
+                raise lanes.fault(stage, position, _NOTHING)
             rebuilt[i] = position
         backwards = lanes.computes(ir.Backward, stage) if dropped else {}
         for i in dropped:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Norm = Callable[[int], nn.BatchNorm2d]
-"""Gives a BatchNorm for so many channels."""
+"""Makes a BatchNorm for so many channels."""
 Size = tuple[int, int]
 """Rows and columns."""
 BOTTLENECK = 4
