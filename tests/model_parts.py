@@ -346,21 +346,13 @@ class Ema(nn.Module):
         return x / (self.scale.clone() if self.in_place else self.scale)
 
 
-class EmaAttribute(nn.Module):
+class EmaAttribute(Ema):
     """The same with a plain attribute, which is in no state_dict."""
 
     def __init__(self, width: int, *, in_place: bool) -> None:
-        super().__init__()
-        self.in_place = in_place
+        super().__init__(width, in_place=in_place)
+        del self.scale
         self.scale = torch.ones(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        moved = 0.8 * self.scale + 0.2 * x.detach().float().abs().mean(0)
-        if self.in_place:
-            self.scale.copy_(moved)
-        else:
-            self.scale = moved
-        return x / (self.scale.clone() if self.in_place else self.scale)
 
 
 class Noise(nn.Module):

@@ -4,13 +4,12 @@ import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.report import Column, Report, parser, progress, publish
-from benchmarks.side_by_side import side_by_side
+from benchmarks.report import Column, Report, parser, progress
+from benchmarks.side_by_side import publish_runs, side_by_side
 from benchmarks.translating import (
     HIGH_RESOURCE,
     LOW_RESOURCE,
@@ -21,7 +20,6 @@ from benchmarks.translating import (
     mean_over,
     read_names,
 )
-from penstock.runtime.devices import num_cores
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -159,12 +157,8 @@ def draw(report: Report, figure: "Figure") -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print."""
     options = parser(__doc__ or "")
-    options.add_argument("--seeds", type=int, default=2, help="runs of each model")
     options.add_argument("--steps", type=int, default=700)
-    options.add_argument("--jobs", type=int, default=num_cores(), help="runs at a time")
-    chosen = options.parse_args(arguments)
-    report = run(chosen)
-    publish(report, chosen, Path(__file__).parent, partial(draw, report))
+    publish_runs(options, run, draw, Path(__file__).parent, arguments)
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def _examine_mesh(mesh: Mesh, results: _Results) -> None:
 def _findings(ranks: Sequence[RankFacts], which: str) -> list[Finding]:
     """Collect the findings of all ranks, each with the rank that has it."""
     return [
-        Finding.from_dict(finding.to_dict() | {"ranks": [facts.rank]})
+        replace(finding, ranks=(facts.rank,))
         for facts in ranks
         for finding in getattr(facts, which)
     ]

@@ -4,13 +4,14 @@ import os
 import platform
 import socket
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from .finding import Finding, Severity, warning
 from .host import core_numbers, machine_id, memory_bytes, network_id
@@ -55,18 +56,13 @@ class RankFacts:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `from_dict` reads, as JSON knows it."""
-        lists = {name: [f.to_dict() for f in getattr(self, name)] for name in _FINDINGS}
-        return asdict(self) | lists
+        found: dict[str, Any] = TypeAdapter(RankFacts).dump_python(self, mode="json")
+        return found
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "RankFacts":
         """Read what `to_dict` gave, perhaps in another process."""
-        read = {name: tuple(Finding.from_dict(f) for f in data[name]) for name in _FINDINGS}
-        gpus = tuple(Gpu(**gpu) for gpu in data["gpus"])
-        return cls(**data | read | {"gpus": gpus, "cores": tuple(data["cores"])})
-
-
-_FINDINGS = ("settings", "others")
+        return TypeAdapter(RankFacts).validate_python(data)
 
 
 def gather_facts(

@@ -1,9 +1,8 @@
 """What the doctor has to say: one line for each thing, with what to change."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 
 class Severity(Enum):
@@ -34,16 +33,6 @@ class Finding:
     def __str__(self) -> str:
         who = f"{named(self.ranks)}: " if self.ranks else ""
         return f"{who}{self.what}: {self.why}" + (f". {self.change}" if self.change else "")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what `from_dict` reads, in words and numbers that JSON knows."""
-        return asdict(self) | {"severity": self.severity.value, "ranks": list(self.ranks)}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Finding":
-        """Read what `to_dict` gave."""
-        severity, ranks = Severity(data["severity"]), tuple(data["ranks"])
-        return cls(**data | {"severity": severity, "ranks": ranks})
 
 
 def error(what: str, why: str, change: str) -> Finding:

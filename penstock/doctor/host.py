@@ -1,14 +1,13 @@
-"""What this machine says of itself: names, addresses, ports, cores and memory; without torch."""
+"""What this machine says of itself: names, addresses, ports, cores and memory."""
 
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_SIOCGIFADDR = 0x8915
+from penstock.mesh.connections import address_of
+
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -89,12 +88,10 @@ def _read(path: Path) -> str:
 
 
 def _address_of(interface: str) -> str | None:
-    request = struct.pack("256s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
-        except OSError:
-            return None
+    try:
+        return address_of(interface)
+    except OSError:
+        return None
 
 
 def _resolve(name: str) -> tuple[str, ...]:

@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
+
+from pydantic import TypeAdapter
 
 from penstock.trace.units import time_text
 
@@ -55,20 +57,11 @@ class Report:
     def to_json(self) -> str:
         """Write it all as one line of JSON; times in seconds, sizes in bytes."""
         hidden = {"settings", "others"}  # they are among the findings
-        ranks = [
-            {name: value for name, value in facts.to_dict().items() if name not in hidden}
-            for facts in self.ranks
-        ]
-        slowest = None if self.slowest is None else [self.slowest.source, self.slowest.target]
-        return json.dumps(
-            asdict(self)
-            | {
-                "findings": [finding.to_dict() for finding in self.findings],
-                "ranks": ranks,
-                "slowest": slowest,
-                "exit_code": self.exit_code,
-            }
+        found = TypeAdapter(Report).dump_python(
+            self, mode="json", exclude={"ranks": {"__all__": hidden}}
         )
+        slowest = None if self.slowest is None else [self.slowest.source, self.slowest.target]
+        return json.dumps(found | {"slowest": slowest, "exit_code": self.exit_code})
 
 
 def check_edges(edges: Sequence[Edge]) -> Iterator[Finding]:

@@ -86,7 +86,7 @@ def own_host() -> tuple[str, str]:
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if chosen:
         with suppress(OSError):  # no such interface, or none with such an address
-            return (_address_of(chosen),) * 2
+            return (address_of(chosen),) * 2
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host is None or port is None:
         host, port = socket.gethostname(), "1"
@@ -103,7 +103,7 @@ def own_host() -> tuple[str, str]:
     return "localhost", ""
 
 
-def _address_of(interface: str) -> str:
+def address_of(interface: str) -> str:
     """Return the IPv4 address of a network interface, on Linux.
 
     Raises:

@@ -12,7 +12,6 @@ from its table of `Kind`s.  What is decoded takes memory in proportion to the by
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -27,7 +26,8 @@ MOST_DEPTH = 64
 _MAGIC = b"pnsk"
 HEAD = struct.Struct("!4sII")
 """What comes before a body: the magic, the bytes of the body, its checksum."""
-_SIZE, _SMALL, _FLOAT = struct.Struct("!I"), struct.Struct("!q"), struct.Struct("!d")
+_SIZE, _SMALL = struct.Struct("!I"), struct.Struct("!q")
+_FLOAT, _COMPLEX = struct.Struct("!d"), struct.Struct("!dd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,7 @@ class Codec:
             self._write_all(out, value, depth)
         else:
             kind = self._kind_of(value)
-            out += b"o"
-            _write_text(out, kind.name)
+            _write_text(out, b"o", kind.name)
             self._write(out, kind.parts(value), depth + 1)
 
     def _write_all(self, out: bytearray, value: Any, depth: int) -> None:
@@ -190,9 +189,12 @@ def _damaged(why: str) -> MeshError:
     )
 
 
-def _write_text(out: bytearray, text: str) -> None:
-    content = text.encode(errors="surrogatepass")
-    out += _SIZE.pack(len(content)) + content
+def _write_sized(out: bytearray, letter: bytes, content: bytes) -> None:
+    out += letter + _SIZE.pack(len(content)) + content
+
+
+def _write_text(out: bytearray, letter: bytes, text: str) -> None:
+    _write_sized(out, letter, text.encode(errors="surrogatepass"))
 
 
 def _write_integer(out: bytearray, number: int) -> None:
@@ -200,38 +202,17 @@ def _write_integer(out: bytearray, number: int) -> None:
     if size <= _SMALL.size:
         out += b"i" + _SMALL.pack(number)
     else:
-        out += b"I" + _SIZE.pack(size) + number.to_bytes(size, signed=True)
-
-
-def _write_bytes(out: bytearray, content: bytes) -> None:
-    out += b"b" + _SIZE.pack(len(content)) + content
-
-
-def _write_string(out: bytearray, text: str) -> None:
-    out += b"s"
-    _write_text(out, text)
-
-
-def _write_float(out: bytearray, number: float) -> None:
-    out += b"f" + _FLOAT.pack(number)
-
-
-def _write_complex(out: bytearray, number: complex) -> None:
-    out += b"c" + _FLOAT.pack(number.real) + _FLOAT.pack(number.imag)
-
-
-def _write_letter(letter: bytes, out: bytearray, _: Any) -> None:
-    out += letter
+        _write_sized(out, b"I", number.to_bytes(size, signed=True))
 
 
 _WRITERS: dict[type, Callable[[bytearray, Any], None]] = {
-    type(None): partial(_write_letter, b"N"),
-    bool: lambda out, value: _write_letter(b"T" if value else b"F", out, value),
+    type(None): lambda out, _: out.extend(b"N"),
+    bool: lambda out, value: out.extend(b"T" if value else b"F"),
     int: _write_integer,
-    float: _write_float,
-    complex: _write_complex,
-    str: _write_string,
-    bytes: _write_bytes,
+    float: lambda out, value: out.extend(b"f" + _FLOAT.pack(value)),
+    complex: lambda out, value: out.extend(b"c" + _COMPLEX.pack(value.real, value.imag)),
+    str: lambda out, value: _write_text(out, b"s", value),
+    bytes: lambda out, value: _write_sized(out, b"b", value),
 }
 _CONTAINERS: dict[type, bytes] = {
     tuple: b"t",
@@ -279,13 +260,16 @@ class _Reader:
         return _MAKERS[letter](self._items(1, depth))
 
     def _items(self, times: int, depth: int) -> list[Any]:
-        count = times * self._size()
+        count = times * self.numbers(_SIZE)[0]
         if count > len(self._body) - self.at:  # each takes a byte at least
             raise _damaged(f"{count:,} values cannot be in what is left of it")
         return [self.value(depth + 1) for _ in range(count)]
 
-    def _size(self) -> int:
-        return int(_SIZE.unpack(self._take(_SIZE.size))[0])
+    def numbers(self, form: struct.Struct) -> Any:
+        return form.unpack(self._take(form.size))
+
+    def content(self) -> memoryview:
+        return self._take(self.numbers(_SIZE)[0])
 
     def _take(self, size: int) -> memoryview:
         if size > len(self._body) - self.at:
@@ -295,34 +279,19 @@ class _Reader:
 
     def text(self) -> str:
         try:
-            return str(self._take(self._size()), "utf-8", "surrogatepass")
+            return str(self.content(), "utf-8", "surrogatepass")
         except UnicodeDecodeError as error:
             raise _damaged(f"a text in it is no UTF-8: {error}") from error
-
-    def content(self) -> bytes:
-        return bytes(self._take(self._size()))
-
-    def integer(self) -> int:
-        return int.from_bytes(self._take(self._size()), signed=True)
-
-    def small(self) -> int:
-        return int(_SMALL.unpack(self._take(_SMALL.size))[0])
-
-    def float(self) -> float:
-        return float(_FLOAT.unpack(self._take(_FLOAT.size))[0])
-
-    def complex(self) -> complex:
-        return complex(self.float(), self.float())
 
 
 _CONSTANTS = {b"N": None, b"T": True, b"F": False}
 _READERS: dict[bytes, Callable[[_Reader], Any]] = {
-    b"i": _Reader.small,
-    b"I": _Reader.integer,
-    b"f": _Reader.float,
-    b"c": _Reader.complex,
+    b"i": lambda reader: reader.numbers(_SMALL)[0],
+    b"I": lambda reader: int.from_bytes(reader.content(), signed=True),
+    b"f": lambda reader: reader.numbers(_FLOAT)[0],
+    b"c": lambda reader: complex(*reader.numbers(_COMPLEX)),
     b"s": _Reader.text,
-    b"b": _Reader.content,
+    b"b": lambda reader: bytes(reader.content()),
 }
 _MAKERS: dict[bytes, Callable[[Sequence[Any]], Any]] = {
     letter: kind for kind, letter in _CONTAINERS.items() if kind is not dict

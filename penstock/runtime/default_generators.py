@@ -28,6 +28,17 @@ def default_generator(device: torch.device) -> Generator:
     return torch.default_generator
 
 
+def generators_for(devices: Iterable[torch.device]) -> list[Generator]:
+    """Return the default generators that layers on these devices may draw from."""
+    return list(dict.fromkeys(map(default_generator, (torch.device("cpu"), *devices))))
+
+
+def have_moved(generators: Iterable[Generator], before: Iterable[Tensor]) -> bool:
+    """Tell whether a generator is not in the state that it was in before."""
+    pairs = zip(generators, before, strict=True)
+    return any(not torch.equal(g.get_state(), state) for g, state in pairs)
+
+
 @contextmanager
 def guarded_default_generators(devices: Iterable[torch.device]) -> Iterator[None]:
     """Check that nothing drew from a default generator inside.
@@ -35,14 +46,16 @@ def guarded_default_generators(devices: Iterable[torch.device]) -> Iterator[None
     Raises:
         RandomnessError: something did; the step's masks would depend on the number of stages.
     """
-    generators = [default_generator(d) for d in dict.fromkeys((torch.device("cpu"), *devices))]
+    generators = generators_for(devices)
     before = _states(generators)
     differing: RecomputeError | None = None
     try:
         yield
     except RecomputeError as error:  # most likely because of a draw, which is what to tell
         differing = error
-    if any(not torch.equal(now, s) for now, s in zip(_states(generators), before, strict=True)):
+    with default_generators_lock.get():
+        moved = have_moved(generators, before)
+    if moved:
         raise RandomnessError(
             "a layer drew random numbers outside its own stream: it did not draw, or not there, "
             "when it first ran in this mode, or it draws in its backward. The gradients of this "
@@ -57,7 +70,7 @@ def guarded_default_generators(devices: Iterable[torch.device]) -> Iterator[None
 @contextmanager
 def rewound_default_generators(devices: Iterable[torch.device]) -> Iterator[None]:
     """Put the default generators back if a RandomnessError ends what runs inside."""
-    generators = [default_generator(d) for d in dict.fromkeys((torch.device("cpu"), *devices))]
+    generators = generators_for(devices)
     before = _states(generators)
     try:
         yield

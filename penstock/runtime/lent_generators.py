@@ -10,7 +10,7 @@ from torch import Generator
 
 from penstock.errors import RandomnessError
 
-from .default_generators import default_generator, default_generators_lock
+from .default_generators import default_generators_lock, generators_for, have_moved
 
 
 def runs_and_draws(
@@ -24,9 +24,7 @@ def runs_and_draws(
     """
     with alone_with_generators(device) as generators:
         seeded = [g.manual_seed(key).get_state() for g in generators]
-        result = function()
-        after = [g.get_state() for g in generators]
-    return result, any(not torch.equal(s, a) for s, a in zip(seeded, after, strict=True))
+        return function(), have_moved(generators, seeded)
 
 
 @contextmanager
@@ -36,7 +34,7 @@ def alone_with_generators(device: torch.device) -> Iterator[list[Generator]]:
     A backward pass needs them so where checkpoints may run again: each brings the generators to
     the state of its forward meanwhile.
     """
-    generators = generators_for(device)
+    generators = generators_for([device])
     with default_generators_lock.get(), _lock_of_its_own():
         before = [(generator, generator.get_state()) for generator in generators]
         try:
@@ -53,10 +51,10 @@ def checked_draws(device: torch.device) -> Iterator[None]:
     Raises:
         RandomnessError: something drew that did not.
     """
-    generators = generators_for(device)
+    generators = generators_for([device])
     before = [generator.get_state() for generator in generators]
     yield
-    if any(not torch.equal(g.get_state(), s) for g, s in zip(generators, before, strict=True)):
+    if have_moved(generators, before):
         raise drew_in_backward("a layer")
 
 
@@ -79,8 +77,3 @@ def drew_in_backward(who: str) -> RandomnessError:
         "them. A checkpoint that was switched on is known from the next step; for other "
         "checkpoints, use recompute=Recompute.STAGE"
     )
-
-
-def generators_for(device: torch.device) -> list[Generator]:
-    """Return the default generators that a layer on `device` may draw from."""
-    return list(dict.fromkeys(map(default_generator, (torch.device("cpu"), device))))

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -96,32 +96,34 @@ def _joined(row: Sequence[Any]) -> Any:
     return torch.cat(list(row))
 
 
-class _Several(StandIn):
-    """Stands in an output for an object of which each micro-batch has one of its own."""
+class _Absent(StandIn):
+    """Stands in an output for an object of a `kind` that cannot be given; a subclass says why."""
+
+    why: ClassVar[str]
 
     def __init__(self, kind: str) -> None:
         self.__dict__.update(kind=kind)
 
     def _error(self) -> BoundaryError:
-        return BoundaryError(
-            f"the model's output holds a {self.kind}, and each micro-batch gave one of its own, "
-            "which cannot be put together. Return tensors with one row per sample, or switch it "
-            "off (use_cache=False, say)"
-        )
+        return BoundaryError(f"the model's output holds a {self.kind}, {self.why}")
 
 
-class _Elsewhere(StandIn):
-    """Stands in an output for an object that the process of the last stage has."""
+class _Several(_Absent):
+    """Stands for an object of which each micro-batch has one of its own."""
 
-    def __init__(self, kind: str) -> None:
-        self.__dict__.update(kind=kind)
+    why = (
+        "and each micro-batch gave one of its own, which cannot be put together. Return tensors "
+        "with one row per sample, or switch it off (use_cache=False, say)"
+    )
 
-    def _error(self) -> BoundaryError:
-        return BoundaryError(
-            f"the model's output holds a {self.kind}, which only the process of the last stage "
-            "has. Return tensors, numbers, strings, and tuples, lists, dicts and dataclasses of "
-            "them"
-        )
+
+class _Elsewhere(_Absent):
+    """Stands for an object that the process of the last stage has."""
+
+    why = (
+        "which only the process of the last stage has. Return tensors, numbers, strings, and "
+        "tuples, lists, dicts and dataclasses of them"
+    )
 
 
 _CODEC = user_codec(

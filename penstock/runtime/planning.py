@@ -111,22 +111,11 @@ def agree(
     is_measured = balances and mesh.is_first_rank and part is not None
     if is_measured and not any(t.is_meta for t in tensors):
         plan = balance(plan, layers, part)
-    decided = (
-        plan.partition,
-        plan.balanced_by.value,
-        plan.predicted_s,
-        plan.threads_per_stage,
-    )
-    partition, balanced_by, predicted_s, threads_per_stage = mesh.world.broadcast(
-        decided, 0, "for the partition of the layers"
-    )
-    plan = replace(
-        plan,
-        partition=partition,
-        balanced_by=BalancedBy(balanced_by),
-        predicted_s=predicted_s,
-        threads_per_stage=threads_per_stage,
-    )
+    names = ("partition", "predicted_s", "threads_per_stage")
+    decided = {name: getattr(plan, name) for name in names}, plan.balanced_by.value
+    what = "for the partition of the layers"
+    told, balanced_by = mesh.world.broadcast(decided, 0, what)
+    plan = replace(plan, balanced_by=BalancedBy(balanced_by), **told)
     num_parameters = sum(layer.num_parameters for layer in plan.layers)
     what = f"{len(plan.layers)} layers, {num_parameters:,} parameters"
     return plan, mesh.world.number_pipeline(what), False

@@ -18,9 +18,14 @@ from torch import Generator, Tensor, nn
 from penstock.errors import RandomnessError
 from penstock.torch_private import OpOverload, TorchDispatchMode, arguments_of
 
-from .default_generators import default_generator, default_generators_lock
+from .default_generators import (
+    default_generator,
+    default_generators_lock,
+    generators_for,
+    have_moved,
+)
 from .devices import with_index
-from .lent_generators import drew_in_backward, generators_for
+from .lent_generators import drew_in_backward
 from .users_checkpoint import autograd_mode
 
 
@@ -107,7 +112,7 @@ class WatchDraws(TorchDispatchMode):
     def __init__(self, device: torch.device, modules: Iterable[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.in_checkpoint = self.outside = self.unseen = False
-        self._generators = generators_for(device)
+        self._generators = generators_for([device])
         self._modules, self._depth = tuple(modules), 0
         self._outside = autograd_mode()
         self._states: list[Tensor] = []
@@ -129,7 +134,7 @@ class WatchDraws(TorchDispatchMode):
         finally:
             for handle in handles:
                 handle.remove()
-        self.unseen |= self._moved()
+        self.unseen |= have_moved(self._generators, self._states)
         return result
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -138,16 +143,12 @@ class WatchDraws(TorchDispatchMode):
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
 
-    def _moved(self) -> bool:
-        pairs = zip(self._generators, self._states, strict=True)
-        return any(not torch.equal(g.get_state(), state) for g, state in pairs)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not (_may_draw(func) and _draws_now(func, args, kwargs or {})):
             return func(*args, **(kwargs or {}))
         self.in_checkpoint |= autograd_mode() != self._outside
         self.outside |= not self._depth
-        self.unseen |= self._moved()
+        self.unseen |= have_moved(self._generators, self._states)
         try:
             return func(*args, **(kwargs or {}))
         finally:

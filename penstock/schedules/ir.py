@@ -66,14 +66,19 @@ class Backward:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
-    """What `stage` hands over to stage `peer` for `microbatch`."""
+class _Message:
+    """What crosses between `stage` and stage `peer` for `microbatch`."""
 
     stage: int
     microbatch: int
     peer: int
 
     gradient: ClassVar[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent(_Message):
+    """What `stage` hands over to stage `peer`."""
 
     @property
     def message(self) -> Message:
@@ -84,14 +89,8 @@ class _Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class _Received:
-    """What `stage` waits for from stage `peer` for `microbatch`."""
-
-    stage: int
-    microbatch: int
-    peer: int
-
-    gradient: ClassVar[bool]
+class _Received(_Message):
+    """What `stage` waits for from stage `peer`."""
 
     @property
     def message(self) -> Message:

@@ -190,11 +190,7 @@ def waits_s(timeline: Timeline) -> tuple[float, ...]:
     All of a send; of a receive what follows the end of its send; nothing of other instructions.  A
     receive whose send the timeline lacks counts as waiting for the sender throughout.
     """
-    sent_s: dict[Message, float] = {}
-    for span in timeline.spans:
-        message = sent_message(span.instruction)
-        if message is not None:
-            sent_s[message] = span.end_s
+    sent_s = {sent_message(span.instruction): span.end_s for span in timeline.spans}
 
     def wait_s(span: Span) -> float:
         if isinstance(span.instruction, Send):

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.schedules import ir
 
 from .looks import look_of
-from .timeline import Span, Timeline
+from .timeline import Timeline
 
 Event = dict[str, Any]
 """One event of the trace format; `ts` and `dur` are microseconds."""
@@ -57,11 +57,8 @@ def _slices(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
 
 def _arrows(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
     """Draw a flow from each send's start to the end of its receive."""
-    sends: dict[ir.Message | None, Span] = {}
-    for span in timeline.spans:
-        message = ir.sent_message(span.instruction)
-        if message is not None:
-            sends[message] = span
+    sends = {ir.sent_message(span.instruction): span for span in timeline.spans}
+    sends.pop(None, None)  # those that send nothing
     for number, span in enumerate(timeline.spans):
         send = sends.get(ir.awaited_message(span.instruction))
         if send is not None:

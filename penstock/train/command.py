@@ -6,7 +6,7 @@ but for the shards of checkpoints, and the others see it on a disk that all host
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from penstock.recipe.recipe import Recipe, marked_keys
 from penstock.recipe.section import Mark
 
 from .build import num_layers
-from .display import Display
+from .display import Display, say
 from .interrupt import Interrupt
 from .job import job_name
 from .layout import check_layout, make_mesh, read_plan, refit, with_plan
@@ -149,21 +149,15 @@ def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summ
     """
     assert request.run_folder is not None
     old, new, plan = _old_and_new(request, num_processes())
-    with (
-        make_mesh(new) as mesh,
-        mesh.reporting(),
-        Trainer(new, mesh, resumes=True, plan=plan) as trainer,
-    ):
-        trainer.raise_if_wanted(interrupt)
-        with _opened(mesh, request.run_folder) as folder:
-            _print(console, trainer.resume(folder))
-            if trainer.finished and trainer.is_made(folder):
-                raise RunFolderError(
-                    f"{folder.path} has trained all its {new.train.epochs} epochs; there is "
-                    "nothing to resume. Start a new run for more"
-                )
-            _say_how(console, folder, trainer, old)
-            return _run(trainer, folder, console, interrupt)
+    with _continued(request.run_folder, new, plan, interrupt) as (trainer, folder):
+        say(console, *trainer.resume(folder))
+        if trainer.finished and trainer.is_made(folder):
+            raise RunFolderError(
+                f"{folder.path} has trained all its {new.train.epochs} epochs; there is "
+                "nothing to resume. Start a new run for more"
+            )
+        _say_how(console, folder, trainer, old)
+        return _run(trainer, folder, console, interrupt)
 
 
 def _old_and_new(request: Request, num_processes: int) -> tuple[Recipe, Recipe, Plan | None]:
@@ -195,23 +189,28 @@ def _go_on(
     new = refit(_with_layout_of(wanted, old), num_processes(), num_layers(old))
     if plan is not None and with_plan(new, plan) != new:  # the run goes on in another layout
         plan = None
+    with _continued(path, new, plan, interrupt) as (trainer, folder):
+        say(console, *trainer.resume(folder, falls_back=True))
+        if trainer.finished and trainer.is_made(folder):
+            say(console, f"{path}, which this job began, has trained all its epochs")
+            return summarise(trainer, folder, seconds=0.0)
+        _say_how(console, folder, trainer, old)
+        return _run(trainer, folder, console, interrupt)
+
+
+@contextmanager
+def _continued(
+    path: Path, recipe: Recipe, plan: Plan | None, interrupt: Interrupt
+) -> Iterator[tuple[Trainer, RunFolder]]:
+    """Open the run folder of a run that is to go on, with what trains it."""
     with (
-        make_mesh(new) as mesh,
+        make_mesh(recipe) as mesh,
         mesh.reporting(),
-        Trainer(new, mesh, resumes=True, plan=plan) as trainer,
+        Trainer(recipe, mesh, resumes=True, plan=plan) as trainer,
     ):
         trainer.raise_if_wanted(interrupt)
         with _opened(mesh, path) as folder:
-            _print(console, trainer.resume(folder, falls_back=True))
-            if trainer.finished and trainer.is_made(folder):
-                console.print(
-                    f"{path}, which this job began, has trained all its epochs",
-                    highlight=False,
-                    soft_wrap=True,
-                )
-                return summarise(trainer, folder, seconds=0.0)
-            _say_how(console, folder, trainer, old)
-            return _run(trainer, folder, console, interrupt)
+            yield trainer, folder
 
 
 def _check_same_job(path: Path, old: Recipe, wanted: Recipe) -> None:
@@ -236,11 +235,7 @@ def _say_how(console: Console, folder: RunFolder, trainer: Trainer, old: Recipe)
     """Note the recipe as it is run now, and say where the run goes on."""
     folder.write_recipe(recipe_to_toml(trainer.recipe))
     layout = _as_layout(old, trainer.recipe)
-    console.print(
-        f"resuming {folder.path} after step {trainer.position.step}{layout}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    say(console, f"resuming {folder.path} after step {trainer.position.step}{layout}")
 
 
 def _begun_before(request: Request, recipe: Recipe) -> Path | None:
@@ -294,12 +289,6 @@ def _lock(folder: RunFolder, held: ExitStack) -> None:
         held.callback(lock.release)
 
 
-def _print(console: Console, lines: Iterable[str]) -> None:
-    """Write lines as they are."""
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
 def _says_layout(overrides: Sequence[str]) -> bool:
     keys = marked_keys(Mark.PROCESSES)
     return any(override.partition("=")[0].strip() in keys for override in overrides)
@@ -317,7 +306,7 @@ def _as_layout(old: Recipe, new: Recipe) -> str:
 
 def _run(trainer: Trainer, folder: RunFolder, console: Console, interrupt: Interrupt) -> Summary:
     remarks = (trainer.recipe.shortened_warmup, *trainer.task.remarks(), str(trainer.pipe))
-    _print(console, filter(None, remarks))
+    say(console, *filter(None, remarks))
     folder.write_text(PLAN, trainer.pipe.plan.to_json())
     start_s = time.perf_counter()
     num_epochs = trainer.recipe.train.epochs

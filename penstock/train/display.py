@@ -65,12 +65,11 @@ class Display:
         """Write a line about the epoch that ended."""
         bubble = f"bubble {_percent(meter.bubble)}"
         skipped = f"   {num_skipped:,} unreadable" if num_skipped else ""
-        self._console.print(
+        say(
+            self._console,
             f"epoch {position.epoch:>3}/{self._num_epochs}   loss {train_loss:.4f}   "
             f"{self._scores(position)}   "
             f"{_speed(meter.samples_per_s, self._task.unit)}   {bubble}{skipped}",
-            highlight=False,
-            soft_wrap=True,
         )
 
     def _scores(self, position: Position, most: int | None = None) -> str:
@@ -81,18 +80,15 @@ class Display:
 def show_summary(console: Console, summary: Summary) -> None:
     """Write the tables at the end of a run."""
     if summary.num_skipped:
-        console.print(
+        say(
+            console,
             f"{summary.num_skipped:,} that could not be read are neither learnt from nor judged "
             f"by: {summary.run_folder}/{SKIPPED}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
         )
     if summary.result:
-        console.print(summary.result, highlight=False, markup=False, soft_wrap=True)
-    table = Table(title=f"{summary.run_folder} after {summary.steps} steps", title_justify="left")
-    for name in (*summary.shown, "time", "throughput", "share of ideal", "bubble"):
-        table.add_column(name, justify="right")
+        say(console, summary.result)
+    titles = (*summary.shown, "time", "throughput", "share of ideal", "bubble")
+    table = _table(f"{summary.run_folder} after {summary.steps} steps", *titles)
     table.add_row(
         *summary.shown.values(),
         f"{summary.seconds:.1f} s",
@@ -101,17 +97,12 @@ def show_summary(console: Console, summary: Summary) -> None:
         _percent(summary.bubble),
     )
     _print_table(console, table)
-    memory = Table(title="kept for backward passes, at most", title_justify="left")
-    memory.add_column("stage", justify="right")
-    memory.add_column("layers")
-    for name in ("measured", "paper's formula", "ratio"):
-        memory.add_column(name, justify="right")
+    titles = ("stage", "layers", "measured", "paper's formula", "ratio")
+    memory = _table("kept for backward passes, at most", *titles)
+    memory.columns[1].justify = "left"
     for stage in summary.stages:
-        span = (
-            stage.layers[0]
-            if len(stage.layers) == 1
-            else f"{stage.layers[0]} to {stage.layers[-1]}"
-        )
+        first, last = stage.layers[0], stage.layers[-1]
+        span = first if len(stage.layers) == 1 else f"{first} to {last}"
         measured, expected = stage.peak_bytes, stage.formula_bytes
         memory.add_row(
             str(stage.stage),
@@ -121,6 +112,19 @@ def show_summary(console: Console, summary: Summary) -> None:
             f"{measured / expected:.3f}" if measured is not None and expected else "-",
         )
     _print_table(console, memory)
+
+
+def say(console: Console, *lines: str) -> None:
+    """Write lines as they are."""
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="right")
+    return table
 
 
 def _print_table(console: Console, table: Table) -> None:
@@ -135,8 +139,7 @@ def _print_table(console: Console, table: Table) -> None:
         for row in rows
         for column, cell in zip(table.columns, row, strict=True)
     ]
-    for line in (str(table.title), *lines):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    say(console, str(table.title), *lines)
 
 
 def _percent(share: float | None) -> str:

@@ -1,7 +1,7 @@
 """Where a run is, and what it has summed up so far: all that a resumed run has to know."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +28,12 @@ class Position:
 
     def after_batch(self, loss: float, num_samples: int) -> "Position":
         """Count one more step."""
-        return Position(
-            epoch=self.epoch,
+        return replace(
+            self,
             batch=self.batch + 1,
             step=self.step + 1,
             loss_sum=self.loss_sum + loss * num_samples,
             num_samples=self.num_samples + num_samples,
-            scores=self.scores,
         )
 
     def after_epoch(self, scores: Mapping[str, float]) -> "Position":

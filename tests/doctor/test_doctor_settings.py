@@ -154,4 +154,3 @@ def test_what_ranks_say_alike_is_said_once() -> None:
     assert (first.severity, first.ranks) == (ERROR, (0, 1))
     assert (second.severity, second.ranks) == (WARNING, (0, 1, 2))
     assert str(second).startswith("ranks 0 to 2: RANK=x")
-    assert Finding.from_dict(first.to_dict()) == first
