@@ -73,7 +73,35 @@ _WITHOUT_TORCH = (
     "penstock.types",
 )
 
-__all__ = sorted([*_HOME, "schedules"])
+__all__ = [
+    "CheckReport",
+    "GradScaler",
+    "Layer",
+    "Layers",
+    "Mesh",
+    "PenstockError",
+    "Pipeline",
+    "Plan",
+    "Recompute",
+    "Reduction",
+    "TiedGradients",
+    "Timeline",
+    "Trace",
+    "Transport",
+    "Whole",
+    "async_save_checkpoint",
+    "capture",
+    "check",
+    "clip_grad_norm_",
+    "export_model",
+    "init_mesh",
+    "load_checkpoint",
+    "load_pretrained",
+    "save_checkpoint",
+    "save_pretrained",
+    "schedules",
+    "zero_optimizer",
+]
 
 
 def __getattr__(name: str) -> Any:

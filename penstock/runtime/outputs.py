@@ -99,19 +99,19 @@ def _joined(row: Sequence[Any]) -> Any:
 class _Absent(StandIn):
     """Stands in an output for an object of a `kind` that cannot be given; a subclass says why."""
 
-    why: ClassVar[str]
+    _why: ClassVar[str]
 
     def __init__(self, kind: str) -> None:
         self.__dict__.update(kind=kind)
 
     def _error(self) -> BoundaryError:
-        return BoundaryError(f"the model's output holds a {self.kind}, {self.why}")
+        return BoundaryError(f"the model's output holds a {self.kind}, {self._why}")
 
 
 class _Several(_Absent):
     """Stands for an object of which each micro-batch has one of its own."""
 
-    why = (
+    _why = (
         "and each micro-batch gave one of its own, which cannot be put together. Return tensors "
         "with one row per sample, or switch it off (use_cache=False, say)"
     )
@@ -120,7 +120,7 @@ class _Several(_Absent):
 class _Elsewhere(_Absent):
     """Stands for an object that the process of the last stage has."""
 
-    why = (
+    _why = (
         "which only the process of the last stage has. Return tensors, numbers, strings, and "
         "tuples, lists, dicts and dataclasses of them"
     )

@@ -61,7 +61,33 @@ _HOME = {
     "wide_resnet": "penstock.zoo.resnet",
 }
 
-__all__ = sorted(_HOME)
+__all__ = [
+    "GPT_SIZES",
+    "GSHARD_SIZES",
+    "WIDE_RESNET_SIZES",
+    "DropPath",
+    "Summary",
+    "Tied",
+    "TranslationTransformer",
+    "Translations",
+    "amoebanet_b",
+    "amoebanet_d",
+    "beam_search",
+    "bottleneck_resnet",
+    "gpt",
+    "gshard_moe",
+    "residual_network",
+    "resnet50",
+    "resnet101",
+    "set_drop_path_progress",
+    "shift_right",
+    "smoothed_cross_entropy",
+    "summary",
+    "transformer_lm",
+    "translation_transformer",
+    "unet",
+    "wide_resnet",
+]
 
 
 def __getattr__(name: str) -> Any:
