@@ -8,6 +8,7 @@ rerouted to a generator of the worker's own.
 """
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -114,6 +115,7 @@ class WatchDraws(TorchDispatchMode):
         self.in_checkpoint = self.outside = self.unseen = False
         self._generators = generators_for([device])
         self._modules, self._depth = tuple(modules), 0
+        self._thread = threading.get_ident()
         self._outside = autograd_mode()
         self._states: list[Tensor] = []
 
@@ -138,10 +140,14 @@ class WatchDraws(TorchDispatchMode):
         return result
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._depth += 1
+        self._depth += self._is_own_call()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._depth -= 1
+        self._depth -= self._is_own_call()
+
+    def _is_own_call(self) -> bool:
+        """Tell a call by the watched function from one by another stage that shares the module."""
+        return threading.get_ident() == self._thread
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not (_may_draw(func) and _draws_now(func, args, kwargs or {})):

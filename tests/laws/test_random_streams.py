@@ -1,5 +1,6 @@
 """Random numbers depend on (seed, step, layer, micro-batch) and on nothing else."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
+from penstock.runtime.random_streams import WatchDraws
 from penstock.torch_private import dispatch_modes
 from tests.models import ALL_MODELS, Model, vectors
 from tests.reference import Unsplit, chain, stream_key
@@ -354,6 +356,28 @@ def test_draws_of_dropout_modules_and_of_functions_go_on_from_one_generator(
     options: dict[str, Any] = {"partition": (2, 1, 2), "num_microbatches": 4, **way}
     assert_trains_like_unsplit(model, 8, steps=4, **options)
     assert "forward" not in vars(shared)
+
+
+def test_a_draw_beside_a_dropout_is_seen_while_another_stage_is_in_that_dropout() -> None:
+    shared, x = nn.Dropout(0.4).eval(), torch.ones(4)
+    is_inside, has_drawn = threading.Event(), threading.Event()
+
+    def wait_inside(*_: Any) -> None:
+        is_inside.set()
+        assert has_drawn.wait(60)
+
+    def draw() -> None:
+        other.start()
+        assert is_inside.wait(60)
+        F.dropout(x, 0.4)
+        has_drawn.set()
+        other.join()
+
+    shared.register_forward_hook(wait_inside)
+    other = threading.Thread(target=shared, args=(x,))
+    watch = WatchDraws(torch.device("cpu"), [shared])
+    watch.run(draw)
+    assert watch.outside
 
 
 def test_plain_dropout_modules_run_without_a_dispatch_mode() -> None:
