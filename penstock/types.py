@@ -53,9 +53,16 @@ class Trace(Enum):
 
 
 class Transport(Enum):
-    """How the stages of one process run and hand values over; the results are the same."""
+    """How the stages run and hand values over; the results are the same.
+
+    One that cannot carry values where a pipeline runs is replaced by the first below that can.
+    """
 
     THREADS = "threads"
-    """A worker thread per rank: stages run at the same time."""
+    """In one process: a worker thread per rank, so that stages run at the same time."""
     LOOPBACK = "loopback"
-    """The calling thread runs all ranks in turn: for debugging, tests and tiny models."""
+    """In one process: the calling thread runs all ranks in turn, for debugging and tests."""
+    SOCKETS = "sockets"
+    """Between processes on CPUs: connections of Penstock's own, which cost the least there."""
+    TORCH_DISTRIBUTED = "torch.distributed"
+    """Between processes: sends and receives of torch's backend for their devices (gloo, NCCL)."""

@@ -18,17 +18,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 
 from penstock.mesh import Mesh
+from penstock.mesh.connections import EXAMINED
 from penstock.mesh.plain_data import Codec, record
 
 ALL_PAIRS_UP_TO = 8
 """Beyond so many ranks, only neighbours and the closing pair of the ring are measured."""
-_TAG = 2**31 - 3
-"""Training counts its own from 0."""
 _NUMBER, _CLOCK = struct.Struct("!q"), struct.Struct("!d")
 _PINGS, _PINGS_S = 20, 0.3
 _SIZES = tuple(4**n * 64 * 1024 for n in range(4))
@@ -115,19 +113,22 @@ class _Line:
     """Both directions to one peer."""
 
     def __init__(self, mesh: Mesh, peer: int) -> None:
-        self._wires, self._peer, self._timeout_s = mesh.point_to_point, peer, mesh.timeout_s
+        self._timeout_s = mesh.timeout_s
+        self._outflow = mesh.connections.outflow(peer, EXAMINED)
+        self._inflow = mesh.connections.inflow(peer, EXAMINED, self._deadline)
+
+    @property
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout_s
 
     def send(self, message: bytes) -> None:
-        content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        self._wait(self._wires.send(content, self._peer, _TAG), content)
+        rest = self._outflow.write([message])
+        if rest:
+            self._outflow.write_later(rest, lambda: None).get(self._timeout_s)
 
     def receive(self, room: bytearray) -> bytearray:
-        into = torch.frombuffer(room, dtype=torch.uint8)
-        self._wait(self._wires.receive(into, self._peer, _TAG), into)
+        self._inflow.read(room, self._deadline)
         return room
-
-    def _wait(self, work: Any, content: torch.Tensor) -> None:
-        self._wires.wait(work, content, time.monotonic() + self._timeout_s)
 
 
 def _lead(mesh: Mesh, peer: int) -> Edge:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.mesh.connections import address_of
+from penstock.mesh.addresses import address_of
 
 _CGROUP = Path("/sys/fs/cgroup")
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 from .readiness import Alarm, Readiness
 
 SECRET_BYTES = 16
-HELLO = struct.Struct(f"!{SECRET_BYTES}sI")
-"""What a process says first: the secret that lets it in, and its rank."""
+HELLO = struct.Struct(f"!{SECRET_BYTES}sII")
+"""What a process says first: the secret that lets it in, its rank, the connection's number."""
 _HELLO_S = 5.0
 """Who has not said all of it by then is turned away."""
 _MOST_WAITING = 64
@@ -30,8 +30,9 @@ class Entrance:
         self._said: dict[socket.socket, bytes] = {}
         self._since: dict[socket.socket, float] = {}
 
-    def admit(self, deadline: float | None) -> Iterator[tuple[int, socket.socket]]:
-        """Wait until somebody connects or speaks; yield the ranks of those who know the secret.
+    def admit(self, deadline: float | None) -> Iterator[tuple[tuple[int, int], socket.socket]]:
+        """Wait until somebody connects or speaks; yield rank and number of those who know the
+        secret.
 
         Raises:
             TimeoutError: nobody does, by `deadline`.
@@ -58,7 +59,7 @@ class Entrance:
         self._said[connection], self._since[connection] = b"", time.monotonic()
         self._ready.add(connection)
 
-    def _hear(self, connection: socket.socket) -> Iterator[tuple[int, socket.socket]]:
+    def _hear(self, connection: socket.socket) -> Iterator[tuple[tuple[int, int], socket.socket]]:
         said = self._said[connection]
         try:
             more = connection.recv(HELLO.size - len(said))
@@ -69,12 +70,12 @@ class Entrance:
         self._said[connection] = said + more
         if len(said + more) < HELLO.size and more:
             return
-        secret, rank = HELLO.unpack((said + more).ljust(HELLO.size, b"\0"))
+        secret, rank, number = HELLO.unpack((said + more).ljust(HELLO.size, b"\0"))
         if not more or not hmac.compare_digest(secret, self._secret):
             self._turn_away(connection)
             return
         self._forget(connection)
-        yield rank, connection
+        yield (rank, number), connection
 
     def _turn_away(self, connection: socket.socket) -> None:
         if connection in self._said:

@@ -8,19 +8,16 @@ Whoever sees a connection break tells all others by the watch.  A process that e
 before it closes its connections.
 """
 
-import secrets
 import socket
 import threading
 import time
 from contextlib import suppress
 from selectors import EVENT_READ, DefaultSelector
 
-from .authentication import HELLO, SECRET_BYTES, Entrance
 from .background import WAIT_FAILURES
 from .children import close_in_children
-from .connections import accept, connect, listen, own_host
+from .connections import LIFELINE, Connections
 from .process_group import ProcessGroup
-from .readiness import Alarm
 from .threads import THREAD_PREFIX
 
 _ASK_AFTER_S, _ASK_EVERY_S, _ASK_TIMES = 1, 1, 5
@@ -32,7 +29,7 @@ _PATIENCE_S = 5.0
 class Lifelines:
     """The connections of one process to rank 0, or of rank 0 to all others."""
 
-    def __init__(self, world: ProcessGroup) -> None:
+    def __init__(self, world: ProcessGroup, connections: Connections) -> None:
         """Connect, and begin to look; call on every process.
 
         Raises:
@@ -42,7 +39,7 @@ class Lifelines:
         background = world.background
         self._watch = background.watch
         try:
-            self._lines = _connect(world)
+            self._lines = _connect(world, connections)
         except WAIT_FAILURES as error:
             raise background.blame(error, "for all to connect to rank 0", None) from error
         self._selector = DefaultSelector()
@@ -93,35 +90,18 @@ class Lifelines:
         self._selector.close()
 
 
-def _connect(world: ProcessGroup) -> dict[int, socket.socket]:
-    background, rank = world.background, world.rank
-    alarm = Alarm()
-    background.watch.wake_on_failure(alarm)
-    host, interface = own_host()
-    listener, secret = (
-        (listen(interface), secrets.token_bytes(SECRET_BYTES)) if rank == 0 else (None, b"")
-    )
-    port = 0 if listener is None else listener.getsockname()[1]
-    mine = (socket.gethostname(), host, port, secret)
-    told = world.gather(mine, "for the others' addresses")
-    background.watch.name_hosts([f"{name} ({address})" for name, address, _, _ in told])
-    deadline = time.monotonic() + background.timeout_s
-    try:
-        if listener is None:
-            _, host, port, secret = told[0]
-            return {0: connect((host, port), HELLO.pack(secret, rank), deadline, alarm.check)}
-        entrance = Entrance([listener], secret, alarm)
-        try:
-            return accept(entrance, world.size, deadline)
-        finally:
-            entrance.close()
-    finally:
-        background.watch.forget(alarm)
-        alarm.close()
+def _connect(world: ProcessGroup, connections: Connections) -> dict[int, socket.socket]:
+    if world.rank != 0:
+        return {0: connections.connect(0, LIFELINE)}
+    deadline = time.monotonic() + world.background.timeout_s
+    others = range(1, world.size)
+    return {rank: connections.accept(rank, LIFELINE, deadline) for rank in others}
 
 
 def _keep_asking(line: socket.socket) -> None:
     """Let the system ask whether the other host is there, where it can, and as soon as it can."""
+    if line.family == socket.AF_UNIX:
+        return  # the other process is on this host
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     wanted = {"TCP_KEEPINTVL": _ASK_EVERY_S, "TCP_KEEPCNT": _ASK_TIMES}
     first = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"

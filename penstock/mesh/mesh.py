@@ -20,6 +20,7 @@ from penstock.planner.placement import REPLICA, STAGE, Placement
 
 from .backends import check_backends, process_device
 from .background import Background
+from .connections import Connections
 from .group import AbstractGroup, Alone
 from .lifelines import Lifelines
 from .meet import join, meeting
@@ -33,15 +34,16 @@ DEFAULT_TIMEOUT_S = 600.0
 _CPU, _NOBODY_ELSE = torch.device("cpu"), Alone()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Processes:
-    """What holds the processes of a mesh together."""
+    """What holds the processes of a mesh together; `point_to_point` is made when it is wanted."""
 
     device_mesh: DeviceMesh
     watch: Watch
     background: Background
+    connections: Connections
     lifelines: Lifelines
-    point_to_point: PointToPoint | None
+    point_to_point: PointToPoint | None = None
 
     @property
     def have_ended(self) -> bool:
@@ -126,11 +128,19 @@ class Mesh:
         return self._processes.background
 
     @property
+    def connections(self) -> Connections:
+        """What connects this process with the others, where there are any."""
+        return self._processes.connections
+
+    @property
     def point_to_point(self) -> PointToPoint:
-        """What sends to the other processes of this replica, where there are any."""
-        wires = self._processes.point_to_point
-        assert wires is not None
-        return wires
+        """Torch's sends and receives in this replica; all its processes ask for it alike."""
+        processes = self._processes
+        if processes.point_to_point is None:
+            ranks = self.placement.peers(self.rank, STAGE)
+            wires = PointToPoint(ranks, self.rank, processes.background, self.device)
+            processes.point_to_point = wires
+        return processes.point_to_point
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -174,8 +184,10 @@ class Mesh:
         processes.lifelines.close()
         processes.background.close()
         processes.watch.close()
-        if processes.have_ended and dist.is_initialized():
-            dist.destroy_process_group()
+        if processes.have_ended:
+            processes.connections.close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     def __enter__(self) -> "Mesh":
         return self
@@ -252,9 +264,9 @@ def _joined(world: ProcessGroup, placement: Placement, device: torch.device) -> 
     with world.reporting(placement.names):
         shape = (placement.num_replicas, placement.num_stages)
         device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=(REPLICA, STAGE))
-        lifelines, stages = Lifelines(world), placement.peers(rank, STAGE)
-        wires = PointToPoint(stages, rank, background, device) if len(stages) > 1 else None
-        processes = Processes(device_mesh, background.watch, background, lifelines, wires)
+        connections = Connections(world)
+        lifelines = Lifelines(world, connections)
+        processes = Processes(device_mesh, background.watch, background, connections, lifelines)
     along = {}
     for axis in (STAGE, REPLICA):
         ranks = placement.peers(rank, axis)

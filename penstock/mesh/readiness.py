@@ -1,4 +1,4 @@
-"""Wait until a socket can be read, a deadline is over, or another process has failed."""
+"""Wait until a socket is ready, a deadline is over, or another process has failed."""
 
 import socket
 import time
@@ -38,12 +38,14 @@ def _patience_s(deadline: float | None) -> float:
 
 
 class Readiness:
-    """Waits until one of several sockets can be read."""
+    """Waits until one of several sockets can be read, or written."""
 
-    def __init__(self, sockets: Iterable[socket.socket], alarm: Alarm) -> None:
+    def __init__(
+        self, sockets: Iterable[socket.socket], alarm: Alarm, event: int = EVENT_READ
+    ) -> None:
         self._selector, self._alarm = DefaultSelector(), alarm
         for one in sockets:
-            self._selector.register(one, EVENT_READ)
+            self._selector.register(one, event)
         self._selector.register(alarm.socket, EVENT_READ)
 
     def add(self, one: socket.socket) -> None:

@@ -128,7 +128,7 @@ def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Reso
         batch_norm_over_replicas=_or(arguments.batch_norm_over_replicas, False),
         seed=_or(arguments.seed, 0),
         threads_per_stage=resolve_threads(arguments.threads_per_stage, places, resources),
-        transport=_or(arguments.transport, Transport.THREADS),
+        transport=resolve_transport(arguments.transport, resources),
         timeout_s=check_timeout(_or(arguments.timeout_s, DEFAULT_TIMEOUT_S)),
         balanced_by=BalancedBy.PARAMETERS if partition is None else BalancedBy.HAND,
     )
@@ -206,6 +206,17 @@ def resolve_threads(asked: int | None, places: Sequence[int], resources: Resourc
             stacklevel=3,
         )
     return min(asked, cores)
+
+
+def resolve_transport(asked: Transport | None, resources: Resources) -> Transport:
+    """Return what carries values here: as asked, if that can, else the first that can."""
+    able: tuple[Transport, ...] = (Transport.THREADS, Transport.LOOPBACK)
+    if resources.is_distributed:
+        able = (Transport.SOCKETS, Transport.TORCH_DISTRIBUTED)
+        able = able if resources.devices == ("cpu",) else able[1:]
+    if asked is None or (isinstance(asked, Transport) and asked not in able):
+        return able[0]
+    return asked  # a plan refuses what is no transport
 
 
 def _or(value: _T | None, default: _T) -> _T:

@@ -4,13 +4,14 @@ Worker threads, one for each program, are in `workers`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from penstock.mesh import Mesh
+from penstock.planner.plan import Plan
 from penstock.schedules.ir import Schedule
 from penstock.schedules.walk import walk
 from penstock.transport.loopback import LoopbackChannels
@@ -69,9 +70,9 @@ class CallerDriver(AbstractDriver):
 class ProcessDriver(AbstractDriver):
     """Runs this process's program in the calling thread; the other programs run elsewhere."""
 
-    def __init__(self, mesh: Mesh, ranks: Sequence[int], num_threads: int) -> None:
-        self._rank, self._num_threads = mesh.stage, num_threads
-        self._channels = ProcessChannels(mesh, ranks)
+    def __init__(self, mesh: Mesh, plan: Plan) -> None:
+        self._rank, self._num_threads = mesh.stage, plan.threads_per_stage
+        self._channels = ProcessChannels(mesh, plan.placement.places, plan.transport)
 
     def drive(self, work: Work) -> None:
         program = work.schedule.programs[self._rank]

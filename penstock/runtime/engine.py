@@ -254,7 +254,7 @@ class _Lasting:
         )
         driver: AbstractDriver = in_caller
         if mesh.is_distributed:
-            driver = ProcessDriver(mesh, plan.placement.places, plan.threads_per_stage)
+            driver = ProcessDriver(mesh, plan)
         elif plan.transport is not Transport.LOOPBACK:
             driver = ThreadDriver(plan.threads_per_stage, plan.timeout_s)
         return cls(

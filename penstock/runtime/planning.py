@@ -18,6 +18,7 @@ from penstock.planner.arguments import (
     resolve,
     resolve_num_stages,
     resolve_threads,
+    resolve_transport,
 )
 from penstock.planner.balance import balanced
 from penstock.planner.plan import BalancedBy, LayerFacts, Plan
@@ -53,7 +54,8 @@ def make_plan(arguments: Arguments, plan: Plan | None, layers: Layers, mesh: Mes
     for stage, name in enumerate(plan.placement.devices):
         _check_device(stage, name, mesh)
     threads = resolve_threads(plan.threads_per_stage, plan.placement.places, resources)
-    return replace(plan, threads_per_stage=threads)
+    transport = resolve_transport(plan.transport, resources)
+    return replace(plan, threads_per_stage=threads, transport=transport)
 
 
 def facts_of(layers: Layers) -> tuple[LayerFacts, ...]:

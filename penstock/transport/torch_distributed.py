@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.errors import MeshError, PeerError
+from penstock.errors import MeshError
 from penstock.mesh import Mesh
-from penstock.mesh.background import Slot, Worker
 from penstock.mesh.plain_data import MOST_BYTES
 from penstock.model.entries import version_of
 
-from .headers import HeaderReader, HeaderWriter, Payload
+from .headers import Payload
+from .link import AbstractIncoming, AbstractOutgoing
 from .payload import check_still_as_sent
 from .wire import TensorKind, fill, memory_of, room_for, to_bytes
 
@@ -44,68 +44,46 @@ class _Begun(NamedTuple):
     version: int
 
 
-class Outgoing:
-    """The sending end."""
+class Outgoing(AbstractOutgoing):
+    """The sending end; a thread of the mesh waits for what takes its time."""
 
-    def __init__(self, mesh: Mesh, stage: int, rank: int, channel: int, later: Worker) -> None:
-        """Send for `stage`, to the process `rank`; `later` waits for what takes its time."""
-        self._wires, self._later = mesh.point_to_point, later
-        self._stage, self._rank, self._tag = stage, rank, channel
+    def __init__(self, mesh: Mesh, stage: int, rank: int, channel: int) -> None:
+        super().__init__(stage, rank)
+        self._wires, self._worker, self._tag = mesh.point_to_point, mesh.background.sends, channel
         self._device = mesh.device
-        self._headers = HeaderWriter()
         self._begun: list[_Begun] = []
-        self._later_slots: list[Slot] = []
-
-    def forget_lasting(self) -> None:
-        """Begin a run, or end one: parameters change between runs."""
-        self._headers.forget_lasting()
 
     def send(self, payload: Payload, microbatch: int) -> None:
-        """Begin to send.
-
-        Raises:
-            ConnectionError: the connection broke.
-            PeerError: a process has failed.
-        """
         number, told, values = self._headers.write(payload)
         values = [(tensor, kind) for tensor, kind in values if kind.num_bytes]
         num_bytes = _FIRST.size + len(told) + sum(kind.num_bytes for _, kind in values)
         on_cpu = self._device.type == "cpu"
         if num_bytes <= _ROOM_BYTES and on_cpu:
             first = _FIRST.pack(number, len(told), microbatch, True)
-            self._send(b"".join([first, told, *[memory_of(*value) for value in values]]))
+            self._send(bytearray().join([first, told, *[memory_of(*v) for v in values]]))
             if len(self._begun) < _MOST_BEGUN:
                 return
         else:
-            self._send(_FIRST.pack(number, len(told), microbatch, False))
+            self._send(bytearray(_FIRST.pack(number, len(told), microbatch, False)))
             if told:
-                self._send(told)
+                self._send(bytearray(told))
             for tensor, kind in values:
                 self._begin(to_bytes(tensor, kind).to(self._device), tensor, version_of(tensor))
         if not on_cpu:
             return  # this thread's stream is to wait, once the run is over
-        self._later_slots.append(self._later.submit(partial(self._wait, self._begun, None)))
+        self._later.append(self._worker.submit(partial(self._wait, self._begun, None)))
         self._begun = []
 
-    def _send(self, content: bytes) -> None:
-        self._begin(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    def _send(self, content: bytearray) -> None:
+        self._begin(torch.frombuffer(content, dtype=torch.uint8))
 
     def _begin(self, content: Tensor, watched: Tensor | None = None, version: int = 0) -> None:
         work = self._wires.send(content, self._rank, self._tag)
         self._begun.append(_Begun(work, content, watched, version))
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until all that was sent has left.
-
-        Raises:
-            Empty, TimeoutError: it has not within `timeout_s`.
-            ConnectionError: the connection broke.
-            PeerError: a process has failed.
-        """
-        slots, self._later_slots = self._later_slots, []
+        super().finish(timeout_s)
         begun, self._begun = self._begun, []
-        for slot in slots:
-            slot.get(timeout_s)
         self._wait(begun, time.monotonic() + timeout_s)
 
     def _wait(self, begun: list[_Begun], deadline: float | None) -> None:
@@ -116,57 +94,32 @@ class Outgoing:
         begun.clear()
 
 
-class Incoming:
-    """The receiving end; used by one thread at a time."""
+class Incoming(AbstractIncoming):
+    """The receiving end."""
 
     def __init__(self, mesh: Mesh, rank: int, channel: int) -> None:
-        self._wires, self._rank, self._tag = mesh.point_to_point, rank, channel
-        self._device = mesh.device
-        self._headers = HeaderReader()
+        super().__init__(rank)
+        self._wires, self._tag, self._device = mesh.point_to_point, channel, mesh.device
         self._bytes = memoryview(bytearray(_ROOM_BYTES))
         self._room = torch.frombuffer(self._bytes, dtype=torch.uint8)
         self._next: Any = None
-        self._last_was_large = False
-
-    @property
-    def expects_much(self) -> bool:
-        """Whether the next message had better be received while others are computed on."""
-        return self._last_was_large
-
-    def forget_lasting(self) -> None:
-        """Begin a run, or end one, as the sender does."""
-        self._headers.forget_lasting()
 
     def post(self) -> None:
-        """Let the next message come in while others are computed on; `receive` is to follow."""
         if self._next is None:
             self._next = self._begin(self._room)
 
-    def receive(self, microbatch: int, timeout_s: float | None = None) -> Payload:
-        """Wait for the next message.
-
-        Raises:
-            TimeoutError: it is not there within `timeout_s`.
-            PeerError: it is of another micro-batch: the processes run different schedules.
-            ConnectionError: the connection broke.
-            MeshError: it cannot be read.
-        """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    def _receive(self, microbatch: int, deadline: float | None) -> Payload:
         self.post()
         self._wires.wait(self._next, self._room, deadline)
         self._next = None
         number, size, sent, is_whole = _FIRST.unpack_from(self._bytes)
-        if sent != microbatch:
-            raise PeerError(
-                f"rank {self._rank} sent micro-batch {sent} where {microbatch} was due: the "
-                "processes do not run the same schedule on the same batch"
-            )
+        self._check(sent, microbatch)
         at = _FIRST.size + size
         told = self._bytes[_FIRST.size : at] if is_whole else self._told(size, deadline)
         header = self._headers.read(number, told)
         kinds = [kind for kind in header.kinds if isinstance(kind, TensorKind)]
         tensors = self._unpacked(kinds, at) if is_whole else self._received(kinds, deadline)
-        self._last_was_large = not is_whole and self._device.type == "cpu"
+        self.expects_much = not is_whole and self._device.type == "cpu"
         return self._headers.payload(header, tensors)
 
     def _begin(self, room: Tensor) -> Any:

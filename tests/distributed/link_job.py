@@ -2,14 +2,15 @@
 
 import random
 import threading
+from typing import Any
 
 import pytest
 import torch
 
 import penstock
 from penstock.model.pytree import flatten
+from penstock.transport import sockets, torch_distributed
 from penstock.transport.payload import Activation, Gradient
-from penstock.transport.torch_distributed import Incoming, Outgoing
 
 NUM_RUNS, MICROBATCHES, NUM_KINDS = 150, 10, 400
 LARGE = (300, 200)
@@ -30,21 +31,23 @@ def payload(run: int, microbatch: int) -> Activation | Gradient:
     return Activation(tuple(leaves), (True, False), structure, (0, 0))
 
 
-def link(mesh: penstock.Mesh) -> tuple[Outgoing, Incoming]:
-    return Outgoing(mesh, 0, 1, 0, mesh.background.sends), Incoming(mesh, 0, 0)
+def end_of(mesh: penstock.Mesh, transport: str) -> Any:
+    """Return this process's end of a link from stage 0 to stage 1."""
+    kind: Any = {"SOCKETS": sockets, "TORCH_DISTRIBUTED": torch_distributed}[transport]
+    return kind.Outgoing(mesh, 0, 1, 0) if mesh.stage == 0 else kind.Incoming(mesh, 0, 0)
 
 
-def exchange(mesh: penstock.Mesh) -> None:
+def exchange(mesh: penstock.Mesh, transport: str) -> None:
     """Send on stage 0, all of a run ahead; receive on stage 1."""
-    outgoing, incoming = link(mesh)
+    end = end_of(mesh, transport)
     for run in range(NUM_RUNS):
         for i in range(MICROBATCHES):
             if mesh.stage == 0:
-                outgoing.send(payload(run, i), i)
+                end.send(payload(run, i), i)
             else:
-                check(incoming.receive(i, timeout_s=60.0), payload(run, i))
+                check(end.receive(i, timeout_s=60.0), payload(run, i))
         if mesh.stage == 0:
-            outgoing.finish(60.0)
+            end.finish(60.0)
 
 
 def check(found: Activation | Gradient, expected: Activation | Gradient) -> None:
@@ -57,22 +60,22 @@ def check(found: Activation | Gradient, expected: Activation | Gradient) -> None
         assert a is None or b is None or (torch.equal(a, b) and a.stride() == b.stride())
 
 
-def fail_while_waiting(mesh: penstock.Mesh) -> None:
+def fail_while_waiting(mesh: penstock.Mesh, transport: str) -> None:
     """Wait for a message that does not come, until the watch says that a process has failed."""
-    _, incoming = link(mesh)
+    end = end_of(mesh, transport)
     if mesh.stage == 1:
         failed = penstock.errors.PeerError("rank 7 failed")
         threading.Timer(0.2, mesh.point_to_point.fail, [failed]).start()
         for _ in range(2):  # and whoever comes later
             with pytest.raises(penstock.errors.PeerError, match="rank 7"):
-                incoming.receive(0, timeout_s=60.0)
+                end.receive(0, timeout_s=60.0)
     mesh.world.gather(None, "for the others to have seen it")
 
 
-def wait_in_vain(mesh: penstock.Mesh) -> None:
+def wait_in_vain(mesh: penstock.Mesh, transport: str) -> None:
     """Wait for a message until the deadline."""
-    _, incoming = link(mesh)
+    end = end_of(mesh, transport)
     if mesh.stage == 1:
         with pytest.raises(TimeoutError):
-            incoming.receive(0, timeout_s=0.2)
+            end.receive(0, timeout_s=0.2)
     mesh.world.gather(None, "for the others to have seen it")

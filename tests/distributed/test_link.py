@@ -9,9 +9,16 @@ import penstock
 from tests.distributed import link_job
 from tests.distributed.call import call
 
+BETWEEN_PROCESSES = ("SOCKETS", "TORCH_DISTRIBUTED")
 
-@pytest.mark.parametrize(
-    "job", [link_job.exchange, link_job.fail_while_waiting, link_job.wait_in_vain]
-)
-def test_an_edge_between_processes(job: Callable[[penstock.Mesh], None], tmp_path: Path) -> None:
-    call(job, (2, 1), tmp_path)
+
+@pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
+@pytest.mark.parametrize("job", [link_job.exchange, link_job.wait_in_vain])
+def test_an_edge_between_processes(
+    job: Callable[[penstock.Mesh, str], None], transport: str, tmp_path: Path
+) -> None:
+    call(job, (2, 1), tmp_path, transport=transport)
+
+
+def test_a_wait_in_torch_ends_when_a_process_fails(tmp_path: Path) -> None:
+    call(link_job.fail_while_waiting, (2, 1), tmp_path, transport="TORCH_DISTRIBUTED")

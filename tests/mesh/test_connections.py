@@ -1,70 +1,69 @@
-"""All connect to rank 0, which lets in who knows the secret, and waits for nobody else."""
+"""A process lets in who knows its secret, and waits for nobody else."""
 
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore
 
 from penstock.errors import PeerError
-from penstock.mesh.authentication import HELLO, SECRET_BYTES, Entrance
-from penstock.mesh.connections import accept, connect, listen, own_host
-from penstock.mesh.readiness import Alarm
-
-SECRET = bytes(range(SECRET_BYTES))
-
-
-@dataclass(slots=True)
-class RankZero:
-    """What rank 0 listens with."""
-
-    alarm: Alarm = field(default_factory=Alarm)
-    listener: socket.socket = field(default_factory=lambda: listen("127.0.0.1"))
-    entrance: Entrance = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.entrance = Entrance([self.listener], SECRET, self.alarm)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        host, port = self.listener.getsockname()
-        return host, port
-
-    def reach(self, rank: int) -> socket.socket:
-        """Connect as the process `rank` does."""
-        deadline = time.monotonic() + 30.0
-        return connect(self.address, HELLO.pack(SECRET, rank), deadline, self.alarm.check)
-
-    def accept(self, world_size: int, timeout_s: float = 30.0) -> dict[int, socket.socket]:
-        return accept(self.entrance, world_size, time.monotonic() + timeout_s)
+from penstock.mesh.addresses import listen, own_host
+from penstock.mesh.authentication import HELLO
+from penstock.mesh.background import Background
+from penstock.mesh.connections import Connections
+from penstock.mesh.process_group import ProcessGroup
+from penstock.mesh.streams import Inflow
+from penstock.mesh.watch import Watch
 
 
 @pytest.fixture
-def zero() -> Iterator[RankZero]:
-    zero = RankZero()
-    yield zero
-    zero.entrance.close()
-    zero.alarm.close()
+def connections() -> Iterator[Connections]:
+    """Yield the connections of a process that talks to itself."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    background = Background(Watch(HashStore(), "nowhere", 0, 1), timeout_s=30.0)
+    connections = Connections(ProcessGroup.of_all(background))
+    yield connections
+    background.close()
+    connections.close()
+    dist.destroy_process_group()
 
 
-def close(*connections: socket.socket) -> None:
-    for connection in connections:
-        connection.close()
+def soon(seconds: float = 30.0) -> float:
+    return time.monotonic() + seconds
 
 
-def test_each_connection_is_known_by_its_rank(zero: RankZero) -> None:
-    there = {rank: zero.reach(rank) for rank in (2, 1)}
-    here = zero.accept(3)
-    assert sorted(here) == [1, 2]
-    for rank, connection in there.items():
-        connection.send(b"%d" % rank)
-        here[rank].setblocking(True)
-        assert here[rank].recv(1) == b"%d" % rank
-    close(*here.values(), *there.values())
+def read(inflow: Inflow, count: int) -> bytes:
+    room = bytearray(count)
+    inflow.read(room, soon())
+    return bytes(room)
+
+
+def address(connections: Connections) -> tuple[str, int]:
+    own = connections._addresses[0]
+    return own.host, own.port
+
+
+def test_connections_are_found_by_rank_and_number(connections: Connections) -> None:
+    for number in (1, 0):
+        assert not connections.outflow(0, number).write([b"number %d" % number])
+    for number in (0, 1):
+        assert read(connections.inflow(0, number, soon()), 8) == b"number %d" % number
+
+
+def test_between_hosts_a_connection_is_tcp(
+    connections: Connections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.mesh.connections.has_local_names", lambda: False)
+    outflow, large = connections.outflow(0, 0), bytes(range(256)) * 12_000
+    assert outflow._connection.family in (socket.AF_INET, socket.AF_INET6)
+    if rest := outflow.write([large]):
+        outflow.write_later(rest, lambda: None)
+    assert read(connections.inflow(0, 0, soon()), len(large)) == large
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="interfaces are asked for their address")
@@ -89,47 +88,47 @@ def test_only_the_interface_that_others_know_is_listened_on(
             assert ip_address(host).is_loopback
 
 
-def test_who_does_not_know_the_secret_is_turned_away(zero: RankZero) -> None:
+def test_who_does_not_know_the_secret_is_turned_away(connections: Connections) -> None:
     for said in (b"", b"hello?", bytes(HELLO.size)):
-        with socket.create_connection(zero.address) as stranger:
+        with socket.create_connection(address(connections)) as stranger:
             stranger.sendall(said)
             stranger.shutdown(socket.SHUT_WR)
             with pytest.raises(TimeoutError):
-                zero.accept(2, 0.05)
+                connections.inflow(0, 0, soon(0.05))
             assert stranger.recv(1) == b""
 
 
-def test_silent_strangers_keep_nobody_waiting(zero: RankZero) -> None:
-    strangers = [socket.create_connection(zero.address) for _ in range(80)]
+def test_silent_strangers_keep_nobody_waiting(connections: Connections) -> None:
+    strangers = [socket.create_connection(address(connections)) for _ in range(80)]
     strangers[-1].sendall(b"slow")
     with pytest.raises(TimeoutError):
-        zero.accept(2, 0.2)
-    there = zero.reach(1)
-    here = zero.accept(2)
+        connections.inflow(0, 0, soon(0.2))
+    assert not connections.outflow(0, 0).write([b"hello"])
+    assert read(connections.inflow(0, 0, soon()), 5) == b"hello"
     assert strangers[0].recv(1) == b""  # there are too many: the first ones are turned away
-    close(there, *here.values(), *strangers)
+    for stranger in strangers:
+        stranger.close()
 
 
-def test_nobody_takes_the_place_of_a_connection_that_is_here(zero: RankZero) -> None:
-    first, outside, again, second = (zero.reach(rank) for rank in (1, 3, 1, 2))
-    here = zero.accept(3)
-    first.send(b"f")
-    here[1].setblocking(True)
-    assert here[1].recv(1) == b"f"
-    for stranger in (outside, again):
-        stranger.setblocking(True)
-        assert stranger.recv(1) == b""
-    close(first, outside, again, second, *here.values())
+def test_nobody_takes_the_place_of_a_connection_that_is_here(connections: Connections) -> None:
+    assert not connections.outflow(0, 0).write([b"first"])
+    inflow = connections.inflow(0, 0, soon())
+    first = connections._outflows.pop((0, 0))
+    connections.outflow(0, 0)
+    connections.outflow(0, 1)
+    connections.inflow(0, 1, soon())
+    assert connections.inflow(0, 0, soon()) is inflow
+    assert read(inflow, 5) == b"first"
+    first.close()
 
 
-def test_rank_zero_learns_of_a_failure_while_it_waits(zero: RankZero) -> None:
-    threading.Timer(0.1, zero.alarm.fail, [PeerError("rank 1 failed")]).start()
+def test_who_waits_for_a_connection_learns_of_a_failure(connections: Connections) -> None:
+    threading.Timer(0.1, connections._alarm.fail, [PeerError("rank 1 failed")]).start()
     with pytest.raises(PeerError, match="rank 1 failed"):
-        zero.accept(2)
+        connections.inflow(0, 0, soon())
 
 
-def test_where_nobody_listens_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        address = gone.getsockname()
+def test_a_process_that_cannot_be_reached_is_named(connections: Connections) -> None:
+    connections.close()
     with pytest.raises(ConnectionError, match="where rank 0 listens"):
-        connect(address, b"", time.monotonic() + 1.0, lambda: None)
+        connections.outflow(0, 0)

@@ -1,0 +1,86 @@
+"""Both ends of one direction of an edge between two processes; each transport has its own kind."""
+
+import time
+from abc import ABC, abstractmethod
+
+from penstock.errors import PeerError
+from penstock.mesh.background import Slot
+
+from .headers import HeaderReader, HeaderWriter, Payload
+
+
+class AbstractOutgoing(ABC):
+    """The sending end, of `stage`, to the process `rank`."""
+
+    def __init__(self, stage: int, rank: int) -> None:
+        self._stage, self._rank = stage, rank
+        self._headers = HeaderWriter()
+        self._later: list[Slot] = []
+
+    def forget_lasting(self) -> None:
+        """Begin a run, or end one: parameters change between runs."""
+        self._headers.forget_lasting()
+
+    @abstractmethod
+    def send(self, payload: Payload, microbatch: int) -> None:
+        """Begin to send.
+
+        Raises:
+            ConnectionError: the connection broke.
+            PeerError: a process has failed.
+        """
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until all that was sent has left.
+
+        Raises:
+            Empty, TimeoutError: it has not within `timeout_s`.
+            ConnectionError: the connection broke.
+            PeerError: a process has failed.
+        """
+        slots, self._later = self._later, []
+        for slot in slots:
+            slot.get(timeout_s)
+
+
+class AbstractIncoming(ABC):
+    """The receiving end, from the process `rank`; used by one thread at a time.
+
+    `expects_much`: the next message had better be received while others are computed on.
+    """
+
+    expects_much = False
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._headers = HeaderReader()
+
+    def forget_lasting(self) -> None:
+        """Begin a run, or end one, as the sender does."""
+        self._headers.forget_lasting()
+
+    def post(self) -> None:  # noqa: B027 - most have nothing to do
+        """Let the next message come in while others are computed on; `receive` is to follow."""
+
+    def receive(self, microbatch: int, timeout_s: float | None = None) -> Payload:
+        """Wait for the next message.
+
+        Raises:
+            TimeoutError: it is not there within `timeout_s`.
+            PeerError: it is of another micro-batch: the processes run different schedules.
+            ConnectionError: the connection broke.
+            MeshError: it cannot be read.
+        """
+        return self._receive(
+            microbatch, None if timeout_s is None else time.monotonic() + timeout_s
+        )
+
+    @abstractmethod
+    def _receive(self, microbatch: int, deadline: float | None) -> Payload: ...
+
+    def _check(self, sent: int, microbatch: int) -> None:
+        if sent != microbatch:
+            raise PeerError(
+                f"rank {self._rank} sent micro-batch {sent} where {microbatch} was due: the "
+                "processes do not run the same schedule on the same batch"
+            )
