@@ -66,3 +66,8 @@ class Transport(Enum):
     """Between processes on CPUs: connections of Penstock's own, which cost the least there."""
     TORCH_DISTRIBUTED = "torch.distributed"
     """Between processes: sends and receives of torch's backend for their devices (gloo, NCCL)."""
+
+    @property
+    def is_between_processes(self) -> bool:
+        """Whether it carries values from one process to another."""
+        return self in (Transport.SOCKETS, Transport.TORCH_DISTRIBUTED)

@@ -4,9 +4,16 @@ from torch.nn.functional import mse_loss
 
 from benchmarks.throughput.contestants import NUM_STAGES, WAYS, Work
 from benchmarks.throughput.processes import Key, Part
-from penstock import Mesh, Pipeline, Recompute, init_mesh
+from penstock import Mesh, Pipeline, Recompute, Transport, init_mesh
 
-_WAYS = {f"Penstock {name}, processes": way for name, way in WAYS.items()}
+_WAYS = {
+    f"Penstock {name}, {where}": (way, transport)
+    for where, transport in (
+        ("processes", Transport.SOCKETS),
+        ("processes, gloo", Transport.TORCH_DISTRIBUTED),
+    )
+    for name, way in WAYS.items()
+}
 NAMES = tuple(_WAYS)
 
 
@@ -17,7 +24,7 @@ def prepare(rank: int, work: Work, counts: tuple[int, ...]) -> dict[Key, Part]:
 
 
 def _part(name: str, num_microbatches: int, mesh: Mesh, work: Work) -> Part:
-    layers, way = dict(enumerate(work.model())), _WAYS[name]
+    layers, (way, transport) = dict(enumerate(work.model())), _WAYS[name]
     pipe = Pipeline(
         list(layers.values()),
         mesh=mesh,
@@ -27,6 +34,7 @@ def _part(name: str, num_microbatches: int, mesh: Mesh, work: Work) -> Part:
         schedule=way.schedule,
         recompute=Recompute.NEVER,
         threads_per_stage=1,
+        transport=transport,
     )
     inputs, targets = work.data()
 
