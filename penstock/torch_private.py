@@ -150,6 +150,27 @@ def has_accumulation_hooks(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """Tell whether hooks run on the gradient of a tensor; True where torch hides it."""
+    return bool(getattr(tensor, "_backward_hooks", True))
+
+
+def saved_tensors(node: Node, *names: str) -> list[Tensor] | None:
+    """Return what a node saved, detached; None if torch hides one, or a hook would unpack it."""
+    raws = [getattr(node, f"_raw_saved_{name}", None) for name in names]
+    if any(getattr(raw, "unpack_hook", True) is not None for raw in raws):
+        return None
+    found = [getattr(node, f"_saved_{name}", None) for name in names]
+    return None if any(t is None for t in found) else [t.detach() for t in found if t is not None]
+
+
+def saved_numbers(node: Node, *names: str) -> list[Any] | None:
+    """Return what else a node has saved; None where torch hides one of it."""
+    if not all(hasattr(node, f"_saved_{name}") for name in names):
+        return None
+    return [getattr(node, f"_saved_{name}") for name in names]
+
+
 # -- cached weights (torch.nn.utils.parametrize.cached) ------------------------------------------
 
 

@@ -182,6 +182,29 @@ def test_hooks_on_accumulated_gradients_are_seen() -> None:
     assert private.has_accumulation_hooks(parameter)
 
 
+def test_hooks_on_a_gradient_are_seen() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert not private.has_tensor_hooks(parameter)
+    parameter.register_hook(lambda _: None)
+    assert private.has_tensor_hooks(parameter)
+
+
+def test_what_a_node_saved_is_read_unless_a_hook_would_unpack_it() -> None:
+    x, weight = torch.ones(3, 2), torch.ones(2, 4, requires_grad=True)
+    node = x.mm(weight).grad_fn
+    assert node is not None
+    saved = private.saved_tensors(node, "self")
+    assert saved is not None
+    assert [t.data_ptr() for t in saved] == [x.data_ptr()]
+    assert private.saved_tensors(node, "self", "mat3") is None
+    assert private.saved_numbers(node, "mat2_sym_sizes", "mat2_sym_strides") == [(2, 4), (4, 1)]
+    assert private.saved_numbers(node, "mat2_sym_sizes", "mat3_sym_sizes") is None
+    with saved_tensors_hooks(lambda t: t, lambda t: pytest.fail("was unpacked")):
+        packed = x.mm(weight).grad_fn
+    assert packed is not None
+    assert private.saved_tensors(packed, "self") is None
+
+
 def test_a_checkpoint_without_reentry_runs_what_takes_its_place() -> None:
     ran = []
 

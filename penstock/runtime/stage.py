@@ -158,23 +158,24 @@ class Stage:
 
     def backward(self, run: Run, microbatch: int) -> None:
         """Run autograd once from all roots; leave behind the gradients to send; free the graph."""
-        here = run.stages[self.index]
-        tape = here.tapes.pop(microbatch)
-        roots, gradients = self.handover.roots(run, here, tape)
-        if roots:
-            for look in self._hooks.before_backward:
-                look(run, tape, roots)
-            try:
-                self._run_autograd(run, tape, partial(tape.backward, roots, gradients))
-            except Exception as error:
-                note_failure(error, self.index, backward_of(error, tape.layer_marks), microbatch)
-                raise
-        for peer in tape.entries:
-            self.handover.leave_gradient(run, here, tape, peer)
-        for note in self._hooks.after_backward:
-            note(run, tape)
-        if not self._is_settled:
-            self._settle()
+        tape = run.stages[self.index].tapes.pop(microbatch)
+        self._run_backward(run, tape)
+        self._end(run, tape)
+
+    def backward_input(self, run: Run, microbatch: int) -> None:
+        """Leave behind the gradients to send; leave those of weights to `backward_weight`."""
+        tape = run.stages[self.index].tapes[microbatch]
+        self._run_backward(run, tape, in_parts=True)
+        tape.drop_graph()
+        tape.received = {}
+
+    def backward_weight(self, run: Run, microbatch: int) -> None:
+        """Add to the gradients of weights what `backward_input` has left; call it in the order of
+        the micro-batches.
+        """
+        tape = run.stages[self.index].tapes.pop(microbatch)
+        self._run_weight_backward(run, tape)
+        self._end(run, tape)
 
     def commit_statistics(self, run: Run) -> None:
         """Move the BatchNorm running statistics by all micro-batches' moments; free those."""
@@ -243,6 +244,47 @@ class Stage:
         tape.loss = loss
 
     # -- backward -----------------------------------------------------------------------------
+
+    def _run_backward(self, run: Run, tape: Tape, *, in_parts: bool = False) -> None:
+        here = run.stages[self.index]
+        roots, gradients = self.handover.roots(run, here, tape)
+        if roots:
+            for look in self._hooks.before_backward:
+                look(run, tape, roots)
+            try:
+                if in_parts:
+                    self._divide(run, tape, roots)
+                self._run_autograd(run, tape, partial(tape.backward, roots, gradients))
+            except Exception as error:
+                what = backward_of(error, tape.layer_marks)
+                note_failure(error, self.index, what, tape.microbatch)
+                raise
+        for peer in tape.entries:
+            self.handover.leave_gradient(run, here, tape, peer)
+
+    def _divide(self, run: Run, tape: Tape, roots: Sequence[Tensor]) -> None:
+        """Let a backward leave the gradients of weights; one that has to be whole comes after all
+        that earlier ones have left, for these add up in the order of the micro-batches.
+        """
+        tape.divide(roots)
+        if tape.parts is None:
+            for _, earlier in sorted(run.stages[self.index].tapes.items()):
+                if earlier.parts is not None:
+                    self._run_weight_backward(run, earlier)
+
+    def _run_weight_backward(self, run: Run, tape: Tape) -> None:
+        try:
+            self._run_autograd(run, tape, tape.backward_weight)
+        except Exception as error:
+            note_failure(error, self.index, "the weight backward", tape.microbatch)
+            raise
+
+    def _end(self, run: Run, tape: Tape) -> None:
+        """Tell the guards that a tape is used up."""
+        for note in self._hooks.after_backward:
+            note(run, tape)
+        if not self._is_settled:
+            self._settle()
 
     def _run_autograd(self, run: Run, tape: Tape, backward: Callable[[], None]) -> None:
         kind = self.device.device.type

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from penstock.model.entries import Entry
 from penstock.model.stage_plan import Step
 from penstock.model.state import Place
 from penstock.transport.payload import Activation
+
+if TYPE_CHECKING:
+    from .split_backward import SplitBackward
 
 FROM_CALLER = -1
 """Stands where a peer stage stands, for values that come from the caller's batch."""
@@ -51,6 +54,11 @@ class Seen:
 class Tape:
     """One micro-batch of a stage between its forward and the end of its backward.
 
+    The backward is one; or, after `divide`, `backward` leaves the gradients of weights to
+    `backward_weight`, with the same bits in all of them.  Between the two, `parts` keep the inputs
+    of the operators that weigh most, the gradients of their results, and those of all other
+    parameters.  It is None where a backward has to be one.
+
     `graph_dropped`: the forward kept no graph, and a recompute will build it.
     `reruns_in_backward`: the backward may run layers again, inside a checkpoint of the user's own.
     With `draws_again` these draw the numbers again that they drew; with `must_not_draw` one of
@@ -70,6 +78,7 @@ class Tape:
     output: list[Tensor] = field(default_factory=list)
     output_wants_grad: tuple[bool, ...] = ()
     loss: Tensor | None = None
+    parts: "SplitBackward | None" = None
 
     @property
     def may_rerun(self) -> bool:
@@ -120,6 +129,21 @@ class Tape:
         live = [(root, g) for root, g in pairs if g is not None and root.requires_grad]
         return [root for root, _ in live], [g for _, g in live]
 
+    def divide(self, roots: Sequence[Tensor]) -> None:
+        """Let `backward` leave to `backward_weight` what can be left."""
+        from .split_backward import split  # few schedules ask for it
+
+        self.parts = split(roots, [e for entries in self.entries.values() for e in entries])
+
     def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Run autograd once from all roots: entries catch their gradients, weights add theirs."""
-        torch.autograd.backward(roots, gradients)
+        if self.parts is None:
+            torch.autograd.backward(roots, gradients)
+        else:
+            self.parts.run_input(roots, gradients)
+
+    def backward_weight(self) -> None:
+        """Let weights add the gradients that `backward` has left, if there are any still."""
+        if self.parts is not None:
+            self.parts.run_weights()
+            self.parts = None

@@ -1,0 +1,232 @@
+"""The operators whose gradients of weights can be computed later, apart from all others.
+
+Known are those that do most of the work.  What each one computes here is what its own backward in
+torch computes, to the bit.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from penstock.errors import StateError
+from penstock.model.entries import is_plain_class, version_of
+from penstock.torch_private import saved_numbers, saved_tensors, without_torch_function
+
+Formula = Callable[..., Sequence[Tensor]]
+"""Computes gradients of an operator's arguments from that of its result, and from what it read."""
+Found = tuple[list[int], Formula, list[Tensor]]
+"""The places of the arguments, their formula, and the tensors that it reads."""
+
+_CAST = "ToCopyBackward0"
+_PASSING = {
+    _CAST,
+    "ExpandBackward0",
+    "PermuteBackward0",
+    "ReshapeAliasBackward0",
+    "TBackward0",
+    "TransposeBackward0",
+    "UnsqueezeBackward0",
+    "ViewBackward0",
+}
+"""Nodes with one edge that save no tensor: a gradient passes them as well later as now."""
+
+
+@dataclass(slots=True)
+class Cut:
+    """An operator whose gradients of weights are computed later.
+
+    `ways` are the nodes that each gradient passes, from the operator to a leaf.  `reads` are the
+    tensors to compute from, with their versions, besides the gradient of the result, which is
+    `caught`.  `is_whole`: no other gradients are left for the operator to compute.
+    """
+
+    edges: dict[int, GradientEdge]
+    ways: list[list[Node]]
+    formula: Formula
+    reads: list[tuple[Tensor, int]]
+    is_whole: bool
+    caught: list[tuple[Tensor, int] | None] = field(default_factory=list)
+
+    def catch(self, gradients: Sequence[Tensor | None]) -> None:
+        """Note the gradient of the result."""
+        gradient = gradients[0]
+        self.caught.append(None if gradient is None else (gradient, version_of(gradient)))
+
+    def compute(self) -> Sequence[Tensor]:
+        """Compute the gradients of the weights; forget what that was computed from.
+
+        Raises:
+            StateError: a tensor that it reads was changed in place since.
+        """
+        reads = [found for found in (*self.caught, *self.reads) if found is not None]
+        if any(version_of(tensor) != version for tensor, version in reads):
+            raise StateError(
+                "a tensor that the weight backward needs was changed in place since the input "
+                "backward came to it. Zero the gradients; change a copy, or use a schedule whose "
+                "backward is in one part"
+            )
+        with torch.no_grad(), without_torch_function():
+            found = self.formula(*[tensor for tensor, _ in reads])
+        self.reads, self.caught = [], []
+        return found
+
+
+def cut_of(node: Node) -> Cut | None:
+    """Cut the edges of an operator to its weights; None if their gradients have to be computed
+    with all others.
+    """
+    find = _OPERATORS.get(node.name())
+    found = None if find is None else find(node)
+    if found is None or _has_hooks(node):  # a hook may change the gradients of the weights
+        return None
+    places, formula, reads = found
+    plain = [t for t in reads if is_plain_class(t) and t.layout is torch.strided]
+    ways = [way for place in places if (way := _way(node, place))]
+    if len(plain) < len(reads) or len(ways) < len(places) or any(t.is_complex() for t in reads):
+        return None
+    edges = {
+        place: GradientEdge(way[0], node.next_functions[place][1])
+        for place, way in zip(places, ways, strict=True)
+    }
+    is_whole = len(edges) == sum(after is not None for after, _ in node.next_functions)
+    return Cut(edges, ways, formula, [(t, version_of(t)) for t in reads], is_whole)
+
+
+def _way(node: Node, place: int) -> list[Node]:
+    """List the nodes from an operator to the leaf that is its argument, or where the argument
+    comes from by nodes that only pass the gradient on; empty if there is no such leaf.
+    """
+    way: list[Node] = []
+    after = node.next_functions[place][0]
+    while after is not None:
+        way.append(after)
+        if is_leaf(after):
+            return way
+        after = after.next_functions[0][0] if after.name() in _PASSING else None
+    return []
+
+
+def _has_hooks(node: Node) -> bool:
+    """Tell whether hooks run before or after a node."""
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(_no_hook)
+        hooks = handle.hooks_dict_ref()  # where the others are, if there are any
+        handle.remove()
+        if hooks:
+            return True
+    return False
+
+
+def _no_hook(*_: object) -> None:
+    """Change nothing."""
+
+
+def is_leaf(node: Node) -> bool:
+    """Tell whether a node adds to the `.grad` of a tensor, its `variable`."""
+    return node.name() == "torch::autograd::AccumulateGrad"
+
+
+# -- operators: what their own backward computes, and nothing else ------------------------------
+
+
+def _mm(node: Node) -> Found | None:
+    return _product(node, "self", 1)
+
+
+def _addmm(node: Node) -> Found | None:
+    found = _product(node, "mat1", 2)
+    if found is None or saved_numbers(node, "alpha", "beta") != [1, 1]:
+        return None
+    places, of_weight, reads = found
+    way: list[Any] = _way(node, 0)
+    if not way or any(passed.name() != _CAST for passed in way[:-1]):
+        return found
+    shape = way[-1].variable.shape
+
+    def of_both(gradient: Tensor, x: Tensor) -> list[Tensor]:
+        return [*of_weight(gradient, x), gradient.sum_to_size(shape)]
+
+    return [*places, 0], of_both, reads
+
+
+def _product(node: Node, name: str, place: int) -> Found | None:
+    reads, numbers = saved_tensors(node, name), saved_numbers(node, *_LAYOUT)
+    if reads is None or numbers is None:
+        return None
+    (rows, _), (down, across) = numbers
+    by_columns = down == 1 and across == rows  # then autograd lays the gradient out likewise
+
+    def formula(gradient: Tensor, x: Tensor) -> list[Tensor]:
+        alike = by_columns and gradient.layout is torch.strided
+        return [gradient.t().mm(x).t() if alike else x.t().mm(gradient)]
+
+    return [place], formula, reads
+
+
+_LAYOUT = ("mat2_sym_sizes", "mat2_sym_strides")
+
+
+def _bmm(node: Node) -> Found | None:
+    reads = saved_tensors(node, "self")
+
+    def formula(gradient: Tensor, x: Tensor) -> list[Tensor]:
+        return [x.transpose(1, 2).bmm(gradient)]
+
+    return None if reads is None else ([1], formula, reads)
+
+
+def _convolution(node: Node) -> Found | None:
+    reads = saved_tensors(node, "input", "weight")
+    settings = saved_numbers(node, *_CONVOLUTION)
+    if reads is None or settings is None:
+        return None
+    has_bias = node.next_functions[2][0] is not None
+
+    def formula(gradient: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
+        wanted = [False, True, has_bias]
+        found = torch.ops.aten.convolution_backward(gradient, x, weight, *settings, wanted)
+        return [g for g in found if g is not None]
+
+    return [1, 2] if has_bias else [1], formula, reads
+
+
+_CONVOLUTION = (
+    "bias_sym_sizes_opt",
+    "stride",
+    "padding",
+    "dilation",
+    "transposed",
+    "output_padding",
+    "groups",
+)
+
+
+def _embedding(node: Node) -> Found | None:
+    reads = saved_tensors(node, "indices")
+    settings = saved_numbers(node, *_EMBEDDING, "sparse")
+    if reads is None or settings is None or settings.pop():
+        return None
+    rows, padding, by_frequency = settings
+    padding -= 2**64 if padding >= 2**63 else 0  # a node shows it without its sign
+
+    def formula(gradient: Tensor, indices: Tensor) -> list[Tensor]:
+        compute = torch.ops.aten.embedding_dense_backward
+        return [compute(gradient, indices, rows, padding, by_frequency)]
+
+    return [0], formula, reads
+
+
+_EMBEDDING = ("weight_sym_argsize_0", "padding_idx", "scale_grad_by_freq")
+
+_OPERATORS: dict[str, Callable[[Node], Found | None]] = {
+    "AddmmBackward0": _addmm,
+    "MmBackward0": _mm,
+    "BmmBackward0": _bmm,
+    "ConvolutionBackward0": _convolution,
+    "EmbeddingBackward0": _embedding,
+}
+"""By the names of nodes.  An operator that is not here is computed by the input backward."""
