@@ -7,6 +7,7 @@ from typing import Any
 
 import penstock
 from tests.every_schedule import EVERY_SCHEDULE
+from tests.ways import IN_ONE_PROCESS
 
 FACTORS: dict[str, Sequence[Any]] = {
     "num_microbatches": (1, 2, 3, 4, 8),
@@ -14,7 +15,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "even": (True, False),
     "schedule": EVERY_SCHEDULE,
     "recompute": tuple(penstock.Recompute),
-    "transport": tuple(penstock.Transport),
+    "transport": IN_ONE_PROCESS,
     "autocast": (False, True),
 }
 """What a gradient must not depend on, and the sizes it does depend on."""

@@ -24,6 +24,7 @@ from penstock.runtime.devices import num_cores
 from penstock.runtime.planning import device_of_process
 from penstock.schedules import ALL_SCHEDULES, Backward, Forward, gpipe
 from penstock.schedules.ir import Schedule
+from tests.ways import IN_ONE_PROCESS
 
 
 def layers() -> list[nn.Module]:
@@ -262,7 +263,7 @@ class Summed(nn.Module):
         return x.sum()
 
 
-@pytest.mark.parametrize("transport", penstock.Transport)
+@pytest.mark.parametrize("transport", IN_ONE_PROCESS)
 def test_a_value_without_dimensions_at_a_boundary(transport: penstock.Transport) -> None:
     modules = [nn.Linear(6, 6), Summed(), nn.Tanh()]
     error = refused_step(
@@ -308,7 +309,7 @@ def local_class(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("make_it", (ragged, Labelled.of, local_class))
-@pytest.mark.parametrize("transport", penstock.Transport)
+@pytest.mark.parametrize("transport", IN_ONE_PROCESS)
 def test_a_tensor_that_holds_more_than_values_at_a_boundary(
     transport: penstock.Transport, make_it: Callable[[Tensor], Any]
 ) -> None:

@@ -15,6 +15,7 @@ from penstock import Pipeline, Recompute, Trace, Transport
 from penstock.errors import ConfigError
 from penstock.schedules import one_f_one_b
 from tests.every_schedule import EVERY_SCHEDULE
+from tests.ways import IN_ONE_PROCESS
 
 
 def model() -> nn.Sequential:
@@ -126,7 +127,7 @@ def test_to_another_dtype_trains_in_it() -> None:
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
-@pytest.mark.parametrize("transport", Transport)
+@pytest.mark.parametrize("transport", IN_ONE_PROCESS)
 def test_a_traced_step_ran_what_the_schedule_says(schedule: object, transport: Transport) -> None:
     with pipeline(
         model(), partition=[2, 3], schedule=schedule, transport=transport, trace=True

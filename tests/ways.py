@@ -5,6 +5,10 @@ import pytest
 import penstock
 from penstock.schedules import ALL_SCHEDULES
 
+IN_ONE_PROCESS = tuple(t for t in penstock.Transport if not t.is_between_processes)
+BETWEEN_PROCESSES = tuple(t for t in penstock.Transport if t.is_between_processes)
+"""All transports; each law runs over those of its kind."""
+
 WAYS = [
     pytest.param(
         {"schedule": s, "recompute": r, "transport": t}, id=f"{s.name}-{r.value}-{t.name}"

@@ -8,11 +8,10 @@ import pytest
 import penstock
 from tests.distributed import link_job
 from tests.distributed.call import call
+from tests.ways import BETWEEN_PROCESSES
 
-BETWEEN_PROCESSES = ("SOCKETS", "TORCH_DISTRIBUTED")
 
-
-@pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
+@pytest.mark.parametrize("transport", [transport.name for transport in BETWEEN_PROCESSES])
 @pytest.mark.parametrize("job", [link_job.exchange, link_job.wait_in_vain])
 def test_an_edge_between_processes(
     job: Callable[[penstock.Mesh, str], None], transport: str, tmp_path: Path

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import Recompute, Trace, Transport
 from tests.every_schedule import EVERY_SCHEDULE
+from tests.ways import IN_ONE_PROCESS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -35,7 +36,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return x.cuda(), torch.randint(0, 5, (14,), generator=generator).cuda()
 
 
-@pytest.mark.parametrize("transport", Transport)
+@pytest.mark.parametrize("transport", IN_ONE_PROCESS)
 @pytest.mark.parametrize("recompute", Recompute)
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
 @pytest.mark.parametrize("num_stages", (1, 2, 4))

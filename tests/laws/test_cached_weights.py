@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 import penstock
 from penstock.errors import ConfigError
 from tests.model.capture.any_models.chain import WIDTH, Chain, inputs
+from tests.ways import IN_ONE_PROCESS
 
 PARTS = 4
 
@@ -134,7 +135,7 @@ def test_a_captured_block_of_two_stages_caches_in_both(recompute: penstock.Recom
                 assert one is not None and other is not None and torch.equal(one, other)
 
 
-@pytest.mark.parametrize("transport", penstock.Transport)
+@pytest.mark.parametrize("transport", IN_ONE_PROCESS)
 def test_a_step_inside_cached_is_refused_and_an_evaluation_is_not(
     transport: penstock.Transport,
 ) -> None:

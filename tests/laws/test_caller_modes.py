@@ -18,8 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import penstock
 from penstock.errors import ConfigError, ExecutionWarning
 from tests.side_by_side import same_bits
+from tests.ways import IN_ONE_PROCESS
 
-THREADS, LOOPBACK = penstock.Transport
+THREADS, LOOPBACK = IN_ONE_PROCESS
 RECOMPUTE = pytest.mark.parametrize("recompute", penstock.Recompute)
 
 
@@ -201,7 +202,7 @@ class Hooked(nn.Module):
             return x.tanh()
 
 
-@pytest.mark.parametrize("transport", penstock.Transport)
+@pytest.mark.parametrize("transport", IN_ONE_PROCESS)
 def test_disabled_hooks_stay_disabled_and_what_needs_them_is_refused(
     transport: penstock.Transport,
 ) -> None:
@@ -236,7 +237,7 @@ class Notes(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("transport", penstock.Transport)
+@pytest.mark.parametrize("transport", IN_ONE_PROCESS)
 def test_the_default_device_and_flushing_reach_every_stage(transport: penstock.Transport) -> None:
     first, last, (x, y) = Notes(), Notes(), batch()
     with pipeline([first, *layers(), last], transport=transport) as pipe:

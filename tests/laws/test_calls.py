@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import penstock
 from tests.side_by_side import same_bits
+from tests.ways import IN_ONE_PROCESS
 
-TRANSPORTS = pytest.mark.parametrize("transport", penstock.Transport)
+TRANSPORTS = pytest.mark.parametrize("transport", IN_ONE_PROCESS)
 
 
 def layers() -> list[nn.Module]:

@@ -17,6 +17,7 @@ from tests.every_schedule import EVERY_SCHEDULE, ready_in
 from tests.models import ALL_MODELS, Model
 from tests.reference import Unsplit
 from tests.side_by_side import assert_trains_like_unsplit, differences, pipeline, same_bits
+from tests.ways import IN_ONE_PROCESS
 
 BY_NAME = {model.name: model for model in ALL_MODELS}
 COVERING = [
@@ -84,7 +85,7 @@ def test_training_equals_the_unsplit_model_for_any_partition(data: st.DataObject
         num_microbatches=num_microbatches,
         schedule=data.draw(st.sampled_from(EVERY_SCHEDULE)),
         recompute=data.draw(st.sampled_from(list(penstock.Recompute))),
-        transport=data.draw(st.sampled_from(list(penstock.Transport))),
+        transport=data.draw(st.sampled_from(IN_ONE_PROCESS)),
     )
 
 
@@ -114,7 +115,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         ("mlp", "convolutions", "unet", "fan_out", "changing_buffers", "transformer")
     ),
     recompute=st.sampled_from(list(penstock.Recompute)),
-    transport=st.sampled_from(list(penstock.Transport)),
+    transport=st.sampled_from(IN_ONE_PROCESS),
 )
 def test_training_equals_the_unsplit_model_for_any_valid_schedule(
     schedule: Schedule, name: str, recompute: penstock.Recompute, transport: penstock.Transport

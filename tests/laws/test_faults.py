@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import penstock
 from tests.every_schedule import EVERY_SCHEDULE
 from tests.reference import Unsplit, chain
+from tests.ways import IN_ONE_PROCESS
 
 NUM_STAGES, NUM_MICROBATCHES = 3, 4
 WAYS = [
@@ -175,7 +176,7 @@ def test_a_fault_in_the_loss(call: int, way: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("stage", range(NUM_STAGES))
-@pytest.mark.parametrize("transport", penstock.Transport)
+@pytest.mark.parametrize("transport", IN_ONE_PROCESS)
 def test_a_fault_in_a_recompute(stage: int, transport: penstock.Transport) -> None:
     layers = build()
     number = (0, 2, 5)[stage]
@@ -223,7 +224,7 @@ def test_faults_in_the_module_form_and_in_evaluation(way: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("where", ("forward", "backward"))
-@pytest.mark.parametrize("transport", penstock.Transport)
+@pytest.mark.parametrize("transport", IN_ONE_PROCESS)
 def test_a_fault_in_the_very_first_step_of_a_balanced_pipeline(
     where: str, transport: penstock.Transport
 ) -> None:
@@ -287,7 +288,7 @@ class Interrupted(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("transport", penstock.Transport)
+@pytest.mark.parametrize("transport", IN_ONE_PROCESS)
 def test_an_interrupt_reaches_the_caller_too(transport: penstock.Transport) -> None:
     layers = [*build()[:5], Interrupted()]
     with make(layers, F.mse_loss, transport=transport) as pipe:

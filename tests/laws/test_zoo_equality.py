@@ -26,13 +26,14 @@ from tests.model.capture.running import (
     loss,
 )
 from tests.reference import Call, Unsplit, chain
+from tests.ways import IN_ONE_PROCESS
 from tests.zoo_members import BATCH, ZOO_MEMBERS, Member
 
 STEPS = 3
 STAGES = (1, 2, 3, 4)
 FEWEST, MOST = 1, 4
 """Micro-batches: one, and as many as there may be."""
-RECOMPUTE, TRANSPORT = tuple(penstock.Recompute), tuple(penstock.Transport)
+RECOMPUTE, TRANSPORT = tuple(penstock.Recompute), IN_ONE_PROCESS
 BlockCall = tuple[str, int]
 
 
