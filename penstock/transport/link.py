@@ -3,10 +3,13 @@
 import time
 from abc import ABC, abstractmethod
 
+from torch import Tensor
+
 from penstock.errors import PeerError
 from penstock.mesh.background import Slot
 
 from .headers import HeaderReader, HeaderWriter, Payload
+from .payload import check_still_as_sent
 
 
 class AbstractOutgoing(ABC):
@@ -41,6 +44,12 @@ class AbstractOutgoing(ABC):
         slots, self._later = self._later, []
         for slot in slots:
             slot.get(timeout_s)
+
+    def _check_as_sent(self, watched: list[tuple[Tensor, int]]) -> None:
+        """Refuse tensors that were changed since they had their versions."""
+        for tensor, version in watched:
+            check_still_as_sent(tensor, version, self._stage)
+        watched.clear()
 
 
 class AbstractIncoming(ABC):

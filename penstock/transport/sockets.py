@@ -22,7 +22,6 @@ from penstock.model.entries import version_of
 
 from .headers import Payload
 from .link import AbstractIncoming, AbstractOutgoing
-from .payload import check_still_as_sent
 from .wire import TensorKind, fill, memory_of, memory_to_fill, room_for
 
 _CONTROL = struct.Struct("!IIq")
@@ -44,13 +43,8 @@ class Outgoing(AbstractOutgoing):
         rest = self._outflow.write(parts)
         if rest:
             watched = [(tensor, version_of(tensor)) for tensor, _ in values]
-            slot = self._outflow.write_later(rest, partial(self._check, watched))
+            slot = self._outflow.write_later(rest, partial(self._check_as_sent, watched))
             self._later.append(slot)
-
-    def _check(self, watched: list[tuple[Tensor, int]]) -> None:
-        for tensor, version in watched:
-            check_still_as_sent(tensor, version, self._stage)
-        watched.clear()
 
 
 class Incoming(AbstractIncoming):

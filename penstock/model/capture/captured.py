@@ -55,6 +55,8 @@ _OTHERS = (Mode(False, True), Mode(True, False))
 
 _FEW = 2
 """Samples for other modes than training: of one, a copy may not be told from its source."""
+_Given = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional arguments, and those by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +219,7 @@ def _size(module: nn.Module) -> int:
 def _record(
     model: nn.Module,
     blocks: dict[str, nn.Module],
-    whole: tuple[tuple[Any, ...], dict[str, Any]],
+    whole: _Given,
     asked: _Asked,
 ) -> dict[Mode, Recording]:
     """Run the model in the modes that it may take other ways in.
@@ -254,9 +256,7 @@ def _record_few(
         raise without_gradients(model, error) from error
 
 
-def _needs_grad(
-    model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], mode: Mode
-) -> bool:
+def _needs_grad(model: nn.Module, call: _Given, mode: Mode) -> bool:
     """Tell whether a model that cannot be run without gradients can be run with them."""
     with as_it_was(model, training=mode.training), suppress(Exception):
         args, kwargs = with_new_containers(call)
@@ -266,11 +266,7 @@ def _needs_grad(
 
 
 def _record_mode(
-    model: nn.Module,
-    blocks: dict[str, nn.Module],
-    asked: _Asked,
-    given: tuple[tuple[Any, ...], dict[str, Any]],
-    mode: Mode,
+    model: nn.Module, blocks: dict[str, nn.Module], asked: _Asked, given: _Given, mode: Mode
 ) -> Recording:
     with as_it_was(model, training=mode.training), torch.set_grad_enabled(mode.with_grad):
         run = partial(_run_once, model, blocks, asked, given)
@@ -291,10 +287,7 @@ def _record_mode(
 
 
 def _run_once(
-    model: nn.Module,
-    blocks: dict[str, nn.Module],
-    asked: _Asked,
-    given: tuple[tuple[Any, ...], dict[str, Any]],
+    model: nn.Module, blocks: dict[str, nn.Module], asked: _Asked, given: _Given
 ) -> tuple[Recording, Writes]:
     parameters = {id(p): name for name, p in model.named_parameters()}
     on_meta = any(p.is_meta for p in model.parameters())
