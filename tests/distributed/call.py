@@ -49,7 +49,7 @@ def main() -> None:
     module, name, stages, replicas, arguments, folder = sys.argv[1:7]
     function = getattr(importlib.import_module(module), name)
     torch.set_num_threads(1)
-    with penstock.init_mesh(int(stages), int(replicas), timeout_s=60.0) as mesh:
+    with penstock.init_mesh(int(stages), int(replicas), timeout_s=60.0, device="cpu") as mesh:
         found = function(mesh, **json.loads(Path(arguments).read_text()))
         torch.save(found, Path(folder) / f"{mesh.rank}.pt")
 

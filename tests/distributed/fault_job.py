@@ -4,12 +4,11 @@
 
 In the third step, process RANK raises, is killed (kill -9) or is stopped (SIGSTOP): at the second
 instruction of KIND, or the only one; or, with KIND Save, while it writes the checkpoint after that
-step.  With RANK none it goes on from the newest checkpoint in FOLDER, to the end.  STAGES_PER_RANK
-in the environment: how many stages each process runs.
+step.  With RANK none it goes on from the newest checkpoint in FOLDER, to the end.  In the
+environment: STAGES_PER_RANK, how many stages each process runs; TRANSPORT, what they send by.
 """
 
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,21 +21,11 @@ from penstock import schedules
 from penstock.checkpoint import together
 from penstock.runtime.executor import Executor
 from penstock.schedules import ir
+from tests.distributed.train_job import go_wrong
 
 DEADLINE_S = 6.0
 STEPS, FAULTY_STEP = 4, 3
 ONCE_A_STEP = ("CommitStatistics", "ReduceGradients")
-
-
-def go_wrong(action: str) -> None:
-    """Do what ACTION says."""
-    match action:
-        case "raise":
-            raise ValueError("injected")
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def inject(kind: str, action: str) -> None:
@@ -85,6 +74,7 @@ def train(mesh: penstock.Mesh, num_layers: int, folder: Path) -> int:
         num_microbatches=3,
         loss=nn.MSELoss(),
         threads_per_stage=1,
+        transport=penstock.Transport[os.environ.get("TRANSPORT", "SOCKETS")],
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
     begun_at = newest(folder)

@@ -6,13 +6,61 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import penstock
 from penstock.schedules import ALL_SCHEDULES
 from penstock.types import Recompute, Reduction
-from tests.distributed import accumulation_job
 from tests.distributed.call import call
 from tests.side_by_side import same_bits
+
+STEPS = 3
+
+
+def batches(replica: int) -> list[tuple[Tensor, Tensor]]:
+    """Give a replica's share of each step's mini-batch: 6 samples, 3 micro-batches."""
+    generator = torch.Generator().manual_seed(replica)
+    return [
+        (torch.randn(6, 4, generator=generator), torch.randn(6, 3, generator=generator))
+        for _ in range(STEPS)
+    ]
+
+
+def gradients(
+    mesh: penstock.Mesh, way: dict[str, Any], *, parts: int, evaluates: bool = False
+) -> dict[str, Tensor | None]:
+    """Accumulate the gradients of the same samples in so many steps."""
+    torch.manual_seed(0)
+    pipe = penstock.Pipeline(
+        [nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3)],
+        mesh=mesh,
+        num_microbatches=3 * STEPS // parts,
+        loss=nn.MSELoss(),
+        threads_per_stage=1,
+        reduction=penstock.Reduction(way["reduction"]),
+        schedule=getattr(penstock.schedules, way["schedule"]),
+        recompute=penstock.Recompute(way["recompute"]),
+    )
+    whole = [torch.cat(tensors) for tensors in zip(*batches(mesh.replica), strict=True)]
+    steps = batches(mesh.replica) if parts == STEPS else [(whole[0], whole[1])]
+    for number, (x, y) in enumerate(steps):
+        pipe.train_step(x, y)
+        if evaluates:
+            pipe.eval_step(x[: 1 + 2 * number])
+    return {name: p.grad for name, p in pipe.named_parameters()}
+
+
+def work(mesh: penstock.Mesh, ways: list[dict[str, Any]]) -> list[list[dict[str, Tensor | None]]]:
+    """Accumulate in three steps, with and without evaluating in between, and at once."""
+    return [
+        [
+            gradients(mesh, way, parts=STEPS),
+            gradients(mesh, way, parts=STEPS, evaluates=True),
+            gradients(mesh, way, parts=1),
+        ]
+        for way in ways
+    ]
+
 
 WAYS = [
     {"schedule": schedule.name, "recompute": recompute.value, "reduction": reduction.value}
@@ -26,7 +74,7 @@ WAYS = [
 def test_three_steps_add_up_to_one_of_three_times_the_micro_batches(
     stages: int, replicas: int, tmp_path: Path
 ) -> None:
-    by_rank = call(accumulation_job.work, (stages, replicas), tmp_path, ways=WAYS)
+    by_rank = call(work, (stages, replicas), tmp_path, ways=WAYS)
     names = {name for found in by_rank for name in found[0][0]}
     assert names == {f"{n}.{kind}" for n in (0, 2, 3) for kind in ("weight", "bias")}
     for found in by_rank:

@@ -4,10 +4,114 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from tests.distributed import amp_job
+import penstock
 from tests.distributed.call import call
 from tests.side_by_side import same_bits
+
+
+def layers() -> list[nn.Module]:
+    """Build the model; the same one in every process.  A stage of its own for each layer leaves
+    the second one without parameters.
+    """
+    torch.manual_seed(0)
+    return [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)]
+
+
+def batch(step: int, replica: int) -> tuple[Tensor, Tensor]:
+    """Give a replica's share of a step's mini-batch."""
+    generator = torch.Generator().manual_seed(2 * step + replica)
+    return torch.randn(7, 6, generator=generator), torch.randn(7, 3, generator=generator)
+
+
+def pipeline(mesh: penstock.Mesh) -> penstock.Pipeline:
+    return penstock.Pipeline(
+        layers(), mesh=mesh, num_microbatches=3, loss=nn.MSELoss(), threads_per_stage=1
+    )
+
+
+def descent(pipe: penstock.Pipeline) -> torch.optim.Optimizer:
+    """Make an optimizer; a stage without parameters has one too."""
+    return torch.optim.AdamW([{"params": list(pipe.parameters())}], lr=0.1)
+
+
+def gradients(mesh: penstock.Mesh, scale: float) -> dict[str, Any]:
+    """Give the loss and the gradients of two accumulated steps, scaled and unscaled again."""
+    pipe = pipeline(mesh)
+    scaler = penstock.GradScaler(pipe, init_scale=scale, enabled=scale != 1.0)
+    found: dict[str, Any] = {
+        f"loss {step}": pipe.train_step(*batch(step, mesh.replica), loss_scale=scaler.get_scale())
+        for step in range(2)
+    }
+    scaler.unscale_(descent(pipe))
+    return found | {name: p.grad for name, p in pipe.named_parameters()}
+
+
+def overflow(mesh: penstock.Mesh, rank: int, *, clips: bool) -> dict[str, Any]:
+    """Train three steps; in the second, one rank alone finds an inf in a gradient."""
+    pipe = pipeline(mesh)
+    scaler = penstock.GradScaler(pipe, init_scale=1024.0)
+    optimizer = descent(pipe)
+    found: dict[str, Any] = {"scales": [], "moved": []}
+    for step in range(3):
+        pipe.train_step(*batch(step, mesh.replica), loss_scale=scaler.get_scale())
+        if step == 1 and mesh.rank == rank:
+            for parameter in pipe.parameters():
+                assert parameter.grad is not None
+                parameter.grad.view(-1)[-1] = torch.inf
+        if clips:
+            scaler.unscale_(optimizer)
+            penstock.clip_grad_norm_(pipe, 1.0)
+        before = [p.detach().clone() for p in pipe.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        same = [torch.equal(a, b) for a, b in zip(before, pipe.parameters(), strict=True)]
+        found["moved"].append({not each for each in same})
+        found["scales"].append(scaler.get_scale())
+    return found | {"state": scaler.state_dict()}
+
+
+def work(mesh: penstock.Mesh) -> dict[str, Any]:
+    """Do all that ends well."""
+    return {
+        "scaled": gradients(mesh, 2.0**16),
+        "unscaled": gradients(mesh, 1.0),
+        "overflows": [
+            overflow(mesh, rank, clips=clips)
+            for rank in range(mesh.world_size)
+            if rank % 3 != 1 or mesh.num_stages != 3  # it has no gradient
+            for clips in (False, True)
+        ],
+    }
+
+
+def differing_scales(mesh: penstock.Mesh) -> str:
+    """Let each rank scale by another number; give the error."""
+    pipe = pipeline(mesh)
+    try:
+        pipe.train_step(*batch(0, mesh.replica), loss_scale=2.0**mesh.rank)
+    except penstock.PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def half_gradients_on_one_rank(mesh: penstock.Mesh) -> str:
+    """Let torch's scaler refuse what one rank alone gives it; give each rank's error."""
+    pipe = pipeline(mesh)
+    scaler = penstock.GradScaler(pipe)
+    if mesh.rank == 0:
+        pipe.half()
+        for parameter in pipe.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    try:
+        scaler.step(descent(pipe))
+    except (penstock.PenstockError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
 
 LAYOUTS = ((2, 1), (3, 1), (1, 2))
 """(Stages, replicas); the second of three stages has no parameters."""
@@ -15,7 +119,7 @@ LAYOUTS = ((2, 1), (3, 1), (1, 2))
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return call(amp_job.work, request.param, tmp_path_factory.mktemp("amp"))
+    return call(work, request.param, tmp_path_factory.mktemp("amp"))
 
 
 def test_gradients_come_back_from_a_power_of_two_to_the_unscaled_bits(by_rank: list[Any]) -> None:
@@ -39,13 +143,13 @@ def test_an_inf_on_one_rank_skips_the_step_of_all(by_rank: list[Any]) -> None:
 
 
 def test_scales_that_differ_are_one_error_on_all(tmp_path: Path) -> None:
-    errors = call(amp_job.differing_scales, (2, 1), tmp_path, ends_well=False)
+    errors = call(differing_scales, (2, 1), tmp_path, ends_well=False)
     assert len(set(errors)) == 1
     assert "MeshError: rank 0 scales its loss by 1, rank 1 by 2" in errors[0]
 
 
 def test_what_torchs_scaler_refuses_on_one_rank_ends_all(tmp_path: Path) -> None:
-    first, second = call(amp_job.half_gradients_on_one_rank, (2, 1), tmp_path, ends_well=False)
+    first, second = call(half_gradients_on_one_rank, (2, 1), tmp_path, ends_well=False)
     assert "ValueError: Attempting to unscale FP16 gradients" in first
     assert "PeerError: rank 0 (stage 0) failed: ValueError: Attempting to unscale" in second
     assert "waited for the others to begin the same call" in second

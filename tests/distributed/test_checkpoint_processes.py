@@ -1,19 +1,112 @@
 """A checkpoint knows nothing of who saved it: any stages and replicas load any other's."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 import penstock
+from penstock import schedules
 from penstock.checkpoint.files import read_facts
+from penstock.errors import CheckpointError
 from tests.distributed import odd_saves
 from tests.distributed.call import call
-from tests.distributed.checkpoint_job import Run, finish, layers
-from tests.distributed.launch import run, start
 from tests.model_parts import Noted, noted_pipeline
+
+MICROBATCHES = 4  # of all replicas
+
+
+def layers() -> list[nn.Module]:
+    """Build the model; the same one in every process."""
+    torch.manual_seed(0)
+    return [
+        nn.Linear(6, 8),
+        nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.2)),
+        nn.Sequential(nn.Linear(8, 8), nn.Tanh()),
+        nn.Linear(8, 3),
+    ]
+
+
+def batch(step: int, replica: int, num_replicas: int) -> tuple[Tensor, Tensor]:
+    """Give a replica's share of a step's mini-batch."""
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(16, 6, generator=generator), torch.randn(16, 3, generator=generator)
+    return x.chunk(num_replicas)[replica], y.chunk(num_replicas)[replica]  # torch's own word
+
+
+class Run:
+    """A pipeline of `stages_per_rank` stages in each process, and its optimizer, whose state
+    replicas share out if it is `shared`.
+    """
+
+    def __init__(
+        self, mesh: penstock.Mesh, seed: int = 0, *, shared: str = "", stages_per_rank: int = 1
+    ) -> None:
+        self.mesh, per_rank = mesh, stages_per_rank
+        self.pipe = penstock.Pipeline(
+            layers(),
+            mesh=mesh,
+            schedule=schedules.interleaved_1f1b(per_rank) if per_rank > 1 else schedules.gpipe,
+            num_microbatches=MICROBATCHES // mesh.num_replicas,
+            loss=nn.MSELoss(),
+            threads_per_stage=1,
+            seed=seed,
+            batch_norm_over_replicas=mesh.num_replicas > 1,
+        )
+        if shared:
+            self.optimizer = penstock.zero_optimizer(self.pipe, torch.optim.AdamW, lr=0.05)
+        else:
+            self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=0.05)
+
+    def step(self) -> float:
+        """Train one step; give its loss."""
+        loss = self.pipe.train_step(
+            *batch(self.pipe.step, self.mesh.replica, self.mesh.num_replicas)
+        )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss)
+
+
+def finish(run: Run) -> list[float]:
+    """Train on and give the losses."""
+    return [run.step() for _ in range(2)]
+
+
+def work(
+    mesh: penstock.Mesh, action: str, folders: list[str], **options: Any
+) -> list[list[float]]:
+    """Save one checkpoint, or load several; give the losses after each.
+
+    Both train two steps before and two after the checkpoint.
+    """
+    if action == "save":
+        run = Run(mesh, **options)
+        run.step(), run.step()
+        penstock.save_checkpoint(folders[0], run.pipe, run.optimizer, note="hello")
+        return [finish(run)]
+    found = []
+    for folder in folders:
+        run = Run(mesh, seed=5, **options)
+        state: dict[str, Any] = penstock.load_checkpoint(folder, run.pipe, run.optimizer)
+        assert state == {"note": "hello"}
+        found.append(finish(run))
+    assert all(Path(folder).is_dir() for folder in folders)
+    return found
+
+
+def refusal(mesh: penstock.Mesh, path: str) -> str:
+    """Load a checkpoint; give the error."""
+    try:
+        work(mesh, "load", [path])
+    except CheckpointError as error:
+        return str(error)
+    return "nothing was refused"
+
 
 LAYOUTS = ((1, 1, ""), (2, 1, ""), (4, 1, ""), (2, 2, ""), (2, 2, "1"))
 """Stages, replicas, and whether these share out the optimizer's state."""
@@ -28,22 +121,17 @@ def losses(
     *,
     stages_per_rank: int = 1,
 ) -> list[list[float]]:
-    """Run the job; all ranks must say the same."""
-    names = ",".join(map(str, folders))
-    arguments = [
-        "-m",
-        "tests.distributed.checkpoint_job",
-        str(stages),
-        str(replicas),
-        action,
-        names,
-    ]
-    environment = {"SHARED": shared, "STAGES_PER_RANK": str(stages_per_rank)}
-    ended = run(stages * replicas, arguments, environment=environment)
-    lines = [[x for x in e.output.splitlines() if x.startswith("LOSSES")] for e in ended]
-    assert all(said == lines[0] for said in lines)
-    assert len(lines[0]) == len(folders)
-    return [[float.fromhex(word) for word in line.split()[1:]] for line in lines[0]]
+    """Save or load in processes; all ranks must find the same losses."""
+    arguments: dict[str, Any] = {
+        "action": action,
+        "folders": list(map(str, folders)),
+        "shared": shared,
+        "stages_per_rank": stages_per_rank,
+    }
+    with TemporaryDirectory() as results:
+        found = call(work, (stages, replicas), Path(results), **arguments)
+    assert all(of_rank == found[0] for of_rank in found)
+    return list(found[0])
 
 
 def same(a: list[float], b: list[float], *, bits: bool) -> bool:
@@ -54,7 +142,7 @@ def test_two_processes_save_and_one_process_goes_on_bit_by_bit(tmp_path: Path) -
     (expected,) = losses(2, 1, "save", [tmp_path / "two"])
     here = Run(penstock.init_mesh(3), seed=5)
     penstock.load_checkpoint(tmp_path / "two", here.pipe, here.optimizer)
-    assert [float.fromhex(word) for word in finish(here).split()] == expected
+    assert finish(here) == expected
     here.pipe.close()
     penstock.export_model(tmp_path / "two", tmp_path / "model.safetensors")
     unsplit = nn.Sequential(*layers())
@@ -88,17 +176,15 @@ def test_damage_that_one_process_finds_is_an_error_on_all(tmp_path: Path) -> Non
     losses(2, 1, "save", [tmp_path / "two"])
     shard = tmp_path / "two" / "optimizer" / "shard-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    job = ["-m", "tests.distributed.checkpoint_job", "2", "1", "load", str(tmp_path / "two")]
-    for process in start(2, job).wait(60):
-        assert process.code == 1
-        assert "optimizer/shard-00002.safetensors is damaged" in process.output, process.output
+    for said in call(refusal, (2, 1), tmp_path, ends_well=False, path=str(tmp_path / "two")):
+        assert "optimizer/shard-00002.safetensors is damaged" in said, said
 
 
 def test_one_process_saves_and_two_load_it_or_say_what_does_not_fit(tmp_path: Path) -> None:
     here = Run(penstock.init_mesh(2))
     here.step(), here.step()
     penstock.save_checkpoint(tmp_path / "one", here.pipe, here.optimizer, note="hello")
-    expected = [float.fromhex(word) for word in finish(here).split()]
+    expected = finish(here)
     here.pipe.close()
     assert losses(2, 1, "load", [tmp_path / "one"]) == [expected]
 
@@ -110,16 +196,13 @@ def test_a_checkpoint_of_another_model_is_refused_by_all_with_names_and_shapes(
     other[2] = nn.Sequential(nn.Linear(8, 9), nn.Tanh())
     other[3] = nn.Linear(9, 3, bias=False)
     penstock.save_checkpoint(tmp_path / "other", nn.Sequential(*other))
-    job = ["-m", "tests.distributed.checkpoint_job", "2", "1", "load", str(tmp_path / "other")]
-    for process in start(2, job).wait(60):
-        assert process.code == 1
-        assert "penstock.errors.CheckpointError" in process.output, process.output
+    for said in call(refusal, (2, 1), tmp_path, ends_well=False, path=str(tmp_path / "other")):
         for fault in (
             "2.0.weight is float32 [9, 8], the model's is float32 [8, 8]",
             "3.weight is float32 [3, 9], the model's is float32 [3, 8]",
             "3.bias is missing",
         ):
-            assert fault in process.output, process.output
+            assert fault in said, said
 
 
 def test_what_cannot_be_saved_together_is_one_error_on_all(tmp_path: Path) -> None:
@@ -163,7 +246,7 @@ def test_optimizer_state_that_replicas_share_out_is_saved_whole(tmp_path: Path) 
     assert losses(1, 2, "load", [tmp_path / "shared"]) == [expected]
     here = Run(penstock.init_mesh(3), seed=5)
     penstock.load_checkpoint(tmp_path / "shared", here.pipe, here.optimizer)
-    found = [float.fromhex(word) for word in finish(here).split()]
+    found = finish(here)
     here.pipe.close()
     assert same(found, expected, bits=False)
 
@@ -175,7 +258,7 @@ def test_two_processes_of_two_stages_save_and_one_process_goes_on_bit_by_bit(
     (expected,) = losses(2, 1, "save", [tmp_path / "four"], stages_per_rank=2)
     here = Run(penstock.init_mesh(3), seed=5)
     penstock.load_checkpoint(tmp_path / "four", here.pipe, here.optimizer)
-    assert [float.fromhex(word) for word in finish(here).split()] == expected
+    assert finish(here) == expected
     here.pipe.close()
 
 
@@ -184,7 +267,7 @@ def test_processes_of_two_stages_load_what_one_process_saved(tmp_path: Path) -> 
     here = Run(penstock.init_mesh(1))
     here.step(), here.step()
     penstock.save_checkpoint(tmp_path / "one", here.pipe, here.optimizer, note="hello")
-    expected = [float.fromhex(word) for word in finish(here).split()]
+    expected = finish(here)
     here.pipe.close()
     assert losses(2, 1, "load", [tmp_path / "one"], stages_per_rank=2) == [expected]
 

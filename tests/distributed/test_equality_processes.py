@@ -1,54 +1,197 @@
 """Processes instead of threads change no bit; replicas change rounding only."""
 
-import json
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from penstock.schedules import ALL_SCHEDULES
+import penstock
+from penstock.schedules import ALL_SCHEDULES, interleaved_1f1b
+from penstock.schedules.family import Build
 from penstock.types import Recompute
 from tests.distributed import odd_types
 from tests.distributed.call import call
-from tests.distributed.equality_job import BY_NAME, Case, results
-from tests.distributed.launch import run
-from tests.reference import Unsplit
+from tests.every_schedule import Dealt
+from tests.models import ALL_MODELS, Built, Model, vectors
+from tests.reference import Unsplit, split
 from tests.side_by_side import same_bits
+from tests.ways import BETWEEN_PROCESSES
+
+
+class Widen(nn.Module):
+    """Give each sample 40,000 rows: (n, 8) -> (n, 40000, 8), more than a megabyte each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(1) * torch.linspace(0.1, 1.0, 40_000).unsqueeze(1)
+
+
+class Narrow(nn.Module):
+    """Give the mean over the rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+def large_messages() -> list[Any]:
+    """Make layers between which a micro-batch is larger than what waits in the kernel."""
+    first, last = (nn.Linear(6, 8), Widen()), (Narrow(), nn.Linear(8, 3))
+    return [*first, nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), *last]
+
+
+LARGE = Model("large_messages", large_messages, vectors, nn.functional.mse_loss)
+BY_NAME = {model.name: model for model in (*ALL_MODELS, LARGE)}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One training run; `num_samples` and `num_microbatches` are of one replica.
+
+    `num_stages` counts processes; `stages_per_rank` of the stages run in each, or those that
+    `ranks` gives it, in the schedule "dealt".
+    """
+
+    model: str
+    schedule: str
+    recompute: str
+    num_samples: int
+    num_microbatches: int
+    num_stages: int
+    num_replicas: int = 1
+    steps: int = 3
+    autocast: str = ""
+    stages_per_rank: int = 1
+    ranks: tuple[int, ...] = ()
+    transport: str = ""
+
+    @property
+    def schedule_function(self) -> Build:
+        """What the pipeline takes."""
+        if self.schedule == "interleaved_1f1b":
+            return interleaved_1f1b(self.stages_per_rank)
+        if self.schedule == "dealt":
+            return Dealt(tuple(self.ranks))
+        return next(f for f in ALL_SCHEDULES if f.name == self.schedule)
+
+    @property
+    def precision(self) -> AbstractContextManager[Any]:
+        """What to train under: autocast to the type of that name, or nothing."""
+        if not self.autocast:
+            return nullcontext()
+        return torch.autocast("cpu", getattr(torch, self.autocast))
+
+
+def batches_of(case: Case, model: Model, replica: int) -> list[Any]:
+    """Give a replica's share of the mini-batches: its micro-batches of those of all replicas."""
+    whole = model.batches(case.num_samples * case.num_replicas, case.steps)
+    if case.num_replicas == 1:
+        return whole
+    first = case.num_microbatches * replica
+    shares = []
+    for x, y in whole:
+        parts, _ = split(x, case.num_microbatches * case.num_replicas)
+        wanted, _ = split(y, case.num_microbatches * case.num_replicas)
+        mine = slice(first, first + case.num_microbatches)
+        shares.append((torch.cat(parts[mine]), torch.cat(wanted[mine])))
+    return shares
+
+
+def results(built: Built, losses: list[Tensor]) -> dict[str, Any]:
+    """Gather what a process is left with, by layer number and name."""
+    found: dict[str, Any] = {"losses": losses, "outputs": None}
+    for number, module in enumerate(built.modules):
+        if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+            continue
+        _gather(found, number, module)
+    return found
+
+
+def _gather(found: dict[str, Any], number: int, module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        found[f"gradient {number}.{name}"] = parameter.grad
+    for name, buffer in module.named_buffers():
+        found[f"buffer {number}.{name}"] = buffer
+
+
+def train(case: Case, mesh: penstock.Mesh) -> dict[str, Any]:
+    """Accumulate the gradients of several mini-batches."""
+    model = BY_NAME[case.model]
+    built = model.build()
+    if mesh.replica > 0:  # the pipeline must start all replicas equal
+        for parameter in nn.ModuleList(built.modules).parameters():
+            parameter.data += 1.0
+    pipe = penstock.Pipeline(
+        built.layers,
+        num_stages=len(case.ranks) or None,
+        mesh=mesh,
+        num_microbatches=case.num_microbatches,
+        loss=model.loss,
+        schedule=case.schedule_function,
+        recompute=penstock.Recompute(case.recompute),
+        threads_per_stage=1,
+        batch_norm_over_replicas=case.num_replicas > 1,
+        transport=penstock.Transport[case.transport],
+    )
+    assert pipe.plan.transport.name == case.transport or not mesh.is_distributed
+    shares = batches_of(case, model, mesh.replica)
+    losses = [pipe.train_step(*batch) for batch in shares]
+    norm = penstock.clip_grad_norm_(pipe, 0.5)
+    found = results(built, losses) | {"norm": norm}
+    if model.quiet_in_eval:
+        found["outputs"] = pipe.eval_step(shares[0][0])
+    return found
+
+
+def work(mesh: penstock.Mesh, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Train every case that is asked for."""
+    found = []
+    for case in (Case(**fields) for fields in cases):
+        with case.precision:
+            found.append(train(case, mesh))
+    return found
+
 
 FEW = (
     *("transformer", "structures", "fan_out", "batch_norms", "changing_buffers", "channels_last"),
     *("odd_addresses", "randomness", "frozen_middle", "large_messages"),
 )
-WAYS = list(product([s.name for s in ALL_SCHEDULES], [r.value for r in Recompute]))
+RECOMPUTE = [kind.value for kind in Recompute]
+WAYS = list(product([s.name for s in ALL_SCHEDULES], RECOMPUTE))
+TRANSPORTS = [transport.name for transport in BETWEEN_PROCESSES]
 
 
-def cases(num_stages: int, num_replicas: int, names: tuple[str, ...]) -> Iterator[Case]:
-    for name, (schedule, recompute) in product(names, WAYS):
-        yield Case(name, schedule, recompute, 7, 3, num_stages, num_replicas)
+def on_every_transport(chosen: Iterable[Case]) -> list[Case]:
+    return [replace(c, transport=transport) for c, transport in product(chosen, TRANSPORTS)]
+
+
+def cases(num_stages: int, num_replicas: int, names: tuple[str, ...]) -> list[Case]:
+    return on_every_transport(
+        Case(name, schedule, recompute, 7, 3, num_stages, num_replicas)
+        for name, (schedule, recompute) in product(names, WAYS)
+    )
 
 
 def interleaved_cases(
     num_ranks: int, stages_per_rank: int, num_replicas: int, names: tuple[str, ...]
-) -> Iterator[Case]:
-    """Yield cases of several stages in each process; three micro-batches are no whole groups."""
-    for name, recompute in product(names, Recompute):
-        case = Case(name, "interleaved_1f1b", recompute.value, 7, 3, num_ranks, num_replicas)
-        yield replace(case, stages_per_rank=stages_per_rank)
+) -> list[Case]:
+    """Return cases of several stages in each process; three micro-batches are no whole groups."""
+    case = Case("", "interleaved_1f1b", "", 7, 3, num_ranks, num_replicas)
+    return on_every_transport(
+        replace(case, model=name, recompute=recompute, stages_per_rank=stages_per_rank)
+        for name, recompute in product(names, RECOMPUTE)
+    )
 
 
 def trained(world: list[Case], tmp_path: Path) -> list[list[dict[str, Any]]]:
     """Run the cases in processes; give the results by rank and case."""
-    (tmp_path / "cases.json").write_text(json.dumps([case.write() for case in world]))
-    size = world[0].num_stages * world[0].num_replicas
-    run(
-        size, ["-m", "tests.distributed.equality_job", str(tmp_path / "cases.json"), str(tmp_path)]
-    )
-    return [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(size)]
+    layout = (world[0].num_stages, world[0].num_replicas)
+    return call(work, layout, tmp_path, cases=list(map(asdict, world)))
 
 
 def unsplit(case: Case) -> dict[str, Any]:
@@ -70,7 +213,7 @@ def unsplit(case: Case) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_stages", (1, 2, 3, pytest.param(4, marks=pytest.mark.slow)))
 def test_processes_give_the_unsplit_models_bits(num_stages: int, tmp_path: Path) -> None:
-    check_bits(list(cases(num_stages, 1, FEW)), tmp_path)
+    check_bits(cases(num_stages, 1, FEW), tmp_path)
 
 
 def test_replicas_start_equal_in_every_type_of_number(tmp_path: Path) -> None:
@@ -97,7 +240,7 @@ def test_several_stages_in_each_process_give_the_unsplit_models_bits(
     num_ranks: int, stages_per_rank: int, tmp_path: Path
 ) -> None:
     names = [n for n in FEW if len(BY_NAME[n].layers()) >= num_ranks * stages_per_rank]
-    check_bits(list(interleaved_cases(num_ranks, stages_per_rank, 1, tuple(names))), tmp_path)
+    check_bits(interleaved_cases(num_ranks, stages_per_rank, 1, tuple(names)), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +249,10 @@ def test_several_stages_in_each_process_give_the_unsplit_models_bits(
 def test_any_stages_may_run_on_any_rank(ranks: tuple[int, ...], tmp_path: Path) -> None:
     """Also the first and the last one on the same rank, and neighbours."""
     names = ("transformer", "structures", "fan_out", "batch_norms", "large_messages")
-    chosen = [
-        Case(name, "dealt", recompute.value, 7, 3, num_stages=2, ranks=ranks)
-        for name, recompute in product(names, Recompute)
-    ]
+    chosen = on_every_transport(
+        Case(name, "dealt", recompute, 7, 3, num_stages=2, ranks=ranks)
+        for name, recompute in product(names, RECOMPUTE)
+    )
     check_bits(chosen, tmp_path)
 
 
@@ -134,12 +277,12 @@ REPLICATED = ("transformer", "batch_norms", "randomness", "frozen_middle")
 def test_two_replicas_give_one_pipelines_gradients_but_for_rounding(
     num_stages: int, tmp_path: Path
 ) -> None:
-    check_replicas(list(cases(num_stages, 2, REPLICATED)), tmp_path)
+    check_replicas(cases(num_stages, 2, REPLICATED), tmp_path)
 
 
 @pytest.mark.slow
 def test_two_replicas_of_several_stages_in_each_process(tmp_path: Path) -> None:
-    check_replicas(list(interleaved_cases(2, 2, 2, REPLICATED)), tmp_path)
+    check_replicas(interleaved_cases(2, 2, 2, REPLICATED), tmp_path)
 
 
 def check_replicas(chosen: list[Case], tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import signal
 import time
 from collections.abc import Callable
-from itertools import count, product
+from itertools import count, cycle, product
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,10 @@ import penstock
 from penstock.checkpoint.files import read_tensors
 from tests.distributed.fault_job import FAULTY_STEP, STEPS, newest, train
 from tests.distributed.launch import Ended, run, start
+from tests.ways import BETWEEN_PROCESSES
 
+Fault = tuple[int, str, str, str]
+"""The rank, the instruction at which it goes wrong, how, and what the processes send by."""
 KINDS = (
     "Forward",
     "Recompute",
@@ -34,19 +37,29 @@ LACKS = {
 }
 """What the first and the last stage never do."""
 ACTIONS = ("raise", "kill", "stop")
+TORCH = "TORCH_DISTRIBUTED"
 FAULTS = [
-    pytest.param(rank, kind, action, id=f"{action}-{kind}-{rank}")
-    for rank in range(3)
-    for kind in KINDS
-    for action in ACTIONS
-    if (rank, kind) not in LACKS
+    pytest.param((rank, kind, action, transport.name), id=f"{action}-{kind}-{rank}")
+    for (rank, kind, action), transport in zip(
+        ((r, k, a) for r, k, a in product(range(3), KINDS, ACTIONS) if (r, k) not in LACKS),
+        cycle(BETWEEN_PROCESSES),
+        strict=False,
+    )
 ]
 QUICK = FAULTS[::39]
 OF_REPLICAS = [
-    pytest.param(rank, kind, action, id=f"{action}-{kind}-{rank}")
-    for rank, kind in product((0, 3), ("ReduceGradients", "CommitStatistics", "Save"))
-    for action in ACTIONS
-    if (rank, kind) not in ((0, "CommitStatistics"), (3, "Save"))
+    pytest.param((rank, kind, action, TORCH), id=f"{action}-{kind}-{rank}")
+    for (rank, kind), action in product(
+        (
+            *(
+                (0, kind)
+                for kind in ("SendActivation", "ReceiveGradient", "ReduceGradients", "Save")
+            ),
+            *((3, kind) for kind in ("ReceiveActivation", "SendGradient", "ReduceGradients")),
+            (3, "CommitStatistics"),
+        ),
+        ACTIONS,
+    )
 ]
 THREE = {"NUM_LAYERS": "3"}
 TWO = {"NUM_LAYERS": "2"}
@@ -60,12 +73,12 @@ def names(num_stages: int, num_replicas: int) -> list[str]:
     return [f"rank {rank} ({stage})" for rank, stage in enumerate(stages)]
 
 
-def end_with(fault: tuple[int, str, str], folder: Path, *, replicas: int = 1) -> list[Ended]:
-    """Run the job with a fault; give how its processes ended."""
-    rank, kind, action = fault
+def end_with(fault: Fault, folder: Path, *, replicas: int = 1) -> list[Ended]:
+    """Run the job with a fault; return how its processes ended."""
+    rank, kind, action, transport = fault
     world, environment = (3, THREE) if replicas == 1 else (4, TWO)
     arguments = ["-m", MODULE, str(rank), kind, action, str(replicas), str(folder)]
-    job = start(world, arguments, environment)
+    job = start(world, arguments, environment | {"TRANSPORT": transport})
     began = time.monotonic()
     for process in (p for r, p in enumerate(job.processes) if r != rank):
         process.wait(60)
@@ -75,9 +88,9 @@ def end_with(fault: tuple[int, str, str], folder: Path, *, replicas: int = 1) ->
     return job.wait(30)
 
 
-def check_ends(ended: list[Ended], fault: tuple[int, str, str], called: list[str]) -> None:
+def check_ends(ended: list[Ended], fault: Fault, called: list[str]) -> None:
     """See that every process ended, and that each other one named the culprit."""
-    rank, kind, action = fault
+    rank, kind, action, _ = fault
     for process in ended:
         if process.rank == rank:
             assert process.code != 0
@@ -145,7 +158,7 @@ def expected_of_replicas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def check(
-    fault: tuple[int, str, str],
+    fault: Fault,
     folder: Path,
     expected: dict[str, torch.Tensor],
     go_on: Callable[[Path], None],
@@ -162,41 +175,38 @@ def check(
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("rank", "kind", "action"), QUICK)
+@pytest.mark.parametrize("fault", QUICK)
 def test_a_fault_ends_all_is_named_and_costs_nothing(
-    rank: int, kind: str, action: str, expected: dict[str, torch.Tensor], tmp_path: Path
+    fault: Fault, expected: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    check((rank, kind, action), tmp_path, expected, WAYS_ON[next(TURN) % len(WAYS_ON)])
+    check(fault, tmp_path, expected, WAYS_ON[next(TURN) % len(WAYS_ON)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "kind", "action"), [f for f in FAULTS if f not in QUICK])
+@pytest.mark.parametrize("fault", [f for f in FAULTS if f not in QUICK])
 def test_every_fault_ends_all_is_named_and_costs_nothing(
-    rank: int, kind: str, action: str, expected: dict[str, torch.Tensor], tmp_path: Path
+    fault: Fault, expected: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    check((rank, kind, action), tmp_path, expected, WAYS_ON[next(TURN) % len(WAYS_ON)])
+    check(fault, tmp_path, expected, WAYS_ON[next(TURN) % len(WAYS_ON)])
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", [transport.name for transport in BETWEEN_PROCESSES])
 @pytest.mark.parametrize(("kind", "action"), [("Backward", "kill"), ("SendActivation", "raise")])
 def test_a_fault_where_processes_run_several_stages_names_them(
-    kind: str, action: str, tmp_path: Path
+    kind: str, action: str, transport: str, tmp_path: Path
 ) -> None:
     arguments = ["-m", MODULE, "1", kind, action, "1", str(tmp_path)]
-    environment = {"NUM_LAYERS": "4", "STAGES_PER_RANK": "2"}
+    environment = {"NUM_LAYERS": "4", "STAGES_PER_RANK": "2", "TRANSPORT": transport}
     ended = start(2, arguments, environment).wait(60)
-    check_ends(ended, (1, kind, action), ["rank 0 (stages 0 and 2)", "rank 1 (stages 1 and 3)"])
+    called = ["rank 0 (stages 0 and 2)", "rank 1 (stages 1 and 3)"]
+    check_ends(ended, (1, kind, action, transport), called)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "kind", "action"), OF_REPLICAS)
+@pytest.mark.parametrize("fault", OF_REPLICAS)
 def test_a_fault_of_one_replica_too(
-    rank: int,
-    kind: str,
-    action: str,
-    expected_of_replicas: dict[str, torch.Tensor],
-    tmp_path: Path,
+    fault: Fault, expected_of_replicas: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     """Go on with fewer stages: replicas stay, and so do all bits."""
-    go_on = go_on_in_processes(2, 2)
-    check((rank, kind, action), tmp_path, expected_of_replicas, go_on, replicas=2)
+    check(fault, tmp_path, expected_of_replicas, go_on_in_processes(2, 2), replicas=2)

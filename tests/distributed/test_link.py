@@ -1,18 +1,92 @@
 """An edge keeps its messages apart, whatever their kinds and however far ahead they are sent."""
 
+import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import penstock
-from tests.distributed import link_job
+from penstock.model.pytree import flatten
+from penstock.transport import sockets, torch_distributed
+from penstock.transport.payload import Activation, Gradient
 from tests.distributed.call import call
 from tests.ways import BETWEEN_PROCESSES
 
+NUM_RUNS, MICROBATCHES, NUM_KINDS = 150, 10, 400
+LARGE = (300, 200)
+"""The shape of what does not fit into the room that a receiver keeps ready."""
+
+
+def payload(run: int, microbatch: int) -> Activation | Gradient:
+    """Give a message: mostly what its micro-batch always is, at times another, or a large one."""
+    draw = random.Random(run * MICROBATCHES + microbatch)
+    kind = microbatch if draw.random() < 0.8 else draw.randrange(NUM_KINDS)
+    generator = torch.Generator().manual_seed(run)
+    shape = LARGE if draw.random() < 0.05 else (kind % 20 + 1, kind // 20 + 1)
+    first = torch.randn(shape, generator=generator)
+    second = torch.randn(kind % 7, 2, generator=generator).t()
+    if kind % 3 == 0:
+        return Gradient((first, None))
+    leaves, structure = flatten({"kind": kind, "values": (first, second)})
+    return Activation(tuple(leaves), (True, False), structure, (0, 0))
+
+
+def end_of(mesh: penstock.Mesh, transport: str) -> Any:
+    """Return this process's end of a link from stage 0 to stage 1."""
+    kind: Any = {"SOCKETS": sockets, "TORCH_DISTRIBUTED": torch_distributed}[transport]
+    return kind.Outgoing(mesh, 0, 1, 0) if mesh.stage == 0 else kind.Incoming(mesh, 0, 0)
+
+
+def exchange(mesh: penstock.Mesh, transport: str) -> None:
+    """Send on stage 0, all of a run ahead; receive on stage 1."""
+    end = end_of(mesh, transport)
+    for run in range(NUM_RUNS):
+        for i in range(MICROBATCHES):
+            if mesh.stage == 0:
+                end.send(payload(run, i), i)
+            else:
+                check(end.receive(i, timeout_s=60.0), payload(run, i))
+        if mesh.stage == 0:
+            end.finish(60.0)
+
+
+def check(found: Activation | Gradient, expected: Activation | Gradient) -> None:
+    assert type(found) is type(expected)
+    if isinstance(found, Activation) and isinstance(expected, Activation):
+        assert found.wants_grad == expected.wants_grad
+        assert found.structure == expected.structure
+    for a, b in zip(found.leaves, expected.leaves, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or b is None or (torch.equal(a, b) and a.stride() == b.stride())
+
+
+def fail_while_waiting(mesh: penstock.Mesh, transport: str) -> None:
+    """Wait for a message that does not come, until the watch says that a process has failed."""
+    end = end_of(mesh, transport)
+    if mesh.stage == 1:
+        failed = penstock.errors.PeerError("rank 7 failed")
+        threading.Timer(0.2, mesh.point_to_point.fail, [failed]).start()
+        for _ in range(2):  # and whoever comes later
+            with pytest.raises(penstock.errors.PeerError, match="rank 7"):
+                end.receive(0, timeout_s=60.0)
+    mesh.world.gather(None, "for the others to have seen it")
+
+
+def wait_in_vain(mesh: penstock.Mesh, transport: str) -> None:
+    """Wait for a message until the deadline."""
+    end = end_of(mesh, transport)
+    if mesh.stage == 1:
+        with pytest.raises(TimeoutError):
+            end.receive(0, timeout_s=0.2)
+    mesh.world.gather(None, "for the others to have seen it")
+
 
 @pytest.mark.parametrize("transport", [transport.name for transport in BETWEEN_PROCESSES])
-@pytest.mark.parametrize("job", [link_job.exchange, link_job.wait_in_vain])
+@pytest.mark.parametrize("job", [exchange, wait_in_vain])
 def test_an_edge_between_processes(
     job: Callable[[penstock.Mesh, str], None], transport: str, tmp_path: Path
 ) -> None:
@@ -20,4 +94,4 @@ def test_an_edge_between_processes(
 
 
 def test_a_wait_in_torch_ends_when_a_process_fails(tmp_path: Path) -> None:
-    call(link_job.fail_while_waiting, (2, 1), tmp_path, transport="TORCH_DISTRIBUTED")
+    call(fail_while_waiting, (2, 1), tmp_path, transport="TORCH_DISTRIBUTED")

@@ -205,8 +205,20 @@ def refused(ended: list[Ended], *parts: str) -> None:
     ],
 )
 def test_processes_that_differ_are_refused_everywhere(what: str, said: str) -> None:
-    job = start(2, ["-m", "tests.distributed.differing_job", what, *words("train.epochs=3")])
+    job = start(2, [*faulty(what, "0,1", 0), *words("train.epochs=3")])
     refused(job.wait(60), said)
+
+
+def test_a_signal_that_one_process_gets_after_all_agreed_counts_a_step_later(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    command = [*faulty("late", "1", 2), *words("train.checkpoint_every=60")]
+    ended = start(2, [*command, "--run-folder", str(folder.path)]).wait(60)
+    for process in ended:
+        assert process.code == 128 + signal.SIGTERM, process.output
+    assert "everything is saved" in ended[0].output
+    assert folder.checkpoints() == [folder.checkpoint_path(2)]
 
 
 def test_a_checkpoint_with_a_missing_file_is_refused_everywhere(

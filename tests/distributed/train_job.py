@@ -4,7 +4,9 @@
 
 In the first attempt, process RANK kills itself, is stopped, raises or is told to end (term) before
 it trains step STEP; or its parent, torchrun, is killed with it (lose); or it is killed after the
-newest checkpoint was damaged and the recipe edited (damage).
+newest checkpoint was damaged and the recipe edited (damage); or it is told to end just after it
+told the others to go on, in the agreement of number STEP, of which 0 is before the first step
+(late); or it has a seed (seed) or a version of Penstock (version) of its own.
 """
 
 import os
@@ -13,7 +15,9 @@ import sys
 import time
 from pathlib import Path
 
+import penstock
 from penstock.cli.main import main
+from penstock.mesh.process_group import ProcessGroup
 from penstock.train.display import Display
 from penstock.train.loop import Trainer
 from penstock.train.run_folder import RunFolder
@@ -54,9 +58,32 @@ def inject(action: str, step: int) -> None:
     Trainer._step = faulty  # type: ignore[method-assign]
 
 
+def inject_late(agreement: int) -> None:
+    """Let this process get the signal during the agreement of that number."""
+    highest = ProcessGroup.highest
+    left = iter([*[False] * agreement, True])
+
+    def late(self: ProcessGroup, value: int, what: str) -> int:
+        found = highest(self, value, what)
+        if what == "for the others to finish their step" and next(left, False):
+            go_wrong("term")
+        return found
+
+    ProcessGroup.highest = late  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
-    action, ranks, step = sys.argv[1:4]
+    action, ranks, step, *arguments = sys.argv[1:]
+    rank = os.environ.get("RANK", "0")
     is_first_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    if is_first_attempt and os.environ.get("RANK", "0") in ranks.split(","):
-        inject(action, int(step))
-    main(sys.argv[4:])
+    if is_first_attempt and rank in ranks.split(","):
+        match action:
+            case "late":
+                inject_late(int(step))
+            case "seed":
+                arguments += ["--set", f"pipeline.seed={rank}"]
+            case "version":
+                penstock.__version__ = f"0.0.{rank}"
+            case _:
+                inject(action, int(step))
+    main(arguments)

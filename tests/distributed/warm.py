@@ -155,7 +155,9 @@ def _become(order: Mapping[str, dict[str, str]], control: int, output: int) -> l
 def main() -> None:
     """Import what jobs need, and fork; then run what is asked for, as `python -m` would."""
 
-    import penstock.train.command  # noqa: F401 - all are imported for those that are forked
+    import pytest  # noqa: F401 - all are imported for those that are forked
+
+    import penstock.train.command  # noqa: F401 - as above
 
     arguments = _serve(socket.socket(fileno=int(sys.argv[1])))
     warnings.filterwarnings("error", category=UserWarning, module=r"penstock\Z")

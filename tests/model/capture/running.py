@@ -40,6 +40,7 @@ class Way:
     schedule: Callable[..., Any]
     recompute: Recompute
     inputs: str = ROUTED
+    transport: penstock.Transport | None = None
 
     def __str__(self) -> str:
         return f"{self.num_stages} stages, inputs {self.inputs}"
@@ -97,6 +98,7 @@ def make_pipeline(layers: Layers, way: Way, mesh: penstock.Mesh | None = None) -
         schedule=way.schedule,
         recompute=way.recompute,
         threads_per_stage=1,
+        transport=way.transport,
     )
 
 
