@@ -53,6 +53,11 @@ def check_backends(asked: torch.device | str | None) -> str:
     return f"cpu:gloo,{kind}:{name}"
 
 
+def own_backend(backends: str, device: torch.device) -> str:
+    """Return the one of these backends that is for a device."""
+    return dict(pair.split(":") for pair in backends.split(","))[device.type]
+
+
 def _check_met(kind: str) -> str:
     met: str = dist.get_backend_config()
     kinds = {pair.partition(":")[0] for pair in met.split(",")}

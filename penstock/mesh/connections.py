@@ -55,6 +55,8 @@ class Connections:
         listener, local = listen(interface), listen_locally()
         secret, port = secrets.token_bytes(SECRET_BYTES), listener.getsockname()[1]
         listeners = [one for one in (listener, local) if one is not None]
+        for one in listeners:
+            close_in_children(one)
         self._entrance = Entrance(listeners, secret, self._alarm)
         name = "" if local is None else local.getsockname().decode()
         mine = _Address(socket.gethostname(), host, port, name, secret)

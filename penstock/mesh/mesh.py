@@ -186,6 +186,7 @@ class Mesh:
         processes.watch.close()
         if processes.have_ended:
             processes.connections.close()
+            processes.point_to_point = None
             if dist.is_initialized():
                 dist.destroy_process_group()
 

@@ -6,6 +6,7 @@ fails, what ends it is one more wait on the same group that outlives its deadlin
 all connections of this process in the group.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from penstock.types import LONGEST_TIMEOUT_S
 
+from .backends import own_backend
 from .background import Background
 
 _HELLO, _END = 2**31 - 2, 2**31 - 1
@@ -32,7 +34,7 @@ class PointToPoint:
     """Sends and receives bytes that lie in the memory of the CPU, or of this process's device.
 
     On an accelerator a backend may pair sends and receives by their order alone, so that each
-    direction of an edge has a group of its own there.
+    direction of an edge has a group of its own there, of all processes of the replica.
     """
 
     def __init__(
@@ -62,15 +64,18 @@ class PointToPoint:
             for work in [call(nothing, rank, _HELLO) for call in (self.send, self.receive)]:
                 work.wait()
 
-    def open(self, source: int, target: int, tag: int) -> None:
-        """Make what tensors on an accelerator travel by from one rank to another; both call this
-        for all their edges in the same order.
+    def open(self, tag: int) -> None:
+        """Make what tensors on an accelerator travel by along one direction of an edge; all
+        processes of the replica call this for all edges in the same order, since torch names a
+        group by how many its members have made before.
         """
         if self._device.type != "cpu" and tag not in self._of_tag:
             limit = timedelta(seconds=self._background.timeout_s)
-            backends, pair = dist.get_backend_config(), sorted((source, target))
+            backend = own_backend(dist.get_backend_config(), self._device)
             self._of_tag[tag] = self._background.run(
-                lambda: dist.new_group(pair, limit, backends, use_local_synchronization=True),
+                lambda: dist.new_group(
+                    self._ranks, limit, backend, use_local_synchronization=True
+                ),
                 _WHAT,
             )
 
@@ -108,13 +113,16 @@ class PointToPoint:
             return
         left_s = LONGEST_TIMEOUT_S if deadline is None else max(0.001, deadline - time.monotonic())
         try:
-            self._do(lambda: work.wait(timedelta(seconds=left_s)))
+            whole_ms = math.ceil(1e3 * left_s)  # gloo would cut off the rest: too early to be late
+            self._do(lambda: work.wait(timedelta(milliseconds=whole_ms)))
         except ConnectionError as error:
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError from error
             raise
 
     def _do(self, job: Callable[[], Any]) -> Any:
+        if self._error is not None:
+            raise self._error
         try:
             return job()
         except RuntimeError as error:

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -161,9 +161,10 @@ class Watch:
         self._await_account()
         if self._failure is not None:
             return self._peer_error(self._failure, what)
-        who = self._suspects() if peer is None else f"{self.name(peer)} has ended or was killed"
-        if self._failure is not None and not who:
+        suspects = self._suspects()
+        if self._failure is not None:  # a peer whose own wait was overdue tells so only now
             return self._peer_error(self._failure, what)
+        who = suspects if peer is None else f"{self.name(peer)} has ended or was killed"
         reason = str(error).strip().splitlines()[0]
         found = f"{who}: a connection broke while {self._waited(what)} ({reason})"
         self.report(RuntimeError(found))
@@ -254,8 +255,9 @@ class Watch:
         with self._lock:
             self._failure = failure
             waiting, self._waiting = list(self._waiting.values()), {}
-        for slot in waiting:
-            slot.fail(self._peer_error(failure, ""))
+        for slot in reversed(waiting):  # what waits in torch was there first, and may take long
+            with suppress(Exception):  # all others are to be woken whatever happens to one
+                slot.fail(self._peer_error(failure, ""))
 
     def close(self) -> None:
         """End the thread; rank 0, which may keep the store, first lets all read of a failure."""

@@ -105,6 +105,8 @@ def agree(
         "num_microbatches": plan.num_microbatches,
         "seed": plan.seed,
         "how": plan.choices,
+        "transport": plan.transport.name,
+        "batch_norm_over_replicas": plan.batch_norm_over_replicas,
         "recompute of each stage": [kind.name for kind in plan.recompute],
     }
     mesh.world.require_same("Pipeline", same)

@@ -251,9 +251,9 @@ class Stage:
         if roots:
             for look in self._hooks.before_backward:
                 look(run, tape, roots)
+            if in_parts:
+                self._divide(run, tape, roots)
             try:
-                if in_parts:
-                    self._divide(run, tape, roots)
                 self._run_autograd(run, tape, partial(tape.backward, roots, gradients))
             except Exception as error:
                 what = backward_of(error, tape.layer_marks)

@@ -81,6 +81,7 @@ def _is_whole(header: Any) -> bool:
         isinstance(about, About)
         and isinstance(about.wants_grad, tuple)
         and len(about.wants_grad) == len(header.kinds)
+        and None not in header.kinds
         and isinstance(about.aliases, frozenset)
         and isinstance(about.lasting, frozenset)
     )
@@ -167,6 +168,10 @@ class HeaderReader:
             header = CODEC.decode(told)
             if not _is_whole(header):
                 raise MeshError(f"a message from another process begins with {header!r:.80}")
+            if number != len(self._known):
+                raise MeshError(
+                    f"a message from another process tells header {number} out of turn"
+                )
             self._known.append(header)
         if number >= len(self._known):
             raise MeshError(f"a message from another process names header {number}, never told")

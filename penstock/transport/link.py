@@ -5,8 +5,9 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from penstock.errors import PeerError
+from penstock.errors import MeshError, PeerError
 from penstock.mesh.background import Slot
+from penstock.mesh.plain_data import MOST_BYTES
 
 from .headers import HeaderReader, HeaderWriter, Payload
 from .payload import check_still_as_sent
@@ -87,7 +88,12 @@ class AbstractIncoming(ABC):
     @abstractmethod
     def _receive(self, microbatch: int, deadline: float | None) -> Payload: ...
 
-    def _check(self, sent: int, microbatch: int) -> None:
+    def _check(self, sent: int, microbatch: int, header_bytes: int) -> None:
+        if header_bytes > MOST_BYTES:
+            raise MeshError(
+                f"rank {self._rank} sent a header of {header_bytes:,} bytes: the connection is "
+                "damaged, or the versions differ"
+            )
         if sent != microbatch:
             raise PeerError(
                 f"rank {self._rank} sent micro-batch {sent} where {microbatch} was due: the "

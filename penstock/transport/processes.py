@@ -48,12 +48,14 @@ class ProcessChannels(AbstractChannels):
     def post(self, message: Message) -> None:
         if self._ranks[message[1]] == self._mesh.rank:
             return
+        if any(message[:3] == posted[:3] for posted in self._posted):
+            return  # of one link, at most one message is under way
         incoming = self._incoming_of(message)
         try:
             incoming.post()
         except WAIT_FAILURES:
             return  # who receives it says what for
-        if incoming.expects_much:  # of one link, at most one message is under way
+        if incoming.expects_much:
             job = partial(incoming.receive, message[3])
             self._posted[message] = self._background.receives.submit(job)
 
@@ -115,12 +117,11 @@ class ProcessChannels(AbstractChannels):
             self._forget_lasting()
 
     def _open(self, schedule: Schedule, wires: PointToPoint) -> None:
-        """Connect to the processes that tensors come from and go to, all in the same order."""
+        """Let all processes connect for all edges, in the same order."""
         sent = (sent_message(instruction) for _, instruction in schedule)
         for source, target in sorted({message[1:3] for message in sent if message is not None}):
-            ranks = self._ranks[source], self._ranks[target]
-            if ranks[0] != ranks[1] and self._mesh.rank in ranks:
-                wires.open(*ranks, _channel(source, target))
+            if self._ranks[source] != self._ranks[target]:
+                wires.open(_channel(source, target))
 
     def _forget_lasting(self) -> None:
         for incoming in self._incoming.values():

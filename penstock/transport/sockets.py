@@ -14,9 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.errors import MeshError
 from penstock.mesh import Mesh
-from penstock.mesh.plain_data import MOST_BYTES
 from penstock.mesh.streams import Inflow
 from penstock.model.entries import version_of
 
@@ -60,12 +58,7 @@ class Incoming(AbstractIncoming):
             self._inflow = self._connections.inflow(self._rank, self._channel, deadline)
         control = self._read(_CONTROL.size, deadline)
         number, size, sent = _CONTROL.unpack(control)
-        self._check(sent, microbatch)
-        if size > MOST_BYTES:
-            raise MeshError(
-                f"rank {self._rank} sent a header of {size:,} bytes: the connection is damaged, "
-                "or the versions differ"
-            )
+        self._check(sent, microbatch, size)
         header = self._headers.read(number, self._read(size, deadline) if size else b"")
         kinds = [kind for kind in header.kinds if isinstance(kind, TensorKind)]
         self.expects_much = sum(kind.num_bytes for kind in kinds) > _LARGE_BYTES

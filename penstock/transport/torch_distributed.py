@@ -19,7 +19,6 @@ from torch import Tensor
 
 from penstock.errors import MeshError
 from penstock.mesh import Mesh
-from penstock.mesh.plain_data import MOST_BYTES
 from penstock.model.entries import version_of
 
 from .headers import Payload
@@ -70,6 +69,7 @@ class Outgoing(AbstractOutgoing):
             for tensor, kind in values:
                 self._begin(to_bytes(tensor, kind).to(self._device), tensor, version_of(tensor))
         if not on_cpu:
+            self._drop_ended()
             return  # this thread's stream is to wait, once the run is over
         self._later.append(self._worker.submit(partial(self._wait, self._begun, None)))
         self._begun = []
@@ -80,6 +80,11 @@ class Outgoing(AbstractOutgoing):
     def _begin(self, content: Tensor, watched: Tensor | None = None, version: int = 0) -> None:
         work = self._wires.send(content, self._rank, self._tag)
         self._begun.append(_Begun(work, content, watched, version))
+
+    def _drop_ended(self) -> None:
+        """Give back the memory of what has left."""
+        while self._begun and self._begun[0].work.is_completed():
+            self._wait([self._begun.pop(0)], None)
 
     def finish(self, timeout_s: float) -> None:
         super().finish(timeout_s)
@@ -113,7 +118,7 @@ class Incoming(AbstractIncoming):
         self._wires.wait(self._next, self._room, deadline)
         self._next = None
         number, size, sent, is_whole = _FIRST.unpack_from(self._bytes)
-        self._check(sent, microbatch)
+        self._check(sent, microbatch, size)
         at = _FIRST.size + size
         told = self._bytes[_FIRST.size : at] if is_whole else self._told(size, deadline)
         header = self._headers.read(number, told)
@@ -127,7 +132,7 @@ class Incoming(AbstractIncoming):
 
     def _told(self, size: int, deadline: float | None) -> bytearray:
         """Receive a header by itself."""
-        told = bytearray(min(size, MOST_BYTES))
+        told = bytearray(size)
         if told:
             room = torch.frombuffer(told, dtype=torch.uint8)
             self._wires.wait(self._begin(room), room, deadline)

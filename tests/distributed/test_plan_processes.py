@@ -12,6 +12,7 @@ from penstock import Plan
 from penstock.errors import ConfigError
 from tests.distributed.call import call
 from tests.side_by_side import same_bits
+from tests.ways import BETWEEN_PROCESSES
 
 
 def pipeline(mesh: penstock.Mesh, **options: Any) -> penstock.Pipeline:
@@ -36,11 +37,20 @@ def work(mesh: penstock.Mesh) -> dict[str, Any]:
     found = {"plan": measured.plan.to_json(), "gradients": gradients(measured)}
     plan = penstock.Plan.from_json(measured.plan.to_json())
     found["again"] = gradients(pipeline(mesh, plan=plan))
-    try:
-        pipeline(mesh, plan=replace(plan, seed=mesh.rank))
-    except ConfigError as error:
-        found["refused"] = str(error)
+    found["refused"] = [
+        refusal(mesh, replace(plan, seed=mesh.rank)),
+        refusal(mesh, replace(plan, transport=BETWEEN_PROCESSES[mesh.rank])),
+    ]
     return found
+
+
+def refusal(mesh: penstock.Mesh, plan: Plan) -> str:
+    """Return what a plan is refused with."""
+    try:
+        pipeline(mesh, plan=plan)
+    except ConfigError as error:
+        return str(error)
+    return "nothing was raised"
 
 
 def test_processes_run_the_plan_of_rank_0(tmp_path: Path) -> None:
@@ -53,4 +63,6 @@ def test_processes_run_the_plan_of_rank_0(tmp_path: Path) -> None:
         assert found["gradients"]
         for name, gradient in found["gradients"].items():
             assert same_bits(gradient, found["again"][name]), name
-        assert "do not agree on seed: 0 on rank 0; 1 on rank 1" in found["refused"]
+        seed, transport = found["refused"]
+        assert "do not agree on seed: 0 on rank 0; 1 on rank 1" in seed
+        assert "on transport: SOCKETS on rank 0; TORCH_DISTRIBUTED on rank 1" in transport
