@@ -1,5 +1,6 @@
 """Every test starts from the same seeds, on one intra-op thread, and draws the same examples."""
 
+import os
 import random
 from collections.abc import Iterator
 
@@ -20,6 +21,15 @@ def seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """Take back what a command has set for its process, which is this one."""
+    before = set(os.environ)
+    yield
+    for name in set(os.environ) - before:
+        del os.environ[name]
 
 
 @pytest.fixture(autouse=True, scope="session")

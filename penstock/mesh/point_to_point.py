@@ -58,10 +58,14 @@ class PointToPoint:
         background.watch.wake_on_failure(self)
 
     def _greet(self) -> None:
-        """Exchange a message with each other one: gloo may connect at the first use only."""
+        """Exchange a message with each other one: gloo may connect at the first use only.
+
+        A use then waits until the other side uses the same group, so both take the way up first.
+        """
         nothing = torch.empty(0, dtype=torch.uint8)
         for rank in self._others:
-            for work in [call(nothing, rank, _HELLO) for call in (self.send, self.receive)]:
+            ways = (self.send, self.receive) if rank > self._rank else (self.receive, self.send)
+            for work in [way(nothing, rank, _HELLO) for way in ways]:
                 work.wait()
 
     def open(self, tag: int) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import penstock
+from penstock.mesh.point_to_point import PointToPoint
 from penstock.model.pytree import flatten
 from penstock.transport import sockets, torch_distributed
 from penstock.transport.payload import Activation, Gradient
@@ -76,6 +77,12 @@ def fail_while_waiting(mesh: penstock.Mesh, transport: str) -> None:
     mesh.world.gather(None, "for the others to have seen it")
 
 
+def connect_many_times(mesh: penstock.Mesh) -> None:
+    """Make torch's connections again and again: who begins one depends on ports."""
+    for _ in range(12):
+        PointToPoint(range(2), mesh.rank, mesh.background, mesh.device)
+
+
 def wait_in_vain(mesh: penstock.Mesh, transport: str) -> None:
     """Wait for a message until the deadline."""
     end = end_of(mesh, transport)
@@ -95,3 +102,10 @@ def test_an_edge_between_processes(
 
 def test_a_wait_in_torch_ends_when_a_process_fails(tmp_path: Path) -> None:
     call(fail_while_waiting, (2, 1), tmp_path, transport="TORCH_DISTRIBUTED")
+
+
+def test_processes_that_connect_at_the_first_use_do_not_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    call(connect_many_times, (2, 1), tmp_path)
