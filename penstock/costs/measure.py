@@ -19,8 +19,9 @@ from penstock.model.state import ABSENT, attributes, keeping_values, put_state, 
 from penstock.torch_private import saving_hooks
 
 REPEATS = 3
-ENOUGH_S = 0.5
-"""Seconds of measuring after which the model is not run again: one run of long layers will do."""
+ENOUGH_S, LONG_S = 0.5, 10.0
+"""Seconds of measuring after which the model is not run again.  What a process does once, at its
+first convolution say, is in the first run: that one alone will do only where layers take long."""
 BACKWARD_PER_FORWARD = 2
 """Matrix products of a backward for one of the forward: the guess where none can be measured."""
 
@@ -55,7 +56,10 @@ def measure_layers(layers: Layers, inputs: Any, num_threads: int) -> tuple[Layer
 def _measure_all(layers: Layers, inputs: Any) -> tuple[LayerTime, ...]:
     start_s = _now_s()
     found: list[tuple[LayerTime, ...]] = []
-    while not found or (len(found) < REPEATS and _now_s() - start_s < ENOUGH_S):
+    while len(found) < REPEATS:
+        taken_s = _now_s() - start_s
+        if found and taken_s > (LONG_S if len(found) == 1 else ENOUGH_S):
+            break
         meter = _Meter()
         _run_once(layers, inputs, meter)
         found.append(tuple(meter.time_of(step) for step in layers))
