@@ -2,7 +2,7 @@
 
 controls   collectives of a few numbers
 receives   large messages, one after the other, in the order the program wants them
-sends      large messages that others have not yet taken
+sends-...  large messages that others have not yet taken; started when the first one goes
 long       work of an unknown length that all processes wait for, such as reading a checkpoint
 saves      checkpoints that are written while training goes on, one after the other
 saves-...  as controls and long, but for these checkpoints, over a process group of their own
@@ -60,7 +60,6 @@ class Background:
         self.timeout_s = timeout_s
         self._workers: list[Worker] = []
         self.receives = self.new_worker("receives")
-        self.sends = self.new_worker("sends")
         self.controls = self.new_worker("controls")
         self.long = self.new_worker("long")
         self.saves = self.new_worker("saves")

@@ -34,7 +34,8 @@ class PointToPoint:
     """Sends and receives bytes that lie in the memory of the CPU, or of this process's device.
 
     On an accelerator a backend may pair sends and receives by their order alone, so that each
-    direction of an edge has a group of its own there, of all processes of the replica.
+    direction of an edge has a group of its own there, of all processes of the replica.  The thread
+    `later` waits for what others have not yet taken.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class PointToPoint:
     ) -> None:
         """Connect all `ranks` with each other; all of them call this."""
         self._device, self._background = device, background
+        self.later = background.new_worker("sends-torch")
         self._of_tag: dict[int, Any] = {}
         self._rank, self._ranks = rank, ranks
         self._others = [other for other in ranks if other != rank]

@@ -48,7 +48,7 @@ class Outgoing(AbstractOutgoing):
 
     def __init__(self, mesh: Mesh, stage: int, rank: int, channel: int) -> None:
         super().__init__(stage, rank)
-        self._wires, self._worker, self._tag = mesh.point_to_point, mesh.background.sends, channel
+        self._wires, self._tag = mesh.point_to_point, channel
         self._device = mesh.device
         self._begun: list[_Begun] = []
 
@@ -71,7 +71,7 @@ class Outgoing(AbstractOutgoing):
         if not on_cpu:
             self._drop_ended()
             return  # this thread's stream is to wait, once the run is over
-        self._later.append(self._worker.submit(partial(self._wait, self._begun, None)))
+        self._later.append(self._wires.later.submit(partial(self._wait, self._begun, None)))
         self._begun = []
 
     def _send(self, content: bytearray) -> None:
