@@ -1,10 +1,20 @@
 """Every schedule, each for any number of stages: what the laws are tried on."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from penstock.schedules import ALL_SCHEDULES, Backward, Forward, Schedule, interleaved_1f1b
-from penstock.schedules.ir import Instruction
+from penstock.schedules import (
+    ALL_SCHEDULES,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Schedule,
+    interleaved_1f1b,
+    one_f_one_b,
+)
+from penstock.schedules.ir import Instruction, Program
 from penstock.schedules.names import family_of
 
 
@@ -14,7 +24,26 @@ def interleaved(num_stages: int, num_microbatches: int) -> Schedule:
     return interleaved_1f1b(stages_per_rank)(num_stages, num_microbatches)
 
 
-EVERY_SCHEDULE = (*ALL_SCHEDULES, family_of(interleaved, num_microbatches=1))
+def divided(num_stages: int, num_microbatches: int) -> Schedule:
+    """Give 1F1B with every backward in two parts, those of weights one micro-batch later."""
+
+    def rewritten(program: Program) -> Iterator[Instruction]:
+        waiting: list[Instruction] = []
+        for x in program:
+            if not isinstance(x, Backward):
+                yield x
+                continue
+            yield BackwardInput(x.stage, x.microbatch)
+            yield from waiting
+            waiting = [BackwardWeight(x.stage, x.microbatch)]
+        yield from waiting
+
+    whole = one_f_one_b(num_stages, num_microbatches)
+    return Schedule(tuple(tuple(rewritten(program)) for program in whole.programs))
+
+
+OF_FUNCTIONS = tuple(family_of(build, num_microbatches=1) for build in (interleaved, divided))
+EVERY_SCHEDULE = (*ALL_SCHEDULES, *OF_FUNCTIONS)
 
 
 Progress = dict[tuple[int, bool], int]

@@ -6,6 +6,8 @@ from typing import assert_never
 
 from penstock.schedules.ir import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     CommitStatistics,
     Forward,
     Instruction,
@@ -88,6 +90,10 @@ class Executor:
                 stage.recompute(run, i)
             case Backward(_, i):
                 stage.backward(run, i)
+            case BackwardInput(_, i):
+                stage.backward_input(run, i)
+            case BackwardWeight(_, i):
+                stage.backward_weight(run, i)
             case ReceiveActivation(s, i, peer):
                 activation = self._channels.receive((False, peer, s, i), instruction)
                 run.stages[s].arrived[i, peer] = stage.handover.bring_activation(activation)

@@ -6,6 +6,8 @@ from .gpipe import gpipe
 from .interleaved_1f1b import interleaved_1f1b
 from .ir import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     CommitStatistics,
     Forward,
     Instruction,
@@ -25,6 +27,8 @@ from .text import parse
 __all__ = [
     "ALL_SCHEDULES",
     "Backward",
+    "BackwardInput",
+    "BackwardWeight",
     "CommitStatistics",
     "Family",
     "Forward",

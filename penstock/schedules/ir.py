@@ -21,17 +21,22 @@ class Forward:
 
     Roughly: y[s, i] = stage[s](x[s, i]); kept[s, i] = graph, or x[s, i] only
 
-    With `keep_graph` everything the backward needs stays alive until the Backward of the same
-    pair. Without, only the stage's inputs and the random key stay, and a Recompute must come
-    first.
+    With `keep_graph` everything the backward needs stays alive until the Backward, or the
+    BackwardInput, of the same pair. Without, only the stage's inputs and the random key stay, and
+    a Recompute must come first.
+
+    `version` counts the updates of the stage's weights in this run that the forward sees; the
+    backward of the pair sees the same.  Without updates it is 0.
     """
 
     stage: int
     microbatch: int
     keep_graph: bool = True
+    version: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage}{'F' if self.keep_graph else 'f'}{self.microbatch}"
+        seen = f"@{self.version}" if self.version else ""
+        return f"{self.stage}{'F' if self.keep_graph else 'f'}{self.microbatch}{seen}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,39 @@ class Backward:
 
     def __str__(self) -> str:
         return f"{self.stage}B{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardInput:
+    """Compute what gradients other stages wait for; leave those of weights to BackwardWeight.
+
+    Roughly: g_x[s, i] = vjp_x(kept[s, i], g_y[s, i]); kept[s, i] = what the weights' part needs
+
+    What cannot be computed later is computed here, and kept: gradients of weights change in
+    BackwardWeight only.  Frees the graph (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
+    """
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}I{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
+    """Add the parameter gradients of `stage` for `microbatch` that its BackwardInput has left.
+
+    Roughly: g_w += vjp_w(kept.pop((s, i)))
+
+    Waits for nobody, so it may fill a bubble.  Frees all that is still kept for the pair.
+    """
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}W{self.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +193,7 @@ class CommitStatistics:
     stage: int
 
     def __str__(self) -> str:
-        return f"{self.stage}U"
+        return f"{self.stage}C"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +226,9 @@ class ReduceGradients:
 
     Roughly: g_w = sum over replicas of g_w
 
-    Comes after the last Backward of the stage.  Begins the sums and does not wait for them: they
-    run while other stages still go backward, and are awaited where the program ends.
+    Comes after the last Backward or BackwardWeight of the stage.  Begins the sums and does not
+    wait for them: they run while other stages still go backward, and are awaited where the program
+    ends.
     """
 
     stage: int
@@ -198,8 +237,12 @@ class ReduceGradients:
         return f"{self.stage}G"
 
 
-Compute = Forward | Recompute | Backward
+Compute = Forward | Recompute | Backward | BackwardInput | BackwardWeight
 """What a schedule function may write, or a pass add, that runs layers."""
+GIVES_GRADIENTS: tuple[type[Backward | BackwardInput], ...] = (Backward, BackwardInput)
+"""What needs the gradients of a stage's results, and finds those of what it received."""
+ADDS_GRADIENTS: tuple[type[Backward | BackwardWeight], ...] = (Backward, BackwardWeight)
+"""What adds to the gradients of weights, and frees the last of what a forward kept."""
 Send = SendActivation | SendGradient
 Receive = ReceiveActivation | ReceiveGradient
 Communication = Send | Receive
@@ -209,15 +252,19 @@ Program = tuple[Instruction, ...]
 WORDS: Mapping[str, Callable[..., Instruction]] = {
     "0F0": Forward,
     "0f0": partial(Forward, keep_graph=False),
+    "0F0@0": lambda stage, i, version: Forward(stage, i, version=version),
+    "0f0@0": lambda stage, i, version: Forward(stage, i, keep_graph=False, version=version),
     "0R0": Recompute,
     "0B0": Backward,
+    "0I0": BackwardInput,
+    "0W0": BackwardWeight,
     "0F0>0": SendActivation,
     "0F0<0": ReceiveActivation,
     "0B0>0": SendGradient,
     "0B0<0": ReceiveGradient,
     "0F0?0": partial(PostReceive, gradient=False),
     "0B0?0": partial(PostReceive, gradient=True),
-    "0U": CommitStatistics,
+    "0C": CommitStatistics,
     "0G": ReduceGradients,
 }
 """What makes an instruction of the numbers in its word, by the word with each number a 0."""
@@ -237,7 +284,7 @@ def is_backward_half(instruction: Instruction) -> bool:
     """Tell whether `instruction` belongs to the half of a step that begins with gradients."""
     if isinstance(instruction, Communication | PostReceive):
         return instruction.gradient
-    return isinstance(instruction, Recompute | Backward | ReduceGradients)
+    return not isinstance(instruction, Forward | CommitStatistics)
 
 
 @dataclass(frozen=True, slots=True)

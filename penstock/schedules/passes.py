@@ -27,7 +27,8 @@ def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> 
             (before.stage, before.microbatch)
             for before, after in pairwise(program)
             if isinstance(before, ir.Forward)
-            and after == ir.Backward(before.stage, before.microbatch)
+            and isinstance(after, ir.GIVES_GRADIENTS)
+            and (after.stage, after.microbatch) == (before.stage, before.microbatch)
         }
 
         def drops(stage: int, microbatch: int) -> bool:
@@ -36,9 +37,9 @@ def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> 
 
         for instruction in program:
             match instruction:
-                case ir.Forward(s, i) if drops(s, i):
-                    yield ir.Forward(s, i, keep_graph=False)
-                case ir.Backward(s, i) if drops(s, i):
+                case ir.Forward(s, i, _, version) if drops(s, i):
+                    yield ir.Forward(s, i, False, version)
+                case ir.Backward(s, i) | ir.BackwardInput(s, i) if drops(s, i):
                     yield ir.Recompute(s, i)
                     yield instruction
                 case _:
@@ -78,7 +79,7 @@ def add_communication(schedule: Schedule, transfers: Transfers) -> Schedule:
                     yield from [ir.ReceiveActivation(s, i, p) for p in producers.get(s, ())]
                     yield instruction
                     yield from [ir.SendActivation(s, i, c) for c in consumers.get(s, ())]
-                case ir.Backward(s, i):
+                case ir.Backward(s, i) | ir.BackwardInput(s, i):
                     yield from [ir.ReceiveGradient(s, i, c) for c in consumers.get(s, ())]
                     yield instruction
                     yield from [ir.SendGradient(s, i, p) for p in producers.get(s, ())]
@@ -92,7 +93,7 @@ def add_reductions(schedule: Schedule) -> Schedule:
     """Add up the gradients of each stage over all replicas right after its last backward."""
 
     def rewrite(program: Program) -> Iterator[Instruction]:
-        last = {x.stage: n for n, x in enumerate(program) if isinstance(x, ir.Backward)}
+        last = {x.stage: n for n, x in enumerate(program) if isinstance(x, ir.ADDS_GRADIENTS)}
         sending = {x.stage: n for n, x in enumerate(program) if isinstance(x, ir.SendGradient)}
         ends = {max(n, sending.get(stage, n)): stage for stage, n in last.items()}
         for n, instruction in enumerate(program):

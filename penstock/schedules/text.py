@@ -5,8 +5,10 @@
     0f3       Forward(0, 3), inputs kept     1F3<0     ReceiveActivation(1, 3, peer=0)
     0R3       Recompute(0, 3)                1B3>0     SendGradient(1, 3, peer=0)
     0B3       Backward(0, 3)                 0B3<1     ReceiveGradient(0, 3, peer=1)
-    0U        CommitStatistics(0)            1F3?0     PostReceive(1, 3, peer=0, gradient=False)
-    0G        ReduceGradients(0)             0B3?1     PostReceive(0, 3, peer=1, gradient=True)
+    0I3       BackwardInput(0, 3)            1F3?0     PostReceive(1, 3, peer=0, gradient=False)
+    0W3       BackwardWeight(0, 3)           0B3?1     PostReceive(0, 3, peer=1, gradient=True)
+    0C        CommitStatistics(0)            0F3@2     Forward(0, 3), with weights updated twice
+    0G        ReduceGradients(0)
 
 The first number is the stage that acts, the number after the letter the micro-batch.
 """
@@ -35,7 +37,7 @@ def parse_instruction(word: str) -> Instruction:
             f"{word!r}: only F and B have a peer (activations and gradients), not {whole[1]!r}"
         )
     raise ScheduleError(
-        f"{word!r} is not an instruction; expected a word such as 0F3, 0R3, 0B3, 0F3>1 or 0U"
+        f"{word!r} is not an instruction; expected a word such as 0F3, 0R3, 0B3, 0F3>1 or 0C"
     )
 
 

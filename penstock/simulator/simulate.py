@@ -6,19 +6,18 @@ from typing import assert_never
 
 from penstock.schedules import ir
 from penstock.schedules.collection import collection_paused
+from penstock.schedules.costs import Costs, per_edge, per_stage
 from penstock.schedules.passes import add_communication
 from penstock.schedules.transfers import Transfers, chain_transfers
 from penstock.schedules.walk import walk
 from penstock.trace.timeline import Span, Timeline
-
-from .costs import Costs, per_edge, per_stage
 
 Steps = Iterable[tuple[int, ir.Instruction]]
 """What is run, in order: (rank, instruction)."""
 
 
 @collection_paused()
-def simulate(  # noqa: C901 - one flat match
+def simulate(  # noqa: C901, PLR0912, PLR0915 - one flat match
     schedule: ir.Schedule,
     costs: Costs,
     watch: Callable[[Steps, int], Steps] | None = None,
@@ -42,6 +41,7 @@ def simulate(  # noqa: C901 - one flat match
     num_stages = schedule.num_stages
     forward_s = per_stage(costs.forward_s, num_stages, "forward_s")
     backward_s = per_stage(costs.backward_s, num_stages, "backward_s")
+    input_s, weight_s = costs.parts(num_stages)
     recompute_s = per_stage(costs.recompute_s, num_stages, "recompute_s")
     reduce_s = per_stage(costs.reduce_s, num_stages, "reduce_s")
     transfer_s, ranks = per_edge(costs.transfer_s), schedule.ranks
@@ -66,6 +66,10 @@ def simulate(  # noqa: C901 - one flat match
                 end = start + recompute_s[instruction.stage]
             case ir.Backward():
                 end = start + backward_s[instruction.stage]
+            case ir.BackwardInput():
+                end = start + input_s[instruction.stage]
+            case ir.BackwardWeight():
+                end = start + weight_s[instruction.stage]
             case ir.CommitStatistics() | ir.PostReceive():
                 pass
             case ir.ReduceGradients():

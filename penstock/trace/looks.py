@@ -26,6 +26,12 @@ LOOKS: dict[type[ir.Instruction], Look] = {
     ir.Forward: Look("forward", "forward_s", "F", "30;48;5;110", "#3f74a8", "white"),
     ir.Recompute: Look("recompute", "recompute_s", "R", "30;48;5;152", "#b3d0e8", "#1f3550"),
     ir.Backward: Look("backward", "backward_s", "B", "30;48;5;215", "#e89f45", "#3d2400"),
+    ir.BackwardInput: Look(
+        "input backward", "backward_s", "I", "30;48;5;222", "#f0bd6e", "#3d2400"
+    ),
+    ir.BackwardWeight: Look(
+        "weight backward", "backward_s", "W", "30;48;5;150", "#9cc069", "#1e3000"
+    ),
     ir.SendActivation: Look("send"),
     ir.SendGradient: Look("send"),
     ir.ReceiveActivation: Look("receive"),

@@ -1,12 +1,12 @@
 """Schedules as data: their grids, their text both ways, and what each pass does to them."""
 
+import re
 from typing import get_args
 
 import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedules import (
-    Backward,
     Family,
     Forward,
     Schedule,
@@ -102,7 +102,7 @@ def test_an_edge_may_skip_stages() -> None:
 
 def test_statistics_are_committed_after_the_last_forward() -> None:
     assert words(add_commits(one_f_one_b(2, 2), [0])) == grid("""
-        rank 0 | 0F0 0F1 0U 0B0 0B1
+        rank 0 | 0F0 0F1 0C 0B0 0B1
         rank 1 | 1F0 1B0 1F1 1B1
     """)
 
@@ -138,10 +138,9 @@ def test_every_lowered_schedule_reads_back_from_its_text(
 def test_every_pair_runs_once_forward_and_once_backward(function: Family) -> None:
     for p, m in SIZES:
         instructions = [instruction for _, instruction in function(p, m)]
-        assert len(instructions) == 2 * p * m
-        for kind in (Forward, Backward):
-            pairs = {(x.stage, x.microbatch) for x in instructions if isinstance(x, kind)}
-            assert pairs == {(s, i) for s in range(p) for i in range(m)}
+        for kinds in ((Forward,), ir.GIVES_GRADIENTS, ir.ADDS_GRADIENTS):
+            pairs = [(x.stage, x.microbatch) for x in instructions if isinstance(x, kinds)]
+            assert sorted(pairs) == [(s, i) for s in range(p) for i in range(m)]
 
 
 @pytest.mark.parametrize("p, m", SIZES)
@@ -165,8 +164,14 @@ def test_a_walk_visits_every_instruction_once_and_receives_after_sends(
             assert tuple(x for r, x in visited if r == rank) == program
 
 
+def number_the_numbers(word: str) -> str:
+    """Give each number in a word a value of its own."""
+    numbers = iter(("12", "3", "4"))
+    return re.sub("0", lambda _: next(numbers), word)
+
+
 def test_every_instruction_reads_back_from_its_word() -> None:
-    words = [word.replace("0", "12", 1) for word in ir.WORDS]
+    words = [number_the_numbers(word) for word in ir.WORDS]
     read = [parse_instruction(word) for word in words]
     assert list(map(str, read)) == words
     assert {type(instruction) for instruction in read} == {*get_args(ir.Instruction)}

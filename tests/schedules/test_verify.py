@@ -100,14 +100,14 @@ WRONG = {
     ),
     "statistics committed too early": (
         """
-        rank 0 | 0F0 0F0>1 0U 0F1 0F1>1 0B0<1 0B0 0B1<1 0B1
+        rank 0 | 0F0 0F0>1 0C 0F1 0F1>1 0B0<1 0B0 0B1<1 0B1
         rank 1 | 1F0<0 1F0 1B0 1B0>0 1F1<0 1F1 1B1 1B1>0
         """,
         "after the statistics of its stage were committed",
     ),
     "statistics committed twice": (
         """
-        rank 0 | 0F0 0F0>1 0U 0U 0B0<1 0B0
+        rank 0 | 0F0 0F0>1 0C 0C 0B0<1 0B0
         rank 1 | 1F0<0 1F0 1B0 1B0>0
         """,
         "committed twice",

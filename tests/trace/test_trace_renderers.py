@@ -111,7 +111,7 @@ class TestChrome:
             "name": "F0",
             "ts": 0.0,
             "dur": 1000.0,
-            "args": {"stage": 0, "microbatch": 0, "keep_graph": False},
+            "args": {"stage": 0, "microbatch": 0, "keep_graph": False, "version": 0},
         }
         assert {event["cat"] for event in slices} == {
             "forward",

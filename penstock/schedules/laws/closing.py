@@ -7,28 +7,29 @@ from .lanes import Lanes
 
 def commits(lanes: Lanes) -> None:
     """Check that statistics are committed at most once, after the last Forward."""
-    kinds, twice = (ir.CommitStatistics, ir.Forward), "its statistics are committed twice"
     too_late = "a forward runs after the statistics of its stage were committed"
-    _check_last(lanes, kinds, twice, too_late)
+    twice = "its statistics are committed twice"
+    _check_last(lanes, (twice, too_late), ir.CommitStatistics, ir.Forward)
 
 
 def reductions(lanes: Lanes) -> None:
     """Check that gradients are added up over replicas at most once, after the last Backward."""
-    kinds, twice = (ir.ReduceGradients, ir.Backward), "its gradients are added up twice"
     too_late = "a backward runs after the gradients of its stage were added up over replicas"
-    _check_last(lanes, kinds, twice, too_late)
+    twice = "its gradients are added up twice"
+    _check_last(lanes, (twice, too_late), ir.ReduceGradients, *ir.ADDS_GRADIENTS)
 
 
 def _check_last(
     lanes: Lanes,
-    kinds: tuple[type[ir.Instruction], type[ir.Instruction]],
-    twice: str,
-    too_late: str,
+    problems: tuple[str, str],
+    closes: type[ir.Instruction],
+    *closed: type[ir.Compute],
 ) -> None:
+    twice, too_late = problems
     for stage in range(lanes.num_stages):
-        closing, closed = (lanes.positions(kind, stage) for kind in kinds)
+        closing, before = lanes.positions(stage, closes), lanes.positions(stage, *closed)
         if len(closing) > 1:
             raise lanes.fault(stage, closing[1], twice)
-        if closing and closed and closed[-1] > closing[0]:
-            late = next(position for position in closed if position > closing[0])
+        if closing and before and before[-1] > closing[0]:
+            late = next(position for position in before if position > closing[0])
             raise lanes.fault(stage, late, too_late)

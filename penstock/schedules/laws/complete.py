@@ -9,14 +9,31 @@ from .lanes import Lanes
 
 
 def complete(lanes: Lanes) -> None:
-    """Check that every stage has one Forward and one Backward for every micro-batch."""
-    expected = range(lanes.num_microbatches)
-    kinds: tuple[type[ir.Forward | ir.Backward], ...] = (ir.Forward, ir.Backward)
-    for kind in kinds:
-        for stage in range(lanes.num_stages):
-            times = Counter(x.microbatch for _, x in lanes.each(kind, stage))
-            if wrong := [i for i in expected if times[i] != 1]:
-                raise ScheduleError(
-                    f"stage {stage} has {times[wrong[0]]} {kind.__name__} instructions for "
-                    f"micro-batch {wrong[0]}; it needs exactly one.\n{lanes.schedule}"
-                )
+    """Check that every stage has one Forward and one Backward for every micro-batch, or in its
+    place a BackwardInput and a BackwardWeight.
+    """
+    for stage in range(lanes.num_stages):
+        times = {
+            kind: Counter(x.microbatch for _, x in lanes.each(stage, kind)) for kind in _KINDS
+        }
+        for i in range(lanes.num_microbatches):
+            found = tuple(times[kind][i] for kind in _KINDS)
+            if found in _RIGHT:
+                continue
+            right = _RIGHT[found[1] == 0 and found[2] > 0]
+            of_each = zip(_KINDS, found, right, strict=True)
+            kind, number, wanted = next(x for x in of_each if x[1] != x[2])
+            raise ScheduleError(
+                f"stage {stage} has {number} {kind.__name__} instructions for micro-batch {i}; it "
+                f"needs exactly {'one' if wanted else 'none'}.\n{lanes.schedule}"
+            )
+
+
+_KINDS: tuple[type[ir.Compute], ...] = (
+    ir.Forward,
+    ir.Backward,
+    ir.BackwardInput,
+    ir.BackwardWeight,
+)
+_RIGHT = ((1, 1, 0, 0), (1, 0, 1, 1))
+"""How often each of them may come: with a backward in one part, and in two."""

@@ -11,17 +11,18 @@ from .lanes import Lanes
 def in_order(lanes: Lanes) -> None:
     """Check that the forwards and the backwards of each stage come in micro-batch order."""
     for stage in range(lanes.num_stages):
-        _check(lanes, ir.Forward, stage, "the forwards of a stage must come in micro-batch order")
-        _check(
-            lanes,
-            ir.Backward,
-            stage,
-            "the backwards of a stage must come in micro-batch order, or gradients would not add "
-            "up in the order of the unsplit model",
-        )
+        _check(lanes, stage, "the forwards of a stage must come in micro-batch order", ir.Forward)
+        for kinds in (ir.GIVES_GRADIENTS, ir.ADDS_GRADIENTS):
+            _check(
+                lanes,
+                stage,
+                "the backwards of a stage must come in micro-batch order, or gradients would not "
+                "add up in the order of the unsplit model",
+                *kinds,
+            )
 
 
-def _check(lanes: Lanes, kind: type[ir.Forward | ir.Backward], stage: int, problem: str) -> None:
-    for number, (position, x) in enumerate(lanes.each(kind, stage)):
+def _check(lanes: Lanes, stage: int, problem: str, *kinds: type[ir.Compute]) -> None:
+    for number, (position, x) in enumerate(lanes.each(stage, *kinds)):
         if x.microbatch != number:
             raise lanes.fault(stage, position, problem)

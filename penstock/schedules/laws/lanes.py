@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
 from typing import TypeVar, cast
 
 from penstock.errors import ScheduleError
@@ -39,23 +40,24 @@ class Lanes:
                     )
             self._lanes.update(lanes)
 
-    def positions(self, kind: type, stage: int) -> list[int]:
-        """List where the instructions of `kind` stand in the program that runs `stage`."""
-        return self._lanes.get((kind, stage), [])
+    def positions(self, stage: int, *kinds: type) -> list[int]:
+        """List where the instructions of some kinds stand in the program that runs `stage`."""
+        found = [places for kind in kinds if (places := self._lanes.get((kind, stage)))]
+        return found[0] if len(found) == 1 else sorted(chain.from_iterable(found))
 
-    def each(self, kind: type[Kind], stage: int) -> Iterator[tuple[int, Kind]]:
-        """Yield (position, instruction) for the instructions of `kind` on `stage`."""
+    def each(self, stage: int, *kinds: type[Kind]) -> Iterator[tuple[int, Kind]]:
+        """Yield (position, instruction) for the instructions of some kinds on `stage`."""
         program = self.schedule.programs[self._ranks.get(stage, 0)]
-        for position in self.positions(kind, stage):
+        for position in self.positions(stage, *kinds):
             yield position, cast(Kind, program[position])
 
-    def computes(self, kind: type[Compute], stage: int) -> dict[int, int]:
-        """Map each micro-batch to where its instruction of `kind` stands."""
-        return {x.microbatch: position for position, x in self.each(kind, stage)}
+    def computes(self, stage: int, *kinds: type[Compute]) -> dict[int, int]:
+        """Map each micro-batch to where its instruction of one of the kinds stands."""
+        return {x.microbatch: position for position, x in self.each(stage, *kinds)}
 
     def messages(self, kind: type[Communication], stage: int, peer: int) -> dict[int, int]:
         """Map each micro-batch to where `stage` sends it to `peer`, or receives it from there."""
-        return {x.microbatch: n for n, x in self.each(kind, stage) if x.peer == peer}
+        return {x.microbatch: n for n, x in self.each(stage, kind) if x.peer == peer}
 
     def fault(self, stage: int, position: int, problem: str) -> ScheduleError:
         """Make the error that says what is wrong with an instruction, and marks it."""

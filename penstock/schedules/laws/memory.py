@@ -10,7 +10,9 @@ from .lanes import Lanes
 
 @dataclass(frozen=True, slots=True)
 class AtMostLive:
-    """Check that at most `limit` micro-batches are between Forward and Backward on any stage."""
+    """Check that at most `limit` micro-batches are between Forward and the end of their Backward,
+    or BackwardWeight, on any stage.
+    """
 
     limit: int
 
@@ -23,14 +25,16 @@ class AtMostLive:
 
 
 def peak_live(lanes: Lanes, stage: int) -> int:
-    """Return the most micro-batches that are between Forward and Backward on `stage`."""
+    """Return the most micro-batches that are between Forward and the end of their Backward, or
+    BackwardWeight, on `stage`.
+    """
     return max((live for _, live in _live(lanes, stage)), default=0)
 
 
 def _live(lanes: Lanes, stage: int) -> Iterator[tuple[int, int]]:
     """Yield (position, number of live micro-batches) after each Forward."""
-    backwards, done = lanes.positions(ir.Backward, stage), 0
-    for number, position in enumerate(lanes.positions(ir.Forward, stage), 1):
+    backwards, done = lanes.positions(stage, *ir.ADDS_GRADIENTS), 0
+    for number, position in enumerate(lanes.positions(stage, ir.Forward), 1):
         while done < len(backwards) and backwards[done] < position:
             done += 1
         yield position, number - done

@@ -19,9 +19,9 @@ def messages(lanes: Lanes) -> None:
         sent: dict[tuple[int, int], list[int]] = defaultdict(list)
         received: dict[tuple[int, int], list[int]] = defaultdict(list)
         for stage in range(lanes.num_stages):
-            for _, x in lanes.each(send, stage):
+            for _, x in lanes.each(stage, send):
                 sent[stage, x.peer].append(x.microbatch)
-            for _, y in lanes.each(receive, stage):
+            for _, y in lanes.each(stage, receive):
                 received[y.peer, stage].append(y.microbatch)
         for source, target in sorted(sent.keys() | received.keys()):
             there, here = sent[source, target], received[source, target]

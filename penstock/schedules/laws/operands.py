@@ -11,11 +11,14 @@ Places = dict[int, int]
 def operands(lanes: Lanes) -> None:
     """Check that values are received before they are used, and computed before they are sent."""
     for stage in range(lanes.num_stages):
-        forwards = lanes.computes(ir.Forward, stage)
-        backwards = lanes.computes(ir.Backward, stage)
+        forwards = lanes.computes(stage, ir.Forward)
+        backwards = lanes.computes(stage, *ir.GIVES_GRADIENTS)
         for i, position in backwards.items():
             if position < forwards[i]:
                 raise lanes.fault(stage, position, "its Forward has not run")
+        for i, position in lanes.computes(stage, ir.BackwardWeight).items():
+            if position < backwards[i]:
+                raise lanes.fault(stage, position, "its BackwardInput has not run")
         for peer in lanes.producers.get(stage, ()):
             _check_received(lanes, ir.ReceiveActivation, stage, peer, forwards)
             _check_computed(lanes, ir.SendGradient, stage, peer, backwards)

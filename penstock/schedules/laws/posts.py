@@ -9,13 +9,13 @@ def posts(lanes: Lanes) -> None:
     """Check that each PostReceive stands once, before the receive of its message."""
     kinds: tuple[type[ir.Receive], ...] = (ir.ReceiveActivation, ir.ReceiveGradient)
     for stage in range(lanes.num_stages):
-        if not lanes.positions(ir.PostReceive, stage):
+        if not lanes.positions(stage, ir.PostReceive):
             continue
         received = {
-            x.message: position for kind in kinds for position, x in lanes.each(kind, stage)
+            x.message: position for kind in kinds for position, x in lanes.each(stage, kind)
         }
         seen: set[ir.Message] = set()
-        for position, post in lanes.each(ir.PostReceive, stage):
+        for position, post in lanes.each(stage, ir.PostReceive):
             if post.message in seen:
                 raise lanes.fault(stage, position, "it is posted twice")
             seen.add(post.message)

@@ -11,15 +11,15 @@ _DROPPED = "its Forward dropped its graph and no Recompute has rebuilt it"
 def recomputes(lanes: Lanes) -> None:
     """Check that a Recompute stands between a Forward that dropped its graph and its Backward."""
     for stage in range(lanes.num_stages):
-        forwards = lanes.each(ir.Forward, stage)
+        forwards = lanes.each(stage, ir.Forward)
         dropped = {x.microbatch: position for position, x in forwards if not x.keep_graph}
         rebuilt: dict[int, int] = {}
-        for position, x in lanes.each(ir.Recompute, stage):
+        for position, x in lanes.each(stage, ir.Recompute):
             i = x.microbatch
             if i in rebuilt or dropped.get(i, position) >= position:
                 raise lanes.fault(stage, position, _NOTHING)
             rebuilt[i] = position
-        backwards = lanes.computes(ir.Backward, stage) if dropped else {}
+        backwards = lanes.computes(stage, *ir.GIVES_GRADIENTS) if dropped else {}
         for i in dropped:
             if rebuilt.get(i, backwards[i]) >= backwards[i]:
                 raise lanes.fault(stage, backwards[i], _DROPPED)

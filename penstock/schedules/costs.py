@@ -1,7 +1,7 @@
 """What each instruction costs: the simulator's only input besides the schedule."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import cast
 
@@ -19,6 +19,8 @@ PerEdge = Seconds | Mapping[tuple[int, int], Seconds]
 class Costs:
     """Seconds of a stage's forward, backward and recompute of one micro-batch, and of a transfer.
 
+    `backward_input_s` and `backward_weight_s` are those of a backward in two parts; where they are
+    not given, each is half of the whole one.
     `transfer_s` is from the end of a send to the earliest end of its receive, `reduce_s` what
     adding up a stage's gradients over replicas takes after its last backward.
 
@@ -31,6 +33,8 @@ class Costs:
     recompute_s: PerStage
     transfer_s: PerEdge = field(default=0, hash=False)
     reduce_s: PerStage = 0
+    backward_input_s: PerStage | None = None
+    backward_weight_s: PerStage | None = None
 
     def __post_init__(self) -> None:
         for name, value in self._numbers():
@@ -38,14 +42,36 @@ class Costs:
                 raise ConfigError(f"{name} is {value}: no instruction takes less than 0 seconds.")
 
     def _numbers(self) -> Iterator[tuple[str, Seconds]]:
-        for name in ("forward_s", "backward_s", "recompute_s", "transfer_s", "reduce_s"):
-            given: PerStage | PerEdge = getattr(self, name)
+        for cost in fields(self):
+            name, given = cost.name, getattr(self, cost.name)
+            if given is None:
+                continue
             if isinstance(given, Mapping):
                 yield from ((f"{name}[{edge}]", value) for edge, value in given.items())
             elif isinstance(given, tuple):
                 yield from ((f"{name}[{stage}]", value) for stage, value in enumerate(given))
             else:
                 yield name, given
+
+    def parts(self, num_stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return what the two parts of a backward take on each stage: of inputs, of weights.
+
+        Raises:
+            ConfigError: costs are given for another number of stages.
+        """
+        whole = per_stage(self.backward_s, num_stages, "backward_s")
+        halves = tuple(s / 2 if isinstance(s, float) else _half(s) for s in whole)
+        of_inputs, of_weights = self.backward_input_s, self.backward_weight_s
+        return (
+            halves if of_inputs is None else per_stage(of_inputs, num_stages, "backward_input_s"),
+            halves
+            if of_weights is None
+            else per_stage(of_weights, num_stages, "backward_weight_s"),
+        )
+
+
+def _half(seconds: float) -> float:
+    return cast(float, Fraction(seconds) / 2)  # exact, as whatever it is of
 
 
 UNIT_COSTS = Costs(forward_s=1, backward_s=2, recompute_s=1)
