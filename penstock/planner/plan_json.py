@@ -5,12 +5,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
+from fractions import Fraction
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from penstock.errors import PlanError
 from penstock.schedules.family import Family
-from penstock.schedules.names import SCHEDULE_NAMES, family_named
+from penstock.schedules.names import SCHEDULE_NAMES, argument_types, family_named
 
 _WORDS: Mapping[Any, str] = {
     bool: "true or false",
@@ -27,7 +28,7 @@ class _Named:
     """A schedule family as it stands in a file."""
 
     name: str
-    arguments: dict[str, int]
+    arguments: dict[str, Any]
 
 
 def to_json(value: Any) -> str:
@@ -58,6 +59,8 @@ def _plain(value: Any) -> Any:
                     f"name one of {', '.join(SCHEDULE_NAMES)}; keep the plan as a value"
                 )
             return {"name": value.name, "arguments": arguments}
+        case Fraction():
+            return str(value)
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
@@ -79,18 +82,17 @@ def from_json(kind: type, text: str) -> Any:
 def _read(kind: Any, data: Any, where: str) -> Any:
     of, parts = get_origin(kind), get_args(kind)
     if of is tuple:
-        return tuple(_read(parts[0], x, f"{where}[{n}]") for n, x in _list(data, where))
+        return _tuple(parts, data, where)
     if of is dict:
         every = _object(data, where).items()
         return {name: _read(parts[1], x, f"{where}.{name}") for name, x in every}
     if isinstance(kind, UnionType):
-        return None if data is None else _read(parts[0], data, where)
+        return _read(_member(parts, data), data, where)
     if kind is Family:
-        named = _read(_Named, data, where)
-        return family_named(named.name, named.arguments)
+        return _family(_read(_Named, data, where), where)
     if is_dataclass(kind):
         return _dataclass(kind, _object(data, where), where)
-    if issubclass(kind, Enum):
+    if isinstance(kind, type) and issubclass(kind, Enum):
         known = {each.value: each for each in kind}
         if not isinstance(data, str) or data not in known:
             raise _unfit(where, " or ".join(map(json.dumps, known)), data)
@@ -98,12 +100,55 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     return _plain_value(kind, data, where)
 
 
+def _family(named: _Named, where: str) -> Family:
+    types = argument_types(named.name)
+    arguments = {
+        name: _read(types.get(name, Any), data, _place(where, f"arguments.{name}"))
+        for name, data in named.arguments.items()
+    }
+    return family_named(named.name, arguments)
+
+
+def _tuple(parts: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
+    items = list(_list(data, where))
+    kinds = parts[:1] * len(items) if parts[-1] is ... else parts
+    if len(kinds) != len(items):
+        raise _unfit(where, f"a list of {len(kinds)}", data)
+    return tuple(
+        _read(kind, x, f"{where}[{n}]") for kind, (n, x) in zip(kinds, items, strict=True)
+    )
+
+
+def _member(parts: tuple[Any, ...], data: Any) -> Any:
+    """Return the one of a union's parts that reads `data`; the first if none does."""
+    if Fraction in parts and isinstance(data, int | str):
+        return Fraction
+    if data is None and NoneType in parts:
+        return NoneType
+    if isinstance(data, list):
+        return next((part for part in parts if get_origin(part) is tuple), parts[0])
+    return parts[0]
+
+
 def _plain_value(kind: Any, data: Any, where: str) -> Any:
+    if kind is Any:
+        return data
+    if kind is Fraction:
+        return _exact(data, where)
     if kind is float and type(data) is int and abs(data) < 2**53:
         data = float(data)
     if type(data) is not kind or (kind is float and not math.isfinite(data)):
         raise _unfit(where, _WORDS[kind], data)
     return data
+
+
+def _exact(data: Any, where: str) -> int | Fraction:
+    if type(data) is int:
+        return data
+    try:
+        return Fraction(data if isinstance(data, str) else "no number")
+    except (ValueError, ZeroDivisionError):
+        raise _unfit(where, 'a finite number, or a fraction as "1/3"', data) from None
 
 
 def _list(data: Any, where: str) -> Any:

@@ -20,12 +20,15 @@ from .ir import (
     SendActivation,
     SendGradient,
 )
+from .laws import AtMostBytes
+from .memory import Sizes
 from .names import ALL_SCHEDULES
 from .one_f_one_b import one_f_one_b
 from .text import parse
 
 __all__ = [
     "ALL_SCHEDULES",
+    "AtMostBytes",
     "Backward",
     "BackwardInput",
     "BackwardWeight",
@@ -41,6 +44,7 @@ __all__ = [
     "Schedule",
     "SendActivation",
     "SendGradient",
+    "Sizes",
     "eager_1f1b",
     "gpipe",
     "interleaved_1f1b",

@@ -1,7 +1,8 @@
 """What each instruction costs: the simulator's only input besides the schedule."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import cast
 
@@ -11,8 +12,10 @@ Seconds = float | Fraction
 """A time in seconds; ints and Fractions stay exact through the simulator and the breakdown."""
 PerStage = Seconds | tuple[Seconds, ...]
 """One number for all stages, or one for each."""
-PerEdge = Seconds | Mapping[tuple[int, int], Seconds]
-"""One number for all edges, or one for each (producer stage, consumer stage), both ways alike."""
+Edges = tuple[tuple[tuple[int, int], Seconds], ...]
+PerEdge = Seconds | Mapping[tuple[int, int], Seconds] | Edges
+"""One number for all edges, or one for each (producer stage, consumer stage), both ways alike: a
+mapping, or its items."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,33 +24,38 @@ class Costs:
 
     `backward_input_s` and `backward_weight_s` are those of a backward in two parts; where they are
     not given, each is half of the whole one.
-    `transfer_s` is from the end of a send to the earliest end of its receive, `reduce_s` what
-    adding up a stage's gradients over replicas takes after its last backward.
+    `transfer_s` is from the end of a send to the earliest end of its receive; a mapping is kept as
+    its items, sorted.  `reduce_s` is what adding up a stage's gradients over replicas takes after
+    its last backward.
 
     Raises:
-        ConfigError: a cost is negative.
+        ConfigError: a cost is negative, or no finite number.
     """
 
     forward_s: PerStage
     backward_s: PerStage
     recompute_s: PerStage
-    transfer_s: PerEdge = field(default=0, hash=False)
+    transfer_s: PerEdge = 0
     reduce_s: PerStage = 0
     backward_input_s: PerStage | None = None
     backward_weight_s: PerStage | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.transfer_s, Mapping):
+            object.__setattr__(self, "transfer_s", tuple(sorted(self.transfer_s.items())))
         for name, value in self._numbers():
             if value < 0:
                 raise ConfigError(f"{name} is {value}: no instruction takes less than 0 seconds.")
+            if not math.isfinite(value):
+                raise ConfigError(f"{name} is {value}: give a finite number of seconds.")
 
     def _numbers(self) -> Iterator[tuple[str, Seconds]]:
         for cost in fields(self):
             name, given = cost.name, getattr(self, cost.name)
             if given is None:
                 continue
-            if isinstance(given, Mapping):
-                yield from ((f"{name}[{edge}]", value) for edge, value in given.items())
+            if name == "transfer_s" and isinstance(given, tuple):
+                yield from ((f"{name}[{edge}]", value) for edge, value in given)
             elif isinstance(given, tuple):
                 yield from ((f"{name}[{stage}]", value) for stage, value in enumerate(given))
             else:
@@ -108,7 +116,7 @@ def per_edge(costs: PerEdge) -> Callable[[int, int], float]:
             )
         return cast(float, given[edge])
 
-    if isinstance(costs, Mapping):
+    if isinstance(costs, Mapping | tuple):
         given = dict(costs)
         return look_up
     everywhere = cast(float, costs)

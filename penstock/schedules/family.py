@@ -1,6 +1,6 @@
 """A schedule family: what makes schedules of any size, and what is known of them beforehand."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from penstock.errors import ConfigError
@@ -12,6 +12,9 @@ Build = Callable[[int, int], Schedule]
 """(num_stages, num_microbatches) -> Schedule: a family, or a function of the user's own."""
 Deal = Callable[[int, int], tuple[int, ...]]
 """(num_stages, num_ranks) -> the rank of each stage."""
+Argument = Hashable
+"""A number, None, a tuple of such, or a frozen dataclass of such, as costs are: families with
+equal ones are equal, and a file can hold them."""
 
 
 def in_turn(num_stages: int, num_ranks: int) -> tuple[int, ...]:
@@ -34,7 +37,7 @@ class Family:
     name: str
     build: Callable[..., Schedule]
     stages_per_rank: int = 1
-    arguments: tuple[tuple[str, int], ...] = ()
+    arguments: tuple[tuple[str, Argument], ...] = ()
     deal: Deal = in_turn
     laws: tuple[Law, ...] = SYNCHRONOUS
 

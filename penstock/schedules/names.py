@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from types import FunctionType
+from typing import Any, get_type_hints
 
 from penstock.errors import ConfigError
 
@@ -25,7 +27,7 @@ _WITHOUT = {family.name: family for family in ALL_SCHEDULES}
 SCHEDULE_NAMES = (*_WITHOUT, *_WITH_ARGUMENTS)
 
 
-def family_named(name: str, arguments: Mapping[str, int]) -> Family:
+def family_named(name: str, arguments: Mapping[str, Any]) -> Family:
     """Return the family with this `Family.name` and these `Family.arguments`.
 
     Raises:
@@ -35,14 +37,21 @@ def family_named(name: str, arguments: Mapping[str, int]) -> Family:
         raise ConfigError(
             f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULE_NAMES)}"
         )
-    family = _WITHOUT[name] if name in _WITHOUT else _WITH_ARGUMENTS[name]()
-    expected = dict(family.arguments)
+    expected = argument_types(name)
     if expected.keys() != arguments.keys():
         raise ConfigError(
             f"schedule {name} takes the arguments {list(expected)}, and was given "
             f"{list(arguments)}"
         )
-    return _WITH_ARGUMENTS[name](**arguments) if arguments else family
+    return _WITHOUT[name] if name in _WITHOUT else _WITH_ARGUMENTS[name](**arguments)
+
+
+def argument_types(name: str) -> Mapping[str, Any]:
+    """Return the type of each argument of the family called `name`; none if there is no such."""
+    if name not in _WITH_ARGUMENTS:
+        return {}
+    types = get_type_hints(_WITH_ARGUMENTS[name])
+    return {argument: types[argument] for argument in signature(_WITH_ARGUMENTS[name]).parameters}
 
 
 def named_schedule(name: str, num_stages: int, stages_per_rank: int) -> Family:

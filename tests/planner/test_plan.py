@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import fields, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 from penstock.errors import ConfigError, PartitionError, PlanError
 from penstock.planner.placement import Placement
 from penstock.planner.plan import BalancedBy, LayerFacts, Plan
+from penstock.planner.plan_json import from_json, to_json
 from penstock.schedules import Schedule, gpipe, interleaved_1f1b
+from penstock.schedules.costs import Costs
 from penstock.schedules.names import family_of
 from penstock.types import Recompute, TiedGradients, Transport
 from tests.planner.plans import layers, plan
@@ -42,6 +45,41 @@ def test_every_field_survives_json() -> None:
     same = [f.name for f in fields(Plan) if getattr(usual, f.name) == getattr(ODD, f.name)]
     assert same == ["sharding"]
     assert Plan.from_json(usual.to_json()) == usual
+
+
+@pytest.mark.parametrize(
+    "costs",
+    (
+        Costs(forward_s=1, backward_s=0.1, recompute_s=Fraction(1, 3)),
+        Costs(
+            forward_s=(1, 2.5, Fraction(2, 7)),
+            backward_s=2,
+            recompute_s=(0, 0, 0),
+            transfer_s={(1, 2): Fraction(1, 2), (0, 1): 0.25},
+            backward_weight_s=(10, 0, 2**60 + 1),
+        ),
+    ),
+)
+def test_costs_survive_json_exactly(costs: Costs) -> None:
+    read = from_json(Costs, to_json(costs))
+    assert (read, repr(read), hash(read)) == (costs, repr(costs), hash(costs))
+    assert eval(repr(costs)) == costs
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        ({"forward_s": "1/0"}, 'forward_s must be a finite number, or a fraction as "1/3"'),
+        ({"forward_s": True}, "forward_s must be a finite number"),
+        ({"forward_s": {}}, "forward_s must be a finite number, and is {}"),
+        ({"transfer_s": [[[0], 1]]}, r"transfer_s\[0\]\[0\] must be a list of 2, and is \[0\]"),
+        ({"recompute_s": [1, None]}, r"recompute_s\[1\] must be a finite number, and is null"),
+    ),
+)
+def test_costs_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
+    written = json.loads(to_json(Costs(forward_s=1, backward_s=2, recompute_s=1)))
+    with pytest.raises(PlanError, match=message):
+        from_json(Costs, json.dumps(written | change))
 
 
 def test_a_seed_of_numpy_survives_json_and_another_than_a_whole_number_is_refused() -> None:

@@ -151,6 +151,7 @@ def test_a_deadlock_is_shown_and_not_waited_for():
         ({"transfer_s": {(0, 1): 1}}, r"Costs.transfer_s has no entry for edge \(1, 2\)"),
         ({"backward_s": -1}, "backward_s is -1: no instruction takes less than 0 seconds"),
         ({"recompute_s": (0, -2, 0)}, r"recompute_s\[1\] is -2"),
+        ({"forward_s": float("nan")}, "forward_s is nan: give a finite number"),
         ({"transfer_s": {(0, 1): -3}}, r"transfer_s\[\(0, 1\)\] is -3"),
     ],
 )

@@ -7,13 +7,13 @@ from .complete import complete
 from .ends import ends
 from .in_order import in_order
 from .lanes import Lanes
-from .memory import AtMostLive
+from .memory import AtMostBytes, AtMostLive
 from .messages import messages
 from .operands import operands
 from .posts import posts
 from .recomputes import recomputes
 
-__all__ = ["SYNCHRONOUS", "AtMostLive", "Lanes", "Law", "in_order"]
+__all__ = ["SYNCHRONOUS", "AtMostBytes", "AtMostLive", "Lanes", "Law", "in_order"]
 
 Law = Callable[[Lanes], None]
 """Raises ScheduleError, with the spot marked, if it does not hold."""

@@ -1,0 +1,102 @@
+"""What a rank keeps for its backwards, in bytes, after each instruction of its program."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from penstock.errors import ConfigError
+
+from . import ir
+from .ir import Instruction, Program, Schedule
+
+BytesPerStage = int | tuple[int, ...]
+"""One number for all stages, or one for each."""
+BytesPerRank = int | tuple[int, ...]
+"""One number for all ranks, or one for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Bytes that one stage keeps of one micro-batch: its graph, or less of it."""
+
+    graph: int
+    inputs: int
+    weights: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Bytes that a stage keeps of one micro-batch.
+
+    `kept_bytes` is the graph of a forward, `input_bytes` what a Forward that drops its graph keeps
+    until the Recompute, `weight_bytes` what a BackwardInput leaves for its BackwardWeight: where
+    it is not given, as much as the graph.
+
+    Raises:
+        ConfigError: a number is negative.
+    """
+
+    kept_bytes: BytesPerStage
+    input_bytes: BytesPerStage = 0
+    weight_bytes: BytesPerStage | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("kept_bytes", "input_bytes", "weight_bytes"):
+            given = getattr(self, name)
+            if min(given if isinstance(given, tuple) else (given or 0,), default=0) < 0:
+                raise ConfigError(f"{name} is {given}: nothing takes less than 0 bytes")
+
+    def of_stages(self, num_stages: int) -> tuple[Kept, ...]:
+        """Return what each stage keeps.
+
+        Raises:
+            ConfigError: sizes are given for another number of stages.
+        """
+        graphs = _each(self.kept_bytes, num_stages, "kept_bytes")
+        inputs = _each(self.input_bytes, num_stages, "input_bytes")
+        left = self.weight_bytes
+        weights = graphs if left is None else _each(left, num_stages, "weight_bytes")
+        return tuple(map(Kept, graphs, inputs, weights))
+
+
+CHANGES: Mapping[type[Instruction], Callable[[Kept], int]] = {
+    ir.Forward: lambda kept: kept.graph,
+    ir.Recompute: lambda kept: kept.graph - kept.inputs,
+    ir.Backward: lambda kept: -kept.graph,
+    ir.BackwardInput: lambda kept: kept.weights - kept.graph,
+    ir.BackwardWeight: lambda kept: -kept.weights,
+}
+"""By how many bytes each kind of instruction changes what is kept; others change nothing."""
+
+
+def live_bytes(program: Program, kept: Sequence[Kept]) -> Iterator[int]:
+    """Yield what the rank that runs `program` keeps after each instruction."""
+
+    def change(instruction: Instruction) -> int:
+        of_stage = kept[instruction.stage]
+        if isinstance(instruction, ir.Forward) and not instruction.keep_graph:
+            return of_stage.inputs
+        change = CHANGES.get(type(instruction))
+        return change(of_stage) if change else 0
+
+    return accumulate(map(change, program))
+
+
+def peak_bytes(schedule: Schedule, sizes: Sizes) -> tuple[int, ...]:
+    """Return the most that each rank keeps at once.
+
+    Raises:
+        ConfigError: sizes are given for another number of stages.
+    """
+    kept = sizes.of_stages(schedule.num_stages)
+    return tuple(max(live_bytes(program, kept), default=0) for program in schedule.programs)
+
+
+def _each(given: BytesPerStage, num_stages: int, name: str) -> tuple[int, ...]:
+    each = given if isinstance(given, tuple) else (given,) * num_stages
+    if len(each) != num_stages:
+        raise ConfigError(
+            f"Sizes.{name} has {len(each)} entries, the schedule has {num_stages} stages: give "
+            "one number for each stage, or one for all"
+        )
+    return each
