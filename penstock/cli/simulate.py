@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import click
@@ -13,8 +13,7 @@ from penstock.trace.progress import say
 from .options import stages_per_rank_option
 
 if TYPE_CHECKING:
-    from penstock.schedules.ir import Instruction
-    from penstock.simulator.simulate import Steps
+    from penstock.schedules.walk import Run
     from penstock.trace.timeline import Timeline
 
 _MANY = 200_000
@@ -80,19 +79,21 @@ def _say(what: str, num_instructions: int) -> None:
         say(what)
 
 
-def _watched(steps: "Steps", number: int) -> "Steps":
+def _watched(runs: "Iterable[Run]", number: int) -> "Iterable[Run]":
     """Show a bar on a terminal, if it takes long."""
     if number < _MANY or not sys.stderr.isatty():
-        return steps
-    return _with_bar(steps, number)
+        return runs
+    return _with_bar(runs, number)
 
 
-def _with_bar(steps: "Steps", number: int) -> "Iterator[tuple[int, Instruction]]":
+def _with_bar(runs: "Iterable[Run]", number: int) -> "Iterator[Run]":
     label = f"simulating {number:,} instructions"
     with click.progressbar(
-        steps, number, label, file=sys.stderr, update_min_steps=number // 100
+        length=number, label=label, file=sys.stderr, update_min_steps=number // 100
     ) as bar:
-        yield from bar
+        for rank, start, stop in runs:
+            yield rank, start, stop
+            bar.update(stop - start)
 
 
 def _can_be_read(timeline: "Timeline", width: int) -> bool:

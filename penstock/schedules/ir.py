@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 Message = tuple[bool, int, int, int]
 """(is a gradient, from stage, to stage, micro-batch): what a send and its receive share."""
@@ -104,7 +104,7 @@ class BackwardWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
+class Communication:
     """What crosses between `stage` and stage `peer` for `microbatch`."""
 
     stage: int
@@ -115,7 +115,7 @@ class _Message:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent(_Message):
+class Send(Communication):
     """What `stage` hands over to stage `peer`."""
 
     @property
@@ -127,7 +127,7 @@ class _Sent(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class _Received(_Message):
+class Receive(Communication):
     """What `stage` waits for from stage `peer`."""
 
     @property
@@ -139,7 +139,7 @@ class _Received(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class SendActivation(_Sent):
+class SendActivation(Send):
     """Hand the values of `microbatch` that stage `peer` needs from `stage` over to it.
 
     Roughly: channel[s -> peer].put(y[s, i])
@@ -151,7 +151,7 @@ class SendActivation(_Sent):
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveActivation(_Received):
+class ReceiveActivation(Receive):
     """Wait for the values of `microbatch` that `stage` needs from stage `peer`.
 
     Roughly: x[s, i] += channel[peer -> s].get()
@@ -161,7 +161,7 @@ class ReceiveActivation(_Received):
 
 
 @dataclass(frozen=True, slots=True)
-class SendGradient(_Sent):
+class SendGradient(Send):
     """Hand the gradients of what `stage` got from stage `peer` for `microbatch` back to it.
 
     Roughly: channel[s -> peer].put(g_x[s, i]); freed here once taken.
@@ -171,7 +171,7 @@ class SendGradient(_Sent):
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveGradient(_Received):
+class ReceiveGradient(Receive):
     """Wait for the gradients of what `stage` gave to stage `peer` for `microbatch`.
 
     Roughly: g_y[s, i] += channel[peer -> s].get()
@@ -239,14 +239,22 @@ class ReduceGradients:
 
 Compute = Forward | Recompute | Backward | BackwardInput | BackwardWeight
 """What a schedule function may write, or a pass add, that runs layers."""
+COMPUTES: frozenset[type[Compute]] = frozenset(get_args(Compute))
+"""The classes of these."""
 GIVES_GRADIENTS: tuple[type[Backward | BackwardInput], ...] = (Backward, BackwardInput)
 """What needs the gradients of a stage's results, and finds those of what it received."""
 ADDS_GRADIENTS: tuple[type[Backward | BackwardWeight], ...] = (Backward, BackwardWeight)
 """What adds to the gradients of weights, and frees the last of what a forward kept."""
-Send = SendActivation | SendGradient
-Receive = ReceiveActivation | ReceiveGradient
-Communication = Send | Receive
-Instruction = Compute | Communication | PostReceive | CommitStatistics | ReduceGradients
+Instruction = (
+    Compute
+    | SendActivation
+    | ReceiveActivation
+    | SendGradient
+    | ReceiveGradient
+    | PostReceive
+    | CommitStatistics
+    | ReduceGradients
+)
 Program = tuple[Instruction, ...]
 
 WORDS: Mapping[str, Callable[..., Instruction]] = {
@@ -306,7 +314,7 @@ class Schedule:
 
     @property
     def num_microbatches(self) -> int:
-        computes = {x.microbatch for x in self.instructions if isinstance(x, Compute)}
+        computes = {x.microbatch for x in self.instructions if x.__class__ in COMPUTES}
         return 1 + max(computes, default=-1)
 
     @property
@@ -326,7 +334,7 @@ class Schedule:
         found: dict[int, int] = {}
         for rank, program in enumerate(self.programs):
             found.update(dict.fromkeys({instruction.stage for instruction in program}, rank))
-        return tuple(found.get(stage, 0) for stage in range(self.num_stages))
+        return tuple(found.get(stage, 0) for stage in range(1 + max(found, default=-1)))
 
     def __str__(self) -> str:
         from .text import to_text  # the text form knows the instructions, not the other way round

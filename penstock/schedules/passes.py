@@ -50,6 +50,8 @@ def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> 
 
 def add_commits(schedule: Schedule, stages: Collection[int]) -> Schedule:
     """Commit the BatchNorm statistics of each of `stages` right after its last forward."""
+    if not stages:
+        return schedule
 
     def rewrite(program: Program) -> Iterator[Instruction]:
         last = {x.stage: n for n, x in enumerate(program) if isinstance(x, ir.Forward)}
@@ -71,22 +73,26 @@ def add_communication(schedule: Schedule, transfers: Transfers) -> Schedule:
     still on its way.
     """
     producers, consumers = neighbours(transfers)
+    forward = ir.ReceiveActivation, producers, ir.SendActivation, consumers
+    backward = ir.ReceiveGradient, consumers, ir.SendGradient, producers
 
     def rewrite(program: Program) -> Iterator[Instruction]:
-        for instruction in program:
-            match instruction:
-                case ir.Forward(s, i):
-                    yield from [ir.ReceiveActivation(s, i, p) for p in producers.get(s, ())]
-                    yield instruction
-                    yield from [ir.SendActivation(s, i, c) for c in consumers.get(s, ())]
-                case ir.Backward(s, i) | ir.BackwardInput(s, i):
-                    yield from [ir.ReceiveGradient(s, i, c) for c in consumers.get(s, ())]
-                    yield instruction
-                    yield from [ir.SendGradient(s, i, p) for p in producers.get(s, ())]
-                case _:
-                    yield instruction
+        for x in program:
+            if not isinstance(x, _MEETS_OTHERS):
+                yield x
+                continue
+            receive, sources, send, targets = forward if isinstance(x, ir.Forward) else backward
+            s, i = x.stage, x.microbatch
+            for source in sources.get(s, ()):
+                yield receive(s, i, source)
+            yield x
+            for target in targets.get(s, ()):
+                yield send(s, i, target)
 
     return _rewrite(schedule, rewrite)
+
+
+_MEETS_OTHERS = (ir.Forward, *ir.GIVES_GRADIENTS)
 
 
 def add_reductions(schedule: Schedule) -> Schedule:

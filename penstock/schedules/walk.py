@@ -5,11 +5,16 @@ transport to run it in a single thread.
 """
 
 from collections.abc import Iterator
+from itertools import repeat
 
 from penstock.errors import ScheduleError
 
 from .ir import Instruction, Message, Receive, Schedule, Send
 from .text import marked_text
+
+Run = tuple[int, int, int]
+"""(rank, start, stop): what the rank runs at a stretch, program[start:stop]."""
+_SENT = -1
 
 
 def walk(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
@@ -20,30 +25,51 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
     Raises:
         ScheduleError: ranks wait for each other for ever, or for a message nobody sends.
     """
+    for rank, start, stop in walk_runs(schedule):
+        yield from zip(repeat(rank), schedule.programs[rank][start:stop])
+
+
+def walk_runs(schedule: Schedule) -> Iterator[Run]:
+    """Yield what `walk` does, run by run: each ends where its rank would have to wait.
+
+    Raises:
+        ScheduleError: ranks wait for each other for ever, or for a message nobody sends.
+    """
+    rest = [enumerate(program) for program in schedule.programs]
     position = [0] * schedule.num_ranks
-    sent: set[Message | None] = set()
-    waiting: dict[Message, int] = {}
+    halfway: dict[Message, int] = {}
     runnable = list(range(schedule.num_ranks))[::-1]
     while runnable:
         rank = runnable.pop()
-        program = schedule.programs[rank]
-        for index in range(position[rank], len(program)):
-            instruction = program[index]
-            awaited = instruction.message if isinstance(instruction, Receive) else None
-            if awaited is not None and awaited not in sent:
-                waiting[awaited], position[rank] = rank, index
-                break
-            sent.discard(awaited)
-            yield rank, instruction
-            if not isinstance(instruction, Send):
-                continue
-            message = instruction.message
-            sent.add(message)
-            if message in waiting:
-                runnable.append(waiting.pop(message))
-        else:
-            position[rank] = len(program)
+        start = position[rank]
+        position[rank] = _run(rank, rest[rank], halfway, runnable, len(schedule.programs[rank]))
+        yield rank, start, position[rank]
     _raise_if_stuck(schedule, position)
+
+
+def _run(
+    rank: int,
+    rest: Iterator[tuple[int, Instruction]],
+    halfway: dict[Message, int],
+    runnable: list[int],
+    end: int,
+) -> int:
+    """Run a rank until it must wait; return the position of what waits, or `end`.
+
+    `halfway` has the messages that are sent and not received yet, each with _SENT, and those that
+    a rank waits for, each with that rank; `runnable` gets the ranks that need not wait longer.
+    """
+    for position, x in rest:
+        if isinstance(x, Send):
+            waits = halfway.pop(x.message, _SENT)
+            if waits == _SENT:
+                halfway[x.message] = _SENT
+            else:
+                runnable.append(waits)
+        elif isinstance(x, Receive) and halfway.pop(x.message, None) != _SENT:
+            halfway[x.message] = rank
+            return position
+    return end
 
 
 def _raise_if_stuck(schedule: Schedule, position: list[int]) -> None:

@@ -28,6 +28,34 @@ WRONG = {
         """,
         "stage 0 has 2 Backward instructions for micro-batch 0",
     ),
+    "the second part of a backward is missing": (
+        """
+        rank 0 | 0F0 0F0>1 0F1 0F1>1 0B0<1 0I0 0W0 0B1<1 0I1
+        rank 1 | 1F0<0 1F0 1B0 1B0>0 1F1<0 1F1 1B1 1B1>0
+        """,
+        "stage 0 has 0 BackwardWeight instructions for micro-batch 1",
+    ),
+    "the parts of a backward in the other order": (
+        """
+        rank 0 | 0F0 0F0>1 0B0<1 0W0 0I0
+        rank 1 | 1F0<0 1F0 1B0 1B0>0
+        """,
+        "rank 0, 0W0: its BackwardInput has not run",
+    ),
+    "a backward before its forward": (
+        """
+        rank 0 | 0B0<1 0B0 0F0 0F0>1
+        rank 1 | 1F0<0 1F0 1B0 1B0>0
+        """,
+        "rank 0, 0B0: its Forward has not run",
+    ),
+    "a message among many is never received": (
+        """
+        rank 0 | 0F0 0F0>1 0F1 0F1>1 0B0<1 0B0 0B1
+        rank 1 | 1F0<0 1F0 1B0 1B0>0 1F1<0 1F1 1B1
+        """,
+        "rank 0, 0B1: 0B1<1 must come before it",
+    ),
     "a stage runs on two ranks": (
         """
         rank 0 | 0F0 0F0>1 0B0<1

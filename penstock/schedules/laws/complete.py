@@ -12,16 +12,19 @@ def complete(lanes: Lanes) -> None:
     """Check that every stage has one Forward and one Backward for every micro-batch, or in its
     place a BackwardInput and a BackwardWeight.
     """
+    every = list(range(lanes.num_microbatches))
     for stage in range(lanes.num_stages):
-        times = {
-            kind: Counter(x.microbatch for _, x in lanes.each(stage, kind)) for kind in _KINDS
-        }
+        found = [sorted(lanes.microbatches(stage, kind)) for kind in _KINDS]
+        forwards, whole, inputs, weights = found
+        if forwards == every and inputs == weights and sorted(whole + inputs) == every:
+            continue
+        times = dict(zip(_KINDS, map(Counter, found), strict=True))
         for i in range(lanes.num_microbatches):
-            found = tuple(times[kind][i] for kind in _KINDS)
-            if found in _RIGHT:
+            numbers = tuple(times[kind][i] for kind in _KINDS)
+            if numbers in _RIGHT:
                 continue
-            right = _RIGHT[found[1] == 0 and found[2] > 0]
-            of_each = zip(_KINDS, found, right, strict=True)
+            right = _RIGHT[numbers[1] == 0 and numbers[2] > 0]
+            of_each = zip(_KINDS, numbers, right, strict=True)
             kind, number, wanted = next(x for x in of_each if x[1] != x[2])
             raise ScheduleError(
                 f"stage {stage} has {number} {kind.__name__} instructions for micro-batch {i}; it "

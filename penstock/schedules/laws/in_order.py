@@ -23,6 +23,7 @@ def in_order(lanes: Lanes) -> None:
 
 
 def _check(lanes: Lanes, stage: int, problem: str, *kinds: type[ir.Compute]) -> None:
-    for number, (position, x) in enumerate(lanes.each(stage, *kinds)):
-        if x.microbatch != number:
-            raise lanes.fault(stage, position, problem)
+    found = lanes.microbatches(stage, *kinds)
+    if found != list(range(len(found))):
+        number = next(number for number, i in enumerate(found) if i != number)
+        raise lanes.fault(stage, lanes.positions(stage, *kinds)[number], problem)

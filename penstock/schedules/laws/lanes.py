@@ -1,16 +1,30 @@
-"""A schedule sorted by what its instructions do: what the laws look at."""
+"""A schedule sorted by what its instructions do: what the laws look at.
+
+A schedule has millions of instructions, so laws compare whole lists, which takes little of Python;
+only one that finds a fault goes through them again, to say where.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import chain
-from typing import TypeVar, cast
+from operator import lt
+from typing import NamedTuple, TypeVar, cast
 
 from penstock.errors import ScheduleError
-from penstock.schedules.ir import Communication, Compute, Instruction, Schedule
+from penstock.schedules.ir import COMPUTES, Communication, Compute, Instruction, Schedule
 from penstock.schedules.text import marked_text
 from penstock.schedules.transfers import Transfers, neighbours
 
-Kind = TypeVar("Kind", bound=Instruction)
+Kind = TypeVar("Kind", bound=Instruction | Communication)
+Places = dict[int, int]
+"""Where the instruction of each micro-batch stands."""
+
+
+class Lane(NamedTuple):
+    """The micro-batches of some instructions, in the order in which these stand, and where."""
+
+    microbatches: list[int]
+    positions: list[int]
 
 
 class Lanes:
@@ -24,14 +38,15 @@ class Lanes:
 
     def __init__(self, schedule: Schedule, transfers: Transfers) -> None:
         self.schedule = schedule
-        self.num_stages, self.num_microbatches = schedule.num_stages, schedule.num_microbatches
         self.producers, self.consumers = neighbours(transfers)
         self._lanes: dict[tuple[type, int], list[int]] = {}
+        self._microbatches: dict[tuple[int, tuple[type, ...]], list[int]] = {}
+        self._by_peer: dict[tuple[type, int], dict[int, Lane]] = {}
         self._ranks: dict[int, int] = {}
         for rank, program in enumerate(schedule.programs):
             lanes: dict[tuple[type, int], list[int]] = defaultdict(list)
             for position, instruction in enumerate(program):
-                lanes[type(instruction), instruction.stage].append(position)
+                lanes[instruction.__class__, instruction.stage].append(position)
             for stage in {stage for _, stage in lanes}:
                 if self._ranks.setdefault(stage, rank) != rank:
                     raise ScheduleError(
@@ -39,6 +54,10 @@ class Lanes:
                         f"stage lives on one rank.\n{schedule}"
                     )
             self._lanes.update(lanes)
+        self.num_stages = 1 + max((stage for _, stage in self._lanes), default=-1)
+        computes = [key for key in self._lanes if key[0] in COMPUTES]
+        found = [max(self.microbatches(stage, kind)) for kind, stage in computes]
+        self.num_microbatches = 1 + max(found, default=-1)
 
     def positions(self, stage: int, *kinds: type) -> list[int]:
         """List where the instructions of some kinds stand in the program that runs `stage`."""
@@ -47,17 +66,45 @@ class Lanes:
 
     def each(self, stage: int, *kinds: type[Kind]) -> Iterator[tuple[int, Kind]]:
         """Yield (position, instruction) for the instructions of some kinds on `stage`."""
+        positions = self.positions(stage, *kinds)
         program = self.schedule.programs[self._ranks.get(stage, 0)]
-        for position in self.positions(stage, *kinds):
-            yield position, cast(Kind, program[position])
+        found = cast(Iterator[Kind], map(program.__getitem__, positions))
+        return zip(positions, found, strict=True)
 
-    def computes(self, stage: int, *kinds: type[Compute]) -> dict[int, int]:
+    def microbatches(self, stage: int, *kinds: type[Compute]) -> list[int]:
+        """List the micro-batches of the instructions of some kinds on `stage`, as they come."""
+        key = stage, kinds
+        if key not in self._microbatches:
+            self._microbatches[key] = [x.microbatch for _, x in self.each(stage, *kinds)]
+        return self._microbatches[key]
+
+    def computes(self, stage: int, *kinds: type[Compute]) -> Places:
         """Map each micro-batch to where its instruction of one of the kinds stands."""
-        return {x.microbatch: position for position, x in self.each(stage, *kinds)}
+        positions = self.positions(stage, *kinds)
+        return dict(zip(self.microbatches(stage, *kinds), positions, strict=True))
 
-    def messages(self, kind: type[Communication], stage: int, peer: int) -> dict[int, int]:
+    def by_peer(self, kind: type[Communication], stage: int) -> dict[int, Lane]:
+        """Return what `stage` sends to each peer, or receives from it."""
+        if (kind, stage) not in self._by_peer:
+            self._by_peer[kind, stage] = self._find_by_peer(kind, stage)
+        return self._by_peer[kind, stage]
+
+    def _find_by_peer(self, kind: type[Communication], stage: int) -> dict[int, Lane]:
+        messages = [x for _, x in self.each(stage, kind)]
+        peers = {x.peer for x in messages}
+        if len(peers) == 1:
+            microbatches = [x.microbatch for x in messages]
+            return {peers.pop(): Lane(microbatches, self.positions(stage, kind))}
+        found = {peer: Lane([], []) for peer in peers}
+        for position, x in self.each(stage, kind):
+            found[x.peer].microbatches.append(x.microbatch)
+            found[x.peer].positions.append(position)
+        return found
+
+    def messages(self, kind: type[Communication], stage: int, peer: int) -> Places:
         """Map each micro-batch to where `stage` sends it to `peer`, or receives it from there."""
-        return {x.microbatch: n for n, x in self.each(stage, kind) if x.peer == peer}
+        lane = self.by_peer(kind, stage).get(peer)
+        return {} if lane is None else dict(zip(lane.microbatches, lane.positions, strict=True))
 
     def fault(self, stage: int, position: int, problem: str) -> ScheduleError:
         """Make the error that says what is wrong with an instruction, and marks it."""
@@ -66,3 +113,10 @@ class Lanes:
             f"rank {rank}, {self.schedule.programs[rank][position]}: {problem}.\n"
             + marked_text(self.schedule, {rank: position})
         )
+
+
+def first_too_early(uses: Places, needed: Places) -> int | None:
+    """Return the first micro-batch used before what it needs stands; None if none is."""
+    if needed.keys() >= uses.keys() and all(map(lt, map(needed.__getitem__, uses), uses.values())):
+        return None
+    return next(i for i, position in uses.items() if needed.get(i, position) >= position)

@@ -19,10 +19,10 @@ def messages(lanes: Lanes) -> None:
         sent: dict[tuple[int, int], list[int]] = defaultdict(list)
         received: dict[tuple[int, int], list[int]] = defaultdict(list)
         for stage in range(lanes.num_stages):
-            for _, x in lanes.each(stage, send):
-                sent[stage, x.peer].append(x.microbatch)
-            for _, y in lanes.each(stage, receive):
-                received[y.peer, stage].append(y.microbatch)
+            for peer, lane in lanes.by_peer(send, stage).items():
+                sent[stage, peer] = lane.microbatches
+            for peer, lane in lanes.by_peer(receive, stage).items():
+                received[peer, stage] = lane.microbatches
         for source, target in sorted(sent.keys() | received.keys()):
             there, here = sent[source, target], received[source, target]
             if there != here or len(set(there)) < len(there):
@@ -39,6 +39,6 @@ def _check_transfer(lanes: Lanes, send: type[ir.Send], source: int, target: int)
     if consumer not in lanes.consumers.get(producer, ()):
         raise lanes.fault(
             source,
-            next(iter(lanes.messages(send, source, target).values())),
+            lanes.by_peer(send, source)[target].positions[0],
             f"stage {consumer} uses nothing of stage {producer}: there is no such transfer",
         )
