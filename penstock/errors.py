@@ -16,6 +16,7 @@
     │   ├── RouteError                a value that a stage needs, and that was not sent to it
     │   └── CheckError                a cut model whose outputs or gradients are not the model's
     ├── RecomputeError                a forward that cannot be run a second time with equal results
+    ├── OffloadError (OSError)        what a forward keeps has no room elsewhere, or is lost there
     ├── WaitTimeout (TimeoutError)    a wait that outlived its deadline
     ├── MeshError                     processes that do not find each other, or lose each other
     │   └── PeerError (RuntimeError)  another process failed; says which, and what was awaited
@@ -103,6 +104,10 @@ class CheckError(CaptureError, AssertionError):
 
 class RecomputeError(PenstockError, RuntimeError):
     """A forward cannot be run a second time with equal results."""
+
+
+class OffloadError(PenstockError, OSError):
+    """What a forward keeps cannot be moved out of memory, or be brought back."""
 
 
 class WaitTimeout(PenstockError, TimeoutError):

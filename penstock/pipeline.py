@@ -57,7 +57,11 @@ class Pipeline(AbstractPipeline):
         schedule: one of `penstock.schedules`, by default gpipe, or a function of your own
             (num_stages, num_microbatches) -> Schedule; says which rank, a thread or a process,
             runs which stages.
-        recompute: which activations to compute twice instead of keeping; default: STAGE.
+        recompute: which activations to compute twice instead of keeping; one for all stages, or
+            one for each; default: STAGE.
+        offload: whether what forwards keep is moved away until shortly before its backward: to the
+            host's memory, on CPUs to files; one for all stages, or one for each; default: False.
+        offload_folder: where these files go; default: where temporary files go (TMPDIR).
         devices: one per stage, or one for all; default: the visible GPUs in turn, one for each
             rank's stages, else the CPU.
         seed: of the layers' random streams; default: 0.
@@ -79,8 +83,8 @@ class Pipeline(AbstractPipeline):
         tied_gradients: how often the gradient of a weight that several stages use is sent;
             default: PER_MICROBATCH.
         plan: how to run, as another pipeline's `plan` says; instead of num_stages, partition,
-            num_microbatches, schedule, recompute, devices, seed, threads_per_stage, transport,
-            timeout_s, batch_norm_over_replicas and tied_gradients.
+            num_microbatches, schedule, recompute, offload, offload_folder, devices, seed,
+            threads_per_stage, transport, timeout_s, batch_norm_over_replicas and tied_gradients.
 
     Raises:
         ConfigError: an argument cannot work, or is given beside a plan that decides it.
@@ -98,7 +102,9 @@ class Pipeline(AbstractPipeline):
         loss: LossFunction | None = None,
         reduction: Reduction | Callable[[Any], Any] = Reduction.MEAN,
         schedule: Build | None = None,
-        recompute: Recompute | None = None,
+        recompute: Recompute | Sequence[Recompute] | None = None,
+        offload: bool | Sequence[bool] | None = None,
+        offload_folder: str | os.PathLike[str] | None = None,
         devices: Devices = None,
         seed: int | None = None,
         example_inputs: Any = None,
@@ -119,6 +125,8 @@ class Pipeline(AbstractPipeline):
             num_microbatches=num_microbatches,
             schedule=schedule,
             recompute=recompute,
+            offload=offload,
+            offload_folder=None if offload_folder is None else os.fspath(offload_folder),
             devices=device_names(devices, mesh),
             seed=seed,
             threads_per_stage=threads_per_stage,

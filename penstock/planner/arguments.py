@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from penstock.errors import ConfigError, ExecutionWarning, PartitionError, check_count
 from penstock.schedules.family import Build, Family
@@ -31,7 +31,9 @@ class Arguments:
     partition: Sequence[int] | None = None
     num_microbatches: int | None = None
     schedule: Build | None = None
-    recompute: Recompute | None = None
+    recompute: Recompute | Sequence[Recompute] | None = None
+    offload: bool | Sequence[bool] | None = None
+    offload_folder: str | None = None
     devices: Sequence[str] | str | None = None
     seed: int | None = None
     threads_per_stage: int | None = None
@@ -122,7 +124,9 @@ def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Reso
         partition=tuple(partition or balance_spans([counts] * num_stages, model.spans)),
         schedule=family,
         num_microbatches=_or(arguments.num_microbatches, 1),
-        recompute=(_or(arguments.recompute, Recompute.STAGE),) * num_stages,
+        recompute=_of_stages(arguments.recompute, Recompute.STAGE, num_stages),
+        offload=_of_stages(arguments.offload, False, num_stages),
+        offload_folder=arguments.offload_folder,
         placement=Placement.of(places, resources.num_replicas, devices),
         tied_gradients=_or(arguments.tied_gradients, TiedGradients.PER_MICROBATCH),
         batch_norm_over_replicas=_or(arguments.batch_norm_over_replicas, False),
@@ -132,6 +136,13 @@ def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Reso
         timeout_s=check_timeout(_or(arguments.timeout_s, DEFAULT_TIMEOUT_S)),
         balanced_by=BalancedBy.PARAMETERS if partition is None else BalancedBy.HAND,
     )
+
+
+def _of_stages(given: _T | Sequence[_T] | None, default: _T, num_stages: int) -> tuple[_T, ...]:
+    """Return one entry for each stage: those given, or the one for all."""
+    if isinstance(given, list | tuple):
+        return tuple(given)
+    return (default if given is None else cast(_T, given),) * num_stages
 
 
 def _family(arguments: Arguments) -> Family:

@@ -59,7 +59,9 @@ class Plan:
     """Everything that decides how a pipeline runs a model; nothing else does.
 
     `layers` are those of the model, and `partition` says how many of them each stage has.
-    `placement` says which ranks run the stages.  `recompute` has an entry for each stage.
+    `placement` says which ranks run the stages.  `recompute` has an entry for each stage, and so
+    has `offload`: whether what its forwards keep is moved to the host's memory, or on a CPU to
+    files in `offload_folder` (None: where temporary files go).
     `sharding` is None until stages can be sharded.  `predicted_s` are the seconds of a
     micro-batch on each stage, forward and backward, if the layers were measured.
 
@@ -76,6 +78,8 @@ class Plan:
     num_microbatches: int
     recompute: tuple[Recompute, ...]
     placement: Placement
+    offload: tuple[bool, ...] = ()
+    offload_folder: str | None = None
     sharding: None = None
     tied_gradients: TiedGradients = TiedGradients.PER_MICROBATCH
     batch_norm_over_replicas: bool = False
@@ -87,27 +91,29 @@ class Plan:
     predicted_s: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("layers", "partition", "recompute", "predicted_s"):  # as JSON gives them back
+        for name in ("layers", "partition", "recompute", "offload", "predicted_s"):  # from JSON
             given = getattr(self, name)
             object.__setattr__(self, name, None if given is None else tuple(given))
         if self.sharding is not None:
             raise PlanError(f"sharding={self.sharding!r:.80}; it must be None so far")
         check_partition(self.partition, len(self.layers))
+        object.__setattr__(self, "offload", self.offload or (False,) * self.num_stages)
         for name, value, kind in (
             *(("recompute", each, Recompute) for each in self.recompute),
+            *(("offload", each, bool) for each in self.offload),
             ("tied_gradients", self.tied_gradients, TiedGradients),
             ("transport", self.transport, Transport),
         ):
             if not isinstance(value, kind):
-                raise ConfigError(
-                    f"{name}={value!r}; it must be one of {', '.join(map(str, kind))}"
-                )
+                words = map(str, kind) if issubclass(kind, Enum) else ("True", "False")
+                raise ConfigError(f"{name}={value!r}; it must be one of {', '.join(words)}")
         check_count("num_microbatches", self.num_microbatches)
         check_count("threads_per_stage", self.threads_per_stage)
         check_timeout(self.timeout_s)
         object.__setattr__(self, "seed", check_whole("seed", self.seed))
         for name, of_stages in (
             ("recompute", self.recompute),
+            ("offload", self.offload),
             ("placement.ranks", self.placement.ranks),
             ("predicted_s", self.predicted_s),
         ):
@@ -133,6 +139,11 @@ class Plan:
         """The stages that compute activations twice instead of keeping them."""
         every = enumerate(self.recompute)
         return frozenset(stage for stage, kind in every if kind is Recompute.STAGE)
+
+    @property
+    def offloading(self) -> frozenset[int]:
+        """The stages that move what their forwards keep away, and back."""
+        return frozenset(stage for stage, moves in enumerate(self.offload) if moves)
 
     def check_model(self, layers: Sequence[LayerFacts]) -> None:
         """Refuse to run another model than the plan was made for.
@@ -238,6 +249,9 @@ class Plan:
         """The schedule, what is recomputed and what is summed, in words."""
         kinds = dict.fromkeys(kind.name for kind in self.recompute)
         words = f"schedule={self.schedule}, recompute={'/'.join(kinds)}"
+        if self.offloading:
+            stages = ", ".join(map(str, sorted(self.offloading)))
+            words += f", offload of stage {stages}"
         is_usual = self.tied_gradients is TiedGradients.PER_MICROBATCH
         return words if is_usual else f"{words}, tied_gradients={self.tied_gradients.name}"
 
@@ -279,7 +293,7 @@ class Plan:
                 str(stage),
                 f"{len(own)}: {span}",
                 f"{sum(layer.num_parameters for layer in own):,}",
-                self.recompute[stage].value,
+                self.recompute[stage].value + (", offload" if self.offload[stage] else ""),
                 " ".join(ranks),
                 self.placement.devices[stage],
                 "?" if self.predicted_s is None else time_text(self.predicted_s[stage]),

@@ -21,7 +21,6 @@ from penstock.torch_private import (
     saving_hooks,
     without_cached_weights,
 )
-from penstock.types import Recompute, Trace
 
 _around: ContextVar[tuple[str, ...] | None] = ContextVar("modes_around", default=None)
 """The modes that keep the pipeline around this layer in its calling thread; None without one."""
@@ -120,20 +119,18 @@ class CallerContext:
                     )
             yield
 
-    def check_hooks(self, recompute: Recompute, trace: Trace) -> None:
-        """Refuse a step that needs saved_tensors_hooks where these are disabled.
+    def check_hooks(self, what_for: str) -> None:
+        """Refuse a step that needs saved_tensors_hooks, as `what_for` says, where they are
+        disabled.
 
         Raises:
-            ConfigError: it recomputes, or traces memory.
+            ConfigError: it needs them.
         """
-        if not self.with_grad or self.hooks_disabled is None:
-            return
-        if recompute is Recompute.STAGE or trace is Trace.MEMORY:
+        if self.with_grad and self.hooks_disabled is not None and what_for:
             raise ConfigError(
                 "the pipeline was called under disable_saved_tensors_hooks"
-                f"({self.hooks_disabled!r}), and {recompute}, {trace} need such hooks: to save "
-                "nothing in a forward that is recomputed, or to count what is saved. Leave that "
-                "block, or use recompute=Recompute.NEVER and no trace of memory"
+                f"({self.hooks_disabled!r}), and such hooks are needed by {what_for}. Leave that "
+                "block, or use recompute=Recompute.NEVER, no offload and no trace of memory"
             )
 
     def stays(self) -> bool:

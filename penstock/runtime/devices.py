@@ -74,6 +74,28 @@ class StageDevice:
         event.record(self._compute)
         return event
 
+    @contextmanager
+    def copying(self) -> Iterator[torch.cuda.Stream]:
+        """Issue copies inside that run beside the computing, after what was computed so far."""
+        assert self._compute is not None
+        assert self._copy is not None
+        self._copy.wait_stream(self._compute)
+        with torch.cuda.stream(self._copy):
+            yield self._copy
+
+    def mark_copies(self) -> Event | None:
+        """Mark where this stage's copies are now; None on the CPU."""
+        if self._copy is None:
+            return None
+        event = Event()
+        event.record(self._copy)
+        return event
+
+    def wait(self, event: Event) -> None:
+        """Let this stage's computing wait for a mark."""
+        if self._compute is not None:
+            self._compute.wait_event(event)
+
     def synchronize(self) -> None:
         """Wait until this stage's stream is idle."""
         if self._compute is not None:

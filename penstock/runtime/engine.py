@@ -18,7 +18,7 @@ from penstock.planner.plan import Plan
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Lowering, Mode, lower
 from penstock.torch_private import cache_weights_per_thread
-from penstock.types import Recompute, TiedGradients, Trace, Transport
+from penstock.types import TiedGradients, Trace, Transport
 
 from .batch_norm import batch_norms, warn_of_unpooled
 from .caller import CallerContext
@@ -32,6 +32,7 @@ from .replicas import Replicas
 from .run import Run, Streams
 from .shared_trace import gather_noted
 from .stage import Stage
+from .stores import MakeStore, store_on
 from .workers import ThreadDriver
 
 
@@ -73,14 +74,14 @@ class Engine:
         mine = [(p, self.devices[p.index]) for p in plans if p.index in here]
         layers.place(mine, plan.seed, draws=draws)
         self.stages = tuple(
-            Stage(p, device, len(layers), self._loss_of(p), replicas) for p, device in mine
+            Stage(p, device, len(layers), self._loss_of(p), replicas, self._store_of(p))
+            for p, device in mine
         )
         if replicas is not None:
             replicas.start_equal(
                 [t for s in self.stages for t in (*s.weights.parameters, *s.weights.buffers)]
             )
         self._with_streams = [s.device for s in self.stages if s.device.is_cuda]
-        self._recompute = Recompute.STAGE if plan.recomputing else Recompute.NEVER
         self._places = layers.places()
         self._programs: dict[tuple[Mode, int], Schedule] = {}
         self._lowering = self._how_to_lower()
@@ -113,6 +114,23 @@ class Engine:
     def _loss_of(self, plan: StagePlan) -> Any:
         return self.loss if plan.output else None
 
+    def _store_of(self, plan: StagePlan) -> MakeStore | None:
+        """Return what makes the stores of a stage that offloads."""
+        if plan.index not in self.plan.offloading:
+            return None
+        return store_on(self.devices[plan.index], self.plan.offload_folder)
+
+    def _needs_hooks(self, trace: Trace) -> str:
+        """Say what of this plan needs saved_tensors_hooks."""
+        found = []
+        if self.plan.recomputing:
+            found.append("a recompute, to save nothing in a forward")
+        if self.plan.offloading:
+            found.append("offload, to move what is saved")
+        if trace is Trace.MEMORY:
+            found.append(f"{trace}, to count what is saved")
+        return "; ".join(found)
+
     def _modules_of(self, plan: StagePlan) -> list[nn.Module]:
         return _with_loss([step.module for step in plan.steps], self._loss_of(plan))
 
@@ -135,6 +153,7 @@ class Engine:
             ranks=self.plan.placement.places,
             transfers=[transfer for p in plans for transfer in p.transfers],
             recompute=self.plan.recomputing,
+            offload=self.plan.offloading,
             commits=tuple(p.index for p in plans if batch_norms(self._modules_of(p))),
             posts=len(self.stages) < len(plans),
             reduces=self._lasting.replicas is not None,
@@ -174,7 +193,7 @@ class Engine:
             stage.begin(run)
         stages = {stage.index: stage for stage in self.stages}
         caller = CallerContext.capture(run.with_grad, self.devices) if run.resumed else run.caller
-        caller.check_hooks(self._recompute, run.batch.trace)
+        caller.check_hooks(self._needs_hooks(run.batch.trace))
         work = Work(self.program(mode, run.num_microbatches), stages, run, caller)
         replicas = self._lasting.replicas if mode is Mode.TRAIN else None
         if replicas is not None:

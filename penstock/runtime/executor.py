@@ -9,9 +9,11 @@ from penstock.schedules.ir import (
     BackwardInput,
     BackwardWeight,
     CommitStatistics,
+    Fetch,
     Forward,
     Instruction,
     Message,
+    Offload,
     PostReceive,
     ReceiveActivation,
     ReceiveGradient,
@@ -110,6 +112,10 @@ class Executor:
                 stage.commit_statistics(run)
             case ReduceGradients():
                 stage.reduce_gradients(run)
+            case Offload(_, i):
+                stage.offload(run, i)
+            case Fetch(_, i):
+                stage.fetch(run, i)
             case _:
                 assert_never(instruction)
 

@@ -58,6 +58,9 @@ class Guard:
     def after_backward(self, run: Run, tape: Tape) -> None:
         """Take notice that the tape is used up."""
 
+    def after_move(self, run: Run, tape: Tape) -> None:
+        """Take notice that what is kept was moved away, or back."""
+
     def forget(self, error: BaseException) -> None:
         """Forget what was seen of the layers in a run that failed: it may be the cause."""
 
@@ -73,6 +76,7 @@ class Hooks:
     around_backward: Sequence[Around]
     around_rerun: Sequence[Around]
     after_backward: Sequence[Callable[[Run, Tape], None]]
+    after_move: Sequence[Callable[[Run, Tape], None]]
     forget: Sequence[Callable[[BaseException], None]]
 
     @classmethod

@@ -87,12 +87,13 @@ class Handover:
         """Make leaves of this stage's own graph from what arrived, and name their values.
 
         A layer that changes its input in place gets a copy; every input is copied once, to find
-        out.
+        out.  Of leaves that may be moved away the layers see a twin.
         """
         values: dict[Value, Any] = {}
         given: list[Given] = []
         with_grad = run.with_grad
-        caches = with_grad and torch.is_autocast_enabled(self._device.device.type)
+        slotted = tape.slots is not None
+        caches = slotted or (with_grad and torch.is_autocast_enabled(self._device.device.type))
         for peer, activation in tape.received.items():
             is_elsewhere = peer != FROM_CALLER or self._plan.shares_input
             entries, inside = [], []

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.model.pytree import flatten
+from penstock.torch_private import never_computes
 from penstock.trace.timeline import MemorySample
 
 from .guards import Context, Guard
@@ -20,13 +21,34 @@ from .run import Run
 from .tape import FROM_CALLER, Tape
 
 
+class Lasting:
+    """The tensors whose memory is not a stage's own: parameters and buffers, those of other stages
+    too, and the caller's batch.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], computes_loss: bool) -> None:
+        self._modules = tuple(modules)
+        self._computes_loss = computes_loss
+
+    def of(self, run: Run, tape: Tape) -> list[Tensor]:
+        """List them as they are now."""
+        own = [t for m in self._modules for t in (*m.parameters(), *m.buffers())]
+        sent = [a.leaves[place] for a in tape.received.values() for place in a.lasting]
+        return own + sent + self.of_batch(run, tape)
+
+    def of_batch(self, run: Run, tape: Tape) -> list[Tensor]:
+        """List the views of the caller's batch that the stage works on."""
+        leaves = list(tape.received[FROM_CALLER].leaves) if FROM_CALLER in tape.received else []
+        if self._computes_loss and run.loss is not None:
+            leaves += flatten(run.batch.targets[tape.microbatch])[0]
+        return leaves
+
+
 class KeptBytes(Guard):
     """Counts for one stage, where a run traces memory."""
 
-    def __init__(self, stage: int, modules: Iterable[nn.Module], computes_loss: bool) -> None:
-        self._stage = stage
-        self._computes_loss = computes_loss
-        self._modules = tuple(modules)
+    def __init__(self, stage: int, lasting: Lasting) -> None:
+        self._stage, self._lasting = stage, lasting
 
     def around_forward(self, run: Run, tape: Tape) -> Context | None:
         """Count what autograd saves, if it does, and then the values that came to the stage."""
@@ -34,12 +56,21 @@ class KeptBytes(Guard):
 
     @contextmanager
     def _counting_inputs(self, run: Run, tape: Tape) -> Iterator[None]:
-        counted = run.stages[self._stage].kept_bytes.setdefault(tape.microbatch, {})
-        with nullcontext() if tape.graph_dropped else self._counting_saved(run, tape):
+        run.stages[self._stage].kept_bytes[tape.microbatch] = {}
+        is_counted = tape.graph_dropped or tape.slots is not None
+        with nullcontext() if is_counted else self._counting_saved(run, tape):
             yield
-        for leaf in tape.inputs:
+        self.after_move(run, tape)
+
+    def after_move(self, run: Run, tape: Tape) -> None:
+        """Count the values that came to the stage, and what is in slots."""
+        counted = run.stages[self._stage].kept_bytes[tape.microbatch]
+        if tape.slots is not None or tape.away is not None:
+            counted.clear()
+        in_slots = [slot.tensor for slot in tape.slots or () if slot.tensor is not None]
+        for leaf in [*tape.inputs, *in_slots]:
             counted[_storage(leaf)] = leaf.untyped_storage().nbytes()
-        of_batch = self._batch_leaves(run, tape)
+        of_batch = self._lasting.of_batch(run, tape)
         for leaf in of_batch:
             counted.pop(_storage(leaf), None)
         for leaf in of_batch:
@@ -54,8 +85,7 @@ class KeptBytes(Guard):
         self._sample(run)
 
     def _counting_saved(self, run: Run, tape: Tape) -> saved_tensors_hooks:
-        ignored = {_storage(t) for m in self._modules for t in (*m.parameters(), *m.buffers())}
-        ignored |= {_storage(t) for t in self._batch_leaves(run, tape)}
+        ignored = {_storage(tensor) for tensor in self._lasting.of(run, tape)}
         counted = run.stages[self._stage].kept_bytes[tape.microbatch]
 
         def pack(tensor: Tensor) -> Tensor:
@@ -71,13 +101,6 @@ class KeptBytes(Guard):
         run.stages[self._stage].kept_bytes.pop(tape.microbatch, None)
         self._sample(run)
 
-    def _batch_leaves(self, run: Run, tape: Tape) -> list[Tensor]:
-        """Return the views of the caller's batch that the stage works on."""
-        leaves = list(tape.received[FROM_CALLER].leaves) if FROM_CALLER in tape.received else []
-        if self._computes_loss and run.loss is not None:
-            leaves += flatten(run.batch.targets[tape.microbatch])[0]
-        return leaves
-
     def _sample(self, run: Run) -> None:
         """Note how many bytes the stage keeps now."""
         kept: dict[int, int] = {}
@@ -91,5 +114,6 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+@never_computes
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor

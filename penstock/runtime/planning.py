@@ -108,6 +108,7 @@ def agree(
         "transport": plan.transport.name,
         "batch_norm_over_replicas": plan.batch_norm_over_replicas,
         "recompute of each stage": [kind.name for kind in plan.recompute],
+        "offload": plan.offload,
     }
     mesh.world.require_same("Pipeline", same)
     modules = [step.module for step in layers]

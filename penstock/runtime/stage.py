@@ -30,11 +30,13 @@ from .devices import StageDevice
 from .drawing import Drawing, LayerCall
 from .guards import Changes, Claims, Guard, Hooks, within
 from .handover import Handover
-from .memory import KeptBytes
+from .memory import KeptBytes, Lasting
 from .notes import backward_of, note_failure
+from .offload import Offloading
 from .recompute import Repeatable
 from .replicas import Replicas
 from .run import Run, StageRun
+from .stores import MakeStore
 from .tape import Tape
 from .weights import Weights, all_of
 
@@ -45,7 +47,8 @@ class Stage:
     """Runs the layers of one stage; what it holds between instructions lives in the `Run`.
 
     `loss` is the user's loss where this stage computes it: as a module it may hold state too.
-    `replicas` are the stage's twins elsewhere, if there are any.
+    `replicas` are the stage's twins elsewhere, if there are any.  With `make_store`, what its
+    forwards keep may be moved away.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Stage:
         loss_index: int,
         loss: Any = None,
         replicas: Replicas | None = None,
+        make_store: MakeStore | None = None,
     ) -> None:
         self.plan, self._loss_index, self._replicas = plan, loss_index, replicas
         self.device = StageDevice(device)
@@ -69,8 +73,12 @@ class Stage:
         self._drawing = Drawing(layers, device)
         self._changes = Changes(plan.index)
         self.handover = Handover(plan, self.device, self._changes)
+        lasting = Lasting(modules, computes_loss=bool(plan.output))
+        self._offloading = make_store and Offloading(
+            plan.index, lasting, partial(make_store, self.device)
+        )
         self._guards = self._make_guards()
-        self._traced: Guard = KeptBytes(plan.index, modules, computes_loss=bool(plan.output))
+        self._traced: Guard = KeptBytes(plan.index, lasting)
         self._is_settled = False
         self._collect(traced=False)
 
@@ -79,6 +87,7 @@ class Stage:
         plan, everyone, norms = self.plan, all_of(self._modules), set(self._norms.layers)
         stateful = [module for module in everyone if module not in norms]
         guards: list[Guard] = [
+            *([self._offloading] if self._offloading else []),
             Repeatable(everyone, stateful, self.weights),
             self._changes,
             self._drawing,
@@ -143,7 +152,7 @@ class Stage:
 
     def recompute(self, run: Run, microbatch: int) -> None:
         """Run the layers again on the same inputs, buffers and random streams; keep the graph."""
-        tape = run.stages[self.index].tapes[microbatch]
+        tape = self._tape(run, microbatch)
         arounds = self._hooks.around_recompute
         run_layers = partial(self._run_layers, run, tape)
         try:
@@ -158,13 +167,14 @@ class Stage:
 
     def backward(self, run: Run, microbatch: int) -> None:
         """Run autograd once from all roots; leave behind the gradients to send; free the graph."""
-        tape = run.stages[self.index].tapes.pop(microbatch)
+        tape = self._tape(run, microbatch)
+        del run.stages[self.index].tapes[microbatch]
         self._run_backward(run, tape)
         self._end(run, tape)
 
     def backward_input(self, run: Run, microbatch: int) -> None:
         """Leave behind the gradients to send; leave those of weights to `backward_weight`."""
-        tape = run.stages[self.index].tapes[microbatch]
+        tape = self._tape(run, microbatch)
         self._run_backward(run, tape, in_parts=True)
         tape.drop_graph()
         tape.received = {}
@@ -176,6 +186,30 @@ class Stage:
         tape = run.stages[self.index].tapes.pop(microbatch)
         self._run_weight_backward(run, tape)
         self._end(run, tape)
+
+    def offload(self, run: Run, microbatch: int) -> None:
+        """Move what the forward has left behind out of the device's memory."""
+        assert self._offloading is not None
+        tape = run.stages[self.index].tapes[microbatch]
+        self._offloading.offload(run, tape)
+        for note in self._hooks.after_move:
+            note(run, tape)
+
+    def fetch(self, run: Run, microbatch: int) -> None:
+        """Bring back what `offload` moved away."""
+        assert self._offloading is not None
+        tape = run.stages[self.index].tapes[microbatch]
+        self._offloading.fetch(tape)
+        tape.copied = self.device.mark_copies()
+        for note in self._hooks.after_move:
+            note(run, tape)
+
+    def _tape(self, run: Run, microbatch: int) -> Tape:
+        """Return a tape for use now; on a GPU, once what was moved away is back."""
+        tape = run.stages[self.index].tapes[microbatch]
+        if tape.copied is not None:
+            self.device.wait(tape.copied)
+        return tape
 
     def commit_statistics(self, run: Run) -> None:
         """Move the BatchNorm running statistics by all micro-batches' moments; free those."""

@@ -12,7 +12,11 @@ from penstock.model.stage_plan import Step
 from penstock.model.state import Place
 from penstock.transport.payload import Activation
 
+from .devices import Event
+
 if TYPE_CHECKING:
+    from .offload import Away
+    from .slots import Slots
     from .split_backward import SplitBackward
 
 FROM_CALLER = -1
@@ -59,6 +63,9 @@ class Tape:
     of the operators that weigh most, the gradients of their results, and those of all other
     parameters.  It is None where a backward has to be one.
 
+    `slots` hold what autograd saved, where it is to be moved; `away` is what is elsewhere now, and
+    `copied` marks on a GPU when it is back.
+
     `graph_dropped`: the forward kept no graph, and a recompute will build it.
     `reruns_in_backward`: the backward may run layers again, inside a checkpoint of the user's own.
     With `draws_again` these draw the numbers again that they drew; with `must_not_draw` one of
@@ -79,6 +86,9 @@ class Tape:
     output_wants_grad: tuple[bool, ...] = ()
     loss: Tensor | None = None
     parts: "SplitBackward | None" = None
+    slots: "Slots | None" = None
+    away: "Away | None" = None
+    copied: Event | None = None
 
     @property
     def may_rerun(self) -> bool:

@@ -26,7 +26,8 @@ class Costs:
     not given, each is half of the whole one.
     `transfer_s` is from the end of a send to the earliest end of its receive; a mapping is kept as
     its items, sorted.  `reduce_s` is what adding up a stage's gradients over replicas takes after
-    its last backward.
+    its last backward.  `offload_s` and `fetch_s` are for how long a rank computes nothing while
+    what it keeps is moved away, or back: on a CPU all of it, elsewhere what does not overlap.
 
     Raises:
         ConfigError: a cost is negative, or no finite number.
@@ -39,6 +40,8 @@ class Costs:
     reduce_s: PerStage = 0
     backward_input_s: PerStage | None = None
     backward_weight_s: PerStage | None = None
+    offload_s: PerStage = 0
+    fetch_s: PerStage = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.transfer_s, Mapping):

@@ -237,6 +237,39 @@ class ReduceGradients:
         return f"{self.stage}G"
 
 
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Move what `stage` keeps of `microbatch` out of the device's memory, to its host's, or on a
+    CPU to a file.
+
+    Roughly: away[s, i] = kept.pop((s, i))
+
+    Weights, buffers and the caller's batch stay where they are.  A Fetch brings the rest back.
+    """
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}H{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Bring back what an Offload of the same pair moved away, with the same bits.
+
+    Roughly: kept[s, i] = away.pop((s, i))
+
+    Comes before the Recompute, the Backward or the BackwardInput of the pair.
+    """
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}D{self.microbatch}"
+
+
 Compute = Forward | Recompute | Backward | BackwardInput | BackwardWeight
 """What a schedule function may write, or a pass add, that runs layers."""
 COMPUTES: frozenset[type[Compute]] = frozenset(get_args(Compute))
@@ -254,6 +287,8 @@ Instruction = (
     | PostReceive
     | CommitStatistics
     | ReduceGradients
+    | Offload
+    | Fetch
 )
 Program = tuple[Instruction, ...]
 
@@ -266,6 +301,8 @@ WORDS: Mapping[str, Callable[..., Instruction]] = {
     "0B0": Backward,
     "0I0": BackwardInput,
     "0W0": BackwardWeight,
+    "0H0": Offload,
+    "0D0": Fetch,
     "0F0>0": SendActivation,
     "0F0<0": ReceiveActivation,
     "0B0>0": SendGradient,
@@ -292,7 +329,7 @@ def is_backward_half(instruction: Instruction) -> bool:
     """Tell whether `instruction` belongs to the half of a step that begins with gradients."""
     if isinstance(instruction, Communication | PostReceive):
         return instruction.gradient
-    return not isinstance(instruction, Forward | CommitStatistics)
+    return not isinstance(instruction, Forward | CommitStatistics | Offload)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from .ir import Schedule
 from .passes import (
     add_commits,
     add_communication,
+    add_offload,
     add_recompute,
     add_reductions,
     backward_half,
@@ -41,14 +42,15 @@ class Lowering:
     """What a pipeline's schedules have to provide for, whatever the call.
 
     `ranks[stage]` is who runs a stage.  The stages in `recompute` drop their graphs, those in
-    `commits` have running statistics.  `posts` receives early, as processes want it; `reduces`
-    gradients over replicas.
+    `offload` move what they keep away, those in `commits` have running statistics.  `posts`
+    receives early, as processes want it; `reduces` gradients over replicas.
     """
 
     family: Family
     ranks: tuple[int, ...]
     transfers: Transfers = ()
     recompute: Collection[int] = ()
+    offload: Collection[int] = ()
     commits: Collection[int] = ()
     posts: bool = False
     reduces: bool = False
@@ -65,8 +67,8 @@ def lower(how: Lowering, num_microbatches: int, mode: Mode = Mode.TRAIN) -> Sche
     schedule = _made(how, num_microbatches)
     if mode is not Mode.TRAIN:
         schedule = forwards_first(schedule)
-    if how.recompute and mode is not Mode.EVAL:
-        schedule = add_recompute(schedule, how.recompute)
+    if mode is not Mode.EVAL:
+        schedule = _saving_memory(schedule, how)
     schedule = add_communication(add_commits(schedule, how.commits), how.transfers)
     if how.reduces and mode is Mode.TRAIN:
         schedule = add_reductions(schedule)
@@ -80,6 +82,12 @@ def lower(how: Lowering, num_microbatches: int, mode: Mode = Mode.TRAIN) -> Sche
             return forward_half(schedule)
         case Mode.BACKWARDS:
             return backward_half(schedule)
+
+
+def _saving_memory(schedule: Schedule, how: Lowering) -> Schedule:
+    if how.recompute:
+        schedule = add_recompute(schedule, how.recompute)
+    return add_offload(schedule, how.offload) if how.offload else schedule
 
 
 def _made(how: Lowering, num_microbatches: int) -> Schedule:

@@ -22,6 +22,11 @@ class Kept:
     graph: int
     inputs: int
     weights: int
+    stays: int = 0
+
+    def moves(self, *, keeps_graph: bool) -> int:
+        """Return how much of it an Offload moves away."""
+        return max(0, (self.graph if keeps_graph else self.inputs) - self.stays)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +35,8 @@ class Sizes:
 
     `kept_bytes` is the graph of a forward, `input_bytes` what a Forward that drops its graph keeps
     until the Recompute, `weight_bytes` what a BackwardInput leaves for its BackwardWeight: where
-    it is not given, as much as the graph.
+    it is not given, as much as the graph.  `stay_bytes` is what an Offload leaves where it is: the
+    caller's batch.
 
     Raises:
         ConfigError: a number is negative.
@@ -39,9 +45,10 @@ class Sizes:
     kept_bytes: BytesPerStage
     input_bytes: BytesPerStage = 0
     weight_bytes: BytesPerStage | None = None
+    stay_bytes: BytesPerStage = 0
 
     def __post_init__(self) -> None:
-        for name in ("kept_bytes", "input_bytes", "weight_bytes"):
+        for name in ("kept_bytes", "input_bytes", "weight_bytes", "stay_bytes"):
             given = getattr(self, name)
             if min(given if isinstance(given, tuple) else (given or 0,), default=0) < 0:
                 raise ConfigError(f"{name} is {given}: nothing takes less than 0 bytes")
@@ -56,7 +63,8 @@ class Sizes:
         inputs = _each(self.input_bytes, num_stages, "input_bytes")
         left = self.weight_bytes
         weights = graphs if left is None else _each(left, num_stages, "weight_bytes")
-        return tuple(map(Kept, graphs, inputs, weights))
+        stays = _each(self.stay_bytes, num_stages, "stay_bytes")
+        return tuple(map(Kept, graphs, inputs, weights, stays))
 
 
 CHANGES: Mapping[type[Instruction], Callable[[Kept], int]] = {
@@ -71,11 +79,17 @@ CHANGES: Mapping[type[Instruction], Callable[[Kept], int]] = {
 
 def live_bytes(program: Program, kept: Sequence[Kept]) -> Iterator[int]:
     """Yield what the rank that runs `program` keeps after each instruction."""
+    dropped: set[tuple[int, int]] = set()
 
     def change(instruction: Instruction) -> int:
         of_stage = kept[instruction.stage]
         if isinstance(instruction, ir.Forward) and not instruction.keep_graph:
+            dropped.add((instruction.stage, instruction.microbatch))
             return of_stage.inputs
+        if isinstance(instruction, ir.Offload | ir.Fetch):
+            keeps_graph = (instruction.stage, instruction.microbatch) not in dropped
+            moved = of_stage.moves(keeps_graph=keeps_graph)
+            return moved if isinstance(instruction, ir.Fetch) else -moved
         change = CHANGES.get(type(instruction))
         return change(of_stage) if change else 0
 

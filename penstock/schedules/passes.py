@@ -1,6 +1,7 @@
 """Passes: each turns a schedule into another one, and does one thing.
 
-    schedule(p, m) -> add_recompute -> add_commits -> add_communication -> verify -> executor
+    schedule(p, m) -> add_recompute -> add_offload -> add_commits -> add_communication
+                   -> verify -> executor
 
 and between processes add_reductions and post_receives before the proof.
 """
@@ -44,6 +45,34 @@ def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> 
                     yield instruction
                 case _:
                     yield instruction
+
+    return _rewrite(schedule, rewrite)
+
+
+def add_offload(schedule: Schedule, stages: Collection[int]) -> Schedule:
+    """Move what `stages` keep away right after each forward, and bring it back one compute
+    instruction before it is needed.
+
+    0F0 0F1 0F2 0B0   ->   0F0 0H0 0F1 0D0 0F2 0B0
+
+    What is needed before there is time for both stays.
+    """
+
+    def rewrite(program: Program) -> Iterator[Instruction]:
+        needed: dict[tuple[int, int], int] = {}
+        for n, x in enumerate(program):
+            if isinstance(x, ir.Recompute | ir.Backward | ir.BackwardInput) and x.stage in stages:
+                needed.setdefault((x.stage, x.microbatch), n)
+        back: dict[int, Instruction] = {}
+        for n, x in enumerate(program):
+            if n in back:
+                yield back[n]
+            yield x
+            if isinstance(x, ir.Forward):
+                before = needed.get((x.stage, x.microbatch), 0) - 1
+                if before > n + 1:
+                    back[before] = ir.Fetch(x.stage, x.microbatch)
+                    yield ir.Offload(x.stage, x.microbatch)
 
     return _rewrite(schedule, rewrite)
 

@@ -7,6 +7,7 @@
     0B3       Backward(0, 3)                 0B3<1     ReceiveGradient(0, 3, peer=1)
     0I3       BackwardInput(0, 3)            1F3?0     PostReceive(1, 3, peer=0, gradient=False)
     0W3       BackwardWeight(0, 3)           0B3?1     PostReceive(0, 3, peer=1, gradient=True)
+    0H3       Offload(0, 3)                  0D3       Fetch(0, 3)
     0C        CommitStatistics(0)            0F3@2     Forward(0, 3), with weights updated twice
     0G        ReduceGradients(0)
 

@@ -106,6 +106,8 @@ def _seconds(  # noqa: C901 - one flat match
     input_s, weight_s = costs.parts(num_stages)
     recompute_s = per_stage(costs.recompute_s, num_stages, "recompute_s")
     reduce_s = per_stage(costs.reduce_s, num_stages, "reduce_s")
+    offload_s = per_stage(costs.offload_s, num_stages, "offload_s")
+    fetch_s = per_stage(costs.fetch_s, num_stages, "fetch_s")
 
     def seconds(instruction: ir.Instruction) -> tuple[float, ...]:  # noqa: C901 - one flat match
         match instruction:
@@ -121,6 +123,10 @@ def _seconds(  # noqa: C901 - one flat match
                 return weight_s
             case ir.ReduceGradients():
                 return reduce_s
+            case ir.Offload():
+                return offload_s
+            case ir.Fetch():
+                return fetch_s
             case ir.CommitStatistics() | ir.PostReceive():
                 return nothing
             case ir.SendActivation() | ir.SendGradient():

@@ -39,6 +39,8 @@ LOOKS: dict[type[ir.Instruction], Look] = {
     ir.PostReceive: Look("receive"),
     ir.CommitStatistics: Look("statistics"),
     ir.ReduceGradients: Look("reduce", "wait_s"),
+    ir.Offload: Look("offload", "wait_s"),
+    ir.Fetch: Look("fetch", "wait_s"),
 }
 IDLE = Look("idle", letter=".", style="2", fill="#eeeeeb", ink="#333333")
 """Time in which nothing runs."""

@@ -69,6 +69,7 @@ class Case:
     stages_per_rank: int = 1
     ranks: tuple[int, ...] = ()
     transport: str = ""
+    offload: bool = False
 
     @property
     def schedule_function(self) -> Build:
@@ -134,6 +135,7 @@ def train(case: Case, mesh: penstock.Mesh) -> dict[str, Any]:
         loss=model.loss,
         schedule=case.schedule_function,
         recompute=penstock.Recompute(case.recompute),
+        offload=case.offload,
         threads_per_stage=1,
         batch_norm_over_replicas=case.num_replicas > 1,
         transport=penstock.Transport[case.transport],
@@ -251,6 +253,15 @@ def test_any_stages_may_run_on_any_rank(ranks: tuple[int, ...], tmp_path: Path) 
     names = ("transformer", "structures", "fan_out", "batch_norms", "large_messages")
     chosen = on_every_transport(
         Case(name, "dealt", recompute, 7, 3, num_stages=2, ranks=ranks)
+        for name, recompute in product(names, RECOMPUTE)
+    )
+    check_bits(chosen, tmp_path)
+
+
+def test_processes_move_what_they_keep_away_and_back(tmp_path: Path) -> None:
+    names = ("transformer", "batch_norms", "fan_out")
+    chosen = on_every_transport(
+        Case(name, "gpipe", recompute, 7, 4, num_stages=2, offload=True)
         for name, recompute in product(names, RECOMPUTE)
     )
     check_bits(chosen, tmp_path)

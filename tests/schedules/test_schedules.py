@@ -21,6 +21,7 @@ from penstock.schedules.lower import Lowering, Mode, lower
 from penstock.schedules.passes import (
     add_commits,
     add_communication,
+    add_offload,
     add_recompute,
     backward_half,
     forward_half,
@@ -107,6 +108,26 @@ def test_statistics_are_committed_after_the_last_forward() -> None:
     """)
 
 
+def test_what_is_moved_away_is_back_one_instruction_early() -> None:
+    moved = add_offload(add_recompute(gpipe(2, 4), [0]), [0])
+    assert words(add_communication(moved, chain_transfers(2))) == grid(
+        """
+        rank 0 | 0f0 0F0>1 0H0 0f1 0F1>1 0H1 0f2 0F2>1 0H2 0D0 0f3 0F3>1 0H3
+                 0R0 0D1 0B0<1 0B0 0R1 0D2 0B1<1 0B1 0R2 0D3 0B2<1 0B2 0R3 0B3<1 0B3
+        rank 1 | 1F0<0 1F0 1F1<0 1F1 1F2<0 1F2 1F3<0 1F3
+                 1B0 1B0>0 1B1 1B1>0 1B2 1B2>0 1B3 1B3>0
+    """.replace("\n                 ", " ")
+    )
+
+
+def test_what_is_needed_soon_is_not_moved_away() -> None:
+    assert add_offload(one_f_one_b(1, 3), [0]) == one_f_one_b(1, 3)
+    assert words(add_offload(one_f_one_b(2, 3), [0, 1])) == grid("""
+        rank 0 | 0F0 0F1 0H1 0B0 0D1 0F2 0B1 0B2
+        rank 1 | 1F0 1B0 1F1 1B1 1F2 1B2
+    """)
+
+
 def test_forwards_first_gives_two_halves() -> None:
     schedule = add_recompute(forwards_first(one_f_one_b(2, 2)))
     assert words(forward_half(schedule)) == "rank 0 | 0f0 0f1\nrank 1 | 1f0 1f1"
@@ -128,6 +149,7 @@ def test_every_lowered_schedule_reads_back_from_its_text(
             ranks=function.ranks(p),
             transfers=chain_transfers(p),
             recompute=range(p) if recompute else (),
+            offload=range(p),
             commits=[0],
         )
         lowered = lower(how, m, mode)

@@ -191,6 +191,55 @@ WRONG = {
         """,
         "rank 0, 0B0?1: its receive stands before it",
     ),
+    "moved away before it is there": (
+        """
+        rank 0 | 0H0 0F0 0F0>1 0D0 0B0<1 0B0
+        rank 1 | 1F0<0 1F0 1B0 1B0>0
+        """,
+        "rank 0, 0H0: there is nothing to move away",
+    ),
+    "moved away once it is used up": (
+        """
+        rank 0 | 0F0 0F0>1 0B0<1 0B0 0H0
+        rank 1 | 1F0<0 1F0 1B0 1B0>0
+        """,
+        "rank 0, 0H0: there is nothing to move away",
+    ),
+    "moved away twice": (
+        """
+        rank 0 | 0F0 0F0>1 0H0 0D0 0H0 0B0<1 0B0
+        rank 1 | 1F0<0 1F0 1B0 1B0>0
+        """,
+        "rank 0, 0H0: it is moved away twice",
+    ),
+    "brought back though it was there": (
+        """
+        rank 0 | 0F0 0F0>1 0D0 0H0 0B0<1 0B0
+        rank 1 | 1F0<0 1F0 1B0 1B0>0
+        """,
+        "rank 0, 0D0: there is nothing to bring back",
+    ),
+    "brought back twice": (
+        """
+        rank 0 | 0F0 0F0>1 0H0 0D0 0D0 0B0<1 0B0
+        rank 1 | 1F0<0 1F0 1B0 1B0>0
+        """,
+        "rank 0, 0D0: there is nothing to bring back",
+    ),
+    "moved away and not there for the backward": (
+        """
+        rank 0 | 0F0 0F0>1 0H0 0B0<1 0B0 0D0
+        rank 1 | 1F0<0 1F0 1B0 1B0>0
+        """,
+        "rank 0, 0B0: what it needs was moved away and no Fetch has brought it back",
+    ),
+    "moved away and not there for the recompute": (
+        """
+        rank 0 | 0f0 0F0>1 0H0 0R0 0D0 0B0<1 0B0
+        rank 1 | 1F0<0 1F0 1B0 1B0>0
+        """,
+        "rank 0, 0R0: what it needs was moved away",
+    ),
     "no instructions": ("rank 0 |", "the schedule runs nothing"),
 }
 

@@ -158,3 +158,13 @@ def test_a_deadlock_is_shown_and_not_waited_for():
 def test_costs_that_do_not_fit_are_refused_with_their_values(costs, message):
     with pytest.raises(ConfigError, match=message):
         simulate(gpipe(3, 2), Costs(**{"forward_s": 1, "backward_s": 2, "recompute_s": 1} | costs))
+
+
+def test_a_rank_computes_nothing_while_it_moves_what_it_keeps() -> None:
+    moved = parse("rank 0 | 0F0 0H0 0F1 0F2 0D0 0B0 0B1 0B2")
+    costs = Costs(forward_s=1, backward_s=2, recompute_s=1, offload_s=(Fraction(1, 2),), fetch_s=3)
+    timeline = simulate(moved, costs)
+    assert boxes(timeline)["0H0"] == (1, Fraction(3, 2))
+    assert boxes(timeline)["0D0"] == (Fraction(7, 2), Fraction(13, 2))
+    assert timeline.step_s == 3 * (1 + 2) + Fraction(7, 2)
+    assert timeline.breakdown().stages[0].wait_s == Fraction(7, 2)

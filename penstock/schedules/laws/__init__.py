@@ -9,6 +9,7 @@ from .in_order import in_order
 from .lanes import Lanes
 from .memory import AtMostBytes, AtMostLive
 from .messages import messages
+from .offloads import offloads
 from .operands import operands
 from .posts import posts
 from .recomputes import recomputes
@@ -24,6 +25,7 @@ SYNCHRONOUS: tuple[Law, ...] = (
     in_order,
     operands,
     recomputes,
+    offloads,
     commits,
     reductions,
     posts,

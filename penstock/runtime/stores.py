@@ -1,0 +1,128 @@
+"""Where bytes go that are moved out of a device's memory: a file, or its host's memory."""
+
+import tempfile
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from ctypes import c_char
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from penstock.errors import ConfigError
+
+from .devices import StageDevice
+
+_LINE_BYTES, _WIDEST_BYTES = 64, 16
+
+
+class AbstractStore(ABC):
+    """Holds copies of storages elsewhere, for one micro-batch of a stage."""
+
+    @abstractmethod
+    def put(self, storage: UntypedStorage) -> Any:
+        """Copy a storage; return what `get` finds the copy by.
+
+        Raises:
+            OSError: there is no room.
+        """
+
+    @abstractmethod
+    def get(self, place: Any) -> tuple[UntypedStorage, int]:
+        """Return a new storage with the same bytes, but for its first few, and how many these are.
+
+        Raises:
+            OSError: the copy cannot be read.
+        """
+
+    def close(self) -> None:  # noqa: B027 - memory needs nothing
+        """Give back what the copies take."""
+
+
+class FileStore(AbstractStore):
+    """A file without a name in `folder`: it ends with the process, whatever ends that.
+
+    What comes back lies as far from the start of a cache line as it did: the order in which matrix
+    kernels add depends on it.
+    """
+
+    def __init__(self, folder: str | None, device: StageDevice | None = None) -> None:
+        self._file: Any = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - `close`
+        self._closing = weakref.finalize(self, self._file.close)
+        self._end = 0
+
+    def put(self, storage: UntypedStorage) -> Any:
+        start, size, lead = self._end, storage.nbytes(), storage.data_ptr() % _LINE_BYTES
+        rest = _bytes_of(storage)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        self._end += size
+        return start, size, 0 if lead % _WIDEST_BYTES else lead
+
+    def get(self, place: Any) -> tuple[UntypedStorage, int]:
+        start, size, lead = place
+        storage = UntypedStorage(lead + size)
+        self._file.seek(start)
+        rest = _bytes_of(storage)[lead:]
+        while rest:
+            count = self._file.readinto(rest)
+            if not count:
+                raise OSError(f"the file has lost {len(rest):,} bytes")
+            rest = rest[count:]
+        return storage, lead
+
+    def close(self) -> None:
+        self._closing()
+
+
+class HostStore(AbstractStore):
+    """Pinned memory of an accelerator's host; copies run beside what the stage computes.
+
+    Not run on a device yet.
+    """
+
+    def __init__(self, device: StageDevice) -> None:
+        self._device = device
+
+    def put(self, storage: UntypedStorage) -> Any:
+        here = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        there = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+        with self._device.copying() as stream:
+            there.copy_(here, non_blocking=True)
+        here.record_stream(stream)
+        return there
+
+    def get(self, place: Tensor) -> tuple[UntypedStorage, int]:
+        with self._device.copying():
+            here = place.to(self._device.device, non_blocking=True)
+        here.record_stream(torch.cuda.current_stream(self._device.device))
+        return here.untyped_storage(), 0
+
+
+MakeStore = Callable[[StageDevice], AbstractStore]
+"""Makes a store for one micro-batch of the stage on a device."""
+
+
+def store_on(device: torch.device, folder: str | None) -> MakeStore:
+    """Return what makes the stores of a stage on a device.
+
+    Raises:
+        ConfigError: on a CPU, `folder` cannot hold files.
+    """
+    if device.type == "cuda":
+        return HostStore
+    try:
+        FileStore(folder).close()
+    except OSError as error:
+        raise ConfigError(
+            f"offload_folder={folder!r} cannot hold what stages move there: {error.strerror}; "
+            "give the path of a folder that is there and may be written to"
+        ) from None
+    return partial(FileStore, folder)
+
+
+def _bytes_of(storage: UntypedStorage) -> memoryview:
+    size = storage.nbytes()
+    return memoryview((c_char * size).from_address(storage.data_ptr() if size else 0)).cast("B")

@@ -1,0 +1,319 @@
+"""What a forward keeps may be moved away and back: the same bits, with less in memory."""
+
+import subprocess
+import sys
+import weakref
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import ConfigError, OffloadError
+from penstock.schedules import Family, gpipe, one_f_one_b
+from penstock.schedules.names import family_of
+from penstock.types import Recompute, Trace, Transport
+from tests.every_schedule import EVERY_SCHEDULE, divided
+from tests.models import ALL_MODELS, Model
+from tests.side_by_side import assert_trains_like_unsplit
+
+WAYS: tuple[dict[str, Any], ...] = (
+    {"schedule": gpipe, "recompute": Recompute.NEVER, "transport": Transport.THREADS},
+    {"schedule": one_f_one_b, "recompute": Recompute.STAGE, "transport": Transport.LOOPBACK},
+    {"schedule": divided, "recompute": Recompute.NEVER, "transport": Transport.LOOPBACK},
+    {"schedule": gpipe, "recompute": (Recompute.STAGE, Recompute.NEVER, Recompute.NEVER)},
+)
+
+
+@pytest.mark.parametrize("model", ALL_MODELS, ids=repr)
+@pytest.mark.parametrize("way", range(2))
+def test_training_equals_the_unsplit_model_in_every_bit(model: Model, way: int) -> None:
+    number = 2 * ALL_MODELS.index(model) + way
+    assert_trains_like_unsplit(
+        model,
+        8 * model.min_samples + number % 2,
+        bf16=number % 3 == 0,
+        num_stages=3,
+        num_microbatches=4,
+        offload=True,
+        **WAYS[number % len(WAYS)],
+    )
+
+
+@pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=str)
+def test_in_every_schedule(schedule: Family) -> None:
+    model = next(m for m in ALL_MODELS if m.name == "transformer")
+    assert_trains_like_unsplit(
+        model,
+        6,
+        steps=2,
+        num_stages=4,
+        num_microbatches=6,
+        schedule=schedule,
+        recompute=Recompute.NEVER,
+        offload=True,
+    )
+
+
+class Square(nn.Module):
+    """Keep its input, and twice a view of its output: one storage, three saved tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * x
+        return y * y.flatten().view_as(y)
+
+
+def kept_bytes(offload: bool, recompute: Recompute, *, num_microbatches: int = 8) -> int:
+    """Return the most that a middle stage keeps."""
+    layers = [nn.Linear(32, 32), Square(), nn.Linear(32, 32), Square(), nn.Linear(32, 32)]
+    pipe = penstock.Pipeline(
+        layers,
+        partition=[1, 3, 1],
+        num_microbatches=num_microbatches,
+        loss=nn.functional.mse_loss,
+        transport=Transport.LOOPBACK,
+        recompute=recompute,
+        offload=offload,
+        trace=Trace.MEMORY,
+    )
+    x = torch.ones(64 * num_microbatches, 32)
+    pipe.train_step(x, x)
+    assert pipe.last_timeline is not None
+    return max(s.kept_bytes for s in pipe.last_timeline.memory if s.stage == 1)
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+def test_two_microbatches_are_counted_instead_of_all(recompute: Recompute) -> None:
+    one = kept_bytes(offload=False, recompute=Recompute.NEVER, num_microbatches=1)
+    assert kept_bytes(offload=False, recompute=Recompute.NEVER) > 6 * one
+    kept = kept_bytes(offload=True, recompute=recompute)
+    assert kept <= (2 if recompute is Recompute.NEVER else 1) * one
+
+
+class Counted(torch.autograd.Function):
+    """Save an array whose end is noticed: the memory itself, not what refers to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, live: list[int]) -> Tensor:
+        array = numpy.full(x.shape, 2.0, dtype=numpy.float32)
+        live[0] += 1
+        live.append(live[0])
+        weakref.finalize(array, lambda: live.__setitem__(0, live[0] - 1))
+        ctx.save_for_backward(torch.from_numpy(array))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.saved_tensors[0], None
+
+
+class Counting(nn.Module):
+    """Note how many of its saved arrays are in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, Counted.apply(x, self.live))
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_the_memory_itself_is_given_back(offload: bool) -> None:
+    counting = Counting()
+    pipe = penstock.Pipeline(
+        [nn.Linear(4, 4), counting, nn.Linear(4, 1)],
+        num_stages=3,
+        num_microbatches=8,
+        loss=nn.functional.mse_loss,
+        recompute=Recompute.NEVER,
+        offload=offload,
+    )
+    pipe.train_step(torch.ones(8, 4), torch.ones(8, 1))
+    now, *seen = counting.live
+    assert now == 0
+    assert max(seen) == (1 if offload else 8)
+
+
+class Failing(nn.Module):
+    """Raise at the fourth call."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 4:
+            raise ValueError("injected")
+        return x.tanh()
+
+
+def open_files() -> set[str]:
+    """Name the files without a name that this process has open."""
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the folder itself
+            found.add(str(link.readlink()))
+    return {name for name in found if name.endswith("(deleted)")}
+
+
+def test_a_failed_step_leaves_no_file_behind_and_the_next_one_is_right(tmp_path: Path) -> None:
+    failing = Failing()
+    layers = [nn.Linear(4, 4), failing, nn.Linear(4, 1)]
+    pipe = penstock.Pipeline(
+        layers,
+        num_stages=3,
+        num_microbatches=6,
+        loss=nn.functional.mse_loss,
+        recompute=Recompute.NEVER,
+        offload=True,
+        offload_folder=tmp_path,
+    )
+    x, y = torch.randn(6, 4), torch.randn(6, 1)
+    before = open_files()
+    with pytest.raises(ValueError, match="injected"):
+        pipe.train_step(x, y)
+    assert open_files() == before
+    assert list(tmp_path.iterdir()) == []
+    pipe.zero_grad()
+    failing.calls = 10
+    pipe.train_step(x, y)
+    ours = [p.grad for p in pipe.parameters()]
+    plain = nn.Sequential(*layers)
+    expected = [torch.zeros_like(p) for p in plain.parameters()]
+    for part, wanted in zip(x.split(1), y.split(1), strict=True):
+        loss = nn.functional.mse_loss(plain(part), wanted) / 6
+        for total, found in zip(
+            expected, torch.autograd.grad(loss, list(plain.parameters())), strict=True
+        ):
+            total += found
+    assert all(torch.allclose(a, b) for a, b in zip(ours, expected, strict=True) if a is not None)
+
+
+def test_a_full_store_is_named(tmp_path: Path) -> None:
+    program = """
+import resource, sys, torch, penstock
+from torch import nn
+pipe = penstock.Pipeline([nn.Linear(99, 99), nn.Tanh(), nn.Linear(99, 1)], num_stages=2,
+    num_microbatches=6, loss=nn.functional.mse_loss, recompute=penstock.Recompute.NEVER,
+    offload=True, offload_folder=sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+try:
+    pipe.train_step(torch.ones(60, 99), torch.ones(60, 1))
+except penstock.errors.OffloadError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True
+    )
+    said = "cannot move away what it keeps of micro-batch 0: File too large. Give offload_folder="
+    assert said in done.stdout, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_refused_when_the_pipeline_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"offload_folder=.*No such file or directory"):
+        small(offload=True, offload_folder=tmp_path / "none")
+    small(offload=False, offload_folder=tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"offload": "yes"}, "offload='yes'; it must be one of True, False"),
+        ({"offload": [True]}, "2 stages has offload for 1"),
+        ({"recompute": [Recompute.STAGE]}, "2 stages has recompute for 1"),
+        ({"recompute": [Recompute.STAGE, "never"]}, "recompute='never'; it must be one of"),
+    ],
+)
+def test_what_is_no_policy_is_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        small(**wrong)
+
+
+def small(**options: Any) -> penstock.Pipeline:
+    """Make a pipeline of two stages."""
+    layers = [nn.Linear(4, 4), nn.Linear(4, 1)]
+    loss = nn.functional.mse_loss
+    return penstock.Pipeline(layers, num_stages=2, num_microbatches=4, loss=loss, **options)
+
+
+class Spoils(nn.Module):
+    """Change in place what its exponential has saved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.exp()
+        y.add_(1)
+        return y
+
+
+def test_a_saved_value_that_changes_in_place_is_an_error_as_in_plain_torch() -> None:
+    layers = [nn.Linear(4, 4), Spoils(), nn.Linear(4, 1)]
+    x, y = torch.ones(6, 4), torch.ones(6, 1)
+    words = "modified by an inplace operation"
+    with pytest.raises(RuntimeError, match=words):
+        nn.functional.mse_loss(nn.Sequential(*layers)(x), y).backward()
+    pipe = penstock.Pipeline(
+        layers,
+        num_stages=3,
+        num_microbatches=6,
+        loss=nn.functional.mse_loss,
+        recompute=Recompute.NEVER,
+        offload=True,
+    )
+    with pytest.raises(RuntimeError, match=words):
+        pipe.train_step(x, y)
+
+
+class Remembers(nn.Module):
+    """Keep what it is given and what it gives, as hooks of users do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [*getattr(self, "seen", []), x.detach().clone()]
+        self.kept = [*getattr(self, "kept", []), x]
+        self.given = [*getattr(self, "given", []), x.tanh()]
+        return self.given[-1]
+
+
+def test_what_a_layer_has_kept_for_itself_stays_as_it_was() -> None:
+    layers = [nn.Linear(4, 4), Remembers(), nn.Linear(4, 1)]
+    pipe = penstock.Pipeline(
+        layers,
+        num_stages=3,
+        num_microbatches=6,
+        loss=nn.functional.mse_loss,
+        recompute=Recompute.NEVER,
+        offload=True,
+    )
+    pipe.train_step(torch.randn(6, 4), torch.randn(6, 1))
+    module: Any = layers[1]
+    for seen, kept, given in zip(module.seen, module.kept, module.given, strict=True):
+        assert torch.equal(seen, kept)
+        assert torch.equal(seen.tanh(), given)
+
+
+def test_weights_of_a_divided_backward_are_still_left_to_later() -> None:
+    pipe = penstock.Pipeline(
+        [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)],
+        num_stages=4,
+        num_microbatches=6,
+        loss=nn.functional.mse_loss,
+        schedule=family_of(divided, 6),
+        transport=Transport.LOOPBACK,
+        recompute=Recompute.NEVER,
+        offload=True,
+        trace=Trace.MEMORY,
+    )
+    pipe.train_step(torch.ones(6, 8), torch.ones(6, 1))
+    words = [str(x) for x in pipe.schedule_for().programs[0]]
+    assert {"0H0", "0D0", "0I0", "0W0"} <= {*words}
+    order = [words.index(word) for word in ("0F0", "0F0>1", "0H0", "0D0", "0I0", "0W0")]
+    assert all(a < b for a, b in pairwise(order))
+
+
+def test_the_error_is_an_os_error() -> None:
+    assert issubclass(OffloadError, OSError)
