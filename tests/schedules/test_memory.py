@@ -59,3 +59,10 @@ def test_sizes_and_limits_that_do_not_fit_are_refused() -> None:
         check(gpipe(2, 1), AtMostBytes(Sizes(kept_bytes=(1,)), 1))
     with pytest.raises(ConfigError, match=r"input_bytes is \(1, -1\): nothing takes less than 0"):
         Sizes(kept_bytes=1, input_bytes=(1, -1))
+
+
+def test_what_is_moved_away_is_not_kept_until_it_is_back() -> None:
+    sizes = Sizes(kept_bytes=100, input_bytes=10, stay_bytes=4)
+    program = parse("rank 0 | 0F0 0H0 0f1 0H1 0F2 0D0 0B0 0D1 0R1 0B1 0B2").programs[0]
+    kept = [*live_bytes(program, sizes.of_stages(1))]
+    assert kept == [100, 4, 14, 8, 108, 204, 104, 110, 200, 100, 0]
