@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -155,26 +155,18 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
     return bool(getattr(tensor, "_backward_hooks", True))
 
 
+NEVER_COMPUTES = "penstock_never_computes"
+"""The attribute of a hook that only returns what it has."""
+
+
 def saved_tensors(node: Node, *names: str) -> list[Tensor] | None:
     """Return what a node saved, detached; None if torch hides one, or a hook would compute it."""
     raws = [getattr(node, f"_raw_saved_{name}", None) for name in names]
     hooks = [getattr(raw, "unpack_hook", True) for raw in raws]
-    if any(hook is not None and not hasattr(hook, _NEVER_COMPUTES) for hook in hooks):
+    if any(hook is not None and not hasattr(hook, NEVER_COMPUTES) for hook in hooks):
         return None
     found = [getattr(node, f"_saved_{name}", None) for name in names]
     return None if any(t is None for t in found) else [t.detach() for t in found if t is not None]
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def never_computes(unpack: _Function) -> _Function:
-    """Mark a hook that only returns what it has, so that what a node saved may be looked at."""
-    setattr(unpack, _NEVER_COMPUTES, True)
-    return unpack
-
-
-_NEVER_COMPUTES = "penstock_never_computes"
 
 
 def saved_numbers(node: Node, *names: str) -> list[Any] | None:

@@ -15,7 +15,7 @@ from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.model.entries import is_plain_class, version_of
-from penstock.torch_private import never_computes, storage_id
+from penstock.torch_private import NEVER_COMPUTES, storage_id
 
 
 class Layout(NamedTuple):
@@ -109,9 +109,11 @@ class Slots:
         return (slot for each in self._saved if (slot := each()) is not None)
 
 
-@never_computes
 def _unpack(saved: Slot | Tensor) -> Tensor:
     return saved.take() if isinstance(saved, Slot) else saved
+
+
+setattr(_unpack, NEVER_COMPUTES, True)
 
 
 def without_values(tensor: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ def _seconds(  # noqa: C901 - one flat match
     offload_s = per_stage(costs.offload_s, num_stages, "offload_s")
     fetch_s = per_stage(costs.fetch_s, num_stages, "fetch_s")
 
-    def seconds(instruction: ir.Instruction) -> tuple[float, ...]:  # noqa: C901 - match
+    def seconds(instruction: ir.Instruction) -> tuple[float, ...]:  # noqa: C901, PLR0912
         match instruction:
             case ir.Forward():
                 return forward_s
