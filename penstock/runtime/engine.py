@@ -151,7 +151,7 @@ class Engine:
         return Lowering(
             family=self.plan.schedule,
             ranks=self.plan.placement.places,
-            transfers=[transfer for p in plans for transfer in p.transfers],
+            transfers=tuple(transfer for p in plans for transfer in p.transfers),
             recompute=self.plan.recomputing,
             offload=self.plan.offloading,
             commits=tuple(p.index for p in plans if batch_norms(self._modules_of(p))),

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 from penstock.errors import ConfigError
 
@@ -56,14 +57,22 @@ class Lowering:
     reduces: bool = False
 
 
-@collection_paused()
 def lower(how: Lowering, num_microbatches: int, mode: Mode = Mode.TRAIN) -> Schedule:
     """Make a schedule, apply the passes that `mode` needs, and prove the result.
+
+    Equal arguments are looked up: the last schedules are kept, if all of `how` can be hashed.
 
     Raises:
         ScheduleError: the schedule is wrong; see `verify`.
         ConfigError: it is of another size than asked for, or runs a stage on another rank.
     """
+    if _can_be_hashed(how):
+        return _kept(how, num_microbatches, mode)
+    return _lower(how, num_microbatches, mode)
+
+
+@collection_paused()
+def _lower(how: Lowering, num_microbatches: int, mode: Mode) -> Schedule:
     schedule = _made(how, num_microbatches)
     if mode is not Mode.TRAIN:
         schedule = forwards_first(schedule)
@@ -82,6 +91,18 @@ def lower(how: Lowering, num_microbatches: int, mode: Mode = Mode.TRAIN) -> Sche
             return forward_half(schedule)
         case Mode.BACKWARDS:
             return backward_half(schedule)
+
+
+_kept = lru_cache(maxsize=8)(_lower)  # train and evaluate, whole and last batches, of two plans
+
+
+def _can_be_hashed(how: Lowering) -> bool:
+    """Tell whether equal ways to lower can be found: a user's callable may be mutable."""
+    try:
+        hash(how)
+    except TypeError:
+        return False
+    return True
 
 
 def _saving_memory(schedule: Schedule, how: Lowering) -> Schedule:
