@@ -18,6 +18,7 @@ from penstock.model.state import in_evaluation
 from penstock.planner.arguments import Arguments
 from penstock.planner.plan import Plan
 from penstock.runtime.abstract_pipeline import AbstractPipeline
+from penstock.runtime.asynchronous import Updating, cut_all, losses, run_window
 from penstock.runtime.engine import Engine
 from penstock.runtime.input_gradients import accumulate_into_inputs
 from penstock.runtime.microbatches import Call, check_loss_scale, check_targets, first_microbatch
@@ -179,13 +180,12 @@ class Pipeline(AbstractPipeline):
             Exception: whatever a layer raised, with stage, layer and micro-batch noted.
                 Gradients are then incomplete: zero them.
         """
-        if self._engine.loss is None:
+        self._check_can_train("train_step")
+        if self.plan.schedule.is_asynchronous:
             raise ConfigError(
-                "train_step needs a loss; give Pipeline(..., loss=...), or use pipe(inputs)"
-            )
-        if not torch.is_grad_enabled():
-            raise ConfigError(
-                "train_step was called under torch.no_grad(); use eval_step, or leave that block"
+                f"schedule={self.plan.schedule!r} updates the weights while it runs; give the "
+                "optimizer and several batches to pipe.train_steps(batches, optimizer), or use a "
+                "synchronous schedule"
             )
         check_targets(targets)
         engine = self._engine
@@ -204,6 +204,76 @@ class Pipeline(AbstractPipeline):
         if run.input_gradients:
             accumulate_into_inputs(inputs, run)
         return loss
+
+    def train_steps(
+        self,
+        batches: Sequence[tuple[Any, Any]],
+        optimizer: torch.optim.Optimizer,
+        *,
+        lr_scheduler: Any = None,
+    ) -> Tensor:
+        """Train on several mini-batches, one after the other, and update the weights.
+
+            losses = pipe.train_steps(batches, optimizer)
+
+        With a synchronous schedule this is `train_step`, `optimizer.step()` and
+        `optimizer.zero_grad()` for each.  With an asynchronous one (`schedules.pipedream_2bw`) the
+        mini-batches follow each other without a flush, and each stage updates its weights when
+        the schedule says; after the last one all stages have seen all updates.
+
+        Args:
+            batches: (inputs, targets) of each, as `train_step` takes them.
+            optimizer: of `pipe.parameters()`; treats each parameter by itself, as SGD and AdamW
+                do.
+            lr_scheduler: its `step()` is called once after each mini-batch; with an asynchronous
+                schedule beforehand, to know the options of every update.
+
+        Returns:
+            The loss of each mini-batch, as `train_step` returns it, in a tensor of shape (W,).
+
+        Raises:
+            ConfigError: the optimizer cannot move the weights stage by stage.
+            BatchError: the mini-batches have not as many micro-batches.
+            Exception: whatever `train_step` raises.  With an asynchronous schedule stages may have
+                made some of the updates: load a checkpoint.
+        """
+        if not self.plan.schedule.is_asynchronous:
+            return self._train_one_by_one(batches, optimizer, lr_scheduler)
+        self._check_can_train("train_steps")
+        for _, targets in batches:
+            check_targets(targets)
+        with self._engine.one_at_a_time(), self._engine.reporting():
+            call = replace(self._wanted, trains=True, trace=self._trace)
+            cut = cut_all(self._engine, batches, call)
+            if self._will_balance:
+                self._balance(cut[0].inputs[0])
+            engine, step = self._engine, self.step
+            self.step += len(cut)
+            run = run_window(engine, cut, step, Updating(optimizer, lr_scheduler))
+            self._record, self._timeline = engine.record(run, Mode.TRAIN), None
+            return losses(engine, cut, run)
+
+    def _train_one_by_one(
+        self, batches: Sequence[tuple[Any, Any]], optimizer: torch.optim.Optimizer, scheduler: Any
+    ) -> Tensor:
+        found = []
+        for inputs, targets in batches:
+            found.append(self.train_step(inputs, targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            if scheduler is not None:
+                scheduler.step()
+        return torch.stack(found)
+
+    def _check_can_train(self, call: str) -> None:
+        if self._engine.loss is None:
+            raise ConfigError(
+                f"{call} needs a loss; give Pipeline(..., loss=...), or use pipe(inputs)"
+            )
+        if not torch.is_grad_enabled():
+            raise ConfigError(
+                f"{call} was called under torch.no_grad(); use eval_step, or leave that block"
+            )
 
     # -- outputs --------------------------------------------------------------------------------
 

@@ -117,9 +117,8 @@ disabled_hooks: Callable[[], str | None] = getattr(
 """Return what `disable_saved_tensors_hooks` was told in this thread; None where it was not
 entered, or torch hides it."""
 next_node_number: Callable[[], int] = getattr(_autograd, "_get_sequence_nr", int)
-"""Return the number that autograd gives the next node of this thread; 0 where torch hides it.
-
-Then the backward of a layer that fails is named as the first or the last that is possible."""
+"""Return the number that autograd gives the next node of this thread; 0 where torch hides it:
+then the backward of a layer that fails is named as the first or the last that is possible."""
 saving_hooks: Callable[[], Any] = partial(
     _needed(_autograd, "_top_saved_tensors_default_hooks"), True
 )
@@ -127,6 +126,8 @@ saving_hooks: Callable[[], Any] = partial(
 
 version_counter: Callable[[Tensor], int] = attrgetter("_version")
 """Count the changes in place of a tensor; RuntimeError for an inference tensor.  Needed."""
+uncounted_changes = _needed(torch.autograd, "_unsafe_preserve_version_counter")
+"""While entered, changes in place of a tuple of tensors are not counted.  Needed."""
 
 
 def node_number(node: Node) -> int | None:
@@ -180,9 +181,7 @@ def saved_numbers(node: Node, *names: str) -> list[Any] | None:
 
 
 class _CachedWeights(threading.local):
-    """How many `cached()` this thread is in, and the weights it has computed there; none in a
-    torch that has another such function.
-    """
+    """How many `cached()` this thread is in, and the weights it has computed there, if any."""
 
     depth = 0
 
@@ -371,15 +370,9 @@ _needed(nn.Module, "_apply")
 class AbstractSharedScaler(torch.amp.GradScaler):
     """A GradScaler that may talk to others whenever it has looked for inf and nan.  Needed."""
 
-    def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, Tensor]:
-        look = super()._unscale_grads_
-        return self.share(lambda: look(optimizer, inv_scale, found_inf, allow_fp16), found_inf)
+    def _unscale_grads_(self, *given: Any) -> dict[torch.device, Tensor]:
+        look, (_, _, found_inf, _) = super()._unscale_grads_, given
+        return self.share(lambda: look(*given), found_inf)
 
     def share(
         self, look: Callable[[], dict[torch.device, Tensor]], found_inf: Tensor
@@ -389,6 +382,13 @@ class AbstractSharedScaler(torch.amp.GradScaler):
 
 
 _needed(torch.amp.GradScaler, "_unscale_grads_")
+
+
+def note_steps(optimizer: Any) -> bool:
+    """Let schedulers know that an optimizer steps; tell whether hooks of its own run there."""
+    optimizer._opt_called = True
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
 
 # -- processes ----------------------------------------------------------------------------------
 

@@ -516,3 +516,22 @@ def test_cached_weights_are_those_of_a_thread() -> None:
     assert not bool(private.cached_weights.depth) and not reads_alike()
     with parametrize.cached():
         assert layer.weight is not here
+
+
+def test_a_change_that_is_not_counted_leaves_the_version_as_it_was() -> None:
+    tensor = torch.zeros(2)
+    before = private.version_counter(tensor)
+    with private.uncounted_changes((tensor,)):
+        tensor.add_(1)
+    assert private.version_counter(tensor) == before
+    assert tensor.tolist() == [1, 1]
+
+
+def test_a_scheduler_knows_of_steps_that_it_has_not_seen_and_hooks_are_found() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    assert not private.note_steps(optimizer)
+    scheduler.step()  # a warning would fail the test
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    optimizer.register_step_pre_hook(print)
+    assert private.note_steps(optimizer)

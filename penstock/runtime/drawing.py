@@ -54,8 +54,9 @@ class LayerCall:
 
     @property
     def key(self) -> int:
-        seed, phase, step, first = self.run.streams
-        return stream_key(seed, phase, step, self.layer, first + self.tape.microbatch)
+        seed, phase, step, every, first = self.run.streams
+        later, microbatch = divmod(self.tape.microbatch, every)
+        return stream_key(seed, phase, step + later, self.layer, first + microbatch)
 
 
 class Drawing(Guard):

@@ -83,7 +83,7 @@ class Engine:
             )
         self._with_streams = [s.device for s in self.stages if s.device.is_cuda]
         self._places = layers.places()
-        self._programs: dict[tuple[Mode, int], Schedule] = {}
+        self._programs: dict[tuple[Mode, int, int], Schedule] = {}
         self._lowering = self._how_to_lower()
         self.is_current = True
         if before is not None:
@@ -134,17 +134,22 @@ class Engine:
     def _modules_of(self, plan: StagePlan) -> list[nn.Module]:
         return _with_loss([step.module for step in plan.steps], self._loss_of(plan))
 
-    def program(self, mode: Mode, num_microbatches: int) -> Schedule:
+    def program(self, mode: Mode, num_microbatches: int, num_minibatches: int = 1) -> Schedule:
         """Return the lowered and verified schedule of a call; kept for the next one like it.
 
         Raises:
             ScheduleError: the schedule is wrong.
             ConfigError: for this number of micro-batches it runs a stage on another rank.
         """
-        key = (mode, num_microbatches)
+        key = (mode, num_microbatches, num_minibatches)
         if key not in self._programs:
-            self._programs[key] = lower(self._lowering, num_microbatches, mode)
+            self._programs[key] = lower(self._lowering, num_microbatches, mode, num_minibatches)
         return self._programs[key]
+
+    def program_of(self, run: Run, mode: Mode) -> Schedule:
+        """Return the schedule that `run` runs."""
+        every = run.streams.num_microbatches
+        return self.program(mode, every, run.num_microbatches // every)
 
     def _how_to_lower(self) -> Lowering:
         plans = self.stage_plans
@@ -171,11 +176,14 @@ class Engine:
         """
         return self._lasting.turn.taken()
 
-    def new_run(self, batch: Batch, phase: str, step: int, *, with_grad: bool) -> Run:
-        """Return what a call for `batch` reads and writes."""
+    def new_run(
+        self, batch: Batch, phase: str, step: int, *, with_grad: bool, num_minibatches: int = 1
+    ) -> Run:
+        """Return what a call for `batch` reads and writes, which may be several mini-batches."""
+        every = len(batch.sizes) // num_minibatches
         return Run(
             batch=batch,
-            streams=Streams(self.plan.seed, phase, step, batch.first),
+            streams=Streams(self.plan.seed, phase, step, every, batch.first),
             caller=CallerContext.capture(with_grad, self.devices),
         )
 
@@ -194,7 +202,7 @@ class Engine:
         stages = {stage.index: stage for stage in self.stages}
         caller = CallerContext.capture(run.with_grad, self.devices) if run.resumed else run.caller
         caller.check_hooks(self._needs_hooks(run.batch.trace))
-        work = Work(self.program(mode, run.num_microbatches), stages, run, caller)
+        work = Work(self.program_of(run, mode), stages, run, caller)
         replicas = self._lasting.replicas if mode is Mode.TRAIN else None
         if replicas is not None:
             replicas.set_aside([p for stage in self.stages for p in stage.weights.parameters])
@@ -210,15 +218,20 @@ class Engine:
                 stage.forget(error)
             raise
         finally:
-            for device in self._with_streams:
-                device.make_caller_wait()
+            self._leave(run)
+
+    def _leave(self, run: Run) -> None:
+        for stage in self.stages:
+            stage.end(run)
+        for device in self._with_streams:
+            device.make_caller_wait()
 
     def record(self, run: Run, mode: Mode) -> Record | None:
         """Return what a traced run noted on all stages; None if it was not traced."""
         if run.batch.trace is Trace.OFF:
             return None
         noted = gather_noted(self.mesh.stages, run.recorded, self.splitter.agreed_s)
-        program = self.program(mode, run.num_microbatches)
+        program = self.program_of(run, mode)
         return Record(program, noted.times_s, noted.sent_bytes, noted.memory)
 
     def close(self) -> None:

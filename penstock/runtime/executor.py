@@ -21,6 +21,7 @@ from penstock.schedules.ir import (
     ReduceGradients,
     SendActivation,
     SendGradient,
+    UpdateWeights,
 )
 from penstock.transport.channels import AbstractChannels, Stopped
 from penstock.transport.payload import Activation, Gradient
@@ -86,8 +87,8 @@ class Executor:
     def _execute(self, instruction: Instruction) -> None:  # noqa: C901, PLR0912 - one flat match
         stage, run = self._stages[instruction.stage], self._run
         match instruction:
-            case Forward(_, i, keep_graph):
-                stage.forward(run, i, keep_graph)
+            case Forward(_, i, keep_graph, version):
+                stage.forward(run, i, keep_graph, version)
             case Recompute(_, i):
                 stage.recompute(run, i)
             case Backward(_, i):
@@ -116,6 +117,8 @@ class Executor:
                 stage.offload(run, i)
             case Fetch(_, i):
                 stage.fetch(run, i)
+            case UpdateWeights():
+                stage.update_weights(run)
             case _:
                 assert_never(instruction)
 

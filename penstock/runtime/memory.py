@@ -1,8 +1,8 @@
 """Count the bytes that a stage keeps for its backward passes: exact, by storage, not process size.
 
-Counted: the values a stage received, and the storages autograd saved for it, each storage once.
-Not counted: parameters, buffers, gradients, and the caller's own batch beyond the views kept of
-it.
+Counted: the values a stage received, the storages autograd saved for it, each storage once, and
+versions of its weights beside the newest.  Not counted: parameters, buffers, gradients, and the
+caller's own batch beyond the views kept of it.
 """
 
 import time
@@ -19,6 +19,7 @@ from penstock.trace.timeline import MemorySample
 from .guards import Context, Guard
 from .run import Run
 from .tape import FROM_CALLER, Tape
+from .weights import Weights
 
 
 class Lasting:
@@ -47,8 +48,8 @@ class Lasting:
 class KeptBytes(Guard):
     """Counts for one stage, where a run traces memory."""
 
-    def __init__(self, stage: int, lasting: Lasting) -> None:
-        self._stage, self._lasting = stage, lasting
+    def __init__(self, stage: int, lasting: Lasting, weights: Weights) -> None:
+        self._stage, self._lasting, self._weights = stage, lasting, weights
 
     def around_forward(self, run: Run, tape: Tape) -> Context | None:
         """Count what autograd saves, if it does, and then the values that came to the stage."""
@@ -106,7 +107,8 @@ class KeptBytes(Guard):
         kept: dict[int, int] = {}
         for storages in run.stages[self._stage].kept_bytes.values():
             kept.update(storages)
-        sample = MemorySample(self._stage, time.perf_counter(), sum(kept.values()))
+        num_bytes = sum(kept.values()) + self._weights.bytes_of_older
+        sample = MemorySample(self._stage, time.perf_counter(), num_bytes)
         run.recorded.memory.append(sample)
 
 

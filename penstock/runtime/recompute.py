@@ -45,7 +45,7 @@ class Repeatable(Guard):
     def _forward(self, tape: Tape) -> Iterator[None]:
         modes = self._modes()
         versions = [version_counter(t) for t in tape.inputs]
-        seen = Seen({}, modes, self._weights.newest, versions)
+        seen = Seen({}, modes, self._weights.shown, versions)
         is_new = modes != self._state.known_in
         before = self._state.look(modes) if is_new or self._holds_state() else {}
         with saved_tensors_hooks(_drop, _never):

@@ -1,5 +1,6 @@
 """One run of a schedule: what the step is, what each stage holds meanwhile, what comes out."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from penstock.types import Trace
 from .caller import CallerContext
 from .microbatches import Batch
 from .tape import Tape
+from .window import Window
 
 Moments = tuple[int, Tensor, Tensor]
 """(values per channel, their mean, their unbiased variance): one call of one BatchNorm layer."""
@@ -23,12 +25,14 @@ MomentsByModule = dict[AnyBatchNorm, list[Moments]]
 class Streams(NamedTuple):
     """What keys the random streams of a run, beside layer and micro-batch.
 
-    `first_microbatch` is what micro-batch 0 is called among those of all replicas.
+    `first_microbatch` is what micro-batch 0 is called among those of all replicas.  A run of
+    several mini-batches of `num_microbatches` each is as many steps, from `step` on.
     """
 
     seed: int
     phase: str
     step: int
+    num_microbatches: int
     first_microbatch: int = 0
 
 
@@ -38,7 +42,8 @@ class StageRun:
 
     `tied_sums[peer]` are the gradients of another stage's weights that are not sent yet, by the
     place of the weight.  `kept_bytes` are the sizes of
-    storages by micro-batch and address, where memory is traced.
+    storages by micro-batch and address, where memory is traced.  `uses` counts the micro-batches
+    that still need each version of the weights, where these change within the run.
     """
 
     tapes: dict[int, Tape] = field(default_factory=dict)
@@ -50,6 +55,7 @@ class StageRun:
     tied_sums: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     moments: MomentsByModule = field(default_factory=dict)
     has_claimed_leaves: bool = False
+    uses: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
@@ -72,7 +78,8 @@ class Run:
 
     `caller` is what the forwards run under.  With `trusts_evaluation`, layers in evaluation mode
     are taken to draw no random numbers until one is seen to.  With `sums_tied`, a stage sends its
-    gradients of another one's weights once.
+    gradients of another one's weights once.  With `window` it is several mini-batches, whose
+    micro-batches are numbered on, and the weights are updated meanwhile.
 
     Shared by the stages: `has_seeded` tells that a layer was run with torch's default generators
     seeded, so that a checkpoint in it will bring them there again: backward passes then have them
@@ -88,6 +95,7 @@ class Run:
     sums_tied: bool = False
     trusts_evaluation: bool = False
     output_gradients: list[list[Tensor | None]] | None = None
+    window: Window | None = None
 
     stages: dict[int, StageRun] = field(default_factory=dict)
     has_seeded: bool = False
@@ -101,8 +109,13 @@ class Run:
 
     @property
     def num_microbatches(self) -> int:
-        """M of this step."""
+        """M of this step; of all mini-batches together."""
         return len(self.batch.sizes)
+
+    def is_last(self, microbatch: int) -> bool:
+        """Tell whether no later micro-batch adds to the same gradients of weights."""
+        every = self.num_microbatches if self.window is None else self.window.every
+        return (microbatch + 1) % every == 0
 
     @property
     def with_grad(self) -> bool:

@@ -39,6 +39,7 @@ from .run import Run, StageRun
 from .stores import MakeStore
 from .tape import Tape
 from .weights import Weights, all_of
+from .window import changed_in_forward
 
 _T = TypeVar("_T", Tensor, Tensor | None)
 
@@ -78,7 +79,7 @@ class Stage:
             plan.index, lasting, partial(make_store, self.device)
         )
         self._guards = self._make_guards()
-        self._traced: Guard = KeptBytes(plan.index, lasting)
+        self._traced: Guard = KeptBytes(plan.index, lasting, self.weights)
         self._is_settled = False
         self._collect(traced=False)
 
@@ -125,9 +126,17 @@ class Stage:
 
     def begin(self, run: Run) -> None:
         """Take part in a run, or go on with one."""
-        run.stages.setdefault(self.index, StageRun())
+        here = run.stages.setdefault(self.index, StageRun())
+        if run.window is not None:
+            here.uses = run.window.uses[self.index].copy()
+            self.weights.begin(run.window.optimizers[self.index].parameters)
         if run.traces_memory != self._is_traced:
             self._collect(traced=run.traces_memory)
+
+    def end(self, run: Run) -> None:
+        """Take part in the run no more."""
+        if run.window is not None:
+            self.weights.end()
 
     def forget(self, error: BaseException) -> None:
         """Forget what was seen of the layers: how they draw, whether they change their input."""
@@ -136,13 +145,17 @@ class Stage:
 
     # -- what the instructions ask for --------------------------------------------------------
 
-    def forward(self, run: Run, microbatch: int, keep_graph: bool) -> None:
+    def forward(self, run: Run, microbatch: int, keep_graph: bool, version: int) -> None:
         """Run the layers; leave behind the activations to send, and a tape for the backward."""
+        self.weights.show(version)
         here = run.stages[self.index]
         received = self.handover.receive(run, here, microbatch)
-        tape = Tape(microbatch, received, run.with_grad and not keep_graph)
+        tape = Tape(microbatch, received, run.with_grad and not keep_graph, version)
         arounds = self._hooks.around_forward
+        seen = None if run.window is None else self.weights.shown
         leaving = within(arounds, run, tape, partial(self._run_layers, run, tape))
+        if seen is not None and not self.weights.holds(seen):
+            raise changed_in_forward(self.index)
         for peer, activation in leaving.items():
             here.leaving[microbatch, peer] = activation
         if run.with_grad:
@@ -153,6 +166,7 @@ class Stage:
     def recompute(self, run: Run, microbatch: int) -> None:
         """Run the layers again on the same inputs, buffers and random streams; keep the graph."""
         tape = self._tape(run, microbatch)
+        self.weights.show(tape.version)
         arounds = self._hooks.around_recompute
         run_layers = partial(self._run_layers, run, tape)
         try:
@@ -220,6 +234,18 @@ class Stage:
         assert self._replicas is not None
         self._replicas.begin(self.weights.parameters)
 
+    def update_weights(self, run: Run) -> None:
+        """Let the optimizer move the weights by the gradients gathered; free the gradients."""
+        assert run.window is not None
+        number = self.weights.number
+        optimizer = run.window.optimizers[self.index]
+        keeps = run.stages[self.index].uses[number] > 0
+        try:
+            self.weights.update(partial(optimizer.step, number), keeps=keeps)
+        except Exception as error:
+            note_failure(error, self.index, "the optimizer", run.window.every * (number + 1) - 1)
+            raise
+
     # -- forward ------------------------------------------------------------------------------
 
     def _run_layers(self, run: Run, tape: Tape) -> dict[int, Activation]:
@@ -280,6 +306,7 @@ class Stage:
     # -- backward -----------------------------------------------------------------------------
 
     def _run_backward(self, run: Run, tape: Tape, *, in_parts: bool = False) -> None:
+        self.weights.show(tape.version)
         here = run.stages[self.index]
         roots, gradients = self.handover.roots(run, here, tape)
         if roots:
@@ -307,6 +334,7 @@ class Stage:
                     self._run_weight_backward(run, earlier)
 
     def _run_weight_backward(self, run: Run, tape: Tape) -> None:
+        self.weights.show(tape.version)
         try:
             self._run_autograd(run, tape, tape.backward_weight)
         except Exception as error:
@@ -314,7 +342,14 @@ class Stage:
             raise
 
     def _end(self, run: Run, tape: Tape) -> None:
-        """Tell the guards that a tape is used up."""
+        """Tell the guards that a tape is used up; free a version of the weights that was kept for
+        it.
+        """
+        if run.window is not None:
+            uses = run.stages[self.index].uses
+            uses[tape.version] -= 1
+            if not uses[tape.version]:
+                self.weights.drop(tape.version)
         for note in self._hooks.after_backward:
             note(run, tape)
         if not self._is_settled:

@@ -66,7 +66,8 @@ class Tape:
     `slots` hold what autograd saved, where it is to be moved; `away` is what is elsewhere now, and
     `copied` marks on a GPU when it is back.
 
-    `graph_dropped`: the forward kept no graph, and a recompute will build it.
+    `graph_dropped`: the forward kept no graph, and a recompute will build it.  `version` is that
+    of the weights which the forward has seen.
     `reruns_in_backward`: the backward may run layers again, inside a checkpoint of the user's own.
     With `draws_again` these draw the numbers again that they drew; with `must_not_draw` one of
     them could not.
@@ -75,6 +76,7 @@ class Tape:
     microbatch: int
     received: dict[int, Activation]
     graph_dropped: bool
+    version: int = 0
     reruns_in_backward: bool = False
     draws_again: bool = False
     must_not_draw: bool = False

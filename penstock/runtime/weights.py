@@ -1,27 +1,41 @@
 """The parameters of a stage, and which version of them a forward has seen."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
-from penstock.torch_private import parameters_of, version_counter
+from penstock.torch_private import parameters_of, uncounted_changes, version_counter
 
 Version = list[tuple[int, int, int]]
 """What tells a version of all weights from every other: which they are, how often each was changed
 in place, and where it lies: an assigned `.data` moves."""
 
+_NONE = -1
+
 
 class Weights:
-    """The parameters of a stage's modules, the loss's included.
+    """The parameters of a stage's modules, the loss's included, and older versions of them.
 
-    There is one version of them at a time, and an update takes the place of the one before.  What
-    a forward has seen is asked for by its `Version`: a schedule that lets later forwards see newer
-    weights is to keep the older ones here, until no tape needs them.
+    Of a synchronous schedule there is one version, number 0.  Others update weights while tapes of
+    earlier forwards are left: a parameter then moves to other memory before it changes, and what
+    autograd saved stays behind.  `show` puts a version in its place for as long as layers, or
+    autograd, work with it.  In the end each parameter is where it was at the start.
+
+        version   0: [memory a]   ──► copy ──►   1: [memory b]   ──► copy ──►   2: [memory a]
+                  in use until its last tape                     a is free again
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._holders = all_of(modules)
+        self.number = 0
+        """How many updates the newest version has seen in this run."""
+        self._shown = 0
+        self._moving: Sequence[Tensor] = ()
+        self._memory: dict[int, list[Tensor]] = {}
+        self._home: list[Tensor] = []
+        self._free: list[list[Tensor]] = []
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -34,8 +48,8 @@ class Weights:
         return list(dict.fromkeys(b for m in self._modules for b in m.buffers()))
 
     @property
-    def newest(self) -> Version:
-        """The version that a forward sees now."""
+    def shown(self) -> Version:
+        """The version that layers see now."""
         return [
             (id(p), version_counter(p), p.data_ptr())
             for m in self._holders
@@ -43,9 +57,71 @@ class Weights:
             if p is not None
         ]
 
+    @property
+    def bytes_of_older(self) -> int:
+        """Bytes of the versions beside the newest."""
+        older = [memory for number, memory in self._memory.items() if number != self.number]
+        return sum(t.numel() * t.element_size() for memory in older for t in memory)
+
     def holds(self, version: Version) -> bool:
         """Tell whether what a forward saw is still here, for its recompute and its backward."""
-        return version == self.newest
+        return version == self.shown
+
+    def show(self, number: int) -> None:
+        """Let the parameters have the values that they had after `number` updates."""
+        if number != self._shown:
+            self._put(self._memory[number])
+            self._shown = number
+
+    def begin(self, moving: Sequence[Tensor]) -> None:
+        """Begin a run in which the parameters `moving` are updated."""
+        self._moving, self._home = moving, [p.data for p in moving]
+        self.number, self._shown, self._memory = 0, 0, {0: self._home}
+
+    def update(self, step: Callable[[], None], *, keeps: bool) -> None:
+        """Make a new version by `step`, which moves the parameters in place; keep the one before
+        if tapes or later forwards need it.
+        """
+        self.show(self.number)
+        moving, before = self._moving, self._memory[self.number]
+        if keeps:
+            after = self._free.pop() if self._free else [torch.empty_like(t) for t in before]
+            for new, old in zip(after, before, strict=True):
+                new.copy_(old)
+            self._put(after)
+        else:
+            after = before
+        self._shown = _NONE  # until it is done
+        with uncounted_changes(tuple(moving)):
+            step()
+        if not keeps:
+            del self._memory[self.number]
+        self.number += 1
+        self._shown, self._memory[self.number] = self.number, after
+
+    def drop(self, number: int) -> None:
+        """Free an older version."""
+        if number != self.number:
+            self._free.append(self._memory.pop(number))
+
+    def end(self) -> None:
+        """Leave the newest version where the parameters were at the start; keep no other."""
+        if not self._memory:
+            return
+        self.show(self.number)
+        newest = self._memory[self.number]
+        if newest is not self._home:
+            for home, tensor in zip(self._home, newest, strict=True):
+                home.copy_(tensor)
+            self._put(self._home)
+        if self.number and self._moving:
+            torch.autograd.graph.increment_version(self._moving)
+        self._moving, self._home, self._memory, self._free = (), [], {}, []
+        self.number = self._shown = 0
+
+    def _put(self, memory: Sequence[Tensor]) -> None:
+        for parameter, data in zip(self._moving, memory, strict=True):
+            parameter.data = data
 
 
 def all_of(modules: Sequence[nn.Module]) -> list[nn.Module]:

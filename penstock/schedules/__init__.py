@@ -21,11 +21,14 @@ from .ir import (
     Schedule,
     SendActivation,
     SendGradient,
+    UpdateWeights,
 )
 from .laws import AtMostBytes
 from .memory import Sizes
 from .names import ALL_SCHEDULES
 from .one_f_one_b import one_f_one_b
+from .pipedream import pipedream
+from .pipedream_2bw import pipedream_2bw
 from .text import parse
 
 __all__ = [
@@ -49,9 +52,12 @@ __all__ = [
     "SendActivation",
     "SendGradient",
     "Sizes",
+    "UpdateWeights",
     "eager_1f1b",
     "gpipe",
     "interleaved_1f1b",
     "one_f_one_b",
     "parse",
+    "pipedream",
+    "pipedream_2bw",
 ]

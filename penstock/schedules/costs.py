@@ -26,7 +26,8 @@ class Costs:
     not given, each is half of the whole one.
     `transfer_s` is from the end of a send to the earliest end of its receive; a mapping is kept as
     its items, sorted.  `reduce_s` is what adding up a stage's gradients over replicas takes after
-    its last backward.  `offload_s` and `fetch_s` are for how long a rank computes nothing while
+    its last backward, `update_s` what the optimizer takes for a stage where the schedule lets it
+    move the weights.  `offload_s` and `fetch_s` are for how long a rank computes nothing while
     what it keeps is moved away, or back: on a CPU all of it, elsewhere what does not overlap.
 
     Raises:
@@ -38,6 +39,7 @@ class Costs:
     recompute_s: PerStage
     transfer_s: PerEdge = 0
     reduce_s: PerStage = 0
+    update_s: PerStage = 0
     backward_input_s: PerStage | None = None
     backward_weight_s: PerStage | None = None
     offload_s: PerStage = 0

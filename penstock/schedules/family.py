@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from enum import Enum
 
 from penstock.errors import ConfigError
 
@@ -22,6 +23,17 @@ def in_turn(num_stages: int, num_ranks: int) -> tuple[int, ...]:
     return tuple(stage % num_ranks for stage in range(num_stages))
 
 
+class Updates(Enum):
+    """When weights change."""
+
+    AFTER = "after"
+    """When all is done: the caller's optimizer moves all weights at once."""
+    EACH_MINIBATCH = "each mini-batch"
+    """Where the schedule says, on each stage, once for every mini-batch."""
+    EACH_MICROBATCH = "each micro-batch"
+    """Likewise, once for every micro-batch: each is what a mini-batch is to others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """Makes schedules when it is called, and says without a call which rank runs which stage.
@@ -32,6 +44,9 @@ class Family:
     `build` is called with the numbers of stages and micro-batches, and `arguments` by name.  What
     it makes runs `stages_per_rank` stages on each rank, on those that `deal` gives, and keeps the
     `laws`.  Printing a family gives what a user writes for it.
+
+    One whose weights change in between (`updates`) is asynchronous: it also makes schedules of
+    several mini-batches, one after the other without a flush, and `build` is told how many.
     """
 
     name: str
@@ -40,6 +55,18 @@ class Family:
     arguments: tuple[tuple[str, Argument], ...] = ()
     deal: Deal = in_turn
     laws: tuple[Law, ...] = SYNCHRONOUS
+    updates: Updates = Updates.AFTER
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether weights change while micro-batches are under way."""
+        return self.updates is not Updates.AFTER
+
+    def microbatches_per_update(self, num_microbatches: int) -> int:
+        """Return how many micro-batches' gradients move the weights together, if a mini-batch has
+        `num_microbatches`.
+        """
+        return 1 if self.updates is Updates.EACH_MICROBATCH else num_microbatches
 
     def num_ranks(self, num_stages: int) -> int:
         """Return how many ranks run `num_stages` stages.
@@ -66,16 +93,27 @@ class Family:
         """
         return self.deal(num_stages, self.num_ranks(num_stages))
 
-    def __call__(self, num_stages: int, num_microbatches: int) -> Schedule:
-        """Make the schedule.
+    def __call__(
+        self, num_stages: int, num_microbatches: int, num_minibatches: int = 1
+    ) -> Schedule:
+        """Make the schedule of one mini-batch, or of several of `num_microbatches` each.
 
         Raises:
-            ConfigError: the stages cannot be dealt out to ranks evenly, or `build` makes a
-                schedule of another size than asked for.
+            ConfigError: the stages cannot be dealt out to ranks evenly, several mini-batches are
+                asked of a family that has one in a step, or `build` makes a schedule of another
+                size than asked for.
         """
         self.num_ranks(num_stages)
-        schedule = self.build(num_stages, num_microbatches, **dict(self.arguments))
-        check_size(schedule, num_stages, num_microbatches)
+        sizes = [num_stages, num_microbatches]
+        if self.is_asynchronous:
+            sizes.append(num_minibatches)
+        elif num_minibatches != 1:
+            raise ConfigError(
+                f"a schedule of {self!r} is one mini-batch, and {num_minibatches} were asked for; "
+                "asynchronous schedules, such as pipedream_2bw, have several"
+            )
+        schedule = self.build(*sizes, **dict(self.arguments))
+        check_size(schedule, num_stages, num_microbatches * num_minibatches)
         return schedule
 
     def __repr__(self) -> str:

@@ -270,6 +270,22 @@ class Fetch:
         return f"{self.stage}D{self.microbatch}"
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateWeights:
+    """Let the optimizer move the weights of `stage` by the gradients gathered since the last time.
+
+    Roughly: w[s, v + 1] = optimizer(w[s, v], g_w); g_w = 0; v += 1
+
+    Keeps w[s, v] until the backward of the last Forward that names it; where none is left, its
+    memory is that of w[s, v + 1].
+    """
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}U"
+
+
 Compute = Forward | Recompute | Backward | BackwardInput | BackwardWeight
 """What a schedule function may write, or a pass add, that runs layers."""
 COMPUTES: frozenset[type[Compute]] = frozenset(get_args(Compute))
@@ -289,6 +305,7 @@ Instruction = (
     | ReduceGradients
     | Offload
     | Fetch
+    | UpdateWeights
 )
 Program = tuple[Instruction, ...]
 
@@ -311,6 +328,7 @@ WORDS: Mapping[str, Callable[..., Instruction]] = {
     "0B0?0": partial(PostReceive, gradient=True),
     "0C": CommitStatistics,
     "0G": ReduceGradients,
+    "0U": UpdateWeights,
 }
 """What makes an instruction of the numbers in its word, by the word with each number a 0."""
 

@@ -10,6 +10,7 @@ from penstock.errors import ConfigError
 from .collection import collection_paused
 from .family import Family
 from .ir import Schedule
+from .laws import SYNCHRONOUS
 from .passes import (
     add_commits,
     add_communication,
@@ -20,6 +21,7 @@ from .passes import (
     forward_half,
     forwards_first,
     post_receives,
+    without_updates,
 )
 from .transfers import Transfers
 from .verify import verify
@@ -57,33 +59,40 @@ class Lowering:
     reduces: bool = False
 
 
-def lower(how: Lowering, num_microbatches: int, mode: Mode = Mode.TRAIN) -> Schedule:
+def lower(
+    how: Lowering,
+    num_microbatches: int,
+    mode: Mode = Mode.TRAIN,
+    num_minibatches: int = 1,
+) -> Schedule:
     """Make a schedule, apply the passes that `mode` needs, and prove the result.
 
+    Only where a whole asynchronous schedule is run do weights change in it.
     Equal arguments are looked up: the last schedules are kept, if all of `how` can be hashed.
 
     Raises:
         ScheduleError: the schedule is wrong; see `verify`.
         ConfigError: it is of another size than asked for, or runs a stage on another rank.
     """
-    if _can_be_hashed(how):
-        return _kept(how, num_microbatches, mode)
-    return _lower(how, num_microbatches, mode)
+    run = _kept if _can_be_hashed(how) else _lower
+    return run(how, num_microbatches, mode, num_minibatches)
 
 
 @collection_paused()
-def _lower(how: Lowering, num_microbatches: int, mode: Mode) -> Schedule:
-    schedule = _made(how, num_microbatches)
+def _lower(how: Lowering, num_microbatches: int, mode: Mode, num_minibatches: int) -> Schedule:
+    schedule = _made(how, num_microbatches, num_minibatches)
+    every, laws = how.family.microbatches_per_update(num_microbatches), how.family.laws
     if mode is not Mode.TRAIN:
-        schedule = forwards_first(schedule)
+        schedule, every = forwards_first(without_updates(schedule)), num_microbatches
+        laws = SYNCHRONOUS if how.family.is_asynchronous else laws
     if mode is not Mode.EVAL:
         schedule = _saving_memory(schedule, how)
-    schedule = add_communication(add_commits(schedule, how.commits), how.transfers)
+    schedule = add_communication(add_commits(schedule, how.commits, every), how.transfers)
     if how.reduces and mode is Mode.TRAIN:
         schedule = add_reductions(schedule)
     if how.posts:
         schedule = post_receives(schedule)
-    verify(schedule, how.transfers, how.family.laws)
+    verify(schedule, how.transfers, laws)
     match mode:
         case Mode.TRAIN:
             return schedule
@@ -111,9 +120,9 @@ def _saving_memory(schedule: Schedule, how: Lowering) -> Schedule:
     return add_offload(schedule, how.offload) if how.offload else schedule
 
 
-def _made(how: Lowering, num_microbatches: int) -> Schedule:
+def _made(how: Lowering, num_microbatches: int, num_minibatches: int) -> Schedule:
     """Make the schedule, and see that each stage is where the pipeline has it."""
-    schedule = how.family(len(how.ranks), num_microbatches)
+    schedule = how.family(len(how.ranks), num_microbatches, num_minibatches)
     if schedule.ranks != how.ranks:
         raise ConfigError(
             f"with {num_microbatches} micro-batches the schedule runs the stages on ranks "

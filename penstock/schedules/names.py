@@ -13,6 +13,8 @@ from .family import Build, Family, check_size
 from .gpipe import gpipe
 from .interleaved_1f1b import interleaved_1f1b
 from .one_f_one_b import one_f_one_b
+from .pipedream import pipedream
+from .pipedream_2bw import pipedream_2bw
 
 ALL_SCHEDULES = (gpipe, one_f_one_b, eager_1f1b)
 """Every family that takes any number of stages, one to a rank.
@@ -20,9 +22,14 @@ ALL_SCHEDULES = (gpipe, one_f_one_b, eager_1f1b)
 A law that holds for schedules is tested on each of them, and on `interleaved_1f1b`.
 """
 _INTERLEAVED = interleaved_1f1b.__name__
-_WITH_ARGUMENTS: Mapping[str, Callable[..., Family]] = {_INTERLEAVED: interleaved_1f1b}
+ASYNCHRONOUS_SCHEDULES = (pipedream(), pipedream(vertical_sync=True), pipedream_2bw)
+"""Every family whose weights change within a schedule, one stage to a rank."""
+_WITH_ARGUMENTS: Mapping[str, Callable[..., Family]] = {
+    _INTERLEAVED: interleaved_1f1b,
+    pipedream.__name__: pipedream,
+}
 _MAKERS: tuple[object, ...] = tuple(_WITH_ARGUMENTS.values())
-_WITHOUT = {family.name: family for family in ALL_SCHEDULES}
+_WITHOUT = {family.name: family for family in (*ALL_SCHEDULES, pipedream_2bw)}
 
 SCHEDULE_NAMES = (*_WITHOUT, *_WITH_ARGUMENTS)
 
@@ -75,6 +82,8 @@ def named_schedule(name: str, num_stages: int, stages_per_rank: int) -> Family:
             f"{num_stages} stages, {stages_per_rank} per rank, leave a rank with fewer; choose a "
             "number of stages that is a multiple of stages per rank"
         )
+    if name == pipedream.__name__:
+        return pipedream()
     return _WITHOUT[name] if name in _WITHOUT else interleaved_1f1b(stages_per_rank)
 
 

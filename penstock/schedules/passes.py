@@ -6,6 +6,7 @@
 and between processes add_reductions and post_receives before the proof.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import pairwise
 
@@ -77,17 +78,22 @@ def add_offload(schedule: Schedule, stages: Collection[int]) -> Schedule:
     return _rewrite(schedule, rewrite)
 
 
-def add_commits(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """Commit the BatchNorm statistics of each of `stages` right after its last forward."""
+def add_commits(schedule: Schedule, stages: Collection[int], every: int | None = None) -> Schedule:
+    """Commit the BatchNorm statistics of each of `stages` right after its last forward, or after
+    `every` so many.
+    """
     if not stages:
         return schedule
+    every = every or schedule.num_microbatches
 
     def rewrite(program: Program) -> Iterator[Instruction]:
-        last = {x.stage: n for n, x in enumerate(program) if isinstance(x, ir.Forward)}
-        for n, instruction in enumerate(program):
+        done: Counter[int] = Counter()
+        for instruction in program:
             yield instruction
-            if last.get(instruction.stage) == n and instruction.stage in stages:
-                yield ir.CommitStatistics(instruction.stage)
+            if isinstance(instruction, ir.Forward) and instruction.stage in stages:
+                done[instruction.stage] += 1
+                if done[instruction.stage] % every == 0:
+                    yield ir.CommitStatistics(instruction.stage)
 
     return _rewrite(schedule, rewrite)
 
@@ -159,6 +165,22 @@ def post_receives(schedule: Schedule) -> Schedule:
         for posts, group in zip(room, groups, strict=True):
             yield from posts
             yield from group
+
+    return _rewrite(schedule, rewrite)
+
+
+def without_updates(schedule: Schedule) -> Schedule:
+    """Let all forwards see the weights that are there at the start, and leave these as they are.
+
+    0F0 0B0 0U 0F1@1 0B1 0U   ->   0F0 0B0 0F1 0B1
+    """
+
+    def rewrite(program: Program) -> Iterator[Instruction]:
+        for x in program:
+            if isinstance(x, ir.Forward):
+                yield ir.Forward(x.stage, x.microbatch, x.keep_graph)
+            elif not isinstance(x, ir.UpdateWeights):
+                yield x
 
     return _rewrite(schedule, rewrite)
 

@@ -9,7 +9,7 @@
     0W3       BackwardWeight(0, 3)           0B3?1     PostReceive(0, 3, peer=1, gradient=True)
     0H3       Offload(0, 3)                  0D3       Fetch(0, 3)
     0C        CommitStatistics(0)            0F3@2     Forward(0, 3), with weights updated twice
-    0G        ReduceGradients(0)
+    0G        ReduceGradients(0)             0U        UpdateWeights(0)
 
 The first number is the stage that acts, the number after the letter the micro-batch.
 """

@@ -107,6 +107,7 @@ def _seconds(  # noqa: C901 - one flat match
     recompute_s = per_stage(costs.recompute_s, num_stages, "recompute_s")
     reduce_s = per_stage(costs.reduce_s, num_stages, "reduce_s")
     offload_s = per_stage(costs.offload_s, num_stages, "offload_s")
+    update_s = per_stage(costs.update_s, num_stages, "update_s")
     fetch_s = per_stage(costs.fetch_s, num_stages, "fetch_s")
 
     def seconds(instruction: ir.Instruction) -> tuple[float, ...]:  # noqa: C901, PLR0912
@@ -123,6 +124,8 @@ def _seconds(  # noqa: C901 - one flat match
                 return weight_s
             case ir.ReduceGradients():
                 return reduce_s
+            case ir.UpdateWeights():
+                return update_s
             case ir.Offload():
                 return offload_s
             case ir.Fetch():

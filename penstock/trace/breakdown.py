@@ -15,6 +15,7 @@ from penstock.schedules.ir import (
     Receive,
     Schedule,
     Send,
+    UpdateWeights,
     awaited_message,
     sent_message,
 )
@@ -42,11 +43,13 @@ class StageTimes:
     backward_s: float
     wait_s: float
     bubble_s: float
+    update_s: float = 0
+    """In which the optimizer moved weights, where the schedule says when."""
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which layers ran; a recompute counts."""
-        return self.forward_s + self.recompute_s + self.backward_s
+        """Seconds in which layers ran, or the optimizer; a recompute counts."""
+        return self.forward_s + self.recompute_s + self.backward_s + self.update_s
 
 
 _SUMS = tuple(field.name for field in fields(StageTimes) if field.name.endswith("_s"))
@@ -99,10 +102,11 @@ class Breakdown:
 
     def __str__(self) -> str:
         unit = unit_for(self.step_s)
+        updates = any(stage.update_s for stage in self.stages)
         names = [field.name.removesuffix("_s") for field in fields(StageTimes)]
-        rows = [[f"{name:>9}" for name in names]]
+        rows = [[f"{name:>9}" for name in names[: None if updates else -1]]]
         for stage in self.stages:
-            number, rank, *times_s = astuple(stage)
+            number, rank, *times_s = astuple(stage)[: None if updates else -1]
             times = (f"{float(time_s * unit.per_s):9.3f}" for time_s in times_s)
             rows.append([f"{number:9}", f"{rank:9}", *times])
         title = f"step {float(self.step_s * unit.per_s):.3f} {unit.sign}; times in {unit.sign}"
@@ -168,7 +172,7 @@ def _ideal_step_s(timeline: Timeline) -> float:
     for span in timeline.spans:
         if awaited_message(span.instruction) in sent:
             programs[span.rank].append(span.instruction)
-            is_work = isinstance(span.instruction, Compute)
+            is_work = isinstance(span.instruction, Compute | UpdateWeights)
             works_s[span.rank].append(span.duration_s if is_work else 0)
     work_s = [iter(of_rank) for of_rank in works_s]
     arrival_s: dict[Message, float] = {}

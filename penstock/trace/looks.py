@@ -41,6 +41,7 @@ LOOKS: dict[type[ir.Instruction], Look] = {
     ir.ReduceGradients: Look("reduce", "wait_s"),
     ir.Offload: Look("offload", "wait_s"),
     ir.Fetch: Look("fetch", "wait_s"),
+    ir.UpdateWeights: Look("update", "update_s"),
 }
 IDLE = Look("idle", letter=".", style="2", fill="#eeeeeb", ink="#333333")
 """Time in which nothing runs."""

@@ -26,12 +26,12 @@ def replace(layer: nn.Linear) -> None:
 def test_a_version_is_gone_once_a_weight_is_another(change: Callable[[nn.Linear], None]) -> None:
     layer = nn.Linear(2, 2)
     weights = Weights([nn.Sequential(nn.ReLU(), layer)])
-    seen = weights.newest
+    seen = weights.shown
     layer(torch.ones(1, 2)).sum().backward()
     assert weights.holds(seen)
     change(layer)
     assert not weights.holds(seen)
-    assert weights.holds(weights.newest)
+    assert weights.holds(weights.shown)
 
 
 def test_a_weight_that_modules_share_is_there_once() -> None:

@@ -146,6 +146,7 @@ def test_a_breakdown_is_written_as_plain_numbers():
         "backward_s": 6,
         "wait_s": 0.25,
         "bubble_s": 3.25,
+        "update_s": 0,
     }
 
 

@@ -13,25 +13,27 @@ from .offloads import offloads
 from .operands import operands
 from .posts import posts
 from .recomputes import recomputes
+from .updates import commits_by_minibatch, one_version, updates
 
-__all__ = ["SYNCHRONOUS", "AtMostBytes", "AtMostLive", "Lanes", "Law", "in_order"]
+__all__ = ["ASYNCHRONOUS", "SYNCHRONOUS", "AtMostBytes", "AtMostLive", "Lanes", "Law", "in_order"]
 
 Law = Callable[[Lanes], None]
 """Raises ScheduleError, with the spot marked, if it does not hold."""
 
-SYNCHRONOUS: tuple[Law, ...] = (
+_COMMON: tuple[Law, ...] = (
     complete,
     messages,
     in_order,
     operands,
     recomputes,
     offloads,
-    commits,
-    reductions,
     posts,
     ends,
 )
+SYNCHRONOUS: tuple[Law, ...] = (*_COMMON, commits, reductions, one_version)
 """The laws of schedules whose step gives the unsplit model's gradients, in the order of checking.
 
 A law may take for granted that `complete` holds.
 """
+ASYNCHRONOUS: tuple[Law, ...] = (*_COMMON, commits_by_minibatch, updates)
+"""The laws of schedules in which weights change; a family adds which version a forward sees."""

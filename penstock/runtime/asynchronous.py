@@ -1,0 +1,110 @@
+"""Train on several mini-batches as one run in which the schedule updates the weights."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from penstock.errors import ConfigError
+from penstock.model.pytree import flatten
+from penstock.schedules.lower import Mode
+from penstock.schedules.versions import uses_of_versions
+
+from .aliases import find_aliases
+from .engine import Engine
+from .microbatches import Batch, Call
+from .run import Run
+from .stage_optimizers import divided, options_of_batches
+from .window import Window, joined
+
+Pair = tuple[Any, Any]
+"""Inputs and targets."""
+
+
+class Updating(NamedTuple):
+    """What moves the weights, and what changes its options after each batch."""
+
+    optimizer: Optimizer
+    lr_scheduler: Any
+
+
+def cut_all(engine: Engine, batches: Sequence[Pair], call: Call) -> list[Batch]:
+    """Cut mini-batches into micro-batches, all processes alike.
+
+    Raises:
+        ConfigError: there is none, they are not as many on all processes, an input requires grad,
+            or replicas would have to be heard before each update.
+    """
+    engine.mesh.world.require_same("train_steps", {"number of batches": len(batches)})
+    if not batches:
+        raise ConfigError("train_steps was given no batches")
+    if engine.mesh.num_replicas > 1:
+        raise ConfigError(
+            f"{engine.plan.schedule!r} updates weights while it runs, and each update would have "
+            f"to wait for the gradients of all {engine.mesh.num_replicas} replicas, which is not "
+            "there. Use num_replicas=1, or a synchronous schedule"
+        )
+    for inputs, _ in batches:
+        if any(leaf.requires_grad for leaf in flatten(inputs)[0]):
+            raise ConfigError(
+                "an input requires grad; train_steps computes no gradients of inputs. Give "
+                "inputs.detach(), or use a synchronous schedule and train_step"
+            )
+    return [engine.splitter.cut(inputs, targets, call) for inputs, targets in batches]
+
+
+def run_window(engine: Engine, cut: Sequence[Batch], step: int, updating: Updating) -> Run:
+    """Run mini-batches, of which the first is step number `step`, and update the weights.
+
+    Raises:
+        ConfigError: the optimizer cannot be used stage by stage, or weights share memory.
+    """
+    family = engine.plan.schedule
+    every = family.microbatches_per_update(len(cut[0].sizes))
+    batch = joined(cut, apart=every < len(cut[0].sizes))
+    options = options_of_batches(updating.optimizer, updating.lr_scheduler, len(cut))
+    per_batch = len(cut[0].sizes) // every
+    updates = [of_batch for of_batch in options for _ in range(per_batch)]
+    parameters = {stage.index: stage.weights.parameters for stage in engine.stages}
+    optimizers = divided(updating.optimizer, parameters, updates)
+    _check_apart(engine)
+    run = engine.new_run(batch, "train", step, with_grad=True, num_minibatches=len(cut))
+    # a cast of weights that torch keeps would outlive them
+    autocasts = tuple(replace(mode, cache=False) for mode in run.caller.autocasts)
+    run.caller = replace(run.caller, autocasts=autocasts)
+    run.loss = engine.loss
+    run.window = Window(every, optimizers, uses_of_versions(engine.program_of(run, Mode.TRAIN)))
+    engine.drive(run, Mode.TRAIN)
+    return run
+
+
+def losses(engine: Engine, cut: Sequence[Batch], run: Run) -> Tensor:
+    """Return the loss of each mini-batch, the same on every process."""
+    found, first = [], 0
+    assert run.window is not None
+    for batch in cut:
+        size = len(batch.sizes)
+        terms = {j: run.losses[first + j] for j in range(size) if run.losses}
+        if run.window.every < size and terms:  # each was weighed as a mini-batch
+            terms = {j: terms[j] * weight for j, weight in enumerate(batch.weights)}
+        found.append(engine.splitter.loss(terms))
+        first += size
+    return torch.stack(found)
+
+
+def _check_apart(engine: Engine) -> None:
+    """See that a parameter can move to other memory, and nothing else with it.
+
+    Raises:
+        ConfigError: it shares memory with another parameter or buffer.
+    """
+    tensors = [t for s in engine.stages for t in (*s.weights.parameters, *s.weights.buffers)]
+    if find_aliases({0: list(dict.fromkeys(tensors))}):
+        raise ConfigError(
+            "two parameters or buffers of the model share memory (a view, or an assigned .data), "
+            "and with this schedule a weight has several versions, each with memory of its own. "
+            "Let modules share the nn.Parameter itself, or use a synchronous schedule"
+        )

@@ -1,0 +1,58 @@
+"""PipeDream: no flush, an update after every micro-batch, stashed weights (Narayanan et al. 2019).
+
+Its authors call mini-batch what is a micro-batch here: each makes an update of its own.
+"""
+
+from .family import Family, Updates
+from .ir import Schedule
+from .laws import ASYNCHRONOUS
+from .laws.updates import Sees
+from .without_flush import without_flush
+
+
+def pipedream(vertical_sync: bool = False) -> Family:
+    """Return the family; with `vertical_sync` a micro-batch sees one version on all stages, that
+    which is the newest on stage 0 when it comes there.
+
+    Without, it sees the newest one of each stage.  Stage s keeps as many as p - s versions;
+    with vertical sync every stage keeps p.
+    """
+    return Family(
+        pipedream.__name__,
+        _schedule,
+        arguments=(("vertical_sync", vertical_sync),),
+        laws=(*ASYNCHRONOUS, Sees(_synchronised if vertical_sync else _newest)),
+        updates=Updates.EACH_MICROBATCH,
+    )
+
+
+def _schedule(
+    num_stages: int, num_microbatches: int, num_minibatches: int, vertical_sync: bool
+) -> Schedule:
+    """Alternate forwards with backwards over all mini-batches; update after each backward.
+
+    p = 3, 4 micro-batches in all:
+
+    stage 0 | F0 F1 F2 B0 U F3@1 B1 U B2 U B3 U
+    stage 1 | F0 F1 B0 U F2@1 B1 U F3@2 B2 U B3 U
+    stage 2 | F0 B0 U F1@1 B1 U F2@2 B2 U F3@3 B3 U
+
+    and with vertical sync:
+
+    stage 2 | F0 B0 U F1 B1 U F2 B2 U F3@1 B3 U
+    """
+    version = _synchronised if vertical_sync else _newest
+    return without_flush(
+        num_stages,
+        num_microbatches * num_minibatches,
+        1,
+        lambda stage, i: version(stage, i, 1, num_stages),
+    )
+
+
+def _newest(stage: int, microbatch: int, every: int, num_stages: int) -> int:
+    return max(microbatch - (num_stages - stage - 1), 0)
+
+
+def _synchronised(stage: int, microbatch: int, every: int, num_stages: int) -> int:
+    return _newest(0, microbatch, every, num_stages)

@@ -1,0 +1,357 @@
+"""The law of asynchronous schedules: the bits of training with the delays that their papers state,
+micro-batch after micro-batch.
+"""
+
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import penstock
+from penstock.errors import BatchError, ConfigError, StateError
+from penstock.schedules import Family, gpipe, one_f_one_b, pipedream, pipedream_2bw
+from tests import delayed
+from tests.models import ALL_MODELS, Model
+from tests.reference import Unsplit
+from tests.side_by_side import autocast, differences, pipeline, same_bits
+from tests.ways import IN_ONE_PROCESS, WAYS
+
+BY_NAME = {model.name: model for model in ALL_MODELS}
+FAMILIES = (pipedream_2bw, pipedream(), pipedream(vertical_sync=True))
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw, for each": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "adam, fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+}
+
+
+def version_of(family: Family, num_stages: int, num_microbatches: int) -> delayed.Version:
+    """Give the delays that the family's paper states."""
+    if family is pipedream_2bw:
+        return delayed.two_versions(num_microbatches)
+    return (delayed.synchronised if dict(family.arguments)["vertical_sync"] else delayed.stashed)(
+        num_stages
+    )
+
+
+def assert_keeps_the_law(  # noqa: PLR0913 - what a window may vary in
+    model: Model,
+    family: Family,
+    optimizer: str = "sgd",
+    *,
+    partition: tuple[int, ...],
+    num_microbatches: int,
+    windows: tuple[int, ...],
+    rates: Callable[[torch.optim.Optimizer], Any] | None = None,
+    bf16: bool = False,
+    **options: Any,
+) -> None:
+    """Train in windows of so many mini-batches; all bits must agree at the end of each."""
+    built, twin = model.build(), model.build()
+    unsplit = Unsplit(twin.modules, twin.forward, num_microbatches)
+    ends = list(accumulate(partition, initial=0))
+    stages = [twin.modules[a:b] for a, b in pairwise(ends)]
+    version = version_of(family, len(partition), num_microbatches)
+    theirs = OPTIMIZERS[optimizer]([p for m in twin.modules for p in m.parameters()])
+    their_rates = rates(theirs) if rates else None
+    per_microbatch = family is not pipedream_2bw
+    reference = delayed.Delayed(unsplit, model.loss, theirs, stages, version, per_microbatch)
+    batches = iter(model.batches(model.min_samples * num_microbatches + 1, sum(windows)))
+    with pipeline(
+        model,
+        built,
+        partition=partition,
+        num_microbatches=num_microbatches,
+        schedule=family,
+        **options,
+    ) as pipe:
+        ours = OPTIMIZERS[optimizer](list(pipe.parameters()))
+        our_rates = rates(ours) if rates else None
+        for length in windows:
+            window = [next(batches) for _ in range(length)]
+            with autocast(bf16):
+                losses = pipe.train_steps(window, ours, lr_scheduler=our_rates)
+                wanted = reference.train(window, their_rates.step if their_rates else None)
+            assert same_bits(losses, wanted), f"losses {losses}, and {wanted}"
+            found = differences(built.modules, twin.modules)
+            assert not found, "; ".join(found)
+            assert_same_state(ours, theirs)
+
+
+def assert_same_state(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
+    mine, wanted = ours.state_dict(), theirs.state_dict()
+    assert mine["param_groups"] == wanted["param_groups"]
+    assert mine["state"].keys() == wanted["state"].keys()
+    for place, state in wanted["state"].items():
+        for name, value in state.items():
+            found = mine["state"][place][name]
+            same = same_bits(found, value) if isinstance(value, torch.Tensor) else found == value
+            assert same, f"{name} of parameter {place}"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("family", FAMILIES, ids=repr)
+def test_windows_equal_training_with_delays(family: Family, optimizer: str) -> None:
+    assert_keeps_the_law(
+        BY_NAME["convolutions"],
+        family,
+        optimizer,
+        partition=(2, 3, 4),
+        num_microbatches=3,
+        windows=(4, 1, 3),
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES, ids=repr)
+def test_windows_equal_training_with_delays_in_every_way(family: Family, way: Any) -> None:
+    options = {name: value for name, value in way.items() if name != "schedule"}
+    for name, partition in (("transformer", (1, 1, 1, 2)), ("convolutions", (3, 6))):
+        assert_keeps_the_law(
+            BY_NAME[name],
+            family,
+            "adamw",
+            partition=partition,
+            num_microbatches=2,
+            windows=(5, 2),
+            **options,
+        )
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=repr)
+def test_a_scheduler_gives_each_update_the_options_of_its_batch(family: Family) -> None:
+    assert_keeps_the_law(
+        BY_NAME["mlp"],
+        family,
+        partition=(2, 2, 1),
+        num_microbatches=2,
+        windows=(4, 2),
+        rates=one_cycle,
+    )
+
+
+def draw_case(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(("convolutions", "transformer", "mlp", "lstm", "unet")))
+    model, num_stages = BY_NAME[name], data.draw(st.integers(1, 4))
+    rest = len(model.layers()) - num_stages
+    extra = [data.draw(st.integers(0, rest // num_stages)) for _ in range(num_stages - 1)]
+    partition = (*(1 + more for more in extra), 1 + rest - sum(extra))
+    assert_keeps_the_law(
+        model,
+        data.draw(st.sampled_from(FAMILIES)),
+        data.draw(st.sampled_from(list(OPTIMIZERS))),
+        partition=partition,
+        num_microbatches=data.draw(st.integers(1, 4)),
+        windows=(data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))),
+        bf16=data.draw(st.booleans()) and name not in ("lstm", "unet"),
+        recompute=data.draw(st.sampled_from(list(penstock.Recompute))),
+        transport=data.draw(st.sampled_from(IN_ONE_PROCESS)),
+    )
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_windows_of_any_size_equal_training_with_delays(data: st.DataObject) -> None:
+    draw_case(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=600)
+@given(st.data())
+def test_many_windows_equal_training_with_delays(data: st.DataObject) -> None:
+    draw_case(data)
+
+
+def layers_of(*, seed: int = 0) -> list[nn.Module]:
+    torch.manual_seed(seed)
+    return [nn.Linear(4, 8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 2)]
+
+
+def batches_of(count: int, size: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    g = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(size, 4, generator=g), torch.randn(size, 2, generator=g))
+        for _ in range(count)
+    ]
+
+
+def pipe_of(schedule: Any, num_stages: int = 2, num_microbatches: int = 2, **options: Any) -> Any:
+    layers = options.pop("layers", None) or layers_of()
+    return penstock.Pipeline(
+        layers,
+        num_stages,
+        num_microbatches=num_microbatches,
+        loss=nn.MSELoss(),
+        schedule=schedule,
+        threads_per_stage=1,
+        **options,
+    )
+
+
+def adamw(pipe: penstock.Pipeline) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(pipe.parameters(), lr=0.01)
+
+
+def assert_equal(one: penstock.Pipeline, other: penstock.Pipeline) -> None:
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    assert all(same_bits(a, b) for (_, a), (_, b) in pairs)
+
+
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, pipedream()], ids=repr)
+def test_without_delay_it_is_a_loop_of_train_step(schedule: Family) -> None:
+    num_stages, m = (1, 1) if schedule.is_asynchronous else (2, 3)
+    with pipe_of(gpipe, num_stages, m) as looped, pipe_of(schedule, num_stages, m) as pipe:
+        ours, theirs = adamw(pipe), adamw(looped)
+        rates = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (ours, theirs)]
+        found = pipe.train_steps(batches_of(4), ours, lr_scheduler=rates[0])
+        wanted = []
+        for batch in batches_of(4):
+            wanted.append(looped.train_step(*batch))
+            theirs.step()
+            theirs.zero_grad()
+            rates[1].step()
+        assert same_bits(found, torch.stack(wanted))
+        assert_equal(pipe, looped)
+        assert_same_state(ours, theirs)
+        assert pipe.step == looped.step == 4
+
+
+def test_2bw_gives_the_same_bits_for_every_number_of_stages() -> None:
+    with pipe_of(pipedream_2bw, 1) as one, pipe_of(pipedream_2bw, 4) as four:
+        losses = [pipe.train_steps(batches_of(5), adamw(pipe)) for pipe in (one, four)]
+        assert same_bits(*losses)
+        assert_equal(one, four)
+
+
+def test_after_a_window_weights_are_the_newest_and_lie_where_they_lay() -> None:
+    with pipe_of(pipedream(), 3) as pipe:
+        places = [p.data_ptr() for p in pipe.parameters()]
+        versions = [p._version for p in pipe.parameters()]
+        optimizer = adamw(pipe)
+        pipe.train_steps(batches_of(3), optimizer)
+        assert [p.data_ptr() for p in pipe.parameters()] == places
+        assert all(p._version > v for p, v in zip(pipe.parameters(), versions, strict=True))
+        steps = {int(state["step"]) for state in optimizer.state.values()}
+        assert steps == {6}
+        assert all(p.grad is None for p in pipe.parameters())
+        with pipe_of(gpipe, 3) as other:
+            other.load_state_dict(pipe.state_dict())
+            x, _ = batches_of(1)[0]
+            assert same_bits(pipe.eval_step(x), other.eval_step(x))
+
+
+def test_a_forward_before_a_window_cannot_go_backward_after_it() -> None:
+    with pipe_of(pipedream_2bw, recompute=penstock.Recompute.NEVER) as pipe:
+        loss = pipe(batches_of(1)[0][0]).sum()
+        pipe.train_steps(batches_of(2), adamw(pipe))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_memory_of_versions_is_counted() -> None:
+    layers = [nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False)]
+    trace = penstock.Trace.MEMORY
+    with pipe_of(pipedream_2bw, 2, 1, layers=layers, trace=trace) as pipe:
+        pipe.train_steps(batches_of(6, size=1), torch.optim.SGD(pipe.parameters(), lr=0.1))
+        kept = [s.kept_bytes for s in pipe.last_timeline.memory if s.stage == 0]
+        assert kept[-1] == 0
+        assert max(kept) >= 4 * 4 * 4
+
+
+class Repeated(nn.Embedding):
+    """Writes to its weight in its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(1.0)
+        return x
+
+
+def lbfgs(pipe: penstock.Pipeline) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(pipe.parameters())
+
+
+def with_hook(pipe: penstock.Pipeline) -> torch.optim.Optimizer:
+    optimizer = adamw(pipe)
+    optimizer.register_step_post_hook(print)
+    return optimizer
+
+
+def with_stranger(pipe: penstock.Pipeline) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*pipe.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps what it counts in its groups."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = group["lr"] * 0.5
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lbfgs, "looks at all weights at once"),
+        (with_hook, "has step hooks"),
+        (with_stranger, "1 of the optimizer's 7 parameters are on no stage here"),
+        (lambda pipe: Counting(pipe.parameters(), lr=0.1), r"changes \['lr'\] of its parameter"),
+    ],
+)
+def test_an_optimizer_that_cannot_step_by_stage_is_refused(make: Any, said: str) -> None:
+    with pipe_of(pipedream_2bw) as pipe, pytest.raises(ConfigError, match=said):
+        pipe.train_steps(batches_of(2), make(pipe))
+
+
+def test_what_cannot_be_exact_is_refused() -> None:
+    with pipe_of(pipedream_2bw) as pipe:
+        optimizer = adamw(pipe)
+        with pytest.raises(ConfigError, match=r"pipe\.train_steps\(batches, optimizer\)"):
+            pipe.train_step(*batches_of(1)[0])
+        with pytest.raises(ConfigError, match="no batches"):
+            pipe.train_steps([], optimizer)
+        with pytest.raises(BatchError, match=r"have \[2, 1\] micro-batches"):
+            pipe.train_steps([*batches_of(1), *batches_of(1, size=1)], optimizer)
+        x, y = batches_of(1)[0]
+        with pytest.raises(ConfigError, match="an input requires grad"):
+            pipe.train_steps([(x.requires_grad_(), y)], optimizer)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        with pytest.raises(ConfigError, match="waits for a metric"):
+            pipe.train_steps(batches_of(2), optimizer, lr_scheduler=plateau)
+
+
+def test_a_layer_that_writes_to_its_weight_is_refused() -> None:
+    layers = [Repeated(3, 4), nn.Linear(4, 8), nn.Linear(8, 2)]
+    pipe = pipe_of(pipedream_2bw, layers=layers)
+    with pipe, pytest.raises(StateError, match="changed a weight in its own forward"):
+        pipe.train_steps(batches_of(2), adamw(pipe))
+
+
+def test_parameters_that_share_memory_are_refused() -> None:
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)]
+    layers[1].weight.data = layers[0].weight.data
+    pipe = pipe_of(pipedream_2bw, layers=layers, num_stages=1)
+    with pipe, pytest.raises(ConfigError, match="share memory"):
+        pipe.train_steps(batches_of(2), adamw(pipe))
+
+
+def test_a_failed_window_leaves_whole_versions_behind() -> None:
+    with pipe_of(pipedream_2bw) as pipe:
+        optimizer = adamw(pipe)
+        bad = (torch.full((6, 4), 1.0), torch.ones(6, 3))
+        with pytest.raises(UserWarning, match="in the loss, micro-batch 6"):
+            pipe.train_steps([*batches_of(3), bad], optimizer)
+        assert all(torch.isfinite(p).all() for p in pipe.parameters())
+        optimizer.zero_grad()
+        assert torch.isfinite(pipe.train_steps(batches_of(2), optimizer)).all()
