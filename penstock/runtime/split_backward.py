@@ -23,9 +23,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from penstock.errors import StateError
 from penstock.model.entries import Entry, version_of
-from penstock.torch_private import has_tensor_hooks
+from penstock.torch_private import add_gradients, has_tensor_hooks, without_torch_function
 
-from .weight_gradients import Cut, cut_of, is_leaf
+from .weight_gradients import LEAF, OPERATORS, Cut, cut_of
 
 
 class SplitBackward:
@@ -35,7 +35,7 @@ class SplitBackward:
         self, entries: Sequence[Entry], leaves: Sequence[Any], cuts: Mapping[Node, Cut]
     ) -> None:
         self._entries, self._leaves, self._cuts = entries, leaves, cuts
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._kept: list[tuple[GradientEdge, Tensor]] = []
         self._groups: list[list[Cut]] = []
         for node, cut in cuts.items():
             node.register_prehook(cut.catch)
@@ -62,7 +62,8 @@ class SplitBackward:
             )
         for entry in entries:
             entry.caught.append(next(found))
-        self._kept = [(leaf.variable, g) for leaf in leaves if (g := next(found)) is not None]
+        kept = zip(targets[len(entries) :], (next(found) for _ in leaves), strict=False)
+        self._kept = [(edge, gradient) for edge, gradient in kept if gradient is not None]
         for cut, gradient in zip(cuts.values(), found, strict=True):
             if not cut.caught:  # the node did not have to run, and so called no hook
                 cut.catch([gradient])
@@ -70,72 +71,104 @@ class SplitBackward:
         self._entries, self._leaves, self._cuts = [], [], {}
 
     def run_weights(self) -> None:
-        """Add the gradients to the parameters, and free them one group of parameters at a time."""
-        kept, self._kept = self._kept, []
-        if kept:
-            torch.autograd.backward([leaf for leaf, _ in kept], [g for _, g in kept])
-        del kept
-        while self._groups:
-            group = self._groups.pop(0)
-            edges = [edge for cut in group for edge in cut.edges.values()]
-            torch.autograd.backward(edges, [g for cut in group for g in cut.compute()])
+        """Add the gradients to the parameters.
+
+        As many are computed at a time as need no more memory than frees what they are computed
+        from; and together those of parameters whose gradients meet in a leaf, for one sum.
+        """
+        edges = [edge for edge, _ in self._kept]
+        gradients = [gradient for _, gradient in self._kept]
+        self._kept, more = [], 0
+        with torch.no_grad(), without_torch_function():
+            while self._groups:
+                for cut in self._groups.pop(0):
+                    found, added = cut.compute()
+                    edges += cut.edges.values()
+                    gradients += found
+                    more += added
+                if more > 0:
+                    add_gradients(edges, gradients)
+                    edges, gradients, more = [], [], 0
+            add_gradients(edges, gradients)
 
 
 def split(roots: Sequence[Tensor], entries: Iterable[Entry]) -> SplitBackward | None:
     """Prepare the backward from some roots to be run in two parts; None where it has to be one."""
     entries = [entry for entry in entries if entry.node is not None]
-    starts = [get_gradient_edge(root).node for root in roots]
-    reached = _reach(starts, {})
-    if any(node.name() == "CheckpointFunctionBackward" for node in reached):
-        return None  # with use_reentrant=True: it runs a backward of its own
-    cuts = {node: cut for node in reached if (cut := cut_of(node)) is not None}
-    if any(isinstance(node, BackwardCFunction) for node in reached):
+    ends = {entry.node for entry in entries}
+    arrivals = _arrivals([get_gradient_edge(root).node for root in roots])
+    leaves: list[Any] = []
+    cuts: dict[Node, Cut] = {}
+    runs_functions = False
+    for node in arrivals:
+        name = node.name()
+        if name == LEAF:
+            leaves.append(node)
+        elif name in OPERATORS:
+            if (cut := cut_of(node, name)) is not None:
+                cuts[node] = cut
+        elif isinstance(node, BackwardCFunction):
+            if name == "CheckpointFunctionBackward":
+                return None  # with use_reentrant=True: it runs a backward of its own
+            runs_functions = True
+    if runs_functions:
         # A function may change a gradient in place, and only the hook of a node that runs knows
         # what it was when it came.
         cuts = {node: cut for node, cut in cuts.items() if not cut.is_whole}
-    ends = {entry.node for entry in entries}
-    running = _settle(cuts, starts, ends)
-    leaves: list[Any] = [node for node in running if is_leaf(node) and node not in ends]
+    apart = _settle(cuts, arrivals, ends)
+    leaves = [leaf for leaf in leaves if leaf not in apart and leaf not in ends]
     if not cuts or any(has_tensor_hooks(leaf.variable) for leaf in leaves):
         return None  # hooks would be called both when a gradient is found and when it is added
     return SplitBackward(entries, leaves, cuts)
 
 
-def _settle(cuts: dict[Node, Cut], starts: Sequence[Node], ends: set[Any]) -> dict[Node, None]:
-    """Give up cuts until the two parts share no node; return what the input backward reaches.
+def _arrivals(starts: Sequence[Node]) -> dict[Node, int]:
+    """Count the edges that lead to each node of a graph; a start has one from outside.
+
+    The nodes are in an order that only the graph decides: hooks of parameters may send.
+    """
+    found, waiting = dict.fromkeys(starts, 1), list(dict.fromkeys(starts))
+    while waiting:
+        for after, _ in waiting.pop().next_functions:
+            if after is None:
+                continue
+            if after in found:
+                found[after] += 1
+            else:
+                found[after] = 1
+                waiting.append(after)
+    return found
+
+
+def _settle(
+    cuts: dict[Node, Cut], arrivals: Mapping[Node, int], ends: set[Any]
+) -> Mapping[Node, object]:
+    """Give up cuts until the two parts share no node; return those of the weight backward.
 
     Two gradients have the same sum in either order.  Three would be added in the order in which
     the engine finds them, so these are not cut.
     """
     while True:
-        running = _reach(starts, cuts)
-        shared = running.keys() | ends
-        arriving = Counter(way[-1] for cut in cuts.values() for way in cut.ways)
+        apart: dict[Node, set[Node | tuple[Node, int]]] = {}
+        meeting = Counter(way[-1] for cut in cuts.values() for way in cut.ways)
+        for node, cut in cuts.items():
+            for place, way in zip(cut.edges, cut.ways, strict=True):
+                comes_from: Node | tuple[Node, int] = (node, place)
+                for passed in way:
+                    apart.setdefault(passed, set()).add(comes_from)
+                    comes_from = passed
+        shared = {
+            node for node, own in apart.items() if node in ends or arrivals[node] > len(own)
+        }
         bad = [
             node
             for node, cut in cuts.items()
-            if any(arriving[way[-1]] > 2 or not shared.isdisjoint(way) for way in cut.ways)
+            if any(meeting[way[-1]] > 2 or not shared.isdisjoint(way) for way in cut.ways)
         ]
         if not bad:
-            return running
+            return apart
         for node in bad:
             del cuts[node]
-
-
-def _reach(starts: Sequence[Node], cuts: Mapping[Node, Cut]) -> dict[Node, None]:
-    """Find all nodes that a backward from `starts` comes to, if it leaves out the cut edges.
-
-    They are in an order that only the graph decides: hooks of parameters may send.
-    """
-    seen, waiting = dict.fromkeys(starts), list(starts)
-    while waiting:
-        node = waiting.pop()
-        barred = cuts[node].edges if node in cuts else ()
-        for place, (after, _) in enumerate(node.next_functions):
-            if after is not None and after not in seen and place not in barred:
-                seen[after] = None
-                waiting.append(after)
-    return seen
 
 
 def _gradient_versions(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:

@@ -14,13 +14,20 @@ from torch.autograd.graph import GradientEdge, Node
 
 from penstock.errors import StateError
 from penstock.model.entries import is_plain_class, version_of
-from penstock.torch_private import saved_numbers, saved_tensors, without_torch_function
+from penstock.torch_private import (
+    has_tensor_hooks,
+    saved_numbers,
+    saved_tensors,
+    without_torch_function,
+)
 
-Formula = Callable[..., Sequence[Tensor]]
+Formula = Callable[..., list[Tensor]]
 """Computes gradients of an operator's arguments from that of its result, and from what it read."""
 Found = tuple[list[int], Formula, list[Tensor]]
 """The places of the arguments, their formula, and the tensors that it reads."""
 
+LEAF = "torch::autograd::AccumulateGrad"
+"""The name of a node that adds to the `.grad` of a tensor, its `variable`."""
 _CAST = "ToCopyBackward0"
 _PASSING = {
     _CAST,
@@ -41,7 +48,7 @@ class Cut:
 
     `ways` are the nodes that each gradient passes, from the operator to a leaf.  `reads` are the
     tensors to compute from, with their versions, besides the gradient of the result, which is
-    `caught`.  `is_whole`: no other gradients are left for the operator to compute.
+    `caught`.  `is_whole`: the operator has no other gradients to compute, or that of a bias only.
     """
 
     edges: dict[int, GradientEdge]
@@ -56,57 +63,69 @@ class Cut:
         gradient = gradients[0]
         self.caught.append(None if gradient is None else (gradient, version_of(gradient)))
 
-    def compute(self) -> Sequence[Tensor]:
+    def compute(self) -> tuple[list[Tensor], int]:
         """Compute the gradients of the weights; forget what that was computed from.
+
+        Returns:
+            These, and by how many elements they are more than what is forgotten.
 
         Raises:
             StateError: a tensor that it reads was changed in place since.
         """
         reads = [found for found in (*self.caught, *self.reads) if found is not None]
+        self.reads, self.caught = [], []
         if any(version_of(tensor) != version for tensor, version in reads):
             raise StateError(
                 "a tensor that the weight backward needs was changed in place since the input "
                 "backward came to it. Zero the gradients; change a copy, or use a schedule whose "
                 "backward is in one part"
             )
-        with torch.no_grad(), without_torch_function():
-            found = self.formula(*[tensor for tensor, _ in reads])
-        self.reads, self.caught = [], []
-        return found
+        gradients = self.formula(*[tensor for tensor, _ in reads])
+        more = sum(g.numel() for g in gradients) - sum(tensor.numel() for tensor, _ in reads)
+        return gradients, more
 
 
-def cut_of(node: Node) -> Cut | None:
+def cut_of(node: Node, name: str) -> Cut | None:
     """Cut the edges of an operator to its weights; None if their gradients have to be computed
     with all others.
     """
-    find = _OPERATORS.get(node.name())
+    find = OPERATORS.get(name)
     found = None if find is None else find(node)
-    if found is None or _has_hooks(node):  # a hook may change the gradients of the weights
+    if found is None:
         return None
     places, formula, reads = found
-    plain = [t for t in reads if is_plain_class(t) and t.layout is torch.strided]
-    ways = [way for place in places if (way := _way(node, place))]
-    if len(plain) < len(reads) or len(ways) < len(places) or any(t.is_complex() for t in reads):
-        return None
+    nexts = node.next_functions
+    ways = [way for place in places if (way := _way(nexts[place][0]))]
+    if len(ways) < len(places) or not all(map(_is_usual, reads)) or _has_hooks(node):
+        return None  # a hook may change the gradients of the weights
     edges = {
-        place: GradientEdge(way[0], node.next_functions[place][1])
+        place: GradientEdge(way[0], nexts[place][1])
         for place, way in zip(places, ways, strict=True)
     }
-    is_whole = len(edges) == sum(after is not None for after, _ in node.next_functions)
+    others = [after for place, (after, _) in enumerate(nexts) if place not in edges]
+    if name == "AddmmBackward0":
+        others = others[-1:]  # the bias is there too, if it is not cut
+    is_whole = all(after is None for after in others)
     return Cut(edges, ways, formula, [(t, version_of(t)) for t in reads], is_whole)
 
 
-def _way(node: Node, place: int) -> list[Node]:
-    """List the nodes from an operator to the leaf that is its argument, or where the argument
-    comes from by nodes that only pass the gradient on; empty if there is no such leaf.
+def _is_usual(tensor: Tensor) -> bool:
+    return (
+        is_plain_class(tensor) and tensor.layout is torch.strided and not tensor.is_complex()
+    )
+
+
+def _way(after: Node | None) -> list[Node]:
+    """List the nodes from an operator's edge to the leaf that is its argument, or where the
+    argument comes from by nodes that only pass the gradient on; empty if there is no such leaf.
     """
     way: list[Node] = []
-    after = node.next_functions[place][0]
     while after is not None:
         way.append(after)
-        if is_leaf(after):
+        name = after.name()
+        if name == LEAF:
             return way
-        after = after.next_functions[0][0] if after.name() in _PASSING else None
+        after = after.next_functions[0][0] if name in _PASSING else None
     return []
 
 
@@ -125,11 +144,6 @@ def _no_hook(*_: object) -> None:
     """Change nothing."""
 
 
-def is_leaf(node: Node) -> bool:
-    """Tell whether a node adds to the `.grad` of a tensor, its `variable`."""
-    return node.name() == "torch::autograd::AccumulateGrad"
-
-
 # -- operators: what their own backward computes, and nothing else ------------------------------
 
 
@@ -138,13 +152,16 @@ def _mm(node: Node) -> Found | None:
 
 
 def _addmm(node: Node) -> Found | None:
+    """Leave the bias to the input backward: its gradient is a small sum over what is at hand."""
     found = _product(node, "mat1", 2)
-    if found is None or saved_numbers(node, "alpha", "beta") != [1, 1]:
+    if found is None or saved_numbers(node, "alpha") != [1]:
         return None
     places, of_weight, reads = found
-    way: list[Any] = _way(node, 0)
-    if not way or any(passed.name() != _CAST for passed in way[:-1]):
+    way: list[Any] = _way(node.next_functions[0][0])
+    if not way or not has_tensor_hooks(way[-1].variable):  # these are to be called once, later
         return found
+    if saved_numbers(node, "beta") != [1] or any(passed.name() != _CAST for passed in way[:-1]):
+        return None
     shape = way[-1].variable.shape
 
     def of_both(gradient: Tensor, x: Tensor) -> list[Tensor]:
@@ -154,20 +171,20 @@ def _addmm(node: Node) -> Found | None:
 
 
 def _product(node: Node, name: str, place: int) -> Found | None:
-    reads, numbers = saved_tensors(node, name), saved_numbers(node, *_LAYOUT)
+    reads, numbers = saved_tensors(node, name), saved_numbers(node, "mat2_sym_strides")
     if reads is None or numbers is None:
         return None
-    (rows, _), (down, across) = numbers
-    by_columns = down == 1 and across == rows  # then autograd lays the gradient out likewise
-
-    def formula(gradient: Tensor, x: Tensor) -> list[Tensor]:
-        alike = by_columns and gradient.layout is torch.strided
-        return [gradient.t().mm(x).t() if alike else x.t().mm(gradient)]
-
-    return [place], formula, reads
+    by_columns = numbers[0] == (1, reads[0].shape[1])  # then autograd lays the gradient out so
+    return [place], _of_columns if by_columns else _of_rows, reads
 
 
-_LAYOUT = ("mat2_sym_sizes", "mat2_sym_strides")
+def _of_columns(gradient: Tensor, x: Tensor) -> list[Tensor]:
+    is_dense = gradient.layout is torch.strided
+    return [gradient.t().mm(x).t()] if is_dense else _of_rows(gradient, x)
+
+
+def _of_rows(gradient: Tensor, x: Tensor) -> list[Tensor]:
+    return [x.t().mm(gradient)]
 
 
 def _bmm(node: Node) -> Found | None:
@@ -222,7 +239,7 @@ def _embedding(node: Node) -> Found | None:
 
 _EMBEDDING = ("weight_sym_argsize_0", "padding_idx", "scale_grad_by_freq")
 
-_OPERATORS: dict[str, Callable[[Node], Found | None]] = {
+OPERATORS: dict[str, Callable[[Node], Found | None]] = {
     "AddmmBackward0": _addmm,
     "MmBackward0": _mm,
     "BmmBackward0": _bmm,
