@@ -180,6 +180,37 @@ FAULTS = (
         "fan_out",
     ),
     Fault(
+        "the gradient of one operator's weight is lost between the two parts of a backward",
+        "penstock/runtime/split_backward.py",
+        "cut for cut in cuts.values() if",
+        "cut for cut in [*cuts.values()][1:] if",
+        "tests/runtime/test_tape.py::test_two_parts_give_the_bits_of_one",
+    ),
+    Fault(
+        "three gradients of a weight add up later, in another order",
+        "penstock/runtime/split_backward.py",
+        "meeting[way[-1]] > 2",
+        "meeting[way[-1]] > 3",
+        "tests/runtime/test_tape.py::test_two_parts_give_the_bits_of_one",
+        "thrice",
+    ),
+    Fault(
+        "what earlier micro-batches have left is added in reverse order",
+        "penstock/runtime/stage.py",
+        "sorted(run.stages[self.index].tapes.items())",
+        "sorted(run.stages[self.index].tapes.items(), reverse=True)",
+        "tests/runtime/test_tape.py::"
+        "test_weights_add_up_in_order_where_only_some_micro_batches_can_be_split",
+    ),
+    Fault(
+        "weight backwards may come in any order",
+        "penstock/schedules/laws/in_order.py",
+        "ir.ADDS_GRADIENTS",
+        "ir.GIVES_GRADIENTS",
+        "tests/schedules/test_verify.py",
+        "weight",
+    ),
+    Fault(
         "random streams are keyed by stage instead of layer",
         "penstock/runtime/stage.py",
         "LayerCall(run, tape, step.index, training)",

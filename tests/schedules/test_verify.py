@@ -119,6 +119,30 @@ WRONG = {
         """,
         "backwards of a stage must come in micro-batch order",
     ),
+    "weight backwards out of order": (
+        """
+        rank 0 | 0F0 0F1 0I0 0I1 0W1 0W0
+        """,
+        "rank 0, 0W1: the backwards of a stage must come in micro-batch order",
+    ),
+    "a whole backward before the weight backward of an earlier micro-batch": (
+        """
+        rank 0 | 0F0 0F1 0I0 0B1 0W0
+        """,
+        "rank 0, 0B1: the backwards of a stage must come in micro-batch order",
+    ),
+    "a weight backward before its input backward": (
+        """
+        rank 0 | 0F0 0W0 0I0
+        """,
+        "rank 0, 0W0: ",
+    ),
+    "a weight backward that never comes": (
+        """
+        rank 0 | 0F0 0F1 0I0 0B1
+        """,
+        "stage 0 has 0 BackwardWeight instructions for micro-batch 0",
+    ),
     "forwards out of order": (
         """
         rank 0 | 0F1 0F1>1 0F0 0F0>1 0B0<1 0B0 0B1<1 0B1
