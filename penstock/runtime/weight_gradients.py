@@ -18,7 +18,6 @@ from penstock.torch_private import (
     has_tensor_hooks,
     saved_numbers,
     saved_tensors,
-    without_torch_function,
 )
 
 Formula = Callable[..., list[Tensor]]

@@ -192,7 +192,6 @@ FAULTS = (
         "meeting[way[-1]] > 2",
         "meeting[way[-1]] > 3",
         "tests/runtime/test_tape.py::test_two_parts_give_the_bits_of_one",
-        "thrice",
     ),
     Fault(
         "what earlier micro-batches have left is added in reverse order",
