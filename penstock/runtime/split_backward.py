@@ -27,6 +27,9 @@ from penstock.torch_private import add_gradients, has_tensor_hooks, without_torc
 
 from .weight_gradients import LEAF, OPERATORS, Cut, cut_of
 
+CHECKPOINT = "CheckpointFunctionBackward"
+"""The node of a checkpoint with use_reentrant=True, which runs a backward of its own."""
+
 
 class SplitBackward:
     """The backward of one graph in two parts, `run_input` and `run_weights`."""
@@ -97,10 +100,20 @@ def split(roots: Sequence[Tensor], entries: Iterable[Entry]) -> SplitBackward | 
     entries = [entry for entry in entries if entry.node is not None]
     ends = {entry.node for entry in entries}
     arrivals = _arrivals([get_gradient_edge(root).node for root in roots])
+    leaves, cuts = _leaves_and_cuts(arrivals)
+    apart = _settle(cuts, arrivals, ends)
+    leaves = [leaf for leaf in leaves if leaf not in apart and leaf not in ends]
+    if not cuts or any(has_tensor_hooks(leaf.variable) for leaf in leaves):
+        return None  # hooks would be called both when a gradient is found and when it is added
+    return SplitBackward(entries, leaves, cuts)
+
+
+def _leaves_and_cuts(nodes: Iterable[Node]) -> tuple[list[Any], dict[Node, Cut]]:
+    """Find the leaves among the nodes of a graph, and the operators that can be cut."""
     leaves: list[Any] = []
     cuts: dict[Node, Cut] = {}
     runs_functions = False
-    for node in arrivals:
+    for node in nodes:
         name = node.name()
         if name == LEAF:
             leaves.append(node)
@@ -108,18 +121,14 @@ def split(roots: Sequence[Tensor], entries: Iterable[Entry]) -> SplitBackward | 
             if (cut := cut_of(node, name)) is not None:
                 cuts[node] = cut
         elif isinstance(node, BackwardCFunction):
-            if name == "CheckpointFunctionBackward":
-                return None  # with use_reentrant=True: it runs a backward of its own
+            if name == CHECKPOINT:
+                return leaves, {}
             runs_functions = True
     if runs_functions:
         # A function may change a gradient in place, and only the hook of a node that runs knows
         # what it was when it came.
         cuts = {node: cut for node, cut in cuts.items() if not cut.is_whole}
-    apart = _settle(cuts, arrivals, ends)
-    leaves = [leaf for leaf in leaves if leaf not in apart and leaf not in ends]
-    if not cuts or any(has_tensor_hooks(leaf.variable) for leaf in leaves):
-        return None  # hooks would be called both when a gradient is found and when it is added
-    return SplitBackward(entries, leaves, cuts)
+    return leaves, cuts
 
 
 def _arrivals(starts: Sequence[Node]) -> dict[Node, int]:
@@ -149,26 +158,29 @@ def _settle(
     the engine finds them, so these are not cut.
     """
     while True:
-        apart: dict[Node, set[Node | tuple[Node, int]]] = {}
+        apart = _passed_after(cuts)
         meeting = Counter(way[-1] for cut in cuts.values() for way in cut.ways)
-        for node, cut in cuts.items():
-            for place, way in zip(cut.edges, cut.ways, strict=True):
-                comes_from: Node | tuple[Node, int] = (node, place)
-                for passed in way:
-                    apart.setdefault(passed, set()).add(comes_from)
-                    comes_from = passed
-        shared = {
-            node for node, own in apart.items() if node in ends or arrivals[node] > len(own)
-        }
-        bad = [
-            node
-            for node, cut in cuts.items()
-            if any(meeting[way[-1]] > 2 or not shared.isdisjoint(way) for way in cut.ways)
+        bad = {node for node, own in apart.items() if node in ends or arrivals[node] > len(own)}
+        bad.update(leaf for leaf, number in meeting.items() if number > 2)
+        given_up = [
+            node for node, cut in cuts.items() if not all(bad.isdisjoint(way) for way in cut.ways)
         ]
-        if not bad:
+        if not given_up:
             return apart
-        for node in bad:
+        for node in given_up:
             del cuts[node]
+
+
+def _passed_after(cuts: Mapping[Node, Cut]) -> dict[Node, set[object]]:
+    """Collect the nodes behind cut edges, each with the edges by which these lead to it."""
+    found: dict[Node, set[object]] = {}
+    for node, cut in cuts.items():
+        for place, way in zip(cut.edges, cut.ways, strict=True):
+            edge: object = (node, place)
+            for passed in way:
+                found.setdefault(passed, set()).add(edge)
+                edge = passed  # which has one edge
+    return found
 
 
 def _gradient_versions(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:

@@ -109,9 +109,7 @@ def cut_of(node: Node, name: str) -> Cut | None:
 
 
 def _is_usual(tensor: Tensor) -> bool:
-    return (
-        is_plain_class(tensor) and tensor.layout is torch.strided and not tensor.is_complex()
-    )
+    return is_plain_class(tensor) and tensor.layout is torch.strided and not tensor.is_complex()
 
 
 def _way(after: Node | None) -> list[Node]:
