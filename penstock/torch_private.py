@@ -10,7 +10,7 @@ one line that says which versions work; the others do without, as told there.
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -44,7 +44,7 @@ try:
     import torch.utils.checkpoint
     from torch import Tensor, nn
     from torch._ops import OpOverload as OpOverload
-    from torch.autograd.graph import GradientEdge, Node
+    from torch.autograd.graph import Node
     from torch.nn.modules.batchnorm import _BatchNorm as _BatchNorm
     from torch.nn.modules.dropout import _DropoutNd as _DropoutNd
     from torch.nn.utils import parametrize
@@ -159,44 +159,24 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
 NEVER_COMPUTES = "penstock_never_computes"
 """The attribute of a hook that only returns what it has."""
 
-_engine = getattr(torch.autograd.Variable, "_execution_engine", None)
-
-
-def add_gradients(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """Let autograd add gradients of the right shapes, from edges on to the leaves.
-
-    torch.autograd.backward checks each one first, which takes longer than to add a small one; it
-    is called where torch hides its engine.
-    """
-    if _engine is None:
-        torch.autograd.backward(edges, gradients)
-    elif edges:
-        options = {"allow_unreachable": True, "accumulate_grad": True}
-        _engine.run_backward(tuple(edges), tuple(gradients), False, False, (), **options)
+run_engine = _needed(_needed(torch.autograd.Variable, "_execution_engine"), "run_backward")
+"""Run autograd's engine, without the checks of torch.autograd.backward.  Needed."""
 
 
 def saved_tensors(node: Node, *names: str) -> list[Tensor] | None:
     """Return what a node saved, detached; None if torch hides one, or a hook would compute it."""
-    found = []
-    for name in names:
-        raw = getattr(node, f"_raw_saved_{name}", None)
-        hook = getattr(raw, "unpack_hook", True)
-        if hook is not None and not hasattr(hook, NEVER_COMPUTES):
-            return None
-        tensor = getattr(node, f"_saved_{name}", None)
-        if tensor is None:
-            return None
-        found.append(tensor.detach())
-    return found
+    raws = [getattr(node, f"_raw_saved_{name}", None) for name in names]
+    hooks = [getattr(raw, "unpack_hook", True) for raw in raws]
+    if any(hook is not None and not hasattr(hook, NEVER_COMPUTES) for hook in hooks):
+        return None
+    found = [getattr(node, f"_saved_{name}", None) for name in names]
+    return None if any(t is None for t in found) else [t.detach() for t in found if t is not None]
 
 
 def saved_numbers(node: Node, *names: str) -> list[Any] | None:
     """Return what else a node has saved; None where torch hides one of it."""
-    found = [getattr(node, f"_saved_{name}", _HIDDEN) for name in names]
-    return None if _HIDDEN in found else found
-
-
-_HIDDEN = object()
+    found = [getattr(node, f"_saved_{name}", names) for name in names]
+    return None if any(each is names for each in found) else found
 
 
 # -- cached weights (torch.nn.utils.parametrize.cached) ------------------------------------------

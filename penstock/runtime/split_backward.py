@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from penstock.errors import StateError
 from penstock.model.entries import Entry, version_of
-from penstock.torch_private import add_gradients, has_tensor_hooks, without_torch_function
+from penstock.torch_private import has_tensor_hooks, run_engine, without_torch_function
 
 from .weight_gradients import LEAF, OPERATORS, Cut, cut_of
 
@@ -90,9 +90,18 @@ class SplitBackward:
                     gradients += found
                     more += added
                 if more > 0:
-                    add_gradients(edges, gradients)
+                    _add(edges, gradients)
                     edges, gradients, more = [], [], 0
-            add_gradients(edges, gradients)
+            _add(edges, gradients)
+
+
+def _add(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """Let autograd add gradients, without first checking each: that takes longer than to add a
+    small one, and each is of the shape that its edge wants.
+    """
+    if edges:
+        options = {"allow_unreachable": True, "accumulate_grad": True}
+        run_engine(tuple(edges), tuple(gradients), False, False, (), **options)
 
 
 def split(roots: Sequence[Tensor], entries: Iterable[Entry]) -> SplitBackward | None:
