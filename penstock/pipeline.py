@@ -30,7 +30,7 @@ from penstock.runtime.planning import (
 )
 from penstock.schedules.family import Build
 from penstock.schedules.lower import Mode
-from penstock.types import Recompute, Reduction, TiedGradients, Trace, Transport
+from penstock.types import RecomputePolicy, Reduction, TiedGradients, Trace, Transport
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -58,7 +58,8 @@ class Pipeline(AbstractPipeline):
         schedule: one of `penstock.schedules`, by default gpipe, or a function of your own
             (num_stages, num_microbatches) -> Schedule; says which rank, a thread or a process,
             runs which stages.
-        recompute: which activations to compute twice instead of keeping; one for all stages, or
+        recompute: which activations to compute twice instead of keeping: those of stages (STAGE),
+            of some layers (Recompute.layers("block3", 5)), or none; one choice for all stages, or
             one for each; default: STAGE.
         offload: whether what forwards keep is moved away until shortly before its backward: to the
             host's memory, on CPUs to files; one for all stages, or one for each; default: False.
@@ -103,7 +104,7 @@ class Pipeline(AbstractPipeline):
         loss: LossFunction | None = None,
         reduction: Reduction | Callable[[Any], Any] = Reduction.MEAN,
         schedule: Build | None = None,
-        recompute: Recompute | Sequence[Recompute] | None = None,
+        recompute: RecomputePolicy | Sequence[RecomputePolicy] | None = None,
         offload: bool | Sequence[bool] | None = None,
         offload_folder: str | os.PathLike[str] | None = None,
         devices: Devices = None,

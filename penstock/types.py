@@ -1,5 +1,6 @@
 """The words a user chooses from; values, never strings.  Imports nothing of torch."""
 
+from dataclasses import dataclass
 from enum import Enum
 
 LONGEST_TIMEOUT_S = 365 * 24 * 3600.0
@@ -27,6 +28,36 @@ class Recompute(Enum):
     """Keep a stage's inputs only (GPipe, section 2.3); all where the backward follows at once."""
     NEVER = "never"
     """Keep everything the backward needs."""
+
+    @staticmethod
+    def layers(*layers: int | str) -> "RecomputeLayers":
+        """Keep everything but what these layers save: their inputs only.
+
+        Args:
+            layers: their names, or their numbers in the model; a stage recomputes those it has.
+        """
+        return RecomputeLayers(layers)
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeLayers:
+    """Recompute some layers of a stage, each from its own inputs; see `Recompute.layers`."""
+
+    layers: tuple[int | str, ...]
+
+    @property
+    def value(self) -> str:
+        """What is recomputed, in words."""
+        return "layers " + ", ".join(map(str, self.layers)) if self.layers else "never"
+
+    @property
+    def name(self) -> str:
+        """The same, as it is written."""
+        return f"layers({', '.join(map(repr, self.layers))})"
+
+
+RecomputePolicy = Recompute | RecomputeLayers
+"""What is computed twice on a stage."""
 
 
 class TiedGradients(Enum):

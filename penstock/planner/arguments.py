@@ -9,7 +9,7 @@ from penstock.errors import ConfigError, ExecutionWarning, PartitionError, check
 from penstock.schedules.family import Build, Family
 from penstock.schedules.gpipe import gpipe
 from penstock.schedules.names import family_of
-from penstock.types import Recompute, TiedGradients, Transport
+from penstock.types import Recompute, RecomputePolicy, TiedGradients, Transport
 
 from .checks import check_partition, check_timeout
 from .partition import balance_spans
@@ -31,7 +31,7 @@ class Arguments:
     partition: Sequence[int] | None = None
     num_microbatches: int | None = None
     schedule: Build | None = None
-    recompute: Recompute | Sequence[Recompute] | None = None
+    recompute: RecomputePolicy | Sequence[RecomputePolicy] | None = None
     offload: bool | Sequence[bool] | None = None
     offload_folder: str | None = None
     devices: Sequence[str] | str | None = None

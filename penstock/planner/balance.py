@@ -7,6 +7,7 @@ from itertools import accumulate, chain, pairwise
 
 from penstock.schedules import ir
 from penstock.schedules.passes import add_recompute
+from penstock.types import RecomputeLayers
 
 from .partition import balance_spans
 from .plan import BalancedBy, Plan
@@ -22,8 +23,11 @@ def balanced(
     backward follows at once recomputes nothing, and has time for more layers.
     """
     costs_s = [
-        [forwards * forward_s + backward_s for forward_s, backward_s in times_s]
-        for forwards in _forwards(plan)
+        [
+            (forwards if _is_recomputed(plan, stage, layer) else 1) * forward_s + backward_s
+            for layer, (forward_s, backward_s) in enumerate(times_s)
+        ]
+        for stage, forwards in enumerate(_forwards(plan))
     ]
     partition = balance_spans(costs_s, spans)
     bounds = pairwise(accumulate(partition, initial=0))
@@ -31,6 +35,12 @@ def balanced(
         sum(on_stage[start:end]) for on_stage, (start, end) in zip(costs_s, bounds, strict=True)
     )
     return replace(plan, partition=partition, balanced_by=BalancedBy.TIME, predicted_s=predicted_s)
+
+
+def _is_recomputed(plan: Plan, stage: int, layer: int) -> bool:
+    """Tell whether a layer would run as often as its stage does, if the stage had it."""
+    policy = plan.recompute[stage]
+    return not isinstance(policy, RecomputeLayers) or layer in policy.layers
 
 
 def _forwards(plan: Plan) -> list[float]:

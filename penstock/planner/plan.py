@@ -6,12 +6,13 @@ from enum import Enum
 from hashlib import sha256
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import ConfigError, PlanError, check_count
 from penstock.schedules.family import Family
 from penstock.trace.table import columns
 from penstock.trace.units import time_text
-from penstock.types import Recompute, TiedGradients, Transport
+from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport
 
 from .checks import check_partition, check_timeout, check_whole
 from .placement import Placement
@@ -76,7 +77,7 @@ class Plan:
     partition: tuple[int, ...]
     schedule: Family
     num_microbatches: int
-    recompute: tuple[Recompute, ...]
+    recompute: tuple[Recompute | RecomputeLayers, ...]
     placement: Placement
     offload: tuple[bool, ...] = ()
     offload_folder: str | None = None
@@ -98,8 +99,9 @@ class Plan:
             raise PlanError(f"sharding={self.sharding!r:.80}; it must be None so far")
         check_partition(self.partition, len(self.layers))
         object.__setattr__(self, "offload", self.offload or (False,) * self.num_stages)
+        object.__setattr__(self, "recompute", tuple(map(self._numbered, self.recompute)))
         for name, value, kind in (
-            *(("recompute", each, Recompute) for each in self.recompute),
+            *(("recompute", x, Recompute) for x in self.recompute if not _is_some_layers(x)),
             *(("offload", each, bool) for each in self.offload),
             ("tied_gradients", self.tied_gradients, TiedGradients),
             ("transport", self.transport, Transport),
@@ -134,11 +136,38 @@ class Plan:
         """K."""
         return len(self.partition)
 
+    def _numbered(self, policy: Any) -> Any:
+        """Return a policy with layers by number, in order."""
+        if not _is_some_layers(policy):
+            return policy
+        numbers = {layer.name: n for n, layer in enumerate(self.layers)}
+        found = [numbers.get(x, x) if isinstance(x, str) else x for x in policy.layers]
+        for given, number in zip(policy.layers, found, strict=True):
+            if type(number) is not int or not 0 <= number < len(self.layers):
+                raise ConfigError(
+                    f"recompute=Recompute.{policy.name}: the model has no layer {given!r}; give "
+                    f"names, such as {self.layers[0].name!r}, or numbers from 0 to "
+                    f"{len(self.layers) - 1}"
+                )
+        return RecomputeLayers(tuple(sorted(set(found))))
+
+    def recomputed(self, stage: int) -> tuple[int, ...]:
+        """The layers of a stage that run twice, by number."""
+        start = sum(self.partition[:stage])
+        own, policy = range(start, start + self.partition[stage]), self.recompute[stage]
+        if isinstance(policy, RecomputeLayers):
+            return tuple(n for n in own if n in policy.layers)
+        return tuple(own) if policy is Recompute.STAGE else ()
+
+    def dropped_layers(self, stage: int) -> frozenset[int]:
+        """The layers of a stage that drop what they saved each on its own."""
+        is_whole = self.recompute[stage] is Recompute.STAGE
+        return frozenset(() if is_whole else self.recomputed(stage))
+
     @property
     def recomputing(self) -> frozenset[int]:
         """The stages that compute activations twice instead of keeping them."""
-        every = enumerate(self.recompute)
-        return frozenset(stage for stage, kind in every if kind is Recompute.STAGE)
+        return frozenset(stage for stage in range(self.num_stages) if self.recomputed(stage))
 
     @property
     def offloading(self) -> frozenset[int]:
@@ -298,6 +327,10 @@ class Plan:
                 self.placement.devices[stage],
                 "?" if self.predicted_s is None else time_text(self.predicted_s[stage]),
             )
+
+
+def _is_some_layers(policy: Any) -> bool:
+    return isinstance(policy, RecomputeLayers)
 
 
 _REMEDY = "Make a plan of this model, or leave plan= out"

@@ -125,6 +125,10 @@ def _member(parts: tuple[Any, ...], data: Any) -> Any:
         return Fraction
     if data is None and NoneType in parts:
         return NoneType
+    if isinstance(data, str) and str in parts:
+        return str
+    if isinstance(data, dict):
+        return next((part for part in parts if is_dataclass(part)), parts[0])
     if isinstance(data, list):
         return next((part for part in parts if get_origin(part) is tuple), parts[0])
     return parts[0]

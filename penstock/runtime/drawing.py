@@ -158,7 +158,9 @@ class Drawing(Guard):
     def _run_keyed(
         self, key: tuple[float, ...], call: LayerCall, function: Callable[[], Any]
     ) -> Any:
-        with KeyedRandomness(call.key, repeatable=call.tape.graph_dropped) as stream:
+        tape = call.tape
+        repeatable = tape.graph_dropped or call.layer in tape.dropped_layers
+        with KeyedRandomness(call.key, repeatable=repeatable) as stream:
             result = function()
         self._note_checkpoint(key, call, stream)
         return result

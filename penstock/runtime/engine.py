@@ -31,8 +31,8 @@ from .record import Record
 from .replicas import Replicas
 from .run import Run, Streams
 from .shared_trace import gather_noted
-from .stage import Stage
-from .stores import MakeStore, store_on
+from .stage import Keeping, Stage
+from .stores import store_on
 from .workers import ThreadDriver
 
 
@@ -74,7 +74,7 @@ class Engine:
         mine = [(p, self.devices[p.index]) for p in plans if p.index in here]
         layers.place(mine, plan.seed, draws=draws)
         self.stages = tuple(
-            Stage(p, device, len(layers), self._loss_of(p), replicas, self._store_of(p))
+            Stage(p, device, len(layers), self._loss_of(p), replicas, self._keeping_of(p))
             for p, device in mine
         )
         if replicas is not None:
@@ -114,11 +114,11 @@ class Engine:
     def _loss_of(self, plan: StagePlan) -> Any:
         return self.loss if plan.output else None
 
-    def _store_of(self, plan: StagePlan) -> MakeStore | None:
-        """Return what makes the stores of a stage that offloads."""
-        if plan.index not in self.plan.offloading:
-            return None
-        return store_on(self.devices[plan.index], self.plan.offload_folder)
+    def _keeping_of(self, stage: StagePlan) -> Keeping:
+        plan, index = self.plan, stage.index
+        offloads = index in plan.offloading
+        store = store_on(self.devices[index], plan.offload_folder) if offloads else None
+        return Keeping(store, plan.dropped_layers(index))
 
     def _needs_hooks(self, trace: Trace) -> str:
         """Say what of this plan needs saved_tensors_hooks."""

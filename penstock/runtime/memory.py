@@ -81,9 +81,12 @@ class KeptBytes(Guard):
     @contextmanager
     def around_recompute(self, run: Run, tape: Tape) -> Iterator[None]:
         """Count what autograd saves."""
-        with self._counting_saved(run, tape):
+        with nullcontext() if tape.slots is not None else self._counting_saved(run, tape):
             yield
-        self._sample(run)
+        if tape.slots is not None:
+            self.after_move(run, tape)
+        else:
+            self._sample(run)
 
     def _counting_saved(self, run: Run, tape: Tape) -> saved_tensors_hooks:
         ignored = {_storage(tensor) for tensor in self._lasting.of(run, tape)}

@@ -16,7 +16,6 @@ from penstock.errors import OffloadError
 from penstock.model.entries import lasts, version_of
 from penstock.torch_private import storage_id, version_counter
 
-from .guards import Context, Guard
 from .memory import Lasting
 from .run import Run
 from .slots import Layout, Slot, Slots, without_values
@@ -33,23 +32,13 @@ class _Input(NamedTuple):
     changes: int
 
 
-class Offloading(Guard):
-    """Lets autograd save into slots, and moves away what is in them.
-
-    `make_store` makes a store for one micro-batch.
-    """
+class Offloading:
+    """Moves away what a stage keeps; `make_store` makes a store for one micro-batch."""
 
     def __init__(
         self, stage: int, lasting: Lasting, make_store: Callable[[], AbstractStore]
     ) -> None:
         self._stage, self._lasting, self._make_store = stage, lasting, make_store
-
-    def around_forward(self, run: Run, tape: Tape) -> Context | None:
-        """Save into slots, where anything is saved."""
-        if not run.with_grad or tape.graph_dropped:
-            return None
-        tape.slots = Slots(self._lasting.of(run, tape))
-        return tape.slots.hooks()
 
     def offload(self, run: Run, tape: Tape) -> None:
         """Move what is kept of a micro-batch away.

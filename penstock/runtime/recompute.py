@@ -5,7 +5,7 @@ changed in between, there is nothing right to compute, and that is an error.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -38,22 +38,24 @@ class Repeatable(Guard):
         self._compares = True
 
     def around_forward(self, run: Run, tape: Tape) -> Context | None:
-        """Note what the layers see, and keep no graph, where a recompute will follow."""
-        return self._forward(tape) if tape.graph_dropped else None
+        """Note what the layers see, where a recompute will follow; keep no graph, or all but what
+        some layers drop by themselves.
+        """
+        return self._forward(tape) if tape.graph_dropped or tape.dropped_layers else None
 
     @contextmanager
     def _forward(self, tape: Tape) -> Iterator[None]:
         modes = self._modes()
-        versions = [version_counter(t) for t in tape.inputs]
+        versions = [version_counter(t) for t in self._inputs(tape)]
         seen = Seen({}, modes, self._weights.shown, versions)
         is_new = modes != self._state.known_in
         before = self._state.look(modes) if is_new or self._holds_state() else {}
-        with saved_tensors_hooks(_drop, _never):
+        with saved_tensors_hooks(_drop, _never) if tape.graph_dropped else nullcontext():
             yield
         if is_new or self._holds_state():
             seen.state = self._state.changed(before, modes)
-        if tape.microbatch == 0 and self._compares:
-            seen.result = _first_floating(tape.results)
+        if tape.microbatch == 0 and self._compares and tape.graph_dropped:
+            seen.result = first_floating(tape.results)
         tape.seen = seen
 
     @contextmanager
@@ -65,13 +67,13 @@ class Repeatable(Guard):
         """
         seen = tape.seen
         assert seen is not None
-        undo = self._put_back(seen, tape.inputs)
+        undo = self._put_back(seen, self._inputs(tape))
         try:
             yield
         finally:
             undo()
         if seen.result is not None:
-            _compare(seen.result, tape.results)
+            compare(seen.result, tape.results)
             self._compares = not seen.result[0].is_cuda  # it has to be waited for
             seen.result = None
 
@@ -82,13 +84,13 @@ class Repeatable(Guard):
             RecomputeError: weights or inputs changed since.
         """
         if not self._weights.holds(seen.weights):
-            raise _changed(
+            raise changed(
                 "a weight",
                 "call optimizer.step() only after the backward; for a layer that changes its "
                 "weight in its own forward, as nn.Embedding(max_norm=...), leave out max_norm",
             )
         if seen.input_versions != [version_counter(t) for t in inputs]:
-            raise _changed("an input", "leave the batch as it is until the backward has run")
+            raise changed("an input", "leave the batch as it is until the backward has run")
         modes = self._modes()
         if not seen.state and modes == seen.modes:
             return _nothing
@@ -101,6 +103,10 @@ class Repeatable(Guard):
             self._set_modes(modes)
 
         return undo
+
+    def _inputs(self, tape: Tape) -> Sequence[Tensor]:
+        """Return what all layers run on again; layers that run alone have inputs of their own."""
+        return tape.inputs if tape.graph_dropped else ()
 
     def _holds_state(self) -> bool:
         return bool(self._state.attributes) or any(map(buffers_of, self._stateful))
@@ -129,13 +135,13 @@ def _nothing() -> None:
     """There is nothing to undo."""
 
 
-def _first_floating(tensors: Iterable[Tensor]) -> tuple[Tensor, int] | None:
+def first_floating(tensors: Iterable[Tensor]) -> tuple[Tensor, int] | None:
     """Choose a result to compare, with its version; keeps its memory."""
     found = next((t.detach() for t in tensors if t.is_floating_point()), None)
     return None if found is None else (found, version_counter(found))
 
 
-def _compare(result: tuple[Tensor, int], results: Iterable[Tensor]) -> None:
+def compare(result: tuple[Tensor, int], results: Iterable[Tensor]) -> None:
     """Compare with what a recompute gave: to the bit, on a GPU to rounding, since some of its
     kernels add in an order that differs from run to run.
 
@@ -143,7 +149,7 @@ def _compare(result: tuple[Tensor, int], results: Iterable[Tensor]) -> None:
         RecomputeError: it gave something else, so a layer reads what changed in between.
     """
     tensor, version = result
-    again, _ = _first_floating(results) or (None, 0)
+    again, _ = first_floating(results) or (None, 0)
     if version_counter(tensor) != version or again is None:
         return  # the caller has changed the output in place since
     rounding = torch.finfo(again.dtype).eps ** 0.5 if again.is_cuda else 0.0
@@ -160,7 +166,8 @@ def _close(a: Tensor, b: Tensor, rounding: float) -> bool:
     return torch.equal(a, b) or torch.allclose(a, b, rtol=rounding, atol=rounding, equal_nan=True)
 
 
-def _changed(what: str, remedy: str) -> RecomputeError:
+def changed(what: str, remedy: str) -> RecomputeError:
+    """Make the error that says what a recompute misses."""
     return RecomputeError(
         f"{what} was changed in place between a forward and its recompute, so the activations "
         f"cannot be computed again as they were; {remedy}, or use recompute=Recompute.NEVER"

@@ -14,8 +14,14 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.errors import RecomputeError
 from penstock.model.entries import is_plain_class, version_of
 from penstock.torch_private import NEVER_COMPUTES, storage_id
+
+from .guards import Context, Guard
+from .memory import Lasting
+from .run import Run
+from .tape import Tape
 
 
 class Layout(NamedTuple):
@@ -60,9 +66,15 @@ class Slot:
         """Return the tensor.
 
         Raises:
+            RecomputeError: it was dropped, and was not computed again yet.
             RuntimeError: it was changed in place since.
         """
-        assert self.tensor is not None
+        if self.tensor is None:
+            raise RecomputeError(
+                "gradients are computed in a forward (torch.autograd.grad, a penalty on a "
+                "gradient) through a layer that is recomputed, and whose activations are not "
+                "kept; recompute other layers, or use recompute=Recompute.NEVER"
+            )
         if not self.is_as_saved:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
@@ -71,6 +83,10 @@ class Slot:
                 f"saved at version {self._version}"
             )
         return self.tensor
+
+
+Emptied = tuple[ref[Slot], Layout | None]
+"""A slot that was emptied, and how its tensor lay; None where nobody will ask for it."""
 
 
 class Slots:
@@ -85,15 +101,31 @@ class Slots:
 
     def hooks(self) -> saved_tensors_hooks:
         """Let autograd save into slots inside."""
-        return saved_tensors_hooks(self._pack, _unpack)
+        return saved_tensors_hooks(self._pack, unpack)
 
     def _pack(self, tensor: Tensor) -> Slot | Tensor:
-        if not is_plain_class(tensor):
-            return tensor
+        return self.keep(tensor) if is_plain_class(tensor) else tensor
+
+    def keep(self, tensor: Tensor) -> Slot:
+        """Put a tensor into a slot, as autograd does."""
         slot = Slot(tensor.detach())
         if self.may_move(tensor):
             self._saved.append(ref(slot))
         return slot
+
+    def mark(self) -> int:
+        """Mark where the next slot comes."""
+        return len(self._saved)
+
+    def empty(self, which: slice) -> list[Emptied]:
+        """Empty some of the slots, by the marks before and after them."""
+        emptied: list[Emptied] = []
+        for each in self._saved[which]:
+            slot, layout = each(), None
+            if slot is not None and slot.tensor is not None:
+                layout, slot.tensor = Layout.of(slot.tensor), None
+            emptied.append((each, layout))
+        return emptied
 
     def may_move(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is no more than its values, and those are the stage's own."""
@@ -109,11 +141,25 @@ class Slots:
         return (slot for each in self._saved if (slot := each()) is not None)
 
 
-def _unpack(saved: Slot | Tensor) -> Tensor:
+def unpack(saved: Slot | Tensor) -> Tensor:
     return saved.take() if isinstance(saved, Slot) else saved
 
 
-setattr(_unpack, NEVER_COMPUTES, True)
+setattr(unpack, NEVER_COMPUTES, True)
+
+
+class Slotting(Guard):
+    """Lets autograd save into slots, in the forwards of a stage that moves them or drops some."""
+
+    def __init__(self, lasting: Lasting) -> None:
+        self._lasting = lasting
+
+    def around_forward(self, run: Run, tape: Tape) -> Context | None:
+        """Save into slots, where anything is saved."""
+        if not run.with_grad or tape.graph_dropped:
+            return None
+        tape.slots = Slots(self._lasting.of(run, tape))
+        return tape.slots.hooks()
 
 
 def without_values(tensor: Tensor) -> Tensor:

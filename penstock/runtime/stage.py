@@ -10,6 +10,7 @@ a `Tape` holds both; `Guards` watch.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,12 +31,14 @@ from .devices import StageDevice
 from .drawing import Drawing, LayerCall
 from .guards import Changes, Claims, Guard, Hooks, within
 from .handover import Handover
+from .layer_recompute import LayerRecompute
 from .memory import KeptBytes, Lasting
 from .notes import backward_of, note_failure
 from .offload import Offloading
 from .recompute import Repeatable
 from .replicas import Replicas
 from .run import Run, StageRun
+from .slots import Slotting
 from .stores import MakeStore
 from .tape import Tape
 from .weights import Weights, all_of
@@ -44,12 +47,25 @@ from .window import changed_in_forward
 _T = TypeVar("_T", Tensor, Tensor | None)
 
 
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """How a stage keeps what its backwards need: with `make_store` it may be moved away; where a
+    forward is to drop its graph, `dropped_layers` drop what they have saved instead, if there are
+    any.
+    """
+
+    make_store: MakeStore | None = None
+    dropped_layers: frozenset[int] = frozenset()
+
+
+_IN_MEMORY = Keeping()
+
+
 class Stage:
     """Runs the layers of one stage; what it holds between instructions lives in the `Run`.
 
     `loss` is the user's loss where this stage computes it: as a module it may hold state too.
-    `replicas` are the stage's twins elsewhere, if there are any.  With `make_store`, what its
-    forwards keep may be moved away.
+    `replicas` are the stage's twins elsewhere, if there are any.
     """
 
     def __init__(
@@ -59,7 +75,7 @@ class Stage:
         loss_index: int,
         loss: Any = None,
         replicas: Replicas | None = None,
-        make_store: MakeStore | None = None,
+        keeping: Keeping = _IN_MEMORY,
     ) -> None:
         self.plan, self._loss_index, self._replicas = plan, loss_index, replicas
         self.device = StageDevice(device)
@@ -75,9 +91,12 @@ class Stage:
         self._changes = Changes(plan.index)
         self.handover = Handover(plan, self.device, self._changes)
         lasting = Lasting(modules, computes_loss=bool(plan.output))
+        make_store, self._dropped_layers = keeping.make_store, keeping.dropped_layers
         self._offloading = make_store and Offloading(
             plan.index, lasting, partial(make_store, self.device)
         )
+        self._recompute = LayerRecompute()
+        self._slotting = None if keeping == _IN_MEMORY else Slotting(lasting)
         self._guards = self._make_guards()
         self._traced: Guard = KeptBytes(plan.index, lasting, self.weights)
         self._is_settled = False
@@ -88,7 +107,7 @@ class Stage:
         plan, everyone, norms = self.plan, all_of(self._modules), set(self._norms.layers)
         stateful = [module for module in everyone if module not in norms]
         guards: list[Guard] = [
-            *([self._offloading] if self._offloading else []),
+            *([self._slotting, self._recompute] if self._slotting else []),
             Repeatable(everyone, stateful, self.weights),
             self._changes,
             self._drawing,
@@ -150,7 +169,9 @@ class Stage:
         self.weights.show(version)
         here = run.stages[self.index]
         received = self.handover.receive(run, here, microbatch)
-        tape = Tape(microbatch, received, run.with_grad and not keep_graph, version)
+        drops, some = run.with_grad and not keep_graph, self._dropped_layers
+        tape = Tape(microbatch, received, drops and not some, version)
+        tape.dropped_layers = some if drops else tape.dropped_layers
         arounds = self._hooks.around_forward
         seen = None if run.window is None else self.weights.shown
         leaving = within(arounds, run, tape, partial(self._run_layers, run, tape))
@@ -168,13 +189,15 @@ class Stage:
         tape = self._tape(run, microbatch)
         self.weights.show(tape.version)
         arounds = self._hooks.around_recompute
-        run_layers = partial(self._run_layers, run, tape)
+        again: Callable[[], Any] = partial(self._run_layers, run, tape)
+        if tape.dropped_layers:
+            again = partial(self._recompute.rerun, tape, partial(self._call, run, tape))
         try:
             if run.resumed:
                 with run.caller.entered():
-                    within(arounds, run, tape, run_layers)
+                    within(arounds, run, tape, again)
             else:
-                within(arounds, run, tape, run_layers)
+                within(arounds, run, tape, again)
         except RecomputeError as error:
             note_failure(error, self.index, "the recompute", microbatch)
             raise
@@ -261,9 +284,15 @@ class Stage:
         return leaving
 
     def _perform(self, run: Run, tape: Tape, step: Step, function: Callable[[], Any]) -> Any:
+        """Run one layer, and drop what it has saved, if it is to."""
+        tape.layer_marks.append((next_node_number(), step))
+        if step.index in tape.dropped_layers:
+            return self._recompute.run(tape, step, function, partial(self._call, run, tape))
+        return self._call(run, tape, step, function)
+
+    def _call(self, run: Run, tape: Tape, step: Step, function: Callable[[], Any]) -> Any:
         """Run one layer, with random numbers of its own if it draws any."""
         training = step.module.training
-        tape.layer_marks.append((next_node_number(), step))
         try:
             if (step.index, training) in self._drawing.silent:
                 return function()

@@ -15,6 +15,7 @@ from penstock.transport.payload import Activation
 from .devices import Event
 
 if TYPE_CHECKING:
+    from .layer_recompute import Rerun
     from .offload import Away
     from .slots import Slots
     from .split_backward import SplitBackward
@@ -66,6 +67,8 @@ class Tape:
     `slots` hold what autograd saved, where it is to be moved; `away` is what is elsewhere now, and
     `copied` marks on a GPU when it is back.
 
+    `dropped_layers` drop what they have saved, and `reruns` are those that have, in order.
+
     `graph_dropped`: the forward kept no graph, and a recompute will build it.  `version` is that
     of the weights which the forward has seen.
     `reruns_in_backward`: the backward may run layers again, inside a checkpoint of the user's own.
@@ -88,6 +91,8 @@ class Tape:
     output_wants_grad: tuple[bool, ...] = ()
     loss: Tensor | None = None
     parts: "SplitBackward | None" = None
+    dropped_layers: frozenset[int] = frozenset()
+    reruns: "list[Rerun]" = field(default_factory=list)
     slots: "Slots | None" = None
     away: "Away | None" = None
     copied: Event | None = None

@@ -22,8 +22,8 @@ class Forward:
     Roughly: y[s, i] = stage[s](x[s, i]); kept[s, i] = graph, or x[s, i] only
 
     With `keep_graph` everything the backward needs stays alive until the Backward, or the
-    BackwardInput, of the same pair. Without, only the stage's inputs and the random key stay, and
-    a Recompute must come first.
+    BackwardInput, of the same pair. Without, only the stage's inputs and the random key stay, or
+    those of some of its layers, and a Recompute must come first.
 
     `version` counts the updates of the stage's weights in this run that the forward sees; the
     backward of the pair sees the same.  Without updates it is 0.

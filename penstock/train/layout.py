@@ -9,7 +9,7 @@ from penstock.mesh.start import num_processes
 from penstock.planner.plan import Plan
 from penstock.recipe.recipe import Recipe
 from penstock.runtime.microbatches import microbatch_sizes
-from penstock.types import TiedGradients
+from penstock.types import Recompute, TiedGradients
 
 _BESIDE_PLAN = ("pipeline.shard_optimizer",)
 """What a plan does not decide of how a model runs."""
@@ -54,7 +54,7 @@ def read_plan(path: Path, overrides: Sequence[str]) -> Plan:
 def with_plan(recipe: Recipe, plan: Plan) -> Recipe:
     """Return the recipe with the keys of `pipeline` that a plan decides as the plan has them."""
     section, num_replicas = recipe.pipeline, plan.placement.num_replicas
-    kinds = set(plan.recompute)
+    kinds = [kind.value for kind in set(plan.recompute) if isinstance(kind, Recompute)]
     changes = {
         "num_stages": plan.num_stages,
         "stages_per_rank": plan.schedule.stages_per_rank,
@@ -62,7 +62,7 @@ def with_plan(recipe: Recipe, plan: Plan) -> Recipe:
         "num_microbatches": plan.num_microbatches * num_replicas,
         "partition": plan.partition,
         "schedule": plan.schedule.name,
-        "recompute": kinds.pop().value if len(kinds) == 1 else section.recompute,
+        "recompute": kinds[0] if len(kinds) == 1 else section.recompute,
         "threads_per_stage": plan.threads_per_stage,
         "timeout_s": plan.timeout_s,
         "seed": plan.seed,

@@ -1,0 +1,208 @@
+"""Drop what some layers of a stage have saved, and run just these again before the backward.
+
+    forward     layer ──► its slots are emptied, its inputs kept
+    recompute   inputs ──► layer ──► the slots are filled in the order in which they were emptied
+
+The graph is that of the first run.  A layer that changes its inputs in place keeps what it saved.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from penstock.errors import RecomputeError
+from penstock.model.copies import no_leaf
+from penstock.model.entries import is_plain_class, lasts, version_of
+from penstock.model.pytree import Structure, flatten, unflatten
+from penstock.model.stage_plan import Step
+
+from .boundary import same_bits
+from .guards import Guard
+from .recompute import changed, compare, first_floating
+from .run import Run
+from .slots import Emptied, Layout, Slot, Slots, unpack
+from .tape import Given, Tape
+
+Call = Callable[[Step, Callable[[], Any]], Any]
+"""(layer, its call) -> what it gives: how a stage runs a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """A tensor that a layer was given: in a slot, or as it was where it lasts longer."""
+
+    kept: Slot | Tensor
+    wants_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, slots: Slots) -> "_Input":
+        if lasts(tensor) or not is_plain_class(tensor):
+            return cls(tensor, tensor.requires_grad)
+        return cls(slots.keep(tensor), tensor.requires_grad)
+
+    @property
+    def is_as_given(self) -> bool:
+        """Whether it was not changed in place since."""
+        return isinstance(self.kept, Tensor) or self.kept.is_as_saved
+
+    def again(self) -> Tensor:
+        """Return the tensor as the layer is to be given it once more.
+
+        Raises:
+            RecomputeError: it was changed in place since.
+        """
+        if isinstance(self.kept, Tensor):
+            return self.kept
+        if not self.is_as_given:
+            raise changed(
+                "an input of a layer", "let the layers after it work on a copy (x.clone())"
+            )
+        twin = self.kept.take().detach()
+        return no_leaf(twin.requires_grad_()) if self.wants_grad else twin
+
+
+@dataclass(slots=True)
+class Rerun:
+    """A layer that is to run again: its inputs, the slots to fill, and what it gave, if that is to
+    be compared.
+
+    `saved` says which slots of the stage are the layer's; they are in `emptied` once they are.
+    """
+
+    step: Step
+    function: Callable[..., Any]
+    inputs: Sequence[_Input]
+    structure: Structure
+    saved: slice
+    result: tuple[Tensor, int] | None
+    emptied: Sequence[Emptied] | None = None
+
+
+class LayerRecompute(Guard):
+    """Runs the layers of a stage that are recomputed alone.
+
+    The first forward drops what layers have saved when it has seen that no layer changes what they
+    were given; from then on at once.  `_keeping` are those whose inputs are changed.
+    """
+
+    def __init__(self) -> None:
+        self._keeping: set[int] = set()
+        self._safe: set[int] = set()
+
+    def forget(self, error: BaseException) -> None:
+        self._keeping.clear()
+        self._safe.clear()
+
+    def run(self, tape: Tape, step: Step, function: Callable[[], Any], call: Call) -> Any:
+        """Run a layer, and drop what it saved."""
+        if step.index in self._keeping:
+            return call(step, function)
+        assert isinstance(function, partial)
+        slots, is_new = tape.slots, step.index not in self._safe
+        assert slots is not None
+        leaves, structure = flatten((function.args, function.keywords))
+        inputs = [_Input.of(leaf, slots) for leaf in leaves]
+        versions = [version_of(leaf) for leaf in leaves]
+        copies = [leaf.detach().clone() for leaf in leaves] if is_new else leaves
+        mark = slots.mark()
+        result = call(step, function)
+        is_same = versions == [version_of(leaf) for leaf in leaves]
+        if not is_same or (is_new and not all(map(_alike, leaves, copies))):
+            self._keeping.add(step.index)
+            return result
+        saved = slice(mark, slots.mark())
+        seen = first_floating(flatten(result)[0]) if is_new else None
+        rerun = Rerun(step, function.func, inputs, structure, saved, seen)
+        if not is_new:
+            rerun.emptied = slots.empty(saved)
+        tape.reruns.append(rerun)
+        return result
+
+    def after_layers(self, run: Run, tape: Tape, given: Sequence[Given]) -> None:
+        """Drop what layers have saved that ran for the first time, if their inputs still stand."""
+        for rerun in [r for r in tape.reruns if r.emptied is None]:
+            assert tape.slots is not None
+            if all(x.is_as_given for x in rerun.inputs):
+                rerun.emptied = tape.slots.empty(rerun.saved)
+                self._safe.add(rerun.step.index)
+            else:
+                tape.reruns.remove(rerun)
+                self._keeping.add(rerun.step.index)
+
+    def rerun(self, tape: Tape, call: Call) -> None:
+        """Run the layers again, and fill what was emptied.
+
+        Raises:
+            RecomputeError: one does not do what it did.
+        """
+        assert tape.slots is not None
+        while tape.reruns:
+            layer = tape.reruns.pop(0)
+            args, keywords = unflatten(layer.structure, [x.again() for x in layer.inputs])
+            filling = _Filling(tape.slots, layer)
+            with filling.hooks():
+                result = call(layer.step, partial(layer.function, *args, **keywords))
+            filling.check_all_full()
+            if layer.result is not None:
+                compare(layer.result, flatten(result)[0])
+
+
+class _Filling:
+    """Fills the slots of one layer with what autograd saves, in order."""
+
+    def __init__(self, slots: Slots, layer: Rerun) -> None:
+        self._slots, self._emptied, self._step = slots, layer.emptied or (), layer.step
+        self._count = 0
+
+    def hooks(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self._pack, unpack)
+
+    def _pack(self, tensor: Tensor) -> Slot | Tensor:
+        if not is_plain_class(tensor):
+            return tensor
+        again = tensor.detach()
+        if self._slots.may_move(tensor):
+            if self._count == len(self._emptied):
+                raise self._differs("it saves more tensors than before")
+            slot, layout = self._emptied[self._count]
+            self._count += 1
+            found = Layout.of(again)
+            if layout is not None and found[:3] != layout[:3]:
+                raise self._differs(
+                    f"tensor {self._count} that it saves was {_described(layout)}, and is "
+                    f"{_described(found)}"
+                )
+            if (empty := slot()) is not None:
+                empty.fill(again)
+        return Slot(again)
+
+    def check_all_full(self) -> None:
+        """See that the layer has saved as much as before.
+
+        Raises:
+            RecomputeError: it has not.
+        """
+        if self._count < len(self._emptied):
+            raise self._differs(
+                f"it saves {self._count} tensors for its backward, and had saved "
+                f"{len(self._emptied)}"
+            )
+
+    def _differs(self, what: str) -> RecomputeError:
+        return RecomputeError(
+            f"layer {self._step.label} did not do what it did in its forward: {what}. It reads "
+            "something that changed; recompute other layers, or use recompute=Recompute.NEVER"
+        )
+
+
+def _alike(tensor: Tensor, before: Tensor) -> bool:
+    return tensor.layout is not torch.strided or same_bits(tensor, before)
+
+
+def _described(layout: Layout) -> str:
+    return f"{layout.dtype} of shape {tuple(layout.shape)}, strides {layout.stride}"
