@@ -1,4 +1,7 @@
-"""Few runs that cover much: every pair of values of two factors meets at least once."""
+"""Few runs that cover much: every pair of values of two factors meets at least once.
+
+Of the schedules a model meets a few; models take turns, so that each meets several models.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,7 +9,7 @@ from itertools import combinations, product
 from typing import Any
 
 import penstock
-from tests.every_schedule import EVERY_SCHEDULE
+from tests.every_schedule import EVERY_SCHEDULE, some_schedules
 from tests.ways import IN_ONE_PROCESS
 
 FACTORS: dict[str, Sequence[Any]] = {
@@ -51,17 +54,27 @@ class Run:
         return "-".join(words)
 
 
-def many_runs(num_stages: int) -> Iterator[Run]:
-    """Give every number of micro-batches with every schedule, policy and transport.
+def many_runs(num_stages: int, rotation: int) -> Iterator[Run]:
+    """Give every number of micro-batches with every schedule.
 
-    Even batches and autocast take turns, so that all values of any three factors meet.
+    The other factors take turns, so that all values of any three factors meet over all numbers of
+    stages, and all values of all factors over the rotations.
     """
-    names = ("num_microbatches", "schedule", "recompute", "transport")
-    for index, values in enumerate(product(*(FACTORS[name] for name in names))):
-        turn = index + index // 4 + index // 16
-        options = dict(zip(names, values, strict=True))
+    r, k = rotation, num_stages
+    pairs = product(enumerate(FACTORS["num_microbatches"]), enumerate(EVERY_SCHEDULE))
+    for (m, num_microbatches), (s, schedule) in pairs:
+        turns = {
+            "recompute": r + k + m + s,
+            "transport": r // 2 + k // 2 + m // 2 + s // 2,
+            "even": r // 4 + k + k // 2 + m + s // 4,
+            "autocast": r // 8 + k + m // 2 + s // 8,
+        }
+        options = {name: FACTORS[name][turn % 2] for name, turn in turns.items()}
         yield Run(
-            num_stages=num_stages, even=turn % 2 == 0, autocast=turn // 2 % 2 == 0, **options
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            **options,
         )
 
 
@@ -70,7 +83,8 @@ def covering_runs(rotation: int) -> list[Run]:
 
     Greedy: each run is the one, among all, that brings together the most pairs not yet met.
     """
-    candidates = [tuple(v) for v in product(*FACTORS.values())]
+    factors = FACTORS | {"schedule": some_schedules(rotation)}
+    candidates = [tuple(v) for v in product(*factors.values())]
     shift = rotation * 37 % len(candidates)
     candidates = candidates[shift:] + candidates[:shift]
     pairs_of = {c: set(combinations(enumerate(c), 2)) for c in candidates}

@@ -5,23 +5,51 @@ from dataclasses import dataclass
 from itertools import count
 
 from penstock.schedules import (
-    ALL_SCHEDULES,
     Backward,
     BackwardInput,
     BackwardWeight,
+    Family,
     Forward,
     Schedule,
     interleaved_1f1b,
     one_f_one_b,
 )
 from penstock.schedules.ir import Instruction, Program
-from penstock.schedules.names import family_of
+from penstock.schedules.names import (
+    SYNCHRONOUS_FAMILIES,
+    Maker,
+    argument_types,
+    family_named,
+    family_of,
+)
 
 
-def interleaved(num_stages: int, num_microbatches: int) -> Schedule:
-    """Give interleaved 1F1B with two or three stages on each rank, or whatever number can be."""
-    stages_per_rank = next((v for v in (2, 3) if num_stages % v == 0), num_stages)
-    return interleaved_1f1b(stages_per_rank)(num_stages, num_microbatches)
+def by_default(given: Family | Maker) -> Family:
+    """Give a family with what its arguments are unless they are given."""
+    return given if isinstance(given, Family) else given()
+
+
+def for_any_number(given: Family | Maker) -> Family:
+    """Give a family that takes any number of stages, as far as `given` does.
+
+    With two or three stages on each rank, or whatever number can be, where that may be chosen; a
+    family of two stages a rank is, for an odd number of stages, interleaved 1F1B.
+    """
+    whole = by_default(given)
+    if whole.stages_per_rank == 1:
+        return whole
+
+    def fitting(num_stages: int) -> Family:
+        per_rank = next((v for v in (2, 3) if num_stages % v == 0), num_stages)
+        if "stages_per_rank" in argument_types(whole.name):
+            return family_named(whole.name, {"stages_per_rank": per_rank})
+        return whole if per_rank == 2 else interleaved_1f1b(per_rank)
+
+    return Family(
+        f"{whole.name}_for_any",
+        lambda num_stages, num_microbatches: fitting(num_stages)(num_stages, num_microbatches),
+        deal=lambda num_stages, _: fitting(num_stages).ranks(num_stages),
+    )
 
 
 def divided(num_stages: int, num_microbatches: int) -> Schedule:
@@ -42,8 +70,16 @@ def divided(num_stages: int, num_microbatches: int) -> Schedule:
     return Schedule(tuple(tuple(rewritten(program)) for program in whole.programs))
 
 
-OF_FUNCTIONS = tuple(family_of(build, num_microbatches=1) for build in (interleaved, divided))
-EVERY_SCHEDULE = (*ALL_SCHEDULES, *OF_FUNCTIONS)
+EVERY_SCHEDULE = (
+    *map(for_any_number, SYNCHRONOUS_FAMILIES),
+    family_of(divided, num_microbatches=1),
+)
+
+
+def some_schedules(turn: int, count: int = 5) -> tuple[Family, ...]:
+    """Give a few of them; with the next turn, the next few."""
+    numbers = range(turn * count, (turn + 1) * count)
+    return tuple(EVERY_SCHEDULE[n % len(EVERY_SCHEDULE)] for n in numbers)
 
 
 Progress = dict[tuple[int, bool], int]

@@ -4,6 +4,7 @@ import pytest
 
 import penstock
 from penstock.schedules import ALL_SCHEDULES
+from tests.every_schedule import EVERY_SCHEDULE
 
 IN_ONE_PROCESS = tuple(t for t in penstock.Transport if not t.is_between_processes)
 BETWEEN_PROCESSES = tuple(t for t in penstock.Transport if t.is_between_processes)
@@ -20,3 +21,14 @@ WAYS = [
         (ALL_SCHEDULES[1], penstock.Recompute.NEVER, penstock.Transport.THREADS),
     )
 ]
+
+EVERY_WAY = [
+    pytest.param(
+        {"schedule": schedule, "recompute": recompute, "transport": transport},
+        id=f"{schedule.name}-{recompute.value}-{transport.name}",
+    )
+    for s, schedule in enumerate(EVERY_SCHEDULE)
+    for t, transport in enumerate(penstock.Transport)
+    for recompute in (list(penstock.Recompute)[(s + t) % len(penstock.Recompute)],)
+]
+"""Every schedule with every transport; recompute policies take turns."""

@@ -24,7 +24,7 @@ set_option = click.option(
 stages_per_rank_option = click.option(
     "--stages-per-rank",
     type=click.IntRange(min=1),
-    help="Stages in each thread, with interleaved_1f1b at least 2.",
+    help="Stages in each thread: 2 for zb_v, at least 2 for interleaved_1f1b.",
 )
 
 

@@ -34,7 +34,7 @@ class PipelineSection(Section):
     num_stages: Annotated[Count, Mark.PROCESSES]
     """K, the parts the model is cut into."""
     stages_per_rank: Annotated[Count, Mark.PROCESSES] = 1
-    """Stages in each thread or process, with the schedule interleaved_1f1b: smaller bubbles."""
+    """Stages in each thread or process: 2 for zb_v, 2 or more for interleaved_1f1b."""
     num_replicas: Annotated[Count, Mark.PROCESSES] = 1
     """D, copies of the pipeline that share the micro-batches; above 1 they are processes."""
     num_microbatches: Count

@@ -1,5 +1,7 @@
 """WHEN: schedules as data.  Start at ir.py; a schedule is one file; passes rewrite schedules."""
 
+from .breadth_first import breadth_first
+from .dualpipe_v import dualpipe_v
 from .eager_1f1b import eager_1f1b
 from .family import Family
 from .gpipe import gpipe
@@ -30,6 +32,12 @@ from .one_f_one_b import one_f_one_b
 from .pipedream import pipedream
 from .pipedream_2bw import pipedream_2bw
 from .text import parse
+from .v_half import v_half
+from .v_min import v_min
+from .wave import wave
+from .zb_h1 import zb_h1
+from .zb_h2 import zb_h2
+from .zb_v import zb_v
 
 __all__ = [
     "ALL_SCHEDULES",
@@ -53,6 +61,8 @@ __all__ = [
     "SendGradient",
     "Sizes",
     "UpdateWeights",
+    "breadth_first",
+    "dualpipe_v",
     "eager_1f1b",
     "gpipe",
     "interleaved_1f1b",
@@ -60,4 +70,10 @@ __all__ = [
     "parse",
     "pipedream",
     "pipedream_2bw",
+    "v_half",
+    "v_min",
+    "wave",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
 ]

@@ -84,7 +84,8 @@ class Costs:
 
 
 def _half(seconds: float) -> float:
-    return cast(float, Fraction(seconds) / 2)  # exact, as whatever it is of
+    half = Fraction(seconds) / 2
+    return cast(float, half if half.denominator > 1 else half.numerator)  # exact, and fast
 
 
 UNIT_COSTS = Costs(forward_s=1, backward_s=2, recompute_s=1)

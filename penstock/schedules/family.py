@@ -34,6 +34,15 @@ class Updates(Enum):
     """Likewise, once for every micro-batch: each is what a mini-batch is to others."""
 
 
+def zigzag(num_stages: int, num_ranks: int) -> tuple[int, ...]:
+    """Deal stages out to ranks there and back: a V on two stages a rank, a W on four.
+
+    At each turn a rank runs two stages in a row, between which nothing is sent.
+    """
+    there_and_back = (*range(num_ranks), *reversed(range(num_ranks)))
+    return tuple(there_and_back[stage % (2 * num_ranks)] for stage in range(num_stages))
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """Makes schedules when it is called, and says without a call which rank runs which stage.

@@ -106,6 +106,18 @@ class Timetable:
             slot = after
 
 
+def order_of(schedule: Schedule) -> list[list[Step]]:
+    """Return the order of forwards and backwards on each rank, for `Policy.orders`."""
+    return [
+        [
+            (not isinstance(x, Forward), x.stage, x.microbatch)
+            for x in program
+            if isinstance(x, Forward | Backward | BackwardInput)
+        ]
+        for program in schedule.programs
+    ]
+
+
 def best_of(
     policies: Iterable[Policy], ranks: Sequence[int], num_microbatches: int, costs: Costs
 ) -> Schedule:

@@ -24,6 +24,8 @@ def interleaved_1f1b(stages_per_rank: int = 2) -> Family:
     1F1B's divided by v.  For that a micro-batch crosses about v times as many borders, and the
     first rank keeps 1 + (R - 1) / (v R) times what 1F1B's keeps.
 
+    It is the depth-first form of `breadth_first`, which keeps all m micro-batches.
+
     Any m works.  Where R does not divide it, the schedule is that of the next multiple of R with
     the micro-batches beyond m struck out: no rank waits for what it did not wait for there.
 

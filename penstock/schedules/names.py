@@ -8,6 +8,8 @@ from typing import Any, get_type_hints
 
 from penstock.errors import ConfigError
 
+from .breadth_first import breadth_first
+from .dualpipe_v import dualpipe_v
 from .eager_1f1b import eager_1f1b
 from .family import Build, Family, check_size
 from .gpipe import gpipe
@@ -15,23 +17,52 @@ from .interleaved_1f1b import interleaved_1f1b
 from .one_f_one_b import one_f_one_b
 from .pipedream import pipedream
 from .pipedream_2bw import pipedream_2bw
+from .v_half import v_half
+from .v_min import v_min
+from .wave import wave
+from .zb_h1 import zb_h1
+from .zb_h2 import zb_h2
+from .zb_v import zb_v
 
-ALL_SCHEDULES = (gpipe, one_f_one_b, eager_1f1b)
-"""Every family that takes any number of stages, one to a rank.
+Maker = Callable[..., Family]
+"""Makes a family from arguments, each of which has a default."""
 
-A law that holds for schedules is tested on each of them, and on `interleaved_1f1b`.
+SYNCHRONOUS_FAMILIES: tuple[Family | Maker, ...] = (
+    gpipe,
+    one_f_one_b,
+    eager_1f1b,
+    zb_h1,
+    zb_h2,
+    interleaved_1f1b,
+    breadth_first,
+    wave,
+    zb_v,
+    v_half,
+    v_min,
+    dualpipe_v,
+)
+"""Every family whose step gives the unsplit model's gradients, or what makes it.
+
+A law that holds for such schedules is tested on each of them.
 """
-_INTERLEAVED = interleaved_1f1b.__name__
-ASYNCHRONOUS_SCHEDULES = (pipedream(), pipedream(vertical_sync=True), pipedream_2bw)
-"""Every family whose weights change within a schedule, one stage to a rank."""
-_WITH_ARGUMENTS: Mapping[str, Callable[..., Family]] = {
-    _INTERLEAVED: interleaved_1f1b,
-    pipedream.__name__: pipedream,
-}
-_MAKERS: tuple[object, ...] = tuple(_WITH_ARGUMENTS.values())
-_WITHOUT = {family.name: family for family in (*ALL_SCHEDULES, pipedream_2bw)}
+ASYNCHRONOUS_FAMILIES: tuple[Family | Maker, ...] = (pipedream, pipedream_2bw)
+"""Every family whose weights change within a schedule, or what makes it."""
+_EVERY_FAMILY = (*SYNCHRONOUS_FAMILIES, *ASYNCHRONOUS_FAMILIES)
 
-SCHEDULE_NAMES = (*_WITHOUT, *_WITH_ARGUMENTS)
+
+def _by_default(given: Family | Maker) -> Family:
+    return given if isinstance(given, Family) else given()
+
+
+_NAMED = {_by_default(given).name: given for given in _EVERY_FAMILY}
+SCHEDULE_NAMES = (*_NAMED,)
+_STAGES_PER_RANK = "stages_per_rank"
+ALL_SCHEDULES = tuple(
+    family for family in map(_by_default, SYNCHRONOUS_FAMILIES) if family.stages_per_rank == 1
+)
+"""The synchronous ones that run one stage on each rank, and so take any number of stages."""
+ASYNCHRONOUS_SCHEDULES = (pipedream(), pipedream(vertical_sync=True), pipedream_2bw)
+"""The asynchronous ones, with each choice of their arguments."""
 
 
 def family_named(name: str, arguments: Mapping[str, Any]) -> Family:
@@ -50,15 +81,17 @@ def family_named(name: str, arguments: Mapping[str, Any]) -> Family:
             f"schedule {name} takes the arguments {list(expected)}, and was given "
             f"{list(arguments)}"
         )
-    return _WITHOUT[name] if name in _WITHOUT else _WITH_ARGUMENTS[name](**arguments)
+    given = _NAMED[name]
+    return given if isinstance(given, Family) else given(**arguments)
 
 
 def argument_types(name: str) -> Mapping[str, Any]:
     """Return the type of each argument of the family called `name`; none if there is no such."""
-    if name not in _WITH_ARGUMENTS:
+    maker = _NAMED.get(name)
+    if maker is None or isinstance(maker, Family):
         return {}
-    types = get_type_hints(_WITH_ARGUMENTS[name])
-    return {argument: types[argument] for argument in signature(_WITH_ARGUMENTS[name]).parameters}
+    types = get_type_hints(maker)
+    return {argument: types[argument] for argument in signature(maker).parameters}
 
 
 def named_schedule(name: str, num_stages: int, stages_per_rank: int) -> Family:
@@ -67,24 +100,34 @@ def named_schedule(name: str, num_stages: int, stages_per_rank: int) -> Family:
     Raises:
         ConfigError: it does not run so many stages on a rank, or they are not dealt out evenly.
     """
-    if name == _INTERLEAVED and stages_per_rank == 1:
+    is_open = _STAGES_PER_RANK in argument_types(name)
+    family = (
+        family_named(name, {_STAGES_PER_RANK: stages_per_rank})
+        if is_open
+        else (_by_default(_NAMED[name]))
+    )
+    if is_open and stages_per_rank == 1:
         raise ConfigError(
             f"schedule {name} runs several stages on each rank, and stages per rank is 1; make it "
             "2 or more"
         )
-    if name != _INTERLEAVED and stages_per_rank != 1:
+    expected = family.stages_per_rank
+    if expected != stages_per_rank:
+        runs, remedy = (
+            ("one stage", "leave that out")
+            if expected == 1
+            else (f"{expected} stages", f"make it {expected}")
+        )
         raise ConfigError(
-            f"schedule {name} runs one stage on each rank, and stages per rank is "
-            f"{stages_per_rank}; leave that out, or choose {_INTERLEAVED}"
+            f"schedule {name} runs {runs} on each rank, and stages per rank is "
+            f"{stages_per_rank}; {remedy}, or choose {interleaved_1f1b.__name__}"
         )
     if num_stages % stages_per_rank:
         raise ConfigError(
             f"{num_stages} stages, {stages_per_rank} per rank, leave a rank with fewer; choose a "
             "number of stages that is a multiple of stages per rank"
         )
-    if name == pipedream.__name__:
-        return pipedream()
-    return _WITHOUT[name] if name in _WITHOUT else interleaved_1f1b(stages_per_rank)
+    return family
 
 
 def family_of(given: Build, num_microbatches: int) -> Family:
@@ -99,7 +142,7 @@ def family_of(given: Build, num_microbatches: int) -> Family:
     if isinstance(given, Family):
         return given
     name = given.__name__ if isinstance(given, FunctionType | type) else repr(given)
-    if isinstance(given, type) or given in _MAKERS:
+    if isinstance(given, type) or given in _EVERY_FAMILY:
         raise ConfigError(f"schedule={name} makes schedule families: write schedule={name}()")
     return Family(name, given, deal=_AsBuilt(given, num_microbatches))
 

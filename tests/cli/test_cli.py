@@ -137,7 +137,7 @@ def test_a_mistake_is_a_mistake_where_nobody_can_read_it(lost: str | None) -> No
         (["doctor", "--timeout", "0"], "0.0 is not in the range 1<=x<=31536000"),
         (
             ["simulate", "--schedule", "gpip"],
-            "'gpip' is not one of 'gpipe', 'one_f_one_b', 'eager_1f1b', 'interleaved_1f1b'",
+            "'gpip' is not one of 'gpipe', 'one_f_one_b', 'eager_1f1b', 'zb_h1'",
         ),
         (["simulate", "--schedule", "interleaved_1f1b"], "stages per rank is 1; make it 2 or"),
         (["simulate", "--num-stages", "0"], "0 is not in the range x>=1"),

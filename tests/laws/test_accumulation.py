@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import penstock
-from tests.every_schedule import EVERY_SCHEDULE
+from tests.every_schedule import some_schedules
 from tests.models import ALL_MODELS, Model
 from tests.reference import is_list
 from tests.side_by_side import differences, pipeline
@@ -20,12 +20,16 @@ MODELS = [model for model in ALL_MODELS if model.name not in OF_A_STEP]
 MOVED_BY_EVALUATION = ("changing_buffers", "changing_attributes")
 """Models whose layers change at every call, also of the unsplit model in evaluation mode."""
 EVALUATED = [m for m in ALL_MODELS if m.quiet_in_eval and m.name not in MOVED_BY_EVALUATION]
-WAYS = list(product(EVERY_SCHEDULE, penstock.Recompute))
 M, STEPS, SAMPLES = 3, 3, 6
 
 
-def ids(way: tuple[Any, penstock.Recompute]) -> str:
-    return f"{way[0].name}-{way[1].value}"
+def ways_of(models: list[Model]) -> list[Any]:
+    """Give each model with a few schedules and every recompute policy; schedules take turns."""
+    return [
+        pytest.param(model, (schedule, recompute), id=f"{model}-{schedule.name}-{recompute.value}")
+        for turn, model in enumerate(models)
+        for schedule, recompute in product(some_schedules(turn), penstock.Recompute)
+    ]
 
 
 def parts(model: Model, count: int) -> tuple[Any, list[Any]]:
@@ -74,8 +78,7 @@ def accumulated(
 
 
 @pytest.mark.parametrize("num_stages", (1, 2, 3, 4))
-@pytest.mark.parametrize("way", WAYS, ids=ids)
-@pytest.mark.parametrize("model", MODELS, ids=repr)
+@pytest.mark.parametrize("model, way", ways_of(MODELS))
 def test_three_steps_add_up_to_one_of_three_times_the_micro_batches(
     model: Model, way: tuple[Any, penstock.Recompute], num_stages: int
 ) -> None:
@@ -107,9 +110,8 @@ def test_means_add_up_to_three_times_the_mean_but_for_rounding(model: Model) -> 
     assert compared or model.name == "without_weights"
 
 
-@pytest.mark.parametrize("way", WAYS, ids=ids)
+@pytest.mark.parametrize("model, way", ways_of(EVALUATED))
 @pytest.mark.parametrize("num_stages", (1, 3))
-@pytest.mark.parametrize("model", EVALUATED, ids=repr)
 def test_evaluating_between_the_steps_changes_nothing(
     model: Model, way: tuple[Any, penstock.Recompute], num_stages: int
 ) -> None:

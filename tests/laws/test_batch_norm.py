@@ -14,19 +14,9 @@ from torch.nn.utils import parametrize
 
 import penstock
 from penstock.errors import ConfigError, StatisticsWarning
-from tests.every_schedule import EVERY_SCHEDULE
 from tests.models import Model, images
 from tests.side_by_side import assert_trains_like_unsplit, differences
-from tests.ways import WAYS
-
-EVERY_WAY = [
-    pytest.param(
-        {"schedule": s, "recompute": r, "transport": t}, id=f"{s.name}-{r.value}-{t.name}"
-    )
-    for s in EVERY_SCHEDULE
-    for r in penstock.Recompute
-    for t in penstock.Transport
-]
+from tests.ways import EVERY_WAY, WAYS
 
 
 def norm_first(**options: Any) -> list[nn.Module]:

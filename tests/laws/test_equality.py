@@ -49,12 +49,13 @@ def test_training_equals_the_unsplit_model_in_every_bit(model: Model, run: Run) 
 @pytest.mark.parametrize("num_stages", (1, 2, 3, 4))
 @pytest.mark.parametrize("model", ALL_MODELS, ids=repr)
 def test_training_equals_the_unsplit_model_in_many_ways(model: Model, num_stages: int) -> None:
-    for run in many_runs(num_stages):
+    for run in many_runs(num_stages, ALL_MODELS.index(model)):
         check(model, run)
 
 
-def test_all_values_of_any_three_factors_meet_in_many_ways() -> None:
-    runs = [run for num_stages in FACTORS["num_stages"] for run in many_runs(num_stages)]
+@pytest.mark.parametrize("rotation", range(16))
+def test_all_values_of_any_three_factors_meet_in_many_ways(rotation: int) -> None:
+    runs = [run for k in FACTORS["num_stages"] for run in many_runs(k, rotation)]
     for three in combinations(FACTORS, 3):
         met = {tuple(getattr(run, name) for name in three) for run in runs}
         assert met == set(product(*(FACTORS[name] for name in three))), three

@@ -10,17 +10,9 @@ from torch import Tensor, nn
 import penstock
 from tests.every_schedule import EVERY_SCHEDULE
 from tests.reference import Unsplit, chain
-from tests.ways import IN_ONE_PROCESS
+from tests.ways import EVERY_WAY, IN_ONE_PROCESS
 
 NUM_STAGES, NUM_MICROBATCHES = 3, 4
-WAYS = [
-    pytest.param(
-        {"schedule": s, "transport": t, "recompute": r}, id=f"{s.name}-{t.name}-{r.value}"
-    )
-    for s in EVERY_SCHEDULE
-    for t in penstock.Transport
-    for r in penstock.Recompute
-]
 
 
 class Fault(RuntimeError):
@@ -139,7 +131,7 @@ def told(error: BaseException) -> str:
 @pytest.mark.parametrize("microbatch", (0, 2, 3))
 @pytest.mark.parametrize("stage", range(NUM_STAGES))
 @pytest.mark.parametrize("where", ("forward", "backward"))
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EVERY_WAY)
 def test_a_fault_in_a_layer(where: str, stage: int, microbatch: int, way: dict[str, Any]) -> None:
     layers = build()
     number = (0, 2, 5)[stage]
@@ -163,7 +155,7 @@ def test_a_fault_in_a_layer(where: str, stage: int, microbatch: int, way: dict[s
 
 
 @pytest.mark.parametrize("call", (1, 4))
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EVERY_WAY)
 def test_a_fault_in_the_loss(call: int, way: dict[str, Any]) -> None:
     layers, loss = build(), Loss()
     with make(layers, loss, **way) as pipe:
@@ -198,7 +190,7 @@ def test_a_fault_in_a_recompute(stage: int, transport: penstock.Transport) -> No
         assert_works(pipe, layers)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EVERY_WAY)
 def test_faults_in_the_module_form_and_in_evaluation(way: dict[str, Any]) -> None:
     layers = build()
     faulty = faulty_in(layers, 2)
@@ -266,7 +258,7 @@ class Raising(nn.Module):
 @pytest.mark.parametrize(
     "error", (StopIteration("end"), KeyError("key"), GeneratorExit()), ids=repr
 )
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EVERY_WAY)
 def test_what_is_raised_arrives_as_the_very_same_object(
     error: BaseException, way: dict[str, Any]
 ) -> None:

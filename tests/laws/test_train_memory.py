@@ -1,6 +1,7 @@
 """What a stage keeps at most is what the paper's formula says."""
 
 import signal
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import penstock
 from penstock.recipe.read import read_recipe, recipe_to_toml
-from penstock.schedules import Family, Schedule, gpipe, one_f_one_b
+from penstock.schedules import BackwardInput, Family, Schedule, gpipe, one_f_one_b
 from penstock.train.display import Display
 from penstock.train.interrupt import Interrupt
 from penstock.train.loop import Trainer
@@ -35,7 +36,13 @@ def test_gpipe_keeps_m_micro_batches_and_1f1b_those_on_their_way(stage: int) -> 
     assert most_live(one_f_one_b(4, 8)) == 4 - stage
 
 
-@pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
+def divides(family: Family) -> bool:
+    """Tell whether a backward is in two parts: the formula knows of whole ones only."""
+    made = chain.from_iterable(family(num_stages, 4).instructions for num_stages in (1, 2, 3))
+    return any(isinstance(x, BackwardInput) for x in made)
+
+
+@pytest.mark.parametrize("schedule", [f for f in EVERY_SCHEDULE if not divides(f)], ids=str)
 @pytest.mark.parametrize("recompute", list(penstock.Recompute))
 @pytest.mark.parametrize("partition", [[8], [3, 5], [2, 1, 5]])
 def test_a_pipeline_keeps_what_the_formula_says(

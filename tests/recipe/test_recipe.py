@@ -1,5 +1,6 @@
 """A recipe that cannot work is refused in one line that says where, what, and what to write."""
 
+import json
 import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +14,7 @@ from penstock.errors import RecipeError
 from penstock.recipe.read import FREE_ON_RESUME, check_resumable, read_recipe, recipe_to_toml
 from penstock.recipe.recipe import Recipe
 from penstock.recipe.section import Section
+from penstock.schedules.names import SCHEDULE_NAMES
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 DIGITS, GPT_SMALL = RECIPES / "digits.toml", RECIPES / "gpt_small.toml"
@@ -79,8 +81,7 @@ def test_an_unknown_key_is_named_with_the_nearest_one(override: str, message: st
         ("optimizer.name=adam", 'optimizer.name = "adam" must be "adamw" or "sgd" or "rmsprop"'),
         (
             "pipeline.schedule=gpip",
-            '"gpip" must be "gpipe" or "one_f_one_b" or "eager_1f1b" or "interleaved_1f1b"; '
-            "did you mean gpipe?",
+            f'"gpip" must be {" or ".join(map(json.dumps, SCHEDULE_NAMES))}; did you mean gpipe?',
         ),
         ("pipeline.recompute=always", '"always" must be "stage" or "never"'),
         (

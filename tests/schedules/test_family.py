@@ -7,12 +7,29 @@ from functools import partial
 
 import pytest
 
+from penstock import schedules
 from penstock.errors import ConfigError
-from penstock.schedules import ALL_SCHEDULES, Family, Schedule, interleaved_1f1b, one_f_one_b
-from penstock.schedules.names import family_named, family_of
-from tests.every_schedule import EVERY_SCHEDULE, Dealt
+from penstock.schedules import (
+    Family,
+    Schedule,
+    breadth_first,
+    interleaved_1f1b,
+    one_f_one_b,
+    wave,
+)
+from penstock.schedules.names import (
+    ASYNCHRONOUS_SCHEDULES,
+    SYNCHRONOUS_FAMILIES,
+    family_named,
+    family_of,
+)
+from tests.every_schedule import EVERY_SCHEDULE, Dealt, by_default
 
-FAMILIES = (*ALL_SCHEDULES, interleaved_1f1b(2), interleaved_1f1b(3))
+FAMILIES = (
+    *map(by_default, SYNCHRONOUS_FAMILIES),
+    *(interleaved_1f1b(3), breadth_first(3), wave(3)),
+    *ASYNCHRONOUS_SCHEDULES,
+)
 
 
 @pytest.mark.parametrize("family", (*FAMILIES, *EVERY_SCHEDULE), ids=str)
@@ -37,7 +54,7 @@ def test_a_family_is_a_value(family: Family) -> None:
     assert pickle.loads(pickle.dumps(family)) == copy.deepcopy(family) == family
     written = json.dumps({"name": family.name, "arguments": dict(family.arguments)})
     assert family_named(**json.loads(written)) == family
-    assert eval(str(family), {f.name: f for f in ALL_SCHEDULES} | globals()) == family
+    assert eval(str(family), vars(schedules)) == family
 
 
 @pytest.mark.parametrize(

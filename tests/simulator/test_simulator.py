@@ -6,7 +6,6 @@ import pytest
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedules import (
-    ALL_SCHEDULES,
     Forward,
     ReceiveActivation,
     Schedule,
@@ -29,7 +28,7 @@ def boxes(timeline: Timeline) -> dict[str, tuple[object, object]]:
     return {word: at for word, at in zip(words, times, strict=True) if at[0] < at[1]}
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES)
+@pytest.mark.parametrize("schedule", (gpipe, one_f_one_b, eager_1f1b))
 @pytest.mark.parametrize("num_microbatches", range(1, 9))
 @pytest.mark.parametrize("num_stages", range(1, 6))
 class TestLaws:

@@ -1,0 +1,46 @@
+"""V-Half: a V whose forwards go down at half the speed, for half of 1F1B's activation memory.
+
+Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 3.
+"""
+
+from .blocks import repeated
+from .costs import Costs
+from .family import Family, zigzag
+from .ir import Schedule
+
+
+def v_half(costs: Costs | None = None) -> Family:
+    """Run two stages on each of R ranks, there and back, and keep half of what `zb_v` keeps.
+
+        Pipeline(layers, num_stages=4, schedule=schedules.v_half())
+
+    `costs` are as in `zb_h1`.  p = 6 stages, v = 2 of them on each of R = 3 ranks, m = 3:
+
+    rank 0 | 0F0 0F1 5F0 5I0 0F2 5W0 5F1 5B1 0B0 5F2 5I2 0I1 5W2 0W1 0B2
+    rank 1 | 1F0 4F0 1F1 4I0 4F1 4W0 1F2 1I0 4I1 1W0 4F2 4W1 1I1 4I2 1W1 4W2 1I2 1W2
+    rank 2 | 2F0 3F0 2F1 3F1 3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2
+
+    No rank keeps more than R + 2 micro-batches of its two stages (R + 1 where R is odd), of the
+    2 R that 1F1B keeps as two stages at once.  If forwards and both parts of backwards all take
+    the same time F, a step takes at most 6 m + 3 R - 3 times F from m = R on; that 1F1B 6 m +
+    6 (R - 1).
+
+    Raises:
+        ConfigError: when it is called, if `costs` are those of another number of stages.
+    """
+    return Family("v_half", _schedule, 2, (("costs", costs),), zigzag)
+
+
+def _schedule(num_stages: int, num_microbatches: int, costs: Costs | None) -> Schedule:
+    num_ranks = num_stages // 2
+    pause = 0 if num_ranks % 2 else 3  # or two steps of a rank would meet in one slot
+    return repeated(
+        num_stages,
+        num_microbatches,
+        costs,
+        forward_at=lambda s: 2 * s if s < num_ranks else num_ranks - 1 + s,
+        backward_at=lambda s: (
+            pause + (6 * num_ranks - 2 - s if s < num_ranks else 7 * num_ranks - 3 - 2 * s)
+        ),
+        most_live=2 * (num_ranks // 2 + 1),
+    )

@@ -1,0 +1,59 @@
+"""ZB-H1: the weights' part of a backward waits until there is time for it, in 1F1B's memory.
+
+Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.1; filled by costs as in section 3.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+
+from .costs import UNIT_COSTS, Costs
+from .family import Family
+from .greedy import Policy, best_of, order_of
+from .ir import Schedule
+from .one_f_one_b import one_f_one_b
+
+
+def zb_h1(costs: Costs | None = None) -> Family:
+    """Run backwards of inputs early and those of weights where a rank would wait.
+
+        Pipeline(layers, num_stages=4, schedule=schedules.zb_h1())
+        Pipeline(layers, num_stages=4, schedule=schedules.zb_h1(costs))
+
+    It is filled for `costs`; without these, for stages alike whose forward and both parts of whose
+    backward take the same time F.  No stage keeps more than p micro-batches, what 1F1B's first one
+    keeps.  p = 3, m = 4:
+
+    rank 0 | 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
+    rank 1 | 1F0 1F1 1F2 1I0 1W0 1B1 1F3 1I2 1W2 1I3 1W3
+    rank 2 | 2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
+
+    From m = p on a step takes 3 m + p - 1 times F, that of 1F1B 3 m + 3 (p - 1): a third of the
+    bubble, and the last stage, which starts after p - 1, never waits.  With fewer micro-batches it
+    takes 2 m + 2 p - 1.  For no costs is it longer than that of 1F1B.
+
+    Raises:
+        ConfigError: when it is called, if `costs` are those of another number of stages.
+    """
+    return Family("zb_h1", _schedule, arguments=(("costs", costs),))
+
+
+def _schedule(num_stages: int, num_microbatches: int, costs: Costs | None) -> Schedule:
+    policies = zero_bubble(num_stages, num_microbatches, most_live=num_stages)
+    return best_of(policies, range(num_stages), num_microbatches, costs or UNIT_COSTS)
+
+
+def zero_bubble(num_stages: int, num_microbatches: int, most_live: int) -> Iterator[Policy]:
+    """Yield ways to fill, 1F1B among them, that keep at most `most_live` micro-batches a stage."""
+    live = [most_live] * num_stages
+    to_go = [num_stages - stage for stage in range(num_stages)]
+    for patient, backwards_first in product((False, True), repeat=2):
+        for ahead in (to_go, [2 * stages - 1 for stages in to_go]):
+            yield Policy(
+                live=live,
+                ahead=ahead,
+                priority=lambda is_backward, *_, b=backwards_first: (is_backward != b,),
+                patient=patient,
+            )
+    order = order_of(one_f_one_b(num_stages, num_microbatches))
+    for divides in (True, False):
+        yield Policy(live=live, orders=order, divides=divides)
