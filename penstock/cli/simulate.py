@@ -2,10 +2,14 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fractions import Fraction
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from penstock.schedules.names import SCHEDULE_NAMES, named_schedule
 from penstock.trace.progress import say
@@ -13,11 +17,36 @@ from penstock.trace.progress import say
 from .options import stages_per_rank_option
 
 if TYPE_CHECKING:
+    from penstock.schedules.costs import Costs
     from penstock.schedules.walk import Run
     from penstock.trace.timeline import Timeline
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _MANY = 200_000
 """Instructions from which on it takes seconds, and what is being done is said."""
+
+
+_TO_READ = click.Path(dir_okay=False, exists=True, path_type=Path)
+_TO_WRITE = click.Path(dir_okay=False, writable=True, path_type=Path)
+
+
+def _exact(text: str) -> Fraction:
+    """Read a number of units of time: 2, 0.5 or 1/3."""
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise click.BadParameter(f"{text!r} is not a number such as 2, 0.5 or 1/3") from None
+
+
+def _cost_option(name: str, default: int, what: str) -> Callable[[_F], _F]:
+    return click.option(
+        f"--{name}",
+        type=_exact,
+        metavar="UNITS",
+        default=str(default),
+        show_default=True,
+        help=f"Units of time that {what}.",
+    )
 
 
 @click.command()
@@ -33,6 +62,12 @@ _MANY = 200_000
 @click.option(
     "--width", type=click.IntRange(min=20), default=100, show_default=True, help="Columns."
 )
+@click.option("--csv", metavar="FILE", type=_TO_READ, help="Take the schedule from there.")
+@click.option("--write-csv", metavar="FILE", type=_TO_WRITE, help="Write the schedule there.")
+@_cost_option("forward", 1, "a forward takes")
+@_cost_option("backward-input", 1, "the part of a backward takes that gives gradients of inputs")
+@_cost_option("backward-weight", 1, "the other part takes; a whole backward takes both")
+@_cost_option("transfer", 0, "a message is on its way")
 @click.option("--json", "as_json", is_flag=True, help="Write the timeline and its shares as JSON.")
 def simulate(  # noqa: PLR0913 - one for each option
     schedule: str,
@@ -41,26 +76,37 @@ def simulate(  # noqa: PLR0913 - one for each option
     num_microbatches: int,
     recompute: bool,
     width: int,
+    csv: Path | None,
+    write_csv: Path | None,
     as_json: bool,
+    **units: Fraction,
 ) -> None:
     """Draw when each stage does what, if a forward takes 1 and a backward 2 units of time.
 
-    Where a micro-batch would be narrower than a column, a summary is written instead.
+    Where a micro-batch would be narrower than a column, a summary is written instead. CSV files
+    are those of torch.distributed.pipelining: a line for each rank, a cell for each action.
 
     \b
     Examples:
       penstock simulate --schedule one_f_one_b --num-stages 4 --num-microbatches 8
       penstock simulate --schedule interleaved_1f1b --num-stages 8 --stages-per-rank 2
+      penstock simulate --csv mine.csv --forward 2 --transfer 1/4
     """
     from penstock.schedules.passes import add_recompute
-    from penstock.simulator import UNIT_COSTS
+    from penstock.schedules.torch_csv import read_csv, to_csv
     from penstock.simulator import simulate as foretell
     from penstock.trace.grid import render_grid
 
-    function = named_schedule(schedule, num_stages, stages_per_rank or 1)
-    _say(f"making the schedule of {num_stages} stages", num_stages * num_microbatches * 6)
-    program = function(num_stages, num_microbatches)
-    timeline = foretell(add_recompute(program) if recompute else program, UNIT_COSTS, _watched)
+    if csv is None:
+        function = named_schedule(schedule, num_stages, stages_per_rank or 1)
+        _say(f"making the schedule of {num_stages} stages", num_stages * num_microbatches * 6)
+        program = function(num_stages, num_microbatches)
+    else:
+        _refuse_beside_csv("schedule", "num_stages", "stages_per_rank", "num_microbatches")
+        program = read_csv(csv)
+    if write_csv is not None:
+        _write(write_csv, to_csv(program))
+    timeline = foretell(add_recompute(program) if recompute else program, _costs(units), _watched)
     _say("adding up where the time goes", len(timeline.spans))
     if as_json:
         breakdown = json.loads(timeline.breakdown().to_json())
@@ -71,6 +117,40 @@ def simulate(  # noqa: PLR0913 - one for each option
         click.echo(render_grid(timeline, width))
     else:
         click.echo(_summary(timeline))
+
+
+def _refuse_beside_csv(*names: str) -> None:
+    """See that nothing was asked for that the file says.
+
+    Raises:
+        click.UsageError: something was.
+    """
+    context = click.get_current_context()
+    for name in names:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"the file of --csv says that itself; leave out {option}")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.UsageError(f"--write-csv {path}: {error.strerror}") from None
+
+
+def _costs(units: Mapping[str, Fraction]) -> "Costs":
+    from penstock.schedules.costs import Costs
+
+    backward = units["backward_input"], units["backward_weight"]
+    return Costs(
+        forward_s=units["forward"],
+        backward_s=sum(backward),
+        recompute_s=units["forward"],
+        transfer_s=units["transfer"],
+        backward_input_s=backward[0],
+        backward_weight_s=backward[1],
+    )
 
 
 def _say(what: str, num_instructions: int) -> None:
@@ -108,11 +188,16 @@ def _summary(timeline: "Timeline") -> str:
     breakdown = timeline.breakdown()
     return "\n".join(
         (
-            f"step    {breakdown.step_s:,} units of time",
+            f"step    {_number(breakdown.step_s)} units of time",
             f"bubble  {percent_text(breakdown.bubble)}",
             f"ranks   {breakdown.num_ranks:,}",
             f"micro-batches  {breakdown.num_microbatches:,}",
             "Too long to draw here:",
-            f"--width {breakdown.step_s}, or --json",
+            f"--width {ceil(breakdown.step_s)}, or --json",
         )
     )
+
+
+def _number(units: float) -> str:
+    """Write a whole number as one, any other with three digits after the point."""
+    return f"{int(units):,}" if units == int(units) else f"{float(units):,.3f}"

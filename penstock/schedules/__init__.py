@@ -32,6 +32,7 @@ from .one_f_one_b import one_f_one_b
 from .pipedream import pipedream
 from .pipedream_2bw import pipedream_2bw
 from .text import parse
+from .torch_csv import from_csv, to_csv
 from .v_half import v_half
 from .v_min import v_min
 from .wave import wave
@@ -64,12 +65,14 @@ __all__ = [
     "breadth_first",
     "dualpipe_v",
     "eager_1f1b",
+    "from_csv",
     "gpipe",
     "interleaved_1f1b",
     "one_f_one_b",
     "parse",
     "pipedream",
     "pipedream_2bw",
+    "to_csv",
     "v_half",
     "v_min",
     "wave",

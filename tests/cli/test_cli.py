@@ -141,6 +141,11 @@ def test_a_mistake_is_a_mistake_where_nobody_can_read_it(lost: str | None) -> No
         ),
         (["simulate", "--schedule", "interleaved_1f1b"], "stages per rank is 1; make it 2 or"),
         (["simulate", "--num-stages", "0"], "0 is not in the range x>=1"),
+        (["simulate", "--csv", "no.csv"], "'no.csv' does not exist"),
+        (["simulate", "--csv", __file__, "--num-stages", "2"], "leave out --num-stages"),
+        (["simulate", "--write-csv", "no/x.csv"], "no/x.csv: No such file or directory"),
+        (["simulate", "--forward", "-1"], "forward_s is -1: no instruction takes less than 0"),
+        (["simulate", "--transfer", "x"], "'x' is not a number such as 2, 0.5 or 1/3"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -173,6 +178,24 @@ def test_simulate_writes_json(capsys: Captured) -> None:
     assert run(["simulate", "--num-stages", "3", "--num-microbatches", "7", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["breakdown"]["bubble"] == pytest.approx(2 / 9)
+
+
+def test_simulate_reads_and_writes_csv(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "schedule.csv"
+    path.write_text("0F0,,0F1,,0I0,0W0,0I1,0W1\n,1F0,1B0,1F1,1B1\n")
+    again = tmp_path / "again.csv"
+    command = ["simulate", "--csv", str(path), "--write-csv", str(again), "--width", "41"]
+    assert run([*command, "--backward-weight", "1/2", "--transfer", "0.5"]) == 0
+    grid = capsys.readouterr().out
+    assert "rank 0 |F0F1.....I0W..I1W|\nrank 1 |...F0B0 F1B1 ....|" in grid
+    assert "F forward  B backward  I input backward  W weight backward  . idle" in grid
+    assert again.read_text() == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1B0,1F1,1B1\n"
+
+
+def test_simulate_sums_up_times_that_are_no_whole_numbers(capsys: Captured) -> None:
+    command = ["simulate", "--num-stages", "1", "--num-microbatches", "80", "--forward", "1/3"]
+    assert run(command) == 0
+    assert "step    186.667 units of time" in capsys.readouterr().out
 
 
 MODEL = """

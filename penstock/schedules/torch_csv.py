@@ -1,0 +1,197 @@
+"""Schedules as torch.distributed.pipelining writes them: read theirs, write ours for them.
+
+One line a rank, one cell an action, empty where the rank is idle:
+
+    0F0,0F1,,0B0,0B1            F a forward, B a backward; I and W its two parts,
+    ,1F0,1B0,1F1,1B1            of the inputs and of the weights
+"""
+
+import csv
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from penstock.errors import ConfigError, ScheduleError
+
+from . import ir
+from .family import Family
+from .ir import Instruction, Schedule
+from .passes import add_communication
+from .transfers import chain_transfers
+from .verify import verify
+
+_KINDS: Mapping[str, type[ir.Compute]] = {
+    "F": ir.Forward,
+    "B": ir.Backward,
+    "I": ir.BackwardInput,
+    "W": ir.BackwardWeight,
+}
+_LETTERS: Mapping[type[Instruction], str] = {kind: letter for letter, kind in _KINDS.items()}
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_LEFT_OUT = re.compile(r"\d+((SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
+
+
+def from_csv(source: str | Path) -> Family:
+    """Return the schedule in a CSV file, or in the text of one, as a family of one size.
+
+        Pipeline(layers, num_stages=4, schedule=schedules.from_csv("mine.csv"))
+
+    It makes schedules of as many stages as the file has, and of as many micro-batches or fewer, as
+    a smaller last batch may need: those beyond are struck out.
+
+    Raises:
+        ScheduleError: a cell is no action, or together they are no valid schedule.
+        OSError: the file cannot be read.
+    """
+    schedule = read_csv(source)
+    per_rank, rest = divmod(schedule.num_stages, schedule.num_ranks)
+    return Family(
+        "from_csv",
+        _schedule,
+        stages_per_rank=1 if rest else per_rank,
+        arguments=(("source", to_csv(schedule)),),
+        deal=_Deal(schedule.ranks),
+    )
+
+
+def read_csv(source: str | Path) -> Schedule:
+    """Read a schedule from a CSV file, or from the text of one, and prove it.
+
+    A string with a comma or the end of a line in it is the text; any other is a path.  Forwards
+    and backwards are taken, those of an OVERLAP_F_B one after the other.  Sends, receives and what
+    is for sharded weights are left out: passes add what a pipeline needs.
+
+    Raises:
+        ScheduleError: a cell is no action, or together they are no valid schedule.
+        OSError: the file cannot be read.
+    """
+    if isinstance(source, str) and not {",", "\n"}.isdisjoint(source):
+        return _read(source)
+    try:
+        return _read(Path(source).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"{source} is no text, and so no CSV file: {error}") from None
+
+
+def to_csv(schedule: Schedule) -> str:
+    """Write the forwards and backwards of a schedule, one line a rank.
+
+    Everything else is left out: torch adds sends, receives and reductions itself, and recomputes
+    nothing.
+
+    Raises:
+        ScheduleError: forwards see weights that the schedule updates, which the form cannot say.
+    """
+    for rank, x in schedule:
+        if isinstance(x, ir.Forward) and x.version:
+            raise ScheduleError(
+                f"rank {rank}, {x}: its weights are updated within the schedule, and the CSV form "
+                "has no word for that; write the text form instead, str(schedule)"
+            )
+    rows = (filter(None, map(_cell, program)) for program in schedule.programs)
+    return "".join(",".join(row) + "\n" for row in rows)
+
+
+def _cell(x: Instruction) -> str:
+    if not isinstance(x, ir.Compute) or type(x) not in _LETTERS:
+        return ""
+    return f"{x.stage}{_LETTERS[type(x)]}{x.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Deal:
+    """The rank of each stage of a file."""
+
+    ranks: tuple[int, ...]
+
+    def __call__(self, num_stages: int, num_ranks: int) -> tuple[int, ...]:
+        _check_size("stages", num_stages, len(self.ranks), exactly=True)
+        return self.ranks
+
+
+def _schedule(num_stages: int, num_microbatches: int, source: str) -> Schedule:
+    """Strike out the micro-batches beyond those asked for."""
+    whole = _read(source)
+    _check_size("stages", num_stages, whole.num_stages, exactly=True)
+    _check_size("micro-batches", num_microbatches, whole.num_microbatches, exactly=False)
+
+    def is_wanted(x: Instruction) -> bool:
+        return isinstance(x, ir.Compute) and x.microbatch < num_microbatches
+
+    return Schedule(tuple(tuple(filter(is_wanted, program)) for program in whole.programs))
+
+
+def _check_size(what: str, asked: int, found: int, *, exactly: bool) -> None:
+    if asked > found or (exactly and asked != found):
+        raise ConfigError(
+            f"the schedule that was read as CSV has {found} {what}, and {asked} were asked for: "
+            f"make it {found}{'' if exactly else ' or fewer'}, or read another schedule"
+        )
+
+
+@lru_cache(maxsize=8)
+def _read(text: str) -> Schedule:
+    """Read a schedule and prove it, for stages of which each feeds the next."""
+    rows = list(csv.reader(text.rstrip().splitlines()))
+    programs: list[list[Instruction]] = [[] for _ in rows]
+    lines: dict[int, int] = {}
+    seen: set[Instruction] = set()
+    for spot, x in _actions(rows):
+        line = lines.setdefault(x.stage, spot.line)
+        if line != spot.line:
+            raise spot.fault(f"stage {x.stage} runs in line {line} too, and a line is a rank")
+        if x in seen:
+            raise spot.fault("it comes twice")
+        seen.add(x)
+        programs[spot.line - 1].append(x)
+    if not all(programs):
+        line = 1 + programs.index([])
+        raise ScheduleError(f"line {line} has no action: each line is a rank, and runs a stage")
+    schedule = Schedule(tuple(map(tuple, programs)))
+    transfers = chain_transfers(schedule.num_stages)
+    try:
+        verify(add_communication(schedule, transfers), transfers)
+    except ScheduleError as error:
+        raise ScheduleError(f"the CSV schedule, with rank r in line r + 1: {error}") from None
+    return schedule
+
+
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    """A cell, by its line and its place in that, both from 1 on."""
+
+    row: tuple[str, ...]
+    line: int
+    cell: int
+
+    def fault(self, problem: str) -> ScheduleError:
+        """Make the error that says what is wrong with the cell, and marks it."""
+        cells = list(self.row)
+        cells[self.cell - 1] = f">>{cells[self.cell - 1]}<<"
+        return ScheduleError(
+            f"line {self.line}, cell {self.cell}, {self.row[self.cell - 1]!r}: {problem}.\n"
+            + ",".join(cells)
+        )
+
+
+def _actions(rows: list[list[str]]) -> Iterator[tuple[_Spot, ir.Compute]]:
+    for line, row in enumerate(rows, 1):
+        for number, cell in enumerate(row, 1):
+            spot = _Spot(tuple(row), line, number)
+            pair = _PAIR.fullmatch(cell.strip())
+            for word in pair[1].split(";") if pair else [cell]:
+                yield from ((spot, x) for x in _parsed(word.strip(), spot))
+
+
+def _parsed(word: str, spot: _Spot) -> Iterator[ir.Compute]:
+    action = _ACTION.fullmatch(word)
+    if action:
+        stage, letter, microbatch = action.groups()
+        yield _KINDS[letter](int(stage), int(microbatch))
+    elif word and not _LEFT_OUT.fullmatch(word):
+        raise spot.fault(
+            "it is no action; expected a stage, one of F, B, I and W, and a micro-batch, as 1F0"
+        )
