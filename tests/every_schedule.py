@@ -29,6 +29,17 @@ def by_default(given: Family | Maker) -> Family:
     return given if isinstance(given, Family) else given()
 
 
+def families(stages_per_rank: int) -> list[Family]:
+    """Give every synchronous family that runs so many stages on each rank."""
+    named = (
+        family_named(family.name, {"stages_per_rank": stages_per_rank})
+        if stages_per_rank > 1 and "stages_per_rank" in argument_types(family.name)
+        else family
+        for family in map(by_default, SYNCHRONOUS_FAMILIES)
+    )
+    return [family for family in named if family.stages_per_rank == stages_per_rank]
+
+
 def for_any_number(given: Family | Maker) -> Family:
     """Give a family that takes any number of stages, as far as `given` does.
 

@@ -1,0 +1,120 @@
+"""Write docs/schedules.md: each synchronous family, drawn and measured with the simulator.
+
+python -m scripts.schedules_page            print the page
+python -m scripts.schedules_page --write    replace the page
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from itertools import accumulate
+from pathlib import Path
+
+from penstock.schedules import Family, Forward, Schedule, ir
+from penstock.schedules.names import SYNCHRONOUS_FAMILIES
+from penstock.simulator import Costs, simulate
+from penstock.trace.grid import render_grid
+
+PAGE = Path(__file__).parents[1] / "docs" / "schedules.md"
+RANKS, MICROBATCHES = 4, 8
+"""Of the table; the grids are of fewer, so that their boxes can be read."""
+DRAWN_RANKS, DRAWN_MICROBATCHES, COLUMNS = 3, 5, 118
+HEAD = """# Schedules
+
+`penstock.Pipeline(..., schedule=...)` takes any of these; where one is written as a call, it has
+arguments. Each takes any number of micro-batches M, fewer than ranks too, and gives the
+gradients of the unsplit model to the bit. Where several stages run on a rank, `num_stages`
+counts those of all ranks, and is a multiple of the stages on one. The asynchronous ones,
+`pipedream` and `pipedream_2bw`, whose weights change within a schedule, are not among them.
+
+This page is written by `python -m scripts.schedules_page --write`, and its numbers by the
+simulator. A forward of all that a rank has takes 1 and its backward 2, each part of it 1 where
+it is in two; communication takes nothing. The table is of {ranks} ranks and {microbatches}
+micro-batches. "Idle" is the share of the step in which a rank does nothing, on average; "kept"
+the most micro-batches that a rank keeps something of, of all its layers: on a V, half a
+micro-batch is one on one stage of two. "Step" is the length for R ranks and M micro-batches with
+v stages on each rank, from the M on that is named; the tests compare it with what the simulator
+says, for all R <= 8 and M <= 16.
+
+| schedule | stages on a rank | idle | kept | step | from M |
+| --- | --- | --- | --- | --- | --- |
+"""
+STEPS = {
+    "gpipe": ("3 M + 3 (R - 1)", "1"),
+    "one_f_one_b": ("3 M + 3 (R - 1)", "1"),
+    "eager_1f1b": ("3 M + 3 (R - 1)", "1"),
+    "zb_h1": ("3 M + R - 1", "R"),
+    "zb_h2": ("3 M + R - 1", "R"),
+    "interleaved_1f1b": ("3 M + 3 (R - 1) / v", "R, its multiples"),
+    "breadth_first": ("3 M + 3 (R - 1) / v", "R"),
+    "wave": ("3 M + 3 (R - 1) / v for v <= 2", "2 R"),
+    "zb_v": ("3 M + (R - 1) / 2", "R"),
+    "v_half": ("at most 3 M + 3 (R - 1) / 2", "R"),
+    "v_min": ("at most 3 M + 2 R - 3 / 2", "R"),
+    "dualpipe_v": ("3 M + (R - 1) / 2", "2 R"),
+}
+"""How long a step is, and from how many micro-batches on."""
+
+
+def page() -> str:
+    """Give the page."""
+    given = [(x, x if isinstance(x, Family) else x()) for x in SYNCHRONOUS_FAMILIES]
+    rows = "".join(_row(family) for _, family in given)
+    sections = "\n".join("\n".join(_section(x, family)) for x, family in given)
+    return HEAD.format(ranks=RANKS, microbatches=MICROBATCHES) + rows + "\n" + sections
+
+
+def _costs(family: Family) -> Costs:
+    """Give costs of a stage with which all stages of a rank take 1 forward and 2 backward."""
+    part = Fraction(1, family.stages_per_rank)
+    return Costs(forward_s=part, backward_s=2 * part, recompute_s=part)
+
+
+def _made(family: Family, num_ranks: int, num_microbatches: int) -> Schedule:
+    return family(num_ranks * family.stages_per_rank, num_microbatches)
+
+
+def _row(family: Family) -> str:
+    schedule = _made(family, RANKS, MICROBATCHES)
+    idle = float(simulate(schedule, _costs(family)).bubble)
+    kept = max(
+        live
+        for program in schedule.programs
+        for live in accumulate(
+            isinstance(x, Forward) - isinstance(x, ir.ADDS_GRADIENTS) for x in program
+        )
+    )
+    step, since = STEPS[family.name]
+    return (
+        f"| [`{family.name}`](#{family.name}) | {family.stages_per_rank} | {idle:.1%} "
+        f"| {kept / family.stages_per_rank:g} | {step} | {since} |\n"
+    )
+
+
+def _section(given: Family | Callable[..., Family], family: Family) -> Iterator[str]:
+    """Write what its file says of it, what it promises, and its grid."""
+    yield f"## {family.name}"
+    yield ""
+    yield inspect.getdoc(inspect.getmodule(family.build)) or ""
+    yield ""
+    told = inspect.getdoc(family.build if given is family else given) or ""
+    for paragraph in told.split("\n\n")[1:]:
+        is_drawn = paragraph.startswith(("    ", "rank ", "p = ", "Calling", "Raises"))
+        if not is_drawn and "m = " not in paragraph.splitlines()[-1]:
+            yield paragraph
+            yield ""
+    schedule = _made(family, DRAWN_RANKS, DRAWN_MICROBATCHES)
+    yield f"On {DRAWN_RANKS} ranks, with {DRAWN_MICROBATCHES} micro-batches:"
+    yield ""
+    yield "```text"
+    yield render_grid(simulate(schedule, _costs(family)), COLUMNS)
+    yield "```"
+    yield ""
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(page())
+    else:
+        print(page(), end="")
