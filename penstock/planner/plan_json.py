@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from penstock.errors import PlanError
 from penstock.schedules.family import Family
-from penstock.schedules.names import SCHEDULE_NAMES, argument_types, family_named
+from penstock.schedules.names import NAMES_IN_FILES, argument_types, family_named
 
 _WORDS: Mapping[Any, str] = {
     bool: "true or false",
@@ -53,10 +53,10 @@ def _plain(value: Any) -> Any:
             return value.value
         case Family():
             arguments = dict(value.arguments)
-            if value.name not in SCHEDULE_NAMES or value != family_named(value.name, arguments):
+            if value.name not in NAMES_IN_FILES or value != family_named(value.name, arguments):
                 raise PlanError(
                     f"the schedule {value.name} is a function of your own, and a file can only "
-                    f"name one of {', '.join(SCHEDULE_NAMES)}; keep the plan as a value"
+                    f"name one of {', '.join(NAMES_IN_FILES)}; keep the plan as a value"
                 )
             return {"name": value.name, "arguments": arguments}
         case Fraction():

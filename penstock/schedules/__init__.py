@@ -31,6 +31,7 @@ from .names import ALL_SCHEDULES
 from .one_f_one_b import one_f_one_b
 from .pipedream import pipedream
 from .pipedream_2bw import pipedream_2bw
+from .searched import searched
 from .text import parse
 from .torch_csv import from_csv, to_csv
 from .v_half import v_half
@@ -72,6 +73,7 @@ __all__ = [
     "parse",
     "pipedream",
     "pipedream_2bw",
+    "searched",
     "to_csv",
     "v_half",
     "v_min",

@@ -1,6 +1,6 @@
 """Find a schedule family: by its name, or from what a user gave."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import signature
 from types import FunctionType
@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 from penstock.errors import ConfigError
 
 from .breadth_first import breadth_first
+from .costs import Costs
 from .dualpipe_v import dualpipe_v
 from .eager_1f1b import eager_1f1b
 from .family import Build, Family, check_size
@@ -17,6 +18,7 @@ from .interleaved_1f1b import interleaved_1f1b
 from .one_f_one_b import one_f_one_b
 from .pipedream import pipedream
 from .pipedream_2bw import pipedream_2bw
+from .searched import searched
 from .v_half import v_half
 from .v_min import v_min
 from .wave import wave
@@ -56,6 +58,8 @@ def _by_default(given: Family | Maker) -> Family:
 
 _NAMED = {_by_default(given).name: given for given in _EVERY_FAMILY}
 SCHEDULE_NAMES = (*_NAMED,)
+_IN_FILES = {**_NAMED, searched.__name__: searched}  # needs costs: no command can name it
+NAMES_IN_FILES = (*_IN_FILES,)
 _STAGES_PER_RANK = "stages_per_rank"
 ALL_SCHEDULES = tuple(
     family for family in map(_by_default, SYNCHRONOUS_FAMILIES) if family.stages_per_rank == 1
@@ -71,9 +75,9 @@ def family_named(name: str, arguments: Mapping[str, Any]) -> Family:
     Raises:
         ConfigError: there is no such family, or it takes other arguments.
     """
-    if name not in SCHEDULE_NAMES:
+    if name not in NAMES_IN_FILES:
         raise ConfigError(
-            f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULE_NAMES)}"
+            f"there is no schedule {name!r}; choose one of {', '.join(NAMES_IN_FILES)}"
         )
     expected = argument_types(name)
     if expected.keys() != arguments.keys():
@@ -81,17 +85,32 @@ def family_named(name: str, arguments: Mapping[str, Any]) -> Family:
             f"schedule {name} takes the arguments {list(expected)}, and was given "
             f"{list(arguments)}"
         )
-    given = _NAMED[name]
+    given = _IN_FILES[name]
     return given if isinstance(given, Family) else given(**arguments)
 
 
 def argument_types(name: str) -> Mapping[str, Any]:
     """Return the type of each argument of the family called `name`; none if there is no such."""
-    maker = _NAMED.get(name)
+    maker = _IN_FILES.get(name)
     if maker is None or isinstance(maker, Family):
         return {}
     types = get_type_hints(maker)
     return {argument: types[argument] for argument in signature(maker).parameters}
+
+
+def families_for(costs: Costs, stages_per_rank: int) -> Iterator[Family]:
+    """Yield every synchronous family that can run so many stages on a rank, made for these costs
+    where it takes any.
+    """
+    arguments = {"costs": costs, _STAGES_PER_RANK: stages_per_rank}
+    for given in SYNCHRONOUS_FAMILIES:
+        if isinstance(given, Family):
+            family = given
+        else:
+            taken = signature(given).parameters.keys() & arguments.keys()
+            family = given(**{name: arguments[name] for name in taken})
+        if family.stages_per_rank == stages_per_rank:
+            yield family
 
 
 def named_schedule(name: str, num_stages: int, stages_per_rank: int) -> Family:
@@ -142,7 +161,7 @@ def family_of(given: Build, num_microbatches: int) -> Family:
     if isinstance(given, Family):
         return given
     name = given.__name__ if isinstance(given, FunctionType | type) else repr(given)
-    if isinstance(given, type) or given in _EVERY_FAMILY:
+    if isinstance(given, type) or given in (*_EVERY_FAMILY, searched):
         raise ConfigError(f"schedule={name} makes schedule families: write schedule={name}()")
     return Family(name, given, deal=_AsBuilt(given, num_microbatches))
 

@@ -1,0 +1,1 @@
+"""Find a schedule: what is asked for as numbers, a first answer, a better one, the best one."""

@@ -1,0 +1,112 @@
+"""Searched: the best schedule for measured costs, under a limit of bytes on each rank."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from penstock.errors import ConfigError
+
+from .collection import collection_paused
+from .costs import Costs
+from .family import Family
+from .ir import Schedule
+from .laws import AtMostBytes
+from .one_f_one_b import one_f_one_b
+from .search.best import best
+from .search.problem import Answer, Problem, answer_of, least_bytes, problem_of, schedule_of
+
+
+def searched(
+    costs: Costs,
+    memory: AtMostBytes | None = None,
+    like: Family = one_f_one_b,
+    recompute: tuple[int, ...] = (),
+) -> Family:
+    """Find the schedule that ends first, with backwards in one part or two, for these costs.
+
+        costs = Costs(forward_s=1, backward_s=2, recompute_s=1)
+        searched(costs)(num_stages=3, num_microbatches=4)
+
+    rank 0 | 0F0 0F1 0F2 0F3 0I0 ...
+
+    Stages lie on ranks as those of the family `like` do, and feed one another in a chain.  No rank
+    keeps more than `memory` says.  The stages in `recompute` are those that drop their graphs.
+
+    The schedule is never longer than that of any other family with stages on the same ranks, as
+    far as those keep to `memory`; it is the shortest of all for few stages and micro-batches (20
+    forwards in all, and often more).  The same arguments give the same schedule in every process.
+
+    Making it raises ConfigError where costs are of another number of stages, limits of another
+    number of ranks, or a limit is too low for even one micro-batch.
+
+    Raises:
+        ConfigError: `memory` is no AtMostBytes.
+    """
+    if not isinstance(memory, AtMostBytes | None):
+        raise ConfigError(
+            f"memory={memory!r} is no limit of bytes: write AtMostBytes(Sizes(kept_bytes=...), "
+            "limit_bytes=...), or None for no limit; with kept_bytes=1 it counts micro-batches"
+        )
+    arguments = (
+        ("costs", costs),
+        ("memory", memory),
+        ("like", like),
+        ("recompute", recompute),
+    )
+    return Family("searched", _schedule, like.stages_per_rank, arguments, like.deal)
+
+
+@lru_cache(maxsize=32)
+def _schedule(
+    num_stages: int,
+    num_microbatches: int,
+    costs: Costs,
+    memory: AtMostBytes | None,
+    like: Family,
+    recompute: tuple[int, ...],
+) -> Schedule:
+    _check_stages(num_stages, costs, recompute)
+    ranks = like.ranks(num_stages)
+    problem = problem_of(costs, memory, ranks, num_microbatches, recompute)
+    _check_limits(problem)
+    with collection_paused():
+        return schedule_of(problem, best(problem, _named(problem, costs, like)))
+
+
+def _named(problem: Problem, costs: Costs, like: Family) -> Iterator[Answer]:
+    """Yield the schedules of all named families with the same stages on each rank."""
+    from .names import families_for  # the names know the families, not the other way round
+
+    for family in families_for(costs, like.stages_per_rank):
+        if family.ranks(problem.num_stages) == problem.ranks:
+            yield answer_of(problem, family(problem.num_stages, problem.num_microbatches))
+
+
+def _check_stages(num_stages: int, costs: Costs, recompute: tuple[int, ...]) -> None:
+    edges = costs.transfer_s if isinstance(costs.transfer_s, tuple) else ()
+    for name, stages in (
+        ("costs: transfer_s", [stage for edge, _ in edges for stage in edge]),
+        ("recompute", recompute),
+    ):
+        for stage in stages:
+            if not 0 <= stage < num_stages:
+                raise ConfigError(
+                    f"{name} names stage {stage}, and the {num_stages} stages are 0 to "
+                    f"{num_stages - 1}; leave it out, or choose costs of as many stages"
+                )
+
+
+def _check_limits(problem: Problem) -> None:
+    """Refuse limits that no schedule keeps to.
+
+    Raises:
+        ConfigError: a rank cannot keep even one micro-batch.
+    """
+    for rank, limit in enumerate(problem.limits or ()):
+        least = least_bytes(problem, rank)
+        if least > limit:
+            raise ConfigError(
+                f"no schedule keeps to the limit of rank {rank}: it needs {least:,} bytes for one "
+                f"micro-batch after the other, {least - limit:,} more than limit_bytes={limit:,}; "
+                f"raise that to {least:,} at least, or keep less of a micro-batch (recompute, "
+                "more micro-batches)"
+            )

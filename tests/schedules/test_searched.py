@@ -1,0 +1,217 @@
+"""Searched schedules: never longer than a named one, the shortest of all where that is known."""
+
+import pickle
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.planner.plan import Plan
+from penstock.schedules import (
+    ALL_SCHEDULES,
+    AtMostBytes,
+    Family,
+    Schedule,
+    Sizes,
+    interleaved_1f1b,
+    one_f_one_b,
+    searched,
+    zb_v,
+)
+from penstock.schedules.costs import Costs
+from penstock.schedules.memory import peak_bytes
+from penstock.schedules.names import families_for
+from penstock.schedules.passes import add_communication, add_recompute
+from penstock.schedules.search.problem import answer_of, price, problem_of
+from penstock.schedules.transfers import chain_transfers
+from penstock.schedules.verify import verify
+from penstock.simulator import UNIT_COSTS, simulate
+from tests.planner.plans import plan
+from tests.schedules.exact import FREE, Exact
+
+SIZES = Sizes(kept_bytes=1)
+
+
+def drawn_costs(random: Random, num_stages: int, least: int = 1) -> Costs:
+    """Draw costs in which a whole backward takes about as long as its two parts."""
+
+    def each() -> tuple[int, ...]:
+        return tuple(random.randint(least, 10) for _ in range(num_stages))
+
+    of_inputs, of_weights = each(), each()
+    return Costs(
+        forward_s=each(),
+        backward_s=tuple(
+            i + w + random.randint(-1, 1) for i, w in zip(of_inputs, of_weights, strict=True)
+        ),
+        recompute_s=each(),
+        backward_input_s=of_inputs,
+        backward_weight_s=of_weights,
+        transfer_s=random.randint(0, 3),
+    )
+
+
+def drawn_memory(random: Random, num_stages: int) -> AtMostBytes:
+    """Draw a limit that each rank can keep to, and that hurts."""
+    graphs = tuple(random.randint(5, 10) for _ in range(num_stages))
+    sizes = Sizes(
+        kept_bytes=graphs, input_bytes=random.randint(0, 5), weight_bytes=random.randint(0, 12)
+    )
+    return AtMostBytes(sizes, tuple(random.randint(10, 10 * num_stages) for _ in graphs))
+
+
+def lowered(schedule: Schedule, recompute: tuple[int, ...] = ()) -> Schedule:
+    """Add recomputes and messages as a pipeline does, and prove the result."""
+    transfers = chain_transfers(schedule.num_stages)
+    result = add_communication(add_recompute(schedule, recompute), transfers)
+    verify(result, transfers)
+    return result
+
+
+def check_against_exact(random: Random, **fixed: Any) -> None:
+    """Check one drawn case: no order of all is shorter than what was searched."""
+    num_stages, m = fixed.get("size") or (random.randint(1, 3), random.randint(1, 4))
+    costs = drawn_costs(random, num_stages)
+    memory = drawn_memory(random, num_stages) if random.random() < 0.5 else None
+    schedule = lowered(searched(costs, memory)(num_stages, m))
+    if memory:
+        verify(schedule, chain_transfers(num_stages), [memory])
+    length = simulate(schedule, costs).step_s
+    exact = Exact(
+        costs=costs, ranks=tuple(range(num_stages)), num_microbatches=m, memory=memory or FREE
+    )
+    assert length == exact.shortest(below=length + 1), (costs, memory, m)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_small_schedule_is_the_shortest_of_all(seed: int) -> None:
+    check_against_exact(Random(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_hundreds_of_small_schedules_are_the_shortest_of_all(seed: int) -> None:
+    random = Random(1000 + seed)
+    for _ in range(50):
+        check_against_exact(random)
+
+
+@pytest.mark.parametrize("num_stages, num_microbatches", ((2, 5), (4, 8), (6, 3)))
+def test_a_search_ends_never_later_than_a_named_family(
+    num_stages: int, num_microbatches: int
+) -> None:
+    random = Random(num_stages)
+    for like in (one_f_one_b, interleaved_1f1b(2), zb_v()):
+        costs = drawn_costs(random, num_stages)
+        found = simulate(searched(costs, like=like)(num_stages, num_microbatches), costs)
+        for family in families_for(costs, like.stages_per_rank):
+            if family.ranks(num_stages) == like.ranks(num_stages):
+                named = simulate(family(num_stages, num_microbatches), costs)
+                assert found.step_s <= named.step_s, family
+
+
+@pytest.mark.parametrize("num_stages, num_microbatches", ((2, 4), (3, 6), (4, 8), (8, 16)))
+def test_no_rank_waits_between_its_first_and_its_last_instruction_with_the_memory_of_zb_h2(
+    num_stages: int, num_microbatches: int
+) -> None:
+    memory = AtMostBytes(SIZES, 2 * num_stages - 1)
+    schedule = searched(UNIT_COSTS, memory)(num_stages, num_microbatches)
+    assert simulate(schedule, UNIT_COSTS).step_s == 3 * num_microbatches + num_stages - 1
+    assert max(peak_bytes(schedule, SIZES)) <= 2 * num_stages - 1
+
+
+@pytest.mark.parametrize(
+    "weights, forward_s", (((10, 0), 1), ((0, 10, 4), 2), ((10, 0, 4), 2)), ids=str
+)
+def test_a_stage_of_ten_seconds_for_weights_and_one_of_none_beat_every_named_family(
+    weights: tuple[int, ...], forward_s: int
+) -> None:
+    costs = Costs(
+        forward_s=forward_s,
+        backward_s=tuple(4 + seconds for seconds in weights),
+        recompute_s=1,
+        backward_input_s=4,
+        backward_weight_s=weights,
+    )
+    found = simulate(searched(costs)(len(weights), 8), costs).step_s
+    for family in families_for(costs, stages_per_rank=1):
+        assert found < simulate(family(len(weights), 8), costs).step_s, family
+
+
+@pytest.mark.parametrize("recompute", ((), (0, 1, 2), (1,)))
+def test_the_search_prices_as_the_simulator_does(recompute: tuple[int, ...]) -> None:
+    random = Random(3)
+    for _ in range(5):
+        costs = drawn_costs(random, 3)
+        costs = replace(costs, forward_s=tuple(float(x) / 7 for x in (1, 2, 3)), transfer_s=0.1)
+        problem = problem_of(costs, None, (0, 1, 2), 3, recompute)
+        for family in (*ALL_SCHEDULES, searched(costs, recompute=recompute)):
+            schedule = family(3, 3)
+            told = simulate(lowered(schedule, recompute), costs).step_s
+            assert price(problem, answer_of(problem, schedule)) == told
+
+
+def test_ranks_keep_to_their_limits_with_recomputes_and_several_stages() -> None:
+    random = Random(5)
+    for like, num_stages in ((one_f_one_b, 4), (interleaved_1f1b(2), 6)):
+        costs = drawn_costs(random, num_stages)
+        sizes = Sizes(kept_bytes=10, input_bytes=1, weight_bytes=12)
+        memory = AtMostBytes(sizes, 25)
+        recompute = tuple(range(0, num_stages, 2))
+        schedule = searched(costs, memory, like, recompute)(num_stages, 7)
+        transfers = chain_transfers(num_stages)
+        verify(lowered(schedule, recompute), transfers, [memory])
+
+
+def test_a_searched_family_is_a_value_that_a_plan_keeps_in_its_file() -> None:
+    costs = Costs(forward_s=(1, 2.5), backward_s=3, recompute_s=1, transfer_s={(0, 1): 0.5})
+    for family in (searched(costs), searched(costs, AtMostBytes(SIZES, (2, 1)))):
+        assert pickle.loads(pickle.dumps(family)) == family
+        given = plan(1, 1, schedule=family)
+        assert Plan.from_json(given.to_json()) == given
+        names = (Costs, AtMostBytes, Sizes, searched, *ALL_SCHEDULES)
+        known = {getattr(x, "__name__", str(x)): x for x in names}
+        assert eval(repr(family), known) == family
+    assert searched(costs)(2, 3) is searched(costs)(2, 3)
+
+
+def test_a_limit_that_no_schedule_keeps_to_is_refused_with_the_least_that_would_do() -> None:
+    memory = AtMostBytes(Sizes(kept_bytes=(400, 1000, 400)), 900)
+    with pytest.raises(ConfigError, match=r"rank 1: it needs 1,000 bytes .* 100 more than .*=900"):
+        searched(UNIT_COSTS, memory)(3, 4)
+    assert searched(UNIT_COSTS, replace(memory, limit_bytes=(900, 1000, 900)))(3, 4)
+    looped = partial(searched, UNIT_COSTS, like=interleaved_1f1b(2))
+    with pytest.raises(ConfigError, match=r"rank 0: it needs 800 bytes .* 100 more"):
+        looped(AtMostBytes(Sizes(kept_bytes=400), 700))(4, 4)
+    assert looped(AtMostBytes(Sizes(kept_bytes=400), 800))(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    (
+        (searched(replace(UNIT_COSTS, forward_s=(1, 2))), "forward_s has 2 entries, .* 3 stages"),
+        (searched(replace(UNIT_COSTS, transfer_s={(0, 1): 1})), r"no entry for edge \(1, 2\)"),
+        (
+            searched(replace(UNIT_COSTS, transfer_s={(0, 1): 1, (1, 2): 1, (2, 3): 1})),
+            "transfer_s names stage 3, and the 3 stages are 0 to 2",
+        ),
+        (searched(UNIT_COSTS, AtMostBytes(SIZES, (4, 4))), "limit_bytes has 2 entries"),
+        (
+            searched(UNIT_COSTS, AtMostBytes(Sizes(kept_bytes=(1, 1)), 4)),
+            "Sizes.kept_bytes has 2 entries, the schedule has 3",
+        ),
+        (searched(UNIT_COSTS, recompute=(3,)), "recompute names stage 3"),
+    ),
+)
+def test_costs_and_limits_of_another_size_are_refused(family: Family, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        family(3, 4)
+
+
+def test_a_limit_of_another_kind_is_refused() -> None:
+    memory: Any = 4
+    with pytest.raises(ConfigError, match="memory=4 is no limit of bytes: write AtMostBytes"):
+        searched(UNIT_COSTS, memory)
