@@ -58,6 +58,10 @@ class Pipeline(AbstractPipeline):
         schedule: one of `penstock.schedules`, by default gpipe, or a function of your own
             (num_stages, num_microbatches) -> Schedule; says which rank, a thread or a process,
             runs which stages.
+        memory_limit_bytes: the most that a rank may keep for backwards (activations; weights and
+            gradients come on top), instead of `recompute`: what layers keep is measured like their
+            times, and what costs least is chosen that fits; `offload` then says what may be moved
+            away where recomputing is not enough.  One number for all ranks, or one for each.
         recompute: which activations to compute twice instead of keeping: those of stages (STAGE),
             of some layers (Recompute.layers("block3", 5)), or none; one choice for all stages, or
             one for each; default: STAGE.
@@ -85,8 +89,9 @@ class Pipeline(AbstractPipeline):
         tied_gradients: how often the gradient of a weight that several stages use is sent;
             default: PER_MICROBATCH.
         plan: how to run, as another pipeline's `plan` says; instead of num_stages, partition,
-            num_microbatches, schedule, recompute, offload, offload_folder, devices, seed,
-            threads_per_stage, transport, timeout_s, batch_norm_over_replicas and tied_gradients.
+            num_microbatches, schedule, memory_limit_bytes, recompute, offload, offload_folder,
+            devices, seed, threads_per_stage, transport, timeout_s, batch_norm_over_replicas and
+            tied_gradients.
 
     Raises:
         ConfigError: an argument cannot work, or is given beside a plan that decides it.
@@ -105,6 +110,7 @@ class Pipeline(AbstractPipeline):
         reduction: Reduction | Callable[[Any], Any] = Reduction.MEAN,
         schedule: Build | None = None,
         recompute: RecomputePolicy | Sequence[RecomputePolicy] | None = None,
+        memory_limit_bytes: int | Sequence[int] | None = None,
         offload: bool | Sequence[bool] | None = None,
         offload_folder: str | os.PathLike[str] | None = None,
         devices: Devices = None,
@@ -127,6 +133,7 @@ class Pipeline(AbstractPipeline):
             num_microbatches=num_microbatches,
             schedule=schedule,
             recompute=recompute,
+            memory_limit_bytes=memory_limit_bytes,
             offload=offload,
             offload_folder=None if offload_folder is None else os.fspath(offload_folder),
             devices=device_names(devices, mesh),
@@ -137,7 +144,7 @@ class Pipeline(AbstractPipeline):
             batch_norm_over_replicas=batch_norm_over_replicas,
             tied_gradients=tied_gradients,
         )
-        balances = plan is None and partition is None
+        balances = plan is None and (partition is None or memory_limit_bytes is not None)
         plan = make_plan(arguments, plan, resolved, mesh)
         part = first_microbatch(example_inputs, plan.num_microbatches)
         mesh = mesh or Mesh.of_one_process(plan.placement.num_places, plan.timeout_s)

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.costs.kinds import kind_of
+from penstock.costs.layer_bytes import LayerBytes
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, tree_map
 from penstock.model.stage_plan import Step
 from penstock.model.state import ABSENT, attributes, keeping_values, put_state, read_state
-from penstock.torch_private import saving_hooks
+from penstock.torch_private import saving_hooks, storage_id
 
 REPEATS = 3
 ENOUGH_S, LONG_S = 0.5, 10.0
@@ -66,6 +67,52 @@ def _measure_all(layers: Layers, inputs: Any) -> tuple[LayerTime, ...]:
     return tuple(min(times, key=sum) for times in zip(*found, strict=True))
 
 
+def measure_bytes(layers: Layers, inputs: Any) -> tuple[LayerBytes, ...]:
+    """Count what each layer keeps of `inputs` (one micro-batch) for its backward, by storage.
+
+    The model runs once, forward; all is as before afterwards, as in `measure_layers`.
+    """
+    meter = _ByteMeter()
+    with _untouched([step.module for step in layers]):
+        _run_once(layers, inputs, meter)
+    return tuple(meter.found.get(step.index, LayerBytes(0, 0, 0, 0, 0)) for step in layers)
+
+
+class _ByteMeter:
+    """Counts what the layers of one run of the model save."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, LayerBytes] = {}
+
+    def run(self, step: Step, run: Callable[[], Any], arguments: Any) -> Any:
+        """Run a layer, and return what it gives."""
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved[storage_id(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor.detach()
+
+        with saved_tensors_hooks(pack, _as_it_is):
+            result = run()
+        lasting = (*step.module.parameters(), *step.module.buffers())
+        for tensor in lasting:
+            saved.pop(storage_id(tensor), None)
+        inputs, results = _storages(arguments), _storages(result)
+        self.found[step.index] = LayerBytes(
+            inner=sum(saved[s] for s in saved.keys() - inputs.keys() - results.keys()),
+            inputs=sum(inputs.values()),
+            saved_inputs=sum(saved[s] for s in saved.keys() & inputs.keys()),
+            results=sum(results.values()),
+            saved_results=sum(saved[s] for s in saved.keys() & results.keys() - inputs.keys()),
+        )
+        return result
+
+
+def _storages(value: Any) -> dict[int, int]:
+    """Return the bytes of the storages of a value's tensors, by what tells these apart."""
+    return {storage_id(t): t.untyped_storage().nbytes() for t in flatten(value)[0]}
+
+
 class _Meter:
     """Times the layers of one run of the model, the first one of each kind."""
 
@@ -94,7 +141,7 @@ class _Meter:
             raise
 
 
-def _run_once(layers: Layers, inputs: Any, meter: _Meter) -> None:
+def _run_once(layers: Layers, inputs: Any, meter: "_Meter | _ByteMeter") -> None:
     """Run each layer on copies of its arguments; what it returns has no graph either."""
 
     def timed(step: Step, run: Any) -> Any:

@@ -34,6 +34,7 @@ class Arguments:
     recompute: RecomputePolicy | Sequence[RecomputePolicy] | None = None
     offload: bool | Sequence[bool] | None = None
     offload_folder: str | None = None
+    memory_limit_bytes: int | Sequence[int] | None = None
     devices: Sequence[str] | str | None = None
     seed: int | None = None
     threads_per_stage: int | None = None
@@ -124,9 +125,12 @@ def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Reso
         partition=tuple(partition or balance_spans([counts] * num_stages, model.spans)),
         schedule=family,
         num_microbatches=_or(arguments.num_microbatches, 1),
-        recompute=_of_stages(arguments.recompute, Recompute.STAGE, num_stages),
+        recompute=_of_stages(arguments.recompute, _usual_recompute(arguments), num_stages),
         offload=_of_stages(arguments.offload, False, num_stages),
         offload_folder=arguments.offload_folder,
+        memory_limit_bytes=None
+        if arguments.memory_limit_bytes is None
+        else _of_stages(arguments.memory_limit_bytes, 0, 1 + max(places)),
         placement=Placement.of(places, resources.num_replicas, devices),
         tied_gradients=_or(arguments.tied_gradients, TiedGradients.PER_MICROBATCH),
         batch_norm_over_replicas=_or(arguments.batch_norm_over_replicas, False),
@@ -143,6 +147,22 @@ def _of_stages(given: _T | Sequence[_T] | None, default: _T, num_stages: int) ->
     if isinstance(given, list | tuple):
         return tuple(given)
     return (default if given is None else cast(_T, given),) * num_stages
+
+
+def _usual_recompute(arguments: Arguments) -> Recompute:
+    """Return what is recomputed where nothing else is said: under a limit, what it asks for.
+
+    Raises:
+        ConfigError: both are given.
+    """
+    if arguments.memory_limit_bytes is None:
+        return Recompute.STAGE
+    if arguments.recompute is not None:
+        raise ConfigError(
+            "memory_limit_bytes= decides what is recomputed, and recompute= is given too; leave "
+            "one of them out"
+        )
+    return Recompute.NEVER
 
 
 def _family(arguments: Arguments) -> Family:

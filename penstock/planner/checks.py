@@ -1,6 +1,7 @@
 """Check single arguments: times, layers per stage."""
 
 import math
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from operator import index
 from typing import Any
@@ -53,3 +54,20 @@ def check_whole(name: str, value: Any) -> int:
         return int(index(value))
     except TypeError:
         raise ConfigError(f"{name}={value!r}; it must be a whole number") from None
+
+
+def check_bytes(num_ranks: int, given: Mapping[str, Sequence[int] | None]) -> None:
+    """Refuse bytes that are not whole numbers of at least 0, one for each rank; None is none.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    for name, of_ranks in given.items():
+        if of_ranks is not None and len(of_ranks) != num_ranks:
+            raise ConfigError(
+                f"{name} has {len(of_ranks)} entries, and the pipeline {num_ranks} ranks; give "
+                "one number for each rank, or one for all"
+            )
+        for each in of_ranks or ():
+            if type(each) is not int or each < 0:
+                raise ConfigError(f"{name}={each!r}; it must be a whole number of at least 0")

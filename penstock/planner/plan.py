@@ -14,7 +14,7 @@ from penstock.trace.table import columns
 from penstock.trace.units import time_text
 from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport
 
-from .checks import check_partition, check_timeout, check_whole
+from .checks import check_bytes, check_partition, check_timeout, check_whole
 from .placement import Placement
 from .plan_json import from_json, to_json
 
@@ -63,6 +63,8 @@ class Plan:
     `placement` says which ranks run the stages.  `recompute` has an entry for each stage, and so
     has `offload`: whether what its forwards keep is moved to the host's memory, or on a CPU to
     files in `offload_folder` (None: where temporary files go).
+    `memory_limit_bytes` is what each rank of a replica may keep for backwards: recompute and
+    offload are chosen by it, and `predicted_peak_bytes` is what that predicts.
     `sharding` is None until stages can be sharded.  `predicted_s` are the seconds of a
     micro-batch on each stage, forward and backward, if the layers were measured.
 
@@ -90,9 +92,12 @@ class Plan:
     timeout_s: float = 600.0
     balanced_by: BalancedBy = BalancedBy.HAND
     predicted_s: tuple[float, ...] | None = None
+    memory_limit_bytes: tuple[int, ...] | None = None
+    predicted_peak_bytes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("layers", "partition", "recompute", "offload", "predicted_s"):  # from JSON
+        names = ("layers", "partition", "recompute", "offload", "predicted_s")
+        for name in (*names, *_OF_RANKS):  # as JSON gives them back
             given = getattr(self, name)
             object.__setattr__(self, name, None if given is None else tuple(given))
         if self.sharding is not None:
@@ -124,6 +129,7 @@ class Plan:
                     f"a plan of {self.num_stages} stages has {name} for {len(of_stages)}; give "
                     "one entry for each stage"
                 )
+        check_bytes(self.placement.num_places, {n: getattr(self, n) for n in _OF_RANKS})
         wanted = self.schedule.ranks(self.num_stages)
         if self.placement.places != wanted:
             raise PlanError(
@@ -306,9 +312,17 @@ class Plan:
                 f"{self.num_microbatches} micro-batches",
                 f"{self.choices}, seed {self.seed}, {self.threads_per_stage} threads per stage",
                 f"layers {self.balance}",
+                *self._memory(),
                 *columns(list(self._rows())),
             )
         )
+
+    def _memory(self) -> Iterator[str]:
+        if self.memory_limit_bytes is not None:
+            limits = ", ".join(f"{limit:,}" for limit in self.memory_limit_bytes)
+            peaks = self.predicted_peak_bytes
+            found = "?" if peaks is None else ", ".join(f"{peak:,}" for peak in peaks)
+            yield f"bytes kept by rank: {found} predicted, at most {limits}"
 
     def _rows(self) -> Iterator[Sequence[str]]:
         head = ("stage", "layers", "parameters", "recompute", "ranks", "device", "micro-batch")
@@ -333,4 +347,5 @@ def _is_some_layers(policy: Any) -> bool:
     return isinstance(policy, RecomputeLayers)
 
 
+_OF_RANKS = ("memory_limit_bytes", "predicted_peak_bytes")
 _REMEDY = "Make a plan of this model, or leave plan= out"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.costs.measure import measure_layers
+from penstock.costs.measure import measure_bytes, measure_layers
 from penstock.errors import ConfigError, PlanError
 from penstock.mesh import Mesh
 from penstock.model.layers import Layers
@@ -21,8 +21,10 @@ from penstock.planner.arguments import (
     resolve_transport,
 )
 from penstock.planner.balance import balanced
+from penstock.planner.memory_limit import fitted
 from penstock.planner.plan import BalancedBy, LayerFacts, Plan
 from penstock.trace.progress import saying
+from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
 from .devices import num_cores, with_index
 
@@ -72,10 +74,19 @@ def facts_of(layers: Layers) -> tuple[LayerFacts, ...]:
 
 
 def balance(plan: Plan, layers: Layers, part: Any) -> Plan:
-    """Measure the layers on a micro-batch, and return the plan that balances the stages by it."""
+    """Measure the layers on a micro-batch, and return the plan that balances the stages by it, and
+    keeps no more than it may.
+
+    Raises:
+        ConfigError: a rank has to keep more.
+    """
     with saying(f"measuring the layers, to balance {plan.num_stages} stages"):
         times = measure_layers(layers, part, plan.threads_per_stage)
-    return balanced(plan, times, layers.spans)
+    if plan.balanced_by is not BalancedBy.HAND:
+        plan = balanced(plan, times, layers.spans)
+    if plan.memory_limit_bytes is None:
+        return plan
+    return fitted(plan, measure_bytes(layers, part), [time.forward_s for time in times])
 
 
 def agree(
@@ -92,8 +103,9 @@ def agree(
     Raises:
         ConfigError: the processes make different pipelines, or in another order.
     """
+    limits = plan.memory_limit_bytes is not None
     if not mesh.is_distributed:
-        return plan, 0, balances and plan.num_stages > 1
+        return plan, 0, balances and (plan.num_stages > 1 or limits)
     same = {
         "number of pipelines made before": mesh.world.num_pipelines,
         "layers": [(layer.name, layer.kind) for layer in plan.layers],
@@ -109,6 +121,7 @@ def agree(
         "batch_norm_over_replicas": plan.batch_norm_over_replicas,
         "recompute of each stage": [kind.name for kind in plan.recompute],
         "offload": plan.offload,
+        "memory_limit_bytes": plan.memory_limit_bytes,
     }
     mesh.world.require_same("Pipeline", same)
     modules = [step.module for step in layers]
@@ -116,14 +129,29 @@ def agree(
     is_measured = balances and mesh.is_first_rank and part is not None
     if is_measured and not any(t.is_meta for t in tensors):
         plan = balance(plan, layers, part)
-    names = ("partition", "predicted_s", "threads_per_stage")
-    decided = {name: getattr(plan, name) for name in names}, plan.balanced_by.value
+    elif limits and balances:
+        raise ConfigError(
+            "memory_limit_bytes= needs example_inputs= between processes, and layers with values: "
+            "what layers keep is measured before each process keeps its own only"
+        )
+    names = ("partition", "predicted_s", "threads_per_stage", "offload", "predicted_peak_bytes")
+    decided = {name: getattr(plan, name) for name in names}, plan.balanced_by.value, _told(plan)
     what = "for the partition of the layers"
-    told, balanced_by = mesh.world.broadcast(decided, 0, what)
-    plan = replace(plan, balanced_by=BalancedBy(balanced_by), **told)
+    told, balanced_by, recompute = mesh.world.broadcast(decided, 0, what)
+    plan = replace(plan, balanced_by=BalancedBy(balanced_by), recompute=_heard(recompute), **told)
     num_parameters = sum(layer.num_parameters for layer in plan.layers)
     what = f"{len(plan.layers)} layers, {num_parameters:,} parameters"
     return plan, mesh.world.number_pipeline(what), False
+
+
+def _told(plan: Plan) -> list[str | list[int | str]]:
+    """Return what is recomputed as plain data."""
+    kinds = plan.recompute
+    return [list(x.layers) if isinstance(x, RecomputeLayers) else x.value for x in kinds]
+
+
+def _heard(told: list[str | list[int | str]]) -> tuple[RecomputePolicy, ...]:
+    return tuple(Recompute(x) if isinstance(x, str) else Recompute.layers(*x) for x in told)
 
 
 def device_names(devices: Devices, mesh: Mesh | None) -> tuple[str, ...] | str | None:

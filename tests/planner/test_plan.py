@@ -37,6 +37,8 @@ ODD = Plan(
     timeout_s=0.1 + 0.2,
     balanced_by=BalancedBy.TIME,
     predicted_s=(1e-9, 2.0, 1 / 3, 0.0),
+    memory_limit_bytes=(10**12, 0),
+    predicted_peak_bytes=(7, 0),
 )
 """A plan with no field at its default, but for sharding, which has no other value yet."""
 

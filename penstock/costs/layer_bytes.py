@@ -1,0 +1,17 @@
+"""What a layer keeps of a micro-batch for its backward."""
+
+from typing import NamedTuple
+
+
+class LayerBytes(NamedTuple):
+    """Bytes that a layer keeps of one micro-batch, each storage once.
+
+    `inner` is what it saves beside its inputs and its results; `saved_inputs` and `saved_results`
+    are what it saves of these, `inputs` and `results` all of them.
+    """
+
+    inner: int
+    inputs: int
+    saved_inputs: int
+    results: int
+    saved_results: int

@@ -1,0 +1,161 @@
+"""Choose what each stage computes twice, so that what its rank keeps fits a limit of bytes.
+
+    nothing ─► the layers that free most bytes for a second of work, one by one ─► the whole stage
+            ─► and what is left of it moved away, where that is allowed
+
+The first choice that fits is taken; ranks do not touch each other's.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from penstock.costs.layer_bytes import LayerBytes
+from penstock.errors import ConfigError
+from penstock.schedules.ir import Schedule
+from penstock.schedules.memory import Sizes, live_bytes
+from penstock.schedules.passes import add_offload, add_recompute
+from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
+
+from .plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What is done on each stage: which layers run twice, and what is moved away."""
+
+    recompute: tuple[RecomputePolicy, ...]
+    offload: tuple[bool, ...]
+
+
+def fitted(plan: Plan, of_layers: Sequence[LayerBytes], forward_s: Sequence[float]) -> Plan:
+    """Return the plan with the first policy that fits its limit, and the peak of each rank.
+
+    `of_layers` and `forward_s` are those of each layer, for one micro-batch.  Where the plan
+    offloads a stage, it may; the result does where it has to.
+
+    Raises:
+        ConfigError: nothing fits; says by how many bytes, on which rank, and what would help.
+    """
+    assert plan.memory_limit_bytes is not None
+    schedule = plan.schedule(plan.num_stages, plan.num_microbatches)
+    nothing = Policy((Recompute.NEVER,) * plan.num_stages, (False,) * plan.num_stages)
+    chosen, peaks = nothing, []
+    for rank, limit in enumerate(plan.memory_limit_bytes):
+        tried = []
+        for policy in _policies(plan, rank, chosen, of_layers, forward_s):
+            tried.append(peak_of(rank, schedule, plan, policy, of_layers))
+            if tried[-1] <= limit:
+                chosen = policy
+                break
+        else:
+            raise _no_room(plan, rank, min(tried))
+        peaks.append(tried[-1])
+    return replace(
+        plan,
+        recompute=chosen.recompute,
+        offload=chosen.offload,
+        predicted_peak_bytes=tuple(peaks),
+    )
+
+
+def peak_of(
+    rank: int, schedule: Schedule, plan: Plan, policy: Policy, of_layers: Sequence[LayerBytes]
+) -> int:
+    """Return the most that a rank keeps under a policy."""
+    twice = [s for s, kind in enumerate(policy.recompute) if kind is not Recompute.NEVER]
+    away = [s for s, moves in enumerate(policy.offload) if moves]
+    only = Schedule((schedule.programs[rank],))
+    program = add_offload(add_recompute(only, twice), away).programs[0]
+    sizes = sizes_of(plan.partition, policy.recompute, of_layers)
+    return max(live_bytes(program, sizes.of_stages(plan.num_stages)), default=0)
+
+
+def sizes_of(
+    partition: Sequence[int], recompute: Sequence[RecomputePolicy], of_layers: Sequence[LayerBytes]
+) -> Sizes:
+    """Return what each stage keeps of a micro-batch, before and after its recompute."""
+    bounds = list(pairwise(accumulate(partition, initial=0)))
+    kept, inputs = [], []
+    for (start, end), kind in zip(bounds, recompute, strict=True):
+        own, is_last = of_layers[start:end], end == len(of_layers)
+        kept.append(_kept(own, frozenset(), is_last=is_last))
+        if isinstance(kind, RecomputeLayers):
+            dropped = frozenset(n - start for n in kind.layers if isinstance(n, int))
+            inputs.append(_kept(own, dropped, is_last=is_last))
+        else:
+            inputs.append(own[0].inputs)
+    stays = (of_layers[0].inputs, *(0 for _ in bounds[1:]))
+    return Sizes(kept_bytes=tuple(kept), input_bytes=tuple(inputs), stay_bytes=stays)
+
+
+def _kept(own: Sequence[LayerBytes], dropped: frozenset[int], *, is_last: bool) -> int:
+    """Add up what a stage's layers keep, each value once, where some drop all but their inputs."""
+    total = own[0].inputs
+    for n, layer in enumerate(own):
+        total += 0 if n in dropped else layer.inner
+        if n + 1 == len(own):
+            total += 0 if n in dropped else layer.saved_results
+            continue
+        after = own[n + 1]
+        of_result = 0 if n in dropped else layer.saved_results
+        of_input = after.inputs if n + 1 in dropped else after.saved_inputs
+        total += max(of_result, of_input)
+    return total + (own[-1].results if is_last else 0)  # the loss saves about as much
+
+
+def _policies(
+    plan: Plan,
+    rank: int,
+    policy: Policy,
+    of_layers: Sequence[LayerBytes],
+    forward_s: Sequence[float],
+) -> Iterator[Policy]:
+    """Yield policies that keep less and less on the stages of a rank, those that cost less
+    first.
+    """
+    yield policy
+    places = plan.placement.places
+    bounds = list(pairwise(accumulate(plan.partition, initial=0)))
+    mine = [stage for stage, place in enumerate(places) if place == rank]
+
+    def gain(pair: tuple[int, int]) -> float:
+        layer = of_layers[pair[1]]
+        freed = layer.inner + layer.saved_results
+        return freed / forward_s[pair[1]] if forward_s[pair[1]] > 0 else float(freed)
+
+    pairs = [(stage, layer) for stage in mine for layer in range(*bounds[stage])]
+    pairs = [(s, layer) for s, layer in pairs if of_layers[layer].inner]
+    for stage, layer in sorted(pairs, key=gain, reverse=True):
+        before = policy.recompute[stage]
+        known = before.layers if isinstance(before, RecomputeLayers) else ()
+        policy = _with(policy, stage, RecomputeLayers((*known, layer)))
+        yield policy
+    for stage in mine:
+        policy = _with(policy, stage, Recompute.STAGE)
+        yield policy
+    for stage in mine:
+        if plan.offload[stage]:
+            policy = _with(policy, stage, Recompute.STAGE, offload=True)
+            yield policy
+
+
+def _with(policy: Policy, stage: int, kind: RecomputePolicy, *, offload: bool = False) -> Policy:
+    recompute, moves = list(policy.recompute), list(policy.offload)
+    recompute[stage], moves[stage] = kind, offload
+    return Policy(tuple(recompute), tuple(moves))
+
+
+def _no_room(plan: Plan, rank: int, least: int) -> ConfigError:
+    assert plan.memory_limit_bytes is not None
+    limit = plan.memory_limit_bytes[rank]
+    stages = [stage for stage, place in enumerate(plan.placement.places) if place == rank]
+    names = ", ".join(map(str, stages))
+    may_move = all(plan.offload[stage] for stage in stages)
+    return ConfigError(
+        f"memory_limit_bytes={limit:,} on rank {rank} (stage {names}): {least - limit:,} bytes "
+        f"too few; with whole stages computed twice{' and moved away' if may_move else ''} it still "
+        f"keeps {least:,} of {plan.num_microbatches} micro-batches. Give "
+        f"{'' if may_move else 'offload=True, '}more and smaller micro-batches, more stages, or a "
+        "schedule that keeps fewer micro-batches alive (one_f_one_b)"
+    )

@@ -1,0 +1,72 @@
+"""A pipeline with a limit keeps no more than it may, and computes the same bits."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import ConfigError
+from penstock.schedules import gpipe
+from penstock.types import Recompute, Trace, Transport
+from tests.side_by_side import same_bits
+
+
+def layers() -> list[nn.Module]:
+    """Make eight layers of two kinds, with dropout."""
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 32))
+    attending = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    return [copy.deepcopy(kind) for _ in range(4) for kind in (wide, attending)]
+
+
+def trained(**options: Any) -> tuple[penstock.Pipeline, list[Tensor | None]]:
+    """Train two steps; return the pipeline and its gradients."""
+    pipe = penstock.Pipeline(
+        layers(),
+        partition=[4, 4],
+        num_microbatches=8,
+        loss=nn.functional.mse_loss,
+        schedule=gpipe,
+        transport=Transport.LOOPBACK,
+        trace=Trace.MEMORY,
+        threads_per_stage=1,
+        **options,
+    )
+    x = torch.linspace(0, 1, 16 * 5 * 32).view(16, 5, 32)
+    for _ in range(2):
+        pipe.train_step(x, x)
+    return pipe, [p.grad for p in pipe.parameters()]
+
+
+def peaks(pipe: penstock.Pipeline) -> list[int]:
+    """Return the most that each stage has kept in the last step."""
+    assert pipe.last_timeline is not None
+    samples = pipe.last_timeline.memory
+    return [max(s.kept_bytes for s in samples if s.stage == stage) for stage in range(2)]
+
+
+def test_less_is_kept_under_a_lower_limit_as_predicted_and_with_the_same_bits() -> None:
+    plain, expected = trained(recompute=Recompute.NEVER)
+    of_targets = 16 * 5 * 32 * 4
+    everything, floor = peaks(plain)[0], peaks(trained(recompute=Recompute.STAGE)[0])[0]
+    for limit in (everything, (everything + floor) // 2, floor + of_targets):
+        pipe, found = trained(memory_limit_bytes=limit)
+        assert all(map(same_bits, found, expected))
+        predicted = pipe.plan.predicted_peak_bytes
+        assert predicted is not None
+        assert peaks(pipe)[0] == predicted[0] <= limit
+        assert peaks(pipe)[1] <= predicted[1] + of_targets
+        assert (pipe.plan.recompute[0] is Recompute.NEVER) == (limit == everything)
+        assert f"at most {limit:,}" in str(pipe.plan)
+
+
+def test_a_limit_beside_a_policy_and_one_that_nothing_fits_are_refused() -> None:
+    with pytest.raises(ConfigError, match="decides what is recomputed, and recompute= is given"):
+        trained(memory_limit_bytes=10**9, recompute=Recompute.STAGE)
+    with pytest.raises(ConfigError, match=r"on rank 0 .stage 0.: .* bytes too few"):
+        trained(memory_limit_bytes=1000)
+    with pytest.raises(ConfigError, match="it must be a whole number"):
+        trained(memory_limit_bytes=1.5)

@@ -1,0 +1,105 @@
+"""What is recomputed to fit a limit: the first choice that fits, or how much is missing."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.costs.layer_bytes import LayerBytes
+from penstock.errors import ConfigError
+from penstock.planner.memory_limit import Policy, fitted, peak_of
+from penstock.planner.plan import Plan
+from penstock.schedules import ALL_SCHEDULES, gpipe, one_f_one_b
+from penstock.types import Recompute
+from tests.planner.plans import plan
+
+WIDE = LayerBytes(inner=100, inputs=10, saved_inputs=10, results=10, saved_results=0)
+NARROW = LayerBytes(inner=30, inputs=10, saved_inputs=0, results=10, saved_results=10)
+LAYERS = (WIDE, NARROW, WIDE, NARROW)
+SECONDS = (1.0, 0.1, 2.0, 0.1)
+ALL_OF_STAGE_0 = 10 + 100 + 30 + 10  # its input, both insides, the second result
+ALL_OF_STAGE_1 = ALL_OF_STAGE_0 + 10  # and the loss
+
+
+def limited(*limit: int, offload: bool = False) -> Plan:
+    """Give a plan of two stages of two layers, with a limit for each rank."""
+    of_two = plan(2, 2, schedule=gpipe, num_microbatches=4)
+    return replace(of_two, memory_limit_bytes=limit, offload=(offload, offload))
+
+
+def fit(asked: Plan) -> Plan:
+    return fitted(asked, LAYERS, SECONDS)
+
+
+def test_where_all_fits_nothing_is_recomputed() -> None:
+    found = fit(limited(4 * ALL_OF_STAGE_0, 4 * ALL_OF_STAGE_1))
+    assert found.recompute == (Recompute.NEVER, Recompute.NEVER)
+    assert found.predicted_peak_bytes == (4 * ALL_OF_STAGE_0, 4 * ALL_OF_STAGE_1)
+
+
+def test_the_layer_that_frees_most_bytes_a_second_comes_first() -> None:
+    found = fit(limited(4 * ALL_OF_STAGE_0 - 1, 10**6))
+    assert found.recompute == (Recompute.layers(1), Recompute.NEVER)
+    assert found.predicted_peak_bytes == (3 * 120 + 150, 4 * ALL_OF_STAGE_1)
+
+
+def test_a_stage_comes_after_its_layers_and_moving_away_last() -> None:
+    whole = 10 * 3 + ALL_OF_STAGE_1
+    assert fit(limited(10**6, whole)).recompute[1] is Recompute.STAGE
+    with pytest.raises(ConfigError, match=r"on rank 1 .stage 1.: 1 bytes too few"):
+        fit(limited(10**6, whole - 1))
+    found = fit(limited(10**6, whole - 1, offload=True))
+    assert found.offload == (False, True)
+    assert found.predicted_peak_bytes is not None
+    assert found.predicted_peak_bytes[1] == 10 + ALL_OF_STAGE_1
+
+
+def test_what_never_fits_is_refused_with_what_would_help() -> None:
+    with pytest.raises(ConfigError, match=r"70 bytes too few.*180.*Give offload=True, more and"):
+        fit(limited(110, 10**6))
+    with pytest.raises(ConfigError, match="moved away it still keeps"):
+        fit(limited(110, 10**6, offload=True))
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_whatever_is_chosen_fits_and_nothing_is_chosen_without_need(data: st.DataObject) -> None:
+    partition = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    count = sum(partition)
+    sizes = st.integers(0, 50)
+    of_layers = [
+        LayerBytes(*data.draw(st.tuples(*[sizes] * 5)))._replace(saved_inputs=0, saved_results=0)
+        for _ in range(count)
+    ]
+    seconds = data.draw(st.lists(st.floats(0, 9), min_size=count, max_size=count))
+    family = data.draw(st.sampled_from([f for f in ALL_SCHEDULES if f.stages_per_rank == 1]))
+    asked = plan(*partition, schedule=family, num_microbatches=data.draw(st.integers(1, 6)))
+    limits = data.draw(st.tuples(*[st.integers(0, 900)] * len(partition)))
+    asked = replace(asked, memory_limit_bytes=limits)
+    schedule = family(len(partition), asked.num_microbatches)
+    nothing = Policy((Recompute.NEVER,) * len(partition), asked.offload)
+    stages = Policy((Recompute.STAGE,) * len(partition), asked.offload)
+
+    def peaks(policy: Policy) -> list[int]:
+        ranks = range(len(partition))
+        return [peak_of(rank, schedule, asked, policy, of_layers) for rank in ranks]
+
+    try:
+        found = fitted(asked, of_layers, seconds)
+    except ConfigError:
+        assert any(a > b for a, b in zip(peaks(stages), limits, strict=True))
+        return
+    assert found.predicted_peak_bytes == tuple(peaks(Policy(found.recompute, found.offload)))
+    assert all(a <= b for a, b in zip(found.predicted_peak_bytes, limits, strict=True))
+    for stage, peak in enumerate(peaks(nothing)):
+        assert (peak <= limits[stage]) == (found.recompute[stage] is Recompute.NEVER)
+
+
+def test_a_limit_for_another_number_of_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has 3 entries, and the pipeline 2 ranks"):
+        limited(1, 2, 3)
+    with pytest.raises(ConfigError, match="memory_limit_bytes=-1; it must be a whole number"):
+        limited(1, -1)
+    assert "bytes kept by rank: ? predicted, at most 1, 2" in str(limited(1, 2))
+    assert plan(1, 1, schedule=one_f_one_b).memory_limit_bytes is None
