@@ -154,8 +154,8 @@ def _no_room(plan: Plan, rank: int, least: int) -> ConfigError:
     may_move = all(plan.offload[stage] for stage in stages)
     return ConfigError(
         f"memory_limit_bytes={limit:,} on rank {rank} (stage {names}): {least - limit:,} bytes "
-        f"too few; with whole stages computed twice{' and moved away' if may_move else ''} it still "
-        f"keeps {least:,} of {plan.num_microbatches} micro-batches. Give "
+        f"too few; with whole stages computed twice{' and moved away' if may_move else ''} it "
+        f"still keeps {least:,} of {plan.num_microbatches} micro-batches. Give "
         f"{'' if may_move else 'offload=True, '}more and smaller micro-batches, more stages, or "
         "a schedule that keeps fewer micro-batches alive (one_f_one_b)"
     )
