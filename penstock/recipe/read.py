@@ -9,6 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from penstock.errors import RecipeError, RunFolderError
+from penstock.schedules import pipedream
+from penstock.schedules.names import ASYNCHRONOUS_NAMES
 
 from .faults import describe, suggest_place
 from .recipe import Recipe, marked_keys
@@ -53,7 +55,7 @@ def check_resumable(old: Recipe, new: Recipe) -> None:
         RecipeError: lists every key that may not change, with both values and the reason.
     """
     before, after = _flat(old.model_dump()), _flat(new.model_dump())
-    free = FREE_ON_RESUME
+    free = _free_on_resume(before, after)
     if old.train.average_checkpoints > 1:  # they decide what the mean is of
         free -= {"train.checkpoint_every", "train.keep_checkpoints"}
     faults = []
@@ -76,7 +78,7 @@ def check_same_run(saved: Mapping[str, Any], recipe: Recipe, checkpoint: Path) -
         RunFolderError: names every key that differs, with both values.
     """
     there, here = _flat(saved), _flat(json.loads(json.dumps(recipe.model_dump())))
-    keys = sorted((there.keys() & here.keys()) - FREE_ON_RESUME)
+    keys = sorted((there.keys() & here.keys()) - _free_on_resume(there, here))
     faults = [
         f"{key} is {_toml_value(there[key])} there and {_toml_value(here[key])} here"
         for key in keys
@@ -87,6 +89,17 @@ def check_same_run(saved: Mapping[str, Any], recipe: Recipe, checkpoint: Path) -
             f"{checkpoint} is of another run: {'; '.join(faults)}. Put it back into its own run "
             "folder, or the recipe that belongs to it into this one"
         )
+
+
+def _free_on_resume(*recipes: Mapping[str, Any]) -> frozenset[str]:
+    """Return the keys that may differ between these; where weights lag, by how much counts."""
+    schedules = {recipe.get("pipeline.schedule") for recipe in recipes}
+    counting = set[str]()
+    if schedules & set(ASYNCHRONOUS_NAMES):
+        counting = {"pipeline.schedule"}
+    if pipedream.__name__ in schedules:
+        counting |= {"pipeline.num_stages", "pipeline.partition"}
+    return FREE_ON_RESUME - counting
 
 
 def _reason(key: str) -> str:

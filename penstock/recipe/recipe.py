@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from penstock.errors import ConfigError
-from penstock.schedules.names import SCHEDULE_NAMES, named_schedule
+from penstock.errors import ConfigError, RecipeError
+from penstock.schedules import pipedream
+from penstock.schedules.names import ASYNCHRONOUS_NAMES, SCHEDULE_NAMES, named_schedule
 from penstock.types import LONGEST_TIMEOUT_S, Recompute
 
 from .data_sections import DataSection, ImageSection, TranslatedSection
@@ -115,6 +116,9 @@ class TrainSection(Section):
     each step; 0: none."""
     seed: Seed = 0
     """Decides the initial weights, the order of the samples and how they are changed."""
+    window: Count = 1
+    """Batches that an asynchronous schedule (pipedream, pipedream_2bw) runs one after the other
+    without a flush; the weights lag within them."""
     checkpoint_every: Annotated[Count, Mark.EXECUTION] = 100
     """Save after every so many steps; also saved at the end and on Ctrl-C, SIGTERM and SIGHUP."""
     keep_checkpoints: Annotated[Count, Mark.EXECUTION] = 2
@@ -201,6 +205,14 @@ class Recipe(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _can_be_asynchronous(self) -> Self:
+        try:
+            check_asynchronous(self)
+        except RecipeError as error:
+            raise ValueError(str(error)) from None
+        return self
+
     @property
     def shortened_warmup(self) -> str:
         """Say that the run ends before its warm-up would; empty if it does not."""
@@ -212,6 +224,60 @@ class Recipe(Section):
             f"train.epochs = {epochs}: the learning rate rises over the whole run, up to "
             "optimizer.lr, and does not fall"
         )
+
+
+def check_asynchronous(recipe: Recipe) -> None:
+    """Refuse what a schedule that updates weights while it runs cannot do.
+
+    Raises:
+        RecipeError: says which key, and why.
+    """
+    section, train = recipe.pipeline, recipe.train
+    schedule = f'pipeline.schedule = "{section.schedule}"'
+    if section.schedule not in ASYNCHRONOUS_NAMES:
+        if train.window > 1:
+            raise RecipeError(
+                f"train.window = {train.window} with {schedule} changes nothing: it ends every "
+                f"batch with a flush. Choose one of {', '.join(ASYNCHRONOUS_NAMES)}, or leave it "
+                "out"
+            )
+        return
+    refused = {
+        "train.max_grad_norm": (
+            train.max_grad_norm is not None,
+            "the norm over all stages is not known before the first of them updates",
+        ),
+        'train.precision = "float16"': (
+            train.precision == "float16",
+            "whether a gradient of any stage has overflowed is not known before the first of them "
+            'updates; "bfloat16" needs no loss scale',
+        ),
+        "train.average_decay": (
+            train.average_decay > 0,
+            "the average is taken when all weights are of one update",
+        ),
+        "train.average_checkpoints": (
+            train.average_checkpoints > 1,
+            "checkpoints are saved where a window ends, not after so many steps",
+        ),
+        f"pipeline.num_replicas = {section.num_replicas}": (
+            section.num_replicas > 1,
+            "every update would have to wait for the gradients of all replicas",
+        ),
+        f'data.name = "{recipe.data.name}"': (
+            isinstance(recipe.data, TranslatedSection)
+            and recipe.data.tokens_per_part * 2 <= recipe.data.tokens_per_step,
+            "its steps are made of several parts whose gradients add up; set tokens_per_part to "
+            "tokens_per_step",
+        ),
+        'pipeline.partition = "auto"': (
+            section.schedule == pipedream.__name__ and section.partition == "auto",
+            "how far a layer's weights lag depends on its stage; list the layers of each",
+        ),
+    }
+    for key, (is_asked, reason) in refused.items():
+        if is_asked:
+            raise RecipeError(f"{key} with {schedule}: {reason}. Change one of the two")
 
 
 def marked_keys(*marks: Mark) -> frozenset[str]:

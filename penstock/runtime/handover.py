@@ -177,7 +177,7 @@ class Handover:
             check_classes(found, f"is a gradient that stage {self._plan.index} found")
         if run.sums_tied and not self._plan.decides:  # else a place may be another weight's
             sums = here.tied_sums.setdefault(peer, {})
-            is_last = run.is_last(i)
+            is_last = i == run.num_microbatches - 1
             found = hold_back(sums, found, tape.received[peer].lasting, is_last=is_last)
         if peer != FROM_CALLER:
             event = self._device.mark() if self._device.is_cuda else None

@@ -112,11 +112,6 @@ class Run:
         """M of this step; of all mini-batches together."""
         return len(self.batch.sizes)
 
-    def is_last(self, microbatch: int) -> bool:
-        """Tell whether no later micro-batch adds to the same gradients of weights."""
-        every = self.num_microbatches if self.window is None else self.window.every
-        return (microbatch + 1) % every == 0
-
     @property
     def with_grad(self) -> bool:
         """Whether backward passes will follow."""

@@ -10,7 +10,7 @@ a `Tape` holds both; `Guards` watch.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -179,6 +179,8 @@ class Stage:
             raise changed_in_forward(self.index)
         for peer, activation in leaving.items():
             here.leaving[microbatch, peer] = activation
+            if run.window is not None:  # a weight that others use is another in each version
+                here.leaving[microbatch, peer] = replace(activation, lasting=frozenset())
         if run.with_grad:
             if tape.graph_dropped:
                 tape.drop_graph()

@@ -67,6 +67,7 @@ ALL_SCHEDULES = tuple(
 """The synchronous ones that run one stage on each rank, and so take any number of stages."""
 ASYNCHRONOUS_SCHEDULES = (pipedream(), pipedream(vertical_sync=True), pipedream_2bw)
 """The asynchronous ones, with each choice of their arguments."""
+ASYNCHRONOUS_NAMES = tuple(_by_default(given).name for given in ASYNCHRONOUS_FAMILIES)
 
 
 def family_named(name: str, arguments: Mapping[str, Any]) -> Family:

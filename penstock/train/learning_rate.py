@@ -1,8 +1,12 @@
 """The learning rate as a function of the step: a resumed run needs no scheduler state."""
 
 import math
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
 
 from penstock.recipe.optimizer_sections import Cosine, Exponential, InverseSqrt, LearningRate
+from penstock.recipe.recipe import Recipe
 
 
 def learning_rate(
@@ -49,3 +53,40 @@ def warmup_cosine(
     return peak * (
         final_share + (1 - final_share) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
     )
+
+
+@dataclass(slots=True)
+class Rates:
+    """Sets the learning rates of a run in its optimizer; `step` goes on to the next one, as the
+    schedulers of torch do.
+    """
+
+    recipe: Recipe
+    optimizer: Optimizer
+    steps_per_epoch: int
+    _number: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        """Of the run."""
+        return self.recipe.train.epochs * self.steps_per_epoch
+
+    def of(self, step: int) -> float:
+        """Return the rate of a step."""
+        return learning_rate(
+            self.recipe.learning_rate,
+            step,
+            peak=self.recipe.optimizer.lr,
+            steps_per_epoch=self.steps_per_epoch,
+            epochs=self.recipe.train.epochs,
+        )
+
+    def set(self, step: int) -> None:
+        """Set the rate of a step."""
+        self._number = step
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.of(step)
+
+    def step(self) -> None:
+        """Set the rate of the step after that."""
+        self.set(self._number + 1)

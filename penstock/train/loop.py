@@ -20,7 +20,7 @@ from penstock.model.pytree import tree_map
 from penstock.optim.averaging import Averaging
 from penstock.optim.clip import clip_grad_norm_
 from penstock.planner.plan import Plan
-from penstock.recipe.recipe import Recipe
+from penstock.recipe.recipe import Recipe, check_asynchronous
 from penstock.types import Trace
 
 from .build import (
@@ -35,7 +35,7 @@ from .build import (
 from .display import Display
 from .interrupt import Interrupt
 from .layout import make_mesh, replica_share
-from .learning_rate import learning_rate
+from .learning_rate import Rates
 from .meter import Meter
 from .position import Position
 from .resume import check_state, way_out
@@ -43,6 +43,7 @@ from .run_folder import DAMAGED_METRICS, SKIPPED, RunFolder
 from .start import begun_from, check_start, checkpoint_of, note_start, start_from
 from .tasks import build_task
 from .tasks.task import Batch
+from .window import Windows
 
 
 class Trainer:
@@ -66,6 +67,7 @@ class Trainer:
         resumes: bool = False,
         plan: Plan | None = None,
     ) -> None:
+        check_asynchronous(recipe)
         self.recipe = recipe
         self.mesh = mesh if mesh is not None else make_mesh(recipe)
         self.task = build_task(recipe)
@@ -83,6 +85,7 @@ class Trainer:
         if not resumes:
             self._start(lambda: checkpoint_of(recipe.start))
         self.optimizer = build_optimizer(recipe, self.pipe)
+        self._rates = Rates(recipe, self.optimizer, self.steps_per_epoch)
         decay = recipe.train.average_decay
         modules = self.model.modules()
         self._average = Averaging(self.optimizer, decay, modules) if decay else None
@@ -94,6 +97,7 @@ class Trainer:
         self.num_skipped = 0
         """What could not be read of the data, so far."""
         self._batches: Iterator[Batch] | None = None
+        self._windows = Windows(recipe.train.window)
         self._saving: Saving | None = None
 
     def _share(self, num_samples: int) -> slice:
@@ -189,12 +193,14 @@ class Trainer:
         self._begin(folder)
         self.num_skipped = folder.add_lines(SKIPPED, self.task.skipped)
         stopping = self._must_stop(interrupt)
+        every = self.recipe.train.checkpoint_every
         while not self.finished and not stopping:
+            saved = self.position.step // every
             self._step(folder, display)
             if self.position.batch == self.task.num_steps(self.position.epoch):
                 self._end_epoch(folder, display)
             stopping = self._must_stop(interrupt)
-            due = self.position.step % self.recipe.train.checkpoint_every == 0
+            due = self.position.step // every > saved
             if due or self.finished or stopping:
                 self._save(folder)
         self._settle(folder)
@@ -226,21 +232,36 @@ class Trainer:
             raise KeyboardInterrupt
 
     def _step(self, folder: RunFolder, display: Display) -> None:
-        batch = self._next_batch()
-        rate = self._set_learning_rate()
-        self.task.begin_step(self.model, min(1.0, self.position.step / self._num_steps))
+        window = self._next_batches()
+        self._rates.set(self.position.step)
+        progress = min(1.0, self.position.step / self._rates.num_steps)
+        self.task.begin_step(self.model, progress)
         if self._average is not None:
             self._average.step = self.position.step
-        self.pipe.trace = self.meter.choose_trace(full_batch=batch.is_full)
+        self.pipe.trace = self.meter.choose_trace(full_batch=window[0].is_full)
         start_s = time.perf_counter()
-        loss = self._update(batch)
+        losses = self._updates(window)
         took_s = time.perf_counter() - start_s
         timeline = self.pipe.last_timeline if self.pipe.trace is not Trace.OFF else None
-        self.meter.add_step(took_s, batch.count, timeline)
-        self.position = self.position.after_batch(loss, batch.count)
-        if self.position.step % self.recipe.train.log_every == 0:
-            self._log(folder, "step", {"loss": loss, "learning_rate": rate})
+        self.meter.add_step(took_s, sum(batch.count for batch in window), timeline)
+        for batch, loss in zip(window, losses, strict=True):
+            rate = self._rates.of(self.position.step)
+            self.position = self.position.after_batch(loss, batch.count)
+            if self.position.step % self.recipe.train.log_every == 0:
+                self._log(folder, "step", {"loss": loss, "learning_rate": rate})
         display.show_step(self.position, self.meter)
+
+    def _updates(self, window: list[Batch]) -> list[float]:
+        """Train on batches and move the weights; give their losses."""
+        if not self.pipe.plan.schedule.is_asynchronous:
+            return [self._update(batch) for batch in window]
+        batches = [(part.inputs, part.targets) for batch in window for part in batch.parts]
+        with autocast(self.recipe, self.pipe):
+            found = self.pipe.train_steps(batches, self.optimizer, lr_scheduler=self._rates)
+        losses: list[float] = found.tolist()
+        for loss in losses:
+            self._check_loss("loss", loss)
+        return losses
 
     def _update(self, batch: Batch) -> float:
         """Run a step, part by part, and move the weights; give the loss."""
@@ -277,28 +298,12 @@ class Trainer:
             "longer warm-up, or a train.max_grad_norm; checkpoints from before are kept"
         )
 
-    def _next_batch(self) -> Batch:
-        """Return the batch at the position."""
+    def _next_batches(self) -> list[Batch]:
+        """Return the batch at the position, or several that are run together."""
         if self._batches is None:
             epoch, batch = self.position.epoch, self.position.batch
             self._batches = self.task.batches(epoch, batch, self._share)
-        return next(self._batches)
-
-    @property
-    def _num_steps(self) -> int:
-        return self.recipe.train.epochs * self.steps_per_epoch
-
-    def _set_learning_rate(self) -> float:
-        rate = learning_rate(
-            self.recipe.learning_rate,
-            self.position.step,
-            peak=self.recipe.optimizer.lr,
-            steps_per_epoch=self.steps_per_epoch,
-            epochs=self.recipe.train.epochs,
-        )
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
+        return self._windows.take(self._batches)
 
     def _end_epoch(self, folder: RunFolder, display: Display) -> None:
         train_loss, self._batches = self.position.mean_loss, None
@@ -355,9 +360,9 @@ class Trainer:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
-            folder.keep_newest(
-                self.recipe.train.keep_checkpoints, self.recipe.train.checkpoint_every
-            )
+            section = self.recipe.train  # windows end at any step
+            every = section.checkpoint_every if section.window == 1 else 1
+            folder.keep_newest(section.keep_checkpoints, every)
 
     def is_made(self, folder: RunFolder) -> bool:
         """Whether what is made of a finished run is there, as rank 0 sees it."""

@@ -11,11 +11,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-from . import captured, one_process, processes, runs
+from . import asynchronous, captured, one_process, processes, runs
 from .fault import catches
 
 ROOT = Path(__file__).parents[2]
-FAULTS = (*one_process.FAULTS, *processes.FAULTS, *captured.FAULTS, *runs.FAULTS)
+FAULTS = (
+    *one_process.FAULTS,
+    *processes.FAULTS,
+    *captured.FAULTS,
+    *runs.FAULTS,
+    *asynchronous.FAULTS,
+)
 
 
 def main() -> None:

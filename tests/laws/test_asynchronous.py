@@ -2,6 +2,7 @@
 micro-batch after micro-batch.
 """
 
+import copy
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
@@ -172,6 +173,42 @@ def test_many_windows_equal_training_with_delays(data: st.DataObject) -> None:
     draw_case(data)
 
 
+class Tied(nn.Module):
+    """Uses the first layer's weight again at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = nn.Linear(4, 8, bias=False), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.middle(self.first(x).tanh()).tanh()
+        found: torch.Tensor = nn.functional.linear(hidden, self.first.weight)
+        return found
+
+
+@pytest.mark.parametrize("tied", penstock.TiedGradients)
+@pytest.mark.parametrize("family", FAMILIES, ids=repr)
+def test_a_tied_weight_lags_everywhere_as_on_its_home_stage(family: Family, tied: Any) -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    twin = copy.deepcopy(model)
+    g = torch.Generator().manual_seed(1)
+    batches = [(torch.randn(6, 4, generator=g), torch.randn(6, 8, generator=g)) for _ in range(6)]
+    captured = penstock.capture(model, batches[0][0])
+    with pipe_of(family, layers=captured, partition=[1, 1], tied_gradients=tied) as pipe:
+        ours = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+        found = pipe.train_steps(batches, ours)
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    unsplit = Unsplit([twin], lambda call, x: call(0, x), 2)
+    stages, version = [[twin.first], [twin.middle]], version_of(family, 2, 2)
+    reference = delayed.Delayed(
+        unsplit, nn.functional.mse_loss, theirs, stages, version, family is not pipedream_2bw
+    )
+    wanted = reference.train(batches, None)
+    assert same_bits(found, wanted)
+    assert not differences([model], [twin])
+
+
 def layers_of(*, seed: int = 0) -> list[nn.Module]:
     torch.manual_seed(seed)
     return [nn.Linear(4, 8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 2)]
@@ -189,7 +226,7 @@ def pipe_of(schedule: Any, num_stages: int = 2, num_microbatches: int = 2, **opt
     layers = options.pop("layers", None) or layers_of()
     return penstock.Pipeline(
         layers,
-        num_stages,
+        None if "partition" in options else num_stages,
         num_microbatches=num_microbatches,
         loss=nn.MSELoss(),
         schedule=schedule,

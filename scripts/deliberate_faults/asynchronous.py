@@ -1,0 +1,80 @@
+"""Faults of schedules that update weights while they run."""
+
+from .fault import Fault
+
+LAW = "tests/laws/test_asynchronous.py"
+
+FAULTS = (
+    Fault(
+        "asynchronous: a mini-batch sees weights one update too early",
+        "penstock/schedules/pipedream_2bw.py",
+        "max(microbatch // every - 1, 0)",
+        "microbatch // every",
+        LAW,
+        "in_every_way",
+    ),
+    Fault(
+        "asynchronous: an update comes one micro-batch early",
+        "penstock/schedules/without_flush.py",
+        "if (i + 1) % microbatches_per_update == 0:",
+        "if (i + 2) % microbatches_per_update == 0:",
+        "tests/schedules/test_asynchronous.py",
+        "every_size",
+    ),
+    Fault(
+        "asynchronous: a backward works with the newest weights, not with those of its forward",
+        "penstock/runtime/stage.py",
+        "self.weights.show(tape.version)\n        here = ",
+        "self.weights.show(self.weights.number)\n        here = ",
+        LAW,
+        "in_every_way",
+    ),
+    Fault(
+        "asynchronous: a recompute works with the newest weights, not with those of its forward",
+        "penstock/runtime/stage.py",
+        "self.weights.show(tape.version)\n        arounds",
+        "self.weights.show(self.weights.number)\n        arounds",
+        LAW,
+        "in_every_way",
+    ),
+    Fault(
+        "asynchronous: an update writes over weights that tapes still need",
+        "penstock/runtime/stage.py",
+        "uses[number] > 0",
+        "uses[number] < 0",
+        LAW,
+        "in_every_way",
+    ),
+    Fault(
+        "asynchronous: a weight that other stages use is sent once for all its versions",
+        "penstock/runtime/stage.py",
+        "replace(activation, lasting=frozenset())",
+        "activation",
+        "tests/distributed/test_asynchronous_processes.py",
+        "same_bits",
+    ),
+    Fault(
+        "asynchronous: all updates of a window have the first one's learning rate",
+        "penstock/runtime/stage_optimizers.py",
+        "self._options[update]",
+        "self._options[0]",
+        LAW,
+        "scheduler",
+    ),
+    Fault(
+        "asynchronous: dropout of a window's mini-batches is that of the first",
+        "penstock/runtime/drawing.py",
+        "step + later, self.layer",
+        "step, self.layer",
+        LAW,
+        "in_every_way",
+    ),
+    Fault(
+        "asynchronous: a run goes on with other delays",
+        "penstock/recipe/read.py",
+        'counting = {"pipeline.schedule"}',
+        "pass",
+        "tests/laws/test_train_asynchronous.py",
+        "another_lag",
+    ),
+)
