@@ -1,6 +1,5 @@
 """One run of a schedule: what the step is, what each stage holds meanwhile, what comes out."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -42,8 +41,7 @@ class StageRun:
 
     `tied_sums[peer]` are the gradients of another stage's weights that are not sent yet, by the
     place of the weight.  `kept_bytes` are the sizes of
-    storages by micro-batch and address, where memory is traced.  `uses` counts the micro-batches
-    that still need each version of the weights, where these change within the run.
+    storages by micro-batch and address, where memory is traced.
     """
 
     tapes: dict[int, Tape] = field(default_factory=dict)
@@ -55,7 +53,6 @@ class StageRun:
     tied_sums: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     moments: MomentsByModule = field(default_factory=dict)
     has_claimed_leaves: bool = False
-    uses: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)

@@ -145,10 +145,10 @@ class Stage:
 
     def begin(self, run: Run) -> None:
         """Take part in a run, or go on with one."""
-        here = run.stages.setdefault(self.index, StageRun())
+        run.stages.setdefault(self.index, StageRun())
         if run.window is not None:
-            here.uses = run.window.uses[self.index].copy()
-            self.weights.begin(run.window.optimizers[self.index].parameters)
+            moving = run.window.optimizers[self.index].parameters
+            self.weights.begin(moving, run.window.uses[self.index])
         if run.traces_memory != self._is_traced:
             self._collect(traced=run.traces_memory)
 
@@ -262,13 +262,11 @@ class Stage:
     def update_weights(self, run: Run) -> None:
         """Let the optimizer move the weights by the gradients gathered; free the gradients."""
         assert run.window is not None
-        number = self.weights.number
-        optimizer = run.window.optimizers[self.index]
-        keeps = run.stages[self.index].uses[number] > 0
         try:
-            self.weights.update(partial(optimizer.step, number), keeps=keeps)
+            self.weights.update(run.window.optimizers[self.index].step)
         except Exception as error:
-            note_failure(error, self.index, "the optimizer", run.window.every * (number + 1) - 1)
+            last = run.window.every * (self.weights.number + 1) - 1
+            note_failure(error, self.index, "the optimizer", last)
             raise
 
     # -- forward ------------------------------------------------------------------------------
@@ -377,10 +375,7 @@ class Stage:
         it.
         """
         if run.window is not None:
-            uses = run.stages[self.index].uses
-            uses[tape.version] -= 1
-            if not uses[tape.version]:
-                self.weights.drop(tape.version)
+            self.weights.let_go(tape.version)
         for note in self._hooks.after_backward:
             note(run, tape)
         if not self._is_settled:

@@ -1,5 +1,6 @@
 """The parameters of a stage, and which version of them a forward has seen."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -33,6 +34,7 @@ class Weights:
         """How many updates the newest version has seen in this run."""
         self._shown = 0
         self._moving: Sequence[Tensor] = ()
+        self._uses: Counter[int] = Counter()
         self._memory: dict[int, list[Tensor]] = {}
         self._home: list[Tensor] = []
         self._free: list[list[Tensor]] = []
@@ -73,16 +75,20 @@ class Weights:
             self._put(self._memory[number])
             self._shown = number
 
-    def begin(self, moving: Sequence[Tensor]) -> None:
-        """Begin a run in which the parameters `moving` are updated."""
+    def begin(self, moving: Sequence[Tensor], uses: Counter[int]) -> None:
+        """Begin a run in which the parameters `moving` are updated; `uses` counts the forwards
+        that see each version.
+        """
+        self._uses = uses.copy()
         self._moving, self._home = moving, [p.data for p in moving]
         self.number, self._shown, self._memory = 0, 0, {0: self._home}
 
-    def update(self, step: Callable[[], None], *, keeps: bool) -> None:
+    def update(self, step: Callable[[int], None]) -> None:
         """Make a new version by `step`, which moves the parameters in place; keep the one before
         if tapes or later forwards need it.
         """
         self.show(self.number)
+        keeps = self._uses[self.number] > 0
         moving, before = self._moving, self._memory[self.number]
         if keeps:
             after = self._free.pop() if self._free else [torch.empty_like(t) for t in before]
@@ -93,15 +99,16 @@ class Weights:
             after = before
         self._shown = _NONE  # until it is done
         with uncounted_changes(tuple(moving)):
-            step()
+            step(self.number)
         if not keeps:
             del self._memory[self.number]
         self.number += 1
         self._shown, self._memory[self.number] = self.number, after
 
-    def drop(self, number: int) -> None:
-        """Free an older version."""
-        if number != self.number:
+    def let_go(self, number: int) -> None:
+        """Need a version for one tape less; free it with the last, unless it is the newest."""
+        self._uses[number] -= 1
+        if not self._uses[number] and number != self.number:
             self._free.append(self._memory.pop(number))
 
     def end(self) -> None:

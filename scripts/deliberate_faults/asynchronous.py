@@ -39,9 +39,9 @@ FAULTS = (
     ),
     Fault(
         "asynchronous: an update writes over weights that tapes still need",
-        "penstock/runtime/stage.py",
-        "uses[number] > 0",
-        "uses[number] < 0",
+        "penstock/runtime/weights.py",
+        "keeps = self._uses[self.number] > 0",
+        "keeps = False",
         LAW,
         "in_every_way",
     ),
