@@ -39,6 +39,20 @@ from .tied_sums import hold_back
 _T = TypeVar("_T", Tensor, Tensor | None)
 
 
+def once(activation: Activation) -> Activation:
+    """Let the weights in it be sent for this micro-batch only: later ones see other versions.
+
+    They count their changes on their own: while an update runs, those of the parameter move.
+    """
+    if not activation.lasting:
+        return activation
+    leaves, versions = list(activation.leaves), list(activation.versions)
+    for place in activation.lasting:
+        leaves[place] = leaves[place].data
+        versions[place] = version_of(leaves[place])
+    return replace(activation, leaves=tuple(leaves), versions=tuple(versions), lasting=frozenset())
+
+
 class Handover:
     """The two ends of a stage; `changes` knows which values its layers change in place."""
 

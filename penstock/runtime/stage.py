@@ -10,7 +10,7 @@ a `Tape` holds both; `Guards` watch.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ from .boundary import check_classes, check_loss
 from .devices import StageDevice
 from .drawing import Drawing, LayerCall
 from .guards import Changes, Claims, Guard, Hooks, within
-from .handover import Handover
+from .handover import Handover, once
 from .layer_recompute import LayerRecompute
 from .memory import KeptBytes, Lasting
 from .notes import backward_of, note_failure
@@ -178,9 +178,7 @@ class Stage:
         if seen is not None and not self.weights.holds(seen):
             raise changed_in_forward(self.index)
         for peer, activation in leaving.items():
-            here.leaving[microbatch, peer] = activation
-            if run.window is not None:  # a weight that others use is another in each version
-                here.leaving[microbatch, peer] = replace(activation, lasting=frozenset())
+            here.leaving[microbatch, peer] = activation if seen is None else once(activation)
         if run.with_grad:
             if tape.graph_dropped:
                 tape.drop_graph()

@@ -47,9 +47,9 @@ FAULTS = (
     ),
     Fault(
         "asynchronous: a weight that other stages use is sent once for all its versions",
-        "penstock/runtime/stage.py",
-        "replace(activation, lasting=frozenset())",
-        "activation",
+        "penstock/runtime/handover.py",
+        "tuple(versions), lasting=frozenset()",
+        "tuple(versions)",
         "tests/distributed/test_asynchronous_processes.py",
         "same_bits",
     ),

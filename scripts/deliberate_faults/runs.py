@@ -30,7 +30,7 @@ FAULTS = (
     Fault(
         "drop-path has its full rate from the first step on",
         "penstock/train/loop.py",
-        "min(1.0, self.position.step / self._num_steps)",
+        "min(1.0, self.position.step / self._rates.num_steps)",
         "1.0",
         "tests/laws/test_train_images.py",
         "drop_path_rises",
@@ -102,7 +102,7 @@ FAULTS = (
     Fault(
         "the ideal step forgets that ranks recompute while they wait",
         "penstock/trace/breakdown.py",
-        "is_work = isinstance(span.instruction, Compute)",
+        "is_work = isinstance(span.instruction, Compute | UpdateWeights)",
         "is_work = isinstance(span.instruction, Forward | Backward)",
         "tests/trace/test_trace_breakdown.py",
         "shorter_than_the_ideal",
