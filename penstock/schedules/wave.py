@@ -24,9 +24,9 @@ def wave(stages_per_rank: int = 2) -> Family:
     rank 0 | 0F0 0F1 0F2 3F0 3B0 3F1 3B1 3F2 3B2 0B0 0B1 0B2
     rank 1 | 1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 2B1 1B1 2B2 1B2
 
-    A forward of every stage of a rank may be live for each of its micro-batches up to (v + 1) R in
-    all, about what `interleaved_1f1b` keeps.  So is the bubble, at best (R - 1) / (v m) of the
-    work, for which v = 2 needs m >= 2 R; with more turns some sizes take up to a seventh longer.
+    A rank keeps up to (v + 1) R micro-batches of its v stages.  From m = 2 R on the bubble is
+    (R - 1) / (v m) of the work, as that of `interleaved_1f1b`; with v of 3 and more a step takes
+    up to a tenth longer for some sizes.  For none is it longer than that of 1F1B.
     Nothing is sent at the turns: v - 1 transfers fewer for each micro-batch, both ways.
 
     Raises:

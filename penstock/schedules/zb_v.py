@@ -3,12 +3,13 @@
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 6; filled by costs.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
-from itertools import product
+from itertools import count, product
 
 from .costs import UNIT_COSTS, Costs
 from .family import Family, zigzag
-from .greedy import Policy, best_of
+from .greedy import Policy, Step, best_of
 from .ir import Schedule
 
 
@@ -19,15 +20,14 @@ def zb_v(costs: Costs | None = None) -> Family:
 
     `costs` are as in `zb_h1`.  p = 4 stages, v = 2 of them on each of R = 2 ranks, m = 3:
 
-    rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 3I1 0W0 3W1 3F2 3I2 0I1 3W2 0I2 0W1 0W2
-    rank 1 | 1F0 2F0 1F1 2F1 2I0 1I0 2W0 1W0 1F2 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
+    rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3B1 0B0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
+    rank 1 | 1F0 2F0 1F1 2F1 2B0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
 
     No rank keeps more than 2 R micro-batches of its two stages: as many layers' as 1F1B's first
     rank keeps.  If forwards and both parts of backwards all take the same time F, a step takes
     6 m + R - 1 times F from m = R on, and none can be shorter: rank R - 1 starts after R - 1, and
-    is never idle.  On up to four ranks no other is either, from m = 2 R - 1 on; beyond, where the
-    paper's has no gap, a rank may wait a little that it has left at its end.  1F1B of two such
-    stages at once takes 6 m + 6 (R - 1).
+    never waits.  From m = 2 R - 1 on no other rank does either, from its first instruction to its
+    last.  1F1B of two such stages at once takes 6 m + 6 (R - 1).
 
     Raises:
         ConfigError: when it is called, if `costs` are those of another number of stages.
@@ -38,8 +38,33 @@ def zb_v(costs: Costs | None = None) -> Family:
 def _schedule(num_stages: int, num_microbatches: int, costs: Costs | None) -> Schedule:
     num_ranks = num_stages // 2
     ranks = zigzag(num_stages, num_ranks)
-    policies = on_a_v(num_ranks, most_live=2 * num_ranks)
+    live = [2 * num_ranks] * num_ranks
+    orders = [_order(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
+    published = (Policy(live=live, orders=orders, patient=patient) for patient in (False, True))
+    policies = (*published, *on_a_v(num_ranks, most_live=2 * num_ranks))
     return best_of(policies, ranks, num_microbatches, costs or UNIT_COSTS)
+
+
+def _order(rank: int, num_ranks: int, num_microbatches: int) -> list[Step]:
+    """Return the paper's order of a rank: that of 2 R - 1 micro-batches at least, those beyond m
+    struck out.
+    """
+    more = max(0, num_microbatches - (2 * num_ranks - 1))
+    after = num_ranks - rank
+    there, back = (False, rank), (False, 2 * num_ranks - 1 - rank)
+    from_there, from_back = (True, rank), (True, 2 * num_ranks - 1 - rank)
+    kinds = (
+        *[there] * (2 * after - 1),
+        *[back, there] * rank,
+        *[back, from_back] * after,
+        *[there, from_there, back, from_back] * (more + rank),
+        *[from_there, back, from_back] * (after - 1),
+        *[from_there, from_back] * rank,
+        *[from_there] * after,
+    )
+    numbers: defaultdict[tuple[bool, int], Iterator[int]] = defaultdict(count)
+    steps = ((*kind, next(numbers[kind])) for kind in kinds)
+    return [step for step in steps if step[2] < num_microbatches]
 
 
 def on_a_v(num_ranks: int, most_live: int) -> Iterator[Policy]:
