@@ -19,6 +19,7 @@ from .one_f_one_b import one_f_one_b
 from .pipedream import pipedream
 from .pipedream_2bw import pipedream_2bw
 from .searched import searched
+from .torch_csv import from_csv
 from .v_half import v_half
 from .v_min import v_min
 from .wave import wave
@@ -58,8 +59,10 @@ def _by_default(given: Family | Maker) -> Family:
 
 _NAMED = {_by_default(given).name: given for given in _EVERY_FAMILY}
 SCHEDULE_NAMES = (*_NAMED,)
-_IN_FILES = {**_NAMED, searched.__name__: searched}  # needs costs: no command can name it
+"""The families that a word can stand for, in recipes and commands."""
+_IN_FILES = {**_NAMED, searched.__name__: searched, from_csv.__name__: from_csv}
 NAMES_IN_FILES = (*_IN_FILES,)
+"""The families that a plan's file can hold, with their arguments."""
 _STAGES_PER_RANK = "stages_per_rank"
 ALL_SCHEDULES = tuple(
     family for family in map(_by_default, SYNCHRONOUS_FAMILIES) if family.stages_per_rank == 1

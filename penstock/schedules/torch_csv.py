@@ -83,13 +83,13 @@ def to_csv(schedule: Schedule) -> str:
     nothing.
 
     Raises:
-        ScheduleError: forwards see weights that the schedule updates, which the form cannot say.
+        ScheduleError: it updates weights, for which the form has no word.
     """
     for rank, x in schedule:
-        if isinstance(x, ir.Forward) and x.version:
+        if isinstance(x, ir.UpdateWeights) or (isinstance(x, ir.Forward) and x.version):
             raise ScheduleError(
-                f"rank {rank}, {x}: its weights are updated within the schedule, and the CSV form "
-                "has no word for that; write the text form instead, str(schedule)"
+                f"rank {rank}, {x}: weights are updated within the schedule, and the CSV form has "
+                "no word for that; write the text form instead, str(schedule)"
             )
     rows = (filter(None, map(_cell, program)) for program in schedule.programs)
     return "".join(",".join(row) + "\n" for row in rows)

@@ -14,7 +14,7 @@ from penstock.errors import ConfigError, PartitionError, PlanError
 from penstock.planner.placement import Placement
 from penstock.planner.plan import BalancedBy, LayerFacts, Plan
 from penstock.planner.plan_json import from_json, to_json
-from penstock.schedules import Schedule, gpipe, interleaved_1f1b
+from penstock.schedules import Schedule, from_csv, gpipe, interleaved_1f1b, to_csv
 from penstock.schedules.costs import Costs
 from penstock.schedules.names import family_of
 from penstock.types import Recompute, TiedGradients, Transport
@@ -49,6 +49,12 @@ def test_every_field_survives_json() -> None:
     same = [f.name for f in fields(Plan) if getattr(usual, f.name) == getattr(ODD, f.name)]
     assert same == ["sharding"]
     assert Plan.from_json(usual.to_json()) == usual
+
+
+def test_a_schedule_that_was_read_from_csv_stands_in_the_file() -> None:
+    plan = replace(ODD, schedule=from_csv(to_csv(interleaved_1f1b(2)(4, 7))))
+    read = Plan.from_json(plan.to_json())
+    assert read == plan and read.schedule(4, 6) == plan.schedule(4, 6)
 
 
 @pytest.mark.parametrize(

@@ -207,5 +207,7 @@ def test_what_torch_adds_itself_is_not_written() -> None:
 
 
 def test_weights_that_a_schedule_updates_cannot_be_written() -> None:
-    with pytest.raises(ScheduleError, match="rank 0, 0F1@1: its weights are updated within"):
+    with pytest.raises(ScheduleError, match="rank 0, 0F1@1: weights are updated within the"):
         to_csv(parse("rank 0 | 0F0 0B0 0F1@1 0B1"))
+    with pytest.raises(ScheduleError, match="rank 0, 0U: weights are updated within the"):
+        to_csv(parse("rank 0 | 0F0 0B0 0U"))
