@@ -13,7 +13,9 @@ from penstock.schedules import (
     Schedule,
     interleaved_1f1b,
     one_f_one_b,
+    searched,
 )
+from penstock.schedules.costs import Costs
 from penstock.schedules.ir import Instruction, Program
 from penstock.schedules.names import (
     SYNCHRONOUS_FAMILIES,
@@ -81,9 +83,22 @@ def divided(num_stages: int, num_microbatches: int) -> Schedule:
     return Schedule(tuple(tuple(rewritten(program)) for program in whole.programs))
 
 
+def searched_for(num_stages: int, num_microbatches: int) -> Schedule:
+    """Give what is searched for stages of which some have much to do for weights, some little."""
+    costs = Costs(
+        forward_s=tuple(2 + stage % 2 for stage in range(num_stages)),
+        backward_s=tuple(5 + 4 * (stage % 3) for stage in range(num_stages)),
+        recompute_s=2,
+        transfer_s=1,
+        backward_input_s=3,
+        backward_weight_s=tuple(1 + 5 * (stage % 3) for stage in range(num_stages)),
+    )
+    return searched(costs)(num_stages, num_microbatches)
+
+
 EVERY_SCHEDULE = (
     *map(for_any_number, SYNCHRONOUS_FAMILIES),
-    family_of(divided, num_microbatches=1),
+    *(family_of(build, num_microbatches=1) for build in (divided, searched_for)),
 )
 
 

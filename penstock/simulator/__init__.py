@@ -2,6 +2,7 @@
 
 from penstock.schedules.costs import UNIT_COSTS, Costs
 
+from .measured import measured_costs
 from .simulate import simulate
 
-__all__ = ["UNIT_COSTS", "Costs", "simulate"]
+__all__ = ["UNIT_COSTS", "Costs", "measured_costs", "simulate"]
