@@ -29,9 +29,9 @@ def searched(
 
     p = 3, m = 4, a backward of two forwards, either part of it one:
 
-    rank 0 | 0F0 0F1 0F2 0I0 0F3 0I1 0W0 0I2 0W1 0I3 0W2 0W3
-    rank 1 | 1F0 1F1 1I0 1F2 1I1 1F3 1I2 1W0 1I3 1W1 1W2 1W3
-    rank 2 | 2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2W1 2W2 2W3
+    rank 0 | 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
+    rank 1 | 1F0 1F1 1F2 1I0 1W0 1B1 1F3 1I2 1W2 1I3 1W3
+    rank 2 | 2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 
     Stages lie on ranks as those of the family `like` do, and feed one another in a chain.  No rank
     keeps more than `memory` says.  The stages in `recompute` are those that drop their graphs.

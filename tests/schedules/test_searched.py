@@ -215,3 +215,10 @@ def test_a_limit_of_another_kind_is_refused() -> None:
     memory: Any = 4
     with pytest.raises(ConfigError, match="memory=4 is no limit of bytes: write AtMostBytes"):
         searched(UNIT_COSTS, memory)
+
+
+def test_the_drawn_schedule_is_what_a_search_gives() -> None:
+    drawn = [line.strip() for line in (searched.__doc__ or "").splitlines()]
+    assert [line for line in drawn if line.startswith("rank")] == str(
+        searched(UNIT_COSTS)(3, 4)
+    ).splitlines()
