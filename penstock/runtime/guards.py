@@ -55,6 +55,9 @@ class Guard:
     def around_rerun(self, run: Run, tape: Tape) -> Context | None:
         """Return what autograd is to run in where it may run layers again."""
 
+    def after_input(self, run: Run, tape: Tape) -> None:
+        """Take notice that all but the gradients of weights is done."""
+
     def after_backward(self, run: Run, tape: Tape) -> None:
         """Take notice that the tape is used up."""
 
@@ -75,6 +78,7 @@ class Hooks:
     before_backward: Sequence[Callable[[Run, Tape, Sequence[Tensor]], None]]
     around_backward: Sequence[Around]
     around_rerun: Sequence[Around]
+    after_input: Sequence[Callable[[Run, Tape], None]]
     after_backward: Sequence[Callable[[Run, Tape], None]]
     after_move: Sequence[Callable[[Run, Tape], None]]
     forget: Sequence[Callable[[BaseException], None]]

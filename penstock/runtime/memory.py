@@ -1,8 +1,9 @@
 """Count the bytes that a stage keeps for its backward passes: exact, by storage, not process size.
 
-Counted: the values a stage received, the storages autograd saved for it, each storage once, and
-versions of its weights beside the newest.  Not counted: parameters, buffers, gradients, and the
-caller's own batch beyond the views kept of it.
+Counted: the values a stage received, the storages autograd saved for it, each storage once,
+what a backward leaves to its second part, and versions of the weights beside the newest.  Not
+counted: parameters, buffers, other gradients, and the caller's own batch beyond the views kept of
+it.
 """
 
 import time
@@ -99,6 +100,19 @@ class KeptBytes(Guard):
             return tensor
 
         return saved_tensors_hooks(pack, _as_it_is)
+
+    def after_input(self, run: Run, tape: Tape) -> None:
+        """Count what the weight backward works on, and nothing else of the micro-batch."""
+        counted = run.stages[self._stage].kept_bytes[tape.microbatch] = {}
+        of_batch = {_storage(tensor) for tensor in self._lasting.of_batch(run, tape)}
+        lasting = {_storage(tensor) for tensor in self._lasting.of(run, tape)}
+        for tensor in tape.waiting:
+            storage = _storage(tensor)
+            if storage in of_batch:
+                counted[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            elif storage not in lasting:
+                counted[storage] = tensor.untyped_storage().nbytes()
+        self._sample(run)
 
     def after_backward(self, run: Run, tape: Tape) -> None:
         """Stop counting what was kept for the micro-batch."""

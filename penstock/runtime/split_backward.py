@@ -43,6 +43,14 @@ class SplitBackward:
         for node, cut in cuts.items():
             node.register_prehook(cut.catch)
 
+    @property
+    def waiting(self) -> list[Tensor]:
+        """The tensors between the two parts; of a sparse gradient there is no memory to see."""
+        gradients = [gradient for _, gradient in self._kept]
+        cuts = [cut for group in self._groups for cut in group]
+        found = [*gradients, *(tensor for cut in cuts for tensor, _ in cut.needs)]
+        return [tensor for tensor in found if tensor.layout is torch.strided]
+
     def run_input(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Run autograd once, and free the graph; entries catch their gradients.
 

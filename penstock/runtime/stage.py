@@ -214,6 +214,8 @@ class Stage:
         tape = self._tape(run, microbatch)
         self._run_backward(run, tape, in_parts=True)
         tape.drop_graph()
+        for note in self._hooks.after_input:
+            note(run, tape)
         tape.received = {}
 
     def backward_weight(self, run: Run, microbatch: int) -> None:

@@ -118,6 +118,11 @@ class Tape:
         exported = [leaf for leaves in self.exported.values() for leaf in leaves]
         return [*exported, *self.output, *([] if self.loss is None else [self.loss])]
 
+    @property
+    def waiting(self) -> list[Tensor]:
+        """All that `backward` has left to `backward_weight`."""
+        return [] if self.parts is None else self.parts.waiting
+
     def drop_graph(self) -> None:
         """Keep only what a recompute needs."""
         self.entries, self.exported, self.output, self.loss = {}, {}, [], None

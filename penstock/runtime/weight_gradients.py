@@ -62,6 +62,11 @@ class Cut:
         gradient = gradients[0]
         self.caught.append(None if gradient is None else (gradient, version_of(gradient)))
 
+    @property
+    def needs(self) -> list[tuple[Tensor, int]]:
+        """The gradient of the result, if there is one, and `reads`."""
+        return [found for found in (*self.caught, *self.reads) if found is not None]
+
     def compute(self) -> tuple[list[Tensor], int]:
         """Compute the gradients of the weights; forget what that was computed from.
 
@@ -71,8 +76,7 @@ class Cut:
         Raises:
             StateError: a tensor that it reads was changed in place since.
         """
-        reads = [found for found in (*self.caught, *self.reads) if found is not None]
-        self.reads, self.caught = [], []
+        reads, self.reads, self.caught = self.needs, [], []
         if any(version_of(tensor) != version for tensor, version in reads):
             raise StateError(
                 "a tensor that the weight backward needs was changed in place since the input "

@@ -22,6 +22,7 @@ from penstock.runtime.run import Run
 from penstock.runtime.stage import Stage
 from penstock.runtime.tape import Tape
 from penstock.torch_private import TorchDispatchMode, without_torch_function
+from tests.every_schedule import divided
 from tests.laws.test_equality_or_refusal import model
 from tests.models import ALL_MODELS, Model
 from tests.side_by_side import assert_trains_like_unsplit, same_bits
@@ -558,3 +559,65 @@ def test_guards_see_both_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         pipe.train_step(torch.ones(2, 6), torch.ones(2, 6))
     inputs = [f"{what} {i}" for i in (0, 1) for what in ("before", "begin", "end")]
     assert notes == inputs + [f"{what} {i}" for i in (0, 1) for what in ("begin", "end", "after")]
+
+
+class Alive(TorchDispatchMode):
+    """Knows which storages that operators made are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Any]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for each in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(each, Tensor) and each.dim() > 0:  # losses are kept for the caller
+                self.made.append(weakref.ref(each.untyped_storage()))
+        return found
+
+    def num_bytes(self, *others: Tensor | None) -> int:
+        """Count the bytes that are alive, of others not."""
+        found = {s.data_ptr(): s.nbytes() for ref in self.made if (s := ref()) is not None}
+        for tensor in others:
+            if tensor is not None:
+                found.pop(tensor.untyped_storage().data_ptr(), None)
+        return sum(found.values())
+
+
+def test_what_waits_between_the_parts_is_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = nn.Sequential(
+        nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
+    )
+    counted, alive = [], []
+    backward_input = Stage.backward_input
+    view_bytes = 2 * 6 * 4  # of the caller's batch, for each micro-batch
+
+    def counting(stage: Stage, run: Run, microbatch: int) -> None:
+        backward_input(stage, run, microbatch)
+        counted.append(run.recorded.memory[-1].kept_bytes)
+        waiting = len(run.stages[stage.index].tapes)
+        others = [t for p in layers.parameters() for t in (p, p.grad)]
+        alive.append(mode.num_bytes(*others, x, target) + waiting * view_bytes)
+
+    monkeypatch.setattr(Stage, "backward_input", counting)
+    x, target = torch.randn(6, 6), torch.randn(6, 3)
+    with (
+        penstock.Pipeline(
+            layers,
+            num_stages=1,
+            num_microbatches=3,
+            loss=F.mse_loss,
+            schedule=divided,
+            transport=penstock.Transport.LOOPBACK,
+            trace=penstock.Trace.MEMORY,
+        ) as pipe,
+        Alive() as mode,
+    ):
+        pipe.train_step(x, target)  # which copies what layers might change
+        counted.clear()
+        alive.clear()
+        pipe.train_step(x, target)
+        assert pipe.last_timeline is not None
+        assert pipe.last_timeline.memory[-1].kept_bytes == 0
+    assert counted == alive
+    assert 0 < counted[0] < counted[1] == counted[2]
