@@ -37,8 +37,14 @@ class LayerTime(NamedTuple):
 NO_TIME = LayerTime(0.0, 0.0)
 
 
-def measure_layers(layers: Layers, inputs: Any, num_threads: int) -> tuple[LayerTime, ...]:
-    """Time forward and backward of each layer on `inputs` (one micro-batch).
+Look = Callable[[Step, list[Tensor]], None]
+"""Is shown each layer, and what it gave, with its graph."""
+
+
+def measure_layers(
+    layers: Layers, inputs: Any, num_threads: int, look: Look | None = None
+) -> tuple[LayerTime, ...]:
+    """Time forward and backward of each layer on `inputs` (one micro-batch); let `look` see them.
 
     The model runs a few times, fewer if it takes long, and the fastest time of a layer counts; of
     layers that are alike one is timed, and the others run forward only.  Gradients, buffers and
@@ -49,19 +55,19 @@ def measure_layers(layers: Layers, inputs: Any, num_threads: int) -> tuple[Layer
     torch.set_num_threads(num_threads)
     try:
         with _untouched([step.module for step in layers]):
-            return _measure_all(layers, inputs)
+            return _measure_all(layers, inputs, look)
     finally:
         torch.set_num_threads(threads)
 
 
-def _measure_all(layers: Layers, inputs: Any) -> tuple[LayerTime, ...]:
+def _measure_all(layers: Layers, inputs: Any, look: Look | None) -> tuple[LayerTime, ...]:
     start_s = _now_s()
     found: list[tuple[LayerTime, ...]] = []
     while len(found) < REPEATS:
         taken_s = _now_s() - start_s
         if found and taken_s > (LONG_S if len(found) == 1 else ENOUGH_S):
             break
-        meter = _Meter()
+        meter = _Meter(look if not found else None)
         _run_once(layers, inputs, meter)
         found.append(tuple(meter.time_of(step) for step in layers))
     return tuple(min(times, key=sum) for times in zip(*found, strict=True))
@@ -116,7 +122,8 @@ def _storages(value: Any) -> dict[int, int]:
 class _Meter:
     """Times the layers of one run of the model, the first one of each kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, look: Look | None) -> None:
+        self._look = look
         self._times: dict[Hashable, LayerTime] = {}
         self._kinds: dict[int, Hashable] = {}
 
@@ -130,8 +137,11 @@ class _Meter:
         kind = self._kinds[step.index] = kind_of(step, arguments)
         try:
             if kind in self._times:
-                return run()
-            result, self._times[kind] = _timed(step, run, arguments)
+                result = run()
+            else:
+                result, self._times[kind] = _timed(step, run, arguments)
+            if self._look is not None:
+                self._look(step, flatten(result)[0])
             return result
         except Exception as error:
             error.add_note(

@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.errors import ConfigError, PlanError, check_count
 from penstock.schedules.family import Family
+from penstock.schedules.ir import BackwardInput
 from penstock.trace.table import columns
 from penstock.trace.units import time_text
 from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport
@@ -55,6 +56,14 @@ class BalancedBy(Enum):
     """By the measured time of each layer."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unsplit:
+    """A layer whose backward is not in two parts, by its number, and what the reason is."""
+
+    layer: int
+    reason: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Everything that decides how a pipeline runs a model; nothing else does.
@@ -66,7 +75,8 @@ class Plan:
     `memory_limit_bytes` is what each rank of a replica may keep for backwards: recompute and
     offload are chosen by it, and `predicted_peak_bytes` is what that predicts.
     `sharding` is None until stages can be sharded.  `predicted_s` are the seconds of a
-    micro-batch on each stage, forward and backward, if the layers were measured.
+    micro-batch on each stage, forward and backward, if the layers were measured.  `unsplit` are
+    then the layers whose gradients of weights do not wait where a schedule divides backwards.
 
     `print(plan)` is a table; `save` and `load` write and read JSON; `dataclasses.replace` makes
     another plan of it.
@@ -94,9 +104,10 @@ class Plan:
     predicted_s: tuple[float, ...] | None = None
     memory_limit_bytes: tuple[int, ...] | None = None
     predicted_peak_bytes: tuple[int, ...] | None = None
+    unsplit: tuple[Unsplit, ...] | None = None
 
     def __post_init__(self) -> None:
-        names = ("layers", "partition", "recompute", "offload", "predicted_s")
+        names = ("layers", "partition", "recompute", "offload", "predicted_s", "unsplit")
         for name in (*names, *_OF_RANKS):  # as JSON gives them back
             given = getattr(self, name)
             object.__setattr__(self, name, None if given is None else tuple(given))
@@ -313,6 +324,7 @@ class Plan:
                 f"{self.choices}, seed {self.seed}, {self.threads_per_stage} threads per stage",
                 f"layers {self.balance}",
                 *self._memory(),
+                *self._splitting(),
                 *columns(list(self._rows())),
             )
         )
@@ -323,6 +335,16 @@ class Plan:
             peaks = self.predicted_peak_bytes
             found = "?" if peaks is None else ", ".join(f"{peak:,}" for peak in peaks)
             yield f"bytes kept by rank: {found} predicted, at most {limits}"
+
+    def _splitting(self) -> Iterator[str]:
+        """Say what runs whole in a schedule that divides backwards."""
+        schedule = self.schedule(self.num_stages, self.num_microbatches)
+        if self.unsplit is None or not any(isinstance(x, BackwardInput) for _, x in schedule):
+            return
+        if not self.unsplit:
+            yield "backwards in two parts: all layers"
+        for each in self.unsplit:
+            yield f"backward in one part: layer {self.layers[each.layer]}, {each.reason}"
 
     def _rows(self) -> Iterator[Sequence[str]]:
         head = ("stage", "layers", "parameters", "recompute", "ranks", "device", "micro-batch")

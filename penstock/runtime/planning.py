@@ -6,11 +6,13 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.costs.measure import measure_bytes, measure_layers
 from penstock.errors import ConfigError, PlanError
 from penstock.mesh import Mesh
 from penstock.model.layers import Layers
+from penstock.model.stage_plan import Step
 from penstock.planner.arguments import (
     Arguments,
     Model,
@@ -22,11 +24,12 @@ from penstock.planner.arguments import (
 )
 from penstock.planner.balance import balanced
 from penstock.planner.memory_limit import fitted
-from penstock.planner.plan import BalancedBy, LayerFacts, Plan
+from penstock.planner.plan import BalancedBy, LayerFacts, Plan, Unsplit
 from penstock.trace.progress import saying
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
 from .devices import num_cores, with_index
+from .unsplit import why_unsplit
 
 Devices = Sequence[torch.device | str | int] | torch.device | str | None
 
@@ -81,7 +84,14 @@ def balance(plan: Plan, layers: Layers, part: Any) -> Plan:
         ConfigError: a rank has to keep more.
     """
     with saying(f"measuring the layers, to balance {plan.num_stages} stages"):
-        times = measure_layers(layers, part, plan.threads_per_stage)
+        unsplit: list[Unsplit] = []
+
+        def look(step: Step, results: list[Tensor]) -> None:
+            if (why := why_unsplit(step.module, results)) is not None:
+                unsplit.append(Unsplit(step.index, why))
+
+        times = measure_layers(layers, part, plan.threads_per_stage, look)
+    plan = replace(plan, unsplit=tuple(unsplit))
     if plan.balanced_by is not BalancedBy.HAND:
         plan = balanced(plan, times, layers.spans)
     if plan.memory_limit_bytes is None:
@@ -135,9 +145,13 @@ def agree(
             "what layers keep is measured before each process keeps its own only"
         )
     names = ("partition", "predicted_s", "threads_per_stage", "offload", "predicted_peak_bytes")
-    decided = {name: getattr(plan, name) for name in names}, plan.balanced_by.value, _told(plan)
+    unsplit = plan.unsplit and [(each.layer, each.reason) for each in plan.unsplit]
+    decided = {name: getattr(plan, name) for name in names}, plan.balanced_by.value
     what = "for the partition of the layers"
-    told, balanced_by, recompute = mesh.world.broadcast(decided, 0, what)
+    (told, balanced_by), recompute, unsplit = mesh.world.broadcast(
+        (decided, _told(plan), unsplit), 0, what
+    )
+    told["unsplit"] = unsplit and tuple(Unsplit(*each) for each in unsplit)
     plan = replace(plan, balanced_by=BalancedBy(balanced_by), recompute=_heard(recompute), **told)
     num_parameters = sum(layer.num_parameters for layer in plan.layers)
     what = f"{len(plan.layers)} layers, {num_parameters:,} parameters"

@@ -116,16 +116,16 @@ def split(roots: Sequence[Tensor], entries: Iterable[Entry]) -> SplitBackward | 
     """Prepare the backward from some roots to be run in two parts; None where it has to be one."""
     entries = [entry for entry in entries if entry.node is not None]
     ends = {entry.node for entry in entries}
-    arrivals = _arrivals([get_gradient_edge(root).node for root in roots])
-    leaves, cuts = _leaves_and_cuts(arrivals)
-    apart = _settle(cuts, arrivals, ends)
+    arrivals = arrivals_of([get_gradient_edge(root).node for root in roots])
+    leaves, cuts = leaves_and_cuts(arrivals)
+    apart = settle(cuts, arrivals, ends)
     leaves = [leaf for leaf in leaves if leaf not in apart and leaf not in ends]
     if not cuts or any(has_tensor_hooks(leaf.variable) for leaf in leaves):
         return None  # hooks would be called both when a gradient is found and when it is added
     return SplitBackward(entries, leaves, cuts)
 
 
-def _leaves_and_cuts(nodes: Iterable[Node]) -> tuple[list[Any], dict[Node, Cut]]:
+def leaves_and_cuts(nodes: Iterable[Node]) -> tuple[list[Any], dict[Node, Cut]]:
     """Find the leaves among the nodes of a graph, and the operators that can be cut."""
     leaves: list[Any] = []
     cuts: dict[Node, Cut] = {}
@@ -148,7 +148,7 @@ def _leaves_and_cuts(nodes: Iterable[Node]) -> tuple[list[Any], dict[Node, Cut]]
     return leaves, cuts
 
 
-def _arrivals(starts: Sequence[Node]) -> dict[Node, int]:
+def arrivals_of(starts: Sequence[Node]) -> dict[Node, int]:
     """Count the edges that lead to each node of a graph; a start has one from outside.
 
     The nodes are in an order that only the graph decides: hooks of parameters may send.
@@ -166,7 +166,7 @@ def _arrivals(starts: Sequence[Node]) -> dict[Node, int]:
     return found
 
 
-def _settle(
+def settle(
     cuts: dict[Node, Cut], arrivals: Mapping[Node, int], ends: set[Any]
 ) -> Mapping[Node, object]:
     """Give up cuts until the two parts share no node; return those of the weight backward.

@@ -12,12 +12,13 @@ import pytest
 
 from penstock.errors import ConfigError, PartitionError, PlanError
 from penstock.planner.placement import Placement
-from penstock.planner.plan import BalancedBy, LayerFacts, Plan
+from penstock.planner.plan import BalancedBy, LayerFacts, Plan, Unsplit
 from penstock.planner.plan_json import from_json, to_json
 from penstock.schedules import Schedule, from_csv, gpipe, interleaved_1f1b, to_csv
 from penstock.schedules.costs import Costs
 from penstock.schedules.names import family_of
 from penstock.types import Recompute, TiedGradients, Transport
+from tests.every_schedule import divided
 from tests.planner.plans import layers, plan
 
 ODD = Plan(
@@ -39,6 +40,7 @@ ODD = Plan(
     predicted_s=(1e-9, 2.0, 1 / 3, 0.0),
     memory_limit_bytes=(10**12, 0),
     predicted_peak_bytes=(7, 0),
+    unsplit=(Unsplit(1, "90% of its weights: why"),),
 )
 """A plan with no field at its default, but for sharding, which has no other value yet."""
 
@@ -248,3 +250,13 @@ def test_a_plan_for_other_ranks_says_how_many_it_is_for() -> None:
         ODD.check_ranks(1)
     with pytest.raises(PlanError, match=r"has 6 processes, with 3 ranks for each replica"):
         ODD.check_ranks(6, 3)
+
+
+def test_a_plan_says_which_layers_are_not_split_where_backwards_are_divided() -> None:
+    why = (Unsplit(1, "90% of its weights: why"),)
+    whole = replace(plan(1, 2), unsplit=why)
+    assert "one part" not in str(whole)
+    parts = replace(whole, schedule=family_of(divided, num_microbatches=1))
+    assert "backward in one part: layer '1' (Linear), 90% of its weights: why" in str(parts)
+    assert "backwards in two parts: all layers" in str(replace(parts, unsplit=()))
+    assert "part" not in str(replace(parts, unsplit=None)).replace("partition", "")
