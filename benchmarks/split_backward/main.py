@@ -98,7 +98,9 @@ def measure(stack: Stack, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-def row(stack: str, way: str, taken: tuple[Taken, ...], whole: tuple[Taken, ...]) -> dict[str, Any]:
+def row(
+    stack: str, way: str, taken: tuple[Taken, ...], whole: tuple[Taken, ...]
+) -> dict[str, Any]:
     """Compare a way with the whole backward, round by round."""
     beyond = sorted(100 * (t.total_s / w.total_s - 1) for t, w in zip(taken, whole, strict=True))
     both = [

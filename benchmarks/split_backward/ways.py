@@ -135,9 +135,7 @@ class _Alive(TorchDispatchMode):
         super().__init__()
         self.made: list[weakref.ref[Any]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         for each in found if isinstance(found, tuple | list) else (found,):
             if isinstance(each, Tensor):
