@@ -189,8 +189,8 @@ FAULTS = (
     Fault(
         "three gradients of a weight add up later, in another order",
         "penstock/runtime/split_backward.py",
-        "meeting[way[-1]] > 2",
-        "meeting[way[-1]] > 3",
+        "if number > 2",
+        "if number > 3",
         "tests/runtime/test_tape.py::test_two_parts_give_the_bits_of_one",
     ),
     Fault(
