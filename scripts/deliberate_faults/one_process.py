@@ -346,8 +346,8 @@ FAULTS = (
     Fault(
         "a stage recomputes because another one does",
         "penstock/planner/plan.py",
-        "for stage, kind in every if kind is Recompute.STAGE",
-        "for stage, _ in every if Recompute.STAGE in self.recompute",
+        "tuple(own) if policy is Recompute.STAGE",
+        "tuple(own) if Recompute.STAGE in self.recompute",
         "tests/laws/test_plan.py",
         "from_stage_to_stage",
     ),
@@ -362,8 +362,8 @@ FAULTS = (
     Fault(
         "a pipeline made of a plan measures all the same",
         "penstock/pipeline.py",
-        "balances = plan is None and partition is None",
-        "balances = partition is None",
+        "balances = plan is None and (partition is None or memory_limit_bytes is not None)",
+        "balances = partition is None or memory_limit_bytes is not None",
         "tests/laws/test_plan.py",
         "another_plan",
     ),

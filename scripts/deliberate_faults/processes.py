@@ -6,8 +6,8 @@ FAULTS = (
     Fault(
         "each process keeps the threads of its own plan",
         "penstock/runtime/planning.py",
-        '"predicted_s", "threads_per_stage")',
-        '"predicted_s")',
+        '"predicted_s", "threads_per_stage", ',
+        '"predicted_s", ',
         "tests/distributed/test_plan_processes.py",
         "",
     ),
