@@ -47,7 +47,7 @@ class Peer:
     """A package whose stages are processes, and the contestants that it runs."""
 
     package: str
-    prepare: Prepare
+    prepare: Prepare[Work]
     names: tuple[str, ...]
     lacks_bubble: bool = False
 
@@ -158,7 +158,7 @@ def run(options: argparse.Namespace) -> Report:
     load = Load.now()
     torch.set_num_threads(1)
     work = SMALLEST if options.smallest else Work()
-    all_counts: tuple[int, ...] = (2,) if options.smallest else options.num_microbatches
+    all_counts: tuple[int, ...] = (4,) if options.smallest else options.num_microbatches
     rounds = 2 if options.smallest else options.rounds
     why = missing("torchgpipe")
     notes = [] if why is None else [f"torchgpipe is left out: {why}."]

@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
 from torch import distributed as dist
 from torch import multiprocessing, nn
 
-from benchmarks.throughput.contestants import NUM_STAGES, Gradients, Work, gradients_of
+from benchmarks.throughput.contestants import NUM_STAGES, Gradients, gradients_of
 
 ANSWER_S = 120.0
 """A process that has not answered by then hangs."""
@@ -40,7 +40,8 @@ class Part:
     layers: Mapping[int, nn.Module]
 
 
-Prepare = Callable[[int, Work, tuple[int, ...]], dict[Key, Part]]
+_Work = TypeVar("_Work")
+Prepare = Callable[[int, _Work, tuple[int, ...]], dict[Key, Part]]
 """(rank, work, numbers of micro-batches) -> what this process can be asked to run."""
 
 
@@ -55,14 +56,21 @@ class Processes:
         RuntimeError: a process cannot do its part, has ended, or hangs.
     """
 
-    def __init__(self, prepare: Prepare, work: Work, counts: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        prepare: Prepare[_Work],
+        work: _Work,
+        counts: tuple[int, ...],
+        num_processes: int = NUM_STAGES,
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         port = _free_port()
         self._processes, self._pipes = [], []
-        for rank in range(NUM_STAGES):
+        for rank in range(num_processes):
             ours, theirs = context.Pipe()
+            place = (rank, num_processes, port)
             process = context.Process(
-                target=_serve, args=(rank, port, prepare, work, counts, theirs), daemon=True
+                target=_serve, args=(place, prepare, work, counts, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -92,7 +100,7 @@ class Processes:
         return self._answers()
 
     def _answers(self) -> list[Any]:
-        answers = [self._answer(rank) for rank in range(NUM_STAGES)]
+        answers = [self._answer(rank) for rank in range(len(self._pipes))]
         faults = [f"rank {r}: {a}" for r, a in enumerate(answers) if isinstance(a, str)]
         if faults:
             raise RuntimeError("; ".join(faults))
@@ -144,18 +152,18 @@ class OfProcesses:
 
 
 def _serve(
-    rank: int,
-    port: int,
-    prepare: Prepare,
-    work: Work,
+    place: tuple[int, int, int],
+    prepare: Prepare[_Work],
+    work: _Work,
     counts: tuple[int, ...],
     pipe: Connection,
 ) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # stdout is the table's
+    rank, num_processes, port = place
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(NUM_STAGES),
+        WORLD_SIZE=str(num_processes),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )

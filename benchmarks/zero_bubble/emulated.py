@@ -1,0 +1,106 @@
+"""A device of its own for each rank, whatever cores there are: its layers wait instead of computing.
+
+    forward: waits F       its input's gradient: waits I       its weight's gradient: waits W
+
+Waiting ranks do not take time from each other, so that four of them can be measured on two cores.
+What is measured is all else: the schedule, the executor and the messages.
+"""
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from penstock.schedules.costs import Costs
+
+WIDTH = 4
+
+
+@dataclass(slots=True)
+class Device:
+    """Waits, and counts how often it did for what."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    times: Counter[str] = field(default_factory=Counter)
+
+    def forward(self) -> None:
+        """Wait for a forward."""
+        self._wait("F", self.forward_s)
+
+    def input_backward(self, _: Tensor) -> None:
+        """Wait for the gradient of an input."""
+        self._wait("I", self.input_s)
+
+    def weight_backward(self, _: Tensor) -> None:
+        """Wait for the gradient of a weight."""
+        self._wait("W", self.weight_s)
+
+    def _wait(self, what: str, seconds: float) -> None:
+        self.times[what] += 1
+        time.sleep(seconds)
+
+
+class Emulated(nn.Module):
+    """A linear layer of a few numbers that takes as long as its device says: (B, WIDTH) -> same."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.linear, self._device = nn.Linear(WIDTH, WIDTH, bias=False), device
+        self.linear.weight.register_hook(device.weight_backward)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Wait; the backward waits too, once for the input and once for the weight."""
+        self._device.forward()
+        if x.requires_grad:
+            x = x.view_as(x)
+            x.register_hook(self._device.input_backward)
+        y: Tensor = self.linear(x)
+        return y
+
+
+def emulated(num_layers: int, device: Device) -> nn.Sequential:
+    """Build layers with the same parameters at every call."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return nn.Sequential(*[Emulated(device) for _ in range(num_layers)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What all contestants do: layers on `num_ranks` ranks, each with a device of its own."""
+
+    num_ranks: int
+    num_layers: int = 8
+    layer_s: float = 2e-3
+    """Of a forward, of an input's gradient, and of a weight's."""
+
+    @property
+    def microbatch_s(self) -> float:
+        """What a rank takes for a micro-batch."""
+        return 3 * self.layer_s * self.num_layers / self.num_ranks
+
+    def model(self) -> nn.Sequential:
+        """Build the model; equal at every call."""
+        return emulated(self.num_layers, Device(self.layer_s, self.layer_s, self.layer_s))
+
+    def data(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
+        """Draw inputs and targets, two samples for each micro-batch; equal at every call."""
+        generator = torch.Generator().manual_seed(1)
+        inputs, targets = torch.randn((2, 2 * num_microbatches, WIDTH), generator=generator)
+        return inputs, targets
+
+    def costs(self, num_stages: int) -> Costs:
+        """Say what each stage takes; the first layer's input has no gradient."""
+        one_s = self.num_layers // num_stages * self.layer_s
+        of_inputs = (one_s - self.layer_s, *[one_s] * (num_stages - 1))
+        return Costs(
+            forward_s=one_s,
+            backward_s=tuple(one_s + input_s for input_s in of_inputs),
+            recompute_s=one_s,
+            backward_input_s=of_inputs,
+            backward_weight_s=one_s,
+        )

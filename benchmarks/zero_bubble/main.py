@@ -1,0 +1,103 @@
+"""What schedules gain over 1F1B, measured and foretold, on two and four ranks, beside torch's."""
+
+import argparse
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.report import Column, Load, Report, counts, interleaved, parser, progress, publish
+from benchmarks.throughput.contestants import check
+from benchmarks.throughput.processes import OfProcesses, Processes
+from benchmarks.zero_bubble import penstock_processes, torch_peer
+from benchmarks.zero_bubble.emulated import Work
+
+COLUMNS = (
+    Column("K", "num_ranks"),
+    Column("M", "num_microbatches"),
+    Column("contestant", "contestant"),
+    Column("ms a step", "ms", ".1f"),
+    Column("share of 1F1B's ideal", "share", ".3f"),
+    Column("gain over 1F1B", "gain", ".3f"),
+    Column("foretold", "foretold", ".3f"),
+    Column("off by", "off_by", "+.1%"),
+)
+
+
+def measure(
+    work: Work, num_microbatches: int, rounds: int, ours: Processes, theirs: Processes
+) -> list[dict[str, Any]]:
+    """Let all contestants run in turn, round after round; the first one is our 1F1B."""
+    progress(f"K = {work.num_ranks}, M = {num_microbatches}")
+    own = penstock_processes.NAMES
+    of_torch = torch_peer.names(work.num_ranks, num_microbatches)
+    everyone = [
+        *(OfProcesses(name, num_microbatches, ours) for name in own),
+        *(OfProcesses(name, num_microbatches, theirs) for name in of_torch),
+    ]
+    check(everyone)
+    found_s = interleaved([contestant.step for contestant in everyone], rounds)
+    ideal_s = (num_microbatches + work.num_ranks - 1) * work.microbatch_s
+    foretold_s = {
+        name: penstock_processes.foretold_s(name, work, num_microbatches) for name in own
+    }
+    rows: list[dict[str, Any]] = []
+    for contestant, its_s in zip(everyone, found_s, strict=True):
+        gain = median(before / after for before, after in zip(found_s[0], its_s, strict=True))
+        row: dict[str, Any] = {
+            "num_ranks": work.num_ranks,
+            "num_microbatches": num_microbatches,
+            "contestant": contestant.name,
+            "ms": median(its_s) * 1e3,
+            "share": ideal_s / median(its_s),
+            "gain": gain,
+            "seconds": its_s,
+        }
+        if contestant.name in foretold_s:
+            foretold = foretold_s[own[0]] / foretold_s[contestant.name]
+            row |= {"foretold": foretold, "off_by": gain / foretold - 1}
+        rows.append(row)
+    return rows
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Measure all contestants for every number of ranks and of micro-batches."""
+    load = Load.now()
+    torch.set_num_threads(1)
+    smallest = options.smallest
+    of_microbatches: tuple[int, ...] = (4,) if smallest else options.num_microbatches
+    rounds = 2 if smallest else options.rounds
+    table = []
+    for num_ranks in (2,) if smallest else options.num_ranks:
+        work = Work(num_ranks=num_ranks, layer_s=1e-4 if smallest else options.ms / 1e3)
+        with ExitStack() as stack:
+            both = []
+            for prepare in (penstock_processes.prepare, torch_peer.prepare):
+                both.append(Processes(prepare, work, of_microbatches, num_ranks))
+                stack.callback(both[-1].close)
+            for num_microbatches in of_microbatches:
+                table += measure(work, num_microbatches, rounds, *both)
+    settings = {
+        "layers": work.num_layers,
+        "ms of a layer's F, I and W": work.layer_s * 1e3,
+        "rounds": rounds,
+        "load before": f"{load.before:.2f}",
+    }
+    return Report(COLUMNS, tuple(table), settings, load.notes)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and print."""
+    options = parser(__doc__ or "")
+    options.add_argument("--rounds", type=int, default=10, help="after one of warm-up")
+    options.add_argument("--ms", type=float, default=4.0, help="of a layer's F, I and W each")
+    options.add_argument("--num-ranks", type=counts, default=(2, 4), metavar="K,K,...")
+    options.add_argument("--num-microbatches", type=counts, default=(4, 8, 32), metavar="M,M,...")
+    chosen = options.parse_args(arguments)
+    publish(run(chosen), chosen, Path(__file__).parent)
+
+
+if __name__ == "__main__":
+    main()
