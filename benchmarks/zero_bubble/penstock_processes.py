@@ -31,7 +31,7 @@ WAYS = {
     "zb_h1": Way(schedules.zb_h1),
     "zb_h2": Way(schedules.zb_h2),
     "zb_v": Way(schedules.zb_v, 2),
-    "searched": Way(schedules.searched),
+    "searched": Way(lambda costs: schedules.searched(costs, like=schedules.zb_v()), 2),
 }
 PREFIX = "Penstock "
 NAMES = tuple(PREFIX + name for name in WAYS)
