@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,8 @@ from torch.nn.functional import mse_loss
 from benchmarks.blocks import transformer
 from penstock import Pipeline, Recompute, schedules
 from penstock.schedules import Family
+from penstock.schedules.costs import Costs
+from penstock.simulator import measured_costs, simulate
 
 NUM_STAGES = 2
 MOST_ERROR = 1e-4
@@ -22,13 +24,17 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What all contestants do: 8 blocks on `batch` sequences of `tokens` tokens."""
+    """What all contestants do: 8 blocks on `batch` sequences of `tokens` tokens.
+
+    `costs` are those of each stage by the numbers of micro-batches and of stages.
+    """
 
     dim: int = 256
     num_heads: int = 4
     batch: int = 32
     tokens: int = 64
     num_blocks: int = 8
+    costs: Mapping[tuple[int, int], Costs] = field(default_factory=dict)
 
     def model(self) -> nn.Sequential:
         """Build the model; equal at every call."""
@@ -124,18 +130,71 @@ def plain(work: Work, num_microbatches: int) -> InProcess:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A schedule of Penstock's, and how many stages it runs on each rank."""
+    """A schedule of Penstock's: what makes it of its stages' costs, and how many a rank has."""
 
-    schedule: Family
+    family: Callable[[Costs], Family]
     stages_per_rank: int = 1
+
+    def schedule(self, work: Work, num_microbatches: int) -> Family:
+        """Make the schedule for what was measured."""
+        num_stages = NUM_STAGES * self.stages_per_rank
+        return self.family(work.costs[num_microbatches, num_stages])
+
+    def foretold_s(self, work: Work, num_microbatches: int) -> float:
+        """Simulate a step of it."""
+        num_stages = NUM_STAGES * self.stages_per_rank
+        made = self.schedule(work, num_microbatches)(num_stages, num_microbatches)
+        return float(simulate(made, work.costs[num_microbatches, num_stages]).step_s)
+
+
+def _searched(costs: Costs) -> Family:
+    return schedules.searched(costs, like=schedules.zb_v())
 
 
 WAYS = {
-    "gpipe": Way(schedules.gpipe),
-    "one_f_one_b": Way(schedules.one_f_one_b),
-    "eager_1f1b": Way(schedules.eager_1f1b),
-    "interleaved_1f1b": Way(schedules.interleaved_1f1b(stages_per_rank=2), 2),
+    "gpipe": Way(lambda _: schedules.gpipe),
+    "one_f_one_b": Way(lambda _: schedules.one_f_one_b),
+    "interleaved_1f1b": Way(lambda _: schedules.interleaved_1f1b(stages_per_rank=2), 2),
+    "zb_h1": Way(schedules.zb_h1),
+    "zb_h2": Way(schedules.zb_h2),
+    "zb_v": Way(schedules.zb_v, 2),
+    "searched": Way(_searched, 2),
 }
+
+
+def measured(work: Work, num_microbatches: int) -> dict[tuple[int, int], Costs]:
+    """Measure what the stages take in pipelines, cut into one for each rank and into two."""
+    found = {}
+    for per_rank, whole, divided in (
+        (1, schedules.one_f_one_b, schedules.zb_h1()),
+        (2, schedules.interleaved_1f1b(stages_per_rank=2), schedules.zb_v()),
+    ):
+        of_whole, of_parts = (
+            _traced(work, num_microbatches, family, per_rank) for family in (whole, divided)
+        )
+        costs = replace(of_parts, backward_s=of_whole.backward_s, forward_s=of_whole.forward_s)
+        found[num_microbatches, NUM_STAGES * per_rank] = costs
+    return found
+
+
+def _traced(work: Work, num_microbatches: int, family: Family, per_rank: int) -> Costs:
+    """Give the costs in the third step of a pipeline."""
+    pipe = Pipeline(
+        work.model(),
+        partition=work.cut(per_rank),
+        num_microbatches=num_microbatches,
+        loss=mse_loss,
+        schedule=family,
+        recompute=Recompute.NEVER,
+        threads_per_stage=1,
+        devices="cpu",
+        trace=True,
+    )
+    for _ in range(3):
+        pipe.train_step(*work.data())
+    pipe.close()
+    assert pipe.last_timeline is not None
+    return measured_costs(pipe.last_timeline)
 
 
 def penstock(work: Work, num_microbatches: int, name: str) -> InProcess:
@@ -146,7 +205,7 @@ def penstock(work: Work, num_microbatches: int, name: str) -> InProcess:
         partition=work.cut(way.stages_per_rank),
         num_microbatches=num_microbatches,
         loss=mse_loss,
-        schedule=way.schedule,
+        schedule=way.schedule(work, num_microbatches),
         recompute=Recompute.NEVER,
         threads_per_stage=1,
         devices="cpu",

@@ -1,7 +1,7 @@
 """How close a pipeline of two stages comes to the ideal speed-up, beside its peers."""
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -23,10 +23,12 @@ from benchmarks.report import (
 from benchmarks.throughput import deepspeed_peer, limit, penstock_processes, torch_peer
 from benchmarks.throughput.contestants import (
     NUM_STAGES,
+    WAYS,
     Contestant,
     Work,
     check,
     in_process,
+    measured,
 )
 from benchmarks.throughput.processes import OfProcesses, Prepare, Processes
 
@@ -38,6 +40,8 @@ COLUMNS = (
     Column("share of ideal", "share", ".3f"),
     Column("speed-up by rounds", "round_speedup", ".2f"),
     Column("share of ideal by rounds", "round_share", ".3f"),
+    Column("gain over 1F1B", "gain", ".3f"),
+    Column("foretold", "foretold", ".3f"),
 )
 SMALLEST = Work(dim=16, num_heads=2, batch=4, tokens=4)
 
@@ -150,7 +154,21 @@ def measure(
         for contestant in here:
             contestant.close()
     names = [contestant.name for contestant in everyone]
-    return rows(num_microbatches, dict(zip(names, found, strict=True)))
+    table = rows(num_microbatches, dict(zip(names, found, strict=True)))
+    return [row | gains(row, table, work) for row in table]
+
+
+def gains(row: dict[str, Any], table: list[dict[str, Any]], work: Work) -> dict[str, float]:
+    """Compare a schedule of Penstock's with 1F1B that runs likewise, round by round."""
+    name, _, where = str(row["contestant"]).removeprefix("Penstock ").partition(", ")
+    if name not in WAYS or not where:
+        return {}
+    first = "one_f_one_b"
+    (first_s,) = (r["seconds"] for r in table if r["contestant"] == f"Penstock {first}, {where}")
+    count = row["num_microbatches"]
+    foretold = WAYS[first].foretold_s(work, count) / WAYS[name].foretold_s(work, count)
+    gain = median(before / after for before, after in zip(first_s, row["seconds"], strict=True))
+    return {"gain": gain, "foretold": foretold}
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -162,6 +180,9 @@ def run(options: argparse.Namespace) -> Report:
     rounds = 2 if options.smallest else options.rounds
     why = missing("torchgpipe")
     notes = [] if why is None else [f"torchgpipe is left out: {why}."]
+    progress("what the stages take")
+    costs = [item for m in all_counts for item in measured(work, m).items()]
+    work = replace(work, costs=dict(costs))
     with Running(work, all_counts) as running:
         table = [row for m in all_counts for row in measure(work, m, rounds, running)]
     settings = {

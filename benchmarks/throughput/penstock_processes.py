@@ -7,12 +7,12 @@ from benchmarks.throughput.processes import Key, Part
 from penstock import Mesh, Pipeline, Recompute, Transport, init_mesh
 
 _WAYS = {
-    f"Penstock {name}, {where}": (way, transport)
-    for where, transport in (
-        ("processes", Transport.SOCKETS),
-        ("processes, gloo", Transport.TORCH_DISTRIBUTED),
+    f"Penstock {name}, {where}": (WAYS[name], transport)
+    for where, transport, names in (
+        ("processes", Transport.SOCKETS, WAYS),
+        ("processes, gloo", Transport.TORCH_DISTRIBUTED, ("one_f_one_b", "searched")),
     )
-    for name, way in WAYS.items()
+    for name in names
 }
 NAMES = tuple(_WAYS)
 
@@ -31,7 +31,7 @@ def _part(name: str, num_microbatches: int, mesh: Mesh, work: Work) -> Part:
         partition=work.cut(way.stages_per_rank),
         num_microbatches=num_microbatches,
         loss=mse_loss,
-        schedule=way.schedule,
+        schedule=way.schedule(work, num_microbatches),
         recompute=Recompute.NEVER,
         threads_per_stage=1,
         transport=transport,

@@ -1,4 +1,4 @@
-"""A device of its own for each rank, whatever cores there are: its layers wait instead of computing.
+"""A device of its own for each rank, whatever cores there are: layers wait and do not compute.
 
     forward: waits F       its input's gradient: waits I       its weight's gradient: waits W
 
@@ -45,7 +45,7 @@ class Device:
 
 
 class Emulated(nn.Module):
-    """A linear layer of a few numbers that takes as long as its device says: (B, WIDTH) -> same."""
+    """A small linear layer that takes as long as its device says: (B, WIDTH) -> the same."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()

@@ -1,38 +1,15 @@
 """Penstock on emulated devices: one process a rank."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from torch.nn.functional import mse_loss
 
+from benchmarks.throughput.contestants import WAYS as EVERY_WAY
+from benchmarks.throughput.contestants import Way
 from benchmarks.throughput.processes import Key, Part
 from benchmarks.zero_bubble.emulated import Work
-from penstock import Mesh, Pipeline, Recompute, init_mesh, schedules
-from penstock.schedules import Family
-from penstock.schedules.costs import Costs
+from penstock import Mesh, Pipeline, Recompute, init_mesh
 from penstock.simulator import simulate
 
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """What makes a schedule of the costs of its stages, and how many of them a rank has."""
-
-    family: Callable[[Costs], Family]
-    stages_per_rank: int = 1
-
-    def num_stages(self, work: Work) -> int:
-        """Give K of all ranks."""
-        return work.num_ranks * self.stages_per_rank
-
-
-WAYS = {
-    "one_f_one_b": Way(lambda _: schedules.one_f_one_b),
-    "interleaved_1f1b": Way(lambda _: schedules.interleaved_1f1b(2), 2),
-    "zb_h1": Way(schedules.zb_h1),
-    "zb_h2": Way(schedules.zb_h2),
-    "zb_v": Way(schedules.zb_v, 2),
-    "searched": Way(lambda costs: schedules.searched(costs, like=schedules.zb_v()), 2),
-}
+WAYS = {name: way for name, way in EVERY_WAY.items() if name != "gpipe"}
 PREFIX = "Penstock "
 NAMES = tuple(PREFIX + name for name in WAYS)
 
@@ -40,7 +17,7 @@ NAMES = tuple(PREFIX + name for name in WAYS)
 def foretold_s(name: str, work: Work, num_microbatches: int) -> float:
     """Simulate a step: from what the devices take, and nothing that was measured."""
     way = WAYS[name.removeprefix(PREFIX)]
-    num_stages = way.num_stages(work)
+    num_stages = work.num_ranks * way.stages_per_rank
     costs = work.costs(num_stages)
     schedule = way.family(costs)(num_stages, num_microbatches)
     return float(simulate(schedule, costs).step_s)
@@ -57,7 +34,7 @@ def prepare(rank: int, work: Work, counts: tuple[int, ...]) -> dict[Key, Part]:
 
 
 def _part(way: Way, num_microbatches: int, mesh: Mesh, work: Work) -> Part:
-    layers, num_stages = dict(enumerate(work.model())), way.num_stages(work)
+    layers, num_stages = dict(enumerate(work.model())), work.num_ranks * way.stages_per_rank
     pipe = Pipeline(
         list(layers.values()),
         mesh=mesh,

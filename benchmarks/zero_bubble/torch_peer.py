@@ -41,8 +41,9 @@ def prepare(rank: int, work: Work, counts: tuple[int, ...]) -> dict[Key, Part]:
 def _part(schedule: str, num_microbatches: int, rank: int, work: Work) -> Part:
     from torch.distributed import pipelining
 
-    forth = range(work.num_ranks)
-    ranks = (*forth, *(() if schedule == IN_ONE else reversed(forth) if schedule in VEE else forth))
+    forth = tuple(range(work.num_ranks))
+    again = () if schedule == IN_ONE else forth[::-1] if schedule in VEE else forth
+    ranks = forth + again
     layers, size = list(work.model()), work.num_layers // len(ranks)
     mine = {
         stage: nn.Sequential(*layers[stage * size : (stage + 1) * size])

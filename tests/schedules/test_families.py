@@ -201,7 +201,7 @@ def test_waves_are_never_longer_than_1f1b_and_hardly_longer_than_interleaved_one
         (wave(2), lambda R: 3 * R),
         (wave(3), lambda R: 4 * R),
     ),
-    ids=str,
+    ids=lambda given: str(given) if isinstance(given, Family) else "its bound",
 )
 def test_no_rank_keeps_more_than_is_published(family: Family, most: Callable[[int], int]) -> None:
     for num_ranks, m in SIZES:
