@@ -58,10 +58,11 @@ class Pipeline(AbstractPipeline):
         schedule: one of `penstock.schedules`, by default gpipe, or a function of your own
             (num_stages, num_microbatches) -> Schedule; says which rank, a thread or a process,
             runs which stages.
-        memory_limit_bytes: the most that a rank may keep for backwards (activations; weights and
-            gradients come on top), instead of `recompute`: what layers keep is measured like their
-            times, and what costs least is chosen that fits; `offload` then says what may be moved
-            away where recomputing is not enough.  One number for all ranks, or one for each.
+        memory_limit_bytes: the most that a rank may keep for backwards (activations, and versions
+            of weights beside the newest; weights and gradients come on top), instead of
+            `recompute`: what layers keep is measured like their times, and what costs least is
+            chosen that fits; `offload` then says what may be moved away where recomputing is not
+            enough.  One number for all ranks, or one for each.
         recompute: which activations to compute twice instead of keeping: those of stages (STAGE),
             of some layers (Recompute.layers("block3", 5)), or none; one choice for all stages, or
             one for each; default: STAGE.

@@ -3,7 +3,8 @@
     nothing ─► the layers that free most bytes for a second of work, one by one ─► the whole stage
             ─► and what is left of it moved away, where that is allowed
 
-The first choice that fits is taken; ranks do not touch each other's.
+The first choice that fits is taken; ranks do not touch each other's.  Versions of the weights that
+an asynchronous schedule keeps beside the newest are there whatever is chosen.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,9 +13,11 @@ from itertools import accumulate, pairwise
 
 from penstock.costs.layer_bytes import LayerBytes
 from penstock.errors import ConfigError
+from penstock.schedules.family import Family
 from penstock.schedules.ir import Schedule
 from penstock.schedules.memory import Sizes, live_bytes
 from penstock.schedules.passes import add_offload, add_recompute
+from penstock.schedules.versions import num_versions, version_bytes
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
 from .plan import Plan
@@ -28,28 +31,39 @@ class Policy:
     offload: tuple[bool, ...]
 
 
-def fitted(plan: Plan, of_layers: Sequence[LayerBytes], forward_s: Sequence[float]) -> Plan:
+def fitted(
+    plan: Plan,
+    of_layers: Sequence[LayerBytes],
+    forward_s: Sequence[float],
+    trainable_bytes: Sequence[int],
+) -> Plan:
     """Return the plan with the first policy that fits its limit, and the peak of each rank.
 
-    `of_layers` and `forward_s` are those of each layer, for one micro-batch.  Where the plan
-    offloads a stage, it may; the result does where it has to.
+    `of_layers` and `forward_s` are those of each layer, for one micro-batch; `trainable_bytes`
+    those of the weights that an update moves, each weight in one layer.  Where the plan offloads
+    a stage, it may; the result does where it has to.
 
     Raises:
         ConfigError: nothing fits; says by how many bytes, on which rank, and what would help.
     """
     assert plan.memory_limit_bytes is not None
-    schedule = plan.schedule(plan.num_stages, plan.num_microbatches)
+    schedule = steady(plan.schedule, plan.num_stages, plan.num_microbatches)
+    weights = tuple(sum(trainable_bytes[a:b]) for a, b in _bounds(plan.partition))
+    older = version_bytes(schedule, weights)
     nothing = Policy((Recompute.NEVER,) * plan.num_stages, (False,) * plan.num_stages)
     chosen, peaks = nothing, []
     for rank, limit in enumerate(plan.memory_limit_bytes):
+        of_versions = sum(older[stage] for stage in _stages_of(plan, rank))
+        if of_versions > limit:
+            raise _no_room_for_versions(plan, rank, num_versions(schedule), weights)
         tried = []
         for policy in _policies(plan, rank, chosen, of_layers, forward_s):
-            tried.append(peak_of(rank, schedule, plan, policy, of_layers))
+            tried.append(of_versions + peak_of(rank, schedule, plan, policy, of_layers))
             if tried[-1] <= limit:
                 chosen = policy
                 break
         else:
-            raise _no_room(plan, rank, min(tried))
+            raise _no_room(plan, rank, min(tried), of_versions)
         peaks.append(tried[-1])
     return replace(
         plan,
@@ -57,6 +71,16 @@ def fitted(plan: Plan, of_layers: Sequence[LayerBytes], forward_s: Sequence[floa
         offload=chosen.offload,
         predicted_peak_bytes=tuple(peaks),
     )
+
+
+def steady(family: Family, num_stages: int, num_microbatches: int) -> Schedule:
+    """Make the schedule of a step, or without a flush of as many mini-batches as it takes until
+    a stage keeps the most that it ever will.
+    """
+    if not family.is_asynchronous:
+        return family(num_stages, num_microbatches)
+    filling = -(-num_stages // num_microbatches)
+    return family(num_stages, num_microbatches, filling + 3)
 
 
 def peak_of(
@@ -75,7 +99,7 @@ def sizes_of(
     partition: Sequence[int], recompute: Sequence[RecomputePolicy], of_layers: Sequence[LayerBytes]
 ) -> Sizes:
     """Return what each stage keeps of a micro-batch, before and after its recompute."""
-    bounds = list(pairwise(accumulate(partition, initial=0)))
+    bounds = _bounds(partition)
     kept, inputs = [], []
     for (start, end), kind in zip(bounds, recompute, strict=True):
         own, is_last = of_layers[start:end], end == len(of_layers)
@@ -115,9 +139,7 @@ def _policies(
     first.
     """
     yield policy
-    places = plan.placement.places
-    bounds = list(pairwise(accumulate(plan.partition, initial=0)))
-    mine = [stage for stage, place in enumerate(places) if place == rank]
+    bounds, mine = _bounds(plan.partition), _stages_of(plan, rank)
 
     def gain(pair: tuple[int, int]) -> float:
         layer = of_layers[pair[1]]
@@ -146,16 +168,40 @@ def _with(policy: Policy, stage: int, kind: RecomputePolicy, *, offload: bool = 
     return Policy(tuple(recompute), tuple(moves))
 
 
-def _no_room(plan: Plan, rank: int, least: int) -> ConfigError:
+def _bounds(partition: Sequence[int]) -> list[tuple[int, int]]:
+    return list(pairwise(accumulate(partition, initial=0)))
+
+
+def _stages_of(plan: Plan, rank: int) -> list[int]:
+    return [stage for stage, place in enumerate(plan.placement.places) if place == rank]
+
+
+def _no_room(plan: Plan, rank: int, least: int, of_versions: int) -> ConfigError:
     assert plan.memory_limit_bytes is not None
     limit = plan.memory_limit_bytes[rank]
-    stages = [stage for stage, place in enumerate(plan.placement.places) if place == rank]
+    stages = _stages_of(plan, rank)
     names = ", ".join(map(str, stages))
     may_move = all(plan.offload[stage] for stage in stages)
+    versions = f" and {of_versions:,} in older versions of weights" if of_versions else ""
     return ConfigError(
         f"memory_limit_bytes={limit:,} on rank {rank} (stage {names}): {least - limit:,} bytes "
         f"too few; with whole stages computed twice{' and moved away' if may_move else ''} it "
-        f"still keeps {least:,} of {plan.num_microbatches} micro-batches. Give "
-        f"{'' if may_move else 'offload=True, '}more and smaller micro-batches, more stages, or "
-        "a schedule that keeps fewer micro-batches alive (one_f_one_b)"
+        f"still keeps {least - of_versions:,} of {plan.num_microbatches} micro-batches{versions}. "
+        f"Give {'' if may_move else 'offload=True, '}more and smaller micro-batches, more stages, "
+        "or a schedule that keeps fewer micro-batches alive (one_f_one_b)"
+    )
+
+
+def _no_room_for_versions(
+    plan: Plan, rank: int, versions: Sequence[int], weights: Sequence[int]
+) -> ConfigError:
+    assert plan.memory_limit_bytes is not None
+    limit, stages = plan.memory_limit_bytes[rank], _stages_of(plan, rank)
+    needed = sum((versions[stage] - 1) * weights[stage] for stage in stages)
+    each = ", ".join(f"{versions[s]} versions of {weights[s]:,} bytes on stage {s}" for s in stages)
+    return ConfigError(
+        f"memory_limit_bytes={limit:,} on rank {rank}: {needed - limit:,} bytes too few for "
+        f"weights alone; {plan.schedule!r} keeps {each}, and all but the newest count. Use more "
+        "and smaller stages, or a schedule with fewer versions (pipedream_2bw has two, "
+        "one_f_one_b one)"
     )

@@ -96,7 +96,21 @@ def balance(plan: Plan, layers: Layers, part: Any) -> Plan:
         plan = balanced(plan, times, layers.spans)
     if plan.memory_limit_bytes is None:
         return plan
-    return fitted(plan, measure_bytes(layers, part), [time.forward_s for time in times])
+    forward_s = [time.forward_s for time in times]
+    return fitted(plan, measure_bytes(layers, part), forward_s, _trainable_bytes(layers))
+
+
+def _trainable_bytes(layers: Layers) -> list[int]:
+    """Count the bytes of each layer's weights that want gradients; of one that layers share, in
+    the first of them.
+    """
+    seen: set[Tensor] = set()
+    found = []
+    for step in layers:
+        own = [p for p in step.module.parameters() if p.requires_grad and p not in seen]
+        seen.update(own)
+        found.append(sum(p.numel() * p.element_size() for p in own))
+    return found
 
 
 def agree(

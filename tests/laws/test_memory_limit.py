@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.schedules import gpipe
+from penstock.schedules import gpipe, pipedream
 from penstock.types import Recompute, Trace, Transport
 from tests.side_by_side import same_bits
 
@@ -61,6 +61,58 @@ def test_less_is_kept_under_a_lower_limit_as_predicted_and_with_the_same_bits() 
         assert peaks(pipe)[1] <= predicted[1] + of_targets
         assert (pipe.plan.recompute[0] is Recompute.NEVER) == (limit == everything)
         assert f"at most {limit:,}" in str(pipe.plan)
+
+
+def trained_without_flush(
+    partition: tuple[int, ...] = (4, 4), **options: Any
+) -> tuple[penstock.Pipeline, list[Tensor]]:
+    """Train five mini-batches without a flush; return the pipeline, losses and weights."""
+    pipe = penstock.Pipeline(
+        layers(),
+        partition=partition,
+        num_microbatches=2,
+        loss=nn.functional.mse_loss,
+        schedule=pipedream(),
+        transport=Transport.LOOPBACK,
+        trace=Trace.MEMORY,
+        threads_per_stage=1,
+        **options,
+    )
+    x = torch.linspace(0, 1, 4 * 5 * 32).view(4, 5, 32)
+    losses = pipe.train_steps([(x, x)] * 5, torch.optim.AdamW(pipe.parameters(), lr=0.01))
+    return pipe, [losses, *(p.detach() for p in pipe.parameters())]
+
+
+def test_versions_of_weights_are_in_what_is_predicted_and_kept() -> None:
+    pipe, expected = trained_without_flush(recompute=Recompute.NEVER)
+    everything = peaks(pipe)[0]
+    of_weights = sum(p.numel() * 4 for p in pipe.parameters()) // 2  # of two equal stages
+    for limit in (everything, everything - 1, of_weights + 120_000):
+        pipe, found = trained_without_flush(memory_limit_bytes=limit, offload=True)
+        assert all(map(same_bits, found, expected))
+        predicted = pipe.plan.predicted_peak_bytes
+        assert predicted is not None
+        assert peaks(pipe)[0] <= predicted[0] <= limit
+        assert (pipe.plan.recompute[0] is Recompute.NEVER) == (limit == everything)
+    missing = "1 bytes too few for weights alone; .* keeps 2 versions of .* bytes on stage 0"
+    with pytest.raises(ConfigError, match=missing):
+        trained_without_flush(memory_limit_bytes=of_weights - 1)
+
+
+@pytest.mark.parametrize(
+    "saving",
+    [
+        {"recompute": Recompute.NEVER, "offload": True},
+        {"recompute": Recompute.STAGE, "offload": [True, False, True, False]},
+        {"recompute": Recompute.layers(0, 1, 6)},
+        {"recompute": [Recompute.layers(1), *[Recompute.NEVER] * 3], "offload": True},
+    ],
+)
+def test_less_is_kept_without_a_flush_and_with_the_same_bits(saving: dict[str, Any]) -> None:
+    plain, expected = trained_without_flush((2, 2, 2, 2), recompute=Recompute.NEVER)
+    pipe, found = trained_without_flush((2, 2, 2, 2), **saving)
+    assert all(map(same_bits, found, expected))
+    assert peaks(pipe)[0] < peaks(plain)[0]
 
 
 def test_a_limit_beside_a_policy_and_one_that_nothing_fits_are_refused() -> None:

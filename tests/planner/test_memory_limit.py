@@ -8,15 +8,20 @@ from hypothesis import strategies as st
 
 from penstock.costs.layer_bytes import LayerBytes
 from penstock.errors import ConfigError
-from penstock.planner.memory_limit import Policy, fitted, peak_of
+from penstock.planner.memory_limit import Policy, fitted, peak_of, steady
 from penstock.planner.plan import Plan
-from penstock.schedules import ALL_SCHEDULES, gpipe, one_f_one_b
+from penstock.schedules import ALL_SCHEDULES, gpipe, one_f_one_b, pipedream, pipedream_2bw
+from penstock.schedules.family import Family
+from penstock.schedules.memory import Sizes, peak_bytes
+from penstock.schedules.names import ASYNCHRONOUS_SCHEDULES
+from penstock.schedules.versions import num_versions
 from penstock.types import Recompute
 from tests.planner.plans import plan
 
 WIDE = LayerBytes(inner=100, inputs=10, saved_inputs=10, results=10, saved_results=0)
 NARROW = LayerBytes(inner=30, inputs=10, saved_inputs=0, results=10, saved_results=10)
 LAYERS = (WIDE, NARROW, WIDE, NARROW)
+WEIGHTS = (40, 2, 500, 0)
 SECONDS = (1.0, 0.1, 2.0, 0.1)
 ALL_OF_STAGE_0 = 10 + 100 + 30 + 10  # its input, both insides, the second result
 ALL_OF_STAGE_1 = ALL_OF_STAGE_0 + 10  # and the loss
@@ -29,7 +34,7 @@ def limited(*limit: int, offload: bool = False) -> Plan:
 
 
 def fit(asked: Plan) -> Plan:
-    return fitted(asked, LAYERS, SECONDS)
+    return fitted(asked, LAYERS, SECONDS, WEIGHTS)
 
 
 def test_where_all_fits_nothing_is_recomputed() -> None:
@@ -86,7 +91,7 @@ def test_whatever_is_chosen_fits_and_nothing_is_chosen_without_need(data: st.Dat
         return [peak_of(rank, schedule, asked, policy, of_layers) for rank in ranks]
 
     try:
-        found = fitted(asked, of_layers, seconds)
+        found = fitted(asked, of_layers, seconds, [99] * count)
     except ConfigError:
         assert any(a > b for a, b in zip(peaks(stages), limits, strict=True))
         return
@@ -103,3 +108,38 @@ def test_a_limit_for_another_number_of_ranks_is_refused() -> None:
         limited(1, -1)
     assert "bytes kept by rank: ? predicted, at most 1, 2" in str(limited(1, 2))
     assert plan(1, 1, schedule=one_f_one_b).memory_limit_bytes is None
+
+
+def test_versions_of_weights_count_before_activations_are_chosen_for() -> None:
+    whole = 2 * ALL_OF_STAGE_0  # pipedream keeps two micro-batches alive, and two versions
+    asked = replace(limited(whole + 42, 10**6), schedule=pipedream())
+    found = fit(asked)
+    assert found.recompute == (Recompute.NEVER, Recompute.NEVER)
+    assert found.predicted_peak_bytes == (whole + 42, ALL_OF_STAGE_1)
+    assert fit(replace(asked, memory_limit_bytes=(whole + 41, 10**6))).recompute[0] != (
+        Recompute.NEVER
+    )
+    with pytest.raises(ConfigError, match=r"160 of 4 micro-batches and 42 in older versions"):
+        fit(replace(asked, memory_limit_bytes=(60, 10**6)))
+
+
+def test_versions_that_do_not_fit_are_refused_with_rank_stage_and_number() -> None:
+    asked = replace(limited(10**6, 499), schedule=pipedream(vertical_sync=True))
+    told = r"=499 on rank 1: 1 bytes too few.*vertical_sync=True.* 2 versions of 500 bytes on stage 1"
+    with pytest.raises(ConfigError, match=told):
+        fit(asked)
+    with pytest.raises(ConfigError, match=r"on rank 1: 1 bytes too few.*pipedream_2bw keeps 2"):
+        fit(replace(asked, schedule=pipedream_2bw))
+    with pytest.raises(ConfigError, match=r"still keeps"):  # one version: only activations
+        fit(replace(asked, schedule=pipedream(), memory_limit_bytes=(10**6, 150)))
+
+
+@pytest.mark.parametrize("family", ASYNCHRONOUS_SCHEDULES, ids=repr)
+def test_no_longer_window_keeps_more(family: Family) -> None:
+    one = Sizes(kept_bytes=1)
+    for num_stages in range(1, 6):
+        for num_microbatches in range(1, 7):
+            short = steady(family, num_stages, num_microbatches)
+            long = family(num_stages, num_microbatches, 20)
+            assert num_versions(short) == num_versions(long)
+            assert peak_bytes(short, one) == peak_bytes(long, one)
