@@ -198,10 +198,10 @@ def _no_room_for_versions(
     assert plan.memory_limit_bytes is not None
     limit, stages = plan.memory_limit_bytes[rank], _stages_of(plan, rank)
     needed = sum((versions[stage] - 1) * weights[stage] for stage in stages)
-    each = ", ".join(f"{versions[s]} versions of {weights[s]:,} bytes on stage {s}" for s in stages)
+    kept = [f"{versions[s]} versions of {weights[s]:,} bytes on stage {s}" for s in stages]
     return ConfigError(
         f"memory_limit_bytes={limit:,} on rank {rank}: {needed - limit:,} bytes too few for "
-        f"weights alone; {plan.schedule!r} keeps {each}, and all but the newest count. Use more "
-        "and smaller stages, or a schedule with fewer versions (pipedream_2bw has two, "
+        f"weights alone; {plan.schedule!r} keeps {', '.join(kept)}, and all but the newest count. "
+        "Use more and smaller stages, or a schedule with fewer versions (pipedream_2bw has two, "
         "one_f_one_b one)"
     )

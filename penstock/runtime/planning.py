@@ -153,7 +153,7 @@ def agree(
     is_measured = balances and mesh.is_first_rank and part is not None
     if is_measured and not any(t.is_meta for t in tensors):
         plan = balance(plan, layers, part)
-    elif limits and balances:
+    elif limits and balances and mesh.is_first_rank:
         raise ConfigError(
             "memory_limit_bytes= needs example_inputs= between processes, and layers with values: "
             "what layers keep is measured before each process keeps its own only"

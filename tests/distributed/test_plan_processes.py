@@ -1,15 +1,17 @@
 """Processes agree on a plan before anything is cut."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import penstock
 from penstock import Plan
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from tests.distributed.call import call
 from tests.side_by_side import same_bits
 from tests.ways import BETWEEN_PROCESSES
@@ -66,3 +68,42 @@ def test_processes_run_the_plan_of_rank_0(tmp_path: Path) -> None:
         seed, transport = found["refused"]
         assert "do not agree on seed: 0 on rank 0; 1 on rank 1" in seed
         assert "on transport: 'SOCKETS' on rank 0; 'TORCH_DISTRIBUTED' on rank 1" in transport
+
+
+def limited(mesh: penstock.Mesh | None) -> tuple[str, dict[str, Tensor | None], str]:
+    """Train with a limit that stage 0 does not fit; say what was chosen, and refused."""
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(6, 48), nn.Tanh(), nn.Dropout(0.3), nn.Linear(48, 6))
+    options: dict[str, Any] = {"num_microbatches": 4, "partition": [2, 2], "mesh": mesh}
+    layers = [copy.deepcopy(wide) for _ in range(4)]
+    x = torch.zeros(8, 6)
+    pipe = penstock.Pipeline(
+        layers,
+        loss=nn.MSELoss(),
+        example_inputs=x,
+        memory_limit_bytes=7_000,
+        threads_per_stage=1,
+        **options,
+    )
+    pipe.train_step(torch.linspace(0, 1, 48).view(8, 6), x)
+    layers = [copy.deepcopy(wide) for _ in range(4)]
+    with pytest.raises(PenstockError) as caught:
+        penstock.Pipeline(layers, example_inputs=x, memory_limit_bytes=[10**9, 1], **options)
+    found = {name: p.grad for name, p in pipe.named_parameters()}
+    plan = pipe.plan
+    return str((plan.recompute, plan.offload, plan.predicted_peak_bytes)), found, str(caught.value)
+
+
+def test_a_limit_of_memory_is_met_by_the_same_choice_in_processes_as_in_one(
+    tmp_path: Path,
+) -> None:
+    chosen, gradients, refused = limited(None)
+    assert "RecomputeLayers" in chosen
+    by_rank = call(limited, (2, 1), tmp_path, ends_well=False)  # the last is refused
+    together: dict[str, Tensor | None] = {}
+    for found in by_rank:
+        assert found[0] == chosen
+        assert refused in found[2]
+        together |= found[1]
+    assert together.keys() == gradients.keys()
+    assert all(same_bits(together[name], gradients[name]) for name in gradients)

@@ -125,7 +125,7 @@ def test_versions_of_weights_count_before_activations_are_chosen_for() -> None:
 
 def test_versions_that_do_not_fit_are_refused_with_rank_stage_and_number() -> None:
     asked = replace(limited(10**6, 499), schedule=pipedream(vertical_sync=True))
-    told = r"=499 on rank 1: 1 bytes too few.*vertical_sync=True.* 2 versions of 500 bytes on stage 1"
+    told = r"=499 on rank 1: 1 bytes too few.*_sync=True.* 2 versions of 500 bytes on stage 1"
     with pytest.raises(ConfigError, match=told):
         fit(asked)
     with pytest.raises(ConfigError, match=r"on rank 1: 1 bytes too few.*pipedream_2bw keeps 2"):
