@@ -2,40 +2,27 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.checkpoint.pretrained.load import load_and_tell
-from penstock.errors import ConfigError
 from penstock.mesh import Mesh
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.layer_list import Layer
 from penstock.model.layers import Layers
-from penstock.model.state import in_evaluation
 from penstock.planner.arguments import Arguments
 from penstock.planner.plan import Plan
-from penstock.runtime.abstract_pipeline import AbstractPipeline
-from penstock.runtime.asynchronous import Updating, cut_all, losses, run_window
-from penstock.runtime.engine import Engine
-from penstock.runtime.input_gradients import accumulate_into_inputs
-from penstock.runtime.microbatches import Call, check_loss_scale, check_targets, first_microbatch
-from penstock.runtime.planning import (
-    Devices,
-    agree,
-    device_names,
-    make_plan,
-)
+from penstock.runtime.abstract_pipeline import LossFunction, Wanted
+from penstock.runtime.asynchronous import Updating
+from penstock.runtime.planning import Devices, device_names
+from penstock.runtime.training import AbstractTraining
 from penstock.schedules.family import Build
-from penstock.schedules.lower import Mode
 from penstock.types import RecomputePolicy, Reduction, TiedGradients, Trace, Transport
 
-LossFunction = Callable[[Any, Any], Tensor]
 
-
-class Pipeline(AbstractPipeline):
+class Pipeline(AbstractTraining):
     """Trains a layered model as a pipeline of K stages over M micro-batches.
 
     The gradients are those of the unsplit model run micro-batch after micro-batch, to the bit, for
@@ -145,21 +132,12 @@ class Pipeline(AbstractPipeline):
             batch_norm_over_replicas=batch_norm_over_replicas,
             tied_gradients=tied_gradients,
         )
-        balances = plan is None and (partition is None or memory_limit_bytes is not None)
-        plan = make_plan(arguments, plan, resolved, mesh)
-        part = first_microbatch(example_inputs, plan.num_microbatches)
-        mesh = mesh or Mesh.of_one_process(plan.placement.num_places, plan.timeout_s)
-        with mesh.world.reporting(plan.placement.names):
-            plan, number, balances = agree(plan, resolved, mesh, part, balances=balances)
-            loss = loss or resolved.own_loss
-            engine = Engine(resolved, loss, plan, mesh, draws=weights is None)
-            wanted = Call(plan.num_microbatches, reduction)
-            super().__init__(resolved, engine, wanted, balances=balances)
-            self.number = engine.splitter.number = number
-            load_and_tell(weights, self.held, mesh)
+        wanted = Wanted(example_inputs, loss, reduction, draws=weights is None)
+        super().__init__(resolved, arguments, plan, mesh, wanted)
+        with self._engine.reporting():
+            load_and_tell(weights, self.held, self.mesh)
         self.trace = trace
-        if self._will_balance:
-            self._balance(part)
+        self._balance_by_example(example_inputs)
 
     # -- a training step ------------------------------------------------------------------------
 
@@ -189,30 +167,7 @@ class Pipeline(AbstractPipeline):
             Exception: whatever a layer raised, with stage, layer and micro-batch noted.
                 Gradients are then incomplete: zero them.
         """
-        self._check_can_train("train_step")
-        if self.plan.schedule.is_asynchronous:
-            raise ConfigError(
-                f"schedule={self.plan.schedule!r} updates the weights while it runs; give the "
-                "optimizer and several batches to pipe.train_steps(batches, optimizer), or use a "
-                "synchronous schedule"
-            )
-        check_targets(targets)
-        engine = self._engine
-        with engine.one_at_a_time(), engine.reporting():
-            scale = check_loss_scale(loss_scale)
-            call = replace(self._wanted, trains=True, loss_scale=scale, trace=self._trace)
-            batch = engine.splitter.cut(inputs, targets, call)
-            if self._will_balance:
-                self._balance(batch.inputs[0])
-            run = self._engine.new_run(batch, "train", self.step, with_grad=True)
-            run.loss, run.loss_scale = self._engine.loss, scale
-            self.step += 1
-            self._engine.drive(run, Mode.TRAIN)
-            self._record, self._timeline = self._engine.record(run, Mode.TRAIN), None
-            loss = engine.splitter.loss(run.losses)
-        if run.input_gradients:
-            accumulate_into_inputs(inputs, run)
-        return loss
+        return self._train(inputs, targets, loss_scale)
 
     def train_steps(
         self,
@@ -246,43 +201,7 @@ class Pipeline(AbstractPipeline):
             Exception: whatever `train_step` raises.  With an asynchronous schedule stages may have
                 made some of the updates: load a checkpoint.
         """
-        if not self.plan.schedule.is_asynchronous:
-            return self._train_one_by_one(batches, optimizer, lr_scheduler)
-        self._check_can_train("train_steps")
-        for _, targets in batches:
-            check_targets(targets)
-        with self._engine.one_at_a_time(), self._engine.reporting():
-            call = replace(self._wanted, trains=True, trace=self._trace)
-            cut = cut_all(self._engine, batches, call)
-            if self._will_balance:
-                self._balance(cut[0].inputs[0])
-            engine, step = self._engine, self.step
-            self.step += len(cut)
-            run = run_window(engine, cut, step, Updating(optimizer, lr_scheduler))
-            self._record, self._timeline = engine.record(run, Mode.TRAIN), None
-            return losses(engine, cut, run)
-
-    def _train_one_by_one(
-        self, batches: Sequence[tuple[Any, Any]], optimizer: torch.optim.Optimizer, scheduler: Any
-    ) -> Tensor:
-        found = []
-        for inputs, targets in batches:
-            found.append(self.train_step(inputs, targets))
-            optimizer.step()
-            optimizer.zero_grad()
-            if scheduler is not None:
-                scheduler.step()
-        return torch.stack(found)
-
-    def _check_can_train(self, call: str) -> None:
-        if self._engine.loss is None:
-            raise ConfigError(
-                f"{call} needs a loss; give Pipeline(..., loss=...), or use pipe(inputs)"
-            )
-        if not torch.is_grad_enabled():
-            raise ConfigError(
-                f"{call} was called under torch.no_grad(); use eval_step, or leave that block"
-            )
+        return self._train_all(batches, Updating(optimizer, lr_scheduler))
 
     # -- outputs --------------------------------------------------------------------------------
 
@@ -302,10 +221,7 @@ class Pipeline(AbstractPipeline):
                 dimension 0.
             ConfigError: layers were given something else than one value.
         """
-        with self._engine.one_at_a_time():  # before the modes change: a step may be running
-            everyone = [*self.modules(), *self.original.modules()]
-            with in_evaluation(everyone):
-                return self._outputs(inputs, keywords)
+        return self._evaluated(inputs, keywords)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Return the model's outputs for the whole batch, as the unsplit model does: a drop-in
@@ -329,7 +245,4 @@ class Pipeline(AbstractPipeline):
                 dimension 0.
             ConfigError: layers were given something else than one value.
         """
-        with self._engine.one_at_a_time():
-            if torch.is_grad_enabled():
-                return self._outputs_with_gradients(inputs, keywords)
-            return self._outputs(inputs, keywords)
+        return self._called(inputs, keywords)

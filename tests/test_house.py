@@ -70,7 +70,7 @@ AT_THE_TOP = {"__init__", "__main__", "errors", "pipeline", "torch_private", "ty
 """Modules that stand in no folder: the front door, errors, types, and what every room may need."""
 LOWEST = {"errors", "torch_private"}
 WITHOUT_TORCH = ("schedules", "simulator", "trace", "planner")
-MOST_LINES = 400
+MOST_LINES, MOST_LINES_OF_THE_FRONT_DOOR = 400, 250
 TORCH_PRIVATE = "penstock.torch_private"
 PYTHONS_PRIVATE = {"_replace", "_exit", "_getframe"}
 BANNED = "chunk"
@@ -239,7 +239,8 @@ def test_every_way_to_name_something_private_is_seen() -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_no_file_is_long(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= MOST_LINES
+    most = MOST_LINES_OF_THE_FRONT_DOOR if path.stem == "pipeline" else MOST_LINES
+    assert len(path.read_text().splitlines()) <= most
 
 
 @pytest.mark.parametrize("folder", WITHOUT_TORCH)

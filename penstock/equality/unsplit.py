@@ -12,7 +12,8 @@ from penstock.mesh import Mesh
 from penstock.model.layers import Layers
 from penstock.model.stage_plan import Step
 from penstock.model.state import in_evaluation
-from penstock.pipeline import LossFunction, Pipeline
+from penstock.pipeline import Pipeline
+from penstock.runtime.abstract_pipeline import LossFunction
 from penstock.runtime.batch_norm import batch_norms
 from penstock.runtime.microbatches import Batch, Call, Splitter
 from penstock.runtime.outputs import gather

@@ -43,6 +43,11 @@ class Arguments:
     batch_norm_over_replicas: bool | None = None
     tied_gradients: TiedGradients | None = None
 
+    @property
+    def are_measured(self) -> bool:
+        """Whether layers are to be measured: to balance them, or to meet a limit of memory."""
+        return self.partition is None or self.memory_limit_bytes is not None
+
     def check_none_beside_plan(self) -> None:
         """Refuse arguments that a plan decides already.
 

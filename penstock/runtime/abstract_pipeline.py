@@ -3,15 +3,17 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, groupby
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.mesh import Mesh
 from penstock.model.held import Held
 from penstock.model.layers import Layers
+from penstock.model.state import in_evaluation
+from penstock.planner.arguments import Arguments
 from penstock.planner.plan import Plan
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode
@@ -21,10 +23,23 @@ from penstock.types import Trace
 
 from .engine import Engine
 from .evaluation import evaluate
-from .microbatches import Call
+from .microbatches import Call, Reduce, first_microbatch
 from .module_form import run_as_module
-from .planning import balance
+from .planning import agree, balance, make_plan
 from .record import Record
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+class Wanted(NamedTuple):
+    """What a pipeline is given that decides nothing of how it runs; with `draws`, layers without
+    values get drawn ones.
+    """
+
+    example_inputs: Any
+    loss: LossFunction | None
+    reduction: Reduce
+    draws: bool
 
 
 class AbstractPipeline(AbstractMovable):
@@ -35,11 +50,27 @@ class AbstractPipeline(AbstractMovable):
 
     number = 0  # among the pipelines of a mesh of processes
 
-    def __init__(self, layers: Layers, engine: Engine, wanted: Call, *, balances: bool) -> None:
-        super().__init__()
-        self._layers, self._engine = layers, engine
-        self.__dict__.update(layers.registered(engine.holds))
-        self._wanted, self._will_balance = wanted, balances
+    def __init__(
+        self,
+        layers: Layers,
+        arguments: Arguments,
+        plan: Plan | None,
+        mesh: Mesh | None,
+        wanted: Wanted,
+    ) -> None:
+        balances = plan is None and arguments.are_measured
+        plan = make_plan(arguments, plan, layers, mesh)
+        part = first_microbatch(wanted.example_inputs, plan.num_microbatches)
+        mesh = mesh or Mesh.of_one_process(plan.placement.num_places, plan.timeout_s)
+        with mesh.world.reporting(plan.placement.names):
+            plan, number, balances = agree(plan, layers, mesh, part, balances=balances)
+            loss = wanted.loss or layers.own_loss
+            engine = Engine(layers, loss, plan, mesh, draws=wanted.draws)
+            super().__init__()
+            self._layers, self._engine = layers, engine
+            self.__dict__.update(layers.registered(engine.holds))
+            self.number = engine.splitter.number = number
+        self._wanted, self._will_balance = Call(plan.num_microbatches, wanted.reduction), balances
         self.step, self._evaluations = 0, 0
         self._trace = Trace.OFF
         self._record: Record | None = None
@@ -170,13 +201,26 @@ class AbstractPipeline(AbstractMovable):
         value = self._layers.as_one_value(inputs, keywords)
         call = replace(self._wanted, trace=self._trace)
         batch = self._engine.splitter.cut(value, None, call)
-        if self._will_balance:
-            self._balance(batch.inputs[0])
+        self._balance_by(batch.inputs[0])
         run = self._engine.new_run(batch, "train", self.step, with_grad=True)
         self.step += 1
         outputs = run_as_module(self._engine, run, value, batch)
         self._record, self._timeline = self._engine.record(run, Mode.FORWARDS), None
         return outputs
+
+    def _called(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Return outputs, for a backward to come where gradients are wanted."""
+        with self._engine.one_at_a_time():
+            if torch.is_grad_enabled():
+                return self._outputs_with_gradients(inputs, keywords)
+            return self._outputs(inputs, keywords)
+
+    def _evaluated(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Return outputs in evaluation mode."""
+        with self._engine.one_at_a_time():  # before the modes change: a step may be running
+            everyone = [*self.modules(), *self.original.modules()]
+            with in_evaluation(everyone):
+                return self._outputs(inputs, keywords)
 
     def _outputs(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Run forwards only, and put the outputs of the micro-batches together."""
@@ -187,9 +231,14 @@ class AbstractPipeline(AbstractMovable):
             self._evaluations += 1
             return outputs
 
-    def _balance(self, part: Any) -> None:
-        """Cut the layers anew by measured time, with the first micro-batch that is at hand."""
-        if part is not None:
+    def _balance_by_example(self, inputs: Any) -> None:
+        self._balance_by(first_microbatch(inputs, self.num_microbatches))
+
+    def _balance_by(self, part: Any) -> None:
+        """Cut the layers anew by measured time, with the first micro-batch that is at hand, if
+        this was not done yet.
+        """
+        if self._will_balance and part is not None:
             self._engine.check_unchanged()
             self._will_balance = False
             self._run_as(balance(self.plan, self._layers, part))

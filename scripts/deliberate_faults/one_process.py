@@ -361,9 +361,9 @@ FAULTS = (
     ),
     Fault(
         "a pipeline made of a plan measures all the same",
-        "penstock/pipeline.py",
-        "balances = plan is None and (partition is None or memory_limit_bytes is not None)",
-        "balances = partition is None or memory_limit_bytes is not None",
+        "penstock/runtime/abstract_pipeline.py",
+        "balances = plan is None and arguments.are_measured",
+        "balances = arguments.are_measured",
         "tests/laws/test_plan.py",
         "another_plan",
     ),

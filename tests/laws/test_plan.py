@@ -88,7 +88,7 @@ def test_the_first_batch_makes_another_plan() -> None:
     second = pipe.plan
     assert (second.balanced_by, len(second.predicted_s or ())) == (BalancedBy.TIME, 2)
     assert replace(second, partition=first.partition, balanced_by=first.balanced_by) == replace(
-        first, predicted_s=second.predicted_s
+        first, predicted_s=second.predicted_s, unsplit=()
     )
     outputs.sum().backward()
     results(pipe)
