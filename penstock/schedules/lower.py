@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 from .collection import collection_paused
 from .family import Family
 from .ir import Schedule
-from .laws import SYNCHRONOUS
+from .laws import OF_MEMORY, SYNCHRONOUS
 from .passes import (
     add_commits,
     add_communication,
@@ -67,7 +67,8 @@ def lower(
 ) -> Schedule:
     """Make a schedule, apply the passes that `mode` needs, and prove the result.
 
-    Only where a whole asynchronous schedule is run do weights change in it.
+    Only where a whole asynchronous schedule is run do weights change in it, and only for a whole
+    schedule does a family's limit of memory hold: the other modes run all forwards first.
     Equal arguments are looked up: the last schedules are kept, if all of `how` can be hashed.
 
     Raises:
@@ -85,6 +86,7 @@ def _lower(how: Lowering, num_microbatches: int, mode: Mode, num_minibatches: in
     if mode is not Mode.TRAIN:
         schedule, every = forwards_first(without_updates(schedule)), num_microbatches
         laws = SYNCHRONOUS if how.family.is_asynchronous else laws
+        laws = tuple(law for law in laws if not isinstance(law, OF_MEMORY))
     if mode is not Mode.EVAL:
         schedule = _saving_memory(schedule, how)
     schedule = add_communication(add_commits(schedule, how.commits, every), how.transfers)

@@ -9,7 +9,7 @@ from .collection import collection_paused
 from .costs import Costs
 from .family import Family
 from .ir import Schedule
-from .laws import AtMostBytes
+from .laws import SYNCHRONOUS, AtMostBytes
 from .one_f_one_b import one_f_one_b
 from .search.best import best
 from .search.problem import Answer, Problem, answer_of, least_bytes, problem_of, schedule_of
@@ -34,7 +34,8 @@ def searched(
     rank 2 | 2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 
     Stages lie on ranks as those of the family `like` do, and feed one another in a chain.  No rank
-    keeps more than `memory` says.  The stages in `recompute` are those that drop their graphs.
+    keeps more than `memory` says, which is proved before a step.  The stages in `recompute` are
+    those that drop their graphs.
 
     The schedule is never longer than that of any other family with stages on the same ranks, as
     far as those keep to `memory`.  For few stages and micro-batches (20 forwards in all) without
@@ -58,7 +59,8 @@ def searched(
         ("like", like),
         ("recompute", recompute),
     )
-    return Family("searched", _schedule, like.stages_per_rank, arguments, like.deal)
+    laws = SYNCHRONOUS if memory is None else (*SYNCHRONOUS, memory)
+    return Family("searched", _schedule, like.stages_per_rank, arguments, like.deal, laws)
 
 
 @lru_cache(maxsize=32)

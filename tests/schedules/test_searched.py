@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ScheduleError
 from penstock.planner.plan import Plan
 from penstock.schedules import (
     ALL_SCHEDULES,
@@ -16,12 +16,15 @@ from penstock.schedules import (
     Family,
     Schedule,
     Sizes,
+    gpipe,
     interleaved_1f1b,
     one_f_one_b,
     searched,
     zb_v,
 )
 from penstock.schedules.costs import Costs
+from penstock.schedules.laws import SYNCHRONOUS, Law
+from penstock.schedules.lower import Lowering, Mode, lower
 from penstock.schedules.memory import peak_bytes
 from penstock.schedules.names import families_for
 from penstock.schedules.passes import add_communication, add_recompute
@@ -111,6 +114,41 @@ def test_a_search_ends_never_later_than_a_named_family(
             if family.ranks(num_stages) == like.ranks(num_stages):
                 named = simulate(family(num_stages, num_microbatches), costs)
                 assert found.step_s <= named.step_s, family
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_limit_is_proved_of_the_schedule_that_a_step_runs(seed: int) -> None:
+    random = Random(seed)
+    num_stages, m = random.randint(1, 4), random.randint(1, 5)
+    memory = drawn_memory(random, num_stages)
+    recompute = tuple(s for s in range(num_stages) if random.random() < 0.5)
+    family = searched(drawn_costs(random, num_stages), memory, recompute=recompute)
+    ranks, transfers = family.ranks(num_stages), chain_transfers(num_stages)
+    for offload in ((), range(num_stages)):
+        how = Lowering(
+            family=family,
+            ranks=ranks,
+            transfers=transfers,
+            recompute=frozenset(recompute),
+            offload=frozenset(offload),
+            posts=True,
+        )
+        for mode in Mode:
+            lower(how, m, mode)
+
+
+def test_a_limit_that_a_family_does_not_keep_to_is_refused_in_training_only() -> None:
+    laws: tuple[Law, ...] = (*SYNCHRONOUS, AtMostBytes(SIZES, (4, 1)))
+    how = Lowering(
+        family=replace(one_f_one_b, laws=laws), ranks=(0, 1), transfers=chain_transfers(2)
+    )
+    for mode in Mode:  # the others run all forwards first, whatever the family does
+        lower(how, 4, mode)
+    gpipe_says_so = replace(how, family=replace(gpipe, laws=laws))
+    for mode in (Mode.FORWARDS, Mode.BACKWARDS, Mode.EVAL):
+        lower(gpipe_says_so, 4, mode)
+    with pytest.raises(ScheduleError, match="its rank then keeps 2 bytes, 1 more than 1"):
+        lower(gpipe_says_so, 4)
 
 
 @pytest.mark.parametrize("num_stages, num_microbatches", ((2, 4), (3, 6), (4, 8), (8, 16)))

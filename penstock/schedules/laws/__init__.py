@@ -15,7 +15,16 @@ from .posts import posts
 from .recomputes import recomputes
 from .updates import commits_by_minibatch, one_version, updates
 
-__all__ = ["ASYNCHRONOUS", "SYNCHRONOUS", "AtMostBytes", "AtMostLive", "Lanes", "Law", "in_order"]
+__all__ = [
+    "ASYNCHRONOUS",
+    "OF_MEMORY",
+    "SYNCHRONOUS",
+    "AtMostBytes",
+    "AtMostLive",
+    "Lanes",
+    "Law",
+    "in_order",
+]
 
 Law = Callable[[Lanes], None]
 """Raises ScheduleError, with the spot marked, if it does not hold."""
@@ -37,3 +46,5 @@ A law may take for granted that `complete` holds.
 """
 ASYNCHRONOUS: tuple[Law, ...] = (*_COMMON, commits_by_minibatch, updates)
 """The laws of schedules in which weights change; a family adds which version a forward sees."""
+OF_MEMORY = (AtMostLive, AtMostBytes)
+"""The laws of what is kept; they hold for the order in which a family trains, and for no other."""
