@@ -51,7 +51,14 @@ class PipelineSection(Section):
     recompute: Annotated[
         str, AfterValidator(one_of([r.value for r in Recompute])), Mark.EXECUTION
     ] = "stage"
-    """stage: keep only what enters a stage, run its forward twice; never: keep everything."""
+    """stage: keep only what enters a stage, run its forward twice; never: keep everything.  Not
+    looked at beside memory_limit_bytes."""
+    memory_limit_bytes: Annotated[Count | None, Mark.EXECUTION] = None
+    """The most that a rank may keep for its backward passes: decides which layers or stages run
+    their forward twice; left out: recompute does."""
+    offload: Annotated[bool, Mark.EXECUTION] = False
+    """Move what forward passes keep away, and back in time: to the host's memory, on CPUs to
+    temporary files.  Beside memory_limit_bytes: only where running twice is not enough."""
     threads_per_stage: Annotated[Count, Mark.EXECUTION] = 1
     """CPU threads inside each operator of a stage; another number may round differently."""
     timeout_s: Annotated[float, Field(gt=0, le=LONGEST_TIMEOUT_S), Mark.EXECUTION] = 600.0

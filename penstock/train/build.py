@@ -59,13 +59,15 @@ def num_layers(recipe: Recipe) -> int:
 def pipeline_options(recipe: Recipe) -> dict[str, Any]:
     """Return the arguments of `Pipeline` that the recipe decides."""
     section = recipe.pipeline
-    auto = section.partition == "auto"
+    auto, is_limited = section.partition == "auto", section.memory_limit_bytes is not None
     return {
         "num_stages": section.num_stages if auto else None,
         "partition": None if auto else section.partition,
         "num_microbatches": section.num_microbatches,
         "schedule": named_schedule(section.schedule, section.num_stages, section.stages_per_rank),
-        "recompute": Recompute(section.recompute),
+        "recompute": None if is_limited else Recompute(section.recompute),
+        "memory_limit_bytes": section.memory_limit_bytes,
+        "offload": section.offload,
         "seed": section.seed,
         "threads_per_stage": section.threads_per_stage,
         "timeout_s": section.timeout_s,

@@ -55,6 +55,7 @@ def with_plan(recipe: Recipe, plan: Plan) -> Recipe:
     """Return the recipe with the keys of `pipeline` that a plan decides as the plan has them."""
     section, num_replicas = recipe.pipeline, plan.placement.num_replicas
     kinds = [kind.value for kind in set(plan.recompute) if isinstance(kind, Recompute)]
+    limits = set(plan.memory_limit_bytes or ())
     changes = {
         "num_stages": plan.num_stages,
         "stages_per_rank": plan.schedule.stages_per_rank,
@@ -63,6 +64,8 @@ def with_plan(recipe: Recipe, plan: Plan) -> Recipe:
         "partition": plan.partition,
         "schedule": plan.schedule.name,
         "recompute": kinds[0] if len(kinds) == 1 else section.recompute,
+        "memory_limit_bytes": min(limits, default=None),
+        "offload": bool(plan.offloading),
         "threads_per_stage": plan.threads_per_stage,
         "timeout_s": plan.timeout_s,
         "seed": plan.seed,

@@ -67,13 +67,18 @@ def _stage_memory(trainer: Trainer) -> tuple[StageMemory, ...]:
 
 
 def _expected_bytes(trainer: Trainer) -> dict[int, int]:
-    """Compute the bytes of the paper's formula for each stage of a chain; nothing for others.
+    """Compute the bytes of the paper's formula for each stage of a chain; nothing for others,
+    nor where stages or layers differ in what they recompute, or move it away.
 
     They are those of the replica that this process belongs to: its share of the mini-batch, in as
     many micro-batches as there are samples for.
     """
     recipe, pipe, mesh, model = trainer.recipe, trainer.pipe, trainer.mesh, trainer.model
-    if not isinstance(model, nn.Sequential):
+    kinds = set(pipe.plan.recompute)
+    if not isinstance(model, nn.Sequential) or len(kinds) > 1 or pipe.plan.offloading:
+        return {}
+    (kind,) = kinds
+    if not isinstance(kind, Recompute):
         return {}
     inputs, targets = trainer.example_part()
     count = min(len(targets), pipe.num_microbatches)
@@ -85,7 +90,7 @@ def _expected_bytes(trainer: Trainer) -> dict[int, int]:
             (inputs, targets),
             trainer.task.loss,
             schedule,
-            Recompute(recipe.pipeline.recompute),
+            kind,
             only=own,
         )
     parts = mesh.stages.gather(mine, "for the memory of the other stages")

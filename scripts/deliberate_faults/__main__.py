@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from . import asynchronous, captured, one_process, processes, runs
+from . import asynchronous, captured, memory, one_process, processes, runs
 from .fault import catches
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +21,7 @@ FAULTS = (
     *captured.FAULTS,
     *runs.FAULTS,
     *asynchronous.FAULTS,
+    *memory.FAULTS,
 )
 
 

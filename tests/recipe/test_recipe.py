@@ -84,6 +84,9 @@ def test_an_unknown_key_is_named_with_the_nearest_one(override: str, message: st
             f'"gpip" must be {" or ".join(map(json.dumps, SCHEDULE_NAMES))}; did you mean gpipe?',
         ),
         ("pipeline.recompute=always", '"always" must be "stage" or "never"'),
+        ("pipeline.memory_limit_bytes=0", "memory_limit_bytes = 0 must be greater than or equal"),
+        ("pipeline.memory_limit_bytes=1e9", "memory_limit_bytes = 1000000000.0 must be a valid"),
+        ("pipeline.offload=always", 'pipeline.offload = "always" must be a valid boolean'),
         (
             "pipeline.partition=[0, 11]",
             'partition = [0, 11] must be "auto" or a list of the layers',
@@ -225,6 +228,8 @@ def test_how_a_run_is_executed_may_change_on_resume() -> None:
         "pipeline.num_stages=3",
         "pipeline.schedule=one_f_one_b",
         "pipeline.recompute=never",
+        "pipeline.memory_limit_bytes=1000",
+        "pipeline.offload=true",
         "train.keep_checkpoints=5",
     ]
     assert all(change.partition("=")[0] in FREE_ON_RESUME for change in changes)

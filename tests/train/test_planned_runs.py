@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock import Plan
+from penstock import Plan, Recompute
 from penstock.cli.main import run
 from penstock.errors import RunFolderError
 from penstock.train.command import Request, resume_run, start_run
@@ -78,3 +78,23 @@ def test_plans_that_cannot_be_followed_are_one_line(
     assert "unknown key sead" in refused(capsys, "--plan", str(changed))
     changed.write_text(json.dumps(json.loads(text) | {"tied_gradients": "summed"}))
     assert "must compute the same" in refused(capsys, "--plan", str(changed))
+
+
+def test_a_run_keeps_within_its_limit_and_computes_the_same(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("num_stages=3", "schedule=one_f_one_b", "seed=5", "partition=[4, 2, 2]")
+    layout = [f"pipeline.{each}" for each in (*asked, "offload=true")]
+    changes = [*layout, "pipeline.memory_limit_bytes=9"]
+    said = refused(capsys, *(word for change in changes for word in ("--set", change)))
+    assert "memory_limit_bytes=9 on rank 0 (stage 0)" in said
+    assert "moved away it still keeps" in said
+    changes[-1] = "pipeline.memory_limit_bytes=500_000"
+    wanted = Request(DIGITS, [*SMALL, *changes], tmp_path / "limited")
+    assert start_run(wanted, quiet(), Interrupt()).finished
+    assert losses(tmp_path / "limited") == losses(finished) != []
+    plan = Plan.load(tmp_path / "limited" / "plan.json")
+    assert plan.predicted_peak_bytes is not None
+    assert plan.recompute[0] is not Recompute.NEVER
+    assert plan.recompute[2] is Recompute.NEVER
+    assert max(plan.predicted_peak_bytes) <= 500_000

@@ -1,0 +1,38 @@
+"""Faults of what keeps less in memory: offload, and layers that run twice."""
+
+from .fault import Fault
+
+FAULTS = (
+    Fault(
+        "offload: every storage is brought back with the bytes of the first",
+        "penstock/runtime/offload.py",
+        "storage, lead = self._store.get(place)",
+        "storage, lead = self._store.get(self._moved[0][0])",
+        "tests/laws/test_offload.py",
+        "in_every_schedule",
+    ),
+    Fault(
+        "offload: a view of a storage is brought back from its start",
+        "penstock/runtime/slots.py",
+        "offset = self.offset + lead",
+        "offset = lead",
+        "tests/laws/test_offload.py",
+        "in_every_schedule",
+    ),
+    Fault(
+        "some layers run twice: their slots are filled in another order than they were emptied",
+        "penstock/runtime/layer_recompute.py",
+        "slot, layout = self._emptied[self._count]",
+        "slot, layout = self._emptied[-1 - self._count]",
+        "tests/laws/test_layer_recompute.py",
+        "in_every_schedule",
+    ),
+    Fault(
+        "a limit of memory does not count the versions of weights",
+        "penstock/planner/memory_limit.py",
+        "tried.append(of_versions + peak_of(",
+        "tried.append(peak_of(",
+        "tests/laws/test_memory_limit.py",
+        "versions",
+    ),
+)
