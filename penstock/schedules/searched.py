@@ -9,7 +9,7 @@ from .collection import collection_paused
 from .costs import Costs
 from .family import Family
 from .ir import Schedule
-from .laws import SYNCHRONOUS, AtMostBytes
+from .laws import SYNCHRONOUS, AtMostBytes, Law
 from .one_f_one_b import one_f_one_b
 from .search.best import best
 from .search.problem import Answer, Problem, answer_of, least_bytes, problem_of, schedule_of
@@ -59,7 +59,7 @@ def searched(
         ("like", like),
         ("recompute", recompute),
     )
-    laws = SYNCHRONOUS if memory is None else (*SYNCHRONOUS, memory)
+    laws: tuple[Law, ...] = SYNCHRONOUS if memory is None else (*SYNCHRONOUS, memory)
     return Family("searched", _schedule, like.stages_per_rank, arguments, like.deal, laws)
 
 
