@@ -15,6 +15,7 @@ from benchmarks.blocks import transformer
 from benchmarks.report import Column, Load, Report, interleaved, parser, progress, publish
 from penstock import Pipeline, Recompute, Transport, schedules
 from penstock.schedules import Family
+from penstock.schedules.names import SYNCHRONOUS_FAMILIES
 
 NUM_STAGES = 2
 COLUMNS = (
@@ -27,9 +28,8 @@ COLUMNS = (
 
 
 def contestants() -> list[Family]:
-    """Give the schedules that are compared: synchronous ones first."""
-    everyone = [schedules.gpipe, schedules.one_f_one_b, schedules.interleaved_1f1b(2)]
-    everyone += [schedules.zb_h1(), schedules.zb_v()]
+    """Give the schedules that are compared: all synchronous ones first."""
+    everyone = [f if isinstance(f, Family) else f() for f in SYNCHRONOUS_FAMILIES]
     return [*everyone, schedules.pipedream(), schedules.pipedream_2bw]
 
 

@@ -126,8 +126,8 @@ class Family:
         return schedule
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in self.arguments)
-        return f"{self.name}({given})" if given else self.name
+        given = (f"{name}={value!r}" for name, value in self.arguments if value is not None)
+        return f"{self.name}({', '.join(given)})" if self.arguments else self.name
 
 
 def check_size(schedule: Schedule, num_stages: int, num_microbatches: int) -> None:
