@@ -147,8 +147,8 @@ class Stage:
         """Take part in a run, or go on with one."""
         run.stages.setdefault(self.index, StageRun())
         if run.window is not None:
-            moving = run.window.optimizers[self.index].parameters
-            self.weights.begin(moving, run.window.uses[self.index])
+            moving, elsewhere = run.window.moving(self.index)
+            self.weights.begin(moving, elsewhere, run.window.uses[self.index])
         if run.traces_memory != self._is_traced:
             self._collect(traced=run.traces_memory)
 

@@ -45,6 +45,8 @@ def divided(
 ) -> dict[int, "StageOptimizer"]:
     """Divide an optimizer by the parameters of the stages; `options` are those of each update.
 
+    A parameter that layers of several stages have is moved by the first: others are sent it.
+
     Raises:
         ConfigError: it has parameters that are on none of them.
     """
@@ -56,9 +58,10 @@ def divided(
             f"{strangers} of the optimizer's {len(held)} parameters are on no stage here, so "
             "nothing says when they are to move. Make it of pipe.parameters()"
         )
+    home = {p: stage for stage in sorted(stages, reverse=True) for p in stages[stage]}
     return {
-        stage: StageOptimizer(optimizer, set(parameters), options)
-        for stage, parameters in stages.items()
+        stage: StageOptimizer(optimizer, {p for p in stages[stage] if home[p] == stage}, options)
+        for stage in stages
     }
 
 

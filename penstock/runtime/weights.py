@@ -1,7 +1,7 @@
 """The parameters of a stage, and which version of them a forward has seen."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ class Weights:
         """How many updates the newest version has seen in this run."""
         self._shown = 0
         self._moving: Sequence[Tensor] = ()
+        self._elsewhere: Collection[Tensor] = ()
         self._uses: Counter[int] = Counter()
         self._memory: dict[int, list[Tensor]] = {}
         self._home: list[Tensor] = []
@@ -51,12 +52,12 @@ class Weights:
 
     @property
     def shown(self) -> Version:
-        """The version that layers see now."""
+        """The version that layers see now; they are sent those weights that move elsewhere."""
         return [
             (id(p), version_counter(p), p.data_ptr())
             for m in self._holders
             for p in parameters_of(m).values()
-            if p is not None
+            if p is not None and p not in self._elsewhere
         ]
 
     @property
@@ -75,12 +76,14 @@ class Weights:
             self._put(self._memory[number])
             self._shown = number
 
-    def begin(self, moving: Sequence[Tensor], uses: Counter[int]) -> None:
-        """Begin a run in which the parameters `moving` are updated; `uses` counts the forwards
-        that see each version.
+    def begin(
+        self, moving: Sequence[Tensor], elsewhere: Collection[Tensor], uses: Counter[int]
+    ) -> None:
+        """Begin a run in which the parameters `moving` are updated, and those `elsewhere` by other
+        stages; `uses` counts the forwards that see each version.
         """
         self._uses = uses.copy()
-        self._moving, self._home = moving, [p.data for p in moving]
+        self._elsewhere, self._moving, self._home = elsewhere, moving, [p.data for p in moving]
         self.number, self._shown, self._memory = 0, 0, {0: self._home}
 
     def update(self, step: Callable[[int], None]) -> None:
@@ -124,6 +127,7 @@ class Weights:
         if self.number and self._moving:
             torch.autograd.graph.increment_version(self._moving)
         self._moving, self._home, self._memory, self._free = (), [], {}, []
+        self._elsewhere = ()
         self.number = self._shown = 0
 
     def _put(self, memory: Sequence[Tensor]) -> None:

@@ -1,9 +1,11 @@
 """Several mini-batches that run as one, while the weights are updated."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+
+from torch import Tensor
 
 from penstock.errors import BatchError, StateError
 
@@ -22,6 +24,11 @@ class Window:
     every: int
     optimizers: Mapping[int, StageOptimizer]
     uses: Mapping[int, Counter[int]]
+
+    def moving(self, stage: int) -> tuple[Sequence[Tensor], Collection[Tensor]]:
+        """Return the parameters that a stage moves, and those that others in this process move."""
+        others = (o.parameters for at, o in self.optimizers.items() if at != stage)
+        return self.optimizers[stage].parameters, frozenset(chain.from_iterable(others))
 
 
 def joined(batches: Sequence[Batch], *, apart: bool) -> Batch:

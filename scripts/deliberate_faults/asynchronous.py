@@ -77,4 +77,12 @@ FAULTS = (
         "tests/laws/test_train_asynchronous.py",
         "another_lag",
     ),
+    Fault(
+        "asynchronous: a weight that layers of two stages have is moved by both",
+        "penstock/runtime/stage_optimizers.py",
+        "if home[p] == stage}",
+        "}",
+        LAW,
+        "tied",
+    ),
 )

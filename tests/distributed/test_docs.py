@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,12 @@ def test_the_code_about_plans_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_page_about_memory_runs() -> None:
     exec(compile(code_of("memory.md"), "memory.md", "exec"), {})
+
+
+def test_the_page_about_asynchronous_schedules_runs() -> None:
+    found: dict[str, Any] = {}
+    exec(compile(code_of("asynchronous.md"), "asynchronous.md", "exec"), found)
+    assert found["losses"].shape == (6,)
 
 
 def test_the_guides_code_gives_the_same_losses_in_one_process_and_in_two(tmp_path: Path) -> None:

@@ -186,16 +186,32 @@ class Tied(nn.Module):
         return found
 
 
+class TiedModules(Tied):
+    """The same by a module of its own, which has the weight too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 8, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.middle(self.first(x).tanh()).tanh())
+        return found
+
+
+@pytest.mark.parametrize(("kind", "partition"), [(Tied, [1, 1]), (TiedModules, [1, 2])])
 @pytest.mark.parametrize("tied", penstock.TiedGradients)
 @pytest.mark.parametrize("family", FAMILIES, ids=repr)
-def test_a_tied_weight_lags_everywhere_as_on_its_home_stage(family: Family, tied: Any) -> None:
+def test_a_tied_weight_lags_everywhere_as_on_its_home_stage(
+    family: Family, tied: Any, kind: type[Tied], partition: list[int]
+) -> None:
     torch.manual_seed(0)
-    model = Tied()
+    model = kind()
     twin = copy.deepcopy(model)
     g = torch.Generator().manual_seed(1)
     batches = [(torch.randn(6, 4, generator=g), torch.randn(6, 8, generator=g)) for _ in range(6)]
     captured = penstock.capture(model, batches[0][0])
-    with pipe_of(family, layers=captured, partition=[1, 1], tied_gradients=tied) as pipe:
+    with pipe_of(family, layers=captured, partition=partition, tied_gradients=tied) as pipe:
         ours = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
         found = pipe.train_steps(batches, ours)
     theirs = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
