@@ -1,4 +1,4 @@
-"""Write docs/schedules.md: each synchronous family, drawn and measured with the simulator.
+"""Write docs/schedules.md: each family, drawn and measured with the simulator.
 
 python -m scripts.schedules_page            print the page
 python -m scripts.schedules_page --write    replace the page
@@ -11,8 +11,9 @@ from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
 
-from penstock.schedules import Family, Forward, Schedule, ir
-from penstock.schedules.names import SYNCHRONOUS_FAMILIES
+from penstock.schedules import Family, Forward, Schedule, ir, one_f_one_b, searched
+from penstock.schedules.names import ASYNCHRONOUS_SCHEDULES, SYNCHRONOUS_FAMILIES
+from penstock.schedules.versions import num_versions
 from penstock.simulator import Costs, simulate
 from penstock.trace.grid import render_grid
 
@@ -25,8 +26,9 @@ HEAD = """# Schedules
 `penstock.Pipeline(..., schedule=...)` takes any of these; where one is written as a call, it has
 arguments. Each takes any number of micro-batches M, fewer than ranks too, and gives the
 gradients of the unsplit model to the bit. Where several stages run on a rank, `num_stages`
-counts those of all ranks, and is a multiple of the stages on one. The asynchronous ones,
-`pipedream` and `pipedream_2bw`, whose weights change within a schedule, are not among them.
+counts those of all ranks, and is a multiple of the stages on one. Two more kinds have tables and
+rules of their own, at the end: [asynchronous ones](#asynchronous-schedules), whose weights change
+within a schedule, and [searched](#searched) ones, made for measured costs.
 
 This page is written by `python -m scripts.schedules_page --write`, and its numbers by the
 simulator. A forward of all that a rank has takes 1 and its backward 2, each part of it 1 where
@@ -55,6 +57,28 @@ STEPS = {
     "dualpipe_v": ("3 M + (R - 1) / 2", "2 R"),
 }
 """How long a step is, and from how many micro-batches on."""
+MINIBATCHES, DRAWN_MINIBATCHES, DRAWN_OF_MINIBATCH = 8, 3, 2
+"""Of asynchronous families."""
+ASYNCHRONOUS = """## Asynchronous schedules
+
+Mini-batches follow each other without a flush, and each stage updates its own weights while
+others work; gradients are those of older weights. [asynchronous.md](asynchronous.md) says what
+that computes and costs. The table is of {ranks} ranks and {minibatches} mini-batches of
+{microbatches} micro-batches; "versions" of its weights are the most that a stage has at once, and
+a window of W mini-batches takes 3 W M + 3 (R - 1) (`pipedream_2bw`: from M = R - 1 on). An
+update takes nothing, and is not in the grids; the programs below them have it as `0U`, and
+`0F3@1` is a forward with the weights that one update has left.
+
+| schedule | stages on a rank | idle | kept | versions |
+| --- | --- | --- | --- | --- |
+"""
+SEARCHED_COSTS = Costs(
+    forward_s=(1, 2, 1),
+    backward_s=(2, 4, 3),
+    backward_input_s=(1, 2, 2),
+    backward_weight_s=(1, 2, 1),
+    recompute_s=(1, 2, 1),
+)
 
 
 def page() -> str:
@@ -62,7 +86,8 @@ def page() -> str:
     given = [(x, x if isinstance(x, Family) else x()) for x in SYNCHRONOUS_FAMILIES]
     rows = "".join(_row(family) for _, family in given)
     sections = "\n".join("\n".join(_section(x, family)) for x, family in given)
-    return HEAD.format(ranks=RANKS, microbatches=MICROBATCHES) + rows + "\n" + sections
+    head = HEAD.format(ranks=RANKS, microbatches=MICROBATCHES) + rows + "\n"
+    return head + sections + "\n" + _asynchronous() + "\n".join(_searched())
 
 
 def _costs(family: Family) -> Costs:
@@ -75,16 +100,56 @@ def _made(family: Family, num_ranks: int, num_microbatches: int) -> Schedule:
     return family(num_ranks * family.stages_per_rank, num_microbatches)
 
 
-def _row(family: Family) -> str:
-    schedule = _made(family, RANKS, MICROBATCHES)
-    idle = float(simulate(schedule, _costs(family)).bubble)
-    kept = max(
+def _asynchronous() -> str:
+    text = ASYNCHRONOUS.format(ranks=RANKS, microbatches=MICROBATCHES, minibatches=MINIBATCHES)
+    for family in ASYNCHRONOUS_SCHEDULES:
+        schedule = family(RANKS, MICROBATCHES, MINIBATCHES)
+        idle = float(simulate(schedule, _costs(family)).bubble)
+        versions = max(num_versions(schedule))
+        text += f"| `{family!r}` | 1 | {idle:.1%} | {_kept(schedule)} | {versions} |\n"
+    for family in ASYNCHRONOUS_SCHEDULES:
+        schedule = family(DRAWN_RANKS, DRAWN_OF_MINIBATCH, DRAWN_MINIBATCHES)
+        said = inspect.getdoc(inspect.getmodule(family.build))
+        grid = render_grid(simulate(schedule, _costs(family)), COLUMNS)
+        where = f"{DRAWN_MINIBATCHES} mini-batches of {DRAWN_OF_MINIBATCH} micro-batches"
+        text += f"\n### {family!r}\n\n{said}\n\nOn {DRAWN_RANKS} ranks, with {where}:\n\n"
+        text += f"```text\n{grid}\n\n{schedule}\n```\n"
+    return text + "\n"
+
+
+def _searched() -> Iterator[str]:
+    """Write what a search gives for stages that are not alike, beside 1F1B."""
+    told = (inspect.getdoc(searched) or "").split("\n\n")
+    yield from ("## searched", "", inspect.getdoc(inspect.getmodule(searched)) or "", "")
+    yield "\n\n".join(text for text in told if text.startswith(("Stages lie", "The schedule is")))
+    yield ""
+    costs = SEARCHED_COSTS
+    yield (
+        f"On {DRAWN_RANKS} ranks, with {DRAWN_MICROBATCHES} micro-batches: forwards of the stages "
+        f"take {costs.forward_s}, backwards\n{costs.backward_s}, or in two parts "
+        f"{costs.backward_input_s} and {costs.backward_weight_s}. First 1F1B, then what is found."
+    )
+    for family in (one_f_one_b, searched(costs)):
+        grid = render_grid(simulate(family(DRAWN_RANKS, DRAWN_MICROBATCHES), costs), COLUMNS)
+        yield from ("", "```text", grid, "```")
+    yield ""
+
+
+def _kept(schedule: Schedule) -> int:
+    """Count the most micro-batches that a rank keeps something of, on each stage."""
+    return max(
         live
         for program in schedule.programs
         for live in accumulate(
             isinstance(x, Forward) - isinstance(x, ir.ADDS_GRADIENTS) for x in program
         )
     )
+
+
+def _row(family: Family) -> str:
+    schedule = _made(family, RANKS, MICROBATCHES)
+    idle = float(simulate(schedule, _costs(family)).bubble)
+    kept = _kept(schedule)
     step, since = STEPS[family.name]
     return (
         f"| [`{family.name}`](#{family.name}) | {family.stages_per_rank} | {idle:.1%} "
