@@ -154,6 +154,7 @@ def _searched(costs: Costs) -> Family:
 WAYS = {
     "gpipe": Way(lambda _: schedules.gpipe),
     "one_f_one_b": Way(lambda _: schedules.one_f_one_b),
+    "eager_1f1b": Way(lambda _: schedules.eager_1f1b),
     "interleaved_1f1b": Way(lambda _: schedules.interleaved_1f1b(stages_per_rank=2), 2),
     "zb_h1": Way(schedules.zb_h1),
     "zb_h2": Way(schedules.zb_h2),

@@ -62,30 +62,31 @@ class Emulated(nn.Module):
         return y
 
 
-def emulated(num_layers: int, device: Device) -> nn.Sequential:
-    """Build layers with the same parameters at every call."""
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        return nn.Sequential(*[Emulated(device) for _ in range(num_layers)])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What all contestants do: layers on `num_ranks` ranks, each with a device of its own."""
+    """What all contestants do: layers on `num_ranks` ranks, each with a device of its own.
+
+    A layer takes `layer_s` for a forward, `inputs` times that for an input's gradient, and as much
+    times its entry of `weights` for a weight's.
+    """
 
     num_ranks: int
-    num_layers: int = 8
     layer_s: float = 2e-3
-    """Of a forward, of an input's gradient, and of a weight's."""
+    inputs: float = 1.0
+    weights: tuple[float, ...] = (1.0,) * 8
 
     @property
-    def microbatch_s(self) -> float:
-        """What a rank takes for a micro-batch."""
-        return 3 * self.layer_s * self.num_layers / self.num_ranks
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.weights)
 
     def model(self) -> nn.Sequential:
         """Build the model; equal at every call."""
-        return emulated(self.num_layers, Device(self.layer_s, self.layer_s, self.layer_s))
+        one_s = self.layer_s
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            devices = (Device(one_s, self.inputs * one_s, w * one_s) for w in self.weights)
+            return nn.Sequential(*map(Emulated, devices))
 
     def data(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
         """Draw inputs and targets, two samples for each micro-batch; equal at every call."""
@@ -95,12 +96,17 @@ class Work:
 
     def costs(self, num_stages: int) -> Costs:
         """Say what each stage takes; the first layer's input has no gradient."""
-        one_s = self.num_layers // num_stages * self.layer_s
-        of_inputs = (one_s - self.layer_s, *[one_s] * (num_stages - 1))
+        size = self.num_layers // num_stages
+        input_s = self.inputs * self.layer_s
+        of_inputs = tuple((size - (stage == 0)) * input_s for stage in range(num_stages))
+        of_weights = tuple(
+            sum(self.weights[stage * size : (stage + 1) * size]) * self.layer_s
+            for stage in range(num_stages)
+        )
         return Costs(
-            forward_s=one_s,
-            backward_s=tuple(one_s + input_s for input_s in of_inputs),
-            recompute_s=one_s,
+            forward_s=size * self.layer_s,
+            backward_s=tuple(map(sum, zip(of_inputs, of_weights, strict=True))),
+            recompute_s=size * self.layer_s,
             backward_input_s=of_inputs,
-            backward_weight_s=one_s,
+            backward_weight_s=of_weights,
         )

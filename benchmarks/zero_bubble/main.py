@@ -15,6 +15,7 @@ from benchmarks.zero_bubble import penstock_processes, torch_peer
 from benchmarks.zero_bubble.emulated import Work
 
 COLUMNS = (
+    Column("W", "weights"),
     Column("K", "num_ranks"),
     Column("M", "num_microbatches"),
     Column("contestant", "contestant"),
@@ -30,8 +31,8 @@ def measure(
     work: Work, num_microbatches: int, rounds: int, ours: Processes, theirs: Processes
 ) -> list[dict[str, Any]]:
     """Let all contestants run in turn, round after round; the first one is our 1F1B."""
-    progress(f"K = {work.num_ranks}, M = {num_microbatches}")
-    own = penstock_processes.NAMES
+    progress(f"K = {work.num_ranks}, M = {num_microbatches}, W of layers {work.weights}")
+    own = penstock_processes.names(work)
     of_torch = torch_peer.names(work.num_ranks, num_microbatches)
     everyone = [
         *(OfProcesses(name, num_microbatches, ours) for name in own),
@@ -39,7 +40,6 @@ def measure(
     ]
     check(everyone)
     found_s = interleaved([contestant.step for contestant in everyone], rounds)
-    ideal_s = (num_microbatches + work.num_ranks - 1) * work.microbatch_s
     foretold_s = {
         name: penstock_processes.foretold_s(name, work, num_microbatches) for name in own
     }
@@ -47,11 +47,12 @@ def measure(
     for contestant, its_s in zip(everyone, found_s, strict=True):
         gain = median(before / after for before, after in zip(found_s[0], its_s, strict=True))
         row: dict[str, Any] = {
+            "weights": "even" if len(set(work.weights)) == 1 else "first half",
             "num_ranks": work.num_ranks,
             "num_microbatches": num_microbatches,
             "contestant": contestant.name,
             "ms": median(its_s) * 1e3,
-            "share": ideal_s / median(its_s),
+            "share": foretold_s[own[0]] / median(its_s),
             "gain": gain,
             "seconds": its_s,
         }
@@ -70,12 +71,15 @@ def run(options: argparse.Namespace) -> Report:
     of_microbatches: tuple[int, ...] = (4,) if smallest else options.num_microbatches
     rounds = 2 if smallest else options.rounds
     table = []
-    for num_ranks in (2,) if smallest else options.num_ranks:
-        work = Work(num_ranks=num_ranks, layer_s=1e-4 if smallest else options.ms / 1e3)
+    layer_s = 1e-4 if smallest else options.ms / 1e3
+    works = [Work(num_ranks=n, layer_s=layer_s) for n in ((2,) if smallest else options.num_ranks)]
+    uneven = (5.0,) * 4 + (0.0,) * 4
+    works.append(Work(num_ranks=2, layer_s=layer_s / 2, inputs=2.0, weights=uneven))
+    for work in works:
         with ExitStack() as stack:
             both = []
             for prepare in (penstock_processes.prepare, torch_peer.prepare):
-                both.append(Processes(prepare, work, of_microbatches, num_ranks))
+                both.append(Processes(prepare, work, of_microbatches, work.num_ranks))
                 stack.callback(both[-1].close)
             for num_microbatches in of_microbatches:
                 table += measure(work, num_microbatches, rounds, *both)

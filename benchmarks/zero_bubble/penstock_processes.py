@@ -6,12 +6,20 @@ from benchmarks.throughput.contestants import WAYS as EVERY_WAY
 from benchmarks.throughput.contestants import Way
 from benchmarks.throughput.processes import Key, Part
 from benchmarks.zero_bubble.emulated import Work
-from penstock import Mesh, Pipeline, Recompute, init_mesh
+from penstock import Mesh, Pipeline, Recompute, init_mesh, schedules
 from penstock.simulator import simulate
 
-WAYS = {name: way for name, way in EVERY_WAY.items() if name != "gpipe"}
+WAYS = {
+    **{name: way for name, way in EVERY_WAY.items() if name != "gpipe"},
+    "searched, one stage a rank": Way(schedules.searched),
+}
 PREFIX = "Penstock "
-NAMES = tuple(PREFIX + name for name in WAYS)
+
+
+def names(work: Work) -> tuple[str, ...]:
+    """Name what is measured; of uneven work, what has one stage on each rank."""
+    is_even = len(set(work.weights)) == 1
+    return tuple(PREFIX + n for n, way in WAYS.items() if is_even or way.stages_per_rank == 1)
 
 
 def foretold_s(name: str, work: Work, num_microbatches: int) -> float:
@@ -27,8 +35,8 @@ def prepare(rank: int, work: Work, counts: tuple[int, ...]) -> dict[Key, Part]:
     """Make a pipeline for each schedule and number of micro-batches."""
     mesh = init_mesh(num_stages=work.num_ranks)
     return {
-        (PREFIX + name, count): _part(way, count, mesh, work)
-        for name, way in WAYS.items()
+        (name, count): _part(WAYS[name.removeprefix(PREFIX)], count, mesh, work)
+        for name in names(work)
         for count in counts
     }
 
