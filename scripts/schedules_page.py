@@ -23,12 +23,16 @@ RANKS, MICROBATCHES = 4, 8
 DRAWN_RANKS, DRAWN_MICROBATCHES, COLUMNS = 3, 5, 118
 HEAD = """# Schedules
 
-`penstock.Pipeline(..., schedule=...)` takes any of these; where one is written as a call, it has
-arguments. Each takes any number of micro-batches M, fewer than ranks too, and gives the
-gradients of the unsplit model to the bit. Where several stages run on a rank, `num_stages`
-counts those of all ranks, and is a multiple of the stages on one. Two more kinds have tables and
-rules of their own, at the end: [asynchronous ones](#asynchronous-schedules), whose weights change
-within a schedule, and [searched](#searched) ones, made for measured costs.
+`penstock.Pipeline(..., schedule=...)` takes any of these, written as in the table, from
+`penstock.schedules`: `schedule=schedules.gpipe`, `schedule=schedules.zb_h1()`. Those with
+parentheses have arguments, each with a default: `costs` (`Costs`, by which gaps are filled;
+without it a forward takes 1 and each part of a backward 1) or `stages_per_rank`.
+
+Each takes any number of micro-batches M, fewer than ranks too, and gives the gradients of the
+unsplit model to the bit. Where several stages run on a rank, `num_stages` counts those of all
+ranks, and is a multiple of the stages on one. Two more kinds have sections of their own at the
+end: [asynchronous schedules](#asynchronous-schedules), which update weights while they run, and
+[searched](#searched) ones, made for [your own costs](searched.md).
 
 This page is written by `python -m scripts.schedules_page --write`, and its numbers by the
 simulator. A forward of all that a rank has takes 1 and its backward 2, each part of it 1 where
@@ -53,7 +57,7 @@ STEPS = {
     "wave": ("3 M + 3 (R - 1) / v for v <= 2", "2 R"),
     "zb_v": ("3 M + (R - 1) / 2", "R"),
     "v_half": ("at most 3 M + 3 (R - 1) / 2", "R"),
-    "v_min": ("at most 3 M + 2 R - 3 / 2", "R"),
+    "v_min": ("at most 3 M + 2 R - 1.5", "R"),
     "dualpipe_v": ("3 M + (R - 1) / 2", "2 R"),
 }
 """How long a step is, and from how many micro-batches on."""
@@ -152,7 +156,7 @@ def _row(family: Family) -> str:
     kept = _kept(schedule)
     step, since = STEPS[family.name]
     return (
-        f"| [`{family.name}`](#{family.name}) | {family.stages_per_rank} | {idle:.1%} "
+        f"| [`{family!r}`](#{family.name}) | {family.stages_per_rank} | {idle:.1%} "
         f"| {kept / family.stages_per_rank:g} | {step} | {since} |\n"
     )
 

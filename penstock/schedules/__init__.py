@@ -1,6 +1,7 @@
 """WHEN: schedules as data.  Start at ir.py; a schedule is one file; passes rewrite schedules."""
 
 from .breadth_first import breadth_first
+from .costs import Costs
 from .dualpipe_v import dualpipe_v
 from .eager_1f1b import eager_1f1b
 from .family import Family
@@ -48,6 +49,7 @@ __all__ = [
     "BackwardInput",
     "BackwardWeight",
     "CommitStatistics",
+    "Costs",
     "Family",
     "Fetch",
     "Forward",

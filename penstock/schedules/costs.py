@@ -23,7 +23,7 @@ class Costs:
     """Seconds of a stage's forward, backward and recompute of one micro-batch, and of a transfer.
 
     `backward_input_s` and `backward_weight_s` are those of a backward in two parts; where they are
-    not given, each is half of the whole one.
+    not given, each is half of the whole one.  Without `recompute_s` it is `forward_s`.
     `transfer_s` is from the end of a send to the earliest end of its receive; a mapping is kept as
     its items, sorted.  `reduce_s` is what adding up a stage's gradients over replicas takes after
     its last backward, `update_s` what the optimizer takes for a stage where the schedule lets it
@@ -36,7 +36,7 @@ class Costs:
 
     forward_s: PerStage
     backward_s: PerStage
-    recompute_s: PerStage
+    recompute_s: PerStage | None = None
     transfer_s: PerEdge = 0
     reduce_s: PerStage = 0
     update_s: PerStage = 0
@@ -65,6 +65,16 @@ class Costs:
                 yield from ((f"{name}[{stage}]", value) for stage, value in enumerate(given))
             else:
                 yield name, given
+
+    def again(self, num_stages: int) -> tuple[float, ...]:
+        """Return what a recompute takes on each stage.
+
+        Raises:
+            ConfigError: costs are given for another number of stages.
+        """
+        if self.recompute_s is None:
+            return per_stage(self.forward_s, num_stages, "forward_s")
+        return per_stage(self.recompute_s, num_stages, "recompute_s")
 
     def parts(self, num_stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return what the two parts of a backward take on each stage: of inputs, of weights.

@@ -17,7 +17,7 @@ def measured_costs(timeline: Timeline) -> Costs:
 
         pipe.train_step(inputs, targets)  # a pipeline with trace=True
         costs = measured_costs(pipe.last_timeline)
-        schedules.searched(costs)
+        Pipeline(layers, num_stages=3, schedule=schedules.searched(costs))
 
     Backwards that ran in two parts give the costs of the parts, and the whole one is taken for
     their sum; of whole ones, each part is taken for half.  Where nothing was recomputed, that is

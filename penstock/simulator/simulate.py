@@ -104,7 +104,7 @@ def _seconds(  # noqa: C901 - one flat match
     forward_s = per_stage(costs.forward_s, num_stages, "forward_s")
     backward_s = per_stage(costs.backward_s, num_stages, "backward_s")
     input_s, weight_s = costs.parts(num_stages)
-    recompute_s = per_stage(costs.recompute_s, num_stages, "recompute_s")
+    recompute_s = costs.again(num_stages)
     reduce_s = per_stage(costs.reduce_s, num_stages, "reduce_s")
     offload_s = per_stage(costs.offload_s, num_stages, "offload_s")
     update_s = per_stage(costs.update_s, num_stages, "update_s")

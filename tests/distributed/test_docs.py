@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from penstock import Plan
 from tests.distributed.launch import ROOT, run
 
 
@@ -35,6 +36,15 @@ def test_the_page_about_asynchronous_schedules_runs() -> None:
     found: dict[str, Any] = {}
     exec(compile(code_of("asynchronous.md"), "asynchronous.md", "exec"), found)
     assert found["losses"].shape == (6,)
+
+
+def test_the_page_about_searched_schedules_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    exec(compile(code_of("searched.md"), "searched.md", "exec"), found)
+    assert Plan.load(tmp_path / "plan.json").schedule == found["searched"]
 
 
 def test_the_guides_code_gives_the_same_losses_in_one_process_and_in_two(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def test_a_schedule_that_was_read_from_csv_stands_in_the_file() -> None:
     "costs",
     (
         Costs(forward_s=1, backward_s=0.1, recompute_s=Fraction(1, 3)),
+        Costs(forward_s=1, backward_s=2),
         Costs(
             forward_s=(1, 2.5, Fraction(2, 7)),
             backward_s=2,

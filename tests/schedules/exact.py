@@ -121,7 +121,7 @@ class Exact:
         peak = live + (kept.graph - first if step[1] else 0)
         live += (first, kept.weights - first, -kept.weights, -first)[kind]
         if again:
-            start += per_stage(self.costs.recompute_s, k, "recompute_s")[stage]
+            start += self.costs.again(k)[stage]
         forwards, gradients = list(way.forwards), list(way.gradients)
         if step[0]:
             start = max(start, forwards[stage][0])

@@ -104,6 +104,14 @@ class TestExactTimes:
         assert found["0B0<1"] == (3, 6)
         assert found["0B0"] == (6, 8)
 
+    def test_a_recompute_takes_as_long_as_its_forward_unless_it_is_given(self):
+        schedule, seconds = add_recompute(gpipe(2, 2)), (1, Fraction(5, 2))
+        without = Costs(forward_s=seconds, backward_s=2)
+        given = Costs(forward_s=seconds, backward_s=2, recompute_s=seconds)
+        longer = Costs(forward_s=seconds, backward_s=2, recompute_s=9)
+        assert simulate(schedule, without) == simulate(schedule, given)
+        assert simulate(schedule, without) != simulate(schedule, longer)
+
     @pytest.mark.parametrize("num_stages", [2, 3, 4])
     def test_running_ahead_hides_transfers(self, num_stages):
         costs = Costs(forward_s=1, backward_s=2, recompute_s=1, transfer_s=Fraction(1, 2))

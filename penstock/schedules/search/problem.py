@@ -87,7 +87,7 @@ def problem_of(
         per_stage(costs.forward_s, num_stages, "forward_s"),
         *costs.parts(num_stages),
         per_stage(costs.backward_s, num_stages, "backward_s"),
-        per_stage(costs.recompute_s, num_stages, "recompute_s"),
+        costs.again(num_stages),
         tuple(0 if here == there else wire_s(s, s + 1) for here, there, s in edges),
     )
     forward, of_inputs, of_weights, whole, again, travel = _alike(times)
