@@ -126,6 +126,8 @@ saving_hooks: Callable[[], Any] = partial(
 
 version_counter: Callable[[Tensor], int] = attrgetter("_version")
 """Count the changes in place of a tensor; RuntimeError for an inference tensor.  Needed."""
+gradient_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+"""The hooks of a gradient, when found and when added, by number; None or a dictionary.  Needed."""
 uncounted_changes = _needed(torch.autograd, "_unsafe_preserve_version_counter")
 """While entered, changes in place of a tuple of tensors are not counted.  Needed."""
 
@@ -142,8 +144,7 @@ def storage_id(tensor: Tensor) -> int:
     Falls back on the address of the memory, which is 0 for all those without.
     """
     storage = tensor.untyped_storage()
-    number: int = getattr(storage, "_cdata", storage.data_ptr())
-    return number
+    return int(getattr(storage, "_cdata", storage.data_ptr()))
 
 
 def has_accumulation_hooks(parameter: Tensor) -> bool:
@@ -278,9 +279,7 @@ def replace_checkpoint_generator(replacement: Callable[..., Iterator[None]]) -> 
 # -- operators ----------------------------------------------------------------------------------
 
 DRAWING_FUNCTIONS = tuple(
-    getattr(torch, name)
-    for name in ("_standard_gamma", "_sample_dirichlet")
-    if hasattr(torch, name)
+    getattr(torch, n) for n in ("_standard_gamma", "_sample_dirichlet") if hasattr(torch, n)
 )
 """Functions that draw, below torch.distributions; a torch without one does not call it."""
 

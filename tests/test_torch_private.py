@@ -189,6 +189,19 @@ def test_hooks_on_a_gradient_are_seen() -> None:
     assert private.has_tensor_hooks(parameter)
 
 
+def test_the_hooks_of_a_gradient_are_there_to_be_written() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert private.gradient_hooks(parameter) == (None, None)
+    parameter.register_hook(lambda gradient: gradient * 2)
+    parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(3))
+    for hooks in private.gradient_hooks(parameter):
+        assert len(hooks) == 1
+        hooks.clear()
+    parameter.sum().backward()
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [1, 1]
+
+
 def test_what_a_node_saved_is_read_unless_a_hook_would_unpack_it() -> None:
     x, weight = torch.ones(3, 2), torch.ones(2, 4, requires_grad=True)
     node = x.mm(weight).grad_fn

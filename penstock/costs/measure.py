@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.costs.kinds import kind_of
 from penstock.costs.layer_bytes import LayerBytes
+from penstock.costs.untouched import untouched_gradients
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, tree_map
 from penstock.model.stage_plan import Step
@@ -47,9 +48,9 @@ def measure_layers(
     """Time forward and backward of each layer on `inputs` (one micro-batch); let `look` see them.
 
     The model runs a few times, fewer if it takes long, and the fastest time of a layer counts; of
-    layers that are alike one is timed, and the others run forward only.  Gradients, buffers and
-    random number generators are as before afterwards; forward hooks of the user run as often as
-    the layers do.
+    layers that are alike one is timed, and the others run forward only.  Gradients, what is beside
+    them on parameters, buffers and random number generators are as before afterwards; forward
+    hooks of the user run as often as the layers do, hooks of parameters do not run.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(num_threads)
@@ -180,15 +181,16 @@ def _backward_s(module: nn.Module, arguments: Any, given: Any, forward_s: float)
     if not outputs or not wanted:
         return 0.0
     seeds = [torch.ones_like(t) for t in outputs]
-    start_s = _now_s()
     try:
         # a graph that layers share, by what one of them remembers, is needed again
-        torch.autograd.grad(outputs, wanted, seeds, allow_unused=True, retain_graph=True)
+        with untouched_gradients(module.parameters()):
+            start_s = _now_s()
+            torch.autograd.grad(outputs, wanted, seeds, allow_unused=True, retain_graph=True)
+            return _now_s() - start_s
     except RuntimeError as error:
         if not any(word in str(error) for word in ("use_reentrant", "donated buffers")):
             raise  # a reentrant checkpoint, and a compiled layer, cannot be asked like this
         return forward_s * BACKWARD_PER_FORWARD
-    return _now_s() - start_s
 
 
 def _device_of(module: nn.Module) -> torch.device | None:
