@@ -2,9 +2,12 @@
 
 import click
 
-from penstock.schedules.names import SCHEDULE_NAMES
+from penstock.schedules.names import ASYNCHRONOUS_NAMES, SCHEDULE_NAMES
 
 from .options import require_torch, set_option, stages_per_rank_option
+
+_NAMES = [name for name in SCHEDULE_NAMES if name not in ASYNCHRONOUS_NAMES]
+"""Those whose training step is the unsplit model's."""
 
 
 @click.command()
@@ -15,9 +18,7 @@ from .options import require_torch, set_option, stages_per_rank_option
 @click.option(
     "--num-microbatches", type=click.IntRange(min=1), help="M.  [default: the recipe's, or 4]"
 )
-@click.option(
-    "--schedule", type=click.Choice(SCHEDULE_NAMES), help="[default: the recipe's, or gpipe]"
-)
+@click.option("--schedule", type=click.Choice(_NAMES), help="[default: the recipe's, or gpipe]")
 @click.option(
     "--recompute", type=click.Choice(["stage", "never"]), help="[default: the recipe's, or stage]"
 )

@@ -23,7 +23,7 @@ CheckArguments = tuple[tuple[Any, Any, Any], dict[str, Any]]
 
 _DEFAULTS: Mapping[str, Any] = {
     "num_stages": 2,
-    "stages_per_rank": 1,
+    "stages_per_rank": None,
     "num_microbatches": 4,
     "schedule": "gpipe",
     "recompute": "stage",

@@ -4,6 +4,8 @@ import os
 
 import click
 
+from penstock.schedules.names import stages_on_ranks
+
 USER_ERROR = 2
 INTERRUPTED = 130
 
@@ -24,7 +26,7 @@ set_option = click.option(
 stages_per_rank_option = click.option(
     "--stages-per-rank",
     type=click.IntRange(min=1),
-    help="Stages in each thread: 2 for zb_v, at least 2 for interleaved_1f1b.",
+    help=f"Stages in each thread: {stages_on_ranks()}; 1 for all others.  [default: the least]",
 )
 
 

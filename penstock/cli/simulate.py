@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from penstock.schedules.names import SCHEDULE_NAMES, named_schedule
+from penstock.schedules.searched import searched
 from penstock.trace.progress import say
 
 from .options import stages_per_rank_option
@@ -26,16 +27,21 @@ _MANY = 200_000
 """Instructions from which on it takes seconds, and what is being done is said."""
 
 
+_NAMES = (*SCHEDULE_NAMES, searched.__name__)
 _TO_READ = click.Path(dir_okay=False, exists=True, path_type=Path)
 _TO_WRITE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
-def _exact(text: str) -> Fraction:
+def _exact(text: str) -> Fraction | int:
     """Read a number of units of time: 2, 0.5 or 1/3."""
     try:
-        return Fraction(text)
+        units = Fraction(text)
+        float(units)
     except (ValueError, ZeroDivisionError):
         raise click.BadParameter(f"{text!r} is not a number such as 2, 0.5 or 1/3") from None
+    except OverflowError:
+        raise click.BadParameter(f"{text!r} is too large a number") from None
+    return units.numerator if units.denominator == 1 else units  # ints are fast
 
 
 def _cost_option(name: str, default: int, what: str) -> Callable[[_F], _F]:
@@ -50,11 +56,18 @@ def _cost_option(name: str, default: int, what: str) -> Callable[[_F], _F]:
 
 
 @click.command()
-@click.option("--schedule", type=click.Choice(SCHEDULE_NAMES), default="gpipe", show_default=True)
+@click.option("--schedule", type=click.Choice(_NAMES), default="gpipe", show_default=True)
 @click.option("--num-stages", type=click.IntRange(min=1), default=4, show_default=True, help="K.")
 @stages_per_rank_option
 @click.option(
     "--num-microbatches", type=click.IntRange(min=1), default=8, show_default=True, help="M."
+)
+@click.option(
+    "--window",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Mini-batches of M, one after the other without a flush, for pipedream, pipedream_2bw.",
 )
 @click.option(
     "--recompute", is_flag=True, help="Run every forward a second time before its backward."
@@ -74,14 +87,17 @@ def simulate(  # noqa: PLR0913 - one for each option
     num_stages: int,
     stages_per_rank: int | None,
     num_microbatches: int,
+    window: int,
     recompute: bool,
     width: int,
     csv: Path | None,
     write_csv: Path | None,
     as_json: bool,
-    **units: Fraction,
+    **units: Fraction | int,
 ) -> None:
     """Draw when each stage does what, if a forward takes 1 and a backward 2 units of time.
+
+    Families that are filled for costs, such as zb_h1 and searched, are made for these.
 
     Where a micro-batch would be narrower than a column, a summary is written instead. CSV files
     are those of torch.distributed.pipelining: a line for each rank, a cell for each action.
@@ -97,16 +113,20 @@ def simulate(  # noqa: PLR0913 - one for each option
     from penstock.simulator import simulate as foretell
     from penstock.trace.grid import render_grid
 
+    costs = _costs(units)
     if csv is None:
-        function = named_schedule(schedule, num_stages, stages_per_rank or 1)
-        _say(f"making the schedule of {num_stages} stages", num_stages * num_microbatches * 6)
-        program = function(num_stages, num_microbatches)
+        family = named_schedule(schedule, num_stages, stages_per_rank, costs)
+        size = num_stages * num_microbatches * window
+        _say(f"making the schedule of {num_stages} stages", size * 6)
+        program = family(num_stages, num_microbatches, window)
     else:
-        _refuse_beside_csv("schedule", "num_stages", "stages_per_rank", "num_microbatches")
+        _refuse_beside_csv(
+            "schedule", "num_stages", "stages_per_rank", "num_microbatches", "window"
+        )
         program = read_csv(csv)
     if write_csv is not None:
         _write(write_csv, to_csv(program))
-    timeline = foretell(add_recompute(program) if recompute else program, _costs(units), _watched)
+    timeline = foretell(add_recompute(program) if recompute else program, costs, _watched)
     _say("adding up where the time goes", len(timeline.spans))
     if as_json:
         breakdown = json.loads(timeline.breakdown().to_json())
@@ -114,7 +134,7 @@ def simulate(  # noqa: PLR0913 - one for each option
             json.dumps({"breakdown": breakdown, "timeline": json.loads(timeline.to_json())})
         )
     elif _can_be_read(timeline, width):
-        click.echo(render_grid(timeline, width))
+        click.echo(render_grid(timeline, width, text_of=_number))
     else:
         click.echo(_summary(timeline))
 
@@ -139,7 +159,7 @@ def _write(path: Path, text: str) -> None:
         raise click.UsageError(f"--write-csv {path}: {error.strerror}") from None
 
 
-def _costs(units: Mapping[str, Fraction]) -> "Costs":
+def _costs(units: Mapping[str, Fraction | int]) -> "Costs":
     from penstock.schedules.costs import Costs
 
     backward = units["backward_input"], units["backward_weight"]

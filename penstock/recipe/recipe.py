@@ -35,7 +35,8 @@ class PipelineSection(Section):
     num_stages: Annotated[Count, Mark.PROCESSES]
     """K, the parts the model is cut into."""
     stages_per_rank: Annotated[Count, Mark.PROCESSES] = 1
-    """Stages in each thread or process: 2 for zb_v, 2 or more for interleaved_1f1b."""
+    """Stages in each thread or process: 2 for zb_v, v_half, v_min, dualpipe_v; 2 or more for
+    interleaved_1f1b, breadth_first, wave."""
     num_replicas: Annotated[Count, Mark.PROCESSES] = 1
     """D, copies of the pipeline that share the micro-batches; above 1 they are processes."""
     num_microbatches: Count

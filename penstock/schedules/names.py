@@ -117,25 +117,24 @@ def families_for(costs: Costs, stages_per_rank: int) -> Iterator[Family]:
             yield family
 
 
-def named_schedule(name: str, num_stages: int, stages_per_rank: int) -> Family:
-    """Return the family called `name`, one of SCHEDULE_NAMES, if it suits these numbers.
+def named_schedule(
+    name: str, num_stages: int, stages_per_rank: int | None = None, costs: Costs | None = None
+) -> Family:
+    """Return the family called `name` if it suits these numbers, made for `costs` if it takes any.
+
+    It is one of SCHEDULE_NAMES, or `searched` if there are costs.  Where stages per rank are not
+    given, they are what the family has by default.
 
     Raises:
         ConfigError: it does not run so many stages on a rank, or they are not dealt out evenly.
     """
-    is_open = _STAGES_PER_RANK in argument_types(name)
-    family = (
-        family_named(name, {_STAGES_PER_RANK: stages_per_rank})
-        if is_open
-        else (_by_default(_NAMED[name]))
-    )
-    if is_open and stages_per_rank == 1:
-        raise ConfigError(
-            f"schedule {name} runs several stages on each rank, and stages per rank is 1; make it "
-            "2 or more"
-        )
+    _check_stages_per_rank(name, stages_per_rank)
+    wanted = {"costs": costs, _STAGES_PER_RANK: stages_per_rank}
+    taken = argument_types(name).keys() & {key for key, value in wanted.items() if value}
+    given = _IN_FILES[name]
+    family = given if isinstance(given, Family) else given(**{key: wanted[key] for key in taken})
     expected = family.stages_per_rank
-    if expected != stages_per_rank:
+    if expected != (stages_per_rank or expected):
         runs, remedy = (
             ("one stage", "leave that out")
             if expected == 1
@@ -145,12 +144,29 @@ def named_schedule(name: str, num_stages: int, stages_per_rank: int) -> Family:
             f"schedule {name} runs {runs} on each rank, and stages per rank is "
             f"{stages_per_rank}; {remedy}, or choose {interleaved_1f1b.__name__}"
         )
-    if num_stages % stages_per_rank:
+    if num_stages % expected:
         raise ConfigError(
-            f"{num_stages} stages, {stages_per_rank} per rank, leave a rank with fewer; choose a "
+            f"{num_stages} stages, {expected} per rank, leave a rank with fewer; choose a "
             "number of stages that is a multiple of stages per rank"
         )
     return family
+
+
+def _check_stages_per_rank(name: str, stages_per_rank: int | None) -> None:
+    if stages_per_rank == 1 and _STAGES_PER_RANK in argument_types(name):
+        raise ConfigError(
+            f"schedule {name} runs several stages on each rank, and stages per rank is 1; make it "
+            "2 or more"
+        )
+
+
+def stages_on_ranks() -> str:
+    """Say of each family with several stages on a rank how many: for help texts."""
+    found = [(name, _by_default(given)) for name, given in _NAMED.items()]
+    is_open = {name: _STAGES_PER_RANK in argument_types(name) for name in _NAMED}
+    several = [name for name, family in found if family.stages_per_rank > 1 and not is_open[name]]
+    of_choice = [name for name in _NAMED if is_open[name]]
+    return f"2 for {', '.join(several)}; 2 or more for {', '.join(of_choice)}"
 
 
 def family_of(given: Build, num_microbatches: int) -> Family:

@@ -7,6 +7,7 @@ F forward  B backward  . idle    step 18 s, bubble 33.3%
 """
 
 from bisect import bisect_left
+from collections.abc import Callable
 from fractions import Fraction
 from math import gcd, lcm
 from numbers import Rational
@@ -21,12 +22,18 @@ _LOOK_OF = {look.letter: look for look in (*DRAWN.values(), IDLE)}
 _ROUNDING = 1e-6
 
 
-def render_grid(timeline: Timeline, width: int = 100, *, colour: bool = False) -> str:
+def render_grid(
+    timeline: Timeline,
+    width: int = 100,
+    *,
+    colour: bool = False,
+    text_of: Callable[[float], str] = time_text,
+) -> str:
     """Draw `timeline` in rows of at most `width` characters, with a legend below.
 
     A box begins with its letter and micro-batch (and before them its stage, if a rank has several)
     where these fit; elsewhere it is its letter throughout.  Dots are time without layers running.
-    With `colour`, boxes have ANSI background colours.
+    With `colour`, boxes have ANSI background colours.  `text_of` writes how long the step took.
     """
     heads = [f"rank {rank}" for rank in range(timeline.num_ranks)]
     margin = max(map(len, heads), default=0)
@@ -41,7 +48,7 @@ def render_grid(timeline: Timeline, width: int = 100, *, colour: bool = False) -
     legend = "  ".join(
         f"{sign} {_LOOK_OF[kind].name}" for sign, kind in zip(signs, seen, strict=True)
     )
-    summary = f"step {time_text(timeline.step_s)}, bubble {percent_text(timeline.bubble)}"
+    summary = f"step {text_of(timeline.step_s)}, bubble {percent_text(timeline.bubble)}"
     return "\n".join([*lines, f"{legend}    {summary}"])
 
 

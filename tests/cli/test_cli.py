@@ -139,7 +139,13 @@ def test_a_mistake_is_a_mistake_where_nobody_can_read_it(lost: str | None) -> No
             ["simulate", "--schedule", "gpip"],
             "'gpip' is not one of 'gpipe', 'one_f_one_b', 'eager_1f1b', 'zb_h1'",
         ),
-        (["simulate", "--schedule", "interleaved_1f1b"], "stages per rank is 1; make it 2 or"),
+        (
+            ["simulate", "--schedule", "interleaved_1f1b", "--stages-per-rank", "1"],
+            "stages per rank is 1; make it 2 or",
+        ),
+        (["simulate", "--window", "2"], "pipedream_2bw, have several"),
+        (["simulate", "--forward", "1e400"], "'1e400' is too large a number"),
+        (["check", "m:f", "--schedule", "pipedream"], "'pipedream' is not one of 'gpipe'"),
         (["simulate", "--num-stages", "0"], "0 is not in the range x>=1"),
         (["simulate", "--csv", "no.csv"], "'no.csv' does not exist"),
         (["simulate", "--csv", __file__, "--num-stages", "2"], "leave out --num-stages"),
@@ -172,6 +178,31 @@ def test_simulate_sums_up_what_cannot_be_read_as_a_picture(capsys: Captured) -> 
     summary = capsys.readouterr().out
     assert "step    123 units of time" in summary and "bubble  2.4%" in summary
     assert "|" not in summary and max(map(len, summary.splitlines())) <= 30
+
+
+@pytest.mark.parametrize("schedule", ("zb_h1", "zb_h2", "searched"))
+def test_simulate_makes_a_schedule_for_the_costs_that_it_is_given(
+    schedule: str, capsys: Captured
+) -> None:
+    uneven = ["--forward", "3", "--backward-input", "1", "--backward-weight", "1/10"]
+    steps = []
+    for name in ("one_f_one_b", schedule):
+        assert run(["simulate", "--json", "--schedule", name, *uneven]) == 0
+        steps.append(json.loads(capsys.readouterr().out)["breakdown"]["step_s"])
+    assert steps[1] <= steps[0] == pytest.approx(45.1)
+
+
+def test_simulate_draws_a_window_of_mini_batches_without_a_flush(capsys: Captured) -> None:
+    command = ["simulate", "--schedule", "pipedream", "--num-microbatches", "4", "--json"]
+    assert run([*command, "--window", "3"]) == 0
+    assert json.loads(capsys.readouterr().out)["breakdown"]["num_microbatches"] == 12
+
+
+def test_simulate_takes_a_familys_own_stages_per_rank(capsys: Captured) -> None:
+    assert run(["simulate", "--schedule", "zb_v"]) == 0
+    grid = capsys.readouterr().out
+    assert "rank 1 |" in grid and "rank 2 |" not in grid
+    assert "step 49, bubble" in grid
 
 
 def test_simulate_writes_json(capsys: Captured) -> None:
