@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
+from numbers import Real
 from typing import cast
 
 from penstock.errors import ConfigError
@@ -31,7 +32,7 @@ class Costs:
     what it keeps is moved away, or back: on a CPU all of it, elsewhere what does not overlap.
 
     Raises:
-        ConfigError: a cost is negative, or no finite number.
+        ConfigError: a cost is negative, no finite number, or neither one nor a tuple.
     """
 
     forward_s: PerStage
@@ -49,10 +50,7 @@ class Costs:
         if isinstance(self.transfer_s, Mapping):
             object.__setattr__(self, "transfer_s", tuple(sorted(self.transfer_s.items())))
         for name, value in self._numbers():
-            if value < 0:
-                raise ConfigError(f"{name} is {value}: no instruction takes less than 0 seconds.")
-            if not math.isfinite(value):
-                raise ConfigError(f"{name} is {value}: give a finite number of seconds.")
+            _check_seconds(name, value)
 
     def _numbers(self) -> Iterator[tuple[str, Seconds]]:
         for cost in fields(self):
@@ -60,7 +58,7 @@ class Costs:
             if given is None:
                 continue
             if name == "transfer_s" and isinstance(given, tuple):
-                yield from ((f"{name}[{edge}]", value) for edge, value in given)
+                yield from _of_edges(given)
             elif isinstance(given, tuple):
                 yield from ((f"{name}[{stage}]", value) for stage, value in enumerate(given))
             else:
@@ -91,6 +89,32 @@ class Costs:
             if of_weights is None
             else per_stage(of_weights, num_stages, "backward_weight_s"),
         )
+
+
+def _of_edges(given: Edges) -> Iterator[tuple[str, Seconds]]:
+    for item in given:
+        match item:
+            case ((int(), int()) as edge, value):
+                yield f"transfer_s[{edge}]", value
+            case _:
+                raise ConfigError(
+                    f"transfer_s holds {item!r}: give one number for all edges, or a mapping as "
+                    "{(0, 1): seconds}, from the two stages of an edge."
+                )
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if not isinstance(value, Real):
+        hint = "a tuple, one number for each stage" if isinstance(value, list) else "a number"
+        raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}: give {hint}.")
+    if value < 0:
+        raise ConfigError(f"{name} is {value}: no instruction takes less than 0 seconds.")
+    try:
+        is_finite = math.isfinite(value)
+    except OverflowError:
+        raise ConfigError(f"{name} is no number that a float holds: give fewer seconds.") from None
+    if not is_finite:
+        raise ConfigError(f"{name} is {value}: give a finite number of seconds.")
 
 
 def _half(seconds: float) -> float:

@@ -129,7 +129,7 @@ def named_schedule(
         ConfigError: it does not run so many stages on a rank, or they are not dealt out evenly.
     """
     _check_stages_per_rank(name, stages_per_rank)
-    wanted = {"costs": costs, _STAGES_PER_RANK: stages_per_rank}
+    wanted: dict[str, Any] = {"costs": costs, _STAGES_PER_RANK: stages_per_rank}
     taken = argument_types(name).keys() & {key for key, value in wanted.items() if value}
     given = _IN_FILES[name]
     family = given if isinstance(given, Family) else given(**{key: wanted[key] for key in taken})

@@ -29,9 +29,11 @@ _KINDS: Mapping[str, type[ir.Compute]] = {
     "W": ir.BackwardWeight,
 }
 _LETTERS: Mapping[type[Instruction], str] = {kind: letter for letter, kind in _KINDS.items()}
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_LEFT_OUT = re.compile(r"\d+((SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
+_LEFT_OUT = re.compile(r"[0-9]+((SEND|RECV)_[FB][0-9]+|UNSHARD|RESHARD|REDUCE_GRAD)")
+_SHOWN_CHARACTERS, _SHOWN_CELLS = 40, 10
+"""How much of a cell, and how many cells on either side of it, an error shows."""
 
 
 def from_csv(source: str | Path) -> Family:
@@ -135,7 +137,7 @@ def _check_size(what: str, asked: int, found: int, *, exactly: bool) -> None:
 @lru_cache(maxsize=8)
 def _read(text: str) -> Schedule:
     """Read a schedule and prove it, for stages of which each feeds the next."""
-    rows = list(csv.reader(text.rstrip().splitlines()))
+    rows = _rows(text)
     programs: list[list[Instruction]] = [[] for _ in rows]
     lines: dict[int, int] = {}
     seen: set[Instruction] = set()
@@ -159,6 +161,15 @@ def _read(text: str) -> Schedule:
     return schedule
 
 
+def _rows(text: str) -> list[list[str]]:
+    """Divide a text into cells; programs that write tables may put a byte-order mark first."""
+    reader = csv.reader(text.removeprefix("\ufeff").rstrip().splitlines())
+    try:
+        return list(reader)
+    except csv.Error as error:
+        raise ScheduleError(f"line {reader.line_num} is not of a CSV file: {error}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class _Spot:
     """A cell, by its line and its place in that, both from 1 on."""
@@ -169,27 +180,40 @@ class _Spot:
 
     def fault(self, problem: str) -> ScheduleError:
         """Make the error that says what is wrong with the cell, and marks it."""
-        cells = list(self.row)
-        cells[self.cell - 1] = f">>{cells[self.cell - 1]}<<"
+        at = self.cell - 1
+        cells = [_shortened(cell) for cell in self.row]
+        shown = cells[at]
+        cells[at] = f">>{shown}<<"
+        around = cells[max(0, at - _SHOWN_CELLS) : at + _SHOWN_CELLS + 1]
         return ScheduleError(
-            f"line {self.line}, cell {self.cell}, {self.row[self.cell - 1]!r}: {problem}.\n"
-            + ",".join(cells)
+            f"line {self.line}, cell {self.cell}, {shown!r}: {problem}.\n" + ",".join(around)
         )
 
 
+def _shortened(cell: str) -> str:
+    return cell if len(cell) <= _SHOWN_CHARACTERS else f"{cell[:_SHOWN_CHARACTERS]}..."
+
+
 def _actions(rows: list[list[str]]) -> Iterator[tuple[_Spot, ir.Compute]]:
-    for line, row in enumerate(rows, 1):
+    most = sum(1 + cell.count(";") for row in rows for cell in row)
+    for line, row in enumerate(map(tuple, rows), 1):
         for number, cell in enumerate(row, 1):
-            spot = _Spot(tuple(row), line, number)
+            spot = _Spot(row, line, number)
             pair = _PAIR.fullmatch(cell.strip())
             for word in pair[1].split(";") if pair else [cell]:
-                yield from ((spot, x) for x in _parsed(word.strip(), spot))
+                yield from ((spot, x) for x in _parsed(word.strip(), spot, most))
 
 
-def _parsed(word: str, spot: _Spot) -> Iterator[ir.Compute]:
+def _parsed(word: str, spot: _Spot, most: int) -> Iterator[ir.Compute]:
     action = _ACTION.fullmatch(word)
     if action:
         stage, letter, microbatch = action.groups()
+        for what, digits in (("stage", stage), ("micro-batch", microbatch)):
+            if len(digits.lstrip("0")) > len(str(most)) or int(digits) >= most:
+                raise spot.fault(
+                    f"there is no {what} of this number, since they count from 0 without a gap, "
+                    f"and all lines together have {most:,} cells"
+                )
         yield _KINDS[letter](int(stage), int(microbatch))
     elif word and not _LEFT_OUT.fullmatch(word):
         raise spot.fault(

@@ -25,8 +25,13 @@ def measured_costs(timeline: Timeline) -> Costs:
     its receive, and the shortest counts: the others waited for the rank that received.
 
     Raises:
-        ConfigError: a stage ran no forward, or no backward.
+        ConfigError: it is no timeline, or a stage ran no forward, or no backward.
     """
+    if not isinstance(timeline, Timeline):
+        raise ConfigError(
+            f"measured_costs was given {timeline!r} instead of a timeline; pipe.last_timeline is "
+            "one after a training step, if the pipeline was made with trace=True"
+        )
     times: Times = defaultdict(list)
     for span in timeline.spans:
         times[type(span.instruction), span.instruction.stage].append(span.duration_s)

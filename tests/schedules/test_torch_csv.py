@@ -41,6 +41,14 @@ WRONG = {
         "0F0,(0F1;0B)OVERLAP_F_B",
         "line 1, cell 2, '(0F1;0B)OVERLAP_F_B': it is no action",
     ),
+    "a micro-batch beyond what memory holds": (
+        "0F99999999999,0B0",
+        "line 1, cell 1, '0F99999999999': there is no micro-batch of this number",
+    ),
+    "a stage that no line runs": ("0F0,0B0\n30000000F0,1B0", "there is no stage of this number"),
+    "a number of thousands of digits": (f"0F{'1' * 5000},", ">>0F11111111111111111111111111111"),
+    "a cell longer than any action": (f"0F0,{'x' * 200_000}", "line 1 is not of a CSV file"),
+    "digits of another script": ("0F\u0663,0B0", "it is no action"),
     "a pair in other brackets": ("0F0,[0F1;0B0]OVERLAP_F_B", "cell 2, '[0F1;0B0]OVERLAP_F_B'"),
     "an action twice": ("0F0,0B0\n1F0,,1F0,1B0", "line 2, cell 3, '1F0': it comes twice"),
     "a stage on two ranks": (
@@ -101,6 +109,18 @@ def test_what_is_wrong_is_named(wrong: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         from_csv(text)
     assert message in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_cell(tmp_path: Path) -> None:
+    path = tmp_path / "marked.csv"
+    path.write_text("0F0,0B0\n", encoding="utf-8-sig")
+    assert read_csv(path) == read_csv("0F0,0B0\n")
+
+
+def test_an_error_shows_only_what_is_near_the_cell() -> None:
+    with pytest.raises(ScheduleError) as caught:
+        from_csv(",".join([*["0F0"], *[""] * 5000, f"x{'y' * 5000}"]))
+    assert len(str(caught.value)) < 300
 
 
 def test_the_cell_is_marked() -> None:

@@ -52,3 +52,8 @@ def test_a_timeline_without_a_backward_is_refused() -> None:
     forwards = simulate(parse("rank 0 | 0F0 0F1"), UNIT_COSTS)
     with pytest.raises(ConfigError, match="no Backward of stage 0, so what one takes"):
         measured_costs(forwards)
+
+
+def test_no_timeline_is_refused_with_how_to_get_one() -> None:
+    with pytest.raises(ConfigError, match="given None instead of a timeline.*trace=True"):
+        measured_costs(None)  # type: ignore[arg-type]

@@ -159,6 +159,11 @@ def test_a_deadlock_is_shown_and_not_waited_for():
         ({"backward_s": -1}, "backward_s is -1: no instruction takes less than 0 seconds"),
         ({"recompute_s": (0, -2, 0)}, r"recompute_s\[1\] is -2"),
         ({"forward_s": float("nan")}, "forward_s is nan: give a finite number"),
+        ({"forward_s": 10**400}, "forward_s is no number that a float holds"),
+        ({"forward_s": "1"}, "forward_s is '1', a str: give a number"),
+        ({"forward_s": [1, 2, 3]}, r"forward_s is \[1, 2, 3\], a list: give a tuple"),
+        ({"backward_s": (1, None, 2)}, r"backward_s\[1\] is None, a NoneType"),
+        ({"transfer_s": (1, 2)}, r"transfer_s holds 1: .* a mapping"),
         ({"transfer_s": {(0, 1): -3}}, r"transfer_s\[\(0, 1\)\] is -3"),
     ],
 )
