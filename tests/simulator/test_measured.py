@@ -55,5 +55,5 @@ def test_a_timeline_without_a_backward_is_refused() -> None:
 
 
 def test_no_timeline_is_refused_with_how_to_get_one() -> None:
-    with pytest.raises(ConfigError, match="given None instead of a timeline.*trace=True"):
+    with pytest.raises(ConfigError, match=r"given None instead of a timeline.*trace=True"):
         measured_costs(None)  # type: ignore[arg-type]
