@@ -127,6 +127,8 @@ def _searched() -> Iterator[str]:
     yield from ("## searched", "", inspect.getdoc(inspect.getmodule(searched)) or "", "")
     yield "\n\n".join(text for text in told if text.startswith(("Stages lie", "The schedule is")))
     yield ""
+    yield "[searched.md](searched.md) shows how to measure costs, set a limit, and when it pays."
+    yield ""
     costs = SEARCHED_COSTS
     yield (
         f"On {DRAWN_RANKS} ranks, with {DRAWN_MICROBATCHES} micro-batches: forwards of the stages "
