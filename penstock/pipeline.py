@@ -19,6 +19,7 @@ from penstock.runtime.asynchronous import Updating
 from penstock.runtime.planning import Devices, device_names
 from penstock.runtime.training import AbstractTraining
 from penstock.schedules.family import Build
+from penstock.schedules.ir import Schedule
 from penstock.types import RecomputePolicy, Reduction, TiedGradients, Trace, Transport
 
 
@@ -42,9 +43,9 @@ class Pipeline(AbstractTraining):
         reduction: how `loss` reduces over what it is given; or a function target -> weight, such
             as the number of real tokens (of the inputs, where there is no target).  Micro-batch
             losses are weighted so that they sum to the loss of the mini-batch.
-        schedule: one of `penstock.schedules`, by default gpipe, or a function of your own
-            (num_stages, num_microbatches) -> Schedule; says which rank, a thread or a process,
-            runs which stages.
+        schedule: one of `penstock.schedules`, by default gpipe, a Schedule of this size, or a
+            function of your own (num_stages, num_microbatches) -> Schedule; says which rank, a
+            thread or a process, runs which stages.
         memory_limit_bytes: the most that a rank may keep for backwards (activations, and versions
             of weights beside the newest; weights and gradients come on top), instead of
             `recompute`: what layers keep is measured like their times, and what costs least is
@@ -96,7 +97,7 @@ class Pipeline(AbstractTraining):
         num_microbatches: int | None = None,
         loss: LossFunction | None = None,
         reduction: Reduction | Callable[[Any], Any] = Reduction.MEAN,
-        schedule: Build | None = None,
+        schedule: Build | Schedule | None = None,
         recompute: RecomputePolicy | Sequence[RecomputePolicy] | None = None,
         memory_limit_bytes: int | Sequence[int] | None = None,
         offload: bool | Sequence[bool] | None = None,

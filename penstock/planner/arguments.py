@@ -8,6 +8,7 @@ from typing import TypeVar, cast
 from penstock.errors import ConfigError, ExecutionWarning, PartitionError, check_count
 from penstock.schedules.family import Build, Family
 from penstock.schedules.gpipe import gpipe
+from penstock.schedules.ir import Schedule
 from penstock.schedules.names import family_of
 from penstock.types import Recompute, RecomputePolicy, TiedGradients, Transport
 
@@ -30,7 +31,7 @@ class Arguments:
     num_stages: int | None = None
     partition: Sequence[int] | None = None
     num_microbatches: int | None = None
-    schedule: Build | None = None
+    schedule: Build | Schedule | None = None
     recompute: RecomputePolicy | Sequence[RecomputePolicy] | None = None
     offload: bool | Sequence[bool] | None = None
     offload_folder: str | None = None

@@ -6,6 +6,7 @@ from enum import Enum
 
 from penstock.errors import ConfigError
 
+from .costs import Costs
 from .ir import Schedule
 from .laws import SYNCHRONOUS, Law
 
@@ -56,6 +57,9 @@ class Family:
 
     One whose weights change in between (`updates`) is asynchronous: it also makes schedules of
     several mini-batches, one after the other without a flush, and `build` is told how many.
+
+    Raises:
+        ConfigError: an argument called `costs` is neither Costs nor None.
     """
 
     name: str
@@ -65,6 +69,14 @@ class Family:
     deal: Deal = in_turn
     laws: tuple[Law, ...] = SYNCHRONOUS
     updates: Updates = Updates.AFTER
+
+    def __post_init__(self) -> None:
+        costs = dict(self.arguments).get("costs")
+        if not isinstance(costs, Costs | None):
+            raise ConfigError(
+                f"{self.name}(costs={costs!r:.80}): give Costs(forward_s=..., backward_s=..., "
+                "recompute_s=...), or measured_costs(pipe.last_timeline) of a step with trace=True"
+            )
 
     @property
     def is_asynchronous(self) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import signature
+from pathlib import PurePath
 from types import FunctionType
 from typing import Any, get_type_hints
 
@@ -15,11 +16,12 @@ from .eager_1f1b import eager_1f1b
 from .family import Build, Family, check_size
 from .gpipe import gpipe
 from .interleaved_1f1b import interleaved_1f1b
+from .ir import Schedule
 from .one_f_one_b import one_f_one_b
 from .pipedream import pipedream
 from .pipedream_2bw import pipedream_2bw
 from .searched import searched
-from .torch_csv import from_csv
+from .torch_csv import from_csv, to_csv
 from .v_half import v_half
 from .v_min import v_min
 from .wave import wave
@@ -169,21 +171,56 @@ def stages_on_ranks() -> str:
     return f"2 for {', '.join(several)}; 2 or more for {', '.join(of_choice)}"
 
 
-def family_of(given: Build, num_microbatches: int) -> Family:
+def family_of(given: Build | Schedule, num_microbatches: int) -> Family:
     """Return what a user gave as a schedule as a family.
 
     A function of the user's own cannot say which ranks run its stages: `ranks` of its family makes
-    a schedule of `num_microbatches` to see.
+    a schedule of `num_microbatches` to see.  A `Schedule` is a family of its own size, as one that
+    was read from a file is: its forwards and backwards count.
 
     Raises:
-        ConfigError: it makes families, and is none.
+        ConfigError: it makes families and is none, or is no schedule at all.
+        ScheduleError: it is a `Schedule`, and cannot run.
     """
     if isinstance(given, Family):
         return given
-    name = given.__name__ if isinstance(given, FunctionType | type) else repr(given)
-    if isinstance(given, type) or given in (*_EVERY_FAMILY, searched):
-        raise ConfigError(f"schedule={name} makes schedule families: write schedule={name}()")
+    if isinstance(given, Schedule):
+        return from_csv(to_csv(given))
+    remedy = _remedy(given)
+    if remedy is not None:
+        raise ConfigError(remedy)
+    name = given.__name__ if isinstance(given, FunctionType) else repr(given)
     return Family(name, given, deal=_AsBuilt(given, num_microbatches))
+
+
+def _remedy(given: object) -> str | None:
+    """Say what to write instead of what is neither a family nor a function of a user's own."""
+    if isinstance(given, str | PurePath):
+        found = _IN_FILES.get(str(given))
+        if found is None:
+            words = f"schedules.from_csv({str(given)!r}), if that is the path of a CSV file"
+        else:
+            words = f"schedules.{given}"
+            words += "" if isinstance(found, Family) else _CALLS.get(str(given), "()")
+        return f"schedule={str(given)!r} is a word; write schedule={words}"
+    if isinstance(given, type) or given in (*_EVERY_FAMILY, searched, from_csv):
+        name = getattr(given, "__name__", repr(given))
+        words = name + _CALLS.get(name, "()")
+        return f"schedule={name} makes schedule families: write schedule={words}"
+    if not callable(given):
+        return (
+            f"schedule={given!r:.80} is no schedule; give a family, such as schedules.one_f_one_b "
+            "or schedules.zb_h1(), a Schedule, or a function (num_stages, num_microbatches) -> "
+            "Schedule"
+        )
+    return None
+
+
+_CALLS = {
+    "searched": "(costs), with costs = measured_costs(pipe.last_timeline) of a traced step",
+    "from_csv": "(path)",
+}
+"""How to call those that need an argument."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,13 +46,9 @@ def searched(
     number of ranks, or a limit is too low for even one micro-batch.
 
     Raises:
-        ConfigError: `memory` is no AtMostBytes.
+        ConfigError: an argument is of another kind.
     """
-    if not isinstance(memory, AtMostBytes | None):
-        raise ConfigError(
-            f"memory={memory!r} is no limit of bytes: write AtMostBytes(Sizes(kept_bytes=...), "
-            "limit_bytes=...), or None for no limit; with kept_bytes=1 it counts micro-batches"
-        )
+    _check_arguments(costs, memory, like, recompute)
     arguments = (
         ("costs", costs),
         ("memory", memory),
@@ -61,6 +57,30 @@ def searched(
     )
     laws: tuple[Law, ...] = SYNCHRONOUS if memory is None else (*SYNCHRONOUS, memory)
     return Family("searched", _schedule, like.stages_per_rank, arguments, like.deal, laws)
+
+
+def _check_arguments(costs: object, memory: object, like: object, recompute: object) -> None:
+    if costs is None:
+        raise ConfigError(
+            "searched(costs=None): it is made for costs; give Costs(forward_s=..., "
+            "backward_s=..., recompute_s=...), or measured_costs(pipe.last_timeline) of a step "
+            "with trace=True"
+        )
+    if not isinstance(memory, AtMostBytes | None):
+        raise ConfigError(
+            f"memory={memory!r} is no limit of bytes: write AtMostBytes(Sizes(kept_bytes=...), "
+            "limit_bytes=...), or None for no limit; with kept_bytes=1 it counts micro-batches"
+        )
+    if not isinstance(like, Family):
+        raise ConfigError(
+            f"like={like!r:.80} is no schedule family, on whose ranks stages could lie: write "
+            f"like={getattr(like, '__name__', 'zb_v')}()"
+        )
+    if not isinstance(recompute, tuple) or not all(type(stage) is int for stage in recompute):
+        raise ConfigError(
+            f"recompute={recompute!r} is no tuple of stages: give the numbers of those that drop "
+            "their graphs, such as (0, 1), or () for none"
+        )
 
 
 @lru_cache(maxsize=32)

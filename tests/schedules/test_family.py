@@ -4,6 +4,8 @@ import copy
 import json
 import pickle
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,16 +15,22 @@ from penstock.schedules import (
     Family,
     Schedule,
     breadth_first,
+    from_csv,
     interleaved_1f1b,
     one_f_one_b,
+    searched,
     wave,
+    zb_h1,
+    zb_v,
 )
+from penstock.schedules.costs import UNIT_COSTS
 from penstock.schedules.names import (
     ASYNCHRONOUS_SCHEDULES,
     SYNCHRONOUS_FAMILIES,
     family_named,
     family_of,
 )
+from penstock.types import Recompute
 from tests.every_schedule import EVERY_SCHEDULE, Dealt, by_default
 
 FAMILIES = (
@@ -83,6 +91,49 @@ def test_a_function_of_the_users_own_is_a_family_named_as_it_is() -> None:
     assert family_of(mine, 4)(3, 2) == mine(3, 2)
     assert str(family_of(Dealt((0, 1)), 4)) == "Dealt(ranks=(0, 1))"
     assert family_of(partial(mine), 4).ranks(3) == (0, 0, 1)
+
+
+def test_a_schedule_is_a_family_of_its_own_size() -> None:
+    schedule = one_f_one_b(3, 4)
+    assert family_of(schedule, 4)(3, 4) == schedule
+    assert family_of(schedule, 4)(3, 2) == one_f_one_b(3, 2)  # as a smaller last batch needs
+    with pytest.raises(ConfigError, match="has 3 stages, and 2 were asked for"):
+        family_of(schedule, 4).ranks(2)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    (
+        ("zb_h1", r"write schedule=schedules\.zb_h1\(\)$"),
+        ("gpipe", r"write schedule=schedules\.gpipe$"),
+        ("x.csv", r"write schedule=schedules\.from_csv\('x.csv'\)"),
+        (Path("x.csv"), r"write schedule=schedules\.from_csv\('x.csv'\)"),
+        ("searched", r"schedules\.searched\(costs\), with costs = measured_costs"),
+        (searched, r"write schedule=searched\(costs\), with costs = measured_costs"),
+        (from_csv, r"write schedule=from_csv\(path\)"),
+        (zb_h1, r"write schedule=zb_h1\(\)"),
+        (5, "schedule=5 is no schedule; give a family"),
+    ),
+)
+def test_what_is_no_family_is_refused_with_what_to_write(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        family_of(given, 4)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    (
+        (lambda: zb_h1(5), r"zb_h1\(costs=5\): give Costs"),
+        (lambda: searched(None), r"searched\(costs=None\): it is made for costs"),
+        (lambda: searched("x"), r"searched\(costs='x'\): give Costs"),
+        (lambda: searched(UNIT_COSTS, like=zb_v), r"no schedule family.* like=zb_v\(\)"),
+        (lambda: searched(UNIT_COSTS, recompute=[0]), r"recompute=\[0\] is no tuple of stages"),
+        (lambda: searched(UNIT_COSTS, recompute=Recompute.STAGE), "is no tuple of stages"),
+    ),
+)
+def test_an_argument_of_another_kind_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
 
 
 def test_a_schedule_of_another_size_than_asked_for_is_refused() -> None:
