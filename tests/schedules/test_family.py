@@ -121,19 +121,19 @@ def test_what_is_no_family_is_refused_with_what_to_write(given: Any, message: st
 
 
 @pytest.mark.parametrize(
-    "make, message",
+    "make, arguments, message",
     (
-        (lambda: zb_h1(5), r"zb_h1\(costs=5\): give Costs"),
-        (lambda: searched(None), r"searched\(costs=None\): it is made for costs"),
-        (lambda: searched("x"), r"searched\(costs='x'\): give Costs"),
-        (lambda: searched(UNIT_COSTS, like=zb_v), r"no schedule family.* like=zb_v\(\)"),
-        (lambda: searched(UNIT_COSTS, recompute=[0]), r"recompute=\[0\] is no tuple of stages"),
-        (lambda: searched(UNIT_COSTS, recompute=Recompute.STAGE), "is no tuple of stages"),
+        (zb_h1, {"costs": 5}, r"zb_h1\(costs=5\): give Costs"),
+        (searched, {"costs": None}, r"searched\(costs=None\): it is made for costs"),
+        (searched, {"costs": "x"}, r"searched\(costs='x'\): give Costs"),
+        (searched, {"costs": UNIT_COSTS, "like": zb_v}, r"no schedule family.* like=zb_v\(\)"),
+        (searched, {"costs": UNIT_COSTS, "recompute": [0]}, r"recompute=\[0\] is no tuple of"),
+        (searched, {"costs": UNIT_COSTS, "recompute": Recompute.STAGE}, "is no tuple of stages"),
     ),
 )
-def test_an_argument_of_another_kind_is_refused(make: Any, message: str) -> None:
+def test_an_argument_of_another_kind_is_refused(make: Any, arguments: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make()
+        make(**arguments)
 
 
 def test_a_schedule_of_another_size_than_asked_for_is_refused() -> None:
