@@ -10,7 +10,7 @@ one line that says which versions work; the others do without, as told there.
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -116,6 +116,8 @@ disabled_hooks: Callable[[], str | None] = getattr(
 )
 """Return what `disable_saved_tensors_hooks` was told in this thread; None where it was not
 entered, or torch hides it."""
+results_of: Callable[[Node], Sequence[Any]] = attrgetter("_input_metadata")
+"""The shape and the dtype of each result of a node's operator.  Needed under a memory limit."""
 next_node_number: Callable[[], int] = getattr(_autograd, "_get_sequence_nr", int)
 """Return the number that autograd gives the next node of this thread; 0 where torch hides it:
 then the backward of a layer that fails is named as the first or the last that is possible."""
@@ -330,8 +332,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def has_gradient_hooks(module: nn.Module) -> bool:
     """Tell whether a module has hooks on its gradients; those that torch hides are not seen."""
-    kinds = ("_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind, None) for kind in kinds)
+    return any(getattr(module, f"_backward_{kind}", None) for kind in ("hooks", "pre_hooks"))
 
 
 def uncompiled(module: nn.Module) -> Callable[..., Any] | None:

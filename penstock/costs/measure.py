@@ -18,7 +18,7 @@ from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, tree_map
 from penstock.model.stage_plan import Step
 from penstock.model.state import ABSENT, attributes, keeping_values, put_state, read_state
-from penstock.torch_private import saving_hooks, storage_id
+from penstock.torch_private import NEVER_COMPUTES, saving_hooks, storage_id
 
 REPEATS = 3
 ENOUGH_S, LONG_S = 0.5, 10.0
@@ -74,12 +74,16 @@ def _measure_all(layers: Layers, inputs: Any, look: Look | None) -> tuple[LayerT
     return tuple(min(times, key=sum) for times in zip(*found, strict=True))
 
 
-def measure_bytes(layers: Layers, inputs: Any) -> tuple[LayerBytes, ...]:
+Left = Callable[[nn.Module, list[Tensor]], int]
+"""Counts what half a backward leaves of a layer, from the graph of what it gave."""
+
+
+def measure_bytes(layers: Layers, inputs: Any, left: Left) -> tuple[LayerBytes, ...]:
     """Count what each layer keeps of `inputs` (one micro-batch) for its backward, by storage.
 
     The model runs once, forward; all is as before afterwards, as in `measure_layers`.
     """
-    meter = _ByteMeter()
+    meter = _ByteMeter(left)
     with _untouched([step.module for step in layers]):
         _run_once(layers, inputs, meter)
     return tuple(meter.found.get(step.index, LayerBytes(0, 0, 0, 0, 0)) for step in layers)
@@ -88,7 +92,8 @@ def measure_bytes(layers: Layers, inputs: Any) -> tuple[LayerBytes, ...]:
 class _ByteMeter:
     """Counts what the layers of one run of the model save."""
 
-    def __init__(self) -> None:
+    def __init__(self, left: Left) -> None:
+        self._left = left
         self.found: dict[int, LayerBytes] = {}
 
     def run(self, step: Step, run: Callable[[], Any], arguments: Any) -> Any:
@@ -111,6 +116,7 @@ class _ByteMeter:
             saved_inputs=sum(saved[s] for s in saved.keys() & inputs.keys()),
             results=sum(results.values()),
             saved_results=sum(saved[s] for s in saved.keys() & results.keys() - inputs.keys()),
+            left=self._left(step.module, flatten(result)[0]),
         )
         return result
 
@@ -224,6 +230,9 @@ def _saving_as_usual() -> AbstractContextManager[Any]:
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
+
+
+setattr(_as_it_is, NEVER_COMPUTES, True)
 
 
 @contextmanager

@@ -98,19 +98,27 @@ def peak_of(
 def sizes_of(
     partition: Sequence[int], recompute: Sequence[RecomputePolicy], of_layers: Sequence[LayerBytes]
 ) -> Sizes:
-    """Return what each stage keeps of a micro-batch, before and after its recompute."""
+    """Return what each stage keeps of a micro-batch, before and after its recompute, and
+    between the parts of a backward.
+    """
     bounds = _bounds(partition)
-    kept, inputs = [], []
+    kept, inputs, left = [], [], []
     for (start, end), kind in zip(bounds, recompute, strict=True):
         own, is_last = of_layers[start:end], end == len(of_layers)
         kept.append(_kept(own, frozenset(), is_last=is_last))
+        left.append(sum(layer.left for layer in own))
         if isinstance(kind, RecomputeLayers):
             dropped = frozenset(n - start for n in kind.layers if isinstance(n, int))
             inputs.append(_kept(own, dropped, is_last=is_last))
         else:
             inputs.append(own[0].inputs)
     stays = (of_layers[0].inputs, *(0 for _ in bounds[1:]))
-    return Sizes(kept_bytes=tuple(kept), input_bytes=tuple(inputs), stay_bytes=stays)
+    return Sizes(
+        kept_bytes=tuple(kept),
+        input_bytes=tuple(inputs),
+        weight_bytes=tuple(left),
+        stay_bytes=stays,
+    )
 
 
 def _kept(own: Sequence[LayerBytes], dropped: frozenset[int], *, is_last: bool) -> int:

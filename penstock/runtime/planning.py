@@ -29,7 +29,7 @@ from penstock.trace.progress import saying
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
 from .devices import num_cores, with_index
-from .unsplit import why_unsplit
+from .unsplit import left_bytes, why_unsplit
 
 Devices = Sequence[torch.device | str | int] | torch.device | str | None
 
@@ -96,8 +96,8 @@ def balance(plan: Plan, layers: Layers, part: Any) -> Plan:
         plan = balanced(plan, times, layers.spans)
     if plan.memory_limit_bytes is None:
         return plan
-    forward_s = [time.forward_s for time in times]
-    return fitted(plan, measure_bytes(layers, part), forward_s, _trainable_bytes(layers))
+    of_layers = measure_bytes(layers, part, left_bytes)
+    return fitted(plan, of_layers, [t.forward_s for t in times], _trainable_bytes(layers))
 
 
 def _trainable_bytes(layers: Layers) -> list[int]:

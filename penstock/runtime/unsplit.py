@@ -1,12 +1,15 @@
-"""Say which of a layer's gradients a backward in two parts cannot leave to the second, and why."""
+"""Say which of a layer's gradients a backward in two parts cannot leave to the second, and why;
+and how much memory those need that it can.
+"""
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from penstock.torch_private import has_tensor_hooks
+from penstock.torch_private import has_tensor_hooks, results_of, storage_id
 
 from .split_backward import CHECKPOINT, arrivals_of, leaves_and_cuts, settle
 
@@ -34,6 +37,27 @@ def why_unsplit(module: nn.Module, results: Sequence[Tensor]) -> str | None:
         return None
     share = _num_elements(unsplit) / _num_elements(weights)
     return f"{share:.0%} of its weights: {_reason(unsplit, arrivals)}"
+
+
+def left_bytes(module: nn.Module, results: Sequence[Tensor]) -> int:
+    """Count from the graph of what a layer gave what the first part of its backward leaves, at
+    most: what operators have read, gradients of their results, and those of all other weights.
+    """
+    arrivals = arrivals_of([get_gradient_edge(t).node for t in results if t.requires_grad])
+    leaves, cuts = leaves_and_cuts(arrivals)
+    own = {id(parameter) for parameter in module.parameters()}
+    inputs = {leaf for leaf in leaves if id(leaf.variable) not in own}
+    apart = settle(cuts, arrivals, inputs)
+    lasting = {storage_id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    reads = [tensor for cut in cuts.values() for tensor, _ in cut.reads]
+    kept = {storage_id(t): t.untyped_storage().nbytes() for t in reads}
+    of_reads = sum(kept[storage] for storage in kept.keys() - lasting)
+    of_results: int = sum(
+        prod(r.shape) * r.dtype.itemsize for node in cuts for r in results_of(node)[:1]
+    )
+    late = {*apart, *inputs}
+    now: list[Tensor] = [leaf.variable for leaf in leaves if leaf not in late]
+    return of_reads + of_results + sum(p.numel() * p.element_size() for p in now)
 
 
 def _num_elements(leaves: Sequence[Any]) -> int:

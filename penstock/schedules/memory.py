@@ -34,9 +34,10 @@ class Sizes:
     """Bytes that a stage keeps of one micro-batch.
 
     `kept_bytes` is the graph of a forward, `input_bytes` what a Forward that drops its graph keeps
-    until the Recompute, `weight_bytes` what a BackwardInput leaves for its BackwardWeight: where
-    it is not given, as much as the graph.  `stay_bytes` is what an Offload leaves where it is: the
-    caller's batch.
+    until the Recompute, `weight_bytes` what a BackwardInput leaves for its BackwardWeight.  None
+    is a guess, as much as the graph, and no bound: gradients are kept there that the graph has
+    not, and a stage may keep twice as much.  `stay_bytes` is what an Offload leaves where it
+    is: the caller's batch.
 
     Raises:
         ConfigError: a number is negative.

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.schedules import gpipe, pipedream
+from penstock.schedules import gpipe, pipedream, v_half, zb_h1, zb_h2, zb_v
+from penstock.schedules.family import Family
 from penstock.types import Recompute, Trace, Transport
 from tests.side_by_side import same_bits
 
@@ -113,6 +114,47 @@ def test_less_is_kept_without_a_flush_and_with_the_same_bits(saving: dict[str, A
     pipe, found = trained_without_flush((2, 2, 2, 2), **saving)
     assert all(map(same_bits, found, expected))
     assert peaks(pipe)[0] < peaks(plain)[0]
+
+
+def of_ranks(schedule: Family, **options: Any) -> tuple[list[int], tuple[int, ...] | None]:
+    """Return the most that each rank of an MLP has kept, and what was predicted."""
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 32))
+    pipe = penstock.Pipeline(
+        [copy.deepcopy(wide) for _ in range(4)],
+        partition=[2, 2] if schedule.stages_per_rank == 1 else [1, 1, 1, 1],
+        num_microbatches=8,
+        loss=lambda output, _: output.square().mean(),
+        schedule=schedule,
+        transport=Transport.LOOPBACK,
+        trace=Trace.MEMORY,
+        threads_per_stage=1,
+        **options,
+    )
+    x = torch.randn(64, 32)
+    pipe.train_step(x, x[:, :1])
+    assert pipe.last_timeline is not None
+    most, now = [0, 0], [0] * pipe.plan.num_stages
+    for sample in pipe.last_timeline.memory:
+        rank = pipe.plan.placement.places[sample.stage]
+        now[sample.stage] = sample.kept_bytes
+        own = [now[s] for s, place in enumerate(pipe.plan.placement.places) if place == rank]
+        most[rank] = max(most[rank], sum(own))
+    return most, pipe.plan.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("schedule", [zb_h1(), zb_h2(), zb_v(), v_half()], ids=str)
+def test_what_half_a_backward_leaves_is_under_the_limit(schedule: Family) -> None:
+    most, _ = of_ranks(schedule)
+    limit = max(most) * 5 // 4
+    kept, predicted = of_ranks(schedule, memory_limit_bytes=limit)
+    assert predicted is not None
+    assert max(kept) <= limit
+    assert max(predicted) <= limit
+    of_copies = 8 * 32 * 4 + 64  # of the batch, and to the place in a cache line
+    assert all(a <= b + of_copies for a, b in zip(kept, predicted, strict=True))
+    with pytest.raises(ConfigError, match="bytes too few"):
+        of_ranks(schedule, memory_limit_bytes=[36864, 8192])
 
 
 def test_a_limit_beside_a_policy_and_one_that_nothing_fits_are_refused() -> None:
