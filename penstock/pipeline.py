@@ -1,7 +1,7 @@
 """The front door: a model as a pipeline."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -172,7 +172,7 @@ class Pipeline(AbstractTraining):
 
     def train_steps(
         self,
-        batches: Sequence[tuple[Any, Any]],
+        batches: Iterable[tuple[Any, Any]],
         optimizer: torch.optim.Optimizer,
         *,
         lr_scheduler: Any = None,
@@ -187,7 +187,7 @@ class Pipeline(AbstractTraining):
         the schedule says; after the last one all stages have seen all updates.
 
         Args:
-            batches: (inputs, targets) of each, as `train_step` takes them.
+            batches: (inputs, targets) of each, as `train_step` takes them; all are read first.
             optimizer: of `pipe.parameters()`; treats each parameter by itself, as SGD and AdamW
                 do.
             lr_scheduler: its `step()` is called once after each mini-batch; with an asynchronous

@@ -22,7 +22,7 @@ from penstock.errors import (
 )
 from penstock.runtime.devices import num_cores
 from penstock.runtime.planning import device_of_process
-from penstock.schedules import ALL_SCHEDULES, Backward, Forward, gpipe
+from penstock.schedules import ALL_SCHEDULES, Backward, Forward, gpipe, pipedream_2bw
 from penstock.schedules.ir import Schedule
 from tests.ways import IN_ONE_PROCESS
 
@@ -444,3 +444,40 @@ def _first_three(output: Tensor, target: Tensor) -> Tensor:
 def _grad(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
+
+
+@pytest.mark.parametrize("schedule", (gpipe, pipedream_2bw))
+@pytest.mark.parametrize(
+    "batches, message",
+    (
+        ([], "given no batches"),
+        (3, "given a int as batches; give a list"),
+        ([torch.zeros(4, 6)], "batch 0 of train_steps, a Tensor, is no pair"),
+        ([(torch.zeros(4, 6),)], "a tuple, is 1 values; give .inputs, targets. for each"),
+    ),
+)
+def test_batches_that_are_no_pairs(schedule: Any, batches: Any, message: str) -> None:
+    with make(schedule=schedule) as pipe, pytest.raises(ConfigError, match=message):
+        pipe.train_steps(batches, torch.optim.SGD(pipe.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("schedule", (gpipe, pipedream_2bw))
+def test_optimizers_and_schedulers_that_want_more_than_a_step(schedule: Any) -> None:
+    batches = [(torch.randn(4, 6), torch.randn(4, 3))]
+    with make(schedule=schedule) as pipe:
+        sgd = torch.optim.SGD(pipe.parameters(), 0.1)
+        waits = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd)
+        with pytest.raises(ConfigError, match=r"LBFGS.* several times in a step"):
+            pipe.train_steps(batches, torch.optim.LBFGS(pipe.parameters()))
+        with pytest.raises(ConfigError, match="ReduceLROnPlateau, which waits for a metric"):
+            pipe.train_steps(batches, sgd, lr_scheduler=waits)
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+        assert pipe.train_steps(iter(batches), sgd).shape == (1,)
+
+
+def test_layers_to_recompute_that_lie_on_another_stage() -> None:
+    other = [penstock.Recompute.layers(3), penstock.Recompute.layers(0)]
+    with pytest.raises(ConfigError, match=r"recompute\[0\] .* layer 3, '.*', .* stage 1"):
+        make(partition=(2, 3), recompute=other)
+    for both in (other[::-1], penstock.Recompute.layers(0, 3)):
+        make(partition=(2, 3), recompute=both)

@@ -10,7 +10,7 @@ from penstock.schedules.family import Build, Family
 from penstock.schedules.gpipe import gpipe
 from penstock.schedules.ir import Schedule
 from penstock.schedules.names import family_of
-from penstock.types import Recompute, RecomputePolicy, TiedGradients, Transport
+from penstock.types import Recompute, RecomputeLayers, RecomputePolicy, TiedGradients, Transport
 
 from .checks import check_partition, check_timeout
 from .partition import balance_spans
@@ -126,7 +126,7 @@ def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Reso
     counts = [layer.num_parameters for layer in model.layers]
     places = resolve_places(family, num_stages, resources)
     devices = resolve_devices(arguments.devices, places, resources)
-    return Plan(
+    plan = Plan(
         layers=model.layers,
         partition=tuple(partition or balance_spans([counts] * num_stages, model.spans)),
         schedule=family,
@@ -146,6 +146,27 @@ def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Reso
         timeout_s=check_timeout(_or(arguments.timeout_s, DEFAULT_TIMEOUT_S)),
         balanced_by=BalancedBy.PARAMETERS if partition is None else BalancedBy.HAND,
     )
+    if partition is not None:
+        _check_named_layers(plan)
+    return plan
+
+
+def _check_named_layers(plan: Plan) -> None:
+    """Refuse layers to recompute that were named for a stage which has not got them.
+
+    Raises:
+        ConfigError: one is recomputed on no stage.
+    """
+    stage_of = [stage for stage, size in enumerate(plan.partition) for _ in range(size)]
+    for stage, policy in enumerate(plan.recompute):
+        for n in policy.layers if isinstance(policy, RecomputeLayers) else ():
+            home = stage_of[cast(int, n)]
+            if n not in plan.recomputed(home):
+                raise ConfigError(
+                    f"recompute[{stage}] names layer {n}, {plan.layers[cast(int, n)].name!r}, "
+                    f"which is on stage {home}; name it in recompute[{home}], or give one "
+                    "Recompute.layers(...) for all stages"
+                )
 
 
 def _of_stages(given: _T | Sequence[_T] | None, default: _T, num_stages: int) -> tuple[_T, ...]:

@@ -1,14 +1,15 @@
 """Train on several mini-batches as one run in which the schedule updates the weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from penstock.errors import ConfigError
+from penstock.errors import BatchError, ConfigError
 from penstock.model.pytree import flatten
 from penstock.schedules.lower import Mode
 from penstock.schedules.versions import uses_of_versions
@@ -29,6 +30,49 @@ class Updating(NamedTuple):
 
     optimizer: Optimizer
     lr_scheduler: Any
+
+
+def as_pairs(batches: Iterable[Pair]) -> list[Pair]:
+    """Read all batches; each is (inputs, targets).
+
+    Raises:
+        BatchError: one is something else, or they cannot be read one after the other.
+    """
+    if not isinstance(batches, Iterable):
+        raise BatchError(
+            f"train_steps was given a {type(batches).__name__} as batches; give a list of "
+            "(inputs, targets)"
+        )
+    found = list(batches)
+    for n, batch in enumerate(found):
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            what = f"{len(batch)} values" if isinstance(batch, tuple | list) else "no pair"
+            raise BatchError(
+                f"batch {n} of train_steps, a {type(batch).__name__}, is {what}; give (inputs, "
+                "targets) for each mini-batch, with None for targets that a loss does not need"
+            )
+    return found
+
+
+def check_steps_alone(updating: Updating, num_batches: int) -> None:
+    """See that batches can be trained on one after the other by `step()` without arguments.
+
+    Raises:
+        ConfigError: there is no batch, or the optimizer or scheduler wants more.
+    """
+    if not num_batches:
+        raise ConfigError("train_steps was given no batches")
+    if isinstance(updating.optimizer, LBFGS):
+        raise ConfigError(
+            "LBFGS runs the model several times in a step, by a closure, and train_steps calls "
+            "optimizer.step() without one. Call optimizer.step(closure) yourself, with "
+            "pipe.train_step in the closure, or use SGD or AdamW"
+        )
+    if isinstance(updating.lr_scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            "lr_scheduler is a ReduceLROnPlateau, which waits for a metric, and train_steps calls "
+            "its step() without one. Step it yourself between calls"
+        )
 
 
 def cut_all(engine: Engine, batches: Sequence[Pair], call: Call) -> list[Batch]:

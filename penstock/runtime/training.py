@@ -1,6 +1,6 @@
 """Training steps of a pipeline: one with a flush behind it, or several without."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,15 @@ from penstock.errors import ConfigError
 from penstock.schedules.lower import Mode
 
 from .abstract_pipeline import AbstractPipeline
-from .asynchronous import Pair, Updating, cut_all, losses, run_window
+from .asynchronous import (
+    Pair,
+    Updating,
+    as_pairs,
+    check_steps_alone,
+    cut_all,
+    losses,
+    run_window,
+)
 from .input_gradients import accumulate_into_inputs
 from .microbatches import check_loss_scale, check_targets
 from .run import Run
@@ -46,8 +54,9 @@ class AbstractTraining(AbstractPipeline):
             accumulate_into_inputs(inputs, run)
         return loss
 
-    def _train_all(self, batches: Sequence[Pair], updating: Updating) -> Tensor:
+    def _train_all(self, batches: Iterable[Pair], updating: Updating) -> Tensor:
         """Train on mini-batches and update the weights, as `Pipeline.train_steps` says."""
+        batches = as_pairs(batches)
         if not self.plan.schedule.is_asynchronous:
             return self._train_one_by_one(batches, updating)
         self._check_can_train("train_steps")
@@ -64,6 +73,7 @@ class AbstractTraining(AbstractPipeline):
             return losses(engine, cut, run)
 
     def _train_one_by_one(self, batches: Sequence[Pair], updating: Updating) -> Tensor:
+        check_steps_alone(updating, len(batches))
         found = []
         for inputs, targets in batches:
             found.append(self._train(inputs, targets, 1.0))
