@@ -5,6 +5,7 @@ from itertools import islice
 from torch import nn
 
 from penstock.errors import ConfigError, RunFolderError
+from penstock.schedules.ir import BackwardInput
 from penstock.trace.chrome import to_chrome
 from penstock.trace.picture import save_picture
 from penstock.trace.timeline import Timeline
@@ -68,7 +69,8 @@ def _stage_memory(trainer: Trainer) -> tuple[StageMemory, ...]:
 
 def _expected_bytes(trainer: Trainer) -> dict[int, int]:
     """Compute the bytes of the paper's formula for each stage of a chain; nothing for others,
-    nor where stages or layers differ in what they recompute, or move it away.
+    nor where stages or layers differ in what they recompute, or move it away, or where backwards
+    are in two parts: the formula knows of whole ones only.
 
     They are those of the replica that this process belongs to: its share of the mini-batch, in as
     many micro-batches as there are samples for.
@@ -83,6 +85,8 @@ def _expected_bytes(trainer: Trainer) -> dict[int, int]:
     inputs, targets = trainer.example_part()
     count = min(len(targets), pipe.num_microbatches)
     stages, schedule = list(cut(model, pipe.partition)), pipe.schedule_for(count)
+    if any(isinstance(x, BackwardInput) for x in schedule.instructions):
+        return {}
     own = {x.stage for x in schedule.programs[mesh.stage]} if mesh.is_distributed else None
     with autocast(recipe, pipe):
         mine = formula_bytes(

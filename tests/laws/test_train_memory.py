@@ -97,6 +97,16 @@ def test_a_run_is_compared_with_the_micro_batches_that_it_has(
     assert measured == pytest.approx(expected, rel=0.01, abs=128)  # BatchNorm's few numbers
 
 
+def test_a_run_with_divided_backwards_is_not_compared(tmp_path: Path) -> None:
+    for schedule, is_compared in (("one_f_one_b", True), ("zb_h1", False)):
+        changes = [f"pipeline.schedule='{schedule}'", "pipeline.partition=[4, 4]"]
+        recipe = read_recipe(DIGITS, [*changes, "model.num_blocks=1", "model.width=4"])
+        folder = create(tmp_path / schedule, recipe_to_toml(recipe))
+        with Trainer(recipe) as trainer:
+            stages = summarise(trainer, folder, seconds=0.0).stages
+        assert [stage.formula_bytes is not None for stage in stages] == [is_compared] * 2
+
+
 def test_the_formula_by_hand() -> None:
     """Stage 0 keeps 3 batches of 2 x 4 floats, and the Tanh's output of 2 x 5 floats."""
     stages = [nn.Sequential(nn.Linear(4, 5), nn.Tanh()), nn.Sequential(nn.Linear(5, 1))]
