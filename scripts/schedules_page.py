@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from penstock.schedules import Family, Forward, Schedule, ir, one_f_one_b, searched
-from penstock.schedules.names import ASYNCHRONOUS_SCHEDULES, SYNCHRONOUS_FAMILIES
+from penstock.schedules.names import ASYNCHRONOUS_SCHEDULES, SYNCHRONOUS_FAMILIES, by_default
 from penstock.schedules.versions import num_versions
 from penstock.simulator import Costs, simulate
 from penstock.trace.grid import render_grid
@@ -87,7 +87,7 @@ SEARCHED_COSTS = Costs(
 
 def page() -> str:
     """Give the page."""
-    given = [(x, x if isinstance(x, Family) else x()) for x in SYNCHRONOUS_FAMILIES]
+    given = [(x, by_default(x)) for x in SYNCHRONOUS_FAMILIES]
     rows = "".join(_row(family) for _, family in given)
     sections = "\n".join("\n".join(_section(x, family)) for x, family in given)
     head = HEAD.format(ranks=RANKS, microbatches=MICROBATCHES) + rows + "\n"

@@ -21,14 +21,10 @@ from penstock.schedules.names import (
     SYNCHRONOUS_FAMILIES,
     Maker,
     argument_types,
+    by_default,
     family_named,
     family_of,
 )
-
-
-def by_default(given: Family | Maker) -> Family:
-    """Give a family with what its arguments are unless they are given."""
-    return given if isinstance(given, Family) else given()
 
 
 def families(stages_per_rank: int) -> list[Family]:

@@ -15,7 +15,7 @@ from benchmarks.blocks import transformer
 from benchmarks.report import Column, Load, Report, interleaved, parser, progress, publish
 from penstock import Pipeline, Recompute, Transport, schedules
 from penstock.schedules import Family
-from penstock.schedules.names import SYNCHRONOUS_FAMILIES
+from penstock.schedules.names import SYNCHRONOUS_FAMILIES, by_default
 
 NUM_STAGES = 2
 COLUMNS = (
@@ -29,7 +29,7 @@ COLUMNS = (
 
 def contestants() -> list[Family]:
     """Give the schedules that are compared: all synchronous ones first."""
-    everyone = [f if isinstance(f, Family) else f() for f in SYNCHRONOUS_FAMILIES]
+    everyone = map(by_default, SYNCHRONOUS_FAMILIES)
     return [*everyone, schedules.pipedream(), schedules.pipedream_2bw]
 
 

@@ -55,11 +55,12 @@ ASYNCHRONOUS_FAMILIES: tuple[Family | Maker, ...] = (pipedream, pipedream_2bw)
 _EVERY_FAMILY = (*SYNCHRONOUS_FAMILIES, *ASYNCHRONOUS_FAMILIES)
 
 
-def _by_default(given: Family | Maker) -> Family:
+def by_default(given: Family | Maker) -> Family:
+    """Return a family with what its arguments are unless they are given."""
     return given if isinstance(given, Family) else given()
 
 
-_NAMED = {_by_default(given).name: given for given in _EVERY_FAMILY}
+_NAMED = {by_default(given).name: given for given in _EVERY_FAMILY}
 SCHEDULE_NAMES = (*_NAMED,)
 """The families that a word can stand for, in recipes and commands."""
 _IN_FILES = {**_NAMED, searched.__name__: searched, from_csv.__name__: from_csv}
@@ -67,12 +68,12 @@ NAMES_IN_FILES = (*_IN_FILES,)
 """The families that a plan's file can hold, with their arguments."""
 _STAGES_PER_RANK = "stages_per_rank"
 ALL_SCHEDULES = tuple(
-    family for family in map(_by_default, SYNCHRONOUS_FAMILIES) if family.stages_per_rank == 1
+    family for family in map(by_default, SYNCHRONOUS_FAMILIES) if family.stages_per_rank == 1
 )
 """The synchronous ones that run one stage on each rank, and so take any number of stages."""
 ASYNCHRONOUS_SCHEDULES = (pipedream(), pipedream(vertical_sync=True), pipedream_2bw)
 """The asynchronous ones, with each choice of their arguments."""
-ASYNCHRONOUS_NAMES = tuple(_by_default(given).name for given in ASYNCHRONOUS_FAMILIES)
+ASYNCHRONOUS_NAMES = tuple(by_default(given).name for given in ASYNCHRONOUS_FAMILIES)
 
 
 def family_named(name: str, arguments: Mapping[str, Any]) -> Family:
@@ -164,7 +165,7 @@ def _check_stages_per_rank(name: str, stages_per_rank: int | None) -> None:
 
 def stages_on_ranks() -> str:
     """Say of each family with several stages on a rank how many: for help texts."""
-    found = [(name, _by_default(given)) for name, given in _NAMED.items()]
+    found = [(name, by_default(given)) for name, given in _NAMED.items()]
     is_open = {name: _STAGES_PER_RANK in argument_types(name) for name in _NAMED}
     several = [name for name, family in found if family.stages_per_rank > 1 and not is_open[name]]
     of_choice = [name for name in _NAMED if is_open[name]]

@@ -18,21 +18,10 @@ import torch
 
 from penstock.checkpoint.files import read_tensors
 from penstock.train.run_folder import RunFolder
+from tests.digits import DIGITS, NUM_STEPS, TWO_EPOCHS
 from tests.distributed.launch import ROOT, Ended, free_port, start
 
-DIGITS = str(ROOT / "recipes" / "digits.toml")
-SMALL = (
-    "model.num_blocks=1",
-    "model.width=4",
-    "train.epochs=2",
-    "train.batch_size=500",  # three steps an epoch, the last one smaller
-    "train.log_every=1",
-    "train.checkpoint_every=2",
-    "train.keep_checkpoints=9",
-    "train.average_decay=0.5",
-    "learning_rate.warmup_epochs=1",
-)
-NUM_STEPS = 6
+SMALL = (*TWO_EPOCHS, "train.average_decay=0.5")
 TRAIN = ("-m", "penstock")
 TORCHRUN = ("-m", "torch.distributed.run")
 
@@ -42,7 +31,7 @@ def faulty(action: str, ranks: str, step: int) -> tuple[str, ...]:
     return ("-m", "tests.distributed.train_job", action, ranks, str(step))
 
 
-def words(*changes: str, recipe: str = DIGITS) -> list[str]:
+def words(*changes: str, recipe: str = str(DIGITS)) -> list[str]:
     return ["train", recipe, *(w for change in (*SMALL, *changes) for w in ("--set", change))]
 
 

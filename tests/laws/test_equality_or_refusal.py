@@ -259,28 +259,32 @@ def backward_is_right_or_refused(loss: Tensor, built: Built, twin: Built) -> Non
             assert same_bits(p.grad, q.grad)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_weights_changed_between_forward_and_backward(way: dict[str, Any]) -> None:
-    pipe, built, twin, loss, _, _ = waiting(way)
+def move_weights(pipe: penstock.Pipeline, _: Tensor) -> None:
+    """Change all weights, as an optimizer does."""
     with torch.no_grad():
         for parameter in pipe.parameters():
             parameter.add_(0.5)
-    backward_is_right_or_refused(loss, built, twin)
-    pipe.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_inputs_changed_between_forward_and_backward(way: dict[str, Any]) -> None:
-    pipe, built, twin, loss, _, x = waiting(way)
+def change_inputs(_: penstock.Pipeline, x: Tensor) -> None:
+    """Change the mini-batch in place."""
     x.zero_()
-    backward_is_right_or_refused(loss, built, twin)
-    pipe.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_evaluation_mode_between_forward_and_backward(way: dict[str, Any]) -> None:
-    pipe, built, twin, loss, _, _ = waiting(way)
+def evaluate(pipe: penstock.Pipeline, _: Tensor) -> None:
+    """Go over to evaluation mode."""
     pipe.eval()
+
+
+@pytest.mark.parametrize(
+    "change", (move_weights, change_inputs, evaluate), ids=lambda change: change.__name__
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_change_between_forward_and_backward(
+    change: Callable[[penstock.Pipeline, Tensor], object], way: dict[str, Any]
+) -> None:
+    pipe, built, twin, loss, _, x = waiting(way)
+    change(pipe, x)
     backward_is_right_or_refused(loss, built, twin)
     pipe.close()
 

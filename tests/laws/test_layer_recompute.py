@@ -9,47 +9,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ConfigError, RandomnessError, RecomputeError
-from penstock.schedules import Family, gpipe, one_f_one_b
-from penstock.types import Recompute, Trace, Transport
-from tests.every_schedule import EVERY_SCHEDULE, divided
-from tests.models import ALL_MODELS, Model
-from tests.side_by_side import assert_trains_like_unsplit
-
-WAYS: tuple[dict[str, Any], ...] = (
-    {"schedule": gpipe, "transport": Transport.THREADS},
-    {"schedule": one_f_one_b, "transport": Transport.LOOPBACK, "offload": True},
-    {"schedule": divided, "transport": Transport.LOOPBACK},
-)
-
-
-@pytest.mark.parametrize("model", ALL_MODELS, ids=repr)
-@pytest.mark.parametrize("way", range(2))
-def test_training_equals_the_unsplit_model_in_every_bit(model: Model, way: int) -> None:
-    number = 2 * ALL_MODELS.index(model) + way
-    every = range(len(model.layers()))
-    assert_trains_like_unsplit(
-        model,
-        8 * model.min_samples + number % 2,
-        bf16=number % 3 == 0,
-        num_stages=3,
-        num_microbatches=4,
-        recompute=Recompute.layers(*every[way::2] if number % 5 else every),
-        **WAYS[number % len(WAYS)],
-    )
-
-
-@pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=str)
-def test_in_every_schedule(schedule: Family) -> None:
-    model = next(m for m in ALL_MODELS if m.name == "transformer")
-    assert_trains_like_unsplit(
-        model,
-        6,
-        steps=2,
-        num_stages=4,
-        num_microbatches=6,
-        schedule=schedule,
-        recompute=[Recompute.STAGE, Recompute.layers(1, 2), Recompute.NEVER, Recompute.layers(-0)],
-    )
+from penstock.types import Recompute, Transport
+from tests.kept import most_kept_bytes
 
 
 class Model3(nn.Module):
@@ -116,20 +77,14 @@ def test_a_loss_over_the_whole_batch_gives_the_same_bits() -> None:
 def kept_bytes(recompute: Any) -> int:
     """Return the most that a middle stage keeps of 8 micro-batches."""
     block = [nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)]
-    pipe = penstock.Pipeline(
+    return most_kept_bytes(
         [nn.Linear(32, 32), nn.Sequential(*block), nn.Sequential(*block), nn.Linear(32, 1)],
+        128,
+        1,
         partition=[1, 2, 1],
         num_microbatches=8,
-        loss=nn.functional.mse_loss,
-        transport=Transport.LOOPBACK,
         recompute=recompute,
-        trace=Trace.MEMORY,
     )
-    for _ in range(2):
-        pipe.train_step(torch.ones(128, 32), torch.ones(128, 1))
-        pipe.zero_grad()
-    assert pipe.last_timeline is not None
-    return max(s.kept_bytes for s in pipe.last_timeline.memory if s.stage == 1)
 
 
 def test_what_is_kept_lies_between_all_and_the_inputs() -> None:

@@ -183,18 +183,27 @@ class AddInPlace(nn.Module):
         return x.add_(1.0)
 
 
+class Join(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return (a * b)[:, :3]
+
+
+def changed_in_place() -> list[penstock.Layer]:
+    """Make layers of which one changes a value in place that the next sees under another name."""
+    return [
+        penstock.Layer(Twice(), outputs=("a", "b")),
+        penstock.Layer(AddInPlace(), inputs="a", outputs="c"),
+        penstock.Layer(Join(), inputs=("c", "b")),
+    ]
+
+
 @pytest.mark.parametrize("partition", ((2, 2), (2, 1, 1), (1, 1, 1, 1), (4,)), ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_change_in_place_that_another_value_would_show_is_right_or_refused(
     partition: tuple[int, ...], way: dict[str, Any]
 ) -> None:
     def layers() -> list[Any]:
-        return [
-            nn.Linear(6, 6),
-            penstock.Layer(Twice(), outputs=("a", "b")),
-            penstock.Layer(AddInPlace(), inputs="a", outputs="c"),
-            penstock.Layer(Join(), inputs=("c", "b")),
-        ]
+        return [nn.Linear(6, 6), *changed_in_place()]
 
     def forward(call: Any, x: Any) -> Any:
         a, b = call(1, call(0, x))
@@ -211,11 +220,6 @@ def test_a_change_in_place_that_another_value_would_show_is_right_or_refused(
         return
     assert same_bits(found, Unsplit(twin.modules, forward, 3).train_step(x, y, made.loss))
     assert not differences(built.modules, twin.modules)
-
-
-class Join(nn.Module):
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return (a * b)[:, :3]
 
 
 class Queue(nn.Module):

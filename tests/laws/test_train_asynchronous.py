@@ -11,7 +11,8 @@ from penstock.train.command import Request, resume_run, start_run
 from penstock.train.interrupt import Interrupt
 from penstock.train.loop import Trainer
 from penstock.train.run_folder import RunFolder, create
-from tests.laws.test_train_resume import DIGITS, NUM_STEPS, SMALL, curve, train_until, weights
+from tests.digits import DIGITS, NUM_STEPS
+from tests.laws.test_train_resume import SMALL, curve, train_until, weights
 from tests.quiet import quiet
 
 TWO = [*SMALL, "pipeline.schedule=pipedream_2bw", "train.window=2"]

@@ -11,9 +11,8 @@ from penstock.train.command import Request, start_run
 from penstock.train.interrupt import Interrupt
 from penstock.train.loop import Trainer
 from penstock.train.run_folder import RunFolder
+from tests.digits import DIGITS
 from tests.quiet import quiet
-
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
 
 
 def test_a_run_that_diverges_ends_and_says_so(tmp_path: Path) -> None:

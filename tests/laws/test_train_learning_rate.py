@@ -14,8 +14,7 @@ from penstock.recipe.optimizer_sections import Cosine, Exponential, LearningRate
 from penstock.train.command import Request, start_run
 from penstock.train.interrupt import Interrupt
 from penstock.train.learning_rate import learning_rate, warmup_cosine
-
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
+from tests.digits import DIGITS, SMALL
 
 PEAK = 0.3
 
@@ -66,7 +65,7 @@ def test_a_step_more_than_was_reckoned_with_has_a_learning_rate_too() -> None:
 
 def test_a_run_says_that_its_warm_up_is_shortened(tmp_path: Path) -> None:
     said = io.StringIO()
-    changes = ["model.num_blocks=1", "model.width=4", "train.epochs=1", "train.batch_size=500"]
+    changes = [*SMALL, "train.epochs=1"]
     console = Console(file=said)
     assert start_run(Request(DIGITS, changes, tmp_path / "run"), console, Interrupt()).finished
     assert "warmup_epochs = 2 is not less than train.epochs = 1" in said.getvalue()

@@ -21,10 +21,9 @@ from penstock.train.position import Position
 from penstock.train.report import summarise
 from penstock.train.run_folder import create
 from penstock.zoo.residual import residual_network
+from tests.digits import DIGITS
 from tests.every_schedule import EVERY_SCHEDULE
 from tests.quiet import quiet
-
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -24,22 +24,11 @@ from penstock.train.interrupt import Interrupt
 from penstock.train.loop import Trainer
 from penstock.train.position import Position
 from penstock.train.run_folder import RunFolder, create
+from tests.digits import DIGITS, NUM_STEPS, TWO_EPOCHS
 from tests.quiet import quiet
 
 ROOT = Path(__file__).parents[2]
-DIGITS = ROOT / "recipes" / "digits.toml"
-SMALL = [
-    "model.num_blocks=1",
-    "model.width=4",
-    "train.epochs=2",
-    "train.batch_size=500",  # three steps an epoch, the last one smaller
-    "train.log_every=1",
-    "train.checkpoint_every=2",
-    "train.keep_checkpoints=9",
-    "train.trace_every=1",
-    "learning_rate.warmup_epochs=1",
-]
-NUM_STEPS = 6
+SMALL = (*TWO_EPOCHS, "train.trace_every=1")
 
 
 def train_until(trainer: Trainer, folder: RunFolder, step: int) -> None:

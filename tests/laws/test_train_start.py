@@ -16,25 +16,23 @@ from penstock.train.display import Display
 from penstock.train.interrupt import Interrupt
 from penstock.train.loop import Trainer
 from penstock.train.run_folder import RunFolder, create
+from tests.digits import DIGITS, SMALL
 from tests.quiet import quiet
 
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
-SMALL = [
-    "model.num_blocks=1",
-    "model.width=4",
+ONE_EPOCH = (
+    *SMALL,
     "train.epochs=1",
-    "train.batch_size=500",
     "train.average_decay=0.5",
     "learning_rate.warmup_epochs=0",
     "train.checkpoint_every=1",
     "train.keep_checkpoints=9",
-]
+)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "finished"
-    assert start_run(Request(DIGITS, SMALL, folder), quiet(), Interrupt()).finished
+    assert start_run(Request(DIGITS, ONE_EPOCH, folder), quiet(), Interrupt()).finished
     return folder
 
 
@@ -43,7 +41,7 @@ def test_all_but_the_new_layers_are_the_averages_of_the_other_run(finished: Path
     checkpoint = RunFolder(finished).checkpoints()[-1]
     saved = load_file(checkpoint / "model.safetensors")
     averages = load_file(checkpoint / "optimizer.safetensors")
-    with Trainer(read_recipe(DIGITS, [*SMALL, *given])) as trainer:
+    with Trainer(read_recipe(DIGITS, [*ONE_EPOCH, *given])) as trainer:
         found = trainer.pipe.state_dict()
     assert found["head.weight"].shape[0] == 2
     for name, tensor in found.items():
@@ -66,19 +64,19 @@ def test_all_but_the_new_layers_are_the_averages_of_the_other_run(finished: Path
     ],
 )
 def test_what_does_not_fit_is_named(finished: Path, changes: list[str], message: str) -> None:
-    recipe = read_recipe(DIGITS, [*SMALL, f"start.checkpoint={finished}", *changes])
+    recipe = read_recipe(DIGITS, [*ONE_EPOCH, f"start.checkpoint={finished}", *changes])
     with pytest.raises((CheckpointError, RecipeError), match=message):
         Trainer(recipe)
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
-    recipe = read_recipe(DIGITS, [*SMALL, f"start.checkpoint={tmp_path / 'none'}"])
+    recipe = read_recipe(DIGITS, [*ONE_EPOCH, f"start.checkpoint={tmp_path / 'none'}"])
     with pytest.raises(RecipeError, match="does not exist; give the folder of a finished run"):
         Trainer(recipe)
 
 
 def test_new_layers_need_a_checkpoint() -> None:
-    recipe = read_recipe(DIGITS, [*SMALL, 'start.new_layers=["head"]'])
+    recipe = read_recipe(DIGITS, [*ONE_EPOCH, 'start.new_layers=["head"]'])
     with pytest.raises(RecipeError, match=r"there is no start\.checkpoint"):
         Trainer(recipe)
 
@@ -104,7 +102,7 @@ def stopped(recipe: Recipe, path: Path) -> RunFolder:
 def test_a_fine_tuned_run_without_a_sound_checkpoint_begins_with_the_same_weights(
     finished: Path, tmp_path: Path
 ) -> None:
-    recipe = read_recipe(DIGITS, [*SMALL, f"start.checkpoint={finished}", *FINE_TUNED])
+    recipe = read_recipe(DIGITS, [*ONE_EPOCH, f"start.checkpoint={finished}", *FINE_TUNED])
     folder = stopped(recipe, tmp_path / "run")
     (folder.checkpoints()[-1] / "model.safetensors").write_bytes(b"")
     with Trainer(recipe) as trainer:
@@ -123,7 +121,7 @@ def test_a_fine_tuned_run_begins_again_with_the_checkpoint_it_began_with_or_not_
     """The other run has gone on meanwhile; then its old checkpoint changes."""
     source = tmp_path / "source"
     shutil.copytree(finished, source)
-    changes = [*SMALL, f"start.checkpoint={source}", *FINE_TUNED]
+    changes = [*ONE_EPOCH, f"start.checkpoint={source}", *FINE_TUNED]
     whole = tmp_path / "whole"
     assert start_run(Request(DIGITS, changes, whole), quiet(), Interrupt()).finished
     folder = stopped(read_recipe(DIGITS, changes), tmp_path / "run")
@@ -151,7 +149,7 @@ def test_a_resumed_run_has_the_same_averages_in_any_other_layout(
     finished: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    stopped(read_recipe(DIGITS, [*SMALL, "pipeline.num_stages=3"]), folder)
+    stopped(read_recipe(DIGITS, [*ONE_EPOCH, "pipeline.num_stages=3"]), folder)
     changes = ["pipeline.num_stages=2"]
     assert resume_run(Request(None, changes, folder), quiet(), Interrupt()).finished
     for name in ("model", "optimizer"):
@@ -167,7 +165,7 @@ def test_a_resumed_run_has_the_same_averages_in_any_other_layout(
 
 def test_a_run_is_judged_by_its_averages(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    with Trainer(read_recipe(DIGITS, SMALL)) as trainer:
+    with Trainer(read_recipe(DIGITS, ONE_EPOCH)) as trainer:
         trainer.resume(RunFolder(finished, writes=False))
         before = {n: t.clone() for n, t in trainer.pipe.state_dict().items()}
         tally = trainer.task.tally

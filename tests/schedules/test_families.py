@@ -37,6 +37,7 @@ from penstock.schedules.names import (
     SYNCHRONOUS_FAMILIES,
     Maker,
     argument_types,
+    by_default,
     named_schedule,
 )
 from penstock.schedules.passes import add_communication
@@ -44,7 +45,6 @@ from penstock.schedules.transfers import chain_transfers
 from penstock.schedules.verify import verify
 from penstock.schedules.walk import walk
 from penstock.simulator import UNIT_COSTS, Costs, simulate
-from tests.every_schedule import by_default
 
 F = 1
 """Seconds of a forward, and of each part of a backward, under unit costs."""

@@ -27,11 +27,12 @@ from penstock.schedules.costs import UNIT_COSTS
 from penstock.schedules.names import (
     ASYNCHRONOUS_SCHEDULES,
     SYNCHRONOUS_FAMILIES,
+    by_default,
     family_named,
     family_of,
 )
 from penstock.types import Recompute
-from tests.every_schedule import EVERY_SCHEDULE, Dealt, by_default
+from tests.every_schedule import EVERY_SCHEDULE, Dealt
 
 FAMILIES = (
     *map(by_default, SYNCHRONOUS_FAMILIES),

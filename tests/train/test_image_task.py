@@ -10,8 +10,7 @@ from penstock.recipe.data_sections import ImageFolder
 from penstock.recipe.read import read_recipe
 from penstock.train.tasks import build_task
 from penstock.train.tasks.images import open_images
-
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
+from tests.digits import DIGITS
 
 
 def test_wide_images_can_be_judged_as_they_are_learnt(tmp_path: Path) -> None:

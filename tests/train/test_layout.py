@@ -1,7 +1,6 @@
 """Stages and replicas are fitted to the processes that are there, and share out every batch."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,8 +11,8 @@ from penstock.recipe.read import read_recipe
 from penstock.recipe.recipe import Recipe
 from penstock.runtime.microbatches import microbatch_sizes
 from penstock.train.layout import check_layout, refit, replica_share, smallest_microbatch
+from tests.digits import DIGITS
 
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
 NUM_LAYERS = 11
 
 

@@ -12,16 +12,10 @@ from penstock.errors import RunFolderError
 from penstock.train.command import Request, resume_run, start_run
 from penstock.train.interrupt import Interrupt
 from penstock.train.run_folder import RunFolder
+from tests.digits import DIGITS, SMALL
 from tests.quiet import quiet
 
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
-SMALL = (
-    "model.num_blocks=1",
-    "model.width=4",
-    "train.epochs=1",
-    "train.batch_size=500",
-    "train.log_every=1",
-)
+ONE_EPOCH = (*SMALL, "train.epochs=1", "train.log_every=1")
 
 
 def losses(folder: Path) -> list[Any]:
@@ -34,7 +28,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train a small run, and return its folder."""
     folder = tmp_path_factory.mktemp("runs") / "first"
     layout = ["pipeline.num_stages=3", "pipeline.schedule=one_f_one_b", "pipeline.seed=5"]
-    assert start_run(Request(DIGITS, [*SMALL, *layout], folder), quiet(), Interrupt()).finished
+    assert start_run(Request(DIGITS, [*ONE_EPOCH, *layout], folder), quiet(), Interrupt()).finished
     return folder
 
 
@@ -45,7 +39,7 @@ def test_a_run_keeps_the_plan_by_which_it_ran(finished: Path) -> None:
 
 
 def test_a_run_by_the_plan_of_another_is_that_run(finished: Path, tmp_path: Path) -> None:
-    wanted = Request(DIGITS, SMALL, tmp_path / "again", finished / "plan.json")
+    wanted = Request(DIGITS, ONE_EPOCH, tmp_path / "again", finished / "plan.json")
     assert start_run(wanted, quiet(), Interrupt()).finished
     assert losses(tmp_path / "again") == losses(finished) != []
     assert (tmp_path / "again" / "plan.json").read_text() == (finished / "plan.json").read_text()
@@ -56,7 +50,7 @@ def test_a_run_by_the_plan_of_another_is_that_run(finished: Path, tmp_path: Path
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Run the command, see that it ends with exit code 2, and return the one line it says."""
-    small = [word for key in SMALL for word in ("--set", key)]
+    small = [word for key in ONE_EPOCH for word in ("--set", key)]
     assert run(["train", str(DIGITS), *small, *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line
@@ -90,7 +84,7 @@ def test_a_run_keeps_within_its_limit_and_computes_the_same(
     assert "memory_limit_bytes=9 on rank 0 (stage 0)" in said
     assert "moved away it still keeps" in said
     changes[-1] = "pipeline.memory_limit_bytes=500_000"
-    wanted = Request(DIGITS, [*SMALL, *changes], tmp_path / "limited")
+    wanted = Request(DIGITS, [*ONE_EPOCH, *changes], tmp_path / "limited")
     assert start_run(wanted, quiet(), Interrupt()).finished
     assert losses(tmp_path / "limited") == losses(finished) != []
     plan = Plan.load(tmp_path / "limited" / "plan.json")

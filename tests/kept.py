@@ -1,0 +1,31 @@
+"""How much a stage keeps, as its pipeline counts it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import penstock
+from penstock.types import Trace, Transport
+
+
+def most_kept_bytes(
+    layers: Sequence[nn.Module], num_samples: int, width: int, **options: Any
+) -> int:
+    """Return the most that stage 1 of 3 keeps in the second step of training.
+
+    It trains on (num_samples, 32) ones, with as many targets of this width.
+    """
+    pipe = penstock.Pipeline(
+        layers,
+        loss=nn.functional.mse_loss,
+        transport=Transport.LOOPBACK,
+        trace=Trace.MEMORY,
+        **options,
+    )
+    for _ in range(2):
+        pipe.train_step(torch.ones(num_samples, 32), torch.ones(num_samples, width))
+        pipe.zero_grad()
+    assert pipe.last_timeline is not None
+    return max(s.kept_bytes for s in pipe.last_timeline.memory if s.stage == 1)
