@@ -1,10 +1,13 @@
-"""The ways to run a pipeline that most laws are tried in: each choice meets each other once."""
+"""The ways to run a pipeline that most laws are tried in.
+
+Recomputes meet transports once each; both recomputes meet backwards in two parts.
+"""
 
 import pytest
 
 import penstock
-from penstock.schedules import ALL_SCHEDULES
-from tests.every_schedule import EVERY_SCHEDULE
+from penstock.schedules import gpipe, one_f_one_b
+from tests.every_schedule import EVERY_SCHEDULE, IN_TWO_PARTS
 
 IN_ONE_PROCESS = tuple(t for t in penstock.Transport if not t.is_between_processes)
 BETWEEN_PROCESSES = tuple(t for t in penstock.Transport if t.is_between_processes)
@@ -15,10 +18,10 @@ WAYS = [
         {"schedule": s, "recompute": r, "transport": t}, id=f"{s.name}-{r.value}-{t.name}"
     )
     for s, r, t in (
-        (ALL_SCHEDULES[0], penstock.Recompute.STAGE, penstock.Transport.THREADS),
-        (ALL_SCHEDULES[0], penstock.Recompute.NEVER, penstock.Transport.LOOPBACK),
-        (ALL_SCHEDULES[1], penstock.Recompute.STAGE, penstock.Transport.LOOPBACK),
-        (ALL_SCHEDULES[1], penstock.Recompute.NEVER, penstock.Transport.THREADS),
+        (gpipe, penstock.Recompute.STAGE, penstock.Transport.THREADS),
+        (one_f_one_b, penstock.Recompute.NEVER, penstock.Transport.LOOPBACK),
+        (IN_TWO_PARTS, penstock.Recompute.STAGE, penstock.Transport.LOOPBACK),
+        (IN_TWO_PARTS, penstock.Recompute.NEVER, penstock.Transport.THREADS),
     )
 ]
 

@@ -2,6 +2,7 @@
 
 import copy
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock.schedules import Family, gpipe
+from tests.every_schedule import IN_TWO_PARTS
 
 
 class Twice(nn.Module):
@@ -43,15 +46,17 @@ def compare_and_move(ours: list[nn.Parameter], whole: list[nn.Parameter]) -> Non
 
 
 @pytest.mark.parametrize("as_module", (False, True))
-def test_a_weight_used_twice_is_cast_once_for_as_long_as_a_step_lasts(as_module: bool) -> None:
+@pytest.mark.parametrize("schedule", (gpipe, IN_TWO_PARTS))
+def test_a_weight_used_twice_is_cast_once_for_as_long_as_a_step_lasts(
+    schedule: Family, as_module: bool
+) -> None:
     torch.manual_seed(0)
     ours = [Twice() for _ in range(4)]
     whole = nn.Sequential(*copy.deepcopy(ours))
     parameters = [p for layer in ours for p in layer.parameters()]
     x, y = torch.randn(8, 6), torch.randn(8, 6)
-    with penstock.Pipeline(
-        ours, 4, num_microbatches=4, loss=F.mse_loss, threads_per_stage=1
-    ) as pipe:
+    options: dict[str, Any] = {"num_microbatches": 4, "threads_per_stage": 1, "schedule": schedule}
+    with penstock.Pipeline(ours, 4, loss=F.mse_loss, **options) as pipe:
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = F.mse_loss(pipe(x), y) if as_module else pipe.train_step(x, y)

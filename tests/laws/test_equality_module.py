@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.schedules import ALL_SCHEDULES
+from penstock.schedules import gpipe, one_f_one_b
+from tests.every_schedule import IN_TWO_PARTS
 from tests.models import ALL_MODELS, Built, Model
 from tests.reference import Unsplit, chain
 from tests.side_by_side import autocast, differences, pipeline, same_bits
@@ -27,10 +28,10 @@ OPTIONS = [
         id=f"K{k}-M{m}-{schedule.name}-recompute_{r.value}-{t.name.lower()}",
     )
     for k, m, schedule, r, t in (
-        (1, 3, ALL_SCHEDULES[0], penstock.Recompute.NEVER, penstock.Transport.LOOPBACK),
-        (2, 1, ALL_SCHEDULES[1], penstock.Recompute.STAGE, penstock.Transport.THREADS),
-        (3, 4, ALL_SCHEDULES[0], penstock.Recompute.STAGE, penstock.Transport.LOOPBACK),
-        (4, 3, ALL_SCHEDULES[1], penstock.Recompute.NEVER, penstock.Transport.THREADS),
+        (1, 3, IN_TWO_PARTS, penstock.Recompute.NEVER, penstock.Transport.LOOPBACK),
+        (2, 1, one_f_one_b, penstock.Recompute.STAGE, penstock.Transport.THREADS),
+        (3, 4, gpipe, penstock.Recompute.STAGE, penstock.Transport.LOOPBACK),
+        (4, 3, IN_TWO_PARTS, penstock.Recompute.NEVER, penstock.Transport.THREADS),
     )
 ]
 

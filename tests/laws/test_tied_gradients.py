@@ -8,11 +8,12 @@ from torch import Tensor, nn
 import penstock
 from penstock import schedules
 from penstock.schedules import Family
+from tests.every_schedule import IN_TWO_PARTS
 from tests.side_by_side import same_bits
 
 NUM_MICROBATCHES, NUM_WORDS, WIDTH = 4, 11, 6
 SUMMED = penstock.TiedGradients.SUMMED
-SCHEDULES = (schedules.gpipe, schedules.one_f_one_b)
+SCHEDULES = (schedules.gpipe, schedules.one_f_one_b, IN_TWO_PARTS)
 
 
 class Words(nn.Module):

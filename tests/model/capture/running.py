@@ -23,6 +23,7 @@ from penstock.model.capture.inputs import EVERYWHERE, ROUTED, as_call
 from penstock.model.capture.source import CapturedForward, captured_layers
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, unflatten
+from tests.every_schedule import IN_TWO_PARTS
 from tests.model.capture.any_models.made import AnyModel
 
 BATCH, MICROBATCHES = 4, 3
@@ -50,8 +51,8 @@ WHOLE = Way(1, schedules.gpipe, Recompute.NEVER)
 WAYS = (
     Way(2, schedules.one_f_one_b, Recompute.NEVER),
     Way(2, schedules.gpipe, Recompute.STAGE, EVERYWHERE),
-    Way(3, schedules.gpipe, Recompute.STAGE),
-    Way(3, schedules.one_f_one_b, Recompute.NEVER, EVERYWHERE),
+    Way(3, IN_TWO_PARTS, Recompute.STAGE),
+    Way(3, IN_TWO_PARTS, Recompute.NEVER, EVERYWHERE),
     Way(4, schedules.eager_1f1b, Recompute.STAGE),
 )
 
