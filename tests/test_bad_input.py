@@ -1,5 +1,6 @@
 """What cannot work is refused in one clear error, with its remedy, before any gradient."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -480,4 +481,17 @@ def test_layers_to_recompute_that_lie_on_another_stage() -> None:
     with pytest.raises(ConfigError, match=r"recompute\[0\] .* layer 3, '.*', .* stage 1"):
         make(partition=(2, 3), recompute=other)
     for both in (other[::-1], penstock.Recompute.layers(0, 3)):
-        make(partition=(2, 3), recompute=both)
+        plan = make(partition=(2, 3), recompute=both).plan
+    wrong = dataclasses.replace(plan, recompute=tuple(other))
+    with pytest.raises(ConfigError, match=r"recompute\[0\] .* name it in recompute\[1\]"):
+        penstock.Pipeline(layers(), plan=wrong, loss=F.mse_loss)
+
+
+def test_layers_to_recompute_that_may_come_to_be_on_another_stage() -> None:
+    first, never = penstock.Recompute.layers("0", 1), penstock.Recompute.NEVER
+    for other, named in ((never, 0), (penstock.Recompute.layers(0), 1)):
+        told = rf"recompute\[0\] names layer {named}, .* on stage 1; give partition= too"
+        with pytest.raises(ConfigError, match=told):
+            make(recompute=[first, other])
+    for others in (penstock.Recompute.STAGE, penstock.Recompute.layers(0, "1")):
+        make(recompute=[first, others])

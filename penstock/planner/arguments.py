@@ -146,27 +146,32 @@ def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Reso
         timeout_s=check_timeout(_or(arguments.timeout_s, DEFAULT_TIMEOUT_S)),
         balanced_by=BalancedBy.PARAMETERS if partition is None else BalancedBy.HAND,
     )
-    if partition is not None:
-        _check_named_layers(plan)
+    check_named_layers(plan, is_cut=partition is not None)
     return plan
 
 
-def _check_named_layers(plan: Plan) -> None:
-    """Refuse layers to recompute that were named for a stage which has not got them.
+def check_named_layers(plan: Plan, *, is_cut: bool = True) -> None:
+    """Refuse layers to recompute that were named for a stage which has not got them; before the
+    model `is_cut`, for one that may not get them.
 
     Raises:
-        ConfigError: one is recomputed on no stage.
+        ConfigError: a layer is, or might be, recomputed on no stage.
     """
-    stage_of = [stage for stage, size in enumerate(plan.partition) for _ in range(size)]
-    for stage, policy in enumerate(plan.recompute):
-        for n in policy.layers if isinstance(policy, RecomputeLayers) else ():
-            home = stage_of[cast(int, n)]
-            if n not in plan.recomputed(home):
-                raise ConfigError(
-                    f"recompute[{stage}] names layer {n}, {plan.layers[cast(int, n)].name!r}, "
-                    f"which is on stage {home}; name it in recompute[{home}], or give one "
-                    "Recompute.layers(...) for all stages"
-                )
+    home_of = [stage for stage, size in enumerate(plan.partition) for _ in range(size)]
+    choices = enumerate(plan.recompute)
+    some = [(stage, x.layers) for stage, x in choices if isinstance(x, RecomputeLayers)]
+    named = [(stage, int(n)) for stage, layers in some for n in layers]
+    for stage, n in named:
+        for home in (home_of[n],) if is_cut else range(plan.num_stages):
+            if plan.recompute[home] is Recompute.STAGE or (home, n) in named:
+                continue
+            where = f"is on stage {home}; name it in recompute[{home}]"
+            if not is_cut:
+                where = f"may come to be on stage {home}; give partition= too"
+            raise ConfigError(
+                f"recompute[{stage}] names layer {n}, {plan.layers[n].name!r}, which {where}, or "
+                "give one Recompute.layers(...) for all stages"
+            )
 
 
 def _of_stages(given: _T | Sequence[_T] | None, default: _T, num_stages: int) -> tuple[_T, ...]:

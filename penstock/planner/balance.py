@@ -7,7 +7,7 @@ from itertools import accumulate, chain, pairwise
 
 from penstock.schedules import ir
 from penstock.schedules.passes import add_recompute
-from penstock.types import RecomputeLayers
+from penstock.types import Recompute, RecomputeLayers
 
 from .partition import balance_spans
 from .plan import BalancedBy, Plan
@@ -46,7 +46,8 @@ def _is_recomputed(plan: Plan, stage: int, layer: int) -> bool:
 def _forwards(plan: Plan) -> list[float]:
     """Say how often each stage runs a micro-batch forward, recomputed ones included."""
     schedule = plan.schedule(plan.num_stages, plan.num_microbatches)
-    schedule = add_recompute(schedule, plan.recomputing)
+    twice = [s for s, kind in enumerate(plan.recompute) if kind is not Recompute.NEVER]
+    schedule = add_recompute(schedule, twice)
     programs = chain.from_iterable(schedule.programs)
     stages = Counter(i.stage for i in programs if isinstance(i, ir.Forward | ir.Recompute))
     return [stages[stage] / plan.num_microbatches for stage in range(plan.num_stages)]

@@ -17,6 +17,7 @@ from penstock.planner.arguments import (
     Arguments,
     Model,
     Resources,
+    check_named_layers,
     resolve,
     resolve_num_stages,
     resolve_threads,
@@ -55,6 +56,7 @@ def make_plan(arguments: Arguments, plan: Plan | None, layers: Layers, mesh: Mes
         )
     arguments.check_none_beside_plan()
     plan.check_model(facts_of(layers))
+    check_named_layers(plan)
     plan.check_ranks(mesh.world_size if mesh is not None else 1, resources.num_places)
     for stage, name in enumerate(plan.placement.devices):
         _check_device(stage, name, mesh)

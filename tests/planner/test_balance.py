@@ -31,6 +31,12 @@ def test_a_stage_that_recomputes_less_gets_more_layers(
     assert balanced(before, [(1.0, 2.0)] * 14, SPANS).partition == partition
 
 
+def test_layers_cost_their_recompute_on_whichever_stage_they_come_to_be() -> None:
+    every_layer = (Recompute.layers(*range(13)),) * 2
+    before = replace(plan(13, 1, schedule=gpipe), recompute=every_layer)
+    assert balanced(before, [(1.0, 2.0)] * 14, SPANS).partition == (7, 7)
+
+
 def test_a_plan_that_is_balanced_says_what_each_stage_takes() -> None:
     found = balanced(plan(4, 2, schedule=gpipe), [(1.0, 2.0)] * 6, SPANS[:6])
     assert (found.partition, found.balanced_by) == ((3, 3), BalancedBy.TIME)
