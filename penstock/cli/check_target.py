@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 from penstock.model.output_loss import loss_in
 from penstock.model.pytree import flatten
 from penstock.recipe.read import read_recipe
-from penstock.schedules.names import named_schedule
+from penstock.schedules.names import least_stages_per_rank, named_schedule
 from penstock.train.build import build_layers, build_model, pipeline_options
 from penstock.train.tasks import build_task
 from penstock.types import Recompute
@@ -53,7 +53,11 @@ def _from_recipe(path: Path, given: Mapping[str, Any], changes: Sequence[str]) -
             f"cannot check {str(path)!r}: give a recipe, a path that ends in .toml, or a function "
             "as package.module:function"
         )
-    overrides = [*changes, *(f"pipeline.{key}={value}" for key, value in given.items())]
+    of_schedule = (
+        {"stages_per_rank": least_stages_per_rank(given["schedule"])} if "schedule" in given else {}
+    )
+    asked = {**of_schedule, **given}
+    overrides = [*changes, *(f"pipeline.{key}={value}" for key, value in asked.items())]
     if "num_stages" in given:
         overrides.append("pipeline.partition=auto")
     recipe = read_recipe(path, overrides)

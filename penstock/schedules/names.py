@@ -139,13 +139,13 @@ def named_schedule(
     expected = family.stages_per_rank
     if expected != (stages_per_rank or expected):
         runs, remedy = (
-            ("one stage", "leave that out")
+            ("one stage", f"leave that out, or choose {interleaved_1f1b.__name__}")
             if expected == 1
             else (f"{expected} stages", f"make it {expected}")
         )
         raise ConfigError(
             f"schedule {name} runs {runs} on each rank, and stages per rank is "
-            f"{stages_per_rank}; {remedy}, or choose {interleaved_1f1b.__name__}"
+            f"{stages_per_rank}; {remedy}"
         )
     if num_stages % expected:
         raise ConfigError(
@@ -153,6 +153,13 @@ def named_schedule(
             "number of stages that is a multiple of stages per rank"
         )
     return family
+
+
+def least_stages_per_rank(name: str) -> int:
+    """Return how many stages the family called `name`, of SCHEDULE_NAMES, has on a rank, if
+    nobody asks for more.
+    """
+    return _by_default(_NAMED[name]).stages_per_rank
 
 
 def _check_stages_per_rank(name: str, stages_per_rank: int | None) -> None:

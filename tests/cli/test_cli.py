@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cli.check_target import load_target
 from penstock.cli.main import run
+from penstock.schedules.names import ASYNCHRONOUS_NAMES, SCHEDULE_NAMES, named_schedule
 
 ROOT = Path(__file__).parents[2]
 DIGITS = str(ROOT / "recipes" / "digits.toml")
@@ -321,6 +323,16 @@ def test_check_takes_a_recipe_and_options_over_it(capsys: Captured) -> None:
     options = ["--num-stages", "4", "--schedule", "interleaved_1f1b", "--stages-per-rank", "2"]
     assert run(["check", DIGITS, *options]) == 0
     assert "K=4, M=8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("schedule", [n for n in SCHEDULE_NAMES if n not in ASYNCHRONOUS_NAMES])
+def test_check_takes_a_familys_own_stages_per_rank_instead_of_the_recipes(schedule: str) -> None:
+    _, options = load_target(
+        DIGITS,
+        {"num_stages": 4, "schedule": schedule},
+        ["pipeline.schedule=interleaved_1f1b", "pipeline.stages_per_rank=4"],
+    )
+    assert options["schedule"] == named_schedule(schedule, 4)
 
 
 def test_another_number_of_processes_than_stages_is_said_before_they_meet(

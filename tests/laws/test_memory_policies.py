@@ -54,14 +54,15 @@ def test_training_equals_the_unsplit_model_in_every_bit(
 
 
 POLICIES: dict[str, dict[str, Any]] = {
-    "offload": {"recompute": Recompute.NEVER, "offload": True},
+    "offload": {"num_stages": 4, "recompute": Recompute.NEVER, "offload": True},
     "layers_again": {
+        "partition": (1, 2, 1, 1),
         "recompute": (
             Recompute.STAGE,
             Recompute.layers(1, 2),
             Recompute.NEVER,
-            Recompute.layers(0),
-        )
+            Recompute.layers(4),
+        ),
     },
 }
 
@@ -74,7 +75,6 @@ def test_in_every_schedule(schedule: Family, policy: str) -> None:
         model,
         6,
         steps=2,
-        num_stages=4,
         num_microbatches=6,
         schedule=schedule,
         **POLICIES[policy],
