@@ -163,11 +163,14 @@ def _read(text: str) -> Schedule:
 
 def _rows(text: str) -> list[list[str]]:
     """Divide a text into cells; programs that write tables may put a byte-order mark first."""
-    reader = csv.reader(text.removeprefix("\ufeff").rstrip().splitlines())
+    lines = text.removeprefix("\ufeff").rstrip().splitlines()
+    reader = csv.reader(lines)
     try:
         return list(reader)
-    except csv.Error as error:
-        raise ScheduleError(f"line {reader.line_num} is not of a CSV file: {error}") from None
+    except csv.Error as error:  # a cell is too long
+        cells = tuple(lines[reader.line_num - 1].split(","))
+        longest = max(range(len(cells)), key=lambda n: len(cells[n]))
+        raise _Spot(cells, reader.line_num, longest + 1).fault(f"it is no action: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,11 @@ WRONG = {
     ),
     "a stage that no line runs": ("0F0,0B0\n30000000F0,1B0", "there is no stage of this number"),
     "a number of thousands of digits": (f"0F{'1' * 5000},", ">>0F11111111111111111111111111111"),
-    "a cell longer than any action": (f"0F0,{'x' * 200_000}", "line 1 is not of a CSV file"),
+    "a cell longer than any that csv reads": (
+        f"0F0,0B0\n1F0,{'x' * 200_000},1B0",
+        f"line 2, cell 2, '{'x' * 40}...': it is no action: field larger than field limit "
+        f"(131072).\n1F0,>>{'x' * 40}...<<,1B0",
+    ),
     "digits of another script": ("0F\u0663,0B0", "it is no action"),
     "a pair in other brackets": ("0F0,[0F1;0B0]OVERLAP_F_B", "cell 2, '[0F1;0B0]OVERLAP_F_B'"),
     "an action twice": ("0F0,0B0\n1F0,,1F0,1B0", "line 2, cell 3, '1F0': it comes twice"),
