@@ -8,14 +8,17 @@ an asynchronous schedule keeps beside the newest are there whatever is chosen.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from penstock.costs.layer_bytes import LayerBytes
 from penstock.errors import ConfigError
+from penstock.schedules.costs import UNIT_COSTS
 from penstock.schedules.family import Family
 from penstock.schedules.ir import Schedule
 from penstock.schedules.memory import Sizes, live_bytes
+from penstock.schedules.names import families_for
 from penstock.schedules.passes import add_offload, add_recompute
 from penstock.schedules.versions import num_versions, version_bytes
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
@@ -46,6 +49,43 @@ def fitted(
     Raises:
         ConfigError: nothing fits; says by how many bytes, on which rank, and what would help.
     """
+    try:
+        return _fitted(plan, of_layers, forward_s, trainable_bytes)
+    except _NoRoom as error:
+        others = _that_fit(plan, of_layers, forward_s)
+        remedy = f", or a schedule that fits: {' or '.join(others)}" if others else ""
+        raise ConfigError(f"{error}{remedy}") from None
+
+
+class _NoRoom(ConfigError):
+    """Activations do not fit."""
+
+
+def _that_fit(
+    plan: Plan, of_layers: Sequence[LayerBytes], forward_s: Sequence[float]
+) -> list[str]:
+    """Name the synchronous schedules that fit the limit with each stage on the rank it is on; none
+    for one that updates weights while it runs, which computes something else.
+    """
+    if plan.schedule.is_asynchronous:
+        return []
+    per_rank, found = plan.schedule.stages_per_rank, []
+    for family in families_for(UNIT_COSTS, per_rank):
+        is_twin = per_rank == 1 and dict(family.arguments).get("stages_per_rank") == 1
+        if is_twin or family.ranks(plan.num_stages) != plan.placement.places:
+            continue
+        with suppress(_NoRoom):
+            _fitted(replace(plan, schedule=family), of_layers, forward_s, [0] * len(of_layers))
+            found.append(family.name)
+    return found
+
+
+def _fitted(
+    plan: Plan,
+    of_layers: Sequence[LayerBytes],
+    forward_s: Sequence[float],
+    trainable_bytes: Sequence[int],
+) -> Plan:
     assert plan.memory_limit_bytes is not None
     schedule = steady(plan.schedule, plan.num_stages, plan.num_microbatches)
     weights = tuple(sum(trainable_bytes[a:b]) for a, b in _bounds(plan.partition))
@@ -184,19 +224,18 @@ def _stages_of(plan: Plan, rank: int) -> list[int]:
     return [stage for stage, place in enumerate(plan.placement.places) if place == rank]
 
 
-def _no_room(plan: Plan, rank: int, least: int, of_versions: int) -> ConfigError:
+def _no_room(plan: Plan, rank: int, least: int, of_versions: int) -> _NoRoom:
     assert plan.memory_limit_bytes is not None
     limit = plan.memory_limit_bytes[rank]
     stages = _stages_of(plan, rank)
     names = ", ".join(map(str, stages))
     may_move = all(plan.offload[stage] for stage in stages)
     versions = f" and {of_versions:,} in older versions of weights" if of_versions else ""
-    return ConfigError(
+    return _NoRoom(
         f"memory_limit_bytes={limit:,} on rank {rank} (stage {names}): {least - limit:,} bytes "
         f"too few; with whole stages computed twice{' and moved away' if may_move else ''} it "
         f"still keeps {least - of_versions:,} of {plan.num_microbatches} micro-batches{versions}. "
-        f"Give {'' if may_move else 'offload=True, '}more and smaller micro-batches, more stages, "
-        "or a schedule that keeps fewer micro-batches alive (one_f_one_b)"
+        f"Give {'' if may_move else 'offload=True, '}more and smaller micro-batches, more stages"
     )
 
 

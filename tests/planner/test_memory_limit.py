@@ -10,7 +10,14 @@ from penstock.costs.layer_bytes import LayerBytes
 from penstock.errors import ConfigError
 from penstock.planner.memory_limit import Policy, fitted, peak_of, steady
 from penstock.planner.plan import Plan
-from penstock.schedules import ALL_SCHEDULES, gpipe, one_f_one_b, pipedream, pipedream_2bw
+from penstock.schedules import (
+    ALL_SCHEDULES,
+    gpipe,
+    one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+    zb_h2,
+)
 from penstock.schedules.family import Family
 from penstock.schedules.memory import Sizes, peak_bytes
 from penstock.schedules.names import ASYNCHRONOUS_SCHEDULES
@@ -65,6 +72,29 @@ def test_what_never_fits_is_refused_with_what_would_help() -> None:
         fit(limited(110, 10**6))
     with pytest.raises(ConfigError, match="moved away it still keeps"):
         fit(limited(110, 10**6, offload=True))
+
+
+def test_schedules_that_fit_are_named_where_parts_that_wait_for_their_weights_do_not() -> None:
+    waiting = [layer._replace(left=90) for layer in LAYERS]
+
+    def fit_with(schedule: Family, limit: int) -> Plan:
+        asked = replace(limited(limit, limit), schedule=schedule)
+        return fitted(asked, waiting, SECONDS, WEIGHTS)
+
+    with pytest.raises(ConfigError, match=r"bytes too few") as caught:
+        fit_with(zb_h2(), 240)
+    fitting = str(caught.value).partition("or a schedule that fits: ")[2].split(" or ")
+    assert fitting == ["gpipe", "one_f_one_b", "eager_1f1b"]
+    for family in ALL_SCHEDULES:
+        if family.name in fitting:
+            assert max(fit_with(family, 240).predicted_peak_bytes or ()) <= 240
+        else:
+            with pytest.raises(ConfigError, match="or a schedule that fits: gpipe"):
+                fit_with(family, 240)
+    with pytest.raises(ConfigError, match="more stages$"):
+        fit_with(zb_h2(), 10)
+    with pytest.raises(ConfigError, match="more stages$"):  # others compute something else
+        fit_with(pipedream_2bw, 60)
 
 
 @settings(max_examples=200)
