@@ -79,19 +79,24 @@ def many_runs(num_stages: int, rotation: int) -> Iterator[Run]:
 
 
 def covering_runs(rotation: int) -> list[Run]:
-    """Give few runs in which every pair of values of two factors meets; `rotation` varies them.
-
-    Greedy: each run is the one, among all, that brings together the most pairs not yet met.
-    """
+    """Give few runs in which every pair of values of two factors meets; `rotation` varies them."""
     factors = FACTORS | {"schedule": some_schedules(rotation)}
-    candidates = [tuple(v) for v in product(*factors.values())]
-    shift = rotation * 37 % len(candidates)
-    candidates = candidates[shift:] + candidates[:shift]
+    return [Run(*values) for values in all_pairs(tuple(factors.values()), shift=rotation * 37)]
+
+
+def all_pairs(factors: Sequence[Sequence[Any]], shift: int = 0) -> list[tuple[Any, ...]]:
+    """Choose values of all factors, few times, so that every two values of two factors meet.
+
+    Greedy: each choice is the one, among all, that brings together the most pairs not yet met.
+    """
+    candidates = list(product(*map(range, map(len, factors))))
+    first = shift % len(candidates)
+    candidates = candidates[first:] + candidates[:first]
     pairs_of = {c: set(combinations(enumerate(c), 2)) for c in candidates}
     missing = set().union(*pairs_of.values())
     chosen = []
     while missing:
         best = max(candidates, key=lambda c: len(pairs_of[c] & missing))
         missing -= pairs_of[best]
-        chosen.append(Run(*best))
+        chosen.append(tuple(values[n] for values, n in zip(factors, best, strict=True)))
     return chosen

@@ -53,11 +53,9 @@ def _from_recipe(path: Path, given: Mapping[str, Any], changes: Sequence[str]) -
             f"cannot check {str(path)!r}: give a recipe, a path that ends in .toml, or a function "
             "as package.module:function"
         )
-    of_schedule = (
-        {"stages_per_rank": least_stages_per_rank(given["schedule"])} if "schedule" in given else {}
-    )
-    asked = {**of_schedule, **given}
-    overrides = [*changes, *(f"pipeline.{key}={value}" for key, value in asked.items())]
+    if "schedule" in given:
+        given = {"stages_per_rank": least_stages_per_rank(given["schedule"]), **given}
+    overrides = [*changes, *(f"pipeline.{key}={value}" for key, value in given.items())]
     if "num_stages" in given:
         overrides.append("pipeline.partition=auto")
     recipe = read_recipe(path, overrides)

@@ -159,7 +159,7 @@ def least_stages_per_rank(name: str) -> int:
     """Return how many stages the family called `name`, of SCHEDULE_NAMES, has on a rank, if
     nobody asks for more.
     """
-    return _by_default(_NAMED[name]).stages_per_rank
+    return by_default(_NAMED[name]).stages_per_rank
 
 
 def _check_stages_per_rank(name: str, stages_per_rank: int | None) -> None:

@@ -170,7 +170,8 @@ def _rows(text: str) -> list[list[str]]:
     except csv.Error as error:  # a cell is too long
         cells = tuple(lines[reader.line_num - 1].split(","))
         longest = max(range(len(cells)), key=lambda n: len(cells[n]))
-        raise _Spot(cells, reader.line_num, longest + 1).fault(f"it is no action: {error}") from None
+        spot = _Spot(cells, reader.line_num, longest + 1)
+        raise spot.fault(f"it is no action: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,31 @@
 """What forwards keep is moved away, or dropped and made again layer by layer: the same bits."""
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from penstock.schedules import Family, gpipe, one_f_one_b
-from penstock.types import Recompute, Transport
+import penstock
+from penstock.schedules import (
+    Family,
+    gpipe,
+    interleaved_1f1b,
+    one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+    zb_h1,
+    zb_v,
+)
+from penstock.types import Recompute, Trace, Transport
+from tests.covering import all_pairs
 from tests.every_schedule import EVERY_SCHEDULE, divided
+from tests.kept import open_files
 from tests.models import ALL_MODELS, Model
-from tests.side_by_side import assert_trains_like_unsplit
+from tests.side_by_side import assert_trains_like_unsplit, same_bits
 
 MOVED: tuple[dict[str, Any], ...] = (
     {"schedule": gpipe, "recompute": Recompute.NEVER, "transport": Transport.THREADS},
@@ -79,3 +95,56 @@ def test_in_every_schedule(schedule: Family, policy: str) -> None:
         schedule=schedule,
         **POLICIES[policy],
     )
+
+
+FAMILIES = (one_f_one_b, zb_h1(), zb_v(), interleaved_1f1b(2), pipedream(), pipedream_2bw)
+RECOMPUTE = (
+    Recompute.NEVER,
+    Recompute.STAGE,
+    Recompute.layers(0, 2, 5),
+    (Recompute.layers(1), Recompute.NEVER, Recompute.STAGE, Recompute.NEVER),
+)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "in_folder"), all_pairs([FAMILIES, RECOMPUTE, (False, True)])
+)
+def test_whatever_else_is_chosen_the_bits_stay_and_less_is_kept(
+    schedule: Family, recompute: Any, in_folder: bool, tmp_path: Path
+) -> None:
+    folder = str(tmp_path) if in_folder else None
+    before, seen = open_files(), set[str]()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.update(open_files() - before)
+        return nn.functional.mse_loss(output, target)
+
+    def trained(**options: Any) -> tuple[int, list[Tensor]]:
+        torch.manual_seed(0)
+        kinds = [nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.2))]
+        pipe = penstock.Pipeline(
+            [copy.deepcopy(kind) for _ in range(4) for kind in kinds],
+            partition=(2, 2, 2, 2),
+            num_microbatches=6,
+            loss=loss,
+            schedule=schedule,
+            recompute=recompute,
+            transport=Transport.LOOPBACK,
+            trace=Trace.MEMORY,
+            threads_per_stage=1,
+            **options,
+        )
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+        x = torch.randn(24, 16)
+        losses = pipe.train_steps([(x, x)] * 2, optimizer)
+        assert pipe.last_timeline is not None
+        peaks = pipe.last_timeline.peak_bytes()
+        return sum(peaks.values()), [losses, *(p.detach() for p in pipe.parameters())]
+
+    kept, expected = trained()
+    assert not seen
+    less, found = trained(offload=True, offload_folder=folder)
+    assert all(map(same_bits, found, expected))
+    at_the_end = schedule == zb_v() and recompute is Recompute.STAGE  # what waits for weights
+    assert less <= kept if at_the_end else less < kept
+    assert seen and all(name.startswith(str(tmp_path)) == in_folder for name in seen)

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import weakref
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +17,7 @@ from penstock.errors import ConfigError, OffloadError
 from penstock.schedules.names import family_of
 from penstock.types import Recompute, Trace, Transport
 from tests.every_schedule import divided
-from tests.kept import most_kept_bytes
+from tests.kept import most_kept_bytes, open_files
 
 
 class Square(nn.Module):
@@ -112,15 +111,6 @@ class Failing(nn.Module):
         if self.calls == 4:
             raise ValueError("injected")
         return x.tanh()
-
-
-def open_files() -> set[str]:
-    """Name the files without a name that this process has open."""
-    found = set()
-    for link in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the folder itself
-            found.add(str(link.readlink()))
-    return {name for name in found if name.endswith("(deleted)")}
 
 
 def test_a_failed_step_leaves_no_file_behind_and_the_next_one_is_right(tmp_path: Path) -> None:

@@ -91,9 +91,9 @@ def test_schedules_that_fit_are_named_where_parts_that_wait_for_their_weights_do
         else:
             with pytest.raises(ConfigError, match="or a schedule that fits: gpipe"):
                 fit_with(family, 240)
-    with pytest.raises(ConfigError, match="more stages$"):
+    with pytest.raises(ConfigError, match=r"more stages$"):
         fit_with(zb_h2(), 10)
-    with pytest.raises(ConfigError, match="more stages$"):  # others compute something else
+    with pytest.raises(ConfigError, match=r"more stages$"):  # others compute something else
         fit_with(pipedream_2bw, 60)
 
 
