@@ -32,7 +32,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Let all contestants run in turn, round after round; the first one is our 1F1B."""
     progress(f"K = {work.num_ranks}, M = {num_microbatches}, W of layers {work.weights}")
-    own = penstock_processes.names(work)
+    own = tuple(penstock_processes.WAYS)
     of_torch = torch_peer.names(work.num_ranks, num_microbatches)
     everyone = [
         *(OfProcesses(name, num_microbatches, ours) for name in own),

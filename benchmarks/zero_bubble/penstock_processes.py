@@ -9,22 +9,18 @@ from benchmarks.zero_bubble.emulated import Work
 from penstock import Mesh, Pipeline, Recompute, init_mesh, schedules
 from penstock.simulator import simulate
 
-WAYS = {
-    **{name: way for name, way in EVERY_WAY.items() if name != "gpipe"},
-    "searched, one stage a rank": Way(schedules.searched),
-}
 PREFIX = "Penstock "
-
-
-def names(work: Work) -> tuple[str, ...]:
-    """Name what is measured; of uneven work, what has one stage on each rank."""
-    is_even = len(set(work.weights)) == 1
-    return tuple(PREFIX + n for n, way in WAYS.items() if is_even or way.stages_per_rank == 1)
+IN_TURN = schedules.interleaved_1f1b(stages_per_rank=2)
+WAYS = {
+    **{PREFIX + name: way for name, way in EVERY_WAY.items() if name != "gpipe"},
+    "Penstock searched, in turn": Way(lambda costs: schedules.searched(costs, like=IN_TURN), 2),
+    "Penstock searched, one stage a rank": Way(schedules.searched),
+}
 
 
 def foretold_s(name: str, work: Work, num_microbatches: int) -> float:
     """Simulate a step: from what the devices take, and nothing that was measured."""
-    way = WAYS[name.removeprefix(PREFIX)]
+    way = WAYS[name]
     num_stages = work.num_ranks * way.stages_per_rank
     costs = work.costs(num_stages)
     schedule = way.family(costs)(num_stages, num_microbatches)
@@ -35,8 +31,8 @@ def prepare(rank: int, work: Work, counts: tuple[int, ...]) -> dict[Key, Part]:
     """Make a pipeline for each schedule and number of micro-batches."""
     mesh = init_mesh(num_stages=work.num_ranks)
     return {
-        (name, count): _part(WAYS[name.removeprefix(PREFIX)], count, mesh, work)
-        for name in names(work)
+        (name, count): _part(way, count, mesh, work)
+        for name, way in WAYS.items()
         for count in counts
     }
 
