@@ -1,15 +1,10 @@
 """A building block repeated: one micro-batch's way through a V, again after every six slots."""
 
-from collections.abc import Callable, Iterator
-
-from .costs import UNIT_COSTS, Costs
+from .costs import Costs
 from .family import zigzag
-from .greedy import Policy, Step, best_of
 from .ir import Schedule
+from .list_scheduling import Policy, Step, best_of
 from .zb_v import on_a_v
-
-At = Callable[[int], int]
-"""The slot, counted from the start of the block, in which a stage runs."""
 
 
 def repeated(
@@ -17,32 +12,33 @@ def repeated(
     num_microbatches: int,
     costs: Costs | None,
     *,
-    forward_at: At,
-    backward_at: At,
-    most_live: int,
+    pace: int,
+    pause: int,
+    live: int,
 ) -> Schedule:
     """Keep the order that the repeated block has on each rank, and fill its gaps.
 
-    A slot is the time of one forward or half a backward.  A rank spends six on a micro-batch, and
-    where the block leaves none free, two of them are those of weights.  Ranks run ahead of the
-    slots as early as operands and `most_live` allow.  Where filling a V without an order makes a
-    shorter step of it, that is taken.
+    A slot is the time of one forward or half a backward.  A micro-batch goes on by a stage every
+    `pace` slots on its way from the first rank to the last, and from the last stage back to the
+    last rank; every slot on the rest of its way; and pauses so many slots before it turns back.
+
+    A rank spends six on a micro-batch, and where the block leaves none free, two of them are those
+    of weights.  Ranks run ahead of the slots as early as operands and `live` micro-batches allow.
+    Where filling a V without an order makes a shorter step of it, that is taken.
     """
     num_ranks = num_stages // 2
-    ranks = zigzag(num_stages, num_ranks)
+    down = [pace * s for s in range(num_ranks)]
+    up = [down[-1] + s for s in range(1, num_ranks + 1)]
+    turn = up[-1] + pause + 1
+    down_again = [turn + pace * s for s in range(num_ranks + 1)]
+    up_again = [down_again[-1] + s for s in range(1, num_ranks)]
+    begins = {False: [*down, *up], True: [*down_again, *up_again][::-1]}
 
     def order(rank: int) -> list[Step]:
-        slots: dict[Step, int] = {}
-        for stage in (rank, num_stages - 1 - rank):
-            for i in range(num_microbatches):
-                slots[False, stage, i] = forward_at(stage) + 6 * i
-                slots[True, stage, i] = backward_at(stage) + 6 * i
-        return sorted(slots, key=slots.__getitem__)
+        stages, microbatches = (rank, num_stages - 1 - rank), range(num_microbatches)
+        steps = [(b, s, i) for s in stages for i in microbatches for b in (False, True)]
+        return sorted(steps, key=lambda step: begins[step[0]][step[1]] + 6 * step[2])
 
-    def policies() -> Iterator[Policy]:
-        orders = [order(rank) for rank in range(num_ranks)]
-        for patient in (False, True):
-            yield Policy(live=[most_live] * num_ranks, orders=orders, patient=patient)
-        yield from on_a_v(num_ranks, most_live)
-
-    return best_of(policies(), ranks, num_microbatches, costs or UNIT_COSTS)
+    orders = [order(rank) for rank in range(num_ranks)]
+    policies = (*(Policy(orders=orders, patience=patience) for patience in (0, 1)), *on_a_v())
+    return best_of(policies, zigzag(num_stages, num_ranks), num_microbatches, costs, live)

@@ -11,8 +11,8 @@ from .family import Family
 from .ir import Schedule
 from .laws import SYNCHRONOUS, AtMostBytes, Law
 from .one_f_one_b import one_f_one_b
+from .problem import Answer, Problem, answer_of, least_bytes, problem_of, schedule_of
 from .search.best import best
-from .search.problem import Answer, Problem, answer_of, least_bytes, problem_of, schedule_of
 
 
 def searched(
@@ -130,7 +130,7 @@ def _check_limits(problem: Problem) -> None:
         ConfigError: a rank cannot keep even one micro-batch.
     """
     for rank, limit in enumerate(problem.limits or ()):
-        least = least_bytes(problem, rank)
+        least = least_bytes(problem, problem.stages[rank])
         if least > limit:
             raise ConfigError(
                 f"no schedule keeps to the limit of rank {rank}: it needs {least:,} bytes for one "

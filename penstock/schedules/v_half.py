@@ -35,13 +35,5 @@ def v_half(costs: Costs | None = None) -> Family:
 def _schedule(num_stages: int, num_microbatches: int, costs: Costs | None) -> Schedule:
     num_ranks = num_stages // 2
     pause = 0 if num_ranks % 2 else 3  # or two steps of a rank would meet in one slot
-    return repeated(
-        num_stages,
-        num_microbatches,
-        costs,
-        forward_at=lambda s: 2 * s if s < num_ranks else num_ranks - 1 + s,
-        backward_at=lambda s: (
-            pause + (6 * num_ranks - 2 - s if s < num_ranks else 7 * num_ranks - 3 - 2 * s)
-        ),
-        most_live=2 * (num_ranks // 2 + 1),
-    )
+    live = 2 * (num_ranks // 2 + 1)
+    return repeated(num_stages, num_microbatches, costs, pace=2, pause=pause, live=live)

@@ -35,11 +35,5 @@ def v_min(costs: Costs | None = None) -> Family:
 def _schedule(num_stages: int, num_microbatches: int, costs: Costs | None) -> Schedule:
     num_ranks = num_stages // 2
     pause = 0 if num_ranks % 3 else 2  # or two steps of a rank would meet in one slot
-    return repeated(
-        num_stages,
-        num_microbatches,
-        costs,
-        forward_at=lambda s: s,
-        backward_at=lambda s: 2 * num_stages - 1 - s + pause,
-        most_live=2 * ((num_ranks + 1) // 3 + 1),
-    )
+    live = 2 * ((num_ranks + 1) // 3 + 1)
+    return repeated(num_stages, num_microbatches, costs, pace=1, pause=pause, live=live)

@@ -8,10 +8,9 @@ from itertools import product
 
 from penstock.errors import check_count
 
-from .costs import UNIT_COSTS
 from .family import Family, zigzag
-from .greedy import Policy, best_of
 from .ir import Schedule
+from .list_scheduling import Policy, best_of
 
 
 def wave(stages_per_rank: int = 2) -> Family:
@@ -40,11 +39,11 @@ def wave(stages_per_rank: int = 2) -> Family:
 def _schedule(num_stages: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
     num_ranks = num_stages // stages_per_rank
     ranks = zigzag(num_stages, num_ranks)
-    return best_of(_policies(num_ranks, stages_per_rank), ranks, num_microbatches, UNIT_COSTS)
+    most_live = (stages_per_rank + 1) * num_ranks
+    return best_of(_policies(num_stages), ranks, num_microbatches, None, most_live)
 
 
-def _policies(num_ranks: int, stages_per_rank: int) -> Iterator[Policy]:
-    live = [(stages_per_rank + 1) * num_ranks] * num_ranks
+def _policies(num_stages: int) -> Iterator[Policy]:
     for apart, pace in product((False, True), (0, 2, 3, 4)):
 
         def priority(
@@ -54,4 +53,4 @@ def _policies(num_ranks: int, stages_per_rank: int) -> Iterator[Policy]:
             at = 2 * i - stage if is_backward else forward
             return apart and is_backward, at, -stage, i
 
-        yield Policy(live=live, priority=priority, divides=False)
+        yield Policy(priority=priority, whole=frozenset(range(num_stages)))

@@ -6,10 +6,10 @@ Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.1; filled by costs
 from collections.abc import Iterator
 from itertools import product
 
-from .costs import UNIT_COSTS, Costs
+from .costs import Costs
 from .family import Family
-from .greedy import Policy, best_of, order_of
 from .ir import Schedule
+from .list_scheduling import Policy, best_of, order_of
 from .one_f_one_b import one_f_one_b
 
 
@@ -38,22 +38,20 @@ def zb_h1(costs: Costs | None = None) -> Family:
 
 
 def _schedule(num_stages: int, num_microbatches: int, costs: Costs | None) -> Schedule:
-    policies = zero_bubble(num_stages, num_microbatches, most_live=num_stages)
-    return best_of(policies, range(num_stages), num_microbatches, costs or UNIT_COSTS)
+    policies = zero_bubble(num_stages, num_microbatches)
+    return best_of(policies, range(num_stages), num_microbatches, costs, num_stages)
 
 
-def zero_bubble(num_stages: int, num_microbatches: int, most_live: int) -> Iterator[Policy]:
-    """Yield ways to fill, 1F1B among them, that keep at most `most_live` micro-batches a stage."""
-    live = [most_live] * num_stages
+def zero_bubble(num_stages: int, num_microbatches: int) -> Iterator[Policy]:
+    """Yield ways to fill, 1F1B among them."""
     to_go = [num_stages - stage for stage in range(num_stages)]
-    for patient, backwards_first in product((False, True), repeat=2):
+    for patience, backwards_first in product((0, 1), (False, True)):
         for ahead in (to_go, [2 * stages - 1 for stages in to_go]):
             yield Policy(
-                live=live,
                 ahead=ahead,
                 priority=lambda is_backward, *_, b=backwards_first: (is_backward != b,),
-                patient=patient,
+                patience=patience,
             )
     order = order_of(one_f_one_b(num_stages, num_microbatches))
-    for divides in (True, False):
-        yield Policy(live=live, orders=order, divides=divides)
+    for whole in ((), range(num_stages)):
+        yield Policy(orders=order, whole=frozenset(whole))

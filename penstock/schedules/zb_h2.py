@@ -3,10 +3,10 @@
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.2; filled by costs as in section 3.
 """
 
-from .costs import UNIT_COSTS, Costs
+from .costs import Costs
 from .family import Family
-from .greedy import best_of
 from .ir import Schedule
+from .list_scheduling import best_of
 from .zb_h1 import zero_bubble
 
 
@@ -34,9 +34,5 @@ def zb_h2(costs: Costs | None = None) -> Family:
 
 
 def _schedule(num_stages: int, num_microbatches: int, costs: Costs | None) -> Schedule:
-    policies = (
-        policy
-        for most_live in (2 * num_stages - 1, num_stages)
-        for policy in zero_bubble(num_stages, num_microbatches, most_live)
-    )
-    return best_of(policies, range(num_stages), num_microbatches, costs or UNIT_COSTS)
+    policies, p = zero_bubble(num_stages, num_microbatches), num_stages
+    return best_of(policies, range(p), num_microbatches, costs, 2 * p - 1, p)

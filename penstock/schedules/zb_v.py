@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import count, product
 
-from .costs import UNIT_COSTS, Costs
+from .costs import Costs
 from .family import Family, zigzag
-from .greedy import Policy, Step, best_of
 from .ir import Schedule
+from .list_scheduling import Policy, Step, best_of
 
 
 def zb_v(costs: Costs | None = None) -> Family:
@@ -38,11 +38,9 @@ def zb_v(costs: Costs | None = None) -> Family:
 def _schedule(num_stages: int, num_microbatches: int, costs: Costs | None) -> Schedule:
     num_ranks = num_stages // 2
     ranks = zigzag(num_stages, num_ranks)
-    live = [2 * num_ranks] * num_ranks
     orders = [_order(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
-    published = (Policy(live=live, orders=orders, patient=patient) for patient in (False, True))
-    policies = (*published, *on_a_v(num_ranks, most_live=2 * num_ranks))
-    return best_of(policies, ranks, num_microbatches, costs or UNIT_COSTS)
+    policies = (*(Policy(orders=orders, patience=patience) for patience in (0, 1)), *on_a_v())
+    return best_of(policies, ranks, num_microbatches, costs, 2 * num_ranks)
 
 
 def _order(rank: int, num_ranks: int, num_microbatches: int) -> list[Step]:
@@ -67,13 +65,13 @@ def _order(rank: int, num_ranks: int, num_microbatches: int) -> list[Step]:
     return [step for step in steps if step[2] < num_microbatches]
 
 
-def on_a_v(num_ranks: int, most_live: int) -> Iterator[Policy]:
-    """Yield ways to fill a V that keep at most `most_live` micro-batches of a rank's stages."""
-    for patient, backwards_first, pace in product((False, True), (False, True), (2, 3, 6)):
+def on_a_v() -> Iterator[Policy]:
+    """Yield ways to fill a V."""
+    for patience, backwards_first, pace in product((0, 1), (False, True), (2, 3, 6)):
 
         def priority(
             is_backward: bool, stage: int, i: int, b: bool = backwards_first, pace: int = pace
         ) -> tuple[int, ...]:
             return is_backward != b, i if is_backward else stage + pace * i, -stage
 
-        yield Policy(live=[most_live] * num_ranks, priority=priority, patient=patient)
+        yield Policy(priority=priority, patience=patience)

@@ -8,7 +8,7 @@ have done the same operations, one that is nowhere later makes the other one nee
 from collections.abc import Iterator
 from operator import le
 
-from .problem import FORWARD, INPUT, WEIGHT, WHOLE, Answer, Problem, price
+from penstock.schedules.problem import FORWARD, INPUT, WEIGHT, WHOLE, Answer, Problem, length
 
 MOST_OPERATIONS = 60
 MOST_NODES = 50_000
@@ -21,12 +21,12 @@ def proved(problem: Problem, answer: Answer, goal: float) -> tuple[Answer, bool]
 
     Nothing is shorter than `goal`.
     """
-    length = price(problem, answer)
-    if length is not None and length <= goal:
+    step, _ = length(problem, answer)
+    if step <= goal:
         return answer, True
-    if length is None or 3 * problem.size > MOST_OPERATIONS:
+    if 3 * problem.size > MOST_OPERATIONS:
         return answer, False
-    search = _Search(problem, length, goal)
+    search = _Search(problem, step, goal)
     search.visit()
     return search.best or answer, search.nodes <= MOST_NODES
 

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from .problem import INPUT, WEIGHT, WHOLE, Answer, Problem, fits, run
+from penstock.schedules.problem import INPUT, WEIGHT, WHOLE, Answer, Problem, fits, run
 
 _MEMORY = 50
 """A move is taken if the answer is then no worse than so many moves ago: late acceptance."""

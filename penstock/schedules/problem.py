@@ -1,4 +1,4 @@
-"""What a search is given, as arrays of numbers, and the price of an answer.
+"""What a scheduler is given, as arrays of numbers, and the price of an answer.
 
 An operation is a number: kind * K * M + stage * M + micro-batch, for K stages and M micro-batches;
 the kinds are those of KINDS.  An answer is a list of operations for each rank.
@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
-from math import lcm
+from math import inf, lcm
 
-from penstock.schedules import ir
-from penstock.schedules.costs import Costs, Seconds, per_edge, per_stage
-from penstock.schedules.ir import Schedule
-from penstock.schedules.laws import AtMostBytes
+from . import ir
+from .costs import Costs, Seconds, per_edge, per_stage
+from .ir import Schedule
+from .laws import AtMostBytes
 
 FORWARD, INPUT, WEIGHT, WHOLE = range(4)
 KINDS: tuple[Callable[[int, int], ir.Compute], ...] = (
@@ -120,10 +120,12 @@ def problem_of(
     )
 
 
-def price(problem: Problem, answer: Answer) -> float | None:
-    """Return when the last rank ends, as the simulator says; None if ranks wait for ever."""
+def length(problem: Problem, answer: Answer) -> tuple[float, float]:
+    """Return when the last rank ends, as the simulator says, and for equal ones the sum of all
+    ranks' ends; infinite if ranks wait for each other for ever.
+    """
     ran = run(problem, answer)
-    return None if ran is None else max(ran[0])
+    return (max(ran[0]), sum(ran[0])) if ran else (inf, inf)
 
 
 def run(problem: Problem, answer: Answer) -> tuple[list[float], list[float]] | None:
@@ -195,10 +197,39 @@ def schedule_of(problem: Problem, answer: Answer) -> Schedule:
     return Schedule(tuple(tuple(map(instruction, program)) for program in answer))
 
 
-def least_bytes(problem: Problem, rank: int) -> int:
-    """Return the least limit with which a rank can run: for one micro-batch after the other."""
+def joined(problem: Problem, answer: Answer) -> Answer:
+    """Make one backward of two parts that stand together, where nothing then ends later: it takes
+    no longer, and the stage before uses the gradient only once both are done.
+    """
+    p, size, m = problem, problem.size, problem.num_microbatches
+    ran = run(problem, answer)
+    assert ran is not None
+    _, ends = ran
+    wholes = {p.result[op] for program in answer for op in program if op >= WHOLE * size}
+
+    def are_one(op: int, after: int) -> bool:
+        whole, user = op + (WHOLE - INPUT) * size, op - m
+        if op // size != INPUT or after != op + size:
+            return False
+        if p.time[whole] > p.time[op] + p.time[after]:
+            return False
+        took = p.time[user + (WHOLE - INPUT) * size if user in wholes else user]
+        return user < size or ends[after] + p.lag[user] + took <= ends[user]
+
+    result: Answer = []
+    for program in answer:
+        result.append(made := [])
+        for op, after in zip(program, [*program[1:], -1], strict=True):
+            if are_one(op, after):
+                made.append(op + (WHOLE - INPUT) * size)
+            elif not made or made[-1] != op + (WHOLE - WEIGHT) * size:
+                made.append(op)
+    return result
+
+
+def least_bytes(problem: Problem, stages: Sequence[int]) -> int:
+    """Return what a rank needs to take one micro-batch through some of its stages and back."""
     live = most = 0
-    stages = problem.stages[rank]
     for op in (
         *(problem.op(FORWARD, stage, 0) for stage in stages),
         *(problem.op(WHOLE, stage, 0) for stage in reversed(stages)),
