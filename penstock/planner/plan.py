@@ -10,7 +10,6 @@ from typing import Any
 
 from penstock.errors import ConfigError, PlanError, check_count
 from penstock.schedules.family import Family
-from penstock.schedules.ir import BackwardInput
 from penstock.trace.table import columns
 from penstock.trace.units import time_text
 from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport
@@ -18,6 +17,7 @@ from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport
 from .checks import check_bytes, check_partition, check_timeout, check_whole
 from .placement import Placement
 from .plan_json import from_json, to_json
+from .unsplit import Unsplit, check_unsplit, divides_backwards, unsplit_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,6 @@ class BalancedBy(Enum):
     """By the measured time of each layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unsplit:
-    """A layer whose backward is not in two parts, by its number, and what the reason is."""
-
-    layer: int
-    reason: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Everything that decides how a pipeline runs a model; nothing else does.
@@ -76,7 +68,8 @@ class Plan:
     offload are chosen by it, and `predicted_peak_bytes` is what that predicts.
     `sharding` is None until stages can be sharded.  `predicted_s` are the seconds of a
     micro-batch on each stage, forward and backward, if the layers were measured.  `unsplit` are
-    then the layers whose gradients of weights do not wait where a schedule divides backwards.
+    the layers whose gradients of weights do not wait where a schedule divides backwards: what
+    measuring has shown of each alone, and what the first such step has shown of the stages.
 
     `print(plan)` is a table; `save` and `load` write and read JSON; `dataclasses.replace` makes
     another plan of it.
@@ -141,6 +134,7 @@ class Plan:
                     "one entry for each stage"
                 )
         check_bytes(self.placement.num_places, {n: getattr(self, n) for n in _OF_RANKS})
+        check_unsplit(self.unsplit or (), len(self.layers))
         wanted = self.schedule.ranks(self.num_stages)
         if self.placement.places != wanted:
             raise PlanError(
@@ -338,13 +332,8 @@ class Plan:
 
     def _splitting(self) -> Iterator[str]:
         """Say what runs whole in a schedule that divides backwards."""
-        schedule = self.schedule(self.num_stages, self.num_microbatches)
-        if self.unsplit is None or not any(isinstance(x, BackwardInput) for _, x in schedule):
-            return
-        if not self.unsplit:
-            yield "backwards in two parts: all layers"
-        for each in self.unsplit:
-            yield f"backward in one part: layer {self.layers[each.layer]}, {each.reason}"
+        if divides_backwards(self.schedule(self.num_stages, self.num_microbatches)):
+            yield from unsplit_lines(self.unsplit, self.layers, self.partition)
 
     def _rows(self) -> Iterator[Sequence[str]]:
         head = ("stage", "layers", "parameters", "recompute", "ranks", "device", "micro-batch")

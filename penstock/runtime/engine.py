@@ -3,18 +3,21 @@
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
 from penstock.errors import CutError, PenstockError
 from penstock.mesh import Mesh
+from penstock.mesh.plain_data import Codec, record
 from penstock.model.layers import Layers
 from penstock.model.stage_plan import StagePlan
 from penstock.model.stages import stage_of_layers
 from penstock.planner.placement import Placement
 from penstock.planner.plan import Plan
+from penstock.planner.unsplit import Unsplit, divides_backwards
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Lowering, Mode, lower
 from penstock.torch_private import cache_weights_per_thread
@@ -33,6 +36,7 @@ from .run import Run, Streams
 from .shared_trace import gather_noted
 from .stage import Keeping, Stage
 from .stores import store_on
+from .unsplit import together
 from .workers import ThreadDriver
 
 
@@ -85,6 +89,7 @@ class Engine:
         self._places = layers.places()
         self._programs: dict[tuple[Mode, int, int], Schedule] = {}
         self._lowering = self._how_to_lower()
+        self._has_looked = False
         self.is_current = True
         if before is not None:
             before.is_current = False
@@ -203,6 +208,7 @@ class Engine:
         caller = CallerContext.capture(run.with_grad, self.devices) if run.resumed else run.caller
         caller.check_hooks(self._needs_hooks(run.batch.trace))
         work = Work(self.program_of(run, mode), stages, run, caller)
+        run.looks = not self._has_looked and divides_backwards(work.schedule)
         replicas = self._lasting.replicas if mode is Mode.TRAIN else None
         if replicas is not None:
             replicas.set_aside([p for stage in self.stages for p in stage.weights.parameters])
@@ -213,12 +219,22 @@ class Engine:
                 self._lasting.driver_for(caller, in_caller=in_caller).drive(work)
             if replicas is not None:
                 replicas.finish()
+            if run.looks:
+                self._tell_unsplit(run)
         except BaseException as error:  # what was seen of the layers may be half, or the cause
             for stage in self.stages:
                 stage.forget(error)
             raise
         finally:
             self._leave(run)
+
+    def _tell_unsplit(self, run: Run) -> None:
+        """Put into the plan, the same in all processes, what the stages' backwards have shown."""
+        seen = [here.divided for here in run.stages.values()]
+        what = "for what their backwards in two parts have shown"
+        everyone = self.mesh.world.gather(seen, what, Codec([record(Unsplit)]))
+        self.plan = replace(self.plan, unsplit=together(chain.from_iterable(everyone)))
+        self._has_looked = True
 
     def _leave(self, run: Run) -> None:
         for stage in self.stages:

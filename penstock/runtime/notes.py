@@ -3,6 +3,7 @@
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from types import FrameType
 
 from torch.autograd.graph import Node
@@ -34,16 +35,21 @@ def backward_of(error: BaseException, marks: Sequence[tuple[int, Step]]) -> str:
     when it began.  A Python function's node stands in the traceback; for a node of torch's own
     only the stage is known.
     """
-    numbers, steps = [number for number, _ in marks], [step for _, step in marks]
     for number in _node_numbers(error):
-        position = bisect_right(numbers, number) - 1
-        if position >= 0:
-            return f"the backward of layer {steps[position].label}"
+        if (step := layer_at(number, marks)) is not None:
+            return f"the backward of layer {step.label}"
+    steps = [step for _, step in marks]
     if not steps:
         return "the backward of no layer"
     if len(steps) == 1:
         return f"the backward of layer {steps[0].label}"
     return f"the backward of one of the layers {steps[0].label} to {steps[-1].label}"
+
+
+def layer_at(number: int, marks: Sequence[tuple[int, Step]]) -> Step | None:
+    """Return the layer that made a node of the autograd graph, by the node's number."""
+    position = bisect_right(marks, number, key=itemgetter(0)) - 1
+    return marks[position][1] if position >= 0 else None
 
 
 def _node_numbers(error: BaseException) -> Iterator[int]:

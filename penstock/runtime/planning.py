@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.costs.measure import measure_bytes, measure_layers
 from penstock.errors import ConfigError, PlanError
 from penstock.mesh import Mesh
+from penstock.mesh.plain_data import Codec, record
 from penstock.model.layers import Layers
 from penstock.model.stage_plan import Step
 from penstock.planner.arguments import (
@@ -25,11 +26,13 @@ from penstock.planner.arguments import (
 )
 from penstock.planner.balance import balanced
 from penstock.planner.memory_limit import fitted
-from penstock.planner.plan import BalancedBy, LayerFacts, Plan, Unsplit
+from penstock.planner.plan import BalancedBy, LayerFacts, Plan
+from penstock.planner.unsplit import Unsplit
 from penstock.trace.progress import saying
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
 from .devices import num_cores, with_index
+from .split_backward import divide
 from .unsplit import left_bytes, why_unsplit
 
 Devices = Sequence[torch.device | str | int] | torch.device | str | None
@@ -89,8 +92,8 @@ def balance(plan: Plan, layers: Layers, part: Any) -> Plan:
         unsplit: list[Unsplit] = []
 
         def look(step: Step, results: list[Tensor]) -> None:
-            if (why := why_unsplit(step.module, results)) is not None:
-                unsplit.append(Unsplit(step.index, why))
+            roots = [result for result in results if result.requires_grad]
+            unsplit.extend(why_unsplit([(step.index, step.module)], divide(roots, set())))
 
         times = measure_layers(layers, part, plan.threads_per_stage, look)
     plan = replace(plan, unsplit=tuple(unsplit))
@@ -160,14 +163,15 @@ def agree(
             "memory_limit_bytes= needs example_inputs= between processes, and layers with values: "
             "what layers keep is measured before each process keeps its own only"
         )
-    names = ("partition", "predicted_s", "threads_per_stage", "offload", "predicted_peak_bytes")
-    unsplit = plan.unsplit and [(each.layer, each.reason) for each in plan.unsplit]
-    decided = {name: getattr(plan, name) for name in names}, plan.balanced_by.value
-    what = "for the partition of the layers"
-    (told, balanced_by), recompute, unsplit = mesh.world.broadcast(
-        (decided, _told(plan), unsplit), 0, what
+    decided_names = (
+        *("partition", "predicted_s", "threads_per_stage", "offload", "predicted_peak_bytes"),
+        "unsplit",
     )
-    told["unsplit"] = unsplit and tuple(Unsplit(*each) for each in unsplit)
+    decided = {name: getattr(plan, name) for name in decided_names}, plan.balanced_by.value
+    what = "for the partition of the layers"
+    (told, balanced_by), recompute = mesh.world.broadcast(
+        (decided, _told(plan)), 0, what, Codec([record(Unsplit)])
+    )
     plan = replace(plan, balanced_by=BalancedBy(balanced_by), recompute=_heard(recompute), **told)
     num_parameters = sum(layer.num_parameters for layer in plan.layers)
     what = f"{len(plan.layers)} layers, {num_parameters:,} parameters"

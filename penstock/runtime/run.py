@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from penstock.planner.unsplit import Unsplit
 from penstock.torch_private import AnyBatchNorm
 from penstock.trace.timeline import MemorySample
 from penstock.transport.payload import Activation, Gradient
@@ -41,7 +42,8 @@ class StageRun:
 
     `tied_sums[peer]` are the gradients of another stage's weights that are not sent yet, by the
     place of the weight.  `kept_bytes` are the sizes of
-    storages by micro-batch and address, where memory is traced.
+    storages by micro-batch and address, where memory is traced.  `divided` has for each backward
+    in two parts what it did not leave to the second, where the run `looks`.
     """
 
     tapes: dict[int, Tape] = field(default_factory=dict)
@@ -52,6 +54,7 @@ class StageRun:
     kept_bytes: dict[int, dict[int, int]] = field(default_factory=dict)
     tied_sums: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     moments: MomentsByModule = field(default_factory=dict)
+    divided: list[list[Unsplit]] = field(default_factory=list)
     has_claimed_leaves: bool = False
 
 
@@ -76,7 +79,8 @@ class Run:
     `caller` is what the forwards run under.  With `trusts_evaluation`, layers in evaluation mode
     are taken to draw no random numbers until one is seen to.  With `sums_tied`, a stage sends its
     gradients of another one's weights once.  With `window` it is several mini-batches, whose
-    micro-batches are numbered on, and the weights are updated meanwhile.
+    micro-batches are numbered on, and the weights are updated meanwhile.  With `looks`, stages
+    note which backwards in two parts are not.
 
     Shared by the stages: `has_seeded` tells that a layer was run with torch's default generators
     seeded, so that a checkpoint in it will bring them there again: backward passes then have them
@@ -93,6 +97,7 @@ class Run:
     trusts_evaluation: bool = False
     output_gradients: list[list[Tensor | None]] | None = None
     window: Window | None = None
+    looks: bool = False
 
     stages: dict[int, StageRun] = field(default_factory=dict)
     has_seeded: bool = False

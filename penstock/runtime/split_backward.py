@@ -14,7 +14,8 @@ backward, and kept: parameters change their `.grad` in the weight backward only.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,27 @@ from .weight_gradients import LEAF, OPERATORS, Cut, cut_of
 
 CHECKPOINT = "CheckpointFunctionBackward"
 """The node of a checkpoint with use_reentrant=True, which runs a backward of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Which gradients of a graph wait for the weight backward: those behind its `cuts`.
+
+    `arrivals` has all nodes; `now` are the leaves whose gradients the input backward computes.
+    Operators that could be cut by their name, and are not, stand in `uncut` with the reason.
+    `obstacle` is the node, if there is one, because of which no gradient waits.
+    """
+
+    arrivals: Mapping[Node, int]
+    now: Sequence[Any]
+    cuts: Mapping[Node, Cut]
+    uncut: Mapping[Node, str]
+    obstacle: Any
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no gradient waits."""
+        return self.obstacle is not None or not self.cuts
 
 
 class SplitBackward:
@@ -112,40 +134,60 @@ def _add(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
         run_engine(tuple(edges), tuple(gradients), False, False, (), **options)
 
 
-def split(roots: Sequence[Tensor], entries: Iterable[Entry]) -> SplitBackward | None:
-    """Prepare the backward from some roots to be run in two parts; None where it has to be one."""
-    entries = [entry for entry in entries if entry.node is not None]
-    ends = {entry.node for entry in entries}
+def divide(roots: Sequence[Tensor], ends: set[Any]) -> Division:
+    """Decide which gradients of weights wait; those of the nodes `ends` never do."""
     arrivals = arrivals_of([get_gradient_edge(root).node for root in roots])
-    leaves, cuts = leaves_and_cuts(arrivals)
+    leaves, cuts, uncut, obstacle = leaves_and_cuts(arrivals)
     apart = settle(cuts, arrivals, ends)
-    leaves = [leaf for leaf in leaves if leaf not in apart and leaf not in ends]
-    if not cuts or any(has_tensor_hooks(leaf.variable) for leaf in leaves):
-        return None  # hooks would be called both when a gradient is found and when it is added
-    return SplitBackward(entries, leaves, cuts)
+    now = [leaf for leaf in leaves if leaf not in apart and leaf not in ends]
+    # hooks would be called both when a gradient is found and when it is added
+    hooked = (leaf for leaf in now if has_tensor_hooks(leaf.variable))
+    return Division(arrivals, now, cuts, uncut, obstacle or next(hooked, None))
 
 
-def leaves_and_cuts(nodes: Iterable[Node]) -> tuple[list[Any], dict[Node, Cut]]:
+def split(division: Division, entries: Iterable[Entry]) -> SplitBackward | None:
+    """Prepare a backward to be run in two parts; None where it has to be one."""
+    if division.is_whole:
+        return None
+    return SplitBackward([*entries], division.now, division.cuts)
+
+
+class Found(NamedTuple):
+    """The parts of a `Division` before its cuts are settled."""
+
+    leaves: list[Any]
+    cuts: dict[Node, Cut]
+    uncut: dict[Node, str]
+    obstacle: Node | None = None
+
+
+def leaves_and_cuts(nodes: Iterable[Node]) -> Found:
     """Find the leaves among the nodes of a graph, and the operators that can be cut."""
     leaves: list[Any] = []
     cuts: dict[Node, Cut] = {}
+    uncut: dict[Node, str] = {}
     runs_functions = False
     for node in nodes:
         name = node.name()
         if name == LEAF:
             leaves.append(node)
         elif name in OPERATORS:
-            if (cut := cut_of(node, name)) is not None:
+            cut = cut_of(node, name)
+            if isinstance(cut, str):
+                uncut[node] = cut
+            else:
                 cuts[node] = cut
         elif isinstance(node, BackwardCFunction):
             if name == CHECKPOINT:
-                return leaves, {}
+                return Found(leaves, {}, {}, node)
             runs_functions = True
     if runs_functions:
         # A function may change a gradient in place, and only the hook of a node that runs knows
         # what it was when it came.
+        why = "is near a torch.autograd.Function, which may change its gradient"
+        uncut |= {node: why for node, cut in cuts.items() if cut.is_whole}
         cuts = {node: cut for node, cut in cuts.items() if not cut.is_whole}
-    return leaves, cuts
+    return Found(leaves, cuts, uncut)
 
 
 def arrivals_of(starts: Sequence[Node]) -> dict[Node, int]:

@@ -41,6 +41,7 @@ from .run import Run, StageRun
 from .slots import Slotting
 from .stores import MakeStore
 from .tape import Tape
+from .unsplit import why_stage_unsplit
 from .weights import Weights, all_of
 from .window import changed_in_forward
 
@@ -82,8 +83,8 @@ class Stage:
         layers = [(step.index, step.module) for step in plan.steps]
         if isinstance(loss, nn.Module):
             layers.append((loss_index, loss))
-        modules = tuple(module for _, module in layers)
-        self._modules = modules
+        self._layers = layers
+        self._modules = modules = tuple(module for _, module in layers)
         self.weights = Weights(modules)
         pools = replicas is not None and replicas.pools_statistics
         self._norms = Norms(plan.index, modules, replicas.pool if replicas and pools else None)
@@ -140,7 +141,7 @@ class Stage:
         Raises:
             ConfigError: there is one.
         """
-        if self._norms.layers or _has_norm(self._modules):
+        if self._norms.layers or any(isinstance(m, AnyBatchNorm) for m in all_of(self._modules)):
             self._norms.check_all_known()
 
     def begin(self, run: Run) -> None:
@@ -356,7 +357,10 @@ class Stage:
         """Let a backward leave the gradients of weights; one that has to be whole comes after all
         that earlier ones have left, for these add up in the order of the micro-batches.
         """
-        tape.divide(roots)
+        division = tape.divide(roots)
+        if run.looks:
+            found = why_stage_unsplit(self._layers, division, tape.layer_marks)
+            run.stages[self.index].divided.append(found)
         if tape.parts is None:
             for _, earlier in sorted(run.stages[self.index].tapes.items()):
                 if earlier.parts is not None:
@@ -391,7 +395,3 @@ class Stage:
                 within(arounds, run, tape, backward)
         else:
             within(arounds, run, tape, backward)
-
-
-def _has_norm(modules: Sequence[nn.Module]) -> bool:
-    return any(isinstance(m, AnyBatchNorm) for root in modules for m in root.modules())

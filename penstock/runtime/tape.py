@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .layer_recompute import Rerun
     from .offload import Away
     from .slots import Slots
-    from .split_backward import SplitBackward
+    from .split_backward import Division, SplitBackward
 
 FROM_CALLER = -1
 """Stands where a peer stage stands, for values that come from the caller's batch."""
@@ -151,11 +151,14 @@ class Tape:
         live = [(root, g) for root, g in pairs if g is not None and root.requires_grad]
         return [root for root, _ in live], [g for _, g in live]
 
-    def divide(self, roots: Sequence[Tensor]) -> None:
-        """Let `backward` leave to `backward_weight` what can be left."""
-        from .split_backward import split  # few schedules ask for it
+    def divide(self, roots: Sequence[Tensor]) -> "Division":
+        """Let `backward` leave to `backward_weight` what can be left; return what was decided."""
+        from .split_backward import divide, split  # few schedules ask for it
 
-        self.parts = split(roots, [e for entries in self.entries.values() for e in entries])
+        every = [e for entries in self.entries.values() for e in entries if e.node is not None]
+        division = divide(roots, {entry.node for entry in every})
+        self.parts = split(division, every)
+        return division
 
     def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Run autograd once from all roots: entries catch their gradients, weights add theirs."""

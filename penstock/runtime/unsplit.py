@@ -1,42 +1,78 @@
-"""Say which of a layer's gradients a backward in two parts cannot leave to the second, and why;
-and how much memory those need that it can.
+"""Say which gradients a backward in two parts cannot leave to the second, and why; and how much
+memory those need that it can.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from penstock.torch_private import has_tensor_hooks, results_of, storage_id
+from penstock.model.stage_plan import Step
+from penstock.planner.unsplit import Unsplit
+from penstock.torch_private import node_number, results_of, storage_id
 
-from .split_backward import CHECKPOINT, arrivals_of, leaves_and_cuts, settle
+from .notes import layer_at
+from .split_backward import CHECKPOINT, Division, arrivals_of, leaves_and_cuts, settle
+from .weight_gradients import LEAF, OPERATORS, PASSING
+
+NumberedLayers = Sequence[tuple[int, nn.Module]]
 
 
-def why_unsplit(module: nn.Module, results: Sequence[Tensor]) -> str | None:
-    """Look at the graph of what a layer gave, and tell why gradients of its weights would be
-    computed with all others; None where they can wait.
+def why_unsplit(
+    layers: NumberedLayers, division: Division, marks: Sequence[tuple[int, Step]] = ()
+) -> list[Unsplit]:
+    """Name the layers because of which gradients of weights do not wait for the second part of a
+    backward, with the reasons; none where all wait.
 
-    Biases and the scales of norms never wait, for their gradients are but sums.
+    Biases and the scales of norms never wait, for their gradients are but sums.  `layers` are
+    those of a stage, or one alone, by number; `marks` say which nodes of the graph they made.
     """
-    arrivals = arrivals_of([get_gradient_edge(t).node for t in results if t.requires_grad])
-    if any(node.name() == CHECKPOINT for node in arrivals):
-        return "a checkpoint with use_reentrant=True runs a backward of its own"
-    leaves, cuts = leaves_and_cuts(arrivals)
-    apart = settle(cuts, arrivals, set())
-    names = {id(p): name for name, p in module.named_parameters()}
-    now = [leaf for leaf in leaves if leaf not in apart]
-    for leaf in now:
-        if id(leaf.variable) in names and has_tensor_hooks(leaf.variable):
-            name = names[id(leaf.variable)]
-            return f"{name} has a hook on its gradient, and is no weight that can wait"
-    weights = [leaf for leaf in leaves if id(leaf.variable) in names and leaf.variable.dim() > 1]
-    unsplit = [leaf for leaf in weights if leaf not in apart]
-    if not unsplit:
-        return None
-    share = _num_elements(unsplit) / _num_elements(weights)
-    return f"{share:.0%} of its weights: {_reason(unsplit, arrivals)}"
+    names = {
+        id(parameter): (index, name)
+        for index, module in reversed(layers)
+        for name, parameter in module.named_parameters()
+    }
+    users = _users(division.arrivals)
+    if division.obstacle is not None:
+        return [_of_obstacle(division.obstacle, users, names, layers, marks)]
+    now, weights = set(division.now), dict[int, list[Any]]()
+    for leaf in division.arrivals:
+        if leaf.name() == LEAF and _variable(leaf).dim() > 1 and id(_variable(leaf)) in names:
+            weights.setdefault(names[id(_variable(leaf))][0], []).append(leaf)
+    found = []
+    for index, every in sorted(weights.items()):
+        if unsplit := [leaf for leaf in every if leaf in now]:
+            share = _num_elements(unsplit) / _num_elements(every)
+            reason = _reason(max(unsplit, key=lambda leaf: leaf.variable.numel()), division, users)
+            found.append(Unsplit(index, f"{share:.0%} of its weights: {reason}"))
+    return found
+
+
+def why_stage_unsplit(
+    layers: NumberedLayers, division: Division, marks: Sequence[tuple[int, Step]]
+) -> list[Unsplit]:
+    """Name the same of a stage; also where all its gradients are but sums."""
+    found = why_unsplit(layers, division, marks)
+    if not found and division.is_whole and division.now:
+        found.append(Unsplit(layers[0][0], "nothing in the stage can be cut", whole=True))
+    return found
+
+
+def together(stages: Iterable[Sequence[Sequence[Unsplit]]]) -> tuple[Unsplit, ...]:
+    """Put together what stages have found in each of their backwards."""
+    found = []
+    for backwards in stages:
+        times = Counter(each for backward in backwards for each in dict.fromkeys(backward))
+        for each, number in times.items():
+            some = f", in {number} of {len(backwards)} backwards"
+            found.append(
+                each if number == len(backwards) else replace(each, reason=each.reason + some)
+            )
+    return tuple(sorted(dict.fromkeys(found), key=lambda each: (each.layer, each.reason)))
 
 
 def left_bytes(module: nn.Module, results: Sequence[Tensor]) -> int:
@@ -44,7 +80,7 @@ def left_bytes(module: nn.Module, results: Sequence[Tensor]) -> int:
     most: what operators have read, gradients of their results, and those of all other weights.
     """
     arrivals = arrivals_of([get_gradient_edge(t).node for t in results if t.requires_grad])
-    leaves, cuts = leaves_and_cuts(arrivals)
+    leaves, cuts, *_ = leaves_and_cuts(arrivals)
     own = {id(parameter) for parameter in module.parameters()}
     inputs = {leaf for leaf in leaves if id(leaf.variable) not in own}
     apart = settle(cuts, arrivals, inputs)
@@ -60,18 +96,77 @@ def left_bytes(module: nn.Module, results: Sequence[Tensor]) -> int:
     return of_reads + of_results + sum(p.numel() * p.element_size() for p in now)
 
 
+_Users = Mapping[Node, Sequence[Node]]
+"""The nodes whose edges lead to a node, as often as they do."""
+
+
+def _users(nodes: Iterable[Node]) -> _Users:
+    found: dict[Node, list[Node]] = {}
+    for node in nodes:
+        for after, _ in node.next_functions:
+            if after is not None:
+                found.setdefault(after, []).append(node)
+    return found
+
+
+def _operators(leaf: Node, users: _Users) -> Iterator[Node]:
+    """Yield the operators that use a leaf, as it is or by nodes that only pass gradients on."""
+    for node in users.get(leaf, ()):
+        if node.name() in PASSING:
+            yield from _operators(node, users)
+        else:
+            yield node
+
+
+def _of_obstacle(
+    node: Any,
+    users: _Users,
+    names: Mapping[int, tuple[int, str]],
+    layers: NumberedLayers,
+    marks: Sequence[tuple[int, Step]],
+) -> Unsplit:
+    """Name the layer that keeps all gradients of a stage from waiting."""
+    if node.name() == CHECKPOINT:
+        reason = "a checkpoint with use_reentrant=True runs a backward of its own"
+        return Unsplit(_layer_of(node, layers, marks), reason, whole=True)
+    reason = "has a hook on its gradient, and is no weight that can wait"
+    if (named := names.get(id(node.variable))) is not None:
+        return Unsplit(named[0], f"{named[1]} {reason}", whole=True)
+    layer = _layer_of(users[node][0], layers, marks)
+    return Unsplit(layer, f"a tensor that is no parameter {reason}", whole=True)
+
+
+def _layer_of(node: Node, layers: NumberedLayers, marks: Sequence[tuple[int, Step]]) -> int:
+    """Return the number of the layer that made a node, as nearly as it can be known."""
+    step = layer_at(node_number(node) or 0, marks)
+    return layers[0][0] if step is None else step.index
+
+
 def _num_elements(leaves: Sequence[Any]) -> int:
     return sum(leaf.variable.numel() for leaf in leaves)
 
 
-def _reason(unsplit: Sequence[Any], arrivals: Mapping[Node, int]) -> str:
-    """Tell why the gradient of the largest of some weights cannot wait."""
-    largest = max(unsplit, key=lambda leaf: leaf.variable.numel())
-    if arrivals[largest] > 2:
-        return f"one is used {arrivals[largest]} times"
-    users = {
-        node.name().removesuffix("0").removesuffix("Backward")
-        for node in arrivals
-        if any(after is largest for after, _ in node.next_functions)
+def _variable(leaf: Any) -> Tensor:
+    variable: Tensor = leaf.variable
+    return variable
+
+
+def _reason(leaf: Any, division: Division, users: _Users) -> str:
+    """Tell why the gradient of a weight cannot wait."""
+    operators = list(_operators(leaf, users))
+    if len(operators) > 2:
+        return f"one is used {len(operators)} times"
+    reasons = {
+        _of_operator(node, division.uncut.get(node))
+        for node in operators
+        if node not in division.cuts
     }
-    return f"{' and '.join(sorted(users))} cannot be cut"
+    return " and ".join(sorted(reasons)) or "nothing"
+
+
+def _of_operator(node: Node, why: str | None) -> str:
+    kind = node.name().removesuffix("0").removesuffix("Backward")
+    if why is not None:
+        return f"{kind} {why}"
+    given_up = "leads to another gradient that cannot wait"
+    return f"{kind} {given_up if node.name() in OPERATORS else 'cannot be cut'}"

@@ -28,7 +28,7 @@ Found = tuple[list[int], Formula, list[Tensor]]
 LEAF = "torch::autograd::AccumulateGrad"
 """The name of a node that adds to the `.grad` of a tensor, its `variable`."""
 _CAST = "ToCopyBackward0"
-_PASSING = {
+PASSING = {
     _CAST,
     "ExpandBackward0",
     "PermuteBackward0",
@@ -88,19 +88,22 @@ class Cut:
         return gradients, more
 
 
-def cut_of(node: Node, name: str) -> Cut | None:
-    """Cut the edges of an operator to its weights; None if their gradients have to be computed
+def cut_of(node: Node, name: str) -> Cut | str:
+    """Cut the edges of an operator to its weights; or say why their gradients have to be computed
     with all others.
     """
-    find = OPERATORS.get(name)
-    found = None if find is None else find(node)
+    found = OPERATORS[name](node)
     if found is None:
-        return None
+        return "has read what a checkpoint computes again, or has a form that is not known"
     places, formula, reads = found
     nexts = node.next_functions
     ways = [way for place in places if (way := _way(nexts[place][0]))]
-    if len(ways) < len(places) or not all(map(_is_usual, reads)) or _has_hooks(node):
-        return None  # a hook may change the gradients of the weights
+    if len(ways) < len(places):
+        return "has a weight that is computed from others"
+    if not all(map(_is_usual, reads)):
+        return "reads tensors of another kind than plain ones"
+    if _has_hooks(node):  # which may change the gradients of the weights
+        return "has hooks"
     edges = {
         place: GradientEdge(way[0], nexts[place][1])
         for place, way in zip(places, ways, strict=True)
@@ -126,7 +129,7 @@ def _way(after: Node | None) -> list[Node]:
         name = after.name()
         if name == LEAF:
             return way
-        after = after.next_functions[0][0] if name in _PASSING else None
+        after = after.next_functions[0][0] if name in PASSING else None
     return []
 
 

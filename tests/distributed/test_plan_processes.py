@@ -12,9 +12,21 @@ from torch import Tensor, nn
 import penstock
 from penstock import Plan
 from penstock.errors import ConfigError, PenstockError
+from penstock.schedules import zb_h1
 from tests.distributed.call import call
 from tests.side_by_side import same_bits
 from tests.ways import BETWEEN_PROCESSES
+
+
+class Powers(nn.Module):
+    """Has a weight whose gradient cannot wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mm(self.weight.exp())
 
 
 def pipeline(mesh: penstock.Mesh, **options: Any) -> penstock.Pipeline:
@@ -37,6 +49,7 @@ def work(mesh: penstock.Mesh) -> dict[str, Any]:
         mesh, num_microbatches=4, threads_per_stage=1 + mesh.rank, example_inputs=torch.zeros(8, 6)
     )
     found = {"plan": measured.plan.to_json(), "gradients": gradients(measured)}
+    found["divided"] = in_two_parts(mesh)
     plan = penstock.Plan.from_json(measured.plan.to_json())
     found["again"] = gradients(pipeline(mesh, plan=plan))
     found["refused"] = [
@@ -44,6 +57,15 @@ def work(mesh: penstock.Mesh) -> dict[str, Any]:
         refusal(mesh, replace(plan, transport=BETWEEN_PROCESSES[mesh.rank])),
     ]
     return found
+
+
+def in_two_parts(mesh: penstock.Mesh) -> str:
+    """Return the plan after a step in which rank 1 has seen that a layer is not split."""
+    layers = [nn.Linear(6, 6), Powers()]
+    options: dict[str, Any] = {"num_microbatches": 4, "partition": [1, 1]}
+    pipe = penstock.Pipeline(layers, mesh=mesh, loss=nn.MSELoss(), schedule=zb_h1(), **options)
+    gradients(pipe)
+    return str(pipe.plan)
 
 
 def refusal(mesh: penstock.Mesh, plan: Plan) -> str:
@@ -61,6 +83,8 @@ def test_processes_run_the_plan_of_rank_0(tmp_path: Path) -> None:
     plan = Plan.from_json(first["plan"])
     assert (plan.placement.num_ranks, plan.threads_per_stage) == (2, 1)
     assert plan.predicted_s is not None
+    assert first["divided"] == second["divided"]
+    assert "layer '1' (Powers), 100% of its weights: Exp cannot be cut" in first["divided"]
     for found in (first, second):
         assert found["gradients"]
         for name, gradient in found["gradients"].items():

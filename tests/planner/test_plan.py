@@ -12,8 +12,9 @@ import pytest
 
 from penstock.errors import ConfigError, PartitionError, PlanError
 from penstock.planner.placement import Placement
-from penstock.planner.plan import BalancedBy, LayerFacts, Plan, Unsplit
+from penstock.planner.plan import BalancedBy, LayerFacts, Plan
 from penstock.planner.plan_json import from_json, to_json
+from penstock.planner.unsplit import Unsplit
 from penstock.schedules import Schedule, from_csv, gpipe, interleaved_1f1b, to_csv
 from penstock.schedules.costs import Costs
 from penstock.schedules.names import family_of
@@ -260,4 +261,7 @@ def test_a_plan_says_which_layers_are_not_split_where_backwards_are_divided() ->
     parts = replace(whole, schedule=family_of(divided, num_microbatches=1))
     assert "backward in one part: layer '1' (Linear), 90% of its weights: why" in str(parts)
     assert "backwards in two parts: all layers" in str(replace(parts, unsplit=()))
-    assert "part" not in str(replace(parts, unsplit=None)).replace("partition", "")
+    assert "in two parts: the first step shows which" in str(replace(parts, unsplit=None))
+    for layer in (-1, 4):
+        with pytest.raises(PlanError, match=f"unsplit names layer {layer}, and there are 3"):
+            replace(parts, unsplit=(Unsplit(layer, "why"),))
