@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock import schedules
 from penstock.errors import (
     BatchError,
     BoundaryError,
@@ -23,7 +24,7 @@ from penstock.errors import (
 )
 from penstock.runtime.devices import num_cores
 from penstock.runtime.planning import device_of_process
-from penstock.schedules import ALL_SCHEDULES, Backward, Forward, gpipe, pipedream_2bw
+from penstock.schedules import ALL_SCHEDULES, Backward, Forward, gpipe, pipedream, pipedream_2bw
 from penstock.schedules.ir import Schedule
 from tests.ways import IN_ONE_PROCESS
 
@@ -495,3 +496,55 @@ def test_layers_to_recompute_that_may_come_to_be_on_another_stage() -> None:
             make(recompute=[first, other])
     for others in (penstock.Recompute.STAGE, penstock.Recompute.layers(0, "1")):
         make(recompute=[first, others])
+
+
+@pytest.mark.parametrize("schedule", (pipedream(), pipedream_2bw), ids=repr)
+def test_what_looks_at_all_gradients_has_none_where_stages_update_by_themselves(
+    schedule: Any,
+) -> None:
+    with make(schedule=schedule, partition=(2, 3)) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+        pipe.train_steps([(torch.randn(4, 6), torch.randn(4, 3))] * 2, optimizer)
+        told = r"schedule=pipedream.* updates weights .* synchronous schedule"
+        with pytest.raises(ConfigError, match=told + ", or a lower learning rate"):
+            penstock.clip_grad_norm_(pipe, 1.0)
+        with pytest.raises(ConfigError, match="bfloat16, which needs no loss scale"):
+            penstock.GradScaler(pipe)
+        assert penstock.GradScaler(pipe, enabled=False).get_scale() == 1.0
+        with pytest.raises(ConfigError, match=r"give the optimizer .* to pipe\.train_steps"):
+            pipe.train_step(torch.randn(4, 6), torch.randn(4, 3), loss_scale=2.0)
+        F.mse_loss(pipe(torch.randn(4, 6)), torch.randn(4, 3)).backward()
+        assert float(penstock.clip_grad_norm_(pipe, 1.0)) > 0  # a step of its own has gradients
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank"),
+    [(pipedream(), 0), (pipedream(vertical_sync=True), 1), (pipedream_2bw, 1)],
+)
+def test_versions_of_weights_beyond_the_memory_stated(schedule: Any, rank: int) -> None:
+    limits = [10**6, 10**6]
+    limits[rank] = 10
+    of_stage = (6 * 8 + 8, 8 * 8 + 8 + 8 * 3 + 3)[rank] * 4
+    told = rf"on rank {rank}: {of_stage - 10} bytes too few for weights alone; .* keeps 2 versions"
+    with make(schedule=schedule, partition=(2, 3), memory_limit_bytes=limits) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+        with pytest.raises(ConfigError, match=told):
+            pipe.train_steps([(torch.randn(4, 6), torch.randn(4, 3))], optimizer)
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_a_search_without_an_answer_and_costs_that_do_not_fit() -> None:
+    costs, sizes = schedules.Costs(forward_s=1, backward_s=2), schedules.Sizes(kept_bytes=10)
+    limit = schedules.AtMostBytes(sizes, (100, 7))
+    told = "limit of rank 1: it needs 10 bytes .*, 3 more than limit_bytes=7; raise that to 10"
+    refused_step(ConfigError, told, schedule=schedules.searched(costs, limit))
+    of_three = schedules.Costs(forward_s=(1, 2, 3), backward_s=2)
+    for family in (schedules.searched(of_three), schedules.zb_h1(of_three)):
+        refused_step(ConfigError, "3 .*stages", schedule=family)
+    with pytest.raises(ConfigError, match="backward_s is -1: no instruction takes less than 0"):
+        schedules.Costs(forward_s=1, backward_s=-1)
+
+
+def test_a_schedule_in_csv_with_an_action_missing() -> None:
+    with pytest.raises(ScheduleError, match=r"line r \+ 1: rank 1, 1B1: stage 1 has 0 Forward"):
+        make(schedule=schedules.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1B1"))

@@ -22,7 +22,7 @@ def clip_grad_norm_(pipe: AbstractPipeline, max_norm: float) -> Tensor:
         The norm before clipping, a scalar tensor; the same in every process.
 
     Raises:
-        ConfigError: `max_norm` is not above 0.
+        ConfigError: `max_norm` is not above 0, or the schedule has moved the weights already.
     """
     if not max_norm > 0:
         raise ConfigError(f"max_norm={max_norm!r}; it must be above 0")
@@ -32,6 +32,12 @@ def clip_grad_norm_(pipe: AbstractPipeline, max_norm: float) -> Tensor:
         for layer, g in gradients
     ]
     in_order = [norm for _, norm in sorted(_of_all_stages(pipe, norms), key=itemgetter(0))]
+    if pipe.plan.schedule.is_asynchronous and not in_order:
+        raise ConfigError(
+            f"schedule={pipe.plan.schedule!r} updates weights while it runs, and there is no "
+            "gradient left to clip: the norm over all stages is not known before the first of "
+            "them updates. Use a synchronous schedule, or a lower learning rate"
+        )
     total = torch.linalg.vector_norm(torch.tensor(in_order, dtype=torch.float64))
     share = max_norm / (float(total) + 1e-6)
     if share < 1:

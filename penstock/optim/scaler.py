@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.errors import ConfigError
 from penstock.runtime.abstract_pipeline import AbstractPipeline
 from penstock.torch_private import AbstractSharedScaler
 
@@ -32,6 +33,7 @@ class GradScaler(AbstractSharedScaler):
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
 
     Raises:
+        ConfigError: the schedule updates weights while it runs, with nobody to ask the scaler.
         PeerError: by `unscale_` and `step`: another process failed, or is gone.
         MeshError: likewise: another process makes another call, or for another pipeline.
         WaitTimeout: likewise: the others do not come to the same call within the deadline.
@@ -47,6 +49,12 @@ class GradScaler(AbstractSharedScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
+        if enabled and pipe.plan.schedule.is_asynchronous:
+            raise ConfigError(
+                f"schedule={pipe.plan.schedule!r} updates weights while it runs: whether a "
+                "gradient of any stage has overflowed is not known before the first of them "
+                "updates. Use bfloat16, which needs no loss scale, or a synchronous schedule"
+            )
         self._place = pipe.devices[0]
         super().__init__(
             self._place.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled

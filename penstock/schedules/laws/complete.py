@@ -26,10 +26,14 @@ def complete(lanes: Lanes) -> None:
             right = _RIGHT[numbers[1] == 0 and numbers[2] > 0]
             of_each = zip(_KINDS, numbers, right, strict=True)
             kind, number, wanted = next(x for x in of_each if x[1] != x[2])
-            raise ScheduleError(
+            problem = (
                 f"stage {stage} has {number} {kind.__name__} instructions for micro-batch {i}; it "
-                f"needs exactly {'one' if wanted else 'none'}.\n{lanes.schedule}"
+                f"needs exactly {'one' if wanted else 'none'}"
             )
+            others = [place for place, x in lanes.each(stage, *_KINDS) if x.microbatch == i]
+            if others:
+                raise lanes.fault(stage, others[-1], problem)
+            raise ScheduleError(f"{problem}.\n{lanes.schedule}")
 
 
 _KINDS: tuple[type[ir.Compute], ...] = (
