@@ -26,9 +26,14 @@ class Window:
     uses: Mapping[int, Counter[int]]
 
     def moving(self, stage: int) -> tuple[Sequence[Tensor], Collection[Tensor]]:
-        """Return the parameters that a stage moves, and those that others in this process move."""
+        """Return the parameters that a stage moves, and those that others in this process have.
+
+        A frozen one has no gradient to be moved by, and so one version.
+        """
         others = (o.parameters for at, o in self.optimizers.items() if at != stage)
-        return self.optimizers[stage].parameters, frozenset(chain.from_iterable(others))
+        own = self.optimizers[stage].parameters
+        moving = [p for p in own if p.requires_grad or p.grad is not None]
+        return moving, frozenset(chain.from_iterable(others))
 
 
 def joined(batches: Sequence[Batch], *, apart: bool) -> Batch:

@@ -321,6 +321,25 @@ def test_memory_of_versions_is_counted() -> None:
         assert max(kept) >= 4 * 4 * 4
 
 
+def test_a_frozen_weight_has_one_version() -> None:
+    found, kept = [], {}
+    for num_stages, is_frozen in ((2, True), (1, True), (2, False)):
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 4), nn.Linear(4, 64), nn.Linear(64, 2)]
+        layers[1].requires_grad_(not is_frozen)
+        trace = penstock.Trace.MEMORY
+        partition = (2, 1) if num_stages == 2 else (3,)
+        with pipe_of(pipedream_2bw, layers=layers, partition=partition, trace=trace) as pipe:
+            optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1, weight_decay=0.1)
+            losses = pipe.train_steps(batches_of(5), optimizer)
+            samples = [s.kept_bytes for s in pipe.last_timeline.memory if s.stage == 0]
+            kept[num_stages, is_frozen] = max(samples)
+            found.append([losses, *(p.detach() for p in pipe.parameters())])
+    assert all(map(same_bits, found[0], found[1]))
+    of_frozen = (4 * 64 + 64) * 4
+    assert kept[2, False] - kept[2, True] >= of_frozen
+
+
 class Repeated(nn.Embedding):
     """Writes to its weight in its forward."""
 
