@@ -225,6 +225,17 @@ def test_a_tied_weight_lags_everywhere_as_on_its_home_stage(
     assert not differences([model], [twin])
 
 
+def test_versions_of_a_tied_weight_count_on_its_home_stage_alone() -> None:
+    for limits, told in (
+        ((10, 10**6), "2 versions of 128 bytes on stage 0"),  # 8 x 4 in float32
+        ((10**6, 10), "2 versions of 144 bytes on stage 1"),  # the middle layer's own
+    ):
+        captured = penstock.capture(TiedModules(), torch.randn(6, 4))
+        options = {"layers": captured, "partition": [1, 2], "memory_limit_bytes": limits}
+        with pipe_of(pipedream_2bw, **options) as pipe, pytest.raises(ConfigError, match=told):
+            pipe.train_steps([(torch.randn(6, 4), torch.randn(6, 8))], adamw(pipe))
+
+
 def layers_of(*, seed: int = 0) -> list[nn.Module]:
     torch.manual_seed(seed)
     return [nn.Linear(4, 8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 2)]
