@@ -12,23 +12,21 @@ a `Tape` holds both; `Guards` watch.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import RecomputeError
-from penstock.model.entries import are_plain, detached
-from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stage_plan import StagePlan, Step, join_output
 from penstock.torch_private import AnyBatchNorm, next_node_number
 from penstock.transport.payload import Activation
 
 from .backward_state import BackwardState
 from .batch_norm import Norms
-from .boundary import check_classes, check_loss
 from .devices import StageDevice
 from .drawing import Drawing, LayerCall
+from .ending import Ending
 from .guards import Changes, Claims, Guard, Hooks, within
 from .handover import Handover, once
 from .layer_recompute import LayerRecompute
@@ -44,8 +42,6 @@ from .tape import Tape
 from .unsplit import why_stage_unsplit
 from .weights import Weights, all_of
 from .window import changed_in_forward
-
-_T = TypeVar("_T", Tensor, Tensor | None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +74,7 @@ class Stage:
         replicas: Replicas | None = None,
         keeping: Keeping = _IN_MEMORY,
     ) -> None:
-        self.plan, self._loss_index, self._replicas = plan, loss_index, replicas
+        self.plan, self._replicas = plan, replicas
         self.device = StageDevice(device)
         layers = [(step.index, step.module) for step in plan.steps]
         if isinstance(loss, nn.Module):
@@ -89,6 +85,7 @@ class Stage:
         pools = replicas is not None and replicas.pools_statistics
         self._norms = Norms(plan.index, modules, replicas.pool if replicas and pools else None)
         self._drawing = Drawing(layers, device)
+        self._ending = Ending(plan.index, self.device, self._drawing, loss_index)
         self._changes = Changes(plan.index)
         self.handover = Handover(plan, self.device, self._changes)
         lasting = Lasting(modules, computes_loss=bool(plan.output))
@@ -281,7 +278,7 @@ class Stage:
             look(run, tape, given)
         leaving = self.handover.export(values, given, tape)
         if self.plan.output:
-            self._finish(run, tape, join_output([values[v] for v in self.plan.output]))
+            self._ending.take(run, tape, join_output([values[v] for v in self.plan.output]))
         return leaving
 
     def _perform(self, run: Run, tape: Tape, step: Step, function: Callable[[], Any]) -> Any:
@@ -301,37 +298,6 @@ class Stage:
         except Exception as error:
             note_failure(error, self.index, f"layer {step.label}", tape.microbatch)
             raise
-
-    def _finish(self, run: Run, tape: Tape, output: Any) -> None:
-        microbatch = tape.microbatch
-        if run.loss is None:
-            tape.output, structure = flatten(output)
-            if not are_plain(tape.output):
-                check_classes(tape.output, "leaves the last stage")
-            tape.output_wants_grad = tuple([leaf.requires_grad for leaf in tape.output])
-            run.outputs[microbatch] = unflatten(structure, [detached(t) for t in tape.output])
-            return
-        target = run.batch.targets[microbatch]
-        if not isinstance(target, Tensor) or target.device != self.device.device:
-            target = tree_map(lambda t: self.device.bring([t], None)[0], target)
-        training = getattr(run.loss, "training", True)
-        call = LayerCall(run, tape, self._loss_index, training)
-        compute = partial(run.loss, output, target)
-        try:
-            is_silent = (self._loss_index, training) in self._drawing.silent
-            loss = compute() if is_silent else self._drawing.run(call, compute)
-            if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad):
-                check_loss(loss, run.with_grad)
-        except Exception as error:
-            note_failure(error, self.index, "the loss", microbatch)
-            raise
-        weight = run.batch.weights[microbatch]
-        if weight == 0:  # the mean over no real tokens is 0/0; it has no part in the batch's loss
-            run.losses[microbatch] = torch.zeros_like(loss.detach())
-            return
-        if microbatch not in run.losses:  # a recompute has it already
-            run.losses[microbatch] = loss.detach() * weight
-        tape.loss = loss
 
     # -- backward -----------------------------------------------------------------------------
 

@@ -9,14 +9,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-from torch import Tensor
-
 from penstock.checkpoint import Saving, async_save_checkpoint, load_checkpoint
 from penstock.checkpoint.weights import mean_weights, tensor_names
 from penstock.errors import CheckpointError, DivergedError
 from penstock.mesh import Mesh
-from penstock.model.pytree import tree_map
 from penstock.optim.averaging import Averaging
 from penstock.optim.clip import clip_grad_norm_
 from penstock.planner.plan import Plan
@@ -33,6 +29,7 @@ from .build import (
     names_of,
 )
 from .display import Display
+from .evaluate import scores_of
 from .interrupt import Interrupt
 from .layout import make_mesh, replica_share
 from .learning_rate import Rates
@@ -319,25 +316,9 @@ class Trainer:
         display.show_epoch(self.position, self.meter, train_loss, self.num_skipped)
 
     def evaluate(self) -> dict[str, float]:
-        """Compute the task's figures, of the averaged weights if there are any.
-
-        Each replica judges every D-th sample.  All make the same calls: where one has a sample
-        less it takes the first one too, which does not count.
-        """
-        num_test, num_replicas = self.task.num_test, self.mesh.num_replicas
-        own = list(range(self.mesh.replica, num_test, num_replicas))
-        known = len(own)
-        own += [0] * (-(-num_test // num_replicas) - known)
-        counted, totals = 0, torch.zeros(0, dtype=torch.float64)
+        """Compute the task's figures, of the averaged weights if there are any."""
         with self._average.in_place() if self._average is not None else nullcontext():
-            for inputs, targets in self.task.tests(own):
-                with autocast(self.recipe, self.pipe):
-                    outputs = self.pipe.eval_step(inputs)
-                tally = self.task.tally(tree_map(Tensor.cpu, outputs), targets)
-                sums = tally[: max(0, known - counted)].sum(dim=0)
-                totals, counted = sums + (totals if counted else 0), counted + len(tally)
-        of_all = self.mesh.replicas.gather(totals.tolist(), "for the others to evaluate")
-        return dict(self.task.scores([sum(column) for column in zip(*of_all, strict=True)]))
+            return scores_of(self.task, self.pipe, lambda: autocast(self.recipe, self.pipe))
 
     def _log(self, folder: RunFolder, kind: str, values: Mapping[str, Any]) -> None:
         where = {"kind": kind, "step": self.position.step, "epoch": self.position.epoch}

@@ -158,7 +158,7 @@ FAULTS = (
     ),
     Fault(
         "a micro-batch without real tokens still runs its backward",
-        "penstock/runtime/stage.py",
+        "penstock/runtime/ending.py",
         "if weight == 0:",
         "if weight < 0:",
         "tests/laws/test_weights.py::test_a_micro_batch_without_a_single_token_adds_nothing",
@@ -290,7 +290,7 @@ FAULTS = (
     ),
     Fault(
         "the loss that comes back is scaled as the gradients are",
-        "penstock/runtime/stage.py",
+        "penstock/runtime/ending.py",
         "run.losses[microbatch] = loss.detach() * weight",
         "run.losses[microbatch] = loss.detach() * run.loss_gradient(microbatch)",
         "tests/laws/test_loss_scale.py",

@@ -231,8 +231,9 @@ def test_versions_of_a_tied_weight_count_on_its_home_stage_alone() -> None:
         ((10**6, 10), "2 versions of 144 bytes on stage 1"),  # the middle layer's own
     ):
         captured = penstock.capture(TiedModules(), torch.randn(6, 4))
-        options = {"layers": captured, "partition": [1, 2], "memory_limit_bytes": limits}
-        with pipe_of(pipedream_2bw, **options) as pipe, pytest.raises(ConfigError, match=told):
+        stated: dict[str, Any] = {"partition": [1, 2], "memory_limit_bytes": limits}
+        pipe = pipe_of(pipedream_2bw, layers=captured, **stated)
+        with pipe, pytest.raises(ConfigError, match=told):
             pipe.train_steps([(torch.randn(6, 4), torch.randn(6, 8))], adamw(pipe))
 
 
