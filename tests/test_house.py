@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator, Set
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,12 @@ def private_names(source: str, *, elsewhere: Set[str] = frozenset()) -> set[str]
     return {name for name in found if not name.endswith("__")}
 
 
+@cache
+def kept_private_names() -> set[str]:
+    """Return those that the one file for them names."""
+    return private_names((ROOT / "penstock" / "torch_private.py").read_text())
+
+
 def run_python(program: str, *arguments: str) -> None:
     """Run `program` in a fresh interpreter; fail with what it printed if it fails."""
     done = subprocess.run(
@@ -212,8 +219,7 @@ def test_an_import_against_the_arrow_is_refused() -> None:
 def test_private_names_of_torch_stand_in_one_file(path: Path) -> None:
     if module_name(path) == TORCH_PRIVATE:
         return
-    kept = private_names((ROOT / "penstock" / "torch_private.py").read_text())
-    assert sorted(private_names(path.read_text(), elsewhere=kept)) == []
+    assert sorted(private_names(path.read_text(), elsewhere=kept_private_names())) == []
 
 
 def test_every_way_to_name_something_private_is_seen() -> None:

@@ -26,7 +26,10 @@ MARKS: dict[str, list[pytest.MarkDecorator]] = {
     ],
     **{
         name: [pytest.mark.slow]
-        for name in ("batch_size", "depth_width", "low_resource", "stability")
+        for name in (
+            *("batch_size", "depth_width", "low_resource", "stability"),
+            *("two_commits", "zero_bubble"),
+        )
     },
 }
 """Marks of the benchmarks that do not run everywhere, or not within seconds."""

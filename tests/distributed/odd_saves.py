@@ -105,7 +105,7 @@ def slow_reader(mesh: penstock.Mesh) -> list[int]:
     mesh.background.timeout_s = 2.0
 
     def work(slow: int) -> int:
-        threading.Event().wait(5.0 if mesh.rank == slow else 0.0)
+        threading.Event().wait(3.0 if mesh.rank == slow else 0.0)
         return slow
 
     return [mesh.world.work(partial(work, slow), "for the work") for slow in (0, 1)]

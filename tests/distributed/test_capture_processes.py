@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,31 +35,35 @@ from tests.side_by_side import same_bits
 from tests.ways import BETWEEN_PROCESSES
 
 
-def train_all(mesh: penstock.Mesh, names: list[str], inputs: str, transport: str) -> None:
+def train_all(
+    mesh: penstock.Mesh, names: list[str], inputs: list[str], transports: list[str]
+) -> None:
     """Train each model as a pipeline over the mesh, and whole in this process: same bits."""
     schedule, recompute = penstock.schedules.one_f_one_b, penstock.Recompute.NEVER
-    way = Way(mesh.num_stages, schedule, recompute, inputs, penstock.Transport[transport])
-    for model in EVERY:
-        if model.name in names and not (model.routed and inputs == EVERYWHERE):
-            train(mesh, model, way)
+    models = [model for model in EVERY if model.name in names]
+    for model, given, transport in product(models, inputs, transports):
+        if not (model.routed and given == EVERYWHERE):
+            kind = penstock.Transport[transport]
+            train(mesh, model, Way(mesh.num_stages, schedule, recompute, given, kind))
 
 
 def train(mesh: penstock.Mesh, model: AnyModel, way: Way) -> None:
     """Compare losses, outputs, and the gradients of the own stage."""
     spread, whole = make(model, way, mesh), make(model, WHOLE, None)
     inputs_of = model.make()[1]
+    what = f"{model.name}, {way}, {way.transport}"
     last = mesh.stage == mesh.num_stages - 1
     for batch in SIZES:
         target = torch.zeros(batch)
         inputs = inputs_of(batch) if mesh.stage == 0 or way.inputs == EVERYWHERE else None
         found = spread.train_step(inputs, target if last else None)
-        assert torch.equal(found, whole.train_step(inputs_of(batch), target)), model.name
+        assert torch.equal(found, whole.train_step(inputs_of(batch), target)), what
     outputs = evaluated(whole, inputs_of(batch))
     if outputs:
-        assert all(map(torch.equal, evaluated(spread, inputs), outputs)), model.name
+        assert all(map(torch.equal, evaluated(spread, inputs), outputs)), what
         if isinstance(inputs_of(batch), dict):
             by_name = spread.eval_step(**(inputs or {}))
-            assert all(map(torch.equal, flatten(by_name)[0], outputs)), model.name
+            assert all(map(torch.equal, flatten(by_name)[0], outputs)), what
     expected, own = gradients(whole), gradients(spread)
     assert_equal(own, {name: expected[name] for name in own})
     named = [
@@ -189,33 +194,31 @@ FEW = [
     "parameters between blocks",
     "a checkpoint around a tied block",
 ]
-INPUTS = pytest.mark.parametrize("inputs", [ROUTED, EVERYWHERE])
-TRANSPORTS = pytest.mark.parametrize("transport", [kind.name for kind in BETWEEN_PROCESSES])
+INPUTS = [ROUTED, EVERYWHERE]
+TRANSPORTS = [kind.name for kind in BETWEEN_PROCESSES]
 
 
-@INPUTS
-@TRANSPORTS
-def test_captured_models_in_two_processes(inputs: str, transport: str, tmp_path: Path) -> None:
-    call(train_all, (2, 1), tmp_path, names=FEW, inputs=inputs, transport=transport)
+def test_captured_models_in_two_processes(tmp_path: Path) -> None:
+    call(train_all, (2, 1), tmp_path, names=FEW, inputs=INPUTS, transports=TRANSPORTS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_stages", "inputs"), [(2, EVERYWHERE), (3, ROUTED), (4, ROUTED)])
-@TRANSPORTS
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_required_models_in_processes(
     num_stages: int, inputs: str, transport: str, tmp_path: Path
 ) -> None:
     names = [model.name for model in REQUIRED]
-    told: dict[str, Any] = {"names": names, "inputs": inputs, "transport": transport}
+    told: dict[str, Any] = {"names": names, "inputs": [inputs], "transports": [transport]}
     call(train_all, (num_stages, 1), tmp_path, timeout_s=600.0, **told)
 
 
 @pytest.mark.slow
-@INPUTS
-@TRANSPORTS
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_other_models_in_processes(inputs: str, transport: str, tmp_path: Path) -> None:
     names = [model.name for model in (*OTHERS, *CHAINS)]
-    told: dict[str, Any] = {"names": names, "inputs": inputs, "transport": transport}
+    told: dict[str, Any] = {"names": names, "inputs": [inputs], "transports": [transport]}
     call(train_all, (2, 1), tmp_path, timeout_s=600.0, **told)
 
 

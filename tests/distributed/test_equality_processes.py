@@ -180,6 +180,22 @@ def cases(num_stages: int, num_replicas: int, names: tuple[str, ...]) -> list[Ca
     )
 
 
+HALVES = (0, pytest.param(1, marks=pytest.mark.slow))
+
+
+def half_of(chosen: list[Case], half: int) -> list[Case]:
+    """Return every other case of those that differ in nothing but recompute and transport.
+
+    Of the next such ones it is the other half, so that all pairs of values meet in each half.
+    """
+    size = len(RECOMPUTE) * len(TRANSPORTS)
+    turns = (
+        n // size + RECOMPUTE.index(case.recompute) + TRANSPORTS.index(case.transport)
+        for n, case in enumerate(chosen)
+    )
+    return [case for case, turn in zip(chosen, turns, strict=True) if turn % 2 == half]
+
+
 def several_cases(
     num_ranks: int, stages_per_rank: int, num_replicas: int, names: tuple[str, ...]
 ) -> list[Case]:
@@ -215,9 +231,12 @@ def unsplit(case: Case) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("num_stages", (1, 2, 3, pytest.param(4, marks=pytest.mark.slow)))
-def test_processes_give_the_unsplit_models_bits(num_stages: int, tmp_path: Path) -> None:
-    check_bits(cases(num_stages, 1, FEW), tmp_path)
+def test_processes_give_the_unsplit_models_bits(
+    num_stages: int, half: int, tmp_path: Path
+) -> None:
+    check_bits(half_of(cases(num_stages, 1, FEW), half), tmp_path)
 
 
 def test_replicas_start_equal_in_every_type_of_number(tmp_path: Path) -> None:
@@ -230,10 +249,11 @@ def test_replicas_start_equal_in_every_type_of_number(tmp_path: Path) -> None:
     )
 
 
-def test_processes_give_the_unsplit_models_bits_under_autocast(tmp_path: Path) -> None:
+@pytest.mark.parametrize("half", HALVES)
+def test_processes_give_the_unsplit_models_bits_under_autocast(half: int, tmp_path: Path) -> None:
     names = ("mlp", "convolutions", "transformer", "fan_out", "changing_buffers")
     pairs = product(("bfloat16", "float16"), cases(2, 1, names))
-    check_bits([replace(case, autocast=kind) for kind, case in pairs], tmp_path)
+    check_bits(half_of([replace(case, autocast=kind) for kind, case in pairs], half), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -284,13 +304,14 @@ OWN = "buffer 5."  # of an InstanceNorm: each replica's are of its own samples, 
 REPLICATED = ("transformer", "batch_norms", "randomness", "frozen_middle")
 
 
+@pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(
     "num_stages", (1, 2, *(pytest.param(k, marks=pytest.mark.slow) for k in (3, 4)))
 )
 def test_two_replicas_give_one_pipelines_gradients_but_for_rounding(
-    num_stages: int, tmp_path: Path
+    num_stages: int, half: int, tmp_path: Path
 ) -> None:
-    check_replicas(cases(num_stages, 2, REPLICATED), tmp_path)
+    check_replicas(half_of(cases(num_stages, 2, REPLICATED), half), tmp_path)
 
 
 @pytest.mark.slow

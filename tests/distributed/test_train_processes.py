@@ -17,9 +17,12 @@ import pytest
 import torch
 
 from penstock.checkpoint.files import read_tensors
+from penstock.train.command import Request, start_run
+from penstock.train.interrupt import Interrupt
 from penstock.train.run_folder import RunFolder
 from tests.digits import DIGITS, NUM_STEPS, TWO_EPOCHS
 from tests.distributed.launch import ROOT, Ended, free_port, start
+from tests.quiet import quiet
 
 SMALL = (*TWO_EPOCHS, "train.average_decay=0.5")
 TRAIN = ("-m", "penstock")
@@ -104,9 +107,9 @@ def assert_resumed(said: str, how: str = "") -> None:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train in one process, never interrupted."""
-    folder = tmp_path_factory.mktemp("one")
-    run([*TRAIN, *words()], folder)
-    return folder / "runs" / "digits-1"
+    folder = tmp_path_factory.mktemp("one") / "run"
+    assert start_run(Request(DIGITS, SMALL, folder), quiet(), Interrupt()).finished
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -130,14 +133,14 @@ def test_a_killed_process_is_started_again_and_the_run_goes_on_bit_by_bit(
 def test_sigterm_to_one_process_saves_on_all_and_any_other_number_goes_on(
     uninterrupted: Path, tmp_path: Path
 ) -> None:
-    job = [*faulty("term", "1", 3), *words()]
-    ended, said = outcome(begin(elastic(job, processes=2, restarts=0), tmp_path))
-    assert ended != 0
-    assert "interrupted after step 3; everything is saved" in said, said
-    again = ["train", "--resume", "runs/digits-1", "--num-processes", "3"]
-    said = run([*TRAIN, *again], tmp_path)
-    assert "after step 3, as 3 stages x 1 replicas (before: 2 x 1)" in said
-    assert_same_run(tmp_path / "runs" / "digits-1", uninterrupted)
+    folder = str(tmp_path / "run")
+    ended = start(2, [*faulty("term", "1", 3), *words(), "--run-folder", folder]).wait(60)
+    assert all(process.code == 128 + signal.SIGTERM for process in ended), ended
+    assert "interrupted after step 3; everything is saved" in ended[0].output
+    ended = start(3, [*TRAIN, "train", "--resume", folder]).wait(60)
+    assert all(process.code == 0 for process in ended), ended
+    assert "after step 3, as 3 stages x 1 replicas (before: 2 x 1)" in ended[0].output
+    assert_same_run(Path(folder), uninterrupted)
 
 
 def test_the_formula_counts_the_samples_of_one_replica(tmp_path: Path) -> None:

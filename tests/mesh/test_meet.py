@@ -67,7 +67,7 @@ def requests_of(world_size: int) -> list[int]:
     return [store.requests for store in stores]
 
 
-@pytest.mark.parametrize("world_size", (50, pytest.param(1000, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("world_size", (20, pytest.param(1000, marks=pytest.mark.slow)))
 def test_what_a_process_asks_the_store_does_not_grow_with_their_number(world_size: int) -> None:
     few, many = requests_of(3), requests_of(world_size)
     assert set(few[1:]) == set(many[1:]) == {4}

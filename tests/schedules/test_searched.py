@@ -179,10 +179,13 @@ def test_a_stage_of_ten_seconds_for_weights_and_one_of_none_beat_every_named_fam
         assert found < simulate(family(len(weights), 8), costs).step_s, family
 
 
+@pytest.mark.parametrize("num_drawn", (2, pytest.param(5, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("recompute", ((), (0, 1, 2), (1,)))
-def test_the_search_prices_as_the_simulator_does(recompute: tuple[int, ...]) -> None:
+def test_the_search_prices_as_the_simulator_does(
+    recompute: tuple[int, ...], num_drawn: int
+) -> None:
     random = Random(3)
-    for _ in range(5):
+    for _ in range(num_drawn):
         costs = drawn_costs(random, 3)
         costs = replace(costs, forward_s=tuple(float(x) / 7 for x in (1, 2, 3)), transfer_s=0.1)
         problem = problem_of(costs, None, (0, 1, 2), 3, recompute)
