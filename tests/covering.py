@@ -5,7 +5,9 @@ Of the schedules a model meets a few; models take turns, so that each meets seve
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, reduce
 from itertools import combinations, product
+from operator import or_
 from typing import Any
 
 import penstock
@@ -89,14 +91,26 @@ def all_pairs(factors: Sequence[Sequence[Any]], shift: int = 0) -> list[tuple[An
 
     Greedy: each choice is the one, among all, that brings together the most pairs not yet met.
     """
-    candidates = list(product(*map(range, map(len, factors))))
+    pairs_of = pairs_of_all(tuple(map(len, factors)))
+    candidates = list(pairs_of)
     first = shift % len(candidates)
     candidates = candidates[first:] + candidates[:first]
-    pairs_of = {c: set(combinations(enumerate(c), 2)) for c in candidates}
-    missing = set().union(*pairs_of.values())
+    missing = reduce(or_, pairs_of.values())
     chosen = []
     while missing:
-        best = max(candidates, key=lambda c: len(pairs_of[c] & missing))
-        missing -= pairs_of[best]
+        best = max(candidates, key=lambda c: (pairs_of[c] & missing).bit_count())
+        missing &= ~pairs_of[best]
         chosen.append(tuple(values[n] for values, n in zip(factors, best, strict=True)))
     return chosen
+
+
+@cache
+def pairs_of_all(sizes: tuple[int, ...]) -> dict[tuple[int, ...], int]:
+    """Return every choice of one number below each of `sizes`, with its pairs: a bit for each."""
+    bits: dict[Any, int] = {}
+    return {
+        choice: sum(
+            1 << bits.setdefault(pair, len(bits)) for pair in combinations(enumerate(choice), 2)
+        )
+        for choice in product(*map(range, sizes))
+    }

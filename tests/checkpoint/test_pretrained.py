@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import penstock
 from penstock.checkpoint.pretrained.folder import INDEX, MODEL
 from penstock.errors import CheckpointError, ConfigError
-from tests.model.capture.any_models.lists import REQUIRED
 from tests.model.capture.any_models.made import words
+from tests.model.capture.any_models.required import OF_TRANSFORMERS
 from tests.model.capture.running import assert_equal
 from tests.model_parts import Noted, noted_pipeline
 from tests.pretrained import (
@@ -27,7 +27,7 @@ from tests.pretrained import (
 )
 
 FEW = ["gpt2", "llama, tied", "t5", "whisper"]
-LIBRARY = [model.name for model in REQUIRED if hasattr(model.make()[0], "save_pretrained")]
+LIBRARY = [model.name for model in OF_TRANSFORMERS]
 FOLDERS = ("ours", "theirs")
 NAMES = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in LIBRARY]
 

@@ -16,7 +16,7 @@ from tests.distributed import pretrained_job
 from tests.distributed.call import call
 from tests.distributed.launch import ROOT, run
 from tests.distributed.pretrained_job import loss, take_steps
-from tests.model.capture.any_models.lists import REQUIRED
+from tests.model.capture.any_models.required import OF_TRANSFORMERS, REQUIRED
 from tests.model.capture.running import assert_equal
 from tests.pretrained import (
     BATCH,
@@ -30,7 +30,7 @@ from tests.pretrained import (
 FEW = ["gpt2", "llama, tied", "t5"]
 UNLIKE = ("branching", "clip")
 """Not to be drawn; see tests/model/capture/test_materialize.py."""
-LIBRARY = [model.name for model in REQUIRED if hasattr(model.make()[0], "save_pretrained")]
+LIBRARY = [model.name for model in OF_TRANSFORMERS]
 
 
 def check_load_and_save(names: list[str], num_stages: int, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Gradients of several steps add up as those of one step over all their micro-batches."""
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -23,13 +24,23 @@ EVALUATED = [m for m in ALL_MODELS if m.quiet_in_eval and m.name not in MOVED_BY
 M, STEPS, SAMPLES = 3, 3, 6
 
 
-def ways_of(models: list[Model]) -> list[Any]:
-    """Give each model with a few schedules and every recompute policy; schedules take turns."""
-    return [
-        pytest.param(model, (schedule, recompute), id=f"{model}-{schedule.name}-{recompute.value}")
-        for turn, model in enumerate(models)
-        for schedule, recompute in product(some_schedules(turn), penstock.Recompute)
-    ]
+def ways_of(models: list[Model], *stages: int) -> Iterator[Any]:
+    """Give each model with a few schedules, every recompute policy and number of stages.
+
+    Schedules take turns.  Every other one of what differs in one value is slow, so that any three
+    values of three factors meet in both halves.
+    """
+    for turn, model in enumerate(models):
+        factors = (some_schedules(turn), penstock.Recompute, stages)
+        for chosen in product(*map(enumerate, factors)):
+            numbers, (schedule, recompute, num_stages) = zip(*chosen, strict=True)
+            yield pytest.param(
+                model,
+                (schedule, recompute),
+                num_stages,
+                id=f"{model}-{schedule.name}-{recompute.value}-{num_stages}",
+                marks=[pytest.mark.slow] if (turn + sum(numbers)) % 2 else [],
+            )
 
 
 def parts(model: Model, count: int) -> tuple[Any, list[Any]]:
@@ -77,8 +88,7 @@ def accumulated(
     return built.modules
 
 
-@pytest.mark.parametrize("num_stages", (1, 2, 3, 4))
-@pytest.mark.parametrize("model, way", ways_of(MODELS))
+@pytest.mark.parametrize("model, way, num_stages", ways_of(MODELS, 1, 2, 3, 4))
 def test_three_steps_add_up_to_one_of_three_times_the_micro_batches(
     model: Model, way: tuple[Any, penstock.Recompute], num_stages: int
 ) -> None:
@@ -110,8 +120,7 @@ def test_means_add_up_to_three_times_the_mean_but_for_rounding(model: Model) -> 
     assert compared or model.name == "without_weights"
 
 
-@pytest.mark.parametrize("model, way", ways_of(EVALUATED))
-@pytest.mark.parametrize("num_stages", (1, 3))
+@pytest.mark.parametrize("model, way, num_stages", ways_of(EVALUATED, 1, 3))
 def test_evaluating_between_the_steps_changes_nothing(
     model: Model, way: tuple[Any, penstock.Recompute], num_stages: int
 ) -> None:

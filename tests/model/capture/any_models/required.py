@@ -65,7 +65,7 @@ def whisper(layerdrop: float = 0.0) -> Callable[[], Made]:
     return hugging_face("Whisper", "ForConditionalGeneration", TWO_SIDED, inputs, **options)
 
 
-REQUIRED = (
+OF_TRANSFORMERS = (
     AnyModel("gpt2", hugging_face("GPT2", "LMHeadModel", {**TEXT, "n_positions": 32})),
     AnyModel("llama", decoder("Llama")),
     AnyModel("llama, tied", decoder("Llama", tie_word_embeddings=True)),
@@ -101,6 +101,9 @@ REQUIRED = (
             state_size=4,
         ),
     ),
+)
+REQUIRED = (
+    *OF_TRANSFORMERS,
     AnyModel("resnet", lambda: (ResNet(), pixels(16)), "BatchNorm, activations in place"),
     AnyModel("unet", lambda: (UNet(), pixels(16)), "long skips, a branch on shapes"),
     AnyModel("branching", lambda: (Branching(), words), "goes by the values"),
