@@ -31,15 +31,15 @@ def ways_of(models: list[Model], *stages: int) -> Iterator[Any]:
     values of three factors meet in both halves.
     """
     for turn, model in enumerate(models):
-        factors = (some_schedules(turn), penstock.Recompute, stages)
-        for chosen in product(*map(enumerate, factors)):
-            numbers, (schedule, recompute, num_stages) = zip(*chosen, strict=True)
+        schedules, policies = enumerate(some_schedules(turn)), enumerate(penstock.Recompute)
+        chosen = product(schedules, policies, enumerate(stages))
+        for (s, schedule), (r, recompute), (k, num_stages) in chosen:
             yield pytest.param(
                 model,
                 (schedule, recompute),
                 num_stages,
                 id=f"{model}-{schedule.name}-{recompute.value}-{num_stages}",
-                marks=[pytest.mark.slow] if (turn + sum(numbers)) % 2 else [],
+                marks=[pytest.mark.slow] if (turn + s + r + k) % 2 else [],
             )
 
 
@@ -88,7 +88,7 @@ def accumulated(
     return built.modules
 
 
-@pytest.mark.parametrize("model, way, num_stages", ways_of(MODELS, 1, 2, 3, 4))
+@pytest.mark.parametrize("model, way, num_stages", [*ways_of(MODELS, 1, 2, 3, 4)])
 def test_three_steps_add_up_to_one_of_three_times_the_micro_batches(
     model: Model, way: tuple[Any, penstock.Recompute], num_stages: int
 ) -> None:
@@ -120,7 +120,7 @@ def test_means_add_up_to_three_times_the_mean_but_for_rounding(model: Model) -> 
     assert compared or model.name == "without_weights"
 
 
-@pytest.mark.parametrize("model, way, num_stages", ways_of(EVALUATED, 1, 3))
+@pytest.mark.parametrize("model, way, num_stages", [*ways_of(EVALUATED, 1, 3)])
 def test_evaluating_between_the_steps_changes_nothing(
     model: Model, way: tuple[Any, penstock.Recompute], num_stages: int
 ) -> None:
