@@ -29,6 +29,10 @@ def zb_v(costs: Costs | None = None) -> Family:
     never waits.  From m = 2 R - 1 on no other rank does either, from its first instruction to its
     last.  1F1B of two such stages at once takes 6 m + 6 (R - 1).
 
+    If transfers cost nothing, no unequal costs are known for which it is longer than 1F1B of the
+    same two stages at once.  Where both stages of one rank are slow, 1F1B of neighbouring stages
+    can be shorter, which divides the work otherwise.
+
     Raises:
         ConfigError: when it is called, if `costs` are those of another number of stages.
     """
