@@ -155,7 +155,8 @@ def draw_case(data: st.DataObject) -> None:
         num_microbatches=data.draw(st.integers(1, 4)),
         windows=(data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))),
         bf16=data.draw(st.booleans()) and name not in ("lstm", "unet"),
-        recompute=data.draw(st.sampled_from(list(penstock.Recompute))),
+        recompute=data.draw(st.sampled_from((*penstock.Recompute, penstock.Recompute.layers(0)))),
+        offload=data.draw(st.booleans()),
         transport=data.draw(st.sampled_from(IN_ONE_PROCESS)),
     )
 
