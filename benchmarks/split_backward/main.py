@@ -14,6 +14,7 @@ from torch import nn
 
 from benchmarks.report import Column, Load, Report, interleaved, parser, progress, publish
 from benchmarks.split_backward.ways import WAYS, Taken, bytes_between
+from penstock.runtime.host_memory import keep_freed_memory
 from penstock.zoo import gpt
 
 TARGET_PERCENT = 5.0
@@ -40,15 +41,15 @@ class Stack:
     shape: tuple[int, ...]
 
 
-def encoder(num_layers: int) -> nn.Module:
+def encoder(num_layers: int, width: int) -> nn.Module:
     """Build layers of torch's encoder."""
-    make = partial(nn.TransformerEncoderLayer, 256, 4, 1024, dropout=0.0, batch_first=True)
+    make = partial(nn.TransformerEncoderLayer, width, 4, 4 * width, dropout=0.0, batch_first=True)
     return nn.Sequential(*(make() for _ in range(num_layers)))
 
 
-def decoder(num_layers: int) -> nn.Module:
+def decoder(num_layers: int, width: int) -> nn.Module:
     """Build the blocks of a GPT."""
-    model = gpt(num_layers=num_layers, width=256, num_heads=4, num_words=64, dropout=0.0)
+    model = gpt(num_layers=num_layers, width=width, num_heads=4, num_words=64, dropout=0.0)
     return nn.Sequential(*model.blocks)
 
 
@@ -75,11 +76,14 @@ def tiny(num_layers: int) -> nn.Module:
 
 def stacks(num_layers: int) -> list[Stack]:
     """List what is measured."""
+    half = max(num_layers // 2, 1)
     return [
-        Stack("encoder d256", partial(encoder, num_layers), (4, 64, 256)),
-        Stack("GPT d256", partial(decoder, num_layers), (4, 64, 256)),
+        Stack("encoder d256", partial(encoder, num_layers, 256), (4, 64, 256)),
+        Stack("GPT d256", partial(decoder, num_layers, 256), (4, 64, 256)),
+        Stack("encoder d512", partial(encoder, half, 512), (4, 64, 512)),
+        Stack("GPT d512", partial(decoder, half, 512), (4, 64, 512)),
         Stack("conv 64, BatchNorm", partial(convolutions, num_layers), (4, 64, 28, 28)),
-        Stack("MLP 512-2048", partial(perceptron, max(num_layers // 2, 1)), (256, 512)),
+        Stack("MLP 512-2048", partial(perceptron, half), (256, 512)),
         Stack("tiny: Linear(32)", partial(tiny, num_layers), (8, 32)),
     ]
 
@@ -124,6 +128,7 @@ def run(options: argparse.Namespace) -> Report:
     """Measure every stack."""
     load = Load.now()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as every pipeline does
     gc.freeze()  # or a full collection walks through all that torch's import made
     num_layers, rounds = (1, 1) if options.smallest else (options.layers, options.rounds)
     rows: list[dict[str, Any]] = []
