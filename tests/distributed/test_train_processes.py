@@ -153,19 +153,26 @@ def test_the_formula_counts_the_samples_of_one_replica(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_to_the_command_reaches_its_processes(tmp_path: Path) -> None:
-    job = [*TRAIN, *words("train.epochs=2000"), "--run-folder", "run", "--num-processes", "2"]
-    process = begin(job, tmp_path)
-    assert process.stdout is not None
-    said_so_far = list(takewhile(lambda line: not line.startswith("epoch"), process.stdout))
-    process.send_signal(signal.SIGTERM)
-    code, said = outcome(process)
-    assert code == 128 + signal.SIGTERM, (said_so_far, said)
-    assert "Traceback" not in said
-    assert said.splitlines()[-1].endswith("Go on with: penstock train --resume run")
+def test_sigterm_to_the_command_reaches_its_processes_and_another_number_goes_on(
+    tmp_path: Path,
+) -> None:
     folder = RunFolder(tmp_path / "run")
-    done = max(line["step"] for line in folder.read_metrics())
-    assert folder.checkpoints()[-1] == folder.checkpoint_path(done)
+    first = [*words("train.epochs=2000"), "--run-folder", "run", "--num-processes", "2"]
+    again = ["train", "--resume", "run", "--num-processes", "3"]
+    done = 0
+    for arguments in (first, again):
+        process = begin([*TRAIN, *arguments], tmp_path)
+        assert process.stdout is not None
+        said_so_far = list(takewhile(lambda line: not line.startswith("epoch"), process.stdout))
+        process.send_signal(signal.SIGTERM)
+        code, said = outcome(process)
+        assert code == 128 + signal.SIGTERM, (said_so_far, said)
+        assert "Traceback" not in said
+        assert said.splitlines()[-1].endswith("Go on with: penstock train --resume run")
+        before, done = done, max(line["step"] for line in folder.read_metrics())
+        assert done > before
+        assert folder.checkpoints()[-1] == folder.checkpoint_path(done)
+    assert any("as 3 stages x 1 replicas (before: 2 x 1)" in line for line in said_so_far)
 
 
 def test_every_process_refuses_a_run_folder_that_is_taken(
