@@ -20,19 +20,13 @@ FOLDERS = sorted(path.parent for path in (ROOT / "benchmarks").glob("*/main.py")
 
 NO_HOSTS = why_not()
 MARKS: dict[str, list[pytest.MarkDecorator]] = {
+    **{folder.name: [pytest.mark.slow] for folder in FOLDERS if folder.name != "simulate"},
     "two_hosts": [
         pytest.mark.skipif(NO_HOSTS is not None, reason=NO_HOSTS or ""),
         pytest.mark.slow,
     ],
-    **{
-        name: [pytest.mark.slow]
-        for name in (
-            *("batch_size", "depth_width", "low_resource", "stability"),
-            *("two_commits", "zero_bubble"),
-        )
-    },
 }
-"""Marks of the benchmarks that do not run everywhere, or not within seconds."""
+"""Marks of the benchmarks: one is tried among the quick tests."""
 
 
 @pytest.fixture

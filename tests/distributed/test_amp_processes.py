@@ -113,7 +113,11 @@ def half_gradients_on_one_rank(mesh: penstock.Mesh) -> str:
     return "nothing was refused"
 
 
-LAYOUTS = (pytest.param((2, 1), marks=pytest.mark.slow), (3, 1), (1, 2))
+LAYOUTS = (
+    pytest.param((2, 1), marks=pytest.mark.slow),
+    pytest.param((3, 1), marks=pytest.mark.slow),
+    (1, 2),
+)
 """(Stages, replicas); the second of three stages has no parameters."""
 
 

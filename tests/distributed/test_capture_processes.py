@@ -232,5 +232,6 @@ def test_an_exported_model_in_processes(tmp_path: Path) -> None:
     call(train_exported, (2, 1), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_tied_weight_is_one_to_norms_optimizers_and_checkpoints(tmp_path: Path) -> None:
     call(tied_weights_are_one, (3, 1), tmp_path, where=str(tmp_path))

@@ -163,6 +163,7 @@ def test_who_has_read_its_part_waits_without_a_deadline_for_who_has_not(tmp_path
     assert call(odd_saves.slow_reader, (2, 1), tmp_path) == [[0, 1], [0, 1]]
 
 
+@pytest.mark.slow
 def test_saves_may_take_longer_than_the_deadline_of_a_wait(tmp_path: Path) -> None:
     assert call(odd_saves.slow_writers, (2, 1), tmp_path, folder_for_saves=str(tmp_path)) == [
         True,
@@ -240,6 +241,7 @@ def test_optimizer_state_of_another_type_than_its_parameter_comes_back_to_the_bi
     assert all(first) and all(second)
 
 
+@pytest.mark.slow
 def test_optimizer_state_that_replicas_share_out_is_saved_whole(tmp_path: Path) -> None:
     """Go on as one replica of another number of stages, and back: the rounding of D alone."""
     (expected,) = losses(1, 2, "save", [tmp_path / "shared"], shared="1")

@@ -39,6 +39,7 @@ def test_a_process_that_is_killed_during_a_save_ends_it_on_all(tmp_path: Path) -
 
 
 @pytest.mark.skipif(NO_HOSTS is not None, reason=NO_HOSTS or "")
+@pytest.mark.slow
 def test_a_lost_host_is_named_by_all_processes_on_both_sides_of_the_link() -> None:
     with two_hosts() as hosts:
         for process in lose_a_host(hosts, timeout_s=3600.0):

@@ -67,6 +67,7 @@ def check_load_and_save(names: list[str], num_stages: int, folder: Path) -> None
         assert torch.equal(whole_logits(again, build(name)[1](BATCH)), expected), name
 
 
+@pytest.mark.slow
 def test_three_processes_load_and_save_what_transformers_does(tmp_path: Path) -> None:
     check_load_and_save(FEW, 3, tmp_path)
 

@@ -143,6 +143,7 @@ def test_sigterm_to_one_process_saves_on_all_and_any_other_number_goes_on(
     assert_same_run(Path(folder), uninterrupted)
 
 
+@pytest.mark.slow
 def test_the_formula_counts_the_samples_of_one_replica(tmp_path: Path) -> None:
     changes = ("pipeline.num_replicas=2", "pipeline.num_stages=1", "train.epochs=1")
     arguments = [*TRAIN, *words(*changes), "--run-folder", str(tmp_path / "run"), "--json"]

@@ -54,7 +54,7 @@ def running(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("way", EVERY_WAY)
 @pytest.mark.parametrize("num_samples, num_microbatches", [(8, 4), (7, 3), (2, 4), (5, 1)])
-@pytest.mark.parametrize("momentum", (0.1, 1.0, None))
+@pytest.mark.parametrize("momentum", (0.1, pytest.param(1.0, marks=pytest.mark.slow), None))
 def test_running_statistics_are_those_of_the_whole_mini_batches(
     momentum: float | None, num_samples: int, num_microbatches: int, way: dict[str, Any]
 ) -> None:

@@ -128,7 +128,7 @@ def told(error: BaseException) -> str:
     return " ".join(getattr(error, "__notes__", []))
 
 
-@pytest.mark.parametrize("microbatch", (0, 2, 3))
+@pytest.mark.parametrize("microbatch", (0, pytest.param(2, marks=pytest.mark.slow), 3))
 @pytest.mark.parametrize("stage", range(NUM_STAGES))
 @pytest.mark.parametrize("where", ("forward", "backward"))
 @pytest.mark.parametrize("way", EVERY_WAY)

@@ -92,7 +92,10 @@ def uninterrupted(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     "changes",
     [
         ["pipeline.num_stages=1"],
-        ["pipeline.num_stages=3", "pipeline.schedule=one_f_one_b", "data.num_workers=1"],
+        pytest.param(
+            ["pipeline.num_stages=3", "pipeline.schedule=one_f_one_b", "data.num_workers=1"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=" ".join,
 )
