@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from enum import Enum
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, check_count
 
 from .costs import Costs
 from .ir import Schedule
@@ -120,10 +120,13 @@ class Family:
         """Make the schedule of one mini-batch, or of several of `num_microbatches` each.
 
         Raises:
-            ConfigError: the stages cannot be dealt out to ranks evenly, several mini-batches are
-                asked of a family that has one in a step, or `build` makes a schedule of another
-                size than asked for.
+            ConfigError: a number is no whole one of at least 1, the stages cannot be dealt out to
+                ranks evenly, several mini-batches are asked of a family that has one in a step,
+                or `build` makes a schedule of another size than asked for.
         """
+        check_count("num_stages", num_stages)
+        check_count("num_microbatches", num_microbatches)
+        check_count("num_minibatches", num_minibatches)
         self.num_ranks(num_stages)
         sizes = [num_stages, num_microbatches]
         if self.is_asynchronous:

@@ -62,7 +62,8 @@ def from_csv(source: str | Path) -> Family:
 def read_csv(source: str | Path) -> Schedule:
     """Read a schedule from a CSV file, or from the text of one, and prove it.
 
-    A string with a comma or the end of a line in it is the text; any other is a path.  Forwards
+    A string with a comma or the end of a line in it, or with nothing, is the text; any other is a
+    path.  Forwards
     and backwards are taken, those of an OVERLAP_F_B one after the other.  Sends, receives and what
     is for sharded weights are left out: passes add what a pipeline needs.
 
@@ -70,7 +71,7 @@ def read_csv(source: str | Path) -> Schedule:
         ScheduleError: a cell is no action, or together they are no valid schedule.
         OSError: the file cannot be read.
     """
-    if isinstance(source, str) and not {",", "\n"}.isdisjoint(source):
+    if source == "" or (isinstance(source, str) and not {",", "\n"}.isdisjoint(source)):
         return _read(source)
     try:
         return _read(Path(source).read_text(encoding="utf-8"))
@@ -85,8 +86,14 @@ def to_csv(schedule: Schedule) -> str:
     nothing.
 
     Raises:
+        ConfigError: it is a family, of any size.
         ScheduleError: it updates weights, for which the form has no word.
     """
+    if not isinstance(schedule, Schedule):
+        raise ConfigError(
+            f"{schedule!r:.80} is no schedule of one size: call the family, "
+            "to_csv(family(num_stages, num_microbatches))"
+        )
     for rank, x in schedule:
         if isinstance(x, ir.UpdateWeights) or (isinstance(x, ir.Forward) and x.version):
             raise ScheduleError(

@@ -69,8 +69,8 @@ def _stage_memory(trainer: Trainer) -> tuple[StageMemory, ...]:
 
 def _expected_bytes(trainer: Trainer) -> dict[int, int]:
     """Compute the bytes of the paper's formula for each stage of a chain; nothing for others,
-    nor where stages or layers differ in what they recompute, or move it away, or where backwards
-    are in two parts: the formula knows of whole ones only.
+    nor where stages or layers differ in what they recompute, or move it away, where backwards are
+    in two parts, or where versions of weights are kept: the formula knows of none of these.
 
     They are those of the replica that this process belongs to: its share of the mini-batch, in as
     many micro-batches as there are samples for.
@@ -78,6 +78,8 @@ def _expected_bytes(trainer: Trainer) -> dict[int, int]:
     recipe, pipe, mesh, model = trainer.recipe, trainer.pipe, trainer.mesh, trainer.model
     kinds = set(pipe.plan.recompute)
     if not isinstance(model, nn.Sequential) or len(kinds) > 1 or pipe.plan.offloading:
+        return {}
+    if pipe.plan.schedule.is_asynchronous:
         return {}
     (kind,) = kinds
     if not isinstance(kind, Recompute):

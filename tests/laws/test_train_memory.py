@@ -96,8 +96,9 @@ def test_a_run_is_compared_with_the_micro_batches_that_it_has(
     assert measured == pytest.approx(expected, rel=0.01, abs=128)  # BatchNorm's few numbers
 
 
-def test_a_run_with_divided_backwards_is_not_compared(tmp_path: Path) -> None:
-    for schedule, is_compared in (("one_f_one_b", True), ("zb_h1", False)):
+def test_a_run_with_divided_backwards_or_versions_is_not_compared(tmp_path: Path) -> None:
+    cases = {"one_f_one_b": True, "zb_h1": False, "pipedream": False, "pipedream_2bw": False}
+    for schedule, is_compared in cases.items():
         changes = [f"pipeline.schedule='{schedule}'", "pipeline.partition=[4, 4]"]
         recipe = read_recipe(DIGITS, [*changes, "model.num_blocks=1", "model.width=4"])
         folder = create(tmp_path / schedule, recipe_to_toml(recipe))

@@ -137,6 +137,15 @@ def test_an_argument_of_another_kind_is_refused(make: Any, arguments: Any, messa
         make(**arguments)
 
 
+@pytest.mark.parametrize("family", (*FAMILIES, *EVERY_SCHEDULE), ids=str)
+def test_sizes_are_whole_numbers_of_at_least_1(family: Family) -> None:
+    for count in (0, -2, 2.0):
+        with pytest.raises(ConfigError, match=f"^num_stages={count}; it must be a whole number"):
+            family(count, 4)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=f"^num_microbatches={count}; it must be a whole"):
+            family(family.stages_per_rank, count)  # type: ignore[arg-type]
+
+
 def test_a_schedule_of_another_size_than_asked_for_is_refused() -> None:
     with pytest.raises(ConfigError, match="asked for 2 stages and 3 micro-batches, and gave 2"):
         Family("small", lambda k, m: one_f_one_b(k, m - 1))(2, 3)

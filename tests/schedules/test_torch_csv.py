@@ -157,6 +157,12 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         from_csv(tmp_path / "other.csv")
 
 
+def test_a_text_without_a_schedule_is_refused() -> None:
+    for text in ("", "\n"):
+        with pytest.raises(ScheduleError, match="the schedule runs nothing"):
+            from_csv(text)
+
+
 def test_it_is_of_the_size_of_the_file_or_of_fewer_micro_batches() -> None:
     family = from_csv(file("ZBVZeroBubble_with_communication"))
     assert family.ranks(6) == (0, 1, 2, 2, 1, 0) and family.stages_per_rank == 2
@@ -233,6 +239,11 @@ def test_what_torch_adds_itself_is_not_written() -> None:
     schedule = schedules.one_f_one_b(3, 4)
     lowered = add_communication(add_recompute(schedule), chain_transfers(3))
     assert to_csv(lowered) == to_csv(schedule)
+
+
+def test_a_family_cannot_be_written_before_its_size_is_known() -> None:
+    with pytest.raises(ConfigError, match=r"^one_f_one_b is no schedule of one size: call the"):
+        to_csv(schedules.one_f_one_b)  # type: ignore[arg-type]
 
 
 def test_weights_that_a_schedule_updates_cannot_be_written() -> None:
