@@ -14,6 +14,7 @@ from penstock import Pipeline, Recompute, schedules
 from penstock.schedules import Family
 from penstock.schedules.costs import Costs
 from penstock.simulator import measured_costs, simulate
+from penstock.trace import Timeline
 
 NUM_STAGES = 2
 MOST_ERROR = 1e-4
@@ -164,23 +165,34 @@ WAYS = {
 
 
 def measured(work: Work, num_microbatches: int) -> dict[tuple[int, int], Costs]:
-    """Measure what the stages take in pipelines, cut into one for each rank and into two."""
+    """Measure what the stages take in pipelines, cut into one for each rank and into two.
+
+    Pipelines with whole and with divided backwards run in turn: what slows the machine slows both.
+    """
     found = {}
-    for per_rank, whole, divided in (
+    for per_rank, *families in (
         (1, schedules.one_f_one_b, schedules.zb_h1()),
         (2, schedules.interleaved_1f1b(stages_per_rank=2), schedules.zb_v()),
     ):
+        pipes = [_traced(work, num_microbatches, family, per_rank) for family in families]
+        rounds = [[_timeline(pipe, work) for pipe in pipes] for _ in range(2 + STEPS)][2:]
         of_whole, of_parts = (
-            _traced(work, num_microbatches, family, per_rank) for family in (whole, divided)
+            measured_costs(sorted(timelines, key=lambda timeline: timeline.step_s)[STEPS // 2])
+            for timelines in zip(*rounds, strict=True)
         )
+        for pipe in pipes:
+            pipe.close()
         costs = replace(of_parts, backward_s=of_whole.backward_s, forward_s=of_whole.forward_s)
         found[num_microbatches, NUM_STAGES * per_rank] = costs
     return found
 
 
-def _traced(work: Work, num_microbatches: int, family: Family, per_rank: int) -> Costs:
-    """Give the costs in the third step of a pipeline."""
-    pipe = Pipeline(
+STEPS = 5
+"""Traced steps; the costs are those of the median one."""
+
+
+def _traced(work: Work, num_microbatches: int, family: Family, per_rank: int) -> Pipeline:
+    return Pipeline(
         work.model(),
         partition=work.cut(per_rank),
         num_microbatches=num_microbatches,
@@ -191,11 +203,12 @@ def _traced(work: Work, num_microbatches: int, family: Family, per_rank: int) ->
         devices="cpu",
         trace=True,
     )
-    for _ in range(3):
-        pipe.train_step(*work.data())
-    pipe.close()
+
+
+def _timeline(pipe: Pipeline, work: Work) -> Timeline:
+    pipe.train_step(*work.data())
     assert pipe.last_timeline is not None
-    return measured_costs(pipe.last_timeline)
+    return pipe.last_timeline
 
 
 def penstock(work: Work, num_microbatches: int, name: str) -> InProcess:

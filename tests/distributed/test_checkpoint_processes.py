@@ -159,6 +159,7 @@ def check_files_are_noted(folder: Path, num_files: int) -> None:
     assert all(load_file(folder / file).keys() == set(names) for file, names in noted.items())
 
 
+@pytest.mark.slow
 def test_who_has_read_its_part_waits_without_a_deadline_for_who_has_not(tmp_path: Path) -> None:
     assert call(odd_saves.slow_reader, (2, 1), tmp_path) == [[0, 1], [0, 1]]
 

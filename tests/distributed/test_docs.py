@@ -47,6 +47,7 @@ def test_the_page_about_searched_schedules_runs(
     assert Plan.load(tmp_path / "plan.json").schedule == found["searched"]
 
 
+@pytest.mark.slow
 def test_the_guides_code_gives_the_same_losses_in_one_process_and_in_two(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(code_of("processes.md"))

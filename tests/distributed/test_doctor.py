@@ -45,6 +45,7 @@ def test_the_report_is_tables_and_lines_of_rank_0() -> None:
     assert "training can work" in first.output.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_by_those_that_wait() -> None:
     job = start(2, [*DOCTOR, "--timeout", "6"], {"WORLD_SIZE": "3"})
     for ended in job.wait(60):
@@ -76,7 +77,8 @@ def test_an_interface_that_is_not_there_stops_all_before_anything_runs() -> None
     assert all("with what rank 0 found" in ended.output for ended in others)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", (1, 2))
 def test_a_process_that_dies_on_the_way_is_named(rank: int) -> None:
     ended = start(3, [*JOB, "dies", str(rank), "20"]).wait(90)
     assert ended[rank].code == -signal.SIGKILL

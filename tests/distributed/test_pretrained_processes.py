@@ -93,6 +93,7 @@ def test_values_of_all_models_drawn_in_processes_are_those_of_one(tmp_path: Path
     check_drawn([m.name for m in REQUIRED if m.name not in UNLIKE], 3, tmp_path)
 
 
+@pytest.mark.slow
 def test_all_processes_refuse_what_one_must(tmp_path: Path) -> None:
     saved_by_transformers("gpt2", tmp_path / "gpt2")
     content = load_file(tmp_path / "gpt2" / MODEL)

@@ -120,6 +120,7 @@ def two_replicas(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "digits-1"
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_started_again_and_the_run_goes_on_bit_by_bit(
     uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -209,6 +210,7 @@ def test_processes_that_differ_are_refused_everywhere(what: str, said: str) -> N
     refused(job.wait(60), said)
 
 
+@pytest.mark.slow
 def test_a_signal_that_one_process_gets_after_all_agreed_counts_a_step_later(
     tmp_path: Path,
 ) -> None:

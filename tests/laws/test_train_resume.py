@@ -295,6 +295,7 @@ def test_a_hangup_is_a_request_to_stop_unless_nohup_has_it_ignored(
     assert not number or interrupt.exit_code == 129
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_what_is_shown_and_not_the_run(
     uninterrupted: Path, tmp_path: Path
 ) -> None:
