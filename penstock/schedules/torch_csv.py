@@ -63,9 +63,8 @@ def read_csv(source: str | Path) -> Schedule:
     """Read a schedule from a CSV file, or from the text of one, and prove it.
 
     A string with a comma or the end of a line in it, or with nothing, is the text; any other is a
-    path.  Forwards
-    and backwards are taken, those of an OVERLAP_F_B one after the other.  Sends, receives and what
-    is for sharded weights are left out: passes add what a pipeline needs.
+    path.  Forwards and backwards are taken, those of an OVERLAP_F_B one after the other.  Sends,
+    receives and what is for sharded weights are left out: passes add what a pipeline needs.
 
     Raises:
         ScheduleError: a cell is no action, or together they are no valid schedule.

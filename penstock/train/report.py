@@ -76,10 +76,11 @@ def _expected_bytes(trainer: Trainer) -> dict[int, int]:
     many micro-batches as there are samples for.
     """
     recipe, pipe, mesh, model = trainer.recipe, trainer.pipe, trainer.mesh, trainer.model
-    kinds = set(pipe.plan.recompute)
-    if not isinstance(model, nn.Sequential) or len(kinds) > 1 or pipe.plan.offloading:
+    plan = pipe.plan
+    kinds = set(plan.recompute)
+    if plan.offloading or plan.schedule.is_asynchronous:
         return {}
-    if pipe.plan.schedule.is_asynchronous:
+    if not isinstance(model, nn.Sequential) or len(kinds) > 1:
         return {}
     (kind,) = kinds
     if not isinstance(kind, Recompute):
