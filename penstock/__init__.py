@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .checkpoint import load_pretrained as load_pretrained
     from .checkpoint import save_checkpoint as save_checkpoint
     from .checkpoint import save_pretrained as save_pretrained
+    from .costs.cluster import Cluster as Cluster
+    from .costs.profile import Profile as Profile
     from .equality import CheckReport as CheckReport
     from .equality import check as check
     from .errors import PenstockError as PenstockError
@@ -27,7 +29,10 @@ if TYPE_CHECKING:
     from .optim.scaler import GradScaler as GradScaler
     from .optim.zero import zero_optimizer as zero_optimizer
     from .pipeline import Pipeline as Pipeline
+    from .planner.foretell import simulate as simulate
+    from .planner.make_plan import plan as plan
     from .planner.plan import Plan as Plan
+    from .runtime.profiling import profile as profile
     from .trace.timeline import Timeline as Timeline
     from .types import Recompute as Recompute
     from .types import Reduction as Reduction
@@ -39,6 +44,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "CheckReport": "penstock.equality",
+    "Cluster": "penstock.costs.cluster",
     "GradScaler": "penstock.optim.scaler",
     "Layer": "penstock.model.layer_list",
     "Layers": "penstock.model.layers",
@@ -46,6 +52,7 @@ _HOME = {
     "PenstockError": "penstock.errors",
     "Pipeline": "penstock.pipeline",
     "Plan": "penstock.planner.plan",
+    "Profile": "penstock.costs.profile",
     "Recompute": "penstock.types",
     "Reduction": "penstock.types",
     "Timeline": "penstock.trace.timeline",
@@ -61,13 +68,20 @@ _HOME = {
     "init_mesh": "penstock.mesh",
     "load_checkpoint": "penstock.checkpoint",
     "load_pretrained": "penstock.checkpoint",
+    "profile": "penstock.runtime.profiling",
+    "plan": "penstock.planner.make_plan",
     "save_checkpoint": "penstock.checkpoint",
     "save_pretrained": "penstock.checkpoint",
+    "simulate": "penstock.planner.foretell",
     "zero_optimizer": "penstock.optim.zero",
 }
 
 _WITHOUT_TORCH = (
+    "penstock.costs.profile",
+    "penstock.costs.cluster",
     "penstock.errors",
+    "penstock.planner.foretell",
+    "penstock.planner.make_plan",
     "penstock.planner.plan",
     "penstock.trace.timeline",
     "penstock.types",
@@ -75,6 +89,7 @@ _WITHOUT_TORCH = (
 
 __all__ = [
     "CheckReport",
+    "Cluster",
     "GradScaler",
     "Layer",
     "Layers",
@@ -82,6 +97,7 @@ __all__ = [
     "PenstockError",
     "Pipeline",
     "Plan",
+    "Profile",
     "Recompute",
     "Reduction",
     "TiedGradients",
@@ -97,9 +113,12 @@ __all__ = [
     "init_mesh",
     "load_checkpoint",
     "load_pretrained",
+    "plan",
+    "profile",
     "save_checkpoint",
     "save_pretrained",
     "schedules",
+    "simulate",
     "zero_optimizer",
 ]
 

@@ -3,6 +3,7 @@
     PenstockError
     ├── ConfigError (ValueError)      an argument that cannot work; found before anything runs
     │   ├── PartitionError            layers, stages and sizes that do not fit together
+    │   ├── UnreadableError           a file or text that does not hold the value it should
     │   ├── PlanError                 a plan of another model, for other processes, or damaged
     │   ├── BatchError                inputs or targets that cannot be cut into micro-batches
     │   └── RecipeError               a training recipe with an unknown, mistyped or missing key
@@ -52,6 +53,10 @@ class ConfigError(PenstockError, ValueError):
 
 class PartitionError(ConfigError):
     """The layers, stages and layer counts do not fit together."""
+
+
+class UnreadableError(ConfigError):
+    """A file or text does not hold the value it should; the message names the place in it."""
 
 
 class PlanError(ConfigError):

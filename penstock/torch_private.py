@@ -168,17 +168,17 @@ run_engine = _needed(_needed(torch.autograd.Variable, "_execution_engine"), "run
 
 def saved_tensors(node: Node, *names: str) -> list[Tensor] | None:
     """Return what a node saved, detached; None if torch hides one, or a hook would compute it."""
-    raws = [getattr(node, f"_raw_saved_{name}", None) for name in names]
-    hooks = [getattr(raw, "unpack_hook", True) for raw in raws]
-    if any(hook is not None and not hasattr(hook, NEVER_COMPUTES) for hook in hooks):
-        return None
-    found = [getattr(node, f"_saved_{name}", None) for name in names]
-    return None if any(t is None for t in found) else [t.detach() for t in found if t is not None]
+    found: list[Any] = []
+    for name in names:
+        hook = getattr(getattr(node, "_raw_saved_" + name, None), "unpack_hook", True)
+        never_computes = hook is None or hasattr(hook, NEVER_COMPUTES)
+        found.append(getattr(node, "_saved_" + name, None) if never_computes else None)
+    return None if any(t is None for t in found) else [t.detach() for t in found]
 
 
 def saved_numbers(node: Node, *names: str) -> list[Any] | None:
     """Return what else a node has saved; None where torch hides one of it."""
-    found = [getattr(node, f"_saved_{name}", names) for name in names]
+    found = [getattr(node, "_saved_" + name, names) for name in names]
     return None if any(each is names for each in found) else found
 
 

@@ -5,12 +5,11 @@ Of the schedules a model meets a few; models take turns, so that each meets seve
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
-from itertools import combinations, product
-from operator import or_
+from itertools import product
 from typing import Any
 
 import penstock
+from benchmarks.all_pairs import all_pairs
 from tests.every_schedule import EVERY_SCHEDULE, some_schedules
 from tests.ways import IN_ONE_PROCESS
 
@@ -84,33 +83,3 @@ def covering_runs(rotation: int) -> list[Run]:
     """Give few runs in which every pair of values of two factors meets; `rotation` varies them."""
     factors = FACTORS | {"schedule": some_schedules(rotation)}
     return [Run(*values) for values in all_pairs(tuple(factors.values()), shift=rotation * 37)]
-
-
-def all_pairs(factors: Sequence[Sequence[Any]], shift: int = 0) -> list[tuple[Any, ...]]:
-    """Choose values of all factors, few times, so that every two values of two factors meet.
-
-    Greedy: each choice is the one, among all, that brings together the most pairs not yet met.
-    """
-    pairs_of = pairs_of_all(tuple(map(len, factors)))
-    candidates = list(pairs_of)
-    first = shift % len(candidates)
-    candidates = candidates[first:] + candidates[:first]
-    missing = reduce(or_, pairs_of.values())
-    chosen = []
-    while missing:
-        best = max(candidates, key=lambda c: (pairs_of[c] & missing).bit_count())
-        missing &= ~pairs_of[best]
-        chosen.append(tuple(values[n] for values, n in zip(factors, best, strict=True)))
-    return chosen
-
-
-@cache
-def pairs_of_all(sizes: tuple[int, ...]) -> dict[tuple[int, ...], int]:
-    """Return every choice of one number below each of `sizes`, with its pairs: a bit for each."""
-    bits: dict[Any, int] = {}
-    return {
-        choice: sum(
-            1 << bits.setdefault(pair, len(bits)) for pair in combinations(enumerate(choice), 2)
-        )
-        for choice in product(*map(range, sizes))
-    }

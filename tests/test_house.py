@@ -13,8 +13,9 @@ import penstock
 
 LAYERS = (
     {"errors", "types"},
-    {"torch_private"},
+    {"interval", "torch_private"},
     {"schedules"},
+    {"plain_values"},
     {"trace"},
     {"simulator"},
     {"model"},
@@ -39,7 +40,9 @@ LAYERS = (
 
     errors  types                 the words
        └► torch_private           what torch hides
+       └► interval                numbers that are not known exactly
        └► schedules               WHEN
+             └► plain_values      values in files
              └► trace             SEEN
                   └► simulator    FORESEE
                        └► model   WHAT IS CUT
@@ -67,7 +70,10 @@ LAYERS = (
 """
 
 SELF_CONTAINED = {"zoo"}
-AT_THE_TOP = {"__init__", "__main__", "errors", "pipeline", "torch_private", "types"}
+AT_THE_TOP = {
+    *("__init__", "__main__", "errors", "interval", "pipeline", "plain_values"),
+    *("torch_private", "types"),
+}
 """Modules that stand in no folder: the front door, errors, types, and what every room may need."""
 LOWEST = {"errors", "torch_private"}
 WITHOUT_TORCH = ("schedules", "simulator", "trace", "planner")

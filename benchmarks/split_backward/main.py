@@ -53,11 +53,11 @@ def decoder(num_layers: int, width: int) -> nn.Module:
     return nn.Sequential(*model.blocks)
 
 
-def convolutions(num_layers: int) -> nn.Module:
+def convolutions(num_layers: int, width: int) -> nn.Module:
     """Build convolutions with BatchNorm and ReLU."""
     layers: list[nn.Module] = []
     for _ in range(num_layers):
-        layers += [nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU()]
+        layers += [nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
     return nn.Sequential(*layers)
 
 
@@ -76,13 +76,16 @@ def tiny(num_layers: int) -> nn.Module:
 
 def stacks(num_layers: int) -> list[Stack]:
     """List what is measured."""
-    half = max(num_layers // 2, 1)
+    half, quarter = max(num_layers // 2, 1), max(num_layers // 4, 1)
     return [
         Stack("encoder d256", partial(encoder, num_layers, 256), (4, 64, 256)),
         Stack("GPT d256", partial(decoder, num_layers, 256), (4, 64, 256)),
         Stack("encoder d512", partial(encoder, half, 512), (4, 64, 512)),
         Stack("GPT d512", partial(decoder, half, 512), (4, 64, 512)),
-        Stack("conv 64, BatchNorm", partial(convolutions, num_layers), (4, 64, 28, 28)),
+        Stack("encoder d768", partial(encoder, quarter, 768), (4, 64, 768)),
+        Stack("GPT d768", partial(decoder, quarter, 768), (4, 64, 768)),
+        Stack("conv 64, BatchNorm", partial(convolutions, num_layers, 64), (4, 64, 28, 28)),
+        Stack("conv 256, BatchNorm", partial(convolutions, half, 256), (4, 256, 14, 14)),
         Stack("MLP 512-2048", partial(perceptron, half), (256, 512)),
         Stack("tiny: Linear(32)", partial(tiny, num_layers), (8, 32)),
     ]

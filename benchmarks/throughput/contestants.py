@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from benchmarks.blocks import transformer
+from benchmarks.traced_costs import WHOLE_AND_DIVIDED, traced_costs
 from penstock import Pipeline, Recompute, schedules
 from penstock.schedules import Family
 from penstock.schedules.costs import Costs
-from penstock.simulator import measured_costs, simulate
-from penstock.trace import Timeline
+from penstock.simulator import simulate
 
 NUM_STAGES = 2
 MOST_ERROR = 1e-4
@@ -165,30 +165,14 @@ WAYS = {
 
 
 def measured(work: Work, num_microbatches: int) -> dict[tuple[int, int], Costs]:
-    """Measure what the stages take in pipelines, cut into one for each rank and into two.
-
-    Pipelines with whole and with divided backwards run in turn: what slows the machine slows both.
-    """
+    """Measure what the stages take in pipelines, cut into one for each rank and into two."""
     found = {}
-    for per_rank, *families in (
-        (1, schedules.one_f_one_b, schedules.zb_h1()),
-        (2, schedules.interleaved_1f1b(stages_per_rank=2), schedules.zb_v()),
-    ):
-        pipes = [_traced(work, num_microbatches, family, per_rank) for family in families]
-        rounds = [[_timeline(pipe, work) for pipe in pipes] for _ in range(2 + STEPS)][2:]
-        of_whole, of_parts = (
-            measured_costs(sorted(timelines, key=lambda timeline: timeline.step_s)[STEPS // 2])
-            for timelines in zip(*rounds, strict=True)
-        )
-        for pipe in pipes:
-            pipe.close()
-        costs = replace(of_parts, backward_s=of_whole.backward_s, forward_s=of_whole.forward_s)
-        found[num_microbatches, NUM_STAGES * per_rank] = costs
+    for per_rank, families in WHOLE_AND_DIVIDED.items():
+        whole, divided = (_traced(work, num_microbatches, f, per_rank) for f in families)
+        found[num_microbatches, NUM_STAGES * per_rank] = traced_costs(whole, divided, work.data())
+        whole.close()
+        divided.close()
     return found
-
-
-STEPS = 5
-"""Traced steps; the costs are those of the median one."""
 
 
 def _traced(work: Work, num_microbatches: int, family: Family, per_rank: int) -> Pipeline:
@@ -203,12 +187,6 @@ def _traced(work: Work, num_microbatches: int, family: Family, per_rank: int) ->
         devices="cpu",
         trace=True,
     )
-
-
-def _timeline(pipe: Pipeline, work: Work) -> Timeline:
-    pipe.train_step(*work.data())
-    assert pipe.last_timeline is not None
-    return pipe.last_timeline
 
 
 def penstock(work: Work, num_microbatches: int, name: str) -> InProcess:

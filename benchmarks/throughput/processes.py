@@ -93,6 +93,10 @@ class Processes:
             name: torch.from_numpy(value.copy()) for part in parts for name, value in part.items()
         }
 
+    def results(self, key: Key) -> list[Any]:
+        """Run what `key` names, untimed; give what it returned in each process."""
+        return self._ask("results", key)
+
     def _ask(self, what: str, key: Key) -> list[Any]:
         for pipe in self._pipes:
             with suppress(BrokenPipeError):  # it has ended, and may have said why
@@ -173,7 +177,7 @@ def _serve(
         pipe.send(None)
         while True:
             what, key = pipe.recv()
-            pipe.send(_timed(parts[key]) if what == "step" else _gradients(parts[key]))
+            pipe.send(_ANSWERS[what](parts[key]))
     except EOFError:
         pass
     except Exception as error:
@@ -190,6 +194,13 @@ def _timed(part: Part) -> float:
 
 def _gradients(part: Part) -> dict[str, "numpy.ndarray[Any, Any]"]:
     return {name: value.numpy() for name, value in gradients_of(part.layers).items()}
+
+
+_ANSWERS: dict[str, Callable[[Part], Any]] = {
+    "step": _timed,
+    "gradients": _gradients,
+    "results": lambda part: part.run_step(),
+}
 
 
 def _free_port() -> int:

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from penstock.schedules import one_f_one_b
 from penstock.schedules.costs import Costs
+from penstock.simulator import simulate
 
 WIDTH = 4
 
@@ -93,6 +95,11 @@ class Work:
         generator = torch.Generator().manual_seed(1)
         inputs, targets = torch.randn((2, 2 * num_microbatches, WIDTH), generator=generator)
         return inputs, targets
+
+    def step_s(self, num_microbatches: int) -> float:
+        """Say what a step of 1F1B takes, if nothing but the devices takes time."""
+        schedule = one_f_one_b(self.num_ranks, num_microbatches)
+        return float(simulate(schedule, self.costs(self.num_ranks)).step_s)
 
     def costs(self, num_stages: int) -> Costs:
         """Say what each stage takes; the first layer's input has no gradient."""

@@ -1,6 +1,7 @@
 """What schedules gain over 1F1B, measured and foretold, on two and four ranks, beside torch's."""
 
 import argparse
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -13,6 +14,7 @@ from benchmarks.throughput.contestants import check
 from benchmarks.throughput.processes import OfProcesses, Processes
 from benchmarks.zero_bubble import penstock_processes, torch_peer
 from benchmarks.zero_bubble.emulated import Work
+from penstock.schedules.costs import Costs
 
 COLUMNS = (
     Column("W", "weights"),
@@ -28,7 +30,12 @@ COLUMNS = (
 
 
 def measure(
-    work: Work, num_microbatches: int, rounds: int, ours: Processes, theirs: Processes
+    work: Work,
+    num_microbatches: int,
+    rounds: int,
+    ours: Processes,
+    theirs: Processes,
+    costs: Mapping[int, Costs],
 ) -> list[dict[str, Any]]:
     """Let all contestants run in turn, round after round; the first one is our 1F1B."""
     progress(f"K = {work.num_ranks}, M = {num_microbatches}, W of layers {work.weights}")
@@ -41,8 +48,9 @@ def measure(
     check(everyone)
     found_s = interleaved([contestant.step for contestant in everyone], rounds)
     foretold_s = {
-        name: penstock_processes.foretold_s(name, work, num_microbatches) for name in own
+        name: penstock_processes.foretold_s(name, work, num_microbatches, costs) for name in own
     }
+    ideal_s = work.step_s(num_microbatches)
     rows: list[dict[str, Any]] = []
     for contestant, its_s in zip(everyone, found_s, strict=True):
         gain = median(before / after for before, after in zip(found_s[0], its_s, strict=True))
@@ -52,7 +60,7 @@ def measure(
             "num_microbatches": num_microbatches,
             "contestant": contestant.name,
             "ms": median(its_s) * 1e3,
-            "share": foretold_s[own[0]] / median(its_s),
+            "share": ideal_s / median(its_s),
             "gain": gain,
             "seconds": its_s,
         }
@@ -81,8 +89,10 @@ def run(options: argparse.Namespace) -> Report:
             for prepare in (penstock_processes.prepare, torch_peer.prepare):
                 both.append(Processes(prepare, work, of_microbatches, work.num_ranks))
                 stack.callback(both[-1].close)
+            ours, theirs = both
+            costs = penstock_processes.costs(ours)
             for num_microbatches in of_microbatches:
-                table += measure(work, num_microbatches, rounds, *both)
+                table += measure(work, num_microbatches, rounds, ours, theirs, costs)
     settings = {
         "layers": work.num_layers,
         "ms of a layer's F, I and W": work.layer_s * 1e3,

@@ -1,7 +1,8 @@
 """`penstock doctor`: can this job train at all, and how fast are its links?"""
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,7 +26,27 @@ if TYPE_CHECKING:
 )
 @num_processes_option
 @click.option("--json", "as_json", is_flag=True, help="Write the report as one line of JSON.")
-def doctor(timeout_s: float, num_processes: int | None, as_json: bool) -> int:
+@click.option(
+    "--calibrate",
+    is_flag=True,
+    help="Measure this machine's devices and links instead, as a cluster that plans are made for.",
+)
+@click.option(
+    "--save",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="With --calibrate: write the cluster as TOML.",
+)
+@click.option(
+    "--budget",
+    "budget_s",
+    type=click.FloatRange(min=1),
+    default=28.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="With --calibrate: about how long to measure.",
+)
+def doctor(num_processes: int | None, calibrate: bool, **options: Any) -> int:
     """Examine a job before it runs: settings, versions, devices, links, and a step of training.
 
     Alone it examines this machine and compares a tiny pipeline with the unsplit model.  Under
@@ -40,7 +61,14 @@ def doctor(timeout_s: float, num_processes: int | None, as_json: bool) -> int:
       penstock doctor
       penstock doctor --num-processes 2
       torchrun --nproc-per-node 4 -m penstock doctor --timeout 20
+      penstock doctor --calibrate --save cluster.toml
     """
+    as_json, timeout_s = options["as_json"], options["timeout_s"]
+    if calibrate:
+        _refuse_several(num_processes)
+        return _calibrate(options["budget_s"], options["save"], as_json)
+    if options["save"] is not None:
+        raise click.UsageError("--save is for --calibrate: give both, or neither")
     if num_processes is not None:
         from .launch import launch
 
@@ -51,6 +79,57 @@ def doctor(timeout_s: float, num_processes: int | None, as_json: bool) -> int:
     from penstock.doctor import examine
 
     return examine(os.environ, timeout_s, lambda report: _write(report, as_json))
+
+
+def _refuse_several(num_processes: int | None) -> None:
+    """See that nobody else measures this machine meanwhile.
+
+    Raises:
+        click.UsageError: this is one of several processes, or is to start some.
+    """
+    if num_processes is not None or "WORLD_SIZE" in os.environ:
+        raise click.UsageError(
+            "--calibrate measures a machine from one process: start it without torchrun and "
+            "without --num-processes"
+        )
+
+
+def _calibrate(budget_s: float, save: Path | None, as_json: bool) -> int:
+    """Measure this machine, write what was found, and save it."""
+    require_torch()
+    from penstock.doctor.calibration import calibrate
+    from penstock.doctor.calibration.show import as_line, calibration_lines, comment_of
+
+    if save is not None:
+        _refuse_unwritable(save)
+    found = calibrate(budget_s)
+    if save is not None:
+        found.cluster.save(save, comment_of(found))
+    if as_json:
+        click.echo(as_line(found))
+        return 0
+    for line in (*calibration_lines(found.figures), "", *str(found.cluster).splitlines()):
+        click.echo(line)
+    if found.warning:
+        click.echo(f"penstock: warning: {found.warning}", err=True)
+    if save is not None:
+        click.echo(f"written to {save}")
+    return 0
+
+
+def _refuse_unwritable(path: Path) -> None:
+    """See, before anything is measured, that a file can be written; leave none behind.
+
+    Raises:
+        click.UsageError: it cannot.
+    """
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise click.UsageError(f"--save {path}: it cannot be written: {error.strerror}") from None
+    if is_new:
+        path.unlink()
 
 
 def _write(report: "Report", as_json: bool) -> None:

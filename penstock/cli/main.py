@@ -13,6 +13,9 @@ from .check import check
 from .doctor import doctor
 from .options import INTERRUPTED, USER_ERROR
 from .output import lasting_output
+from .plan import plan
+from .profile import profile
+from .report import report
 from .simulate import simulate
 from .train import train
 
@@ -28,7 +31,7 @@ def penstock() -> None:
     """
 
 
-for command in (check, doctor, simulate, train):
+for command in (check, doctor, plan, profile, report, simulate, train):
     penstock.add_command(command)
 
 

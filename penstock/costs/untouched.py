@@ -1,13 +1,45 @@
-"""Run a backward that is only measured: parameters are as before, and their hooks do not know."""
+"""Run layers that are only measured: modules, parameters and random numbers are as before."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.model.state import keeping_values
-from penstock.torch_private import gradient_hooks
+from penstock.model.state import ABSENT, attributes, keeping_values, put_state, read_state
+from penstock.torch_private import NEVER_COMPUTES, gradient_hooks, saving_hooks
+
+
+@contextmanager
+def untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Put buffers, tensor attributes and random number generators back to what they were."""
+    owners = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
+    before = read_state(owners, attributes(owners))
+    devices = list(range(torch.cuda.device_count()))
+    with keeping_values(tensor for tensor in before.values() if tensor is not None):
+        try:
+            with torch.random.fork_rng(devices=devices), torch.enable_grad(), _saving_as_usual():
+                yield
+        finally:
+            after = read_state(owners, attributes(owners))
+            put_state({place: before.get(place, ABSENT) for place in after.keys() | before.keys()})
+
+
+def _saving_as_usual() -> AbstractContextManager[Any]:
+    """Set hooks aside that would change what autograd saves: the caller may be in a checkpoint."""
+    if saving_hooks() is None:
+        return nullcontext()
+    return saved_tensors_hooks(as_it_is, as_it_is)
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    """Unpack what was saved as it is."""
+    return tensor
+
+
+setattr(as_it_is, NEVER_COMPUTES, True)
 
 
 @contextmanager

@@ -122,6 +122,20 @@ def split(value: Any, sizes: Sequence[int]) -> list[Any]:
     return [unflatten(structure, list(row)) for row in zip(*pieces, strict=True)]
 
 
+def of_size(value: Any, size: int, what: str) -> Any:
+    """Return the first `size` samples; where there are fewer, these again and again.
+
+    Raises:
+        BatchError: there is no batch to take them of.
+    """
+    count = batch_size(value, what)
+    if size <= count:
+        return split(value, [size, count - size])[0]
+    entries, structure = flatten_by(value, _is_entry)
+    numbers = [n % count for n in range(size)]
+    return unflatten(structure, [_again(entry, numbers) for entry in entries])
+
+
 def without_whole(value: Any) -> Any:
     """Replace every `Whole` by the value in it."""
     entries, structure = flatten_by(value, _is_entry)
@@ -170,6 +184,19 @@ def _pieces(entry: Any, sizes: Sequence[int]) -> list[Any]:
     if isinstance(entry, deque):  # which has no slices
         return [type(entry)(islice(entry, *bound), entry.maxlen) for bound in bounds]
     return [entry[start:end] for start, end in bounds]
+
+
+def _again(entry: Any, numbers: Sequence[int]) -> Any:
+    """Return the samples of these numbers."""
+    if isinstance(entry, Whole):
+        return entry.value
+    if isinstance(entry, Tensor):
+        found = entry.detach()[torch.tensor(numbers, device=entry.device)]
+        return found.requires_grad_(entry.requires_grad)
+    if isinstance(entry, numpy.ndarray):
+        return entry[numbers]
+    rows = [entry[n] for n in numbers]
+    return rows if isinstance(entry, range) else type(entry)(rows)
 
 
 def _check_lengths(rows: Sequence[Any], count: int, what: str) -> None:

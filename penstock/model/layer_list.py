@@ -1,6 +1,6 @@
 """Layers that are given as a list of modules: which values each reads and gives, and their run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ from penstock.trace.table import columns
 
 from .layers import Layers, Source
 from .materialize import Made, move_or_make
-from .stage_plan import MODEL_INPUT, Perform, StagePlan, Step, Value, join_output
+from .pytree import flatten
+from .stage_plan import MODEL_INPUT, Crossing, Perform, StagePlan, Step, Value, join_output
 from .stages import plan_stages
 
 _INPUT_NAME = "input"
@@ -50,6 +51,23 @@ class ListOfModules(Source):
         values: dict[Value, Any] = {MODEL_INPUT: inputs}
         whole.run(values, perform or (lambda step, function: function()))
         return join_output([values[v] for v in whole.output])
+
+    def run_noting(self, inputs: Any, perform: Perform) -> tuple[Any, tuple[Crossing, ...]]:
+        given: dict[Value, Any] = {MODEL_INPUT: inputs}
+
+        def noted(step: Step, function: Callable[[], Any]) -> Any:
+            result = perform(step, function)
+            given.update(result)
+            return result
+
+        output = self.run(inputs, noted)
+        readers = {v: tuple(s.index for s in self.steps if v in s.inputs) for v in given}
+        crossings = (
+            Crossing(value[0], readers[value], tuple(flatten(what)[0]))
+            for value, what in given.items()
+            if readers[value] or value in self.steps[-1].outputs
+        )
+        return output, tuple(crossing for crossing in crossings if crossing.tensors)
 
     def plan_stages(self, partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
         return plan_stages(self.steps, partition)

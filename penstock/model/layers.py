@@ -12,7 +12,7 @@ from penstock.errors import PartitionError
 from penstock.torch_private import CHILDREN, children_of, parameters_of, registered_of
 
 from .output_loss import output_loss
-from .stage_plan import Perform, StagePlan, Step
+from .stage_plan import Crossing, Perform, StagePlan, Step
 
 
 class Source(ABC):
@@ -21,6 +21,10 @@ class Source(ABC):
     @abstractmethod
     def run(self, inputs: Any, perform: Perform | None) -> Any:
         """Run all layers as the unsplit model does; with `perform`, as `StagePlan.run` would."""
+
+    @abstractmethod
+    def run_noting(self, inputs: Any, perform: Perform) -> tuple[Any, tuple[Crossing, ...]]:
+        """Run all layers in one, and note what would cross if each were a stage of its own."""
 
     @abstractmethod
     def plan_stages(self, partition: tuple[int, ...]) -> tuple[StagePlan, ...]:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.schedules.transfers import Transfer
@@ -59,6 +59,18 @@ Perform = Callable[[Step, Callable[[], Any]], Any]
 
 The function is a `functools.partial`, so that its arguments can be seen.
 """
+
+
+class Crossing(NamedTuple):
+    """Tensors that one layer gives to others, or to the loss, where each layer is a stage.
+
+    `producer` is the layer's number, -1 for the model's input; `consumers` are in order.
+    """
+
+    producer: int
+    consumers: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
+    is_weight: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar, cast
 
+from penstock.costs.layer_facts import LayerFacts
 from penstock.errors import ConfigError, ExecutionWarning, PartitionError, check_count
 from penstock.schedules.family import Build, Family
 from penstock.schedules.gpipe import gpipe
@@ -15,7 +16,7 @@ from penstock.types import Recompute, RecomputeLayers, RecomputePolicy, TiedGrad
 from .checks import check_partition, check_timeout
 from .partition import balance_spans
 from .placement import Placement
-from .plan import BalancedBy, LayerFacts, Plan
+from .plan import BalancedBy, Plan
 
 DEFAULT_TIMEOUT_S = 600.0
 _T = TypeVar("_T")

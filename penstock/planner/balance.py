@@ -1,53 +1,101 @@
-"""Choose the layers of each stage anew, by what the layers were measured to take."""
+"""Choose the layers of each stage anew, by what the layers were measured to take and to keep."""
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import accumulate, chain, pairwise
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
-from penstock.schedules import ir
-from penstock.schedules.passes import add_recompute
-from penstock.types import Recompute, RecomputeLayers
+from penstock.costs.layer_bytes import LayerBytes
+from penstock.costs.profile import LayerSeconds
+from penstock.schedules.versions import num_versions
+from penstock.types import RecomputePolicy
 
-from .partition import balance_spans
+from .cuts import Matrix
+from .layer_tables import tables_of
+from .partition import Spans, cut, sums
 from .plan import BalancedBy, Plan
+from .stage_costs import fastest_that_fits, usual_ways
+from .stage_work import StageWork, steady, work_of
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """What each layer keeps of a micro-batch, and its bytes of weights that an update moves."""
+
+    kept: Sequence[LayerBytes]
+    trainable_bytes: Sequence[int]
 
 
 def balanced(
-    plan: Plan, times_s: Sequence[tuple[float, float]], spans: Sequence[tuple[int, int]]
+    plan: Plan,
+    times_s: Sequence[tuple[float, float]],
+    spans: Spans,
+    memory: LayerMemory | None = None,
 ) -> Plan:
     """Return the plan whose slowest stage is as fast as it can be, with what that predicts.
 
     `times_s` are the seconds of each layer, forward and backward, for one micro-batch.  A layer
     costs a stage its backward, and its forward as often as the schedule runs that: a stage whose
     backward follows at once recomputes nothing, and has time for more layers.
+
+    Where the plan limits memory and `memory` is given, a stage has no more layers than fit the
+    limit of its rank: with nothing recomputed, or else with all of it, which then counts, or moved
+    away as well.  Stages that share a rank are looked at one by one.  Where nothing fits, the
+    limit does not count here.
     """
-    costs_s = [
-        [
-            (forwards if _is_recomputed(plan, stage, layer) else 1) * forward_s + backward_s
-            for layer, (forward_s, backward_s) in enumerate(times_s)
-        ]
-        for stage, forwards in enumerate(_forwards(plan))
-    ]
-    partition = balance_spans(costs_s, spans)
-    bounds = pairwise(accumulate(partition, initial=0))
-    predicted_s = tuple(
-        sum(on_stage[start:end]) for on_stage, (start, end) in zip(costs_s, bounds, strict=True)
+    seconds = [_seconds(*of_layer) for of_layer in times_s]
+    cost = _cost(plan, seconds)
+    partition = None
+    if plan.memory_limit_bytes is not None and memory is not None:
+        partition = cut(plan.num_stages, _cost_that_fits(plan, seconds, memory), spans)
+    partition = partition or cut(plan.num_stages, cost, spans)
+    assert partition is not None, "no layer takes for ever"
+    found = replace(plan, partition=partition, balanced_by=BalancedBy.TIME)
+    return replace(found, predicted_s=predicted_s(found, times_s))
+
+
+def predicted_s(plan: Plan, times_s: Sequence[tuple[float, float]]) -> tuple[float, ...]:
+    """Return the seconds of a micro-batch on each stage of the plan, forward and backward."""
+    cost = _cost(plan, [_seconds(*of_layer) for of_layer in times_s])
+    bounds = pairwise(accumulate(plan.partition, initial=0))
+    return tuple(float(cost(stage)[bound]) for stage, bound in enumerate(bounds))
+
+
+def _seconds(forward_s: float, backward_s: float) -> LayerSeconds:
+    """Describe a layer whose recompute takes as long as its forward."""
+    return LayerSeconds(
+        forward_s=forward_s,
+        recompute_s=forward_s,
+        backward_s=backward_s,
+        input_s=backward_s / 2,
+        weight_s=backward_s / 2,
     )
-    return replace(plan, partition=partition, balanced_by=BalancedBy.TIME, predicted_s=predicted_s)
 
 
-def _is_recomputed(plan: Plan, stage: int, layer: int) -> bool:
-    """Tell whether a layer would run as often as its stage does, if the stage had it."""
-    policy = plan.recompute[stage]
-    return not isinstance(policy, RecomputeLayers) or layer in policy.layers
+def _cost(plan: Plan, seconds: Sequence[LayerSeconds]) -> Callable[[int], Matrix]:
+    """Return what gives the seconds of any layers on a stage, as the plan has it recompute."""
+    work = _work(plan, plan.recompute)
+    return lambda stage: sums(work[stage].seconds(seconds, plan.recompute[stage]))
 
 
-def _forwards(plan: Plan) -> list[float]:
-    """Say how often each stage runs a micro-batch forward, recomputed ones included."""
-    schedule = plan.schedule(plan.num_stages, plan.num_microbatches)
-    twice = [s for s, kind in enumerate(plan.recompute) if kind is not Recompute.NEVER]
-    schedule = add_recompute(schedule, twice)
-    programs = chain.from_iterable(schedule.programs)
-    stages = Counter(i.stage for i in programs if isinstance(i, ir.Forward | ir.Recompute))
-    return [stages[stage] / plan.num_microbatches for stage in range(plan.num_stages)]
+def _cost_that_fits(
+    plan: Plan, seconds: Sequence[LayerSeconds], memory: LayerMemory
+) -> Callable[[int], Matrix]:
+    """Return what gives the seconds of any layers on a stage by the fastest way that fits."""
+    assert plan.memory_limit_bytes is not None
+    limits, tables = plan.memory_limit_bytes, tables_of(memory.kept)
+    away = [stage for stage, moves in enumerate(plan.offload) if moves]
+    ways = list(usual_ways(plan.schedule, plan.num_stages, plan.num_microbatches, away))
+    trainable = sums(memory.trainable_bytes)
+    older = num_versions(steady(plan.schedule, plan.num_stages, plan.num_microbatches))
+
+    def cost(stage: int) -> Matrix:
+        room = limits[plan.placement.places[stage]] - (older[stage] - 1) * trainable
+        return fastest_that_fits(stage, ways, seconds, lambda policy: tables, room)
+
+    return cost
+
+
+def _work(
+    plan: Plan, recompute: Sequence[RecomputePolicy], offload: Collection[int] = ()
+) -> tuple[StageWork, ...]:
+    return work_of(plan.schedule, plan.num_stages, plan.num_microbatches, recompute, offload)

@@ -15,7 +15,6 @@ from itertools import accumulate, pairwise
 from penstock.costs.layer_bytes import LayerBytes
 from penstock.errors import ConfigError
 from penstock.schedules.costs import UNIT_COSTS
-from penstock.schedules.family import Family
 from penstock.schedules.ir import Schedule
 from penstock.schedules.memory import Sizes, live_bytes
 from penstock.schedules.names import families_for
@@ -24,6 +23,7 @@ from penstock.schedules.versions import num_versions, version_bytes
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
 from .plan import Plan
+from .stage_work import steady
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +111,6 @@ def _fitted(
         offload=chosen.offload,
         predicted_peak_bytes=tuple(peaks),
     )
-
-
-def steady(family: Family, num_stages: int, num_microbatches: int) -> Schedule:
-    """Make the schedule of a step, or without a flush of as many mini-batches as it takes until
-    a stage keeps the most that it ever will.
-    """
-    if not family.is_asynchronous:
-        return family(num_stages, num_microbatches)
-    filling = -(-num_stages // num_microbatches)
-    return family(num_stages, num_microbatches, filling + 3)
 
 
 def peak_of(

@@ -1,22 +1,105 @@
-"""Cut a chain of layers into balanced stages: exact, by dynamic programming."""
+"""Cut a chain of layers into balanced stages: exact, by dynamic programming.
+
+What a stage costs may depend on its number and its device, and need not be the sum of what its
+layers cost: values that cross its ends count too, and infinity is what does not fit.
+"""
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, islice
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
 
 from penstock.errors import PartitionError
 
+from .cuts import Matrix, Search, Setting
 
-def balance_spans(
-    costs: Sequence[Sequence[float]], spans: Sequence[tuple[int, int]]
-) -> tuple[int, ...]:
-    """Compute the layers per stage as `balance_stages` does, where stages begin at spans only.
+Spans = Sequence[tuple[int, int]]
+"""(start, end) of layers that are to be on one stage, in order, all layers in one."""
 
-    `spans` are (start, end) of layers that are to be on one stage, in order, all layers in one.
+
+def cut(num_stages: int, cost: Callable[[int], Matrix], spans: Spans) -> tuple[int, ...] | None:
+    """Compute the layers per stage that make the slowest stage as fast as it can be.
+
+    `cost(stage)[start, end]` are the seconds of layers [start, end) on that stage, whatever these
+    consist of, and infinity where the stage cannot be; entries without layers are not looked at.
+    It is asked three times for each stage, and may give one array for stages that are alike.
+
+    Among the cuts with the same slowest stage, up to rounding, takes the one with the least sum
+    of squared stage costs.  Where all cuts cost the same in total that is the one whose stages
+    vary least, the paper's criterion (section 2.2); where they do not, evenness is not bought by
+    work that could be left out.
+
+    Exact for any cost; K * L^2 / 2 steps of numpy's, twice.  None if every cut has a stage that
+    cannot be.
+
+    Raises:
+        PartitionError: there are fewer spans than stages, or no stage is asked for.
     """
-    of_spans = [[sum(on_stage[start:end]) for start, end in spans] for on_stage in costs]
-    counts = iter(balance_stages(of_spans))
-    widths = iter(end - start for start, end in spans)
-    return tuple(sum(islice(widths, count)) for count in counts)
+    _check_enough(len(spans), num_stages)
+    edges = np.array([0, *(end for _, end in spans)])
+    found = Search(num_stages, edges, lambda at: cost(at.stage), (num_stages,)).best()
+    return None if found is None else tuple(part.end - part.start for part in found)
+
+
+class OnDevices(NamedTuple):
+    """Layers per stage, and the kind of device that each stage is on."""
+
+    partition: tuple[int, ...]
+    kinds: tuple[int, ...]
+
+
+def cut_over_devices(
+    counts: Sequence[int],
+    num_stages: int,
+    cost: Callable[[Setting], Matrix],
+    spans: Spans,
+    *,
+    looks_around: bool = False,
+) -> OnDevices | None:
+    """Compute the layers per stage and the kind of its device, as `cut` does, over all orders.
+
+    There are `counts[kind]` devices of each kind, one for a stage; some may stay unused.
+    `cost(Setting(stage, kind))` is as in `cut`.  With `looks_around` it is asked for the kinds of
+    the devices before and after, too: what a message costs depends on the link, and kinds may
+    be hosts as well.  It cannot know more of the order than that: not what a value costs that
+    skips stages, nor which other stages share a link.
+
+    Exact for such costs.  For q kinds, the product of all (counts + 1) states, and q times as many
+    steps of L^2 / 2 (q^3 times with `looks_around`), twice: meant for few kinds.
+
+    Raises:
+        PartitionError: there are fewer spans or devices than stages, or no stage is asked for.
+    """
+    _check_enough(len(spans), num_stages)
+    if sum(counts) < num_stages:
+        raise PartitionError(
+            f"{num_stages} stages need a device each, and there are {sum(counts)}; choose "
+            f"1 to {sum(counts)} stages"
+        )
+    edges = np.array([0, *(end for _, end in spans)])
+    found = Search(num_stages, edges, cost, tuple(counts), looks_around).best()
+    if found is None:
+        return None
+    sizes = tuple(part.end - part.start for part in found)
+    return OnDevices(sizes, tuple(part.kind for part in found))
+
+
+def sums(costs: Sequence[float]) -> Matrix:
+    """Return what layers [start, end) cost together, for every start and end."""
+    before: Matrix = np.array([0, *accumulate(costs)])
+    return np.subtract(before, before[:, None])
+
+
+def balance_spans(costs: Sequence[Sequence[float]], spans: Spans) -> tuple[int, ...]:
+    """Compute the layers per stage where `costs[k][n]` is the cost of layer n on stage k.
+
+    Raises:
+        PartitionError: there are fewer spans than stages.
+    """
+    found = cut(len(costs), lambda stage: sums(costs[stage]), spans)
+    assert found is not None, "no cost is infinite"
+    return found
 
 
 def balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
@@ -27,46 +110,15 @@ def balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     Raises:
         PartitionError: there are fewer layers than stages, or no stage is asked for.
     """
-    _check_enough(len(costs), num_stages)
-    return balance_stages([costs] * num_stages)
+    together = sums(costs)
+    found = cut(num_stages, lambda stage: together, each_layer(len(costs)))
+    assert found is not None, "no cost is infinite"
+    return found
 
 
-def balance_stages(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """Compute the layers per stage that make the slowest stage as fast as it can be.
-
-    `costs[k][n]` is the cost of layer n on stage k.  Among the partitions with the same slowest
-    stage, takes the one whose stage costs vary least (the paper's criterion, section 2.2).
-    Exact; O(K * L^2) for L layers.  Every stage gets a layer.
-
-    Raises:
-        PartitionError: there are fewer layers than stages.
-    """
-    num_stages, num_layers = len(costs), len(costs[0])
-    _check_enough(num_layers, num_stages)
-    before = [[0.0, *accumulate(on_stage)] for on_stage in costs]
-
-    def cost(stage: int, start: int, end: int) -> float:
-        return before[stage][end] - before[stage][start]
-
-    slowest = _slowest_stage(num_layers, num_stages, cost)
-    bound = slowest * (1 + 1e-12)
-    # least[end] = (sum of squared stage costs, layers per stage) of the best cut of layers [0,
-    # end)
-    least: list[tuple[float, tuple[int, ...]] | None] = [(0.0, ())] + [None] * num_layers
-    for stage in range(num_stages):
-        following: list[tuple[float, tuple[int, ...]] | None] = [None] * (num_layers + 1)
-        for end in range(1, num_layers + 1):
-            choices = [
-                (found[0] + here**2, (*found[1], end - start))
-                for start in range(end)
-                if (found := least[start]) is not None
-                and (here := cost(stage, start, end)) <= bound
-            ]
-            following[end] = min(choices, default=None)
-        least = following
-    best = least[num_layers]
-    assert best is not None, "the bound came from a partition"
-    return best[1]
+def each_layer(num_layers: int) -> Spans:
+    """Return the spans of a model whose layers may all be parted."""
+    return [(n, n + 1) for n in range(num_layers)]
 
 
 def _check_enough(num_layers: int, num_stages: int) -> None:
@@ -77,14 +129,27 @@ def _check_enough(num_layers: int, num_stages: int) -> None:
         )
 
 
-def _slowest_stage(
-    num_layers: int, num_stages: int, cost: Callable[[int, int, int], float]
-) -> float:
-    """Compute the least possible cost of the slowest stage."""
-    slowest = [0.0] + [float("inf")] * num_layers
-    for stage in range(num_stages):
-        slowest = [float("inf")] + [
-            min(max(slowest[start], cost(stage, start, end)) for start in range(end))
-            for end in range(1, num_layers + 1)
-        ]
-    return slowest[num_layers]
+def lingvo_cut(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Compute the layers per stage as the paper's code does, to compare with.
+
+        lingvo_cut([1, 1, 1, 3, 3], 3) == (2, 1, 2)
+
+    Walks over the layers once; a layer goes where its share of all costs, with those before it,
+    ends: stage min(floor(K * share), K - 1).  A layer across a boundary is so on the later stage,
+    and a stage may be left empty.  The paper states another aim, the least variance of costs
+    (Huang et al. 2019, section 2.2); its costs are FLOPs, estimated.  See
+    PartitionSequentialLayers in tensorflow/lingvo, core/gpipe.py.
+
+    Raises:
+        PartitionError: no stage is asked for, or layers cost nothing.
+    """
+    *_, total = accumulate(costs, initial=0.0)
+    if num_stages < 1 or total <= 0:
+        raise PartitionError(
+            f"num_stages={num_stages} of layers that cost {total} together; give at least one "
+            "stage, and costs above 0"
+        )
+    sizes = [0] * num_stages
+    for so_far in accumulate(costs):
+        sizes[min(int(num_stages * so_far / total), num_stages - 1)] += 1
+    return tuple(sizes)

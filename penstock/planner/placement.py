@@ -23,10 +23,14 @@ class Placement:
     `ranks[stage][replica][shard]` is a rank: a process, or a thread where one process runs all.
     `devices[stage]` names a device as torch does; between processes its kind counts, and each
     process uses its own device of that kind.
+
+    `cluster_places[rank]` is the number of the cluster's device that the rank was planned for:
+    start the processes in that order of hosts and devices.  None: rank r is on device r.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
     devices: tuple[str, ...]
+    cluster_places: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Refuse ranks that no job could have.
@@ -42,6 +46,11 @@ class Placement:
         if len(self.devices) != len(self.ranks):
             raise PlanError(
                 f"{len(self.devices)} devices for {len(self.ranks)} stages; give one per stage"
+            )
+        if self.cluster_places is not None and len(self.cluster_places) != self.num_ranks:
+            raise PlanError(
+                f"a placement of {self.num_ranks} ranks has cluster_places for "
+                f"{len(self.cluster_places)}; give one for each rank, or none"
             )
         of_replicas = [self.peers_in(replica) for replica in range(self.num_replicas)]
         every = {rank for ranks in of_replicas for rank in ranks}

@@ -1,14 +1,15 @@
 """The plan of a pipeline: everything that decides how it runs, as one value."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from hashlib import sha256
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ConfigError, PlanError, check_count
+from penstock.costs.layer_facts import LayerFacts, first_difference
+from penstock.errors import ConfigError, PlanError, UnreadableError, check_count
+from penstock.plain_values import from_json, to_json
 from penstock.schedules.family import Family
 from penstock.trace.table import columns
 from penstock.trace.units import time_text
@@ -16,33 +17,7 @@ from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport
 
 from .checks import check_bytes, check_partition, check_timeout, check_whole
 from .placement import Placement
-from .plan_json import from_json, to_json
 from .unsplit import Unsplit, check_unsplit, divides_backwards, unsplit_lines
-
-
-@dataclass(frozen=True, slots=True)
-class LayerFacts:
-    """What a plan knows of a layer, so that it is not run on another model.
-
-    A parameter that layers share is counted in the first of them.  `shapes` is a digest of the
-    names and shapes of the layer's parameters.
-    """
-
-    name: str
-    kind: str
-    num_parameters: int
-    shapes: str
-
-    @classmethod
-    def of(
-        cls, name: str, kind: str, num_parameters: int, shapes: Mapping[str, Sequence[int]]
-    ) -> "LayerFacts":
-        """Describe a layer; `shapes` are those of its parameters, by name."""
-        text = repr(sorted((path, tuple(shape)) for path, shape in shapes.items()))
-        return cls(name, kind, num_parameters, sha256(text.encode()).hexdigest()[:12])
-
-    def __str__(self) -> str:
-        return f"{self.name!r} ({self.kind})"
 
 
 class BalancedBy(Enum):
@@ -70,6 +45,8 @@ class Plan:
     micro-batch on each stage, forward and backward, if the layers were measured.  `unsplit` are
     the layers whose gradients of weights do not wait where a schedule divides backwards: what
     measuring has shown of each alone, and what the first such step has shown of the stages.
+    A planner says for which `batch_size`, over all replicas, it made the plan, how long it
+    foretold a step to take, optimizer included, and `why` it chose it, in lines.
 
     `print(plan)` is a table; `save` and `load` write and read JSON; `dataclasses.replace` makes
     another plan of it.
@@ -98,9 +75,12 @@ class Plan:
     memory_limit_bytes: tuple[int, ...] | None = None
     predicted_peak_bytes: tuple[int, ...] | None = None
     unsplit: tuple[Unsplit, ...] | None = None
+    batch_size: int | None = None
+    predicted_step_s: float | None = None
+    why: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        names = ("layers", "partition", "recompute", "offload", "predicted_s", "unsplit")
+        names = ("layers", "partition", "recompute", "offload", "predicted_s", "unsplit", "why")
         for name in (*names, *_OF_RANKS):  # as JSON gives them back
             given = getattr(self, name)
             object.__setattr__(self, name, None if given is None else tuple(given))
@@ -191,23 +171,9 @@ class Plan:
         Raises:
             PlanError: names the first layer that differs.
         """
-        for n, (planned, found) in enumerate(zip(self.layers, layers, strict=False)):
-            if planned == found:
-                continue
-            if (planned.name, planned.kind) != (found.name, found.kind):
-                differs = f"layer {n} is {planned} in the plan and {found} in the model"
-            else:
-                differs = f"the parameters of layer {n}, {found}, have other names or shapes"
+        differs = first_difference(self.layers, layers, "plan")
+        if differs is not None:
             raise PlanError(f"the plan is of another model: {differs}. {_REMEDY}")
-        if len(self.layers) != len(layers):
-            longer, where = (
-                (self.layers, "plan") if len(self.layers) > len(layers) else (layers, "model")
-            )
-            n = min(len(self.layers), len(layers))
-            raise PlanError(
-                f"the plan is of another model: it has {len(self.layers)} layers and the model "
-                f"{len(layers)}; layer {n}, {longer[n]}, is in the {where} only. {_REMEDY}"
-            )
 
     def check_ranks(self, num_processes: int, num_places: int | None = None) -> None:
         """Refuse to run in other processes than the plan was made for.
@@ -271,7 +237,10 @@ class Plan:
         Raises:
             PlanError: the schedule is a function of your own.
         """
-        return to_json(self)
+        try:
+            return to_json(self)
+        except UnreadableError as error:
+            raise PlanError(f"{error}; keep the plan as a value") from None
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -281,7 +250,10 @@ class Plan:
             PlanError: the text is cut off, a key is unknown or missing, a value is of another
                 type, or values do not fit together.
         """
-        plan: Plan = from_json(cls, text)
+        try:
+            plan: Plan = from_json(cls, text)
+        except UnreadableError as error:
+            raise PlanError(str(error)) from None
         return plan
 
     @property
@@ -303,25 +275,34 @@ class Plan:
         if self.predicted_s is None:
             return "balanced by parameter counts"
         slowest_s, mean_s = max(self.predicted_s), sum(self.predicted_s) / self.num_stages
+        how = "measured" if self.predicted_step_s is None else "foretold"
         return (
-            f"balanced by measured time: slowest stage {slowest_s * 1e3:.3g} ms a micro-batch, "
+            f"balanced by {how} time: slowest stage {slowest_s * 1e3:.3g} ms a micro-batch, "
             f"{slowest_s / mean_s:.2f} times the mean"
         )
 
     def __str__(self) -> str:
+        return "\n".join((*self.reasons, *columns(self.rows)))
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """What was chosen and why, in lines."""
         placement = self.placement
-        return "\n".join(
-            (
-                f"{len(self.layers)} layers as {self.num_stages} stages x "
-                f"{placement.num_replicas} replicas on {placement.num_ranks} ranks, "
-                f"{self.num_microbatches} micro-batches",
-                f"{self.choices}, seed {self.seed}, {self.threads_per_stage} threads per stage",
-                f"layers {self.balance}",
-                *self._memory(),
-                *self._splitting(),
-                *columns(list(self._rows())),
-            )
+        return (
+            f"{len(self.layers)} layers as {self.num_stages} stages x "
+            f"{placement.num_replicas} replicas on {placement.num_ranks} ranks, "
+            f"{self.num_microbatches} micro-batches",
+            f"{self.choices}, seed {self.seed}, {self.threads_per_stage} threads per stage",
+            f"layers {self.balance}",
+            *self._memory(),
+            *self._splitting(),
+            *self.why,
         )
+
+    @property
+    def rows(self) -> list[Sequence[str]]:
+        """The table of stages: heads, then a row for each."""
+        return list(self._rows())
 
     def _memory(self) -> Iterator[str]:
         if self.memory_limit_bytes is not None:

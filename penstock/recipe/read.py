@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from penstock.errors import RecipeError, RunFolderError
 from penstock.schedules import pipedream
-from penstock.schedules.names import ASYNCHRONOUS_NAMES
+from penstock.schedules.names import ASYNCHRONOUS_NAMES, SCHEDULE_NAMES, suits
 
 from .faults import describe, suggest_place
 from .recipe import Recipe, marked_keys
@@ -29,8 +29,9 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
             mistyped; all of them are listed, one a line.
     """
     data = _read_toml(path)
-    for override in overrides:
-        _apply(data, override)
+    given = [_apply(data, override) for override in overrides]
+    if "pipeline.schedule" in given and "pipeline.stages_per_rank" not in given:
+        _leave_out_unsuited(data["pipeline"])
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
@@ -122,7 +123,19 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise RecipeError(f"{path} is not valid TOML: {error}") from None
 
 
-def _apply(data: dict[str, Any], override: str) -> None:
+def _leave_out_unsuited(pipeline: Any) -> None:
+    """Drop the file's stages on each rank where the schedule that was asked for has others."""
+    if not isinstance(pipeline, dict):
+        return
+    schedule, per_rank = pipeline["schedule"], pipeline.get("stages_per_rank")
+    if schedule not in SCHEDULE_NAMES or type(per_rank) is not int:
+        return  # the recipe says what is wrong
+    if not suits(schedule, per_rank):
+        del pipeline["stages_per_rank"]
+
+
+def _apply(data: dict[str, Any], override: str) -> str:
+    """Change one key, and return where it stands."""
     place, equals, text = override.partition("=")
     section, dot, key = place.strip().partition(".")
     if not _is_text(text):
@@ -136,6 +149,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
     keys = data.setdefault(section, {})
     if isinstance(keys, dict):
         keys[key] = _parse_value(text.strip())
+    return f"{section}.{key}"
 
 
 def _is_text(value: str) -> bool:

@@ -10,7 +10,12 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from penstock.errors import ConfigError, RecipeError
 from penstock.schedules import pipedream
-from penstock.schedules.names import ASYNCHRONOUS_NAMES, SCHEDULE_NAMES, named_schedule
+from penstock.schedules.names import (
+    ASYNCHRONOUS_NAMES,
+    SCHEDULE_NAMES,
+    least_stages_per_rank,
+    named_schedule,
+)
 from penstock.types import LONGEST_TIMEOUT_S, Recompute
 
 from .data_sections import DataSection, ImageSection, TranslatedSection
@@ -36,7 +41,7 @@ class PipelineSection(Section):
     """K, the parts the model is cut into."""
     stages_per_rank: Annotated[Count, Mark.PROCESSES] = 1
     """Stages in each thread or process: 2 for zb_v, v_half, v_min, dualpipe_v; 2 or more for
-    interleaved_1f1b, breadth_first, wave."""
+    interleaved_1f1b, breadth_first, wave.  Left out: as few as the schedule has."""
     num_replicas: Annotated[Count, Mark.PROCESSES] = 1
     """D, copies of the pipeline that share the micro-batches; above 1 they are processes."""
     num_microbatches: Count
@@ -66,6 +71,14 @@ class PipelineSection(Section):
     """Give up when a stage has waited so many seconds for another."""
     seed: Seed = 0
     """Decides what the layers draw, such as dropout masks."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stages_per_rank_are_the_schedules(cls, given: Any) -> Any:
+        name = given.get("schedule") if isinstance(given, dict) else None
+        if isinstance(name, str) and name in SCHEDULE_NAMES:
+            return {"stages_per_rank": least_stages_per_rank(name), **given}
+        return given
 
     @model_validator(mode="after")
     def _replicas_share_microbatches(self) -> Self:
@@ -137,6 +150,8 @@ class TrainSection(Section):
     """Write a line of metrics after every so many steps."""
     trace_every: Annotated[Count, Mark.EXECUTION] = 20
     """Time every instruction of one step in so many; shows the bubble."""
+    tensorboard: Annotated[bool, Mark.EXECUTION] = False
+    """Write the metrics for TensorBoard, too, into the run folder; needs that package."""
 
 
 def _named_cosine(value: Any) -> Any:
@@ -246,8 +261,7 @@ def check_asynchronous(recipe: Recipe) -> None:
         if train.window > 1:
             raise RecipeError(
                 f"train.window = {train.window} with {schedule} changes nothing: it ends every "
-                f"batch with a flush. Choose one of {', '.join(ASYNCHRONOUS_NAMES)}, or leave it "
-                "out"
+                f"batch with a flush. Choose one of {', '.join(ASYNCHRONOUS_NAMES)}, or make it 1"
             )
         return
     refused = {

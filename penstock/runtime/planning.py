@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.costs.measure import measure_bytes, measure_layers
+from penstock.costs.layer_facts import LayerFacts
+from penstock.costs.measure import measure_layers
+from penstock.costs.measure_bytes import measure_bytes
 from penstock.errors import ConfigError, PlanError
 from penstock.mesh import Mesh
 from penstock.mesh.plain_data import Codec, record
@@ -24,15 +26,16 @@ from penstock.planner.arguments import (
     resolve_threads,
     resolve_transport,
 )
-from penstock.planner.balance import balanced
+from penstock.planner.balance import LayerMemory, balanced, predicted_s
 from penstock.planner.memory_limit import fitted
-from penstock.planner.plan import BalancedBy, LayerFacts, Plan
+from penstock.planner.plan import BalancedBy, Plan
 from penstock.planner.unsplit import Unsplit
 from penstock.trace.progress import saying
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
 from .devices import num_cores, with_index
 from .split_backward import divide
+from .stage_calls import StageCalls
 from .unsplit import left_bytes, why_unsplit
 
 Devices = Sequence[torch.device | str | int] | torch.device | str | None
@@ -95,14 +98,23 @@ def balance(plan: Plan, layers: Layers, part: Any) -> Plan:
             roots = [result for result in results if result.requires_grad]
             unsplit.extend(why_unsplit([(step.index, step.module)], divide(roots, set())))
 
-        times = measure_layers(layers, part, plan.threads_per_stage, look)
+        times = measure_layers(
+            layers, part, plan.threads_per_stage, call=StageCalls(layers), look=look
+        )
     plan = replace(plan, unsplit=tuple(unsplit))
+    memory = None
+    if plan.memory_limit_bytes is not None:
+        kept = measure_bytes(layers, part, left_bytes)
+        memory = LayerMemory(kept, _trainable_bytes(layers))
     if plan.balanced_by is not BalancedBy.HAND:
-        plan = balanced(plan, times, layers.spans)
-    if plan.memory_limit_bytes is None:
+        plan = balanced(plan, times, layers.spans, memory)
+    if memory is None:
         return plan
-    of_layers = measure_bytes(layers, part, left_bytes)
-    return fitted(plan, of_layers, [t.forward_s for t in times], _trainable_bytes(layers))
+    forward_s = [t.forward_s for t in times]
+    plan = fitted(plan, memory.kept, forward_s, memory.trainable_bytes)
+    if plan.predicted_s is None:
+        return plan
+    return replace(plan, predicted_s=predicted_s(plan, times))
 
 
 def _trainable_bytes(layers: Layers) -> list[int]:

@@ -1,7 +1,7 @@
 """What a traced step noted, kept raw: the timeline is made from it when someone looks."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.schedules.ir import Schedule, sent_message
 from penstock.trace.timeline import MemorySample, Span, Timeline
@@ -25,10 +25,7 @@ class Record:
             spans=tuple(
                 span for rank in sorted(self.times_s) for span in self._spans(rank, zero_s)
             ),
-            memory=tuple(
-                MemorySample(sample.stage, sample.time_s - zero_s, sample.kept_bytes)
-                for sample in self.memory
-            ),
+            memory=tuple(replace(sample, time_s=sample.time_s - zero_s) for sample in self.memory),
         )
 
     def _spans(self, rank: int, zero_s: float) -> Iterator[Span]:

@@ -7,11 +7,12 @@ at which each process had heard from all others before the step.
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 from penstock.mesh.group import AbstractGroup
-from penstock.mesh.plain_data import Codec, record
-from penstock.trace.timeline import MemorySample
+from penstock.mesh.plain_data import Codec, Kind, record
+from penstock.trace.timeline import MemoryKind, MemorySample
 
 from .run import Recorded
 
@@ -48,7 +49,8 @@ def gather_noted(stages: AbstractGroup, recorded: Recorded, agreed_s: float) -> 
     """Return what a traced run noted on all stages of this replica."""
     times_s, sent_bytes, memory = recorded.times_s, recorded.sent_bytes, recorded.memory
     mine = Noted(clock_name(), agreed_s, times_s, sent_bytes, memory)
-    codec = Codec([record(Noted), record(MemorySample)])
+    kind = Kind(MemoryKind.__name__, MemoryKind, attrgetter("value"), MemoryKind)
+    codec = Codec([record(Noted), record(MemorySample), kind])
     return put_together(stages.gather(mine, "for what the other stages traced", codec), mine)
 
 

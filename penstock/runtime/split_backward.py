@@ -243,8 +243,7 @@ def _passed_after(cuts: Mapping[Node, Cut]) -> dict[Node, set[object]]:
 
 
 def _gradient_versions(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
-    found = [parameter.grad for parameter in parameters]
-    return [(0, 0) if g is None else (id(g), version_of(g)) for g in found]
+    return [(0, 0) if (g := p.grad) is None else (id(g), version_of(g)) for p in parameters]
 
 
 def _grouped(cuts: Iterable[Cut]) -> list[list[Cut]]:

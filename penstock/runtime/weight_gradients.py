@@ -76,16 +76,19 @@ class Cut:
         Raises:
             StateError: a tensor that it reads was changed in place since.
         """
-        reads, self.reads, self.caught = self.needs, [], []
-        if any(version_of(tensor) != version for tensor, version in reads):
-            raise StateError(
-                "a tensor that the weight backward needs was changed in place since the input "
-                "backward came to it. Zero the gradients; change a copy, or use a schedule whose "
-                "backward is in one part"
-            )
-        gradients = self.formula(*[tensor for tensor, _ in reads])
-        more = sum(g.numel() for g in gradients) - sum(tensor.numel() for tensor, _ in reads)
-        return gradients, more
+        reads, more = [], 0
+        for tensor, version in self.needs:
+            if version_of(tensor) != version:
+                raise StateError(
+                    "a tensor that the weight backward needs was changed in place since the input "
+                    "backward came to it. Zero the gradients; change a copy, or use a schedule "
+                    "whose backward is in one part"
+                )
+            reads.append(tensor)
+            more -= tensor.numel()
+        self.reads, self.caught = [], []
+        gradients = self.formula(*reads)
+        return gradients, more + sum(map(Tensor.numel, gradients))
 
 
 def cut_of(node: Node, name: str) -> Cut | str:

@@ -20,22 +20,24 @@ from .notes import note_worker
 
 
 class ThreadDriver(AbstractDriver):
-    """Runs each rank's program in a thread of its own; the threads live until `close`."""
+    """Runs each rank's program in a thread of its own; the threads live until `close`.
+
+    A signal's handler may raise at any place: the next run finds threads that serve it, or starts
+    others.
+    """
 
     def __init__(self, num_threads: int, timeout_s: float) -> None:
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._most_at_once = max(1, num_cores() // num_threads)
-        self._inboxes: list[SimpleQueue[Any]] = []
-        self._threads: list[threading.Thread] = []
-        self._finalizer: weakref.finalize[..., Any] | None = None
+        self._crew: _Crew | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ThreadDriver, (self._num_threads, self._timeout_s)  # a copy has its own threads
 
     def drive(self, work: Work) -> None:
         programs = work.schedule.programs
-        self._start(len(programs))
+        crew = self._crew_for(len(programs))
         transfers = [t for stage in work.stages.values() for t in stage.plan.transfers]
         channels = QueueChannels(transfers, self._timeout_s, self._turns(work))
         done: SimpleQueue[None] = SimpleQueue()
@@ -43,20 +45,18 @@ class ThreadDriver(AbstractDriver):
             _Job(work, Executor(rank, program, work.stages, work.run, channels), channels, done)
             for rank, program in enumerate(programs)
         ]
-        waiting = 0
         try:
-            for inbox, job in zip(self._inboxes, jobs, strict=False):
-                inbox.put(job)
-                waiting += 1
-            while waiting:
-                done.get(timeout=None if work.run.failure is None else self._timeout_s)
-                waiting -= 1
-        except Empty:
-            self._abandon()
+            self._run(crew, jobs, work, done)
         except BaseException as error:  # Ctrl-C: the workers must not outlive the call
-            work.run.fail(error)
-            channels.abort()
-            self._drain(done, waiting)
+            try:
+                work.run.fail(error)
+                channels.abort()
+                self._run(crew, jobs, work, done)
+            except BaseException as again:  # nobody waits a second time
+                work.run.fail(again)
+                channels.abort()
+                self._abandon()
+                raise
             raise
         finally:
             if _casts(work):  # no rank did: others still used them
@@ -71,51 +71,93 @@ class ThreadDriver(AbstractDriver):
         return threading.Semaphore(self._most_at_once)
 
     def close(self) -> None:
-        if self._finalizer is not None:
-            self._finalizer()
-        self._abandon()
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.finalizer()
+            crew.leave()
 
-    def _start(self, num_ranks: int) -> None:
-        if len(self._inboxes) >= num_ranks:
-            return
-        self.close()
-        self._inboxes = [SimpleQueue() for _ in range(num_ranks)]
+    def _crew_for(self, num_ranks: int) -> "_Crew":
+        if self._crew is None or self._crew.size < num_ranks:
+            self.close()
+            crew = _Crew(num_ranks, self._num_threads)
+            crew.finalizer = weakref.finalize(self, crew.stop)
+            self._crew = crew
+        return self._crew
+
+    def _run(
+        self, crew: "_Crew", jobs: "list[_Job]", work: Work, done: "SimpleQueue[None]"
+    ) -> None:
+        """Hand out the jobs that have not ended, and wait for all; a job runs once at most."""
+        crew.hand_out(jobs)
+        try:
+            while not all(job.has_ended for job in jobs):
+                done.get(timeout=None if work.run.failure is None else self._timeout_s)
+        except Empty:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Forget the workers: one is stuck in user code.  The next run starts new ones."""
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.finalizer.detach()
+            crew.leave()
+
+
+class _Crew:
+    """The threads of one driver, one for each rank; `finalizer` stops them with it."""
+
+    finalizer: "weakref.finalize[..., Any]"
+
+    def __init__(self, num_ranks: int, num_threads: int) -> None:
+        self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(num_ranks)]
         ready: SimpleQueue[None] = SimpleQueue()
-        threads = [
+        self._threads = [
             threading.Thread(
                 target=_serve,
-                args=(inbox, self._num_threads, ready),
+                args=(inbox, num_threads, ready),
                 name=f"penstock-rank-{rank}",
                 daemon=True,
             )
             for rank, inbox in enumerate(self._inboxes)
         ]
-        for thread in threads:
-            thread.start()
-        for _ in threads:
-            ready.get()
-        torch.set_num_threads(
-            torch.get_num_threads()
-        )  # a worker's count is also the next thread's default
-        self._threads = threads
-        self._finalizer = weakref.finalize(self, _stop, self._inboxes, threads)
-
-    def _drain(self, done: "SimpleQueue[None]", waiting: int) -> None:
         try:
-            for _ in range(waiting):
-                done.get(timeout=self._timeout_s)
-        except (Empty, KeyboardInterrupt):
-            self._abandon()
+            for thread in self._threads:
+                thread.start()
+            for _ in self._threads:
+                ready.get()
+            torch.set_num_threads(
+                torch.get_num_threads()
+            )  # a worker's count is also the next thread's default
+        except BaseException:
+            self._dismiss()
+            raise
 
-    def _abandon(self) -> None:
-        """Forget the workers: one is stuck in user code.  The next run starts new ones."""
-        if self._finalizer is not None:
-            self._finalizer.detach()
+    @property
+    def size(self) -> int:
+        """How many threads there are."""
+        return len(self._inboxes)
+
+    def hand_out(self, jobs: "list[_Job]") -> None:
+        """Give each thread its job, if that has not ended."""
+        for inbox, job in zip(self._inboxes, jobs, strict=False):
+            if not job.has_ended:
+                inbox.put(job)
+
+    def stop(self) -> None:
+        """End the threads, and wait for them."""
+        self._dismiss()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=5.0)
+
+    def leave(self) -> None:
+        """Let the threads end when they can."""
+        self._dismiss()
+        leave_behind(self._threads)
+
+    def _dismiss(self) -> None:
         for inbox in self._inboxes:
             inbox.put(None)
-        self._inboxes, self._finalizer = [], None
-        leave_behind(self._threads)
-        self._threads = []
 
 
 def _raise_failure(work: Work) -> NoReturn:
@@ -140,8 +182,11 @@ class _Job:
         self, work: Work, executor: Executor, channels: QueueChannels, done: "SimpleQueue[None]"
     ) -> None:
         self._work, self._executor, self._channels, self._done = work, executor, channels, done
+        self.has_ended = False
 
     def __call__(self) -> None:
+        if self.has_ended:  # it was handed out twice
+            return
         try:
             self._work.caller.variables.copy().run(self._run)
         except Stopped:
@@ -151,6 +196,7 @@ class _Job:
             self._work.run.fail(error)
             self._channels.abort()
         finally:
+            self.has_ended = True
             self._done.put(None)
 
     def _run(self) -> None:
@@ -167,11 +213,3 @@ def _serve(inbox: "SimpleQueue[Any]", num_threads: int, ready: "SimpleQueue[None
     while (job := inbox.get()) is not None:
         job()
         del job  # or the last step's tensors would live until the next one
-
-
-def _stop(inboxes: "list[SimpleQueue[Any]]", threads: list[threading.Thread]) -> None:
-    for inbox in inboxes:
-        inbox.put(None)
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(timeout=5.0)

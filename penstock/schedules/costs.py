@@ -25,11 +25,13 @@ class Costs:
 
     `backward_input_s` and `backward_weight_s` are those of a backward in two parts; where they are
     not given, each is half of the whole one.  Without `recompute_s` it is `forward_s`.
-    `transfer_s` is from the end of a send to the earliest end of its receive; a mapping is kept as
-    its items, sorted.  `reduce_s` is what adding up a stage's gradients over replicas takes after
+    `transfer_s` is how long a message travels from one rank to another; a mapping is kept as its
+    items, sorted. `send_s` and `receive_s` are for how long the rank of a stage computes nothing
+    while it sends a message off to another rank, or takes one in that has come (LogP's overheads,
+    Culler et al. 1993). `reduce_s` is what adding up a stage's gradients over replicas takes after
     its last backward, `update_s` what the optimizer takes for a stage where the schedule lets it
-    move the weights.  `offload_s` and `fetch_s` are for how long a rank computes nothing while
-    what it keeps is moved away, or back: on a CPU all of it, elsewhere what does not overlap.
+    move the weights. `offload_s` and `fetch_s` are for how long a rank computes nothing while what
+    it keeps is moved away, or back: on a CPU all of it, elsewhere what does not overlap.
 
     Raises:
         ConfigError: a cost is negative, no finite number, or neither one nor a tuple.
@@ -39,6 +41,8 @@ class Costs:
     backward_s: PerStage
     recompute_s: PerStage | None = None
     transfer_s: PerEdge = 0
+    send_s: PerStage = 0
+    receive_s: PerStage = 0
     reduce_s: PerStage = 0
     update_s: PerStage = 0
     backward_input_s: PerStage | None = None
@@ -55,7 +59,7 @@ class Costs:
     def _numbers(self) -> Iterator[tuple[str, Seconds]]:
         for cost in fields(self):
             name, given = cost.name, getattr(self, cost.name)
-            if given is None:
+            if given is None and cost.default is None:
                 continue
             if name == "transfer_s" and isinstance(given, tuple):
                 yield from _of_edges(given)

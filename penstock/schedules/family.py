@@ -144,6 +144,15 @@ class Family:
         given = (f"{name}={value!r}" for name, value in self.arguments if value is not None)
         return f"{self.name}({', '.join(given)})" if self.arguments else self.name
 
+    def __str__(self) -> str:
+        """The same in short: numbers that fill lines are left out."""
+        given = [
+            f"{name}={'...' if isinstance(value, Costs) else repr(value)}"
+            for name, value in self.arguments
+            if value is not None
+        ]
+        return f"{self.name}({', '.join(given)})" if self.arguments else self.name
+
 
 def check_size(schedule: Schedule, num_stages: int, num_microbatches: int) -> None:
     """Refuse a schedule of another size than its function was asked for.

@@ -81,19 +81,11 @@ def lower(
 
 @collection_paused()
 def _lower(how: Lowering, num_microbatches: int, mode: Mode, num_minibatches: int) -> Schedule:
-    schedule = _made(how, num_microbatches, num_minibatches)
-    every, laws = how.family.microbatches_per_update(num_microbatches), how.family.laws
+    schedule = lower_unproved(how, num_microbatches, mode, num_minibatches)
+    laws = how.family.laws
     if mode is not Mode.TRAIN:
-        schedule, every = forwards_first(without_updates(schedule)), num_microbatches
         laws = SYNCHRONOUS if how.family.is_asynchronous else laws
         laws = tuple(law for law in laws if not isinstance(law, OF_MEMORY))
-    if mode is not Mode.EVAL:
-        schedule = _saving_memory(schedule, how)
-    schedule = add_communication(add_commits(schedule, how.commits, every), how.transfers)
-    if how.reduces and mode is Mode.TRAIN:
-        schedule = add_reductions(schedule)
-    if how.posts:
-        schedule = post_receives(schedule)
     verify(schedule, how.transfers, laws)
     match mode:
         case Mode.TRAIN:
@@ -102,6 +94,32 @@ def _lower(how: Lowering, num_microbatches: int, mode: Mode, num_minibatches: in
             return forward_half(schedule)
         case Mode.BACKWARDS:
             return backward_half(schedule)
+
+
+@collection_paused()
+def lower_unproved(
+    how: Lowering,
+    num_microbatches: int,
+    mode: Mode = Mode.TRAIN,
+    num_minibatches: int = 1,
+) -> Schedule:
+    """Make a whole schedule and apply the passes that `mode` needs; nothing is proved of it.
+
+    For those who price many schedules and run none.
+
+    Raises:
+        ConfigError: it is of another size than asked for, or runs a stage on another rank.
+    """
+    schedule = _made(how, num_microbatches, num_minibatches)
+    every = how.family.microbatches_per_update(num_microbatches)
+    if mode is not Mode.TRAIN:
+        schedule, every = forwards_first(without_updates(schedule)), num_microbatches
+    if mode is not Mode.EVAL:
+        schedule = _saving_memory(schedule, how)
+    schedule = add_communication(add_commits(schedule, how.commits, every), how.transfers)
+    if how.reduces and mode is Mode.TRAIN:
+        schedule = add_reductions(schedule)
+    return post_receives(schedule) if how.posts else schedule
 
 
 _kept = lru_cache(maxsize=8)(_lower)  # train and evaluate, whole and last batches, of two plans

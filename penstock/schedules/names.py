@@ -155,6 +155,15 @@ def named_schedule(
     return family
 
 
+def suits(name: str, stages_per_rank: int) -> bool:
+    """Tell whether the family called `name`, of SCHEDULE_NAMES, can have so many on a rank."""
+    try:
+        named_schedule(name, stages_per_rank, stages_per_rank)
+    except ConfigError:
+        return False
+    return True
+
+
 def least_stages_per_rank(name: str) -> int:
     """Return how many stages the family called `name`, of SCHEDULE_NAMES, has on a rank, if
     nobody asks for more.

@@ -7,8 +7,9 @@ the kinds are those of KINDS.  An answer is a list of operations for each rank.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf, lcm
+from operator import mul
 
 from . import ir
 from .costs import Costs, Seconds, per_edge, per_stage
@@ -23,6 +24,7 @@ KINDS: tuple[Callable[[int, int], ir.Compute], ...] = (
     ir.Backward,
 )
 Answer = list[list[int]]
+_Flags = Sequence[bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,16 +83,7 @@ def problem_of(
         ConfigError: costs, sizes or limits are of another number of stages or ranks.
     """
     num_stages, num_ranks, m = len(ranks), 1 + max(ranks), num_microbatches
-    wire_s = per_edge(costs.transfer_s)
-    edges = list(zip(ranks, ranks[1:], range(num_stages), strict=False))
-    times = (
-        per_stage(costs.forward_s, num_stages, "forward_s"),
-        *costs.parts(num_stages),
-        per_stage(costs.backward_s, num_stages, "backward_s"),
-        costs.again(num_stages),
-        tuple(0 if here == there else wire_s(s, s + 1) for here, there, s in edges),
-    )
-    forward, of_inputs, of_weights, whole, again, travel = _alike(times)
+    forward, of_inputs, of_weights, whole, again, travel = _times(costs, ranks)
     redone = tuple(again[s] if s in set(recompute) else 0 for s in range(num_stages))
     nothing = (0,) * num_stages
     size, first, last = num_stages * m, range(m), range((num_stages - 1) * m, num_stages * m)
@@ -122,7 +115,8 @@ def problem_of(
 
 def length(problem: Problem, answer: Answer) -> tuple[float, float]:
     """Return when the last rank ends, as the simulator says, and for equal ones the sum of all
-    ranks' ends; infinite if ranks wait for each other for ever.
+    ranks' ends; infinite if ranks wait for each other for ever.  Floats are added in another order
+    than there where messages take a rank's time.
     """
     ran = run(problem, answer)
     return (max(ran[0]), sum(ran[0])) if ran else (inf, inf)
@@ -255,6 +249,42 @@ def lower_bound(problem: Problem) -> float:
         gives = m * sum(forward[s] + give[s] for s in stages)
         bounds += [heads[stages[0]] + work, heads[stages[0]] + gives + tails[stages[0]]]
     return max(bounds)
+
+
+def _times(costs: Costs, ranks: tuple[int, ...]) -> Sequence[Sequence[float]]:
+    """Return what a forward, the parts of a backward, a whole one and a recompute take on each
+    stage, and how long a message travels from each stage but the last to the next.
+
+    A rank takes a message in right before what it is for, and sends one off right after: both are
+    in the times of these.
+    """
+    num_stages, wire_s = len(ranks), per_edge(costs.transfer_s)
+    apart = [here != there for here, there in pairwise(ranks)]
+    forward, of_inputs, of_weights, whole, again, travel, send, receive = _alike(
+        (
+            per_stage(costs.forward_s, num_stages, "forward_s"),
+            *costs.parts(num_stages),
+            per_stage(costs.backward_s, num_stages, "backward_s"),
+            costs.again(num_stages),
+            tuple(wire_s(s, s + 1) if apart[s] else 0 for s in range(num_stages - 1)),
+            per_stage(costs.send_s, num_stages, "send_s"),
+            per_stage(costs.receive_s, num_stages, "receive_s"),
+        )
+    )
+    above, below = (False, *apart), (*apart, False)  # is the stage before, after, elsewhere?
+
+    def with_messages(alone: Sequence[float], comes: _Flags, goes: _Flags) -> tuple[float, ...]:
+        taken = zip(alone, map(mul, receive, comes), map(mul, send, goes), strict=True)
+        return tuple(map(sum, taken))
+
+    return (
+        with_messages(forward, above, below),
+        with_messages(of_inputs, below, above),
+        of_weights,
+        with_messages(whole, below, above),
+        again,
+        travel,
+    )
 
 
 def _alike(times: Sequence[Sequence[Seconds]]) -> list[tuple[float, ...]]:

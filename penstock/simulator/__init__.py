@@ -2,7 +2,8 @@
 
 from penstock.schedules.costs import UNIT_COSTS, Costs
 
+from .engine import Pool, Way
 from .measured import measured_costs
-from .simulate import simulate
+from .simulate import Sharing, simulate
 
-__all__ = ["UNIT_COSTS", "Costs", "measured_costs", "simulate"]
+__all__ = ["UNIT_COSTS", "Costs", "Pool", "Sharing", "Way", "measured_costs", "simulate"]

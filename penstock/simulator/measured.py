@@ -8,6 +8,8 @@ from penstock.schedules import ir
 from penstock.schedules.costs import Costs
 from penstock.trace.timeline import Timeline
 
+from .measured_messages import message_costs
+
 Times = dict[tuple[type[ir.Instruction], int], list[float]]
 """Seconds of each instruction of a kind on a stage."""
 
@@ -21,11 +23,12 @@ def measured_costs(timeline: Timeline) -> Costs:
 
     Backwards that ran in two parts give the costs of the parts, and the whole one is taken for
     their sum; of whole ones, each part is taken for half.  Where nothing was recomputed, that is
-    taken to last as long as a forward.  A transfer is counted from the end of its send to that of
-    its receive, and the shortest counts: the others waited for the rank that received.
+    taken to last as long as a forward.  Of messages between ranks a transfer is counted where the
+    receive was waiting for it, and what a receive itself takes where the message lay there.
 
     Raises:
-        ConfigError: it is no timeline, or a stage ran no forward, or no backward.
+        ConfigError: it is no timeline, a stage ran no forward or no backward, or a rank is not
+            in it.
     """
     if not isinstance(timeline, Timeline):
         raise ConfigError(
@@ -43,11 +46,14 @@ def measured_costs(timeline: Timeline) -> Costs:
         for stage in stages
     )
     again = (times[ir.Recompute, stage] or [forwards[stage]] for stage in stages)
+    messages = message_costs(timeline)
     return Costs(
         forward_s=forwards,
         backward_s=tuple(wholes),
         recompute_s=tuple(map(median, again)),
-        transfer_s=_transfers(timeline),
+        transfer_s=messages.transfer_s,
+        send_s=messages.send_s,
+        receive_s=messages.receive_s,
         backward_input_s=tuple(of_inputs for of_inputs, _ in parts),
         backward_weight_s=tuple(of_weights for _, of_weights in parts),
     )
@@ -69,20 +75,3 @@ def _parts(times: Times, stage: int) -> tuple[float, float]:
         return median(times[ir.BackwardInput, stage]), of_weights
     half = _one(times, ir.Backward, stage) / 2
     return half, half
-
-
-def _transfers(timeline: Timeline) -> dict[tuple[int, int], float]:
-    """Return the seconds of each edge, the shortest of all its messages both ways."""
-    sent_s = {
-        span.instruction.message: span.end_s
-        for span in timeline.spans
-        if isinstance(span.instruction, ir.Send)
-    }
-    shortest: dict[tuple[int, int], float] = {}
-    for span in timeline.spans:
-        if isinstance(span.instruction, ir.Receive):
-            message = span.instruction.message
-            edge = (min(message[1:3]), max(message[1:3]))
-            took_s = max(0.0, span.end_s - sent_s[message])
-            shortest[edge] = min(took_s, shortest.get(edge, took_s))
-    return shortest

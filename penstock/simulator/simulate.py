@@ -1,7 +1,8 @@
 """Foretell when each instruction of a schedule runs, from what each costs."""
 
-from collections.abc import Callable, Iterable
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from typing import assert_never
 
@@ -13,9 +14,25 @@ from penstock.schedules.transfers import Transfers, chain_transfers
 from penstock.schedules.walk import Run, walk_runs
 from penstock.trace.timeline import Span, Timeline
 
+from .compiled import Compiled, Edge, compiled
+from .engine import Engine, Pool, Way
+
 Watch = Callable[[Iterable[Run], int], Iterable[Run]]
 """Yields on the runs of a walk with so many instructions, to show how far it is."""
 _span = partial(tuple.__new__, Span)  # what Span() does in the end, without Python in between
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """What the ranks of a schedule share, and what their messages are.
+
+    `way_of` says how a message of an edge goes, (is a gradient, from stage, to stage), where it
+    leaves its rank; `num_bytes` are those of its tensors.  `pools` are ranks on the same cores.
+    """
+
+    way_of: Callable[[Edge], Way]
+    num_bytes: Mapping[Edge, int] = field(default_factory=dict)
+    pools: tuple[Pool, ...] = ()
 
 
 @collection_paused()
@@ -25,11 +42,15 @@ def simulate(
     watch: Watch | None = None,
     *,
     transfers: Transfers | None = None,
+    sharing: Sharing | None = None,
 ) -> Timeline:
     """Price `schedule`: each rank runs its program in order and starts each instruction when free.
 
-    A send takes no time; its message arrives `transfer_s` later (at once on the same rank), and a
-    receive ends no earlier.
+    A message leaves when its send ends, which takes `send_s`, and arrives `transfer_s` later; its
+    receive takes `receive_s` from then on.  On the same rank all that takes no time.  With
+    `sharing` that says so instead, and messages may wait for others on their links, computing for
+    computing on the same cores.  Sums over replicas run one after the other beside all else, and
+    the last one of a rank ends when they have; they wait for no link.
     Where the schedule has no communication yet, it is added for `transfers`; without these, for a
     chain in which every stage feeds the next.
     The step begins at 0 seconds; exact costs (ints, Fractions) give exact times.  `watch` is given
@@ -39,21 +60,90 @@ def simulate(
         ConfigError: `costs` lacks a stage or an edge of the schedule.
         ScheduleError: ranks would wait for each other for ever.
     """
-    schedule = _with_communication(schedule, transfers)
-    price = _Prices(schedule, costs)
-    ends_s: list[list[float]] = [[0] for _ in schedule.programs]
-    runs: Iterable[Run] = walk_runs(schedule)
-    if watch is not None:
-        runs = watch(runs, sum(map(len, schedule.programs)))
-    for rank, start, stop in runs:
-        price.run(schedule.programs[rank][start:stop], ends_s[rank])
-    return Timeline(tuple(_spans(schedule, ends_s)))
+    program = compiled(_with_communication(schedule, transfers))
+    ends_s = _ends_s(program, costs, sharing, watch)
+    num_bytes = sharing.num_bytes if sharing is not None else {}
+    return Timeline(tuple(_spans(program.schedule, ends_s, num_bytes)))
 
 
-def _spans(schedule: ir.Schedule, ends_s: list[list[float]]) -> Iterable[Span]:
+def step_s(program: Compiled, costs: Costs, sharing: Sharing | None = None) -> float:
+    """Return what `simulate` finds for the whole step, to the last digit, and nothing else.
+
+    Raises:
+        ConfigError: `costs` lacks a stage or an edge of the schedule.
+        ScheduleError: ranks would wait for each other for ever.
+    """
+    return max(of_rank[-1] for of_rank in _ends_s(program, costs, sharing))
+
+
+def _ends_s(
+    program: Compiled, costs: Costs, sharing: Sharing | None, watch: Watch | None = None
+) -> list[list[float]]:
+    """Return when each instruction of each rank ends, after a 0."""
+    engine = _engine(program, costs, sharing)
+    runs = engine.runs()
+    for _ in runs if watch is None else watch(runs, sum(map(len, program.codes))):
+        pass
+    if any(p < len(codes) for p, codes in zip(engine.position, program.codes, strict=True)):
+        for _ in walk_runs(program.schedule):  # raises, and says who waits for whom
+            pass
+    _await_reductions(program.schedule, costs, engine.ends_s)
+    return engine.ends_s
+
+
+def _engine(program: Compiled, costs: Costs, sharing: Sharing | None = None) -> Engine:
+    """Return what runs a compiled schedule at these costs.
+
+    Raises:
+        ConfigError: `costs` lacks a stage or an edge of the schedule.
+    """
+    ranks, num_stages = program.ranks, len(program.ranks)
+    seconds = _seconds(costs, num_stages)
+    way_of = _ways(costs, num_stages) if sharing is None else sharing.way_of
+    ways = [None if ranks[edge[1]] == ranks[edge[2]] else way_of(edge) for edge in program.edges]
+    prices = [seconds(x)[x.stage] for x in program.prices]
+    return Engine(program, prices, ways, () if sharing is None else sharing.pools)
+
+
+def _ways(costs: Costs, num_stages: int) -> Callable[[Edge], Way]:
+    send_s = per_stage(costs.send_s, num_stages, "send_s")
+    receive_s = per_stage(costs.receive_s, num_stages, "receive_s")
+    transfer_s = per_edge(costs.transfer_s)
+
+    def way_of(edge: Edge) -> Way:
+        _, source, target = edge
+        return Way(
+            send_s=send_s[source],
+            latency_s=transfer_s(source, target),
+            receive_s=receive_s[target],
+        )
+
+    return way_of
+
+
+def _await_reductions(schedule: ir.Schedule, costs: Costs, ends_s: Sequence[list[float]]) -> None:
+    """Let each rank's last instruction end no sooner than its sums over replicas."""
+    if costs.reduce_s == 0:
+        return
+    reduce_s = per_stage(costs.reduce_s, schedule.num_stages, "reduce_s")
+    for program, of_rank in zip(schedule.programs, ends_s, strict=True):
+        done_s: float = 0
+        for instruction, end_s in zip(program, of_rank[1:], strict=True):
+            if isinstance(instruction, ir.ReduceGradients):
+                done_s = max(done_s, end_s) + reduce_s[instruction.stage]
+        of_rank[-1] = max(of_rank[-1], done_s)
+
+
+def _spans(
+    schedule: ir.Schedule, ends_s: list[list[float]], num_bytes: Mapping[Edge, int]
+) -> Iterable[Span]:
     """Yield the spans of each rank, whose instructions follow one another without a gap."""
     for rank, (program, of_rank) in enumerate(zip(schedule.programs, ends_s, strict=True)):
-        fields = zip(repeat(rank), program, of_rank, of_rank[1:], repeat(0))
+        sizes: Iterable[int] = repeat(0)
+        if num_bytes:
+            sends = (x.message[:3] if isinstance(x, ir.Send) else None for x in program)
+            sizes = (0 if edge is None else num_bytes.get(edge, 0) for edge in sends)
+        fields = zip(repeat(rank), program, of_rank, of_rank[1:], sizes)
         yield from map(_span, fields)
 
 
@@ -63,33 +153,6 @@ def _with_communication(schedule: ir.Schedule, transfers: Transfers | None) -> i
     if transfers is None:
         transfers = chain_transfers(schedule.num_stages)
     return add_communication(schedule, transfers)
-
-
-class _Prices:
-    """What each instruction of a schedule takes, and when the messages on their way arrive."""
-
-    def __init__(self, schedule: ir.Schedule, costs: Costs) -> None:
-        ranks, transfer_s = schedule.ranks, per_edge(costs.transfer_s)
-        self._wire_s = cache(lambda s, peer: 0 if ranks[s] == ranks[peer] else transfer_s(s, peer))
-        self._arrival_s: dict[ir.Message, float] = {}
-        one_of_each = {x.__class__: x for x in schedule.instructions}
-        seconds = _seconds(costs, len(ranks))
-        self._seconds = {kind: seconds(x) for kind, x in one_of_each.items()}
-
-    def run(self, instructions: ir.Program, ends_s: list[float]) -> None:
-        """Add when each of the instructions ends; they follow on the last of `ends_s`."""
-        seconds, arrival_s, wire_s = self._seconds, self._arrival_s, self._wire_s
-        now_s = ends_s[-1]
-        for x in instructions:
-            if isinstance(x, ir.Send):
-                arrival_s[x.message] = now_s + wire_s(x.stage, x.peer)
-            elif isinstance(x, ir.Receive):
-                came_s = arrival_s.pop(x.message)
-                if came_s > now_s:
-                    now_s = came_s
-            else:
-                now_s += seconds[x.__class__][x.stage]
-            ends_s.append(now_s)
 
 
 def _seconds(  # noqa: C901 - one flat match
@@ -105,7 +168,6 @@ def _seconds(  # noqa: C901 - one flat match
     backward_s = per_stage(costs.backward_s, num_stages, "backward_s")
     input_s, weight_s = costs.parts(num_stages)
     recompute_s = costs.again(num_stages)
-    reduce_s = per_stage(costs.reduce_s, num_stages, "reduce_s")
     offload_s = per_stage(costs.offload_s, num_stages, "offload_s")
     update_s = per_stage(costs.update_s, num_stages, "update_s")
     fetch_s = per_stage(costs.fetch_s, num_stages, "fetch_s")
@@ -122,8 +184,6 @@ def _seconds(  # noqa: C901 - one flat match
                 return input_s
             case ir.BackwardWeight():
                 return weight_s
-            case ir.ReduceGradients():
-                return reduce_s
             case ir.UpdateWeights():
                 return update_s
             case ir.Offload():
@@ -131,6 +191,8 @@ def _seconds(  # noqa: C901 - one flat match
             case ir.Fetch():
                 return fetch_s
             case ir.CommitStatistics() | ir.PostReceive():
+                return nothing
+            case ir.ReduceGradients():  # runs beside the rest; see _await_reductions
                 return nothing
             case ir.SendActivation() | ir.SendGradient():
                 return nothing

@@ -4,10 +4,11 @@ from .breakdown import Breakdown, StageTimes, breakdown
 from .chrome import to_chrome
 from .grid import render_grid
 from .picture import save_picture
-from .timeline import MemorySample, Span, Timeline
+from .timeline import MemoryKind, MemorySample, Span, Timeline
 
 __all__ = [
     "Breakdown",
+    "MemoryKind",
     "MemorySample",
     "Span",
     "StageTimes",

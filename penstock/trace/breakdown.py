@@ -8,19 +8,9 @@ from numbers import Rational
 from typing import cast
 
 from penstock.schedules.collection import collection_paused
-from penstock.schedules.ir import (
-    Compute,
-    Instruction,
-    Message,
-    Receive,
-    Schedule,
-    Send,
-    UpdateWeights,
-    awaited_message,
-    sent_message,
-)
-from penstock.schedules.walk import walk
+from penstock.schedules.ir import Receive, Send, sent_message
 
+from .chain import longest_chain_s, works_s
 from .looks import look_of
 from .timeline import Span, Timeline
 from .units import percent_text, unit_for
@@ -156,36 +146,8 @@ def breakdown(timeline: Timeline) -> Breakdown:
         num_ranks=timeline.num_ranks,
         num_microbatches=timeline.schedule.num_microbatches,
         step_s=end_s - start_s,
-        ideal_step_s=_ideal_step_s(timeline),
+        ideal_step_s=longest_chain_s(timeline, works_s(timeline)),
     )
-
-
-def _ideal_step_s(timeline: Timeline) -> float:
-    """Compute the length of the longest chain of work that a timeline's order and messages allow.
-
-    A receive whose send the timeline lacks waits for nothing.
-    """
-    num_ranks = timeline.num_ranks
-    programs: list[list[Instruction]] = [[] for _ in range(num_ranks)]
-    works_s: list[list[float]] = [[] for _ in range(num_ranks)]
-    sent = {None, *(sent_message(span.instruction) for span in timeline.spans)}
-    for span in timeline.spans:
-        if awaited_message(span.instruction) in sent:
-            programs[span.rank].append(span.instruction)
-            is_work = isinstance(span.instruction, Compute | UpdateWeights)
-            works_s[span.rank].append(span.duration_s if is_work else 0)
-    work_s = [iter(of_rank) for of_rank in works_s]
-    arrival_s: dict[Message, float] = {}
-    free_s: list[float] = [0] * num_ranks
-    for rank, instruction in walk(Schedule(tuple(map(tuple, programs)))):
-        awaited = awaited_message(instruction)
-        if awaited is not None:
-            free_s[rank] = max(free_s[rank], arrival_s.pop(awaited))
-        free_s[rank] += next(work_s[rank])
-        message = sent_message(instruction)
-        if message is not None:
-            arrival_s[message] = free_s[rank]
-    return max(free_s, default=0)
 
 
 def waits_s(timeline: Timeline) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.schedules import ir
 
 from .looks import look_of
-from .timeline import Timeline
+from .timeline import MemoryKind, Timeline
 
 Event = dict[str, Any]
 """One event of the trace format; `ts` and `dur` are microseconds."""
@@ -67,12 +67,15 @@ def _arrows(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
             yield {**flow, "ph": "f", "bp": "e", "tid": span.rank, "ts": to_us(span.end_s)}
 
 
+_WORDS = {MemoryKind.ACTIVATIONS: "kept"}
+
+
 def _counters(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
     for sample in timeline.memory:
         yield {
             "ph": "C",
             "pid": 0,
-            "name": f"stage {sample.stage} kept bytes",
+            "name": f"stage {sample.stage} {_WORDS.get(sample.kind, sample.kind.value)} bytes",
             "ts": to_us(sample.time_s),
             "args": {"bytes": sample.kept_bytes},
         }

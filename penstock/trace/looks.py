@@ -4,13 +4,16 @@ from dataclasses import dataclass
 
 from penstock.schedules import ir
 
+from .timeline import MemoryKind
+
 
 @dataclass(frozen=True, slots=True)
 class Look:
     """The name of a kind of time, what a breakdown counts it as, and how it is drawn.
 
     `letter` stands for it in a grid, on a terminal in the colours `style` (ANSI); a picture has
-    boxes filled with `fill`, and numbers in `ink`.  Without a letter it is not drawn.
+    boxes filled with `fill`, and numbers in `ink`.  Without a letter it stands in no grid and no
+    picture; with a `fill` it is drawn on the page of a report.
     """
 
     name: str
@@ -38,15 +41,37 @@ LOOKS: dict[type[ir.Instruction], Look] = {
     ir.ReceiveGradient: Look("receive"),
     ir.PostReceive: Look("receive"),
     ir.CommitStatistics: Look("statistics"),
-    ir.ReduceGradients: Look("reduce", "wait_s"),
-    ir.Offload: Look("offload", "wait_s"),
-    ir.Fetch: Look("fetch", "wait_s"),
-    ir.UpdateWeights: Look("update", "update_s"),
+    ir.ReduceGradients: Look("reduce", "wait_s", fill="#8673b0", ink="white"),
+    ir.Offload: Look("offload", "wait_s", fill="#4f9d9a", ink="white"),
+    ir.Fetch: Look("fetch", "wait_s", fill="#86c2bf", ink="#123735"),
+    ir.UpdateWeights: Look("update", "update_s", fill="#b0594f", ink="white"),
 }
 IDLE = Look("idle", letter=".", style="2", fill="#eeeeeb", ink="#333333")
 """Time in which nothing runs."""
 WAIT = Look("message on its way", fill="#bcbcb6", ink="#333333")
 KEPT = Look("kept", fill="#9db8ad", ink="#33503f")
+PARTS = {
+    "forward_s": LOOKS[ir.Forward],
+    "recompute_s": LOOKS[ir.Recompute],
+    "backward_s": LOOKS[ir.Backward],
+    "weight_s": LOOKS[ir.BackwardWeight],
+    "communication_s": Look("communication", fill="#8f8f88", ink="white"),
+    "bubble_s": Look("bubble", fill="#d4d4cd", ink="#333333"),
+    "imbalance_s": Look("load imbalance", fill="#d98c9f", ink="#3a0d18"),
+    "reduction_s": Look("reduction", fill="#8673b0", ink="white"),
+    "optimizer_s": Look("optimizer", fill="#b0594f", ink="white"),
+    "set_up_s": Look("set-up", fill="#6b6258", ink="white"),
+}
+"""What a step's time is divided into, rank by rank: see rank_times.py."""
+MEMORY = {
+    MemoryKind.WEIGHTS: Look("weights", fill="#3f74a8"),
+    MemoryKind.GRADIENTS: Look("gradients", fill="#e89f45"),
+    MemoryKind.OPTIMIZER: Look("optimizer", fill="#b0594f"),
+    MemoryKind.VERSIONS: Look("older versions of weights", fill="#8673b0"),
+    MemoryKind.BOUNDARIES: Look("boundaries in flight", fill="#8f8f88"),
+    MemoryKind.ACTIVATIONS: Look("kept for backward passes", fill="#9db8ad"),
+}
+"""What memory is used for, from the bottom of a stack to its top."""
 DRAWN = {kind: look for kind, look in LOOKS.items() if look.letter}
 
 

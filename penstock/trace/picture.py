@@ -15,7 +15,7 @@ from penstock.schedules.ir import Compute
 
 from .breakdown import waits_s
 from .looks import DRAWN, IDLE, KEPT, WAIT, Look
-from .timeline import Span, Timeline
+from .timeline import MemoryKind, Span, Timeline
 from .units import bytes_text, percent_text, time_text, unit_for
 
 if TYPE_CHECKING:
@@ -227,7 +227,10 @@ def _draw_memory(axes: "Axes", scale: _Scale, timeline: Timeline) -> None:
     stages = sorted(peaks)
     most = max(peaks.values()) or 1
     for row, stage in enumerate(stages):
-        samples = sorted((s for s in timeline.memory if s.stage == stage), key=lambda s: s.time_s)
+        samples = sorted(
+            (s for s in timeline.memory if (s.stage, s.kind) == (stage, MemoryKind.ACTIVATIONS)),
+            key=lambda s: s.time_s,
+        )
         times = [*(s.time_s for s in samples), timeline.end_s]
         steps = [scale.box(start_s, end_s) for start_s, end_s in pairwise(times)]
         axes.stairs(

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.schedules.ir import Instruction, Schedule, sent_message
@@ -28,20 +29,35 @@ class Span(NamedTuple):  # made a million times over, in half the time of a froz
         return self.end_s - self.start_s
 
 
+class MemoryKind(Enum):
+    """What memory is used for."""
+
+    ACTIVATIONS = "activations"
+    """What is kept for backward passes.  Where it was measured, older versions of weights too."""
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    BOUNDARIES = "boundaries"
+    """Values on their way from stage to stage."""
+    VERSIONS = "versions"
+    """Versions of weights beside the newest."""
+
+
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """Bytes that `stage` keeps for backward passes from `time_s` on, until its next sample."""
+    """Bytes of one kind that `stage` holds from `time_s` on, until its next sample of the kind."""
 
     stage: int
     time_s: float
     kept_bytes: int
+    kind: MemoryKind = MemoryKind.ACTIVATIONS
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """The spans of one step, in order of rank and start, and how many bytes each stage kept.
 
-    `memory` is empty unless the step was traced with Trace.MEMORY.
+    `memory` is empty unless the step was traced with Trace.MEMORY, or foretold.
     """
 
     spans: tuple[Span, ...]
@@ -84,11 +100,24 @@ class Timeline:
         return breakdown(self)
 
     def peak_bytes(self) -> dict[int, int]:
-        """Most bytes kept at once, by stage; empty unless memory was traced."""
+        """Most bytes kept for backwards at once, by stage; empty unless memory was traced."""
         peak: dict[int, int] = {}
         for sample in self.memory:
-            peak[sample.stage] = max(peak.get(sample.stage, 0), sample.kept_bytes)
+            if sample.kind is MemoryKind.ACTIVATIONS:
+                peak[sample.stage] = max(peak.get(sample.stage, 0), sample.kept_bytes)
         return peak
+
+    def peak_bytes_of_ranks(self) -> tuple[int, ...]:
+        """Most bytes of all kinds together that each rank holds at once."""
+        ranks = self.schedule.ranks
+        held: dict[tuple[int, MemoryKind], int] = {}
+        totals, peaks = [0] * self.num_ranks, [0] * self.num_ranks
+        for sample in sorted(self.memory, key=lambda sample: sample.time_s):
+            rank, place = ranks[sample.stage], (sample.stage, sample.kind)
+            totals[rank] += sample.kept_bytes - held.get(place, 0)
+            held[place] = sample.kept_bytes
+            peaks[rank] = max(peaks[rank], totals[rank])
+        return tuple(peaks)
 
     def moved_bytes(self) -> dict[tuple[int, int], int]:
         """Bytes of all tensors sent from one stage to another: activations to the higher one,
@@ -110,7 +139,7 @@ class Timeline:
                     [s.rank, str(s.instruction), s.start_s, s.end_s, s.num_bytes]
                     for s in self.spans
                 ],
-                "memory": [[m.stage, m.time_s, m.kept_bytes] for m in self.memory],
+                "memory": [[m.stage, m.time_s, m.kept_bytes, m.kind.value] for m in self.memory],
             },
             default=float,
         )
@@ -123,5 +152,8 @@ class Timeline:
             spans=tuple(
                 Span(rank, parse_instruction(text), *rest) for rank, text, *rest in data["spans"]
             ),
-            memory=tuple(MemorySample(*row) for row in data["memory"]),
+            memory=tuple(
+                MemorySample(stage, time_s, size, *map(MemoryKind, kind))
+                for stage, time_s, size, *kind in data["memory"]
+            ),
         )

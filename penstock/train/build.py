@@ -105,15 +105,20 @@ def build_pipeline(
 
 def build_optimizer(recipe: Recipe, pipe: Pipeline) -> torch.optim.Optimizer:
     """Make the optimizer over all parameters; the loop sets its learning rate in every step."""
-    section = recipe.optimizer
-    options = section.options()
-    if isinstance(section, AdamW):
-        options["betas"] = (options.pop("beta1"), options.pop("beta2"))
-    make = partial(_OPTIMIZERS[type(section)], **options)
+    make = optimizer_maker(recipe)
     groups = parameter_groups(recipe, pipe)
     if recipe.pipeline.shard_optimizer:
         return zero_optimizer(pipe, make, groups)
     return make(groups)
+
+
+def optimizer_maker(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:
+    """Return what makes the recipe's optimizer of parameters."""
+    section = recipe.optimizer
+    options = section.options()
+    if isinstance(section, AdamW):
+        options["betas"] = (options.pop("beta1"), options.pop("beta2"))
+    return partial(_OPTIMIZERS[type(section)], **options)
 
 
 _OPTIMIZERS: Mapping[type[Section], Callable[..., torch.optim.Optimizer]] = {

@@ -7,7 +7,7 @@ but for the shards of checkpoints, and the others see it on a disk that all host
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from penstock.mesh import Mesh
 from penstock.mesh.meet import join, meeting
 from penstock.mesh.process_group import told_by_first
 from penstock.mesh.start import num_processes
+from penstock.planner.make_plan import prediction_path
 from penstock.planner.plan import Plan
 from penstock.recipe.read import check_resumable, read_recipe, recipe_to_toml
 from penstock.recipe.recipe import Recipe, marked_keys
@@ -25,13 +26,14 @@ from penstock.recipe.section import Mark
 
 from .build import num_layers
 from .display import Display, say
+from .environment import environment_of
 from .interrupt import Interrupt
 from .job import job_name
 from .layout import check_layout, make_mesh, read_plan, refit, with_plan
 from .loop import Trainer
-from .report import summarise, write_timeline
+from .report import summarise, write_report, write_timeline
+from .run_files import ENVIRONMENT, PLAN, PREDICTED
 from .run_folder import (
-    PLAN,
     RunFolder,
     begun_by,
     check_free,
@@ -40,6 +42,7 @@ from .run_folder import (
     numbered,
     open_existing,
 )
+from .scalars import check_scalars
 from .summary import Summary
 
 RUNS = Path("runs")
@@ -76,6 +79,7 @@ class Request:
             RecipeError: the recipe or an override is wrong.
         """
         recipe = read_recipe(path, self.overrides)
+        check_scalars(recipe)
         return recipe if plan is None else with_plan(recipe, plan)
 
 
@@ -108,6 +112,7 @@ def start_run(request: Request, console: Console, interrupt: Interrupt) -> Summa
             lambda: _create(request, recipe, jobs).path, "for the run folder"
         )
         with _opened(mesh, path) as folder:
+            _keep_prediction(request, folder)
             return _run(trainer, folder, console, interrupt)
 
 
@@ -304,17 +309,28 @@ def _as_layout(old: Recipe, new: Recipe) -> str:
     )
 
 
+def _keep_prediction(request: Request, folder: RunFolder) -> None:
+    """Copy what was foretold for the plan, if it lies beside it, for the report."""
+    if request.plan_path is None:
+        return
+    with suppress(OSError, UnicodeDecodeError):
+        folder.write_text(PREDICTED, prediction_path(request.plan_path).read_text("utf-8"))
+
+
 def _run(trainer: Trainer, folder: RunFolder, console: Console, interrupt: Interrupt) -> Summary:
     remarks = (trainer.recipe.shortened_warmup, *trainer.task.remarks(), str(trainer.pipe))
     say(console, *filter(None, remarks))
     folder.write_text(PLAN, trainer.pipe.plan.to_json())
+    folder.write_text(ENVIRONMENT, environment_of(trainer.mesh))
     start_s = time.perf_counter()
     num_epochs = trainer.recipe.train.epochs
     with Display(console, num_epochs, trainer.steps_per_epoch, trainer.task) as display:
         trainer.run(folder, display, interrupt)
     seconds = time.perf_counter() - start_s
+    said = []
     if trainer.meter.timeline is not None:
-        left_out = write_timeline(folder, trainer.meter.timeline)
-        if left_out:
-            console.print(left_out, highlight=False, markup=False)
-    return summarise(trainer, folder, seconds)
+        said.append(write_timeline(folder, trainer.meter.timeline))
+    summary = summarise(trainer, folder, seconds)
+    said.append(write_report(trainer, folder, summary))
+    say(console, *filter(None, said))
+    return summary

@@ -10,7 +10,7 @@ from penstock.trace.units import bytes_text, percent_text
 
 from .meter import Meter
 from .position import Position
-from .run_folder import SKIPPED
+from .run_files import SKIPPED
 from .summary import Summary
 from .tasks.task import Task
 

@@ -14,7 +14,6 @@ from penstock.checkpoint.weights import mean_weights, tensor_names
 from penstock.errors import CheckpointError, DivergedError
 from penstock.mesh import Mesh
 from penstock.optim.averaging import Averaging
-from penstock.optim.clip import clip_grad_norm_
 from penstock.planner.plan import Plan
 from penstock.recipe.recipe import Recipe, check_asynchronous
 from penstock.types import Trace
@@ -36,10 +35,13 @@ from .learning_rate import Rates
 from .meter import Meter
 from .position import Position
 from .resume import check_state, way_out
-from .run_folder import DAMAGED_METRICS, SKIPPED, RunFolder
+from .run_files import DAMAGED_METRICS, SKIPPED
+from .run_folder import RunFolder
+from .scalars import Scalars
 from .start import begun_from, check_start, checkpoint_of, note_start, start_from
 from .tasks import build_task
 from .tasks.task import Batch
+from .weight_update import WeightUpdate
 from .window import Windows
 
 
@@ -87,6 +89,8 @@ class Trainer:
         modules = self.model.modules()
         self._average = Averaging(self.optimizer, decay, modules) if decay else None
         self.scaler = build_scaler(recipe, self.pipe)
+        max_norm = recipe.train.max_grad_norm
+        self._weights = WeightUpdate(self.pipe, self.optimizer, self.scaler, max_norm)
         self.position = Position()
         self.meter = Meter(recipe.train.trace_every)
         self.result = ""
@@ -96,6 +100,7 @@ class Trainer:
         self._batches: Iterator[Batch] | None = None
         self._windows = Windows(recipe.train.window)
         self._saving: Saving | None = None
+        self._scalars: Scalars | None = None
 
     def _share(self, num_samples: int) -> slice:
         """Return which samples of a mini-batch are this replica's."""
@@ -189,6 +194,8 @@ class Trainer:
         """
         self._begin(folder)
         self.num_skipped = folder.add_lines(SKIPPED, self.task.skipped)
+        if self.recipe.train.tensorboard and folder.writes:
+            self._scalars = Scalars(folder.path, self.position.step)
         stopping = self._must_stop(interrupt)
         every = self.recipe.train.checkpoint_every
         while not self.finished and not stopping:
@@ -240,12 +247,16 @@ class Trainer:
         losses = self._updates(window)
         took_s = time.perf_counter() - start_s
         timeline = self.pipe.last_timeline if self.pipe.trace is not Trace.OFF else None
-        self.meter.add_step(took_s, sum(batch.count for batch in window), timeline)
+        num_samples = sum(batch.count for batch in window)
+        in_one = all(len(batch.parts) == 1 for batch in window)
+        optimizer_s = self._weights.seconds if in_one else None
+        self.meter.add_step(took_s, num_samples, timeline, optimizer_s)
         for batch, loss in zip(window, losses, strict=True):
             rate = self._rates.of(self.position.step)
             self.position = self.position.after_batch(loss, batch.count)
             if self.position.step % self.recipe.train.log_every == 0:
-                self._log(folder, "step", {"loss": loss, "learning_rate": rate})
+                norm = {} if self._weights.norm is None else {"gradient_norm": self._weights.norm}
+                self._log(folder, "step", {"loss": loss, "learning_rate": rate, **norm})
         display.show_step(self.position, self.meter)
 
     def _updates(self, window: list[Batch]) -> list[float]:
@@ -270,12 +281,7 @@ class Trainer:
                 )
             loss += float(of_part) * part.share
         self._check_loss("loss", loss)
-        if self.recipe.train.max_grad_norm is not None:
-            self.scaler.unscale_(self.optimizer)
-            clip_grad_norm_(self.pipe, self.recipe.train.max_grad_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
+        self._weights.run()
         return loss
 
     def _check_loss(self, name: str, value: float) -> None:
@@ -323,6 +329,9 @@ class Trainer:
     def _log(self, folder: RunFolder, kind: str, values: Mapping[str, Any]) -> None:
         where = {"kind": kind, "step": self.position.step, "epoch": self.position.epoch}
         folder.append_metrics({**where, **values, "samples_per_s": self.meter.samples_per_s})
+        if self._scalars is not None:
+            speed = {"samples_per_s": self.meter.samples_per_s} if kind == "step" else {}
+            self._scalars.add(self.position.step, {**values, **speed})
 
     def _save(self, folder: RunFolder) -> None:
         """Begin to save; training goes on beside it."""
@@ -365,7 +374,9 @@ class Trainer:
         self.result = self.task.finish(mean_weights(due, self._names), folder.path)
 
     def close(self) -> None:
-        """End the pipeline's threads."""
+        """End the pipeline's threads, and what writes for TensorBoard."""
+        if self._scalars is not None:
+            self._scalars.close()
         self.pipe.close()
 
     def __enter__(self) -> Self:

@@ -16,6 +16,12 @@ class Meter:
     num_samples: int = 0
     timeline: Timeline | None = None
     """The newest timed step."""
+    step_s: float | None = None
+    """How long it took with what lies outside of its timeline; None where it has other parts."""
+    optimizer_s: float = 0.0
+    """Of that, what moving the weights took outside of its timeline."""
+    memory: Timeline | None = None
+    """The step whose memory was traced: the second."""
     peak_bytes: dict[int, int] = field(default_factory=dict)
     """By stage; of the second step."""
     bubbles: list[float] = field(default_factory=list)
@@ -31,11 +37,21 @@ class Meter:
         due = self._steps % self.trace_every == 0 or self.timeline is None
         return Trace.TIME if due else Trace.OFF
 
-    def add_step(self, seconds: float, num_samples: int, timeline: Timeline | None) -> None:
-        """Note a step; `timeline` is what it recorded, if anything."""
+    def add_step(
+        self,
+        seconds: float,
+        num_samples: int,
+        timeline: Timeline | None,
+        optimizer_s: float | None = None,
+    ) -> None:
+        """Note a step; `timeline` is what it recorded, if anything.
+
+        `optimizer_s` is what moving the weights took outside of it; None where the timeline is
+        that of one of several parts of the step.
+        """
         self._steps += 1
         if timeline is not None and timeline.memory:
-            self.peak_bytes = timeline.peak_bytes()
+            self.peak_bytes, self.memory = timeline.peak_bytes(), timeline
         if self._steps == 1 or (timeline is not None and timeline.memory):
             return
         self.seconds += seconds
@@ -43,6 +59,8 @@ class Meter:
         if timeline is not None:
             breakdown = timeline.breakdown()
             self.timeline = timeline
+            self.step_s = None if optimizer_s is None else seconds
+            self.optimizer_s = optimizer_s or 0.0
             self.bubbles.append(float(breakdown.bubble))
             self.shares_of_ideal.append(float(breakdown.share_of_ideal))
 

@@ -1,5 +1,7 @@
-"""What is made of a run when it ends: its summary, and the traced step in every form."""
+"""What is made of a run when it ends: its summary, the traced step in every form, its report."""
 
+import json
+from dataclasses import asdict
 from itertools import islice
 
 from torch import nn
@@ -14,7 +16,9 @@ from penstock.types import Recompute
 from .build import autocast
 from .loop import Trainer
 from .memory_formula import cut, formula_bytes
+from .run_files import MEMORY, REPORT, STEP, SUMMARY, TIMELINE
 from .run_folder import RunFolder
+from .run_page import write_page
 from .summary import StageMemory, Summary
 
 
@@ -44,12 +48,30 @@ def write_timeline(folder: RunFolder, timeline: Timeline) -> str:
     if not folder.writes:
         return ""
     try:
-        folder.write_text("timeline.json", timeline.to_json())
+        folder.write_text(TIMELINE, timeline.to_json())
         folder.write_text("timeline.chrome.json", to_chrome(timeline))
         save_picture(timeline, folder.path / "timeline.svg")
         save_picture(timeline, folder.path / "timeline.png")
     except (ConfigError, RunFolderError, OSError) as error:
         return f"not all of the timeline is kept: {error}"
+    return ""
+
+
+def write_report(trainer: Trainer, folder: RunFolder, summary: Summary) -> str:
+    """Write what a report is made of, and the report; say why if it cannot be written."""
+    if not folder.writes:
+        return ""
+    meter = trainer.meter
+    try:
+        folder.write_text(SUMMARY, json.dumps(asdict(summary)) + "\n")
+        if meter.memory is not None:
+            folder.write_text(MEMORY, meter.memory.to_json())
+        if meter.timeline is not None:
+            seconds = {"step_s": meter.step_s, "optimizer_s": meter.optimizer_s}
+            folder.write_text(STEP, json.dumps(seconds) + "\n")
+        write_page(folder.path, folder.path / REPORT)
+    except Exception as error:  # the run is done and kept; its report must not lose it
+        return f"no report is written: {error}"
     return ""
 
 

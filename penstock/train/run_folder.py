@@ -1,21 +1,7 @@
-"""What a run leaves behind, in one folder that is never overwritten.
-
-recipe.toml             the recipe with every key
-plan.json               the plan by which the model was run last
-job                     what torchrun calls the job that began the run, on each of its hosts
-data.digest             tells the data from others
-start.digest            tells the checkpoint whose weights the run began with from others
-skipped.txt             what could not be read of the data
-metrics.jsonl           one JSON object a line: kind "step" and kind "epoch"
-metrics.damaged         lines of it that could not be read when the run was resumed
-checkpoints/step-000120 the newest few; a folder is there whole or not at all
-timeline.json, .svg, .png, .chrome.json     one traced step
-.lock                   held while a job trains here; the system frees it when the process ends
-"""
+"""What a run leaves behind, in one folder that is never overwritten; run_files.py lists it."""
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,15 +14,18 @@ from filelock import FileLock, Timeout
 from penstock.checkpoint.files import UNFINISHED, remove_folder
 from penstock.errors import RunFolderError
 
-RECIPE = "recipe.toml"
-PLAN = "plan.json"
-METRICS = "metrics.jsonl"
-DAMAGED_METRICS = "metrics.damaged"
-_LOCK = ".lock"
-JOB = "job"
-START = "start.digest"
-CHECKPOINTS = "checkpoints"
-SKIPPED = "skipped.txt"
+from .run_files import (
+    CHECKPOINTS,
+    DAMAGED_METRICS,
+    JOB,
+    LOCK,
+    METRICS,
+    RECIPE,
+    metrics_lines,
+    metrics_of,
+    replace_text,
+)
+
 _PREFIX = "step-"
 _CHECKPOINT = re.compile(rf"{_PREFIX}(\d+)")
 
@@ -67,7 +56,7 @@ class RunFolder:
         Raises:
             RunFolderError: another job trains here.
         """
-        lock = FileLock(self.path / _LOCK, timeout=0)
+        lock = FileLock(self.path / LOCK, timeout=0)
         try:
             lock.acquire()
         except Timeout:
@@ -94,18 +83,10 @@ class RunFolder:
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of metrics.jsonl; those that are damaged are left out."""
-        for line in self._metrics_lines():
-            metrics = _metrics_of(line)
+        for line in metrics_lines(self.metrics_path):
+            metrics = metrics_of(line)
             if metrics is not None:
                 yield metrics
-
-    def _metrics_lines(self) -> list[bytes]:
-        try:
-            return self.metrics_path.read_bytes().split(b"\n")
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise RunFolderError(f"cannot read {self.metrics_path}: {error.strerror}") from error
 
     def drop_metrics_after(self, step: int) -> int:
         """Remove the lines of later steps, which a resumed run will write again.
@@ -117,8 +98,8 @@ class RunFolder:
         """
         if not self.writes:
             return 0
-        lines = self._metrics_lines()
-        read = [(line, _metrics_of(line)) for line in lines]
+        lines = metrics_lines(self.metrics_path)
+        read = [(line, metrics_of(line)) for line in lines]
         damaged = [line for line, metrics in read[:-1] if metrics is None and line.strip()]
         if damaged:
             _append(self.path / DAMAGED_METRICS, b"".join(line + b"\n" for line in damaged))
@@ -179,16 +160,6 @@ class RunFolder:
             return
         for path in (self.path / CHECKPOINTS).glob(f".*{UNFINISHED}"):
             remove_folder(path)
-
-
-def _metrics_of(line: bytes) -> dict[str, Any] | None:
-    """Read a line of metrics.jsonl; None if it is damaged."""
-    try:
-        metrics = json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return None
-    is_good = isinstance(metrics, dict) and isinstance(metrics.get("step"), int)
-    return metrics if is_good else None
 
 
 def _finite(metrics: Metrics) -> Metrics:
@@ -292,22 +263,5 @@ def _append(path: Path, content: bytes) -> None:
     try:
         with path.open("ab") as file:
             file.write(content)
-    except OSError as error:
-        raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file in one step: readers see the old text or the new one.
-
-    Raises:
-        RunFolderError: it cannot be written.
-    """
-    unfinished = path.with_name(f".{path.name}{UNFINISHED}")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
     except OSError as error:
         raise RunFolderError(f"cannot write {path}: {error.strerror}") from error

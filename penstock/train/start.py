@@ -12,7 +12,8 @@ from penstock.recipe.read import read_recipe
 from penstock.recipe.recipe import Recipe, Start
 from penstock.recipe.section import Mark
 
-from .run_folder import RECIPE, START, RunFolder
+from .run_files import RECIPE, START
+from .run_folder import RunFolder
 from .tasks.task import Task
 
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from . import asynchronous, captured, memory, one_process, processes, runs
+from . import asynchronous, captured, foresight, memory, messages, one_process, processes, runs
 from .fault import catches
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +22,8 @@ FAULTS = (
     *runs.FAULTS,
     *asynchronous.FAULTS,
     *memory.FAULTS,
+    *messages.FAULTS,
+    *foresight.FAULTS,
 )
 
 

@@ -63,6 +63,17 @@ def test_every_benchmark_runs_and_prints_its_table(folder: Path, tmp_path: Path)
     assert written.with_suffix(".png").exists() == (folder / PLOT).exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ("chosen", "uneven"))
+def test_the_parts_of_foresight_run_and_print_their_tables(part: str) -> None:
+    program = ["-W", "error", "-m", f"benchmarks.foresight.{part}", "--smallest"]
+    done = subprocess.run(
+        [sys.executable, *program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n|") > 4
+
+
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_every_benchmark_says_what_it_claims_and_holds_a_measured_table(folder: Path) -> None:
     text = (folder / "README.md").read_text()
@@ -77,9 +88,9 @@ def test_every_benchmark_says_what_it_claims_and_holds_a_measured_table(folder: 
 
 def test_there_is_a_benchmark_for_each_claim() -> None:
     claims = {"capture", "low_resource", "memory", "overhead", "partition", "throughput"}
-    claims |= {"asynchronous", "split_backward", "zero_bubble"}
+    claims |= {"asynchronous", "foresight", "split_backward", "zero_bubble"}
     questions = {"batch_size", "depth_width", "stability"}
-    others = {"simulate", "two_commits", "two_hosts"}
+    others = {"gpipe_paper", "simulate", "two_commits", "two_hosts"}
     assert {folder.name for folder in FOLDERS} == claims | questions | others
 
 

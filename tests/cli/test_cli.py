@@ -25,14 +25,24 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", sys.path.copy())
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["check"], ["doctor"], ["simulate"]])
+@pytest.mark.parametrize(
+    "command", [[], ["train"], ["check"], ["doctor"], ["profile"], ["simulate"]]
+)
 def test_every_command_has_help_with_an_example(command: list[str], capsys: Captured) -> None:
     assert run([*command, "--help"]) == 0
     assert f"penstock {' '.join(command)}" in capsys.readouterr().out.split("Example")[1]
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--help", "train --help", "check --help", "doctor --help", "simulate --json"]
+    "arguments",
+    [
+        "--help",
+        "train --help",
+        "check --help",
+        "doctor --help",
+        "profile --help",
+        "simulate --json",
+    ],
 )
 def test_a_command_without_tensors_imports_nothing_heavy(arguments: str) -> None:
     program = (

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Layers, capture
-from penstock.costs.measure import REPEATS, measure_layers
+from penstock.costs.measure import TO_BALANCE, measure_layers
 from penstock.model.layer_list import as_layers
+from penstock.runtime.stage_calls import StageCalls
 
 
 class _Slow(torch.autograd.Function):
@@ -110,14 +111,14 @@ class Counted(nn.Module):
         ([{"drops": 0.0}, {"drops": 0.1}, {"drops": 0.2}, {"drops": 0.3}], 2),
     ],
 )
-def test_the_backward_of_layers_that_are_alike_is_measured_once(
+def test_of_layers_that_are_alike_one_runs_backward_at_a_time(
     options: list[dict[str, Any]], kinds: int
 ) -> None:
     counted = (Counted(index, **some) for index, some in enumerate(options, start=1))
     layers = as_layers(nn.Sequential(nn.Linear(4, 4), *counted))
     Counting.num_backwards = 0
     times = measure_layers(layers, torch.randn(2, 4), 1)
-    assert Counting.num_backwards == kinds * REPEATS
+    assert Counting.num_backwards == kinds * (TO_BALANCE.warming + TO_BALANCE.counting)
     assert len(set(times[1:])) == kinds
 
 
@@ -135,3 +136,69 @@ class ColdAtFirst(Slow):
 def test_what_a_process_does_once_is_no_cost_of_a_layer() -> None:
     layers = as_layers(nn.Sequential(ColdAtFirst(0.0, 0.0), nn.Linear(4, 4)))
     assert measure_layers(layers, torch.randn(2, 4), 1)[0].forward_s < 0.5
+
+
+class Remembers(nn.Module):
+    """Multiplies by something that was computed from its weight before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.found: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.found:
+            self.found.append(self.weight.exp().exp())
+        return x * self.found[0]
+
+
+@pytest.mark.parametrize("is_there_before", (False, True))
+def test_what_a_layer_remembers_can_still_run_backward(is_there_before: bool) -> None:
+    layer = Remembers()
+    if is_there_before:
+        layer.found.append(layer.weight.exp().exp())
+    measure_layers(as_layers(nn.Sequential(layer, layer, nn.Linear(4, 4))), torch.randn(2, 4), 1)
+    layer.found[0].sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_gradients_are_left_as_they_were() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    before = {name: value.clone() for name, value in layers.state_dict().items()}
+    found = as_layers(layers)
+    measure_layers(found, torch.randn(3, 4), 1, call=StageCalls(found))
+    assert all(parameter.grad is None for parameter in layers.parameters())
+    after = layers.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+class Told(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, calls: list[str]) -> Tensor:
+        ctx.name, ctx.calls = name, calls
+        calls.append(f"F{name}")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.calls.append(f"B{ctx.name}")
+        return gradients[0], None, None
+
+
+class Tells(nn.Module):
+    def __init__(self, name: str, calls: list[str]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.name, self.calls = name, calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Told.apply(x * self.weight, self.name, self.calls)
+        return found
+
+
+def test_layers_run_in_the_order_of_a_step() -> None:
+    calls: list[str] = []
+    layers = as_layers(nn.Sequential(*(Tells(name, calls) for name in "abc")))
+    measure_layers(layers, torch.randn(2, 4), 1)
+    runs = TO_BALANCE.warming + TO_BALANCE.counting
+    assert " ".join(calls) == " ".join(["Fa Fb Fc Bc Bb Ba"] * runs)

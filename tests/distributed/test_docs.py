@@ -28,6 +28,19 @@ def test_the_code_about_plans_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "plan.json").is_file()
 
 
+def test_the_page_about_clusters_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    exec(compile(code_of("clusters.md"), "clusters.md", "exec"), found)
+    assert len(found["pod"].places) == 128
+
+
+def test_the_page_about_planning_runs() -> None:
+    found: dict[str, Any] = {}
+    exec(compile(code_of("planning.md"), "planning.md", "exec"), found)
+    assert found["timeline"].step_s > 0
+
+
 def test_the_page_about_memory_runs() -> None:
     exec(compile(code_of("memory.md"), "memory.md", "exec"), {})
 

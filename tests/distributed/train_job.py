@@ -22,6 +22,9 @@ from penstock.train.display import Display
 from penstock.train.loop import Trainer
 from penstock.train.run_folder import RunFolder
 
+PARENT = os.getppid()
+"""As it was at first: the next process to be lost has another parent once torchrun is gone."""
+
 
 def go_wrong(action: str) -> None:
     """Do what ACTION says."""
@@ -42,7 +45,7 @@ def go_wrong(action: str) -> None:
             next(newest.rglob("*.safetensors")).write_bytes(b"")
             os.kill(os.getpid(), signal.SIGKILL)
         case "lose":
-            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(PARENT, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,5 +1,10 @@
 """A fault on any stage reaches the caller as itself, names its place, and leaves all working."""
 
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -8,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock.runtime import workers
+from penstock.runtime.run import Run
 from tests.every_schedule import EVERY_SCHEDULE
 from tests.reference import Unsplit, chain
 from tests.ways import EVERY_WAY, IN_ONE_PROCESS
@@ -289,3 +296,78 @@ def test_an_interrupt_reaches_the_caller_too(transport: penstock.Transport) -> N
             pipe.train_step(*batch())
         Interrupted.armed = False
         assert torch.isfinite(pipe.train_step(*batch()))
+
+
+def raise_at(line: int, file: str) -> Callable[[FrameType, str, Any], Any]:
+    """Make a trace function that raises before the given line that this thread runs of a file,
+    counted from 1.
+    """
+    lines = itertools.count(1)
+
+    def in_file(frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line" and next(lines) == line:
+            raise KeyboardInterrupt
+        return in_file
+
+    return lambda frame, event, arg: in_file if frame.f_code.co_filename == file else None
+
+
+@pytest.mark.parametrize("what", ("first step", "step", "close"))
+def test_an_interrupt_at_any_line_of_the_worker_threads_hangs_nothing(what: str) -> None:
+    layers: list[nn.Module] = [nn.Linear(6, 6) for _ in range(6)]
+    with make(layers, F.mse_loss, transport=penstock.Transport.THREADS) as pipe:
+        loss = pipe.train_step(*batch())
+        for line in itertools.count(1):
+            if what == "first step":
+                pipe.close()
+            sys.settrace(raise_at(line, workers.__file__))
+            try:
+                pipe.close() if what == "close" else pipe.train_step(*batch())
+                break
+            except KeyboardInterrupt:
+                continue
+            finally:
+                sys.settrace(None)
+                pipe.zero_grad()
+                assert torch.equal(pipe.train_step(*batch()), loss), line
+        assert line > (5 if what == "close" else 20)
+
+
+class Held(nn.Module):
+    """The identity, once the gate is open."""
+
+    gate = threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gate.wait()
+        return x
+
+
+def test_a_second_interrupt_leaves_nobody_who_adds_to_later_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(_: Any, crew: Any, jobs: Any, *others: Any) -> None:
+        crew.hand_out(jobs)
+        raise KeyboardInterrupt
+
+    def again(*_: Any) -> None:
+        monkeypatch.undo()
+        raise SystemExit(3)
+
+    layers = [Held(), *(nn.Linear(6, 6) for _ in range(5))]
+    with make(layers, F.mse_loss, transport=penstock.Transport.THREADS) as pipe:
+        others = set(threading.enumerate())
+        Held.gate.set()
+        loss = pipe.train_step(*batch())
+        running = set(threading.enumerate()) - others
+        Held.gate.clear()
+        monkeypatch.setattr(workers.ThreadDriver, "_run", interrupted)
+        monkeypatch.setattr(Run, "fail", again)
+        with pytest.raises(SystemExit):
+            pipe.train_step(*batch())
+        pipe.zero_grad()
+        Held.gate.set()
+        for thread in running:
+            thread.join()
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+        assert torch.equal(pipe.train_step(*batch()), loss)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from benchmarks.all_pairs import all_pairs
 from penstock.schedules import (
     Family,
     gpipe,
@@ -21,7 +22,6 @@ from penstock.schedules import (
     zb_v,
 )
 from penstock.types import Recompute, Trace, Transport
-from tests.covering import all_pairs
 from tests.every_schedule import EVERY_SCHEDULE, divided
 from tests.kept import open_files
 from tests.models import ALL_MODELS, Model

@@ -188,6 +188,11 @@ def test_a_run_folder_holds_what_the_run_was(uninterrupted: Path) -> None:
         "timeline.chrome.json",
         "timeline.svg",
         "timeline.png",
+        "environment.json",
+        "step.json",
+        "memory.json",
+        "summary.json",
+        "report.html",
     }
     assert read_recipe(uninterrupted / "recipe.toml") == read_recipe(DIGITS, SMALL)
 

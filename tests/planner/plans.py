@@ -1,7 +1,8 @@
 """Plans that tests share."""
 
+from penstock.costs.layer_facts import LayerFacts
 from penstock.planner.placement import Placement
-from penstock.planner.plan import LayerFacts, Plan
+from penstock.planner.plan import Plan
 from penstock.schedules import one_f_one_b
 from penstock.schedules.family import Family
 from penstock.types import Recompute

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from penstock.costs.layer_bytes import LayerBytes
 from penstock.errors import ConfigError
-from penstock.planner.memory_limit import Policy, fitted, peak_of, steady
+from penstock.planner.memory_limit import Policy, fitted, peak_of
 from penstock.planner.plan import Plan
+from penstock.planner.stage_work import steady
 from penstock.schedules import (
     ALL_SCHEDULES,
     gpipe,

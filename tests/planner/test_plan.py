@@ -10,10 +10,11 @@ from typing import Any
 import numpy
 import pytest
 
-from penstock.errors import ConfigError, PartitionError, PlanError
+from penstock.costs.layer_facts import LayerFacts
+from penstock.errors import ConfigError, PartitionError, PlanError, UnreadableError
+from penstock.plain_values import from_json, to_json
 from penstock.planner.placement import Placement
-from penstock.planner.plan import BalancedBy, LayerFacts, Plan
-from penstock.planner.plan_json import from_json, to_json
+from penstock.planner.plan import BalancedBy, Plan
 from penstock.planner.unsplit import Unsplit
 from penstock.schedules import Schedule, from_csv, gpipe, interleaved_1f1b, to_csv
 from penstock.schedules.costs import Costs
@@ -42,6 +43,9 @@ ODD = Plan(
     memory_limit_bytes=(10**12, 0),
     predicted_peak_bytes=(7, 0),
     unsplit=(Unsplit(1, "90% of its weights: why"),),
+    batch_size=99,
+    predicted_step_s=0.7,
+    why=("it is the fastest",),
 )
 """A plan with no field at its default, but for sharding, which has no other value yet."""
 
@@ -92,7 +96,7 @@ def test_costs_survive_json_exactly(costs: Costs) -> None:
 )
 def test_costs_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
     written = json.loads(to_json(Costs(forward_s=1, backward_s=2, recompute_s=1)))
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(UnreadableError, match=message):
         from_json(Costs, json.dumps(written | change))
 
 

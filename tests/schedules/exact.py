@@ -12,7 +12,7 @@ from operator import le
 from typing import Any
 
 from penstock.schedules import AtMostBytes, Sizes
-from penstock.schedules.costs import Costs, per_edge, per_stage
+from penstock.schedules.costs import Costs, PerStage, per_edge, per_stage
 
 Counts = tuple[tuple[int, int, int], ...]
 FREE = AtMostBytes(Sizes(kept_bytes=0), 0)
@@ -124,14 +124,16 @@ class Exact:
             start += self.costs.again(k)[stage]
         forwards, gradients = list(way.forwards), list(way.gradients)
         if step[0]:
-            start = max(start, forwards[stage][0])
+            start = max(start, forwards[stage][0]) + self.busy_s(self.costs.receive_s, stage, -1)
             forwards[stage] = forwards[stage][1:]
         elif step[1] and stage < k - 1:
-            start = max(start, gradients[stage][0])
+            start = max(start, gradients[stage][0]) + self.busy_s(self.costs.receive_s, stage, 1)
             gradients[stage] = gradients[stage][1:]
         end = start + self.times()[kind][stage]
         if max(peak, live) > self.memory.limits(1 + max(self.ranks))[rank]:
             end = float("inf")
+        if step[0] or step[1]:
+            end += self.busy_s(self.costs.send_s, stage, 1 if step[0] else -1)
         if step[0] and stage < k - 1:
             forwards[stage + 1] += (end + self.travel_s(stage, stage + 1),)
         if step[1] and stage:
@@ -146,6 +148,13 @@ class Exact:
             put(way.live, rank, live),
             put(way.after, rank, stage if step[0] else -1),
         )
+
+    def busy_s(self, costs_s: PerStage, stage: int, towards: int) -> Any:
+        """Say what a stage's rank takes for a message from or to the stage after it, or before."""
+        k, peer = len(self.ranks), stage + towards
+        if not 0 <= peer < k or self.ranks[stage] == self.ranks[peer]:
+            return 0
+        return per_stage(costs_s, k, "of messages")[stage]
 
     def travel_s(self, stage: int, to: int) -> Any:
         here, there = self.ranks[stage], self.ranks[to]

@@ -234,6 +234,8 @@ def unequal_costs(draw: st.DrawFn, num_stages: int) -> Costs:
         backward_s=tuple(i + w for i, w in zip(inputs, weights, strict=True)),
         recompute_s=0,
         transfer_s=draw(st.integers(0, 2)),
+        send_s=draw(each),
+        receive_s=draw(st.integers(0, 2)),
         backward_input_s=inputs,
         backward_weight_s=weights,
     )
@@ -255,7 +257,7 @@ def test_zb_h1_and_zb_h2_are_filled_for_any_costs_and_never_longer_than_1f1b(
 def test_zb_v_is_never_longer_than_1f1b_of_what_each_rank_runs_as_one_stage(
     data: st.DataObject, num_ranks: int, m: int
 ) -> None:
-    costs = replace(data.draw(unequal_costs(2 * num_ranks)), transfer_s=0)
+    costs = replace(data.draw(unequal_costs(2 * num_ranks)), transfer_s=0, send_s=0, receive_s=0)
 
     def of_ranks(seconds: PerStage) -> PerStage:
         assert isinstance(seconds, tuple)

@@ -55,6 +55,8 @@ def drawn_costs(draw: st.DrawFn, num_stages: int) -> Costs:
         backward_s=tuple(i + w + more for i, w in zip(inputs, weights, strict=True)),
         recompute_s=draw(each),
         transfer_s=draw(st.integers(0, 3)),
+        send_s=draw(st.integers(0, 2)),
+        receive_s=draw(each),
         backward_input_s=inputs,
         backward_weight_s=weights,
     )

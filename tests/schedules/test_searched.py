@@ -54,6 +54,8 @@ def drawn_costs(random: Random, num_stages: int, least: int = 1) -> Costs:
         backward_input_s=of_inputs,
         backward_weight_s=of_weights,
         transfer_s=random.randint(0, 3),
+        send_s=tuple(random.randint(0, 2) for _ in range(num_stages)),
+        receive_s=random.randint(0, 2),
     )
 
 
@@ -199,13 +201,15 @@ def test_the_search_prices_as_the_simulator_does(
 ) -> None:
     random = Random(3)
     for _ in range(num_drawn):
-        costs = drawn_costs(random, 3)
-        costs = replace(costs, forward_s=tuple(float(x) / 7 for x in (1, 2, 3)), transfer_s=0.1)
-        problem = problem_of(costs, None, (0, 1, 2), 3, recompute)
-        for family in (*ALL_SCHEDULES, searched(costs, recompute=recompute)):
-            schedule = family(3, 3)
-            told = simulate(lowered(schedule, recompute), costs).step_s
-            assert length(problem, answer_of(problem, schedule))[0] == told
+        exact = drawn_costs(random, 3)
+        sevenths = tuple(float(x) / 7 for x in (1, 2, 3))
+        rounded = replace(exact, forward_s=sevenths, transfer_s=0.1, send_s=0, receive_s=0)
+        for costs in (exact, rounded):
+            problem = problem_of(costs, None, (0, 1, 2), 3, recompute)
+            for family in (*ALL_SCHEDULES, searched(costs, recompute=recompute)):
+                schedule = family(3, 3)
+                told = simulate(lowered(schedule, recompute), costs).step_s
+                assert length(problem, answer_of(problem, schedule))[0] == told
 
 
 def test_ranks_keep_to_their_limits_with_recomputes_and_several_stages() -> None:

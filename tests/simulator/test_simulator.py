@@ -14,6 +14,7 @@ from penstock.schedules import (
     gpipe,
     one_f_one_b,
     parse,
+    zb_v,
 )
 from penstock.schedules.passes import add_commits, add_communication, add_recompute
 from penstock.schedules.transfers import Transfer, chain_transfers
@@ -97,6 +98,23 @@ class TestExactTimes:
         assert found["1F1"] == (Fraction(5, 2), Fraction(7, 2))  # its message came before, at 5/2
         assert found["0B0"] == (6, 8)
 
+    def test_a_rank_computes_nothing_while_it_sends_and_takes_in(self):
+        costs = Costs(
+            forward_s=1, backward_s=2, recompute_s=1, transfer_s=1, send_s=(2, 3), receive_s=(5, 4)
+        )
+        found = boxes(simulate(gpipe(2, 2), costs))
+        assert found["0F0>1"] == (1, 3)
+        assert found["0F1"] == (3, 4)
+        assert found["1F0<0"] == (0, 8)  # it came at 4
+        assert found["1F1<0"] == (9, 13)  # it had come at 7
+        assert found["1B0>0"] == (16, 19)
+        assert found["0B0<1"] == (6, 25)
+
+    def test_a_message_that_stays_on_its_rank_takes_no_time(self):
+        costs = Costs(forward_s=1, backward_s=2, transfer_s=9, send_s=9, receive_s=9)
+        schedule = zb_v()(2, 3)
+        assert simulate(schedule, costs) == simulate(schedule, Costs(forward_s=1, backward_s=2))
+
     def test_a_recompute_runs_while_the_gradient_is_awaited(self):
         found = boxes(simulate(add_recompute(gpipe(2, 2)), UNIT_COSTS))
         assert found["1B0"] == (4, 6)
@@ -154,6 +172,7 @@ def test_a_deadlock_is_shown_and_not_waited_for():
 @pytest.mark.parametrize(
     ("costs", "message"),
     [
+        ({"send_s": None}, "send_s is None, a NoneType: give a number"),
         ({"forward_s": (1, 1)}, "Costs.forward_s has 2 entries, the schedule has 3 stages"),
         ({"transfer_s": {(0, 1): 1}}, r"Costs.transfer_s has no entry for edge \(1, 2\)"),
         ({"backward_s": -1}, "backward_s is -1: no instruction takes less than 0 seconds"),

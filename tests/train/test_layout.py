@@ -1,13 +1,14 @@
 """Stages and replicas are fitted to the processes that are there, and share out every batch."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import RecipeError
-from penstock.recipe.read import read_recipe
+from penstock.recipe.read import read_recipe, recipe_to_toml
 from penstock.recipe.recipe import Recipe
 from penstock.runtime.microbatches import microbatch_sizes
 from penstock.train.layout import check_layout, refit, replica_share, smallest_microbatch
@@ -67,7 +68,10 @@ def test_several_stages_a_process_take_fewer_processes() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (INTERLEAVED[:1], "stages per rank is 1; make it 2 or more"),
+        (
+            (*INTERLEAVED[:1], "pipeline.stages_per_rank=1"),
+            "stages per rank is 1; make it 2 or more",
+        ),
         (INTERLEAVED[1:], "gpipe runs one stage on each rank, and stages per rank is 2"),
         ((*INTERLEAVED[:1], "pipeline.stages_per_rank=3"), "4 stages, 3 per rank, leave a rank"),
     ],
@@ -75,6 +79,38 @@ def test_several_stages_a_process_take_fewer_processes() -> None:
 def test_stages_a_rank_must_fit_the_schedule(changes: tuple[str, ...], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         recipe(4, 1, *changes)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "per_rank"), [("zb_v", 2), ("interleaved_1f1b", 2), ("zb_h1", 1)]
+)
+def test_stages_a_rank_left_out_are_as_few_as_the_schedule_has(
+    schedule: str, per_rank: int
+) -> None:
+    found = recipe(4, 1, f"pipeline.schedule={schedule}").pipeline
+    assert (found.stages_per_rank, found.num_ranks) == (per_rank, 4 // per_rank)
+
+
+@pytest.mark.parametrize(
+    ("before", "schedule", "per_rank"),
+    [
+        (2, "one_f_one_b", 1),
+        (1, "zb_v", 2),
+        (4, "breadth_first", 4),
+        (4, "zb_v", 2),
+    ],
+)
+def test_another_schedule_keeps_the_stages_a_rank_that_suit_it(
+    tmp_path: Path, before: int, schedule: str, per_rank: int
+) -> None:
+    path = tmp_path / "recipe.toml"
+    ran = "gpipe" if before == 1 else "interleaved_1f1b"
+    layout = (f"pipeline.schedule={ran}", f"pipeline.stages_per_rank={before}")
+    path.write_text(recipe_to_toml(recipe(4, 1, *layout)))
+    found = read_recipe(path, [f"pipeline.schedule={schedule}"]).pipeline
+    assert (found.schedule, found.stages_per_rank) == (schedule, per_rank)
+    with pytest.raises(RecipeError, match=r"3 per rank|per rank is 3"):
+        read_recipe(path, [f"pipeline.schedule={schedule}", "pipeline.stages_per_rank=3"])
 
 
 def test_a_partition_goes_with_its_number_of_stages() -> None:

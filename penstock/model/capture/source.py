@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from penstock.errors import CutError
 from penstock.model.layers import Layers, Source
 from penstock.model.pytree import flatten
-from penstock.model.stage_plan import MODEL_INPUT, Perform, StagePlan, Step, Value
+from penstock.model.stage_plan import MODEL_INPUT, Crossing, Perform, StagePlan, Step, Value
 from penstock.schedules.transfers import Transfer
 
 from .captured import Captured
+from .crossings import run_noting
 from .describe import described
 from .events import EventKey, ValueId, name_of
 from .exported import Exported
@@ -61,6 +62,9 @@ class CapturedForward(Source):
             return self.captured.model(*call[0], **call[1])
         whole = CutModel(self.captured, (len(self.steps),))
         return whole.run_stage(0, call, {}, None, self._performed_by(perform)).output
+
+    def run_noting(self, inputs: Any, perform: Perform) -> tuple[Any, tuple[Crossing, ...]]:
+        return run_noting(self.captured, as_call(inputs), self._performed_by(perform))
 
     def plan_stages(self, partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
         cut = CutModel(self.captured, partition)

@@ -15,7 +15,7 @@ from penstock.recipe.data_sections import Cifar, Digits, ImageSection
 from penstock.recipe.model_sections import AmoebaNet, Residual
 from penstock.recipe.recipe import Recipe
 from penstock.train.layout import num_batches, smallest_microbatch
-from penstock.train.run_folder import SKIPPED
+from penstock.train.run_files import SKIPPED
 from penstock.zoo import amoebanet_b, amoebanet_d, set_drop_path_progress
 from penstock.zoo.residual import residual_network
 

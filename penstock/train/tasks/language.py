@@ -24,7 +24,7 @@ from penstock.recipe.data_sections import Text
 from penstock.recipe.model_sections import Gpt
 from penstock.recipe.recipe import Recipe
 from penstock.train.layout import num_batches, smallest_microbatch
-from penstock.train.run_folder import replace_text
+from penstock.train.run_files import replace_text
 from penstock.zoo import gpt
 
 from .kept_vocabulary import VOCABULARY, check_vocabulary

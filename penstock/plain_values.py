@@ -1,15 +1,21 @@
-"""Write a plan as JSON and read it back; what does not fit is one line that says where."""
+"""Write frozen values as JSON, and read them from JSON or TOML.
+
+What does not fit is an error of one line that names the place: `hosts[0].count must be a whole
+number, and is "two"`.  Fields may be numbers, strings, tuples, mappings from strings, enums,
+schedule families, intervals (`[low, high]`) and other dataclasses.
+"""
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from fractions import Fraction
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from penstock.errors import PlanError
+from penstock.errors import ConfigError, UnreadableError
+from penstock.interval import Interval
 from penstock.schedules.family import Family
 from penstock.schedules.names import NAMES_IN_FILES, argument_types, family_named
 
@@ -35,7 +41,7 @@ def to_json(value: Any) -> str:
     """Write a dataclass as JSON, one field a line.
 
     Raises:
-        PlanError: it has a schedule that is a function of the user's own.
+        UnreadableError: it has a schedule that is a function of the user's own.
     """
     lines = [f"  {json.dumps(name)}: {_text(part)}" for name, part in _plain(value).items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -54,13 +60,15 @@ def _plain(value: Any) -> Any:
         case Family():
             arguments = dict(value.arguments)
             if value.name not in NAMES_IN_FILES or value != family_named(value.name, arguments):
-                raise PlanError(
+                raise UnreadableError(
                     f"the schedule {value.name} is a function of your own, and a file can only "
-                    f"name one of {', '.join(NAMES_IN_FILES)}; keep the plan as a value"
+                    f"name one of {', '.join(NAMES_IN_FILES)}"
                 )
             return {"name": value.name, "arguments": arguments}
         case Fraction():
             return str(value)
+        case Interval():
+            return [value.low, value.high]
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
@@ -68,28 +76,38 @@ def from_json(kind: type, text: str) -> Any:
     """Read a value of the dataclass `kind`.
 
     Raises:
-        PlanError: the text is cut off or no JSON, or a value is missing, unknown or of another
-            type.
+        UnreadableError: the text is cut off or no JSON, or a value is missing, unknown or of
+            another type.
         ConfigError: values do not fit together.
     """
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"it is damaged, or no JSON: {error}") from None
-    return _read(kind, data, "")
+        raise UnreadableError(f"it is damaged, or no JSON: {error}") from None
+    return from_plain(kind, data)
+
+
+def from_plain(kind: Any, data: Any, where: str = "") -> Any:
+    """Read a value of a type from plain data, such as a TOML file holds; `where` is its place.
+
+    Raises:
+        UnreadableError: a value is missing, unknown or of another type.
+        ConfigError: values do not fit together.
+    """
+    return _read(kind, data, where)
 
 
 def _read(kind: Any, data: Any, where: str) -> Any:
     of, parts = get_origin(kind), get_args(kind)
     if of is tuple:
         return _tuple(parts, data, where)
-    if of is dict:
+    if of in (dict, Mapping):
         every = _object(data, where).items()
-        return {name: _read(parts[1], x, f"{where}.{name}") for name, x in every}
+        return {name: _read(parts[1], x, _place(where, name)) for name, x in every}
     if isinstance(kind, UnionType):
         return _read(_member(parts, data), data, where)
-    if kind is Family:
-        return _family(_read(_Named, data, where), where)
+    if kind in _SPECIAL:
+        return _SPECIAL[kind](data, where)
     if is_dataclass(kind):
         return _dataclass(kind, _object(data, where), where)
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -100,13 +118,25 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     return _plain_value(kind, data, where)
 
 
-def _family(named: _Named, where: str) -> Family:
+def _interval(data: Any, where: str) -> Interval:
+    ends = _tuple((float, float), data, where)
+    try:
+        return Interval(*ends)
+    except ConfigError as error:
+        raise ConfigError(f"{where or 'it'}: {error}") from None
+
+
+def _family(data: Any, where: str) -> Family:
+    named = _read(_Named, data, where)
     types = argument_types(named.name)
     arguments = {
         name: _read(types.get(name, Any), data, _place(where, f"arguments.{name}"))
         for name, data in named.arguments.items()
     }
     return family_named(named.name, arguments)
+
+
+_SPECIAL: Mapping[Any, Callable[[Any, str], Any]] = {Family: _family, Interval: _interval}
 
 
 def _tuple(parts: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
@@ -130,7 +160,8 @@ def _member(parts: tuple[Any, ...], data: Any) -> Any:
     if isinstance(data, dict):
         return next((part for part in parts if is_dataclass(part)), parts[0])
     if isinstance(data, list):
-        return next((part for part in parts if get_origin(part) is tuple), parts[0])
+        lists = (part for part in parts if get_origin(part) is tuple or part is Interval)
+        return next(lists, parts[0])
     return parts[0]
 
 
@@ -172,10 +203,11 @@ def _dataclass(kind: Any, data: dict[str, Any], where: str) -> Any:
     for name in data:
         if name not in hints:
             place = _place(where, name)
-            raise PlanError(f"it has an unknown key {place}; known are {', '.join(hints)}")
+            raise UnreadableError(f"it has an unknown key {place}; known are {', '.join(hints)}")
     for field in known:
-        if field.name not in data and field.default is MISSING:
-            raise PlanError(f"it lacks {_place(where, field.name)}")
+        is_needed = field.default is MISSING and field.default_factory is MISSING
+        if field.name not in data and is_needed:
+            raise UnreadableError(f"it lacks {_place(where, field.name)}")
     return kind(**{name: _read(hints[name], x, _place(where, name)) for name, x in data.items()})
 
 
@@ -183,7 +215,7 @@ def _place(where: str, name: str) -> str:
     return f"{where}.{name}" if where else name
 
 
-def _unfit(where: str, wanted: str, data: Any) -> PlanError:
-    shown = json.dumps(data)
+def _unfit(where: str, wanted: str, data: Any) -> UnreadableError:
+    shown = json.dumps(data, default=str)  # TOML has dates
     short = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-    return PlanError(f"{where or 'it'} must be {wanted}, and is {short}")
+    return UnreadableError(f"{where or 'it'} must be {wanted}, and is {short}")

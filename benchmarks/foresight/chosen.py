@@ -1,0 +1,136 @@
+"""Of all plans of a small space that are run, is the one that was chosen the fastest?
+
+python -m benchmarks.foresight.chosen
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.foresight.cases import Case
+from benchmarks.foresight.main import calibrated, timed
+from benchmarks.foresight.runners import Planned, Runners
+from benchmarks.foresight.subjects import SMALLEST, SUBJECTS, Subject
+from benchmarks.report import Column, Load, Report, interleaved, parser, progress, publish
+from penstock import Cluster, Profile, Recompute
+from penstock.planner.candidates import Wishes
+from penstock.planner.choose import find_plans
+from penstock.planner.foretell import Foretold
+
+KINDS = ("transformer", "AmoebaNet")
+FAMILIES = (("gpipe", 1), ("one_f_one_b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2))
+CHOSEN = "chosen"
+COLUMNS = (
+    Column("model", "model"),
+    Column("plan", "plan"),
+    Column("foretold: ms", "foretold_ms", ".1f"),
+    Column("measured: ms", "measured_ms", ".1f"),
+    Column("beside the fastest", "beside", "+.1%"),
+)
+
+
+def cases(subject: Subject, num_microbatches: Sequence[int], threads: int) -> Iterator[Case]:
+    """Yield the plans of the space where each rank has so many threads."""
+    in_two = FAMILIES if threads == 1 else ()
+    for count, recompute in product(num_microbatches, Recompute):
+        yield Case(subject, "gpipe", 1, 1, count, False, recompute)
+        for family, per_rank in in_two:
+            yield Case(subject, family, per_rank, 2, count, False, recompute)
+
+
+def foretold(
+    subject: Subject,
+    profiles: Sequence[Profile],
+    cluster: Cluster,
+    num_microbatches: tuple[int, ...],
+) -> dict[str, Foretold]:
+    """Foretell every plan of the space, and the one that is chosen for these micro-batches."""
+    found = {}
+    for profile in profiles:
+        for case in cases(subject, num_microbatches, profile.threads):
+            plan = replace(case.plan(profile, cluster), threads_per_stage=profile.threads)
+            name = f"{case.short}, {profile.threads} threads each"
+            found[name] = Foretold(plan, profile, cluster)
+    wishes = (Wishes(batch_size=subject.batch, num_microbatches=n) for n in num_microbatches)
+    choices = [find_plans(profiles, cluster, each, num_best=1).best[0] for each in wishes]
+    best = min(choices, key=lambda choice: choice.step_s)
+    plan = best.plan
+    name = f"{CHOSEN}: {plan.schedule.name}, K {plan.placement.num_ranks}, M "
+    name += f"{plan.num_microbatches}, {plan.threads_per_stage} threads each"
+    return {name: best.foretold, **found}
+
+
+def measure(subject: Subject, told: dict[str, Foretold], rounds: int) -> list[dict[str, Any]]:
+    """Run all plans in turn."""
+    planned = {name: Planned(subject, each.plan) for name, each in told.items()}
+    progress(f"{subject.kind}: {len(planned)} pipelines")
+    with Runners(planned) as runners:
+        steps = [timed(name, runners[name].step) for name in told]
+        found_s = interleaved(steps, rounds)
+    fastest_s = min(map(median, found_s))
+    return [
+        {
+            "model": subject.kind,
+            "plan": name,
+            "foretold_ms": each.timeline.step_s * 1e3,
+            "measured_ms": median(its_s) * 1e3,
+            "beside": median(its_s) / fastest_s - 1,
+            "seconds": list(its_s),
+        }
+        for (name, each), its_s in zip(told.items(), found_s, strict=True)
+    ]
+
+
+def verdicts(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Say of each model how the chosen plan does."""
+    for kind in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == kind]
+        soonest = min(own, key=lambda row: float(row["foretold_ms"]))
+        fastest = min(own, key=lambda row: float(row["measured_ms"]))
+        yield (
+            f"- {kind}: what was chosen takes {own[0]['beside']:+.1%} of the fastest of "
+            f"{len(own)} plans, which is {fastest['plan']}; the one that was foretold to be the "
+            f"fastest, {soonest['plan']}, {soonest['beside']:+.1%}"
+        )
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Calibrate, profile, choose, and run all."""
+    load = Load.now()
+    torch.set_num_threads(1)
+    smallest = options.smallest
+    num_microbatches = (2,) if smallest else (1, 4, 8, 16)
+    rounds = 2 if smallest else options.rounds
+    cluster = calibrated(smallest=smallest)
+    rows: list[dict[str, Any]] = []
+    for subject in SMALLEST if smallest else SUBJECTS:
+        if subject.kind in KINDS:
+            progress(f"the layers of the {subject.kind}")
+            profiles = [
+                subject.profile(num_microbatches, busy=not smallest, threads=threads)
+                for threads in range(1, len(cluster.places) + 1)
+            ]
+            told = foretold(subject, profiles, cluster, num_microbatches)
+            rows += measure(subject, told, rounds)
+    settings = {"rounds": rounds, "load before": f"{load.before:.2f}"}
+    return Report(COLUMNS, tuple(rows), settings, (*verdicts(rows), *load.notes))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and print."""
+    options = parser(__doc__ or "")
+    options.add_argument("--rounds", type=int, default=7, help="after one of warm-up")
+    chosen = options.parse_args(arguments)
+    if chosen.update_readme:
+        options.error("the README holds the table of benchmarks.foresight.main")
+    publish(run(chosen), chosen, Path(__file__).parent)
+
+
+if __name__ == "__main__":
+    main()

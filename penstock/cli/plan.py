@@ -1,0 +1,171 @@
+"""`penstock plan`: how to run a model on a cluster."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.schedules.names import SCHEDULE_NAMES
+from penstock.trace.progress import say
+
+from .options import require_torch, set_option
+
+if TYPE_CHECKING:
+    from penstock.costs.cluster import Cluster
+    from penstock.costs.profile import Profile
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_COUNT = click.IntRange(min=1)
+
+
+@click.command()
+@click.argument("recipe", required=False, type=click.Path(path_type=Path))
+@set_option
+@click.option(
+    "--cluster",
+    "cluster_name",
+    metavar="NAME_OR_FILE",
+    required=True,
+    help="What to plan for: p3.16xlarge, '4 x dgx-h100', or a TOML file; of this machine, "
+    "`penstock doctor --calibrate --save` writes one.",
+)
+@click.option(
+    "--profile",
+    "profiles",
+    metavar="FILE",
+    type=_FILE,
+    multiple=True,
+    help="Take what the layers cost from there instead of from RECIPE; several: one model, "
+    "measured with several numbers of threads.",
+)
+@click.option(
+    "--batch-size",
+    metavar="N",
+    type=_COUNT,
+    help="Samples of a step over all replicas.  [default: the recipe's]",
+)
+@click.option(
+    "--microbatch-size",
+    "sizes",
+    metavar="N",
+    type=_COUNT,
+    multiple=True,
+    help="Samples for which RECIPE's layers are profiled.  [default: a few up to the batch]",
+)
+@click.option("--num-ranks", type=_COUNT, help="Devices of one replica.")
+@click.option("--num-replicas", type=_COUNT, help="D.")
+@click.option("--num-microbatches", type=_COUNT, help="M, of each replica.")
+@click.option(
+    "--schedule",
+    "schedules",
+    type=click.Choice(SCHEDULE_NAMES),
+    multiple=True,
+    help="Only these.  [default: all]",
+)
+@click.option(
+    "--memory-share",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    default=0.9,
+    show_default=True,
+    help="Of a device's memory, what may be used: allocators need the rest.",
+)
+@click.option("--no-offload", is_flag=True, help="Move nothing to the memory of hosts.")
+@click.option("--best", type=_COUNT, default=5, show_default=True, help="Rows of the table.")
+@click.option(
+    "--save",
+    metavar="FILE.json",
+    type=_FILE,
+    help="Write the plan there, and its timeline beside it (FILE.predicted.json), which the "
+    "report of a run with --plan FILE.json shows above the measured one.",
+)
+@click.option("--html", metavar="FILE", type=_FILE, help="Write a page with its timeline there.")
+@click.option("--json", "as_json", is_flag=True, help="Write the plan as JSON, and no table.")
+def plan(  # noqa: PLR0913 - one for each option
+    recipe: Path | None,
+    overrides: tuple[str, ...],
+    cluster_name: str,
+    profiles: tuple[Path, ...],
+    batch_size: int | None,
+    sizes: tuple[int, ...],
+    best: int,
+    save: Path | None,
+    html: Path | None,
+    as_json: bool,
+    **decided: Any,
+) -> None:
+    """Choose how to run RECIPE's model on a cluster: what takes the least time, and fits.
+
+    Stages, replicas, micro-batches, the schedule, the layers of each stage, what is recomputed or
+    moved away: everything that was foretold is priced by the simulator, the model uncut too.
+    Layers are counted for accelerators and measured for the cores of this machine; a profile that
+    was saved needs neither RECIPE nor PyTorch.
+
+    \b
+    Examples:
+      penstock plan recipes/gpt_small.toml --cluster p3.16xlarge
+      penstock plan --profile gpt.json --cluster '4 x dgx-h100' --batch-size 1024 --html plan.html
+      penstock plan recipes/digits.toml --cluster here.toml --save plan.json
+      penstock train recipes/digits.toml --plan plan.json
+    """
+    from penstock.costs.cluster import Cluster
+    from penstock.planner.candidates import Wishes
+    from penstock.planner.make_plan import choose_plan, save_prediction
+    from penstock.planner.reasons import choices_text
+
+    cluster = Cluster.load(cluster_name)
+    if html is not None:
+        _check_page(html)
+    found, usual_size = _profiles(recipe, overrides, profiles, cluster, sizes)
+    if batch_size is None and usual_size is None:
+        raise click.UsageError("a profile does not say how large batches are; give --batch-size")
+    wishes = Wishes(
+        batch_size=batch_size or usual_size or 1,
+        offload=not decided.pop("no_offload"),
+        schedules=decided.pop("schedules") or None,
+        **decided,
+    )
+    say(f"planning for {len(cluster.places)} devices")
+    chosen, choices = choose_plan(found, cluster, wishes.batch_size, wishes=wishes, num_best=best)
+    if save is not None:
+        chosen.save(save)
+        save_prediction(save, choices.best[0].foretold.timeline)
+    if html is not None:
+        from penstock.planner.foretold_page import write_plan_page
+
+        write_plan_page(html, chosen, choices, cluster)
+    if as_json:
+        click.echo(chosen.to_json(), nl=False)
+        return
+    click.echo(f"{chosen}\n\n{choices_text(choices)}", nl=False)
+
+
+def _check_page(path: Path) -> None:
+    """See that a page can be written, before anything takes long."""
+    from penstock.trace.page.render import check_renderable
+    from penstock.trace.page.written import check_replaceable
+
+    check_renderable()
+    check_replaceable(path)
+
+
+def _profiles(
+    recipe: Path | None,
+    overrides: tuple[str, ...],
+    files: tuple[Path, ...],
+    cluster: "Cluster",
+    sizes: tuple[int, ...],
+) -> tuple[list["Profile"], int | None]:
+    """Return what is known of the model, and how many samples the recipe's batches have."""
+    if (recipe is None) == (not files):
+        raise click.UsageError("give either a RECIPE or --profile")
+    if recipe is None:
+        from penstock.costs.profile import Profile
+
+        if overrides or sizes:
+            raise click.UsageError("--set and --microbatch-size change a RECIPE, not a profile")
+        return [Profile.load(path) for path in files], None
+    say(f"loading PyTorch, to profile {recipe}")
+    require_torch()
+    from .profile_target import profiles_for
+
+    return profiles_for(recipe, overrides, sizes, cluster)

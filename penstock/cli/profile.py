@@ -1,0 +1,105 @@
+"""`penstock profile`: what each layer of a recipe's model costs."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from penstock.errors import ConfigError
+from penstock.trace.progress import say
+
+from .options import require_torch, set_option
+
+if TYPE_CHECKING:
+    from penstock.costs.device import Device
+    from penstock.costs.profile import Profile
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@set_option
+@click.option(
+    "--device",
+    metavar="NAME_OR_FILE",
+    help="Count the layers, and price them for this device: h100 and the like, or a TOML file "
+    "with its figures.  [default: measure them here]",
+)
+@click.option(
+    "--microbatch-size",
+    "sizes",
+    metavar="N",
+    type=click.IntRange(min=1),
+    multiple=True,
+    help="Samples in a micro-batch; several may be given.  [default: the recipe's]",
+)
+@click.option("--busy", is_flag=True, help="Measure again while all other cores do the same.")
+@click.option("--save", metavar="FILE", type=click.Path(path_type=Path), help="Write JSON there.")
+@click.option(
+    "--compare",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Put this profile of the same model beside; one that was counted needs --device.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Write the profile as JSON.")
+def profile(  # noqa: PLR0913 - one for each option
+    recipe: Path,
+    overrides: tuple[str, ...],
+    device: str | None,
+    sizes: tuple[int, ...],
+    busy: bool,
+    save: Path | None,
+    compare: Path | None,
+    as_json: bool,
+) -> None:
+    """Show what each layer of RECIPE's model costs: measured here, or counted for a device.
+
+    Seconds of a forward (F), of a whole backward (B), of its weight part (W) and of a recompute;
+    FLOPs, what is kept for the backward, what lives between a layer and the next, parameters.
+    What is only counted needs no memory for weights, and no such device.
+
+    \b
+    Examples:
+      penstock profile recipes/digits.toml
+      penstock profile recipes/digits.toml --device h100 --microbatch-size 16 --microbatch-size 64
+      penstock profile recipes/digits.toml --save here.json
+      penstock profile recipes/digits.toml --device v100-sxm2 --compare here.json
+    """
+    if busy and device is not None:
+        raise click.UsageError("--busy measures, and --device counts; leave out one of them")
+    from penstock.costs.profile import Profile
+
+    other = None if compare is None else Profile.load(compare)
+    described = None if device is None else _device(device)
+    say(f"loading PyTorch, to profile {recipe}")
+    require_torch()
+    from .profile_target import profile_of
+
+    found = profile_of(recipe, overrides, sizes, described, busy=busy)
+    if save is not None:
+        found.save(save)
+    if as_json:
+        click.echo(found.to_json(), nl=False)
+        return
+    click.echo("\n".join(_shown(found, described)))
+    if other is not None:
+        try:
+            click.echo(f"\n{found.compare(other, described)}")
+        except ConfigError as error:
+            raise ConfigError(f"{compare}: {error}") from None
+
+
+def _device(name: str) -> "Device":
+    """Find a device by its name, or in a file."""
+    from penstock.costs.device_presets import load_device
+
+    return load_device(name)
+
+
+def _shown(found: "Profile", device: "Device | None") -> list[str]:
+    from penstock.costs.prices import prices
+    from penstock.costs.profile_table import profile_lines
+
+    if device is None:
+        return list(profile_lines(found))
+    priced = [prices(found, device, each.microbatch_size) for each in found.sizes]
+    return [f"priced for {device.name}", *profile_lines(found, priced)]

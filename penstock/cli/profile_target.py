@@ -1,0 +1,132 @@
+"""Profile the model of a recipe."""
+
+from collections.abc import Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.costs.cluster import Cluster
+from penstock.costs.device import Device
+from penstock.costs.layer_weights import layer_weights
+from penstock.costs.profile import Profile
+from penstock.errors import ConfigError
+from penstock.model.capture.capture import resolve_layers
+from penstock.model.pytree import tree_map
+from penstock.recipe.read import read_recipe
+from penstock.recipe.recipe import Recipe
+from penstock.runtime.devices import num_cores
+from penstock.runtime.microbatches import microbatch_sizes
+from penstock.runtime.profiling import profile
+from penstock.train.build import build_layers, build_model, optimizer_maker
+from penstock.train.tasks import build_task
+from penstock.train.tasks.task import Task
+
+
+def profile_of(
+    path: Path,
+    overrides: Sequence[str],
+    sizes: Sequence[int],
+    device: Device | None,
+    *,
+    busy: bool = False,
+) -> Profile:
+    """Measure the model of a recipe here, or count what it does on a device.
+
+    Raises:
+        ConfigError: the recipe is wrong, or its data are not there.
+    """
+    recipe = read_recipe(path, overrides)
+    task = build_task(recipe)
+    part = next(task.batches(0, 0, slice)).parts[0]
+    options: dict[str, Any] = {
+        "targets": part.targets,
+        "loss": task.loss,
+        "microbatch_sizes": sizes or (_first_size(recipe, part.targets),),
+        "optimizer": optimizer_maker(recipe),
+        "threads": recipe.pipeline.threads_per_stage,
+        "name": f"{path.stem}, {recipe.train.precision}",
+    }
+    if device is not None:
+        return _counted(recipe, task, part.inputs, device, options)
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = build_model(recipe, task).to(here)
+    inputs, targets = _moved((part.inputs, part.targets), here)
+    layers = build_layers(model, task)
+    with _autocast(recipe, here):
+        return profile(layers, inputs, busy=busy, **{**options, "targets": targets})
+
+
+_LEAST_SIZES = (1, 4, 16, 64)
+"""Micro-batches for which a plan's layers are profiled, beside the recipe's own."""
+
+
+def profiles_for(
+    path: Path, overrides: Sequence[str], sizes: Sequence[int], cluster: Cluster
+) -> tuple[list[Profile], int]:
+    """Profile the model of a recipe for a cluster; return how many samples a batch has, too.
+
+    Layers are counted for accelerators.  On cores they are measured: with one thread for a rank,
+    and with as many as there are cores here.
+
+    Raises:
+        ConfigError: the recipe is wrong, its data are not there, or the cluster has cores of
+            another machine.
+    """
+    recipe = read_recipe(path, overrides)
+    batch_size = len(next(build_task(recipe).batches(0, 0, slice)).parts[0].targets)
+    own = _first_size(recipe, range(batch_size))
+    wanted = sizes or sorted({own, *(n for n in _LEAST_SIZES if n <= batch_size)})
+    devices = cluster.resolved().devices.values()
+    counted = [device for device in devices if device.torch_type != "cpu"]
+    if counted:
+        return [profile_of(path, overrides, wanted, counted[0])], batch_size
+    cores = [name for name in cluster.devices if name != "core"]
+    if cores:
+        raise ConfigError(
+            f"the cluster {cluster.name} has CPUs called {cores[0]!r}, and only those of this "
+            'machine, "core", can be measured; give --profile with a profile that was made there'
+        )
+    threads = sorted({1, num_cores()})
+    numbers = [f"pipeline.threads_per_stage={n}" for n in threads]
+    return [profile_of(path, (*overrides, n), wanted, None) for n in numbers], batch_size
+
+
+def _counted(
+    recipe: Recipe, task: Task, inputs: Any, device: Device, options: dict[str, Any]
+) -> Profile:
+    """Count the layers without values; in lower precision, as if all of them had it."""
+    with torch.device("meta"):
+        model = task.make_model()
+    layers = resolve_layers(build_layers(model, task), None)
+    weights = layer_weights(layers, options["optimizer"])
+    precision: torch.dtype = getattr(torch, recipe.train.precision)
+    if precision is not torch.float32:
+        model.to(precision)
+        inputs = tree_map(partial(_as, precision), inputs)
+    found = profile(layers, inputs, measure=False, torch_type=device.torch_type, **options)
+    return replace(found, weights=weights)
+
+
+def _first_size(recipe: Recipe, targets: Sized) -> int:
+    """Return the samples of a run's first micro-batch."""
+    share = recipe.pipeline.num_microbatches // recipe.pipeline.num_replicas
+    return microbatch_sizes(len(targets) // recipe.pipeline.num_replicas, share)[0]
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return tree_map(lambda tensor: tensor.to(device), value)
+
+
+def _as(precision: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(precision) if tensor.is_floating_point() else tensor
+
+
+def _autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
+    if recipe.train.precision == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, getattr(torch, recipe.train.precision))

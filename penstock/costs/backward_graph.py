@@ -1,0 +1,147 @@
+"""Run the backward of a logged forward: all of it, and what only gives gradients of inputs."""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from penstock.torch_private import node_number
+
+from .operator_log import BackwardLog, Edge, OperatorLog
+from .operators import Operator, Part
+
+_LEAF = "torch::autograd::AccumulateGrad"
+
+
+class BackwardGraph:
+    """The nodes behind some tensors, each of the layer that made it.
+
+    `marks` are numbers of nodes and layers: from each number on nodes are of the layer.
+    """
+
+    def __init__(self, roots: Sequence[Tensor], marks: Sequence[tuple[int, int]]) -> None:
+        self._roots = roots
+        self._starts = [_edge_of(root) for root in roots]
+        self._numbers = dict[Node, int]()
+        self.edges: list[list[Edge | None]] = []
+        self._walk([node for node, _ in self._starts])
+        self.layers = [_layer_of(node, marks) for node in self._numbers]
+        self._place_leaves()
+
+    def free(self) -> None:
+        """Let go of the nodes, each before those behind it; nothing else may hold the tensors.
+
+        torch frees the nodes that Python has looked at one inside the other, unless Python still
+        holds the next: a deep graph would exceed the stack.
+        """
+        self._roots, self._starts = (), []
+        nodes = sorted(self._numbers, key=lambda node: node_number(node) or 0)
+        self._numbers = {}
+        while nodes:
+            nodes.pop()
+
+    def _walk(self, waiting: list[Node]) -> None:
+        """Number all nodes, and list where their gradients go."""
+        self._numbers = {node: n for n, node in enumerate(dict.fromkeys(waiting))}
+        waiting = list(self._numbers)
+        found: dict[int, list[Edge | None]] = {}
+        while waiting:
+            node = waiting.pop()
+            edges = found[self._numbers[node]] = list[Edge | None]()
+            for after, place in node.next_functions:
+                if after is None:
+                    edges.append(None)
+                    continue
+                if after not in self._numbers:
+                    self._numbers[after] = len(self._numbers)
+                    waiting.append(after)
+                edges.append((self._numbers[after], place))
+        self.edges = [found[n] for n in range(len(found))]
+
+    def _place_leaves(self) -> None:
+        """Let a parameter be of the first layer that uses it."""
+        leaves = {n for node, n in self._numbers.items() if node.name() == _LEAF}
+        users: dict[int, int] = {}
+        for n, edges in enumerate(self.edges):
+            for edge in edges:
+                if edge is not None and edge[0] in leaves:
+                    users[edge[0]] = min(users.get(edge[0], self.layers[n]), self.layers[n])
+        for leaf in leaves:
+            self.layers[leaf] = users.get(leaf, 0)
+
+    def run(
+        self, log: OperatorLog, boundaries: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> dict[int, list[Operator]]:
+        """Return the operators of each layer's backward, with the part that each belongs to.
+
+        Those of the input part run also where only gradients of `boundaries` are asked for.
+        """
+        inputs = self._logged(log, boundaries, keeps=True)
+        every = self._logged(log, [*boundaries, *weights], keeps=False)
+        found: dict[int, list[Operator]] = {}
+        for node, logged in sorted(every.logged.items(), reverse=True):
+            known = Counter(each.key for each in inputs.logged.get(node, ()))
+            for key, operator in logged:
+                known[key] -= 1
+                part = Part.INPUT if known[key] >= 0 else Part.WEIGHT
+                found.setdefault(self.layers[node], []).append(replace(operator, part=part))
+        return found
+
+    def _logged(self, log: OperatorLog, wanted: Sequence[Tensor], *, keeps: bool) -> BackwardLog:
+        """Run one backward; keep the graph for another one or not."""
+        backward = BackwardLog(self.edges)
+        ends = [(tensor, _edge_of(tensor)[0]) for tensor in wanted]
+        known = [(tensor, self._numbers[end]) for tensor, end in ends if end in self._numbers]
+        if not known:
+            return backward
+        backward.arrived.update((self._numbers[node], place) for node, place in self._starts)
+        seeds = [torch.empty_like(root) for root in self._roots]
+        with self._hooked(backward):
+            log.backward = backward
+            try:
+                torch.autograd.grad(
+                    self._roots,
+                    [tensor for tensor, _ in known],
+                    seeds,
+                    allow_unused=True,
+                    retain_graph=keeps,
+                )
+            except Exception:
+                if backward.current is not None:
+                    log.layer = self.layers[backward.current]
+                raise
+            finally:
+                log.backward = None
+        needed = backward.ran | {number for _, number in known}
+        for node in backward.logged.keys() - needed:  # sums that the engine leaves out
+            del backward.logged[node]
+        return backward
+
+    @contextmanager
+    def _hooked(self, backward: BackwardLog) -> Iterator[None]:
+        handles = []
+        for node, number in self._numbers.items():
+            handles.append(node.register_prehook(partial(backward.enter, number)))
+            handles.append(node.register_hook(partial(backward.leave, number)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _edge_of(tensor: Tensor) -> tuple[Node, int]:
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _layer_of(node: Node, marks: Sequence[tuple[int, int]]) -> int:
+    place = bisect_right(marks, node_number(node) or 0, key=itemgetter(0)) - 1
+    return marks[max(place, 0)][1]

@@ -1,0 +1,97 @@
+"""A cluster as tables for a person."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from penstock.interval import Interval, Quantity
+from penstock.trace.table import columns
+from penstock.trace.units import bytes_text, percent_text, time_text
+
+from .device import Device
+from .hosts import Host, Link
+
+_SIGNS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def cluster_lines(
+    name: str, devices: Mapping[str, Device], hosts: tuple[Host, ...], links: Mapping[str, Link]
+) -> Iterator[str]:
+    """Yield the hosts of a cluster, then the kinds of devices and links that they have."""
+    num_hosts = sum(host.count for host in hosts)
+    num_devices = sum(host.count * len(host.devices) for host in hosts)
+    yield f"{name}: {_count(num_hosts, 'host')}, {_count(num_devices, 'device')}"
+    yield ""
+    yield from columns(list(_host_rows(hosts)), num_left=5)
+    yield ""
+    yield from columns(list(_device_rows(devices)), num_left=1)
+    if links:
+        yield ""
+        yield from columns(list(_link_rows(links)), num_left=1)
+    for n, host in enumerate(hosts):
+        if host.busy_speed:
+            shares = ", ".join(quantity_text(share, percent_text) for share in host.busy_speed)
+            yield f"speed of each rank of hosts[{n}] while 1, 2, ... compute: {shares}"
+
+
+def rate_text(per_s: float, unit: str) -> str:
+    """Write so many of a unit a second, with three significant digits."""
+    for size, sign in _SIGNS:
+        if per_s >= size * 0.9995:
+            return f"{per_s / size:.3g} {sign}{unit}/s"
+    return f"{per_s:.3g} {unit}/s"
+
+
+def quantity_text(quantity: Quantity, text: Callable[[float], str]) -> str:
+    """Write a number, or both ends of what is known of it."""
+    if isinstance(quantity, Interval):
+        return f"{text(quantity.low)} to {text(quantity.high)}"
+    return text(quantity)
+
+
+def _host_rows(hosts: tuple[Host, ...]) -> Iterator[tuple[str, ...]]:
+    yield "host", "devices", "port", "between groups", "network", "hosts", "memory"
+    for host in hosts:
+        kinds = {kind: host.devices.count(kind) for kind in dict.fromkeys(host.devices)}
+        port = host.port or "-"
+        cards = f"{host.cards} x " if host.network and host.cards > 1 else ""
+        yield (
+            host.name,
+            ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+            f"{port} (processes: {host.processes})" if host.processes else port,
+            f"{len(host.groups)} x {host.uplink}" if host.uplink else "-",
+            f"{cards}{host.network}" if host.network else "-",
+            str(host.count),
+            "?" if host.memory_bytes is None else bytes_text(host.memory_bytes),
+        )
+
+
+def _device_rows(devices: Mapping[str, Device]) -> Iterator[tuple[str, ...]]:
+    yield "device", "peak", "copy", "memory", "issue"
+    for kind, device in devices.items():
+        peaks = (
+            f"{dtype} {quantity_text(peak, lambda x: rate_text(x, 'FLOP'))}"
+            for dtype, peak in device.flops_per_s.items()
+        )
+        yield (
+            kind,
+            ", ".join(peaks),
+            quantity_text(device.bytes_per_s, lambda x: rate_text(x, "B")),
+            bytes_text(device.memory_bytes),
+            quantity_text(device.issue_s, time_text),
+        )
+
+
+def _link_rows(links: Mapping[str, Link]) -> Iterator[tuple[str, ...]]:
+    yield "link", "bandwidth", "latency", "overhead", "duplex", "sends"
+    for name, link in links.items():
+        yield (
+            name,
+            quantity_text(link.bytes_per_s, lambda x: rate_text(x, "B")),
+            quantity_text(link.latency_s, time_text),
+            quantity_text(link.overhead_s, time_text),
+            "yes" if link.duplex else "no",
+            "block" if link.blocks else "overlap",
+        )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"

@@ -1,0 +1,282 @@
+"""Count what the layers of a model do with one micro-batch, on meta tensors: no device is needed.
+
+    forward, once          operators of each layer     what it saves     values between layers
+    backward, twice        operators of the whole; those that run, too, where only gradients of
+                           the layers' inputs are asked for are the input part, the rest is weight
+
+The forward and the backward are torch's own; the model is as it was afterwards.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from penstock.errors import BatchError, ConfigError
+from penstock.model.batch import batch_size
+from penstock.model.layers import Layers
+from penstock.model.pytree import flatten, tree_map
+from penstock.model.stage_plan import Crossing, Step
+from penstock.torch_private import NEVER_COMPUTES, storage_id
+
+from .backward_graph import BackwardGraph
+from .fused_kernels import Kernels
+from .kinds import kind_of
+from .meta_model import inputs_on_meta, on_meta
+from .operator_log import NeedsValues, OperatorLog
+from .operators import Operator
+from .profile import AtSize, LayerKind, Value
+
+Left = Callable[[nn.Module, list[Tensor]], int]
+"""Counts what half a backward leaves of a layer, from the graph of what it gave."""
+Loss = Callable[[Any, Any], Tensor]
+
+
+def count_layers(  # noqa: PLR0913 - the front door: each a keyword with a default
+    layers: Layers,
+    example_inputs: Any,
+    *,
+    microbatch_size: int | None = None,
+    loss: Loss | None = None,
+    targets: Any = None,
+    left: Left | None = None,
+    own: Iterable[Tensor] = (),
+    torch_type: str = "cuda",
+) -> AtSize:
+    """Count the operators of each layer and of its backward, and what is saved and handed over.
+
+    Args:
+        layers: the model; it may be on the meta device.
+        example_inputs: one micro-batch; only shapes and dtypes count.
+        microbatch_size: samples in it; default: the size of the first dimension.
+        loss: called with the model's output and `targets`, to be counted too.
+        targets: one micro-batch of them.
+        left: counts what the input part of a divided backward leaves; without it `left_bytes`
+            are 0.
+        own: parameters and buffers of which each micro-batch has its own, which count where they
+            are saved: a pipeline gives BatchNorm such running statistics.
+        torch_type: the type of device whose kernels of attention and dropout are counted: "cuda",
+            "cpu", or another one that has none.
+
+    Raises:
+        ConfigError: a layer needs values, which meta tensors do not have; names it.
+    """
+    size = _samples(example_inputs) if microbatch_size is None else microbatch_size
+    modules = [step.module for step in layers]
+    if layers.model is not None:
+        modules.append(layers.model)
+    count = _Count(layers, left, inputs_on_meta(targets))
+    random = torch.random.fork_rng(devices=[])
+    with on_meta(modules) as lent, random, torch.enable_grad(), count.explained():
+        count.run(inputs_on_meta(example_inputs), torch_type, loss)
+        weights = (tensor for tensor in lent.values() if isinstance(tensor, nn.Parameter))
+        count.run_backward([weight for weight in weights if weight.requires_grad])
+        separate = {id(tensor) for tensor in own}
+        lasting = {storage_id(tensor) for n, tensor in lent.items() if n not in separate}
+        found = count.found(lasting, size)
+    count.free()
+    return found
+
+
+def _samples(inputs: Any) -> int:
+    try:
+        return batch_size(inputs, "example inputs")
+    except BatchError:
+        return next((t.shape[0] for t in flatten(inputs)[0] if t.dim()), 1)
+
+
+class _Count:
+    """One run of a model, and what is seen of it.  The loss counts as a layer after the last."""
+
+    def __init__(self, layers: Layers, left: Left | None, targets: Any) -> None:
+        self._layers, self._left_of, self._targets = layers, left, targets
+        self._log = OperatorLog()
+        self._packed: list[tuple[int, weakref.ref[Tensor]]] = []
+        self._saved: dict[int, dict[int, int]] = {}
+        self._has_loss = False
+        self._left: dict[int, int] = {}
+        self._left_of_kind: dict[Hashable, int] = {}
+        self._crossings: tuple[Crossing, ...] = ()
+        self._roots: list[Tensor] = []
+        self._graph: BackwardGraph | None = None
+        self._operators: dict[int, list[Operator]] = {}
+
+    def run(self, inputs: Any, torch_type: str, loss: Loss | None) -> None:
+        """Run the model forward."""
+        log, layers = self._log, self._layers
+        log.begin(0)
+        with saved_tensors_hooks(self._pack, _as_it_is), Kernels(torch_type), log:
+            output, self._crossings = layers.source.run_noting(inputs, self._perform)
+            log.begin(len(layers))
+            self._has_loss = loss is not None
+            if loss is not None:
+                output = loss(output, self._targets)
+        self._note_saved()
+        self._roots = [tensor for tensor in flatten(output)[0] if tensor.requires_grad]
+
+    def run_backward(self, weights: list[Tensor]) -> None:
+        """Run the model backward, twice; `weights` are those that want gradients."""
+        crossing = (each.tensors for each in self._crossings if not each.is_weight)
+        crossed = {id(tensor): tensor for tensors in crossing for tensor in tensors}
+        boundaries = [tensor for tensor in crossed.values() if tensor.requires_grad]
+        if self._roots:
+            self._graph = BackwardGraph(self._roots, self._log.marks)
+            with self._log:
+                self._operators = self._graph.run(self._log, boundaries, weights)
+
+    def free(self) -> None:
+        """Let go of all tensors, and of the graph behind them, however deep it is."""
+        self._crossings, self._roots = (), []
+        if self._graph is not None:
+            self._graph.free()
+
+    def _perform(self, step: Step, function: Any) -> Any:
+        if step.index >= len(self._layers):  # a random operation between layers
+            return function()
+        self._log.begin(step.index)
+        result = function()
+        if self._left_of is not None:
+            self._note_left(step, function, self._left_of)
+        return result
+
+    def _note_left(self, step: Step, function: Any, left_of: Left) -> None:
+        """Run a layer of each kind again, with a graph of its own."""
+        kind = kind_of(step, (function.args, function.keywords))
+        if kind not in self._left_of_kind:
+            with self._log.paused(), saved_tensors_hooks(_as_it_is, _as_it_is):
+                args, kwargs = tree_map(_alone, (function.args, function.keywords))
+                results = flatten(function.func(*args, **kwargs))[0]
+            self._left_of_kind[kind] = left_of(step.module, results)
+        self._left[step.index] = self._left_of_kind[kind]
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        kept = tensor.detach()
+        self._packed.append((self._log.layer, weakref.ref(kept)))
+        return kept
+
+    def _note_saved(self) -> None:
+        """Count what the graph keeps, and not what was saved for results that nobody uses."""
+        for layer, packed in self._packed:
+            kept = packed()
+            if kept is not None:
+                of_layer = self._saved.setdefault(layer, {})
+                of_layer[storage_id(kept)] = kept.untyped_storage().nbytes()
+
+    def found(self, lasting: set[int], microbatch_size: int) -> AtSize:
+        """Return what was seen; `lasting` are storages of parameters and buffers."""
+        values, storages = _values(self._crossings)
+        targets = [tensor for tensor in flatten(self._targets)[0] if self._has_loss]
+        lasting = lasting | {storage_id(tensor) for tensor in targets}
+        kinds: dict[LayerKind, int] = {}
+        kind_numbers: list[int] = []
+        saved: list[tuple[int, ...]] = []
+        for n in range(len(self._layers) + 1):
+            own = self._saved.get(n, {})
+            touched = [p for p, v in enumerate(values) if _touches(n, v, len(self._layers))]
+            at_boundary = {storages[place] for place in touched}
+            kind = LayerKind(
+                operators=_merged([*self._log.forward.get(n, ()), *self._operators.get(n, ())]),
+                inner_bytes=sum(own[s] for s in own.keys() - lasting - at_boundary),
+                left_bytes=self._left.get(n, 0),
+                draws=n in self._log.draws,
+            )
+            kind_numbers.append(kinds.setdefault(kind, len(kinds)))
+            saved.append(tuple(p for p in touched if storages[p] in own.keys() - lasting))
+        *of_layers, of_loss = kind_numbers
+        every = list(kinds)
+        return AtSize(
+            microbatch_size=microbatch_size,
+            kinds=tuple(every),
+            kind_of=tuple(of_layers),
+            values=values,
+            saved=tuple(saved[:-1]),
+            loss_saved=saved[-1],
+            loss=every[of_loss] if self._has_loss else None,
+            target_bytes=sum(tensor.numel() * tensor.element_size() for tensor in targets),
+        )
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turn the errors of tensors without values into one that says what to do.
+
+        Raises:
+            ConfigError: names the layer.
+        """
+        try:
+            yield
+        except (NeedsValues, NotImplementedError, RuntimeError) as error:
+            if "use_reentrant" in str(error):
+                raise ConfigError(
+                    f"{self._where()} has a checkpoint with use_reentrant=True, whose backward "
+                    "cannot be counted. Use checkpoint(..., use_reentrant=False), or let its cost "
+                    "be measured on a device instead"
+                ) from error
+            if type(error) is RuntimeError and "meta" not in str(error):
+                error.add_note(f"raised in {self._where()}, while its operators were counted")
+                raise
+            raise ConfigError(
+                f"{self._where()} needs the values of its inputs, and costs are counted on "
+                f"tensors without values ({_first_line(error)}). Let its cost be measured on a "
+                "device instead"
+            ) from error
+
+    def _where(self) -> str:
+        layer, steps = self._log.layer, self._layers.steps
+        return f"layer {steps[layer].label}" if layer < len(steps) else "the loss"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _values(crossings: Sequence[Crossing]) -> tuple[tuple[Value, ...], list[int]]:
+    """Return the tensors between layers as values, and the storage of each."""
+    numbers: dict[int, int] = {}
+    values, storages = [], []
+    for crossing in crossings:
+        for tensor in crossing.tensors:
+            storage = storage_id(tensor)
+            storages.append(storage)
+            values.append(
+                Value(
+                    crossing.producer,
+                    crossing.consumers,
+                    tensor.numel() * tensor.element_size(),
+                    numbers.setdefault(storage, len(numbers)),
+                    has_gradient=tensor.requires_grad,
+                    is_weight=crossing.is_weight,
+                )
+            )
+    return tuple(values), storages
+
+
+def _touches(n: int, value: Value, num_layers: int) -> bool:
+    """Tell whether a layer gives a value or is given it; the loss, what no layer is given."""
+    if n == num_layers:
+        return not value.consumers
+    return value.producer == n or n in value.consumers
+
+
+def _merged(operators: Iterable[Operator]) -> tuple[Operator, ...]:
+    """Return each operator once, with how often it is there."""
+    counts = Counter(operators)
+    return tuple(replace(operator, count=count) for operator, count in counts.items())
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Return a tensor that wants a gradient where this one does, and comes from nowhere."""
+    copy = torch.empty_like(tensor.detach(), device="meta")
+    return copy.requires_grad_().clone() if tensor.requires_grad else copy
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+setattr(_as_it_is, NEVER_COMPUTES, True)

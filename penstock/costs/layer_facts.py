@@ -1,0 +1,52 @@
+"""What plans and profiles know of a layer, so that they are used for no other model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """What tells a layer from those of other models.
+
+    A parameter that layers share is counted in the first of them.  `shapes` is a digest of the
+    names and shapes of the layer's parameters.
+    """
+
+    name: str
+    kind: str
+    num_parameters: int
+    shapes: str
+
+    @classmethod
+    def of(
+        cls, name: str, kind: str, num_parameters: int, shapes: Mapping[str, Sequence[int]]
+    ) -> "LayerFacts":
+        """Describe a layer; `shapes` are those of its parameters, by name."""
+        text = repr(sorted((path, tuple(shape)) for path, shape in shapes.items()))
+        return cls(name, kind, num_parameters, sha256(text.encode()).hexdigest()[:12])
+
+    def __str__(self) -> str:
+        return f"{self.name!r} ({self.kind})"
+
+
+def first_difference(
+    known: Sequence[LayerFacts], found: Sequence[LayerFacts], what: str
+) -> str | None:
+    """Name the first layer that differs between what knows a model, a `what`, and the model; None
+    where all are the same.
+    """
+    for n, (own, other) in enumerate(zip(known, found, strict=False)):
+        if own == other:
+            continue
+        if (own.name, own.kind) != (other.name, other.kind):
+            return f"layer {n} is {own} in the {what} and {other} in the model"
+        return f"the parameters of layer {n}, {other}, have other names or shapes"
+    if len(known) == len(found):
+        return None
+    longer, where = (known, what) if len(known) > len(found) else (found, "model")
+    n = min(len(known), len(found))
+    return (
+        f"it has {len(known)} layers and the model {len(found)}; layer {n}, {longer[n]}, is in "
+        f"the {where} only"
+    )

@@ -1,0 +1,123 @@
+"""Price operators on a described device: by its peak or its memory, whichever is slower.
+
+    seconds = max(FLOPs / (peak * efficiency * fill), bytes / (copy * efficiency), floor) + gap
+
+Products may be bound by either; all other classes are bound by their bytes.  What a class reaches
+is the device's own figure where it has one, and the usual one of `USUAL` otherwise.
+"""
+
+from collections.abc import Callable, Iterable
+from math import ceil
+
+from penstock.errors import ConfigError
+from penstock.interval import Quantity, least, likely, most
+
+from .device import Device
+from .operators import PRODUCTS, Operator, Part
+
+Known = Callable[[Quantity], float]
+"""Picks a number from what is known of it: `likely`, `least` or `most`."""
+
+USUAL = {
+    "gemm": 0.88,
+    "attention": 0.6,
+    "conv1x1": 0.75,
+    "conv3x3": 0.70,
+    "conv": 0.70,
+    "norm": 0.9,
+    "pool": 0.6,
+    "reduce": 1.0,
+    "elementwise": 1.0,
+    "embedding": 1.0,
+    "copy": 1.0,
+}
+"""The usual share of the peak (products) or of the copy (all else).
+
+Assumed once, from what float32 kernels of cuBLAS and cuDNN usually reach on Pascal and Volta, and
+fitted to no run of a pipeline; a device's own figures count before them.  Attention: fused kernels
+reach 50 to 73 % of an A100's peak (FlashAttention-2, Dao 2023, arXiv 2307.08691, abstract).  What
+is 1.0 streams its memory once, as a copy does.
+"""
+USUAL_OF_PART = {Part.INPUT: 0.95, Part.WEIGHT: 0.80}
+"""What the backward of a convolution reaches, as a share of its forward (assumed likewise)."""
+_OPPOSITE: dict[Known, Known] = {least: most, most: least}
+
+
+def operator_seconds(operator: Operator, device: Device, known: Known = likely) -> float:
+    """Return the seconds of an operator on a device, of all `count` of them.
+
+    With `known=least` it is the least that the device's intervals allow, with `most` the most.
+
+    Raises:
+        ConfigError: the device has no peak for the operator's dtype.
+    """
+    rate = _OPPOSITE.get(known, known)
+    share = _efficiency(operator, device, rate)
+    copy = rate(device.bytes_per_s)
+    num_bytes = float(operator.num_bytes)
+    if operator.name == "elementwise":
+        num_bytes *= known(device.elementwise_fusion)
+    if operator.name in PRODUCTS:
+        reached = rate(_peak(operator, device)) * share * _fill(operator, device)
+        work_s = max(operator.flops / reached, num_bytes / copy)
+    else:
+        work_s = num_bytes / (copy * share)
+    one_s = max(work_s, known(device.floor_s)) + known(device.gap_s)
+    return one_s * operator.count
+
+
+def operators_seconds(
+    operators: Iterable[Operator], device: Device, part: Part, known: Known = likely
+) -> float:
+    """Return the seconds of those operators that belong to one part of a layer's work."""
+    return sum(operator_seconds(each, device, known) for each in operators if each.part is part)
+
+
+def _efficiency(operator: Operator, device: Device, rate: Known) -> float:
+    """Return what an operator reaches: the device's most special figure, or the usual one.
+
+    A figure that is of no part is that of the forward; the usual ratio holds for the backward.
+    """
+    name, figures = operator.name, device.efficiency
+    of_part = figures.get(f"{name}.{operator.part.value}")
+    if of_part is not None:
+        return rate(of_part)
+    known = figures.get(f"{name}.{operator.dtype}", figures.get(name, USUAL[name]))
+    ratio = USUAL_OF_PART.get(operator.part, 1.0) if name.startswith("conv") else 1.0
+    return rate(known) * ratio
+
+
+def _peak(operator: Operator, device: Device) -> Quantity:
+    try:
+        return device.flops_per_s[operator.dtype]
+    except KeyError:
+        raise ConfigError(
+            f"device {device.name!r} has no flops_per_s.{operator.dtype}, and the model has "
+            f"products of that dtype; it has {', '.join(sorted(device.flops_per_s))}. Add that "
+            "peak, or run the model in one of these"
+        ) from None
+
+
+def _fill(operator: Operator, device: Device) -> float:
+    """Return how much of the device a product keeps busy: its last tiles and waves are not full.
+
+    Where there are fewer tiles than units, the depth is split among these, as libraries do.
+    """
+    if not operator.dims:
+        return 1.0
+    rows, columns, depth = operator.dims
+    return max(
+        _fill_by((rows, columns, depth), operator.batch, tile, device.units)
+        for tile in (device.tile, device.tile[::-1])
+    )
+
+
+def _fill_by(dims: tuple[int, int, int], batch: int, tile: tuple[int, int], units: int) -> float:
+    rows, columns, depth = dims
+    padded = ceil(rows / tile[0]) * ceil(columns / tile[1])
+    tiles = padded * batch
+    if tiles < units:
+        tiles *= max(1, min(units // tiles, depth // max(tile)))
+    waves = ceil(tiles / units)
+    of_tiles = rows * columns / (padded * tile[0] * tile[1])
+    return of_tiles * tiles / (waves * units)

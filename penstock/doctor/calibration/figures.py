@@ -1,0 +1,65 @@
+"""What a measurement gave: the median of many, and the quartiles."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import NamedTuple
+
+LEAST_TIMES = 5
+_SAMPLE_S = 2e-4
+"""Shorter work is timed several times together."""
+
+
+class Spread(NamedTuple):
+    """A median with its quartiles."""
+
+    middle: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Return that of measured values."""
+        if len(values) < 2:
+            return cls(values[0], values[0], values[0])
+        low, _, high = quantiles(values, n=4, method="inclusive")
+        return cls(median(values), low, high)
+
+    def per(self, amount: float) -> "Spread":
+        """Return what `amount` in these seconds is a second."""
+        return Spread(amount / self.middle, amount / self.high, amount / self.low)
+
+    def times(self, factor: float) -> "Spread":
+        """Return so many times as much."""
+        return Spread(self.middle * factor, self.low * factor, self.high * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One line of what was measured; `unit` is what `spread` counts, "s" or "B/s" say."""
+
+    name: str
+    unit: str
+    spread: Spread
+
+
+def seconds_of(
+    run: Callable[[], object], budget_s: float, wait: Callable[[], None] = lambda: None
+) -> Spread:
+    """Time `run` again and again for a while, at least `LEAST_TIMES`; `wait` is for its end."""
+    run()
+    wait()
+    start_s = time.perf_counter()
+    run()
+    wait()
+    at_once = max(1, int(_SAMPLE_S / max(time.perf_counter() - start_s, 1e-9)))
+    times_s: list[float] = []
+    began_s = time.perf_counter()
+    while len(times_s) < LEAST_TIMES or time.perf_counter() - began_s < budget_s:
+        start_s = time.perf_counter()
+        for _ in range(at_once):
+            run()
+        wait()
+        times_s.append((time.perf_counter() - start_s) / at_once)
+    return Spread.of(times_s)

@@ -1,0 +1,168 @@
+"""The ways to run a model on a cluster that a planner looks at."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from penstock.costs.cluster import Cluster
+from penstock.errors import ConfigError, check_count
+from penstock.schedules.costs import Costs
+from penstock.schedules.family import Family
+from penstock.schedules.names import SCHEDULE_NAMES, families_for, suits
+from penstock.types import Transport
+
+_FEW = 16
+"""Up to so many devices every number of stages is looked at; beyond, those that divide evenly."""
+_MOST_FOR_LISTS = 4096
+"""Stages times micro-batches up to which families are looked at that are made for their costs."""
+_ENOUGH_PER_RANK, _ENOUGH_IN_ALL, _LEAST_PER_STAGE = 32, 1 << 14, 4
+_LEAN = ("one_f_one_b", "interleaved_1f1b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What a user has decided already; None is what the planner is to choose.
+
+    `memory_share` is how much of a device's memory may be used: allocators need the rest.
+    `schedules` are names of families.
+    """
+
+    batch_size: int
+    num_ranks: int | None = None
+    num_replicas: int | None = None
+    num_microbatches: int | None = None
+    schedules: tuple[str, ...] | None = None
+    stages_per_rank: tuple[int, ...] = (1, 2)
+    transport: Transport | None = None
+    memory_share: float = 0.9
+    offload: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what no plan can be.
+
+        Raises:
+            ConfigError: names the argument.
+        """
+        check_count("batch_size", self.batch_size)
+        for name in ("num_ranks", "num_replicas", "num_microbatches"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        unknown = [name for name in self.schedules or () if name not in SCHEDULE_NAMES]
+        if unknown:
+            raise ConfigError(
+                f"there is no schedule {unknown[0]!r}; choose of {', '.join(SCHEDULE_NAMES)}"
+            )
+        if not 0 < self.memory_share <= 1:
+            raise ConfigError(
+                f"memory_share={self.memory_share}; it must be above 0 and at most 1, as 0.9"
+            )
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Size:
+    """How many ranks a replica has, how many replicas there are, how many micro-batches each runs,
+    and how many stages a rank has.
+    """
+
+    num_ranks: int
+    num_replicas: int
+    num_microbatches: int
+    stages_per_rank: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return self.num_ranks * self.stages_per_rank
+
+    def microbatch_size(self, batch_size: int) -> int:
+        """Return the samples of the largest micro-batch."""
+        return -(-batch_size // (self.num_replicas * self.num_microbatches))
+
+
+def sizes(wishes: Wishes, cluster: Cluster, threads: int, num_spans: int) -> Iterator[Size]:
+    """Yield the sizes to look at where each rank has so many threads of its host.
+
+    One rank and one stage, the model uncut, is always among them, on one device and in as many
+    replicas as fit.
+
+    Raises:
+        ConfigError: the batch has fewer samples than there are to be replicas.
+    """
+    num_devices = len(cluster.places) // threads or 1
+    if wishes.num_replicas is not None and wishes.batch_size < wishes.num_replicas:
+        raise ConfigError(
+            f"batch_size={wishes.batch_size} for num_replicas={wishes.num_replicas}: each needs a "
+            "sample; give a larger batch or fewer replicas"
+        )
+    for num_ranks in _numbers_of_ranks(wishes, num_devices, num_spans):
+        for num_replicas in _numbers_of_replicas(wishes, num_devices // num_ranks):
+            samples = wishes.batch_size // num_replicas
+            per_rank = wishes.stages_per_rank if num_ranks > 1 else (1,)
+            fitting = [v for v in per_rank if num_ranks * v <= num_spans]
+            parts = _numbers_of_microbatches(wishes, num_ranks, samples)
+            for stages_per_rank, num_microbatches in product(fitting, parts):
+                yield Size(num_ranks, num_replicas, num_microbatches, stages_per_rank)
+
+
+def families(wishes: Wishes, size: Size, costs: Costs) -> Iterator[Family]:
+    """Yield the schedule families to look at, made for these costs where they take any; first the
+    one that keeps least of those that take none.
+    """
+    if size.num_stages == 1:
+        wanted: Sequence[str] = ("gpipe",)
+    else:
+        wanted = wishes.schedules or SCHEDULE_NAMES
+    is_large = size.num_stages * size.num_microbatches > _MOST_FOR_LISTS
+    found = families_for(costs, size.stages_per_rank)
+    yield from sorted(
+        (x for x in found if x.name in wanted and not (is_large and takes_costs(x))),
+        key=lambda family: family.name not in _LEAN,
+    )
+
+
+def takes_costs(family: Family) -> bool:
+    """Tell whether a family's schedules are made for costs."""
+    return "costs" in dict(family.arguments)
+
+
+def can_run(wishes: Wishes, size: Size) -> bool:
+    """Tell whether any schedule that is wanted has so many stages on a rank."""
+    names = wishes.schedules or SCHEDULE_NAMES
+    return size.num_stages == 1 or any(suits(name, size.stages_per_rank) for name in names)
+
+
+def _numbers_of_ranks(wishes: Wishes, num_devices: int, num_spans: int) -> Sequence[int]:
+    if wishes.num_ranks is not None:
+        return (wishes.num_ranks,)
+    most = min(num_devices, num_spans)
+    every = range(1, most + 1)
+    if most <= _FEW:
+        return every
+    return [n for n in every if n <= _FEW // 2 or num_devices % n == 0 or n == most]
+
+
+def _numbers_of_replicas(wishes: Wishes, room: int) -> Sequence[int]:
+    """Return how many replicas to try where there is room for so many: the most, and the most
+    that share the batch out evenly.
+    """
+    if wishes.num_replicas is not None:
+        return (wishes.num_replicas,) if wishes.num_replicas <= room else ()
+    most = min(room, wishes.batch_size)
+    evenly = (n for n in range(most, 0, -1) if wishes.batch_size % n == 0)
+    return sorted({n for n in (most, next(evenly, 0), 1) if 0 < n <= room})
+
+
+def _numbers_of_microbatches(wishes: Wishes, num_ranks: int, samples: int) -> Sequence[int]:
+    if wishes.num_microbatches is not None:
+        return (wishes.num_microbatches,) if wishes.num_microbatches <= samples else ()
+    powers = [2**n for n in range(samples.bit_length())]
+    multiples = [num_ranks * times for times in (1, 2, 3, 4, 6, 8, 12, 16)]
+    return sorted({n for n in (*powers, *multiples) if n <= samples})
+
+
+def is_long(size: Size) -> bool:
+    """Tell whether a schedule has so many micro-batches that it is looked at only where fewer do
+    not fit: more of them would gain a few per cent of bubble at the most.
+    """
+    enough = min(_ENOUGH_PER_RANK * size.num_ranks, _ENOUGH_IN_ALL // size.num_stages)
+    return size.num_microbatches > max(enough, _LEAST_PER_STAGE * size.num_stages)

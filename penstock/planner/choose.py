@@ -1,0 +1,232 @@
+"""Find the plan that takes the least time: every candidate is foretold, or shown to be slower.
+
+Candidates come in the order of what they take at least; one whose least is more than what another
+was foretold to take needs no schedule and no simulation.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import inf
+
+from penstock.costs.cluster import Cluster
+from penstock.costs.profile import Profile
+from penstock.errors import ConfigError
+from penstock.interval import likely
+from penstock.schedules.costs import UNIT_COSTS
+from penstock.schedules.family import Family
+from penstock.trace.units import bytes_text
+
+from .candidates import Size, Wishes, can_run, families, is_long, sizes, takes_costs
+from .evaluate import Evaluator
+from .foretell import Foretold
+from .plan import Plan
+
+_MARGIN = 1.1
+"""Candidates that take so many times as long as the fastest are not worth a line."""
+_REFINED = 6
+"""Sizes for which schedules are looked at that are made for costs: making one takes long."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A candidate that was foretold: its plan, and what that was foretold from."""
+
+    size: Size
+    foretold: Foretold
+
+    @property
+    def plan(self) -> Plan:
+        return self.foretold.plan
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, optimizer included."""
+        assert self.plan.predicted_step_s is not None
+        return self.plan.predicted_step_s
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What was found: the best candidates, the fastest first, and the model uncut.
+
+    `uncut` is None where that does not fit; `num_looked_at` counts the plans that were made.
+    """
+
+    best: tuple[Found, ...]
+    uncut: Found | None
+    num_looked_at: int
+
+
+def find_plans(
+    profiles: Sequence[Profile], cluster: Cluster, wishes: Wishes, *, num_best: int = 5
+) -> Choices:
+    """Foretell what may be fastest of all candidates; the same input gives the same answer.
+
+    `profiles` are of one model, each with another number of threads for a rank.  Among the best,
+    each has other numbers of ranks, replicas or threads than those before it.
+
+    Raises:
+        PlanError: the profiles are of different models; names the first layer that differs.
+        ConfigError: nothing fits; says by how much, and what would help.
+    """
+    for profile in profiles[1:]:
+        profile.check_model(profiles[0].layers)
+    cluster = cluster.resolved(likely)
+    search = _Search([Evaluator(each, cluster, wishes) for each in profiles], wishes, num_best)
+    search.run()
+    return search.choices()
+
+
+class _Search:
+    """Candidates that were looked at, the fastest of each kind."""
+
+    def __init__(self, evaluators: Sequence[Evaluator], wishes: Wishes, num_best: int) -> None:
+        self._evaluators, self._wishes, self._num_best = evaluators, wishes, num_best
+        self._best: dict[tuple[int, int, int], Found] = {}
+        self._too_large: list[tuple[Evaluator, Size, Family]] = []
+        self._num_plans = 0
+        self._plain: dict[tuple[int, Size], Found] = {}
+
+    def run(self) -> None:
+        """Look at every candidate that could be among the best, and at the model uncut; then at
+        the schedules that are made for costs, for the sizes that were fastest without.
+        """
+        waiting = sorted(
+            (is_long(size), evaluator.least_s(size), n, size)
+            for n, evaluator in enumerate(self._evaluators)
+            for size in self._sizes(evaluator)
+        )
+        has_uncut: set[int] = set()
+        for is_last, least_s, n, size in waiting:
+            if is_last and self._best:
+                break
+            is_first_uncut = size.num_stages == 1 and n not in has_uncut
+            if least_s < self._limit_s() or is_first_uncut:
+                self._look_at(self._evaluators[n], size)
+                fits = self._kind(self._evaluators[n], size) in self._best
+                has_uncut.update({n} if size.num_stages == 1 and fits else ())
+        for _, _, n, size in waiting:  # others, to compare with
+            if len(self._best) >= self._num_best:
+                break
+            if self._kind(self._evaluators[n], size) not in self._best and not is_long(size):
+                self._look_at(self._evaluators[n], size, is_wanted=True)
+        fastest = sorted(self._plain.items(), key=lambda item: (item[1].step_s, item[0]))
+        for (n, size), found in fastest[:_REFINED]:
+            self._refine(self._evaluators[n], size, found.foretold)
+
+    def choices(self) -> Choices:
+        """Return what was found.
+
+        Raises:
+            ConfigError: nothing fits.
+        """
+        found = sorted(self._best.values(), key=lambda each: each.step_s)
+        if not found:
+            raise ConfigError(self._nothing_fits())
+        uncut = next((each for each in found if each.size.num_stages == 1), None)
+        return Choices(tuple(found[: self._num_best]), uncut, self._num_plans)
+
+    def _sizes(self, evaluator: Evaluator) -> Iterator[Size]:
+        spans = len(evaluator.profile.spans)
+        found = sizes(self._wishes, evaluator.cluster, evaluator.threads, spans)
+        return (size for size in found if can_run(self._wishes, size))
+
+    def _limit_s(self) -> float:
+        """Return what a candidate has to be faster than."""
+        steps_s = sorted(found.step_s for found in self._best.values())
+        if len(steps_s) < self._num_best:
+            return steps_s[0] * _MARGIN if steps_s else inf
+        return min(steps_s[self._num_best - 1], steps_s[0] * _MARGIN)
+
+    def _best_s(self) -> float:
+        return min((found.step_s for found in self._best.values()), default=inf)
+
+    @staticmethod
+    def _kind(evaluator: Evaluator, size: Size) -> tuple[int, int, int]:
+        return size.num_ranks, size.num_replicas, evaluator.threads
+
+    def _look_at(self, evaluator: Evaluator, size: Size, *, is_wanted: bool = False) -> None:
+        """Foretell one size with every schedule that is made for no costs."""
+        number = self._evaluators.index(evaluator)
+        for family in families(self._wishes, size, UNIT_COSTS):
+            if takes_costs(family):
+                continue
+            foretold = self._planned(evaluator, size, family)
+            if foretold is None:
+                return  # the others keep no less
+            may_lose = size.num_stages == 1 or is_wanted
+            if not may_lose and self._soonest_s(foretold) >= self._limit_s():
+                return  # other schedules have the same work to do
+            found = self._keep(size, foretold)
+            before = self._plain.get((number, size), found)
+            self._plain[number, size] = min(before, found, key=lambda each: each.step_s)
+
+    def _refine(self, evaluator: Evaluator, size: Size, like: Foretold) -> None:
+        """Foretell one size with the schedules that are made for costs: those of a plan of it."""
+        if self._soonest_s(like) >= self._best_s():
+            return
+        for family in families(self._wishes, size, like.costs):
+            if takes_costs(family):
+                foretold = self._planned(evaluator, size, family)
+                if foretold is not None:
+                    self._keep(size, foretold)
+
+    def _planned(self, evaluator: Evaluator, size: Size, family: Family) -> Foretold | None:
+        self._num_plans += 1
+        plan = evaluator.plan_of(size, family)
+        if plan is None:
+            self._too_large.append((evaluator, size, family))
+            return None
+        return Foretold(
+            plan, evaluator.profile, evaluator.cluster, plan.batch_size, evaluator.pricing
+        )
+
+    @staticmethod
+    def _soonest_s(foretold: Foretold) -> float:
+        """Return seconds that no schedule of a plan's size can take less than: the first forward
+        gets to a rank, and then it does all its work.
+        """
+        plan, forward_s = foretold.plan, foretold.costs.forward_s
+        assert plan.predicted_s is not None and isinstance(forward_s, tuple)
+        before_s = accumulate(forward_s, initial=0)
+        first_s: dict[int, float] = {}
+        work_s: dict[int, float] = {}
+        for place, seconds, start_s in zip(
+            plan.placement.places, plan.predicted_s, before_s, strict=False
+        ):
+            first_s.setdefault(place, float(start_s))
+            work_s[place] = work_s.get(place, 0.0) + seconds * plan.num_microbatches
+        return max(first_s[p] + work_s[p] for p in work_s) + foretold.update_s
+
+    def _keep(self, size: Size, foretold: Foretold) -> Found:
+        """Foretell how long a plan takes, and keep it if it is the fastest of its kind."""
+        plan = replace(foretold.plan, predicted_step_s=foretold.quick_step_s)
+        found = Found(size, replace(foretold, plan=plan))
+        kind = size.num_ranks, size.num_replicas, plan.threads_per_stage
+        self._best[kind] = min(self._best.get(kind, found), found, key=lambda each: each.step_s)
+        return found
+
+    def _nothing_fits(self) -> str:
+        if not self._too_large:
+            return (
+                "no plan is possible: the wishes leave no number of ranks, replicas and "
+                "micro-batches that the cluster has devices and the batch samples for; ask for "
+                "less"
+            )
+        found = [(each[0].excess_of(*each[1:]), each[1]) for each in self._too_large]
+        excess, size = min(found, key=lambda each: (each[0].num_bytes, each[1]))
+        moves = any(evaluator.may_offload(size) for evaluator in self._evaluators)
+        remedies = ["devices with more memory", "an optimizer that keeps less"]
+        if not moves:
+            remedies.insert(0, "offload (host_bytes_per_s of the devices)")
+        if size.microbatch_size(self._wishes.batch_size) > 1:
+            remedies.insert(0, "smaller micro-batches (a larger num_microbatches)")
+        return (
+            f"the model fits nowhere: the nearest plan, {size.num_stages} stages on "
+            f"{size.num_ranks} ranks with {size.num_microbatches} micro-batches, lacks "
+            f"{bytes_text(round(excess.num_bytes))} on its fullest stage, where "
+            f"{bytes_text(round(excess.limit_bytes))} may be used even with whole stages "
+            f"recomputed{' and moved away' if moves else ''}. What would help: "
+            f"{', '.join(remedies)}, more devices, or layers that are smaller"
+        )

@@ -1,0 +1,173 @@
+"""Search all cuts of layers into stages, and all orders of the devices that they are on.
+
+A dynamic programme, twice over the same states: for the least slowest stage, and then, among the
+cuts that keep to it, for the least sum of squares.  A stage is looked at together with all that it
+could have, as one matrix: so K stages of L layers take K * L^2 / 2 steps of numpy's, whatever the
+costs are.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Matrix = NDArray[Any]
+"""[start, end]: a number for layers [start, end), for every start and end from 0 to L."""
+_Vector = NDArray[np.float64]
+ROUNDING = 1e-9
+"""Stages whose costs differ by less, as a share, are equally slow: sums of floats differ so."""
+
+
+class Setting(NamedTuple):
+    """Where a stage is: its number, the kind of its device, and of those on both sides.
+
+    `before` and `after` are None at the ends of the pipeline, and where nobody asks.
+    """
+
+    stage: int
+    kind: int = 0
+    before: int | None = None
+    after: int | None = None
+
+
+class _State(NamedTuple):
+    """What matters of the stages so far: how many devices of each kind they use, and, where costs
+    depend on them, the kind of the last one and the one that was promised to be next.
+    """
+
+    used: tuple[int, ...]
+    last: int | None = None
+    promised: int | None = None
+
+
+class Part(NamedTuple):
+    """A stage of the cut that was found: the kind of its device, and where it starts and ends."""
+
+    kind: int
+    start: int
+    end: int
+
+
+_Join = Callable[[Matrix, Matrix], Matrix]
+"""(value of the stages before, cost of a stage) -> value of both."""
+_Level = dict[_State, _Vector]
+"""By state, the least value of the layers before each start that the next stage may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What is to be cut: at `edges`, in `num_stages`, on `counts[kind]` devices of each kind.
+
+    `cost` gives what layers take as a stage in a setting; infinity is what cannot be.  With
+    `looks_around` it is asked for each kind of device on both sides.
+    """
+
+    num_stages: int
+    edges: NDArray[np.intp]
+    cost: Callable[[Setting], Matrix]
+    counts: tuple[int, ...]
+    looks_around: bool = False
+
+    def best(self) -> list[Part] | None:
+        """Return the stages of the best cut; None if every one has a stage that cannot be."""
+        slowest = self._slowest()
+        if not np.isfinite(slowest):
+            return None
+        bound = slowest * (1 + ROUNDING)
+
+        def add_square(least: Matrix, cost: Matrix) -> Matrix:
+            return least + np.where(cost <= bound, cost * cost, np.inf)
+
+        return self._walked_back(self._levels(add_square), add_square)
+
+    @property
+    def _width(self) -> int:
+        """How many starts a stage can have, if each before and after it has something."""
+        return len(self.edges) - self.num_stages
+
+    def _slowest(self) -> float:
+        last = self._levels(np.maximum)[-1]
+        return min((float(least[-1]) for least in last.values()), default=np.inf)
+
+    def _levels(self, join: _Join) -> list[_Level]:
+        """Return the states after 0, 1, ... stages."""
+        nothing = np.full(self._width, np.inf)
+        nothing[0] = 0.0
+        levels: list[_Level] = [{_State((0,) * len(self.counts)): nothing}]
+        for stage in range(self.num_stages):
+            following: _Level = {}
+            blocks: dict[Setting, Matrix] = {}
+            for state, setting, then in self._all_moves(levels[-1], stage):
+                if setting not in blocks:
+                    blocks[setting] = self._block(setting)
+                known = following.setdefault(then, np.full(self._width, np.inf))
+                _put_least(known, levels[-1][state], blocks[setting], join)
+            levels.append(following)
+        return levels
+
+    def _walked_back(self, levels: list[_Level], join: _Join) -> list[Part]:
+        state = min(levels[-1], key=lambda state: levels[-1][state][-1])
+        place, parts = self._width - 1, []
+        for stage in reversed(range(self.num_stages)):
+            upto = slice(place + 1)
+            choices = [
+                (before, setting, join(levels[stage][before][upto], block[upto, place]))
+                for before, setting, then in self._all_moves(levels[stage], stage)
+                if then == state
+                for block in (self._block(setting),)
+            ]
+            state, setting, values = min(choices, key=lambda choice: choice[2].min())
+            end, place = self.edges[stage + 1 + place], int(values.argmin())
+            parts.append(Part(setting.kind, int(self.edges[stage + place]), int(end)))
+        return parts[::-1]
+
+    def _all_moves(
+        self, level: Iterable[_State], stage: int
+    ) -> Iterator[tuple[_State, Setting, _State]]:
+        """Yield the states, what the next stage may be on in each, and the state after it."""
+        for state in level:
+            for setting, then in self._moves(state, stage):
+                yield state, setting, then
+
+    def _moves(self, state: _State, stage: int) -> Iterator[tuple[Setting, _State]]:
+        """Yield what the next stage may be on, and the state after it."""
+        kinds = self._left(state.used) if state.promised is None else (state.promised,)
+        for kind in kinds:
+            used = tuple(n + (k == kind) for k, n in enumerate(state.used))
+            if not self.looks_around:
+                yield Setting(stage, kind), _State(used)
+                continue
+            is_last = stage + 1 == self.num_stages
+            for after in (None,) if is_last else self._left(used):
+                yield Setting(stage, kind, state.last, after), _State(used, kind, after)
+
+    def _left(self, used: Sequence[int]) -> tuple[int, ...]:
+        return tuple(k for k, n in enumerate(used) if n < self.counts[k])
+
+    def _block(self, setting: Setting) -> Matrix:
+        """Return the costs for those starts and ends that leave something for all other stages."""
+        first, matrix = setting.stage, self.cost(setting)
+        of_starts = slice(first, first + self._width)
+        of_ends = slice(first + 1, first + 1 + self._width)
+        if len(self.edges) == len(matrix):  # every layer is an edge
+            return matrix[of_starts, of_ends]
+        return matrix[np.ix_(self.edges[of_starts], self.edges[of_ends])]
+
+
+_ROWS = 64
+"""Starts that are looked at together: few enough for a processor's cache."""
+_BACKWARDS = np.tri(_ROWS, k=-1, dtype=bool)
+"""Where an end would stand before its start."""
+
+
+def _put_least(known: _Vector, least: _Vector, block: Matrix, join: _Join) -> None:
+    """Put into `known` the least for each end over all starts before it, where that is less."""
+    for row in range(0, len(least), _ROWS):
+        starts = least[row : row + _ROWS, None]
+        if np.isfinite(starts).any():
+            found = join(starts, block[row : row + _ROWS, row:])
+            num_starts = len(starts)
+            found[:, :num_starts][_BACKWARDS[:num_starts, :num_starts]] = np.inf
+            np.minimum(known[row:], found.min(axis=0), out=known[row:])

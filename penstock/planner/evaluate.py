@@ -1,0 +1,228 @@
+"""What a candidate comes to: the best cut of the model for it, and what each stage computes twice
+so that all fits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import inf
+
+import numpy as np
+
+from penstock.costs.cluster import Cluster
+from penstock.costs.profile import Profile
+from penstock.interval import likely
+from penstock.schedules.family import Family
+from penstock.types import Transport
+
+from .candidates import Size, Wishes
+from .cuts import Matrix, Setting
+from .partition import cut, sums
+from .placement import Placement
+from .plan import BalancedBy, Plan
+from .pricing import Pricing
+from .stage_bytes import StageBytes
+from .stage_costs import OnDevice, StageCosts, Way, usual_ways
+
+
+@dataclass(frozen=True, slots=True)
+class Excess:
+    """By how much a candidate does not fit: bytes on its fullest stage, and what there is."""
+
+    num_bytes: float
+    limit_bytes: float
+
+
+class Evaluator:
+    """Makes plans of one profile for one cluster, whose figures are numbers; see `plan_of`."""
+
+    def __init__(self, profile: Profile, cluster: Cluster, wishes: Wishes) -> None:
+        self.profile, self.cluster, self.wishes = profile, cluster, wishes
+        is_cpu = all(device.torch_type == "cpu" for device in cluster.devices.values())
+        self.threads = profile.threads if is_cpu else 1  # an accelerator is a rank's alone
+        self.pricing = Pricing(profile, cluster)
+
+    def least_s(self, size: Size) -> float:
+        """Return seconds that no plan of this size can take less than."""
+        kinds = dict.fromkeys(self.cluster.places[p].kind for p in self.places_of(size))
+        every = [self.pricing.seconds(kind, *self._each(size)) for kind in kinds]
+        layers_s = [
+            min(x.forward_s + min(x.backward_s, x.input_s + x.weight_s) for x in of_layer)
+            for of_layer in zip(*every, strict=True)
+        ]
+        longest_s = max(sum(layers_s[start:end]) for start, end in self.profile.spans)
+        return float(size.num_microbatches * max(longest_s, sum(layers_s) / size.num_ranks))
+
+    def excess_of(self, size: Size, family: Family) -> Excess:
+        """Return what is missing for a plan of this size, where that is least."""
+        return _Stages(self, size, family).excess()
+
+    def plan_of(self, size: Size, family: Family) -> Plan | None:
+        """Return the plan whose slowest stage is fastest, of all that fit; None if none does.
+
+        Raises:
+            ConfigError: the family makes no schedule of this size.
+        """
+        stages = _Stages(self, size, family)
+        partition = cut(size.num_stages, stages.if_all_fits_s, self.profile.spans)
+        if partition is not None and not stages.fits(partition):
+            partition = cut(size.num_stages, stages.least_s, self.profile.spans)
+        if partition is None:
+            return None
+        runs = list(pairwise(accumulate(partition, initial=0)))
+        chosen = [stages.choice(stage, run) for stage, run in enumerate(runs)]
+        return Plan(
+            layers=self.profile.layers,
+            partition=partition,
+            schedule=family,
+            num_microbatches=size.num_microbatches,
+            recompute=tuple(way.recompute[stage] for stage, way in enumerate(chosen)),
+            offload=tuple(stage in way.offload for stage, way in enumerate(chosen)),
+            placement=self._placement(size, family),
+            threads_per_stage=self.threads,
+            transport=self._transport(size),
+            balanced_by=BalancedBy.TIME,
+            predicted_s=tuple(stages.seconds(n, run) for n, run in enumerate(runs)),
+            batch_size=self.wishes.batch_size,
+        )
+
+    def places_of(self, size: Size) -> tuple[int, ...]:
+        """Return the device of the cluster that each rank is on; one with several threads is on
+        the first of its cores.
+        """
+        return tuple(n * self.threads for n in range(size.num_ranks * size.num_replicas))
+
+    def limit_bytes(self, place: int) -> float:
+        """Return what a rank on a device may use of its memory."""
+        share = self.wishes.memory_share * self.threads
+        return share * self.cluster.device_of(place).memory_bytes
+
+    def on_device(self, size: Size, place: int) -> OnDevice:
+        """Return what a stage takes on a device, and the memory that it may have."""
+        to_host = self.cluster.device_of(place).host_bytes_per_s
+        return OnDevice(
+            seconds=self.pricing.seconds(self.cluster.places[place].kind, *self._each(size)),
+            memory_bytes=self.limit_bytes(place) / size.stages_per_rank,
+            host_bytes_per_s=inf if to_host is None else likely(to_host),
+        )
+
+    def may_offload(self, size: Size) -> bool:
+        """Tell whether every device can move what a stage keeps to its host, and is allowed to."""
+        devices = (self.cluster.device_of(place) for place in self.places_of(size))
+        can = all(device.host_bytes_per_s is not None for device in devices)
+        return self.wishes.offload and can
+
+    def stage_bytes(self, size: Size, place: int) -> StageBytes:
+        """Return what runs of layers keep of a micro-batch."""
+        return self.pricing.bytes(self.cluster.places[place].kind, self._each(size)[0])
+
+    def first_like(self, place: int) -> int:
+        """Return the first device of the kind of a device."""
+        return self._first_of[self.cluster.places[place].kind]
+
+    @cached_property
+    def _first_of(self) -> dict[str, int]:
+        places = reversed(list(enumerate(self.cluster.places)))
+        return {found.kind: number for number, found in places}
+
+    def _each(self, size: Size) -> tuple[int, int]:
+        return size.microbatch_size(self.wishes.batch_size), size.num_microbatches
+
+    def _transport(self, size: Size) -> Transport:
+        """Return how stages talk: in one process where that is a host of CPUs, else between."""
+        if self.wishes.transport is not None:
+            return self.wishes.transport
+        on = self.places_of(size)
+        if self.cluster.device_of(on[0]).torch_type != "cpu":
+            return Transport.TORCH_DISTRIBUTED
+        hosts = {self.cluster.places[place].host for place in on}
+        return Transport.THREADS if len(hosts) == size.num_replicas == 1 else Transport.SOCKETS
+
+    def _placement(self, size: Size, family: Family) -> Placement:
+        places, on = family.ranks(size.num_stages), self.places_of(size)
+        kinds = [self.cluster.device_of(on[place]).torch_type for place in places]
+        found = Placement.of(places, size.num_replicas, kinds)
+        is_in_order = on == tuple(range(len(on)))
+        return replace(found, cluster_places=None if is_in_order else on)
+
+
+class _Stages:
+    """What any run of layers costs each stage of one size in one schedule."""
+
+    def __init__(self, evaluator: Evaluator, size: Size, family: Family) -> None:
+        self._evaluator, self._size = evaluator, size
+        on = evaluator.places_of(size)
+        self._on = [evaluator.first_like(on[p]) for p in family.ranks(size.num_stages)]
+        moves = range(size.num_stages if evaluator.may_offload(size) else 0)
+        self._to_come = usual_ways(family, size.num_stages, size.num_microbatches, moves)
+        self._found = [next(self._to_come)]
+        self._known: dict[object, Matrix] = {}
+
+    @property
+    def _ways(self) -> list[Way]:
+        """What stages may do, that which changes nothing first; the rest is asked for late."""
+        self._found.extend(self._to_come)
+        return self._found
+
+    def if_all_fits_s(self, stage: int) -> Matrix:
+        """Return the seconds where nothing is recomputed, whether that fits or not."""
+        way = self._found[0]
+        key = way.work[stage], self._on[stage]
+        if key not in self._known:
+            device = self._evaluator.on_device(self._size, self._on[stage])
+            seconds = way.work[stage].seconds(device.seconds, way.recompute[stage])
+            self._known[key] = sums(seconds)
+        return self._known[key]
+
+    def fits(self, partition: Sequence[int]) -> bool:
+        """Tell whether a cut fits with nothing recomputed: no other one is faster then."""
+        runs = enumerate(pairwise(accumulate(partition, initial=0)))
+        way = self._found[0]
+        return all(np.isfinite(self._seconds(stage, way)[run]) for stage, run in runs)
+
+    def least_s(self, stage: int) -> Matrix:
+        """Return the seconds of the fastest way that fits; infinity where none does."""
+        found: Matrix = np.minimum.reduce([self._seconds(stage, way) for way in self._ways])
+        return found
+
+    def choice(self, stage: int, run: tuple[int, int]) -> Way:
+        """Return the fastest way, the one that changes least of several."""
+        if np.isfinite(self._seconds(stage, self._found[0])[run]):
+            return self._found[0]
+        return min(self._ways, key=lambda way: float(self._seconds(stage, way)[run]))
+
+    def seconds(self, stage: int, run: tuple[int, int]) -> float:
+        """Return the seconds of a micro-batch on a stage with these layers."""
+        return float(self._seconds(stage, self.choice(stage, run))[run])
+
+    def excess(self) -> Excess:
+        """Return what is missing where that is least."""
+        profile, size = self._evaluator.profile, self._size
+        partition = cut(size.num_stages, self._missing, profile.spans)
+        assert partition is not None, "no cost is infinite"
+        runs = pairwise(accumulate(partition, initial=0))
+        most = max(float(self._missing(stage)[run]) for stage, run in enumerate(runs))
+        return Excess(most, self._evaluator.limit_bytes(self._on[0]))
+
+    def _seconds(self, stage: int, way: Way) -> Matrix:
+        key = way.recompute[stage], way.work[stage], self._on[stage]
+        if key not in self._known:
+            self._known[key] = self._costs(stage, way)(Setting(stage, 0))
+        return self._known[key]
+
+    def _missing(self, stage: int) -> Matrix:
+        found: Matrix = np.minimum.reduce(
+            [self._costs(stage, way).missing_bytes(Setting(stage, 0)) for way in self._ways]
+        )
+        return found.clip(0)
+
+    def _costs(self, stage: int, way: Way) -> StageCosts:
+        place = self._on[stage]
+        return StageCosts(
+            of_stages=self._evaluator.stage_bytes(self._size, place),
+            weights=self._evaluator.profile.weights,
+            ways=(way,),
+            devices=(self._evaluator.on_device(self._size, place),),
+            versions=(1,) * self._size.num_stages,
+        )

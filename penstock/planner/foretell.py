@@ -1,0 +1,362 @@
+"""Foretell a step: a plan, what its layers cost and what it runs on -> when, and with how much.
+
+The schedule is the one that the executor would run, lowered by the same function.  One replica is
+simulated; the others run alike beside it, and what they share with it, cores and links, counts.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+
+from penstock.costs.cluster import Cluster
+from penstock.costs.profile import LayerSeconds, Profile
+from penstock.errors import ConfigError, PlanError
+from penstock.interval import likely
+from penstock.schedules.costs import Costs
+from penstock.schedules.ir import Schedule
+from penstock.schedules.lower import Lowering, lower, lower_unproved
+from penstock.schedules.memory import Kept
+from penstock.schedules.transfers import Transfer
+from penstock.simulator import Pool, Sharing, Way
+from penstock.simulator import simulate as simulate_schedule
+from penstock.simulator.compiled import Compiled, Edge, compiled
+from penstock.simulator.memory import StageWeights, memory_of
+from penstock.simulator.simulate import step_s
+from penstock.trace.timeline import Timeline
+
+from .layer_seconds import update_seconds, weights_together
+from .plan import Plan
+from .pricing import Pricing
+from .stage_bytes import Message, StageBytes
+
+
+def simulate(
+    plan: Plan, profile: Profile, cluster: Cluster, *, batch_size: int | None = None
+) -> Timeline:
+    """Foretell one training step: when each instruction runs, and what memory holds.
+
+    Rank r of the plan runs on device r of the cluster; on a host whose ranks share cores
+    (`busy_speed`), ranks beyond its devices begin with the first again.  `batch_size` are the
+    samples of a step over all replicas; left out, those that the plan was made for.  Intervals of
+    the cluster count with their middle: simulate with both of `cluster.ends()` to see how much
+    they matter.
+
+    The optimizer's own time is not in the timeline: `Foretold(...).optimizer_s` tells.
+
+    Raises:
+        PlanError: the plan is of another model than the profile; names the first layer.
+        ConfigError: the cluster has too few devices, or the batch does not fit the plan.
+    """
+    return Foretold(plan, profile, cluster, batch_size).timeline
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """A step that was foretold, and what it was foretold from; see `simulate`."""
+
+    plan: Plan
+    profile: Profile
+    cluster: Cluster
+    batch_size: int | None = None
+    pricing: Pricing | None = field(default=None, compare=False, repr=False)
+    """What several plans share, of the same profile and cluster."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size is None:
+            object.__setattr__(self, "batch_size", self.plan.batch_size)
+        if self.pricing is None:
+            self.plan.check_model(self.profile.layers)
+            pricing = Pricing(self.profile, self.cluster.resolved(likely))
+            object.__setattr__(self, "pricing", pricing)
+        assert self.pricing is not None
+        cluster = self.pricing.cluster
+        if self.plan.transport.is_between_processes:
+            cluster = self.pricing.between_processes
+        object.__setattr__(self, "cluster", cluster)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When each instruction runs, and what each stage holds."""
+        timeline = simulate_schedule(self.schedule, self.costs, sharing=self.sharing)
+        weights = [self._weights_of(stage) for stage in range(self.plan.num_stages)]
+        memory = memory_of(timeline, self.kept, weights, self.sharing.num_bytes)
+        return replace(timeline, memory=memory)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step with the optimizer."""
+        return self.timeline.step_s + self.update_s
+
+    @property
+    def update_s(self) -> float:
+        """Seconds from the end of the step to that of the update: processes and accelerators
+        update their weights at once, and a process of CPUs one stage after the other.
+        """
+        is_one_after_another = (
+            not self.plan.transport.is_between_processes
+            and self.cluster.device_of(self.places[0]).torch_type == "cpu"
+        )
+        return sum(self.optimizer_s) if is_one_after_another else max(self.optimizer_s)
+
+    @property
+    def optimizer_s(self) -> tuple[float, ...]:
+        """Seconds of the update on each rank of a replica, after the step."""
+        of_ranks = [0.0] * self.plan.placement.num_places
+        for stage, place in enumerate(self.plan.placement.places):
+            own = self.profile.weights[self._runs[stage]]
+            devices = {self.cluster.device_of(p).name: p for p in self._places_of(stage)}
+            of_ranks[place] += max(
+                sum(update_seconds(own, self.cluster.device_of(p))) for p in devices.values()
+            )
+        return tuple(of_ranks)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule that the executor would run, proved."""
+        return lower(self._lowering, self.plan.num_microbatches)
+
+    @property
+    def quick_step_s(self) -> float:
+        """The same seconds as `step_s`, to the last digit, sooner: no proof, no timeline."""
+        program = _program(self._lowering, self.plan.num_microbatches)
+        return step_s(program, self.costs, self.sharing) + self.update_s
+
+    @cached_property
+    def _lowering(self) -> Lowering:
+        plan = self.plan
+        edges = {(m.transfer.producer, m.transfer.consumer) for m in self._messages}
+        return Lowering(
+            family=plan.schedule,
+            ranks=plan.placement.places,
+            transfers=tuple(Transfer(producer=a, consumer=b) for a, b in sorted(edges)),
+            recompute=plan.recomputing,
+            offload=plan.offloading,
+            posts=plan.transport.is_between_processes,
+            reduces=plan.placement.num_replicas > 1,
+        )
+
+    @cached_property
+    def microbatch_size(self) -> int:
+        """Samples of the largest micro-batch.
+
+        Raises:
+            ConfigError: nothing says how many samples a step has, or they are too few.
+        """
+        plan, sizes = self.plan, self.profile.sizes
+        num_parts = plan.num_microbatches * plan.placement.num_replicas
+        batch_size = self.batch_size or plan.batch_size
+        if batch_size is None:
+            if len(sizes) > 1:
+                raise ConfigError(
+                    "batch_size is not known: the profile has several micro-batch sizes; give "
+                    "the samples of a step, over all replicas"
+                )
+            return sizes[0].microbatch_size
+        if batch_size < num_parts:
+            raise ConfigError(
+                f"batch_size={batch_size} for {plan.placement.num_replicas} replicas of "
+                f"{plan.num_microbatches} micro-batches: each needs a sample; give at least "
+                f"{num_parts}, or fewer replicas or micro-batches"
+            )
+        return -(-batch_size // num_parts)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Seconds of each instruction on each stage."""
+        stages = range(self.plan.num_stages)
+        layers = [self._seconds_of(stage) for stage in stages]
+
+        def each(name: str) -> tuple[float, ...]:
+            return tuple(sum(getattr(layer, name) for layer in own) for own in layers)
+
+        starts = [run.start for run in self._runs]
+        again = (
+            sum(layers[stage][n - starts[stage]].recompute_s for n in self.plan.recomputed(stage))
+            for stage in stages
+        )
+        return Costs(
+            forward_s=each("forward_s"),
+            backward_s=each("backward_s"),
+            recompute_s=tuple(again),
+            backward_input_s=each("input_s"),
+            backward_weight_s=each("weight_s"),
+            reduce_s=tuple(self._reduce_s(stage) for stage in stages),
+            offload_s=(moving_s := tuple(self._moving_s(stage) for stage in stages)),
+            fetch_s=moving_s,
+        )
+
+    @cached_property
+    def kept(self) -> tuple[Kept, ...]:
+        """What each stage keeps of one micro-batch."""
+        sizes = self._bytes.sizes(self.plan.partition, self.plan.recompute)
+        return sizes.of_stages(self.plan.num_stages)
+
+    @cached_property
+    def sharing(self) -> Sharing:
+        """How messages go, and what ranks share."""
+        num_bytes: dict[Edge, int] = {}
+        for message in self._messages:
+            a, b = message.transfer.producer, message.transfer.consumer
+            num_bytes[False, a, b] = message.num_bytes
+            num_bytes[True, b, a] = message.gradient_bytes
+
+        def way_of(edge: Edge) -> Way:
+            return self._way(edge, num_bytes.get(edge, 0))
+
+        return Sharing(way_of=way_of, num_bytes=num_bytes, pools=tuple(self._pools()))
+
+    @cached_property
+    def _runs(self) -> list[slice]:
+        """The layers of each stage."""
+        return [slice(a, b) for a, b in pairwise(accumulate(self.plan.partition, initial=0))]
+
+    @cached_property
+    def _bytes(self) -> StageBytes:
+        between = self.plan.transport.is_between_processes
+        kind = self.cluster.places[self.places[0]].kind
+        assert self.pricing is not None
+        return self.pricing.bytes(kind, self.microbatch_size, copies_weights=between)
+
+    @cached_property
+    def _messages(self) -> tuple[Message, ...]:
+        return self._bytes.messages(self.plan.partition)
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """The device of the cluster that each rank is on.
+
+        Raises:
+            PlanError: there are too few.
+        """
+        if self.plan.placement.cluster_places is not None:
+            return self.plan.placement.cluster_places
+        found: list[int] = []
+        num_ranks, num_devices = self.plan.placement.num_ranks, len(self.cluster.places)
+        for rank in range(num_ranks):
+            place = rank % num_devices
+            if rank >= num_devices and not self.cluster.host_of(place).busy_speed:
+                raise PlanError(
+                    f"the plan is for {num_ranks} ranks, and the cluster {self.cluster.name} has "
+                    f"{num_devices} devices; make a plan for this cluster, or give another one"
+                )
+            found.append(place)
+        return tuple(found)
+
+    def _places_of(self, stage: int) -> list[int]:
+        return [self.places[rank] for row in self.plan.placement.ranks[stage] for rank in row]
+
+    def _seconds_of(self, stage: int) -> tuple[LayerSeconds, ...]:
+        """Return the seconds of a stage's layers on the slowest device that runs it."""
+        run = self._runs[stage]
+        kinds = {self.cluster.places[p].kind: p for p in self._places_of(stage)}
+        found = [self._seconds_at(place)[run] for place in kinds.values()]
+        return max(found, key=lambda own: sum(x.forward_s + x.backward_s for x in own))
+
+    def _seconds_at(self, place: int) -> tuple[LayerSeconds, ...]:
+        assert self.pricing is not None
+        return self.pricing.seconds(
+            self.cluster.places[place].kind,
+            self.microbatch_size,
+            self.plan.num_microbatches,
+            self._issue_speed(place),
+        )
+
+    def _issue_speed(self, place: int) -> float:
+        """Return how fast a rank's thread issues operators beside those of its process."""
+        shares = self.cluster.host_of(place).busy_issue
+        if self.plan.transport.is_between_processes or not shares:
+            return 1.0
+        host = self.cluster.places[place].host
+        threads = sum(self.cluster.places[p].host == host for p in self.places)
+        if threads <= len(shares):
+            return likely(shares[threads - 1])
+        return likely(shares[-1]) * len(shares) / threads
+
+    def _weights_of(self, stage: int) -> StageWeights:
+        own = weights_together(self.profile.weights[self._runs[stage]])
+        return StageWeights(
+            weight_bytes=own.parameter_bytes + own.buffer_bytes,
+            gradient_bytes=own.gradient_bytes,
+            optimizer_bytes=own.optimizer_bytes,
+            version_bytes=own.gradient_bytes,
+        )
+
+    def _reduce_s(self, stage: int) -> float:
+        group = sorted(set(self._places_of(stage)))
+        own = weights_together(self.profile.weights[self._runs[stage]])
+        if len(group) < 2 or not own.gradient_bytes:
+            return 0.0
+        assert self.pricing is not None
+        return self.pricing.sum_s(
+            tuple(group),
+            own.gradient_bytes,
+            processes=self.plan.transport.is_between_processes,
+        )
+
+    def _moving_s(self, stage: int) -> float:
+        """Return the seconds of what a stage keeps on its way to the host, or back.
+
+        Raises:
+            ConfigError: the plan moves it, and the device says nothing of that.
+        """
+        if not self.plan.offload[stage]:
+            return 0.0
+        device = self.cluster.device_of(self._places_of(stage)[0])
+        if device.host_bytes_per_s is None:
+            raise ConfigError(
+                f"the plan offloads stage {stage}, and device {device.name!r} of the cluster "
+                f"{self.cluster.name} has no host_bytes_per_s; give it, or plan without offload"
+            )
+        kept, keeps_graph = self.kept[stage], stage not in self.plan.recomputing
+        return kept.moves(keeps_graph=keeps_graph) / likely(device.host_bytes_per_s)
+
+    def _way(self, edge: Edge, num_bytes: int) -> Way:
+        """Return how a message goes; replicas that use the same lane at once share it."""
+        _, source, target = edge
+        placement = self.plan.placement
+        routes = [
+            self.cluster.route(
+                self.places[placement.rank_of(source, replica)],
+                self.places[placement.rank_of(target, replica)],
+            )
+            for replica in range(placement.num_replicas)
+        ]
+        users = Counter(lane for route in routes for lane in route.lanes)
+        first = routes[0]
+        shared = max((users[lane] for lane in first.lanes), default=1)
+        return Way(
+            lanes=first.lanes,
+            lane_s=num_bytes / first.bytes_per_s * shared,
+            latency_s=first.latency_s,
+            send_s=first.busy_s(num_bytes),
+            receive_s=first.busy_s(num_bytes),
+            blocks=first.blocks,
+        )
+
+    def _pools(self) -> Sequence[Pool]:
+        """Return the hosts whose ranks slow each other down, of the first replica."""
+        by_host: dict[int, list[int]] = {}
+        for rank, place in enumerate(self.places):
+            by_host.setdefault(self.cluster.places[place].host, []).append(rank)
+        own = set(self.plan.placement.peers_in(0))
+        found = []
+        for ranks in by_host.values():
+            mine = [rank for rank in ranks if rank in own]
+            speeds = self.cluster.host_of(self.places[ranks[0]]).busy_speed
+            if mine and speeds:
+                found.append(_pool(mine, len(ranks), [likely(speed) for speed in speeds]))
+        return found
+
+
+@lru_cache(maxsize=256)
+def _program(how: Lowering, num_microbatches: int) -> Compiled:
+    return compiled(lower_unproved(how, num_microbatches))
+
+
+def _pool(mine: Sequence[int], num_ranks: int, speeds: Sequence[float]) -> Pool:
+    """Return the pool of ranks of one replica, where other replicas' are as busy beside them."""
+    host = Pool((), tuple(speeds))
+    busy = (max(1, round(n * num_ranks / len(mine))) for n in range(1, len(mine) + 1))
+    return Pool(tuple(mine), tuple(map(host.speed, busy)))

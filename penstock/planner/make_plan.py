@@ -1,0 +1,85 @@
+"""`penstock.plan`: from a profile and a cluster to the plan that takes least."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.costs.cluster import Cluster
+from penstock.costs.profile import Profile
+from penstock.errors import PlanError
+from penstock.trace.timeline import Timeline
+
+from .candidates import Wishes
+from .choose import Choices, find_plans
+from .plan import Plan
+from .reasons import why_best
+
+
+def plan(
+    profile: Profile | Sequence[Profile],
+    cluster: Cluster,
+    batch_size: int,
+    *,
+    wishes: Wishes | None = None,
+) -> Plan:
+    """Choose how to run a model on a cluster: what is foretold to take the least time, and fits.
+
+        plan = penstock.plan(profile, cluster, batch_size=1024)
+        print(plan)
+        pipe = penstock.Pipeline(layers, plan=plan, loss=loss)
+
+    Stages, replicas, micro-batches, the schedule (each synchronous family), the layers of each
+    stage, and what is recomputed or moved away where memory asks for it.  Not to cut the model is
+    always among the candidates.  The same input gives the same plan.
+
+    Args:
+        profile: what the layers cost; or several of one model, each measured with another number
+            of threads for a rank.
+        cluster: what there is; ranks are put on its devices in order.
+        batch_size: the samples of a step, over all replicas.
+        wishes: what is decided already; its `batch_size` is replaced.
+
+    Raises:
+        PlanError, ConfigError: the profiles are of different models, or do not fit the cluster;
+            nothing fits the memory: says by how much, and what would help.
+    """
+    return choose_plan(profile, cluster, batch_size, wishes=wishes)[0]
+
+
+def choose_plan(
+    profile: Profile | Sequence[Profile],
+    cluster: Cluster,
+    batch_size: int,
+    *,
+    wishes: Wishes | None = None,
+    num_best: int = 5,
+) -> tuple[Plan, Choices]:
+    """Return the plan that `plan` does, and the candidates that came next."""
+    profiles = [profile] if isinstance(profile, Profile) else list(profile)
+    wishes = replace(wishes or Wishes(batch_size=batch_size), batch_size=batch_size)
+    choices = find_plans(profiles, cluster, wishes, num_best=num_best)
+    best = choices.best[0]
+    chosen = replace(
+        best.plan,
+        why=why_best(choices, cluster),
+        predicted_peak_bytes=tuple(best.foretold.timeline.peak_bytes_of_ranks()),
+    )
+    return chosen, choices
+
+
+def save_prediction(path: Path, timeline: Timeline) -> None:
+    """Write what was foretold for a plan beside its file.
+
+    Raises:
+        PlanError: the file cannot be written.
+    """
+    beside = prediction_path(path)
+    try:
+        beside.write_text(timeline.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"cannot write {beside}: {error.strerror}") from None
+
+
+def prediction_path(path: Path) -> Path:
+    """Return the file beside a plan's that has its foretold timeline."""
+    return path.with_suffix(".predicted.json")

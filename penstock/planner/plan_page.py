@@ -1,0 +1,25 @@
+"""A plan on a page: what was chosen and why, and the table of its stages."""
+
+from penstock.trace.page.page import Section, Table, Text
+
+from .plan import Plan
+
+
+def plan_section(plan: Plan) -> Section:
+    """Write a plan as a section of a page."""
+    heads, *rows = (tuple(row) for row in plan.rows)
+    lines = (line for each in plan.reasons for line in each.splitlines())
+    return Section("Plan", (*map(Text, lines), Table(heads, tuple(rows))))
+
+
+def plan_subtitle(plan: Plan) -> str:
+    """Say in a line what a plan runs."""
+    stages, replicas = plan.num_stages, plan.placement.num_replicas
+    return ", ".join(
+        (
+            f"{len(plan.layers)} layers in {stages} stage{'s' if stages > 1 else ''}",
+            *([f"{replicas} replicas"] if replicas > 1 else []),
+            f"{plan.num_microbatches} micro-batches",
+            str(plan.schedule),
+        )
+    )

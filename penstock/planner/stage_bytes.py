@@ -1,0 +1,240 @@
+"""What a stage keeps of a micro-batch and what crosses its ends, for any run of layers.
+
+A value goes from the stage that gives it to the first later one that uses it, from there to the
+next one that does, and so on, and its gradient the same way back:
+
+    given on stage 0, used on 1 and 3:     0 ──► 1 ──► 3
+
+So a stage gets each value at most once and sends it on at most once, wherever the others are cut;
+and what it keeps and sends is known from its own start and end alone.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from penstock.costs.profile import AtSize, Value
+from penstock.schedules.memory import Sizes
+from penstock.schedules.transfers import Transfer
+from penstock.types import RecomputeLayers, RecomputePolicy
+
+from .rectangles import Rectangle, Rectangles
+from .stage_work import Tables
+
+MODEL_INPUT = -1
+"""The producer of what the caller gives."""
+
+
+class Message(NamedTuple):
+    """What a stage sends another one for each micro-batch, and the gradients that come back."""
+
+    transfer: Transfer
+    num_bytes: int
+    gradient_bytes: int
+
+
+class _Need(NamedTuple):
+    """A layer that makes a stage keep a storage, if the stage has it and starts after `after`."""
+
+    layer: int
+    after: int
+
+
+class StageBytes:
+    """Bytes of one micro-batch on a stage of layers [start, end), as `Rectangles`: call them with
+    both, or take the `table` of all.
+
+    `copies_weights`: a weight that has its home on an earlier stage comes with each micro-batch,
+    and is kept as other values are, as between processes; else it is there anyway.
+
+    `graph` is all that is kept for a backward: what layers save inside, what they save of values,
+    and the values that came in, each storage once; with the last layer also what the loss saves,
+    if that is known, and its targets.  `incoming` are the values that came in alone, and the
+    targets: what is left of a graph that was dropped.  `left` is what the input part of a divided
+    backward leaves to the weight part, at most.  `given` is the caller's batch, of the first stage
+    that uses it, and of the one that computes the loss.
+
+    `received` comes from other stages and `sent` goes to others, as activations;
+    `received_gradient` is what goes back for the one, and `sent_gradient` what comes back for the
+    other.
+    """
+
+    def __init__(self, at: AtSize, *, copies_weights: bool = True) -> None:
+        self._at = at
+        self._num_layers = len(at.kind_of)
+        self._travels = [v for v in at.values if v.consumers]
+        self._arrives = [v for v in self._travels if copies_weights or not v.is_weight]
+        self._some_dropped: dict[RecomputePolicy, Rectangles] = {}
+        self._bytes_of: dict[int, int] = defaultdict(int)
+        for value in at.values:
+            self._bytes_of[value.storage] = max(self._bytes_of[value.storage], value.num_bytes)
+
+    @cached_property
+    def graph(self) -> Rectangles:
+        return self.after_forward(())
+
+    @cached_property
+    def incoming(self) -> Rectangles:
+        return self._made((*self._kept(self._needs_of_arrivals()), self._targets))
+
+    @cached_property
+    def left(self) -> Rectangles:
+        layers = [self._at.layer(n).left_bytes for n in range(self._num_layers)]
+        of_loss = self._at.loss.left_bytes if self._at.loss else 0
+        return self._made(self._each_layer(layers, of_loss))
+
+    @cached_property
+    def given(self) -> Rectangles:
+        inputs = (v for v in self._travels if v.producer == MODEL_INPUT)
+        last = self._num_layers
+        found = (
+            Rectangle(0, v.consumers[0], v.consumers[0] + 1, last, v.num_bytes) for v in inputs
+        )
+        return self._made((*found, self._targets))
+
+    @cached_property
+    def received(self) -> Rectangles:
+        return self._made(r for v in self._travels for r in _received(v, self._num_layers))
+
+    @cached_property
+    def received_gradient(self) -> Rectangles:
+        values = (v for v in self._travels if v.has_gradient)
+        return self._made(r for v in values for r in _received(v, self._num_layers))
+
+    @cached_property
+    def sent(self) -> Rectangles:
+        return self._made(r for v in self._travels for r in _sent(v))
+
+    @cached_property
+    def sent_gradient(self) -> Rectangles:
+        return self._made(r for v in self._travels if v.has_gradient for r in _sent(v))
+
+    def after_forward(self, dropped: Collection[int]) -> Rectangles:
+        """Return what is kept after a forward where `dropped` layers keep their inputs only."""
+        again = frozenset(dropped)
+        inner = [
+            0 if n in again else self._at.layer(n).inner_bytes for n in range(self._num_layers)
+        ]
+        needs = self._needs_of_arrivals()
+        for layer, value in (*self._saved(again), *self._inputs_of(again)):
+            if not value.is_weight:
+                needs[value.storage].append(_Need(layer, MODEL_INPUT))
+        of_loss = self._at.loss.inner_bytes if self._at.loss else 0
+        return self._made((*self._each_layer(inner, of_loss), *self._kept(needs), self._targets))
+
+    def tables(self, policy: RecomputePolicy) -> Tables:
+        """Return what any layers keep as a stage that recomputes by a policy."""
+        dropped = self._dropped_by(policy).table
+        return Tables(self.graph.table, dropped, self.left.table, self.given.table)
+
+    def sizes(self, partition: Sequence[int], recompute: Sequence[RecomputePolicy]) -> Sizes:
+        """Return what the stages of a partition keep, for `schedules.memory`."""
+        bounds = [*pairwise(accumulate(partition, initial=0))]
+        return Sizes(
+            kept_bytes=tuple(self.graph(*bound) for bound in bounds),
+            input_bytes=tuple(
+                self._dropped_by(x)(*at) for x, at in zip(recompute, bounds, strict=True)
+            ),
+            weight_bytes=tuple(self.left(*bound) for bound in bounds),
+            stay_bytes=tuple(self.given(*bound) for bound in bounds),
+        )
+
+    def messages(self, partition: Sequence[int]) -> tuple[Message, ...]:
+        """Return what the stages of a partition send each other, with its bytes."""
+        stage_of = [stage for stage, count in enumerate(partition) for _ in range(count)]
+        crossing: dict[tuple[int, int], list[Value]] = defaultdict(list)
+        for value in self._travels:
+            for edge in pairwise(sorted({stage_of[layer] for layer in _holders(value)})):
+                crossing[edge].append(value)
+        return tuple(
+            Message(
+                Transfer(producer=edge[0], consumer=edge[1], values=tuple(map(_name_of, values))),
+                sum(v.num_bytes for v in values),
+                sum(v.num_bytes for v in values if v.has_gradient),
+            )
+            for edge, values in sorted(crossing.items())
+        )
+
+    @property
+    def _targets(self) -> Rectangle:
+        """What counts where the last layer is."""
+        last = self._num_layers
+        return Rectangle(0, last - 1, last, last, self._at.target_bytes)
+
+    def _dropped_by(self, policy: RecomputePolicy) -> Rectangles:
+        """Return what is kept where a forward drops its graph, or some layers' part of it."""
+        if not isinstance(policy, RecomputeLayers):
+            return self.incoming
+        if policy not in self._some_dropped:
+            layers = [n for n in policy.layers if isinstance(n, int)]
+            self._some_dropped[policy] = self.after_forward(layers)
+        return self._some_dropped[policy]
+
+    def _saved(self, dropped: frozenset[int]) -> Iterator[tuple[int, Value]]:
+        """Yield the layers that are not dropped with what they save of values; the last, too, with
+        what the loss saves of them.
+        """
+        for layer, saved in enumerate(self._at.saved):
+            if layer not in dropped:
+                yield from ((layer, self._at.values[number]) for number in saved)
+        yield from ((self._num_layers - 1, self._at.values[n]) for n in self._at.loss_saved)
+
+    def _inputs_of(self, layers: frozenset[int]) -> Iterator[tuple[int, Value]]:
+        for value in self._travels:
+            yield from ((layer, value) for layer in value.consumers if layer in layers)
+
+    def _made(self, found: Iterable[Rectangle]) -> Rectangles:
+        return Rectangles(self._num_layers, found)
+
+    def _each_layer(self, amounts: Sequence[int], of_loss: int) -> Iterator[Rectangle]:
+        """Yield what counts wherever a layer is, and what counts where the last one is."""
+        last = self._num_layers
+        for layer, amount in enumerate(amounts):
+            yield Rectangle(0, layer, layer + 1, last, amount)
+        yield Rectangle(0, last - 1, last, last, of_loss)
+
+    def _needs_of_arrivals(self) -> dict[int, list[_Need]]:
+        """Return by storage the layers that use what came from before their stage."""
+        needs: dict[int, list[_Need]] = defaultdict(list)
+        for value in self._arrives:
+            needs[value.storage] += [_Need(layer, value.producer) for layer in value.consumers]
+        return needs
+
+    def _kept(self, needs: Mapping[int, Sequence[_Need]]) -> Iterator[Rectangle]:
+        """Yield where each storage is kept, once: where a stage has a layer that needs it."""
+        for storage, of_storage in needs.items():
+            layers_after: dict[int, list[int]] = defaultdict(list)
+            for need in sorted(of_storage):
+                layers_after[need.after].append(need.layer)
+            marks = {need.after + 1 for need in of_storage} | {n.layer + 1 for n in of_storage}
+            for start, next_start in pairwise(sorted(marks)):
+                # the first layer from a start on that needs it is the same up to the next mark
+                after = [x for before, x in layers_after.items() if before < start]
+                first = min((n for x in after for n in x[bisect_left(x, start) :][:1]), default=-1)
+                if first >= 0:
+                    size = self._bytes_of[storage]
+                    yield Rectangle(start, next_start - 1, first + 1, self._num_layers, size)
+
+
+def _holders(value: Value) -> list[int]:
+    """Return the layers that have a value, in order; the caller's batch is on its users only."""
+    return [*(() if value.producer == MODEL_INPUT else (value.producer,)), *value.consumers]
+
+
+def _received(value: Value, num_layers: int) -> Iterator[Rectangle]:
+    """Yield the runs that have a layer which holds a value, and another one before them."""
+    for before, layer in pairwise(_holders(value)):
+        yield Rectangle(before + 1, layer, layer + 1, num_layers, value.num_bytes)
+
+
+def _sent(value: Value) -> Iterator[Rectangle]:
+    """Yield the runs that have a layer which holds a value, and another one behind them."""
+    for layer, behind in pairwise(_holders(value)):
+        yield Rectangle(0, layer, layer + 1, behind, value.num_bytes)
+
+
+def _name_of(value: Value) -> str:
+    return "input" if value.producer == MODEL_INPUT else f"layer {value.producer}"

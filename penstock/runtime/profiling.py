@@ -1,0 +1,176 @@
+"""Make the profile of a model: count what its layers do, and measure them on their device."""
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import date
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.costs.count import count_layers
+from penstock.costs.layer_weights import MakeOptimizer, layer_weights
+from penstock.costs.measured_profile import How, Objective, measured
+from penstock.costs.profile import AtSize, Profile
+from penstock.errors import BatchError, ConfigError, check_count
+from penstock.model.batch import batch_size, of_size
+from penstock.model.capture.capture import resolve_layers
+from penstock.model.entries import Entry
+from penstock.model.layer_list import Layer
+from penstock.model.layers import Layers
+from penstock.model.pytree import flatten
+from penstock.trace.progress import saying
+
+from .batch_norm import batch_norms
+from .devices import num_cores
+from .planning import facts_of
+from .split_backward import SplitBackward, divide, split
+from .stage_calls import StageCalls
+from .unsplit import left_bytes
+
+_CPU_CORE = "core"
+"""What a core of a host is called where it is calibrated."""
+
+
+def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
+    layers: "nn.Module | Sequence[nn.Module | Layer] | Layers",
+    example_inputs: Any,
+    *,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    targets: Any = None,
+    microbatch_sizes: Sequence[int] | None = None,
+    measure: bool = True,
+    busy: bool = False,
+    optimizer: MakeOptimizer = torch.optim.AdamW,
+    threads: int | None = None,
+    torch_type: str | None = None,
+    name: str | None = None,
+) -> Profile:
+    """Return what each layer of a model costs: measured here, or only counted.
+
+    The model is as it was afterwards: weights, gradients, buffers and random numbers.
+
+    Args:
+        layers: as `Pipeline` takes them; on the meta device, if they are only counted.
+        example_inputs: a batch; micro-batches are its first samples, or all of them several times.
+        loss: (output, target) -> scalar tensor, to be part of the profile.
+        targets: of the batch, for the loss.
+        microbatch_sizes: numbers of samples; default: those of the batch, as one.
+        measure: whether to run the layers and take times, where they are, or only to count their
+            operators, on tensors without values.
+        busy: measure a second time, while all other cores of the host do the same.
+        optimizer: makes the optimizer of a list of parameters, whose state is counted.
+        threads: intra-op threads of a stage on the CPU; default: torch's.
+        torch_type: the type of device whose kernels are counted; default: that of the layers,
+            "cuda" if they are only counted.
+        name: of the model; default: that of its class.
+
+    Raises:
+        ConfigError: an argument cannot work, a layer without values is to be measured, or one
+            needs values and is only counted.
+        BatchError: the inputs are no batch.
+    """
+    for size in microbatch_sizes or ():
+        check_count("microbatch_sizes", size)
+    if threads is not None:
+        check_count("threads", threads)
+    has_values = not any(t.is_meta for t in _tensors(layers))
+    resolved = resolve_layers(layers, example_inputs)
+    if measure and not has_values:
+        raise ConfigError(
+            "the layers are on the meta device, without values, so they cannot be measured; give "
+            "measure=False to count what they do"
+        )
+    device = next((t.device for t in _tensors(resolved)), torch.device("cpu"))
+    kernels = torch_type or (device.type if measure else "cuda")
+    own_threads = threads or torch.get_num_threads()
+    how = How(
+        threads=own_threads,
+        call=StageCalls,
+        divide=_divided,
+        busy=max(0, num_cores() // own_threads - 1) if busy else 0,
+    )
+    norms = batch_norms([step.module for step in resolved])
+    found: list[AtSize] = []
+    for size in sorted(set(microbatch_sizes or [_samples(example_inputs)])):
+        inputs, target = _of_size(example_inputs, size), _of_size(targets, size)
+        counted = count_layers(
+            resolved,
+            inputs,
+            microbatch_size=size,
+            loss=loss,
+            targets=target,
+            left=left_bytes,
+            own=[s for m in norms for s in (m.running_mean, m.running_var) if s is not None],
+            torch_type=kernels,
+        )
+        if loss is None:
+            counted = replace(counted, loss=None)
+        if measure:
+            objective = None if loss is None else Objective(loss, target)
+            with saying(f"measuring {len(resolved)} layers, micro-batches of {size}"):
+                counted = measured(resolved, inputs, counted, how, objective)
+        found.append(counted)
+    return Profile(
+        name=name or _name(layers),
+        layers=facts_of(resolved),
+        spans=resolved.spans,
+        weights=layer_weights(resolved, optimizer),
+        sizes=tuple(found),
+        measured_on=_device_name(device) if measure else None,
+        threads=own_threads,
+        environment=_environment(),
+    )
+
+
+def _divided(roots: Sequence[Tensor], entries: Sequence[Entry]) -> SplitBackward | None:
+    """Divide a backward as a stage does."""
+    own = [entry for entry in entries if entry.node is not None]
+    return split(divide(roots, {entry.node for entry in own}), own)
+
+
+def _tensors(layers: Any) -> list[Tensor]:
+    """List the parameters and buffers of what is or becomes layers."""
+    if isinstance(layers, Layers):
+        modules = [step.module for step in layers]
+    elif isinstance(layers, nn.Module):
+        modules = [layers]
+    else:
+        modules = [x.module if isinstance(x, Layer) else x for x in layers]
+    found = (m for m in modules if isinstance(m, nn.Module))
+    return [t for module in found for t in (*module.parameters(), *module.buffers())]
+
+
+def _samples(inputs: Any) -> int:
+    """Count the samples of the example, whose first dimension tells where it is no batch."""
+    try:
+        return batch_size(inputs, "example inputs")
+    except BatchError:
+        return next((len(t) for t in flatten(inputs)[0] if t.dim()), 1)
+
+
+def _of_size(value: Any, size: int) -> Any:
+    if value is None or _samples(value) == size:
+        return value
+    return of_size(value, size, "example inputs")
+
+
+def _name(layers: Any) -> str:
+    model = layers.original if isinstance(layers, Layers) else layers
+    return type(model).__name__ if isinstance(model, nn.Module) else "model"
+
+
+def _device_name(device: torch.device) -> str:
+    """Return what the device is called where it is calibrated."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _CPU_CORE
+
+
+def _environment() -> tuple[tuple[str, str], ...]:
+    return (
+        ("date", str(date.today())),
+        ("machine", platform.node()),
+        ("processor", platform.machine()),
+        ("python", platform.python_version()),
+        ("torch", str(torch.__version__)),
+    )

@@ -1,0 +1,93 @@
+"""Write values as HTML; everything that comes from outside is escaped."""
+
+import json
+import re
+from html import escape
+from typing import Any
+
+from .figure import Figure
+from .page import Fact, Section, Table, Text
+
+MOST_ROWS = 400
+_LONG = 12
+"""Lines from which on code stands in columns."""
+_NUMBER = re.compile(r"[-+]?\d[\d,.]*(%| ?(s|ms|µs|bytes|[KMG]iB))?|-|\?|")
+
+
+def fact_html(fact: Fact) -> str:
+    """Write a figure of the head."""
+    remark = f"<small>{escape(fact.remark)}</small>" if fact.remark else ""
+    value = f"<dd>{escape(fact.value)}{remark}</dd>"
+    return f'<div class="fact"><dt>{escape(fact.name)}</dt>{value}</div>'
+
+
+def section_html(anchor: str, title: str, body: str) -> str:
+    """Write a section under its title; `body` is HTML."""
+    return f'<section id="{anchor}">\n<h2>{escape(title)}</h2>\n{body}\n</section>'
+
+
+def parts_html(section: Section) -> str:
+    """Write the texts and tables of a section."""
+    body = "\n".join(
+        table_html(x) if isinstance(x, Table) else text_html(x) for x in section.parts
+    )
+    if not section.is_folded:
+        return body
+    return f"<details><summary>show</summary>\n{body}\n</details>"
+
+
+def text_html(text: Text) -> str:
+    """Write a paragraph, or lines as they are."""
+    words = escape(text.text)
+    if not text.is_code:
+        return f"<p>{words}</p>"
+    kind = ' class="long"' if words.count("\n") > _LONG else ""
+    return f"<pre{kind}>{words}</pre>"
+
+
+def table_html(table: Table) -> str:
+    """Write a table; of very long ones the first rows."""
+    columns = zip(*table.rows, strict=True) if table.rows else ((),) * len(table.heads)
+    kinds = [
+        ' class="number"' if n and all(map(_NUMBER.fullmatch, column)) else ""
+        for n, column in enumerate(columns)
+    ]
+    lines = [_row("th", table.heads, kinds)]
+    lines += [_row("td", row, kinds) for row in table.rows[:MOST_ROWS]]
+    rows = "\n".join(lines)
+    whole = f'<div class="wide"><table>\n{rows}\n</table></div>'
+    if len(table.rows) > MOST_ROWS:
+        whole += note_html(f"The first {MOST_ROWS} of {len(table.rows):,} rows.")
+    return whole
+
+
+def _row(tag: str, cells: tuple[str, ...], kinds: list[str]) -> str:
+    inner = (
+        f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True)
+    )
+    return f"<tr>{''.join(inner)}</tr>"
+
+
+def note_html(text: str) -> str:
+    """Write a remark in small print; nothing for no text."""
+    return f'<p class="note">{escape(text)}</p>' if text else ""
+
+
+def chart_html(name: str, title: str = "", note: str = "") -> str:
+    """Write the place of a chart that the page's script draws."""
+    head = f"<h3>{escape(title)}</h3>" if title else ""
+    return (
+        f'<figure>{head}<div class="chart" data-figure="{escape(name)}" role="img" '
+        f'aria-label="{escape(title or name)}"></div>{note_html(note)}</figure>'
+    )
+
+
+def data_html(figures: dict[str, Figure]) -> str:
+    """Write all charts as JSON that can stand within a page, whatever it holds."""
+    values: dict[str, Any] = {
+        name: {"data": figure.data, "layout": figure.layout} for name, figure in figures.items()
+    }
+    text = json.dumps(values, separators=(",", ":"), default=float, allow_nan=False)
+    for sign in "<>&\u2028\u2029":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text

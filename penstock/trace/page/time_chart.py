@@ -1,0 +1,99 @@
+"""The chart and the table of where each rank's time went."""
+
+from collections.abc import Mapping, Sequence
+
+from penstock.trace.looks import PARTS
+from penstock.trace.rank_times import KINDS, RankTimes, mean_times
+from penstock.trace.units import percent_text, unit_for
+
+from .boxes import spread
+from .figure import Figure, Trace, layout_of, rounded
+from .page import Table
+
+MOST_BARS, MOST_ROWS = 64, 24
+_BAR_PX = 26
+
+Times = Mapping[str, Sequence[RankTimes]]
+"""Those of each rank, by what they are of: predicted, measured."""
+
+
+def time_chart(times: Times) -> Figure:
+    """Draw a stacked bar for each rank, for a predicted step beside that of the measured one."""
+    num_ranks = max(map(len, times.values()))
+    ranks = spread(num_ranks, MOST_BARS // len(times))
+    bars = [
+        (f"rank {n} {title}" if len(times) > 1 else f"rank {n}", of_ranks[n])
+        for n in ranks
+        for title, of_ranks in times.items()
+        if n < len(of_ranks)
+    ]
+    unit = unit_for(max(float(bar.total_s) for _, bar in bars))
+    data: list[Trace] = []
+    for kind in _kinds_of([bar for _, bar in bars]):
+        look = PARTS[kind]
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": look.name,
+                "y": list(range(len(bars))),
+                "x": [rounded(getattr(bar, kind) * unit.per_s) for _, bar in bars],
+                "width": 0.76,
+                "marker": {"color": look.fill, "line": {"width": 0.5}},
+                "customdata": [
+                    f"{name}<br>{float(getattr(bar, kind) * unit.per_s):.4g} {unit.sign}, "
+                    f"{percent_text(_share(bar, kind))} of the step"
+                    for name, bar in bars
+                ],
+                "hovertemplate": f"<b>{look.name}</b>, %{{customdata}}<extra></extra>",
+            }
+        )
+    layout = layout_of(len(bars) * _BAR_PX + 94, barmode="stack")
+    layout["margin"] = {**layout["margin"], "l": 74 if len(times) == 1 else 128, "t": 40}
+    layout["xaxis"] = {"title": {"text": f"time ({unit.sign})", "standoff": 12}, "zeroline": False}
+    layout["yaxis"] = {
+        "range": [len(bars) - 0.5, -0.5],
+        "tickvals": list(range(len(bars))),
+        "ticktext": [name for name, _ in bars],
+        "fixedrange": True,
+        "showgrid": False,
+        "zeroline": False,
+    }
+    note = ""
+    if len(ranks) < num_ranks:
+        note = f"{len(ranks)} of {num_ranks:,} ranks are drawn, evenly chosen."
+    return Figure(tuple(data), layout, note)
+
+
+def time_table(times: Sequence[RankTimes]) -> Table:
+    """Write the times of ranks, evenly chosen where they are many, and the mean of all."""
+    kinds = _kinds_of(times)
+    unit = unit_for(max(float(rank.total_s) for rank in times))
+    mean = mean_times(times)
+
+    def cells(values: Mapping[str, float]) -> list[str]:
+        return [f"{float(values[kind] * unit.per_s):.2f}" for kind in kinds]
+
+    rows = [
+        (
+            f"rank {rank.rank}",
+            *cells({kind: getattr(rank, kind) for kind in kinds}),
+            f"{float(rank.total_s * unit.per_s):.2f}",
+        )
+        for rank in (times[n] for n in spread(len(times), MOST_ROWS))
+    ]
+    total_s = sum(mean.values())
+    rows.append((f"mean of {len(times):,}", *cells(mean), f"{float(total_s * unit.per_s):.2f}"))
+    shares = [percent_text(mean[kind] / total_s if total_s else 0) for kind in kinds]
+    rows.append(("share of the step", *shares, percent_text(1)))
+    names = (PARTS[kind].name for kind in kinds)
+    return Table((f"times in {unit.sign}", *names, "step"), tuple(rows))
+
+
+def _kinds_of(times: Sequence[RankTimes]) -> list[str]:
+    """Return the kinds that any rank has some time of."""
+    return [kind for kind in KINDS if any(getattr(rank, kind) for rank in times)]
+
+
+def _share(rank: RankTimes, kind: str) -> float:
+    return getattr(rank, kind) / rank.total_s if rank.total_s else 0.0

@@ -1,0 +1,88 @@
+"""Faults of what is foretold: links and cores that ranks share, memory, plans."""
+
+from .fault import Fault
+
+FAULTS = (
+    Fault(
+        "a message does not wait for the one before it on its link",
+        "penstock/simulator/engine.py",
+        "            free_s[lane] = since_s",
+        "            pass",
+        "tests/simulator/test_sharing.py",
+        "follow_one_another",
+    ),
+    Fault(
+        "a lane goes to the lower rank instead of the first to send",
+        "penstock/simulator/engine.py",
+        "if self._ready and self._ready[0] < (now_s, rank, 0):\n"
+        "                    heappush(self._ready, (now_s, rank, 0))\n"
+        "                    return None",
+        "if False:\n                    return None",
+        "tests/simulator/test_sharing.py",
+        "whatever_its_rank",
+    ),
+    Fault(
+        "ranks on the same cores do not slow each other down",
+        "penstock/simulator/engine.py",
+        "return self.speeds[num_busy - 1]",
+        "return self.speeds[0]",
+        "tests/simulator/test_sharing.py",
+        "slow_each_other_down",
+    ),
+    Fault(
+        "sums over replicas hold up what comes after them",
+        "penstock/simulator/simulate.py",
+        "done_s = max(done_s, end_s) + reduce_s[instruction.stage]",
+        "done_s = max(done_s, end_s)",
+        "tests/simulator/test_sharing.py",
+        "sums_over_replicas",
+    ),
+    Fault(
+        "gradients are foretold to be there from the start",
+        "penstock/simulator/memory.py",
+        "yield MemorySample(stage, span.start_s, size, MemoryKind.GRADIENTS)",
+        "yield MemorySample(stage, start_s, size, MemoryKind.GRADIENTS)",
+        "tests/simulator/test_memory.py",
+        "come_and_go",
+    ),
+    Fault(
+        "replicas are foretold as if each had the host for itself",
+        "penstock/planner/foretell.py",
+        "round(n * num_ranks / len(mine))",
+        "n",
+        "tests/planner/test_foretell.py",
+        "replicas_slow_each_other",
+    ),
+    Fault(
+        "sums over replicas are foretold to take nothing",
+        "penstock/planner/foretell.py",
+        "if len(group) < 2 or not own.gradient_bytes:",
+        "if True:",
+        "tests/planner/test_foretell.py",
+        "replicas_add_their_gradients",
+    ),
+    Fault(
+        "the search drops candidates that could still win",
+        "penstock/planner/choose.py",
+        "_MARGIN = 1.1",
+        "_MARGIN = 0.3",
+        "tests/planner/test_choose.py",
+        "whole_space",
+    ),
+    Fault(
+        "a plan may use more memory than there is",
+        "penstock/planner/evaluate.py",
+        "share = self.wishes.memory_share * self.threads",
+        "share = 9 * self.wishes.memory_share * self.threads",
+        "tests/planner/test_choose.py",
+        "does_not_fit_is_recomputed",
+    ),
+    Fault(
+        "the model uncut is not compared",
+        "penstock/planner/choose.py",
+        "is_first_uncut = size.num_stages == 1 and n not in has_uncut",
+        "is_first_uncut = False",
+        "tests/planner/test_choose.py",
+        "always_compared",
+    ),
+)

@@ -1,0 +1,111 @@
+"""`penstock plan`: a plan for a cluster, with the candidates that lost and why."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import run
+from penstock.costs.profile import Profile
+from penstock.planner.make_plan import prediction_path
+from penstock.planner.plan import Plan
+from penstock.trace import Timeline
+from tests.planner.profiles import cluster, profile
+
+ROOT = Path(__file__).parents[2]
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """A profile and a cluster, as arguments."""
+    monkeypatch.chdir(tmp_path)
+    profile([1.0, 2.0, 1.0, 1.0]).save("model.json")
+    cluster(2).save("here.toml")
+    return ("plan", "--profile", "model.json", "--cluster", "here.toml", "--batch-size", "8")
+
+
+def test_a_table_says_why_each_candidate_loses(files: tuple[str, ...], capsys: Captured) -> None:
+    assert run(files) == 0
+    said = capsys.readouterr().out
+    assert "the least of" in said and "why it is not the best" in said
+    assert "slower: " in said
+
+
+def test_a_plan_that_is_saved_can_be_read_and_was_foretold(
+    files: tuple[str, ...], capsys: Captured
+) -> None:
+    assert run((*files, "--save", "plan.json", "--json")) == 0
+    plan = Plan.load("plan.json")
+    assert plan == Plan.from_json(capsys.readouterr().out)
+    told = Timeline.from_json(prediction_path(Path("plan.json")).read_text())
+    assert plan.predicted_step_s is not None
+    assert 0 < told.step_s <= plan.predicted_step_s
+
+
+def test_a_page_shows_the_timeline_without_a_run(files: tuple[str, ...]) -> None:
+    assert run((*files, "--html", "plan.html")) == 0
+    page = Path("plan.html").read_text()
+    assert "Candidates" in page and "Where the time goes" in page
+    assert run((*files, "--html", "plan.html")) == 0  # ours is renewed
+
+
+def test_another_file_is_not_overwritten_by_a_page(
+    files: tuple[str, ...], capsys: Captured
+) -> None:
+    Path("mine.html").write_text("mine")
+    assert run((*files, "--html", "mine.html")) == 2
+    assert "mine.html exists already" in capsys.readouterr().err
+    assert Path("mine.html").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    (
+        (("--cluster", "nowhere.toml"), "nowhere.toml"),
+        (("--profile", "none.json"), "none.json"),
+        (("--batch-size", "0"), "0 is not in the range"),
+        (("--num-replicas", "9"), "batch_size=8 for num_replicas=9"),
+        (("--schedule", "fastest"), "'fastest' is not one of"),
+        (("recipe.toml",), "give either a RECIPE or --profile"),
+        (("--set", "a.b=1"), "--set and --microbatch-size change a RECIPE"),
+    ),
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    files: tuple[str, ...], change: tuple[str, ...], words: str, capsys: Captured
+) -> None:
+    assert run((*files, *change)) == 2
+    said = capsys.readouterr().err
+    assert words in said and "Traceback" not in said
+
+
+def test_truncated_files_are_refused_by_name(files: tuple[str, ...], capsys: Captured) -> None:
+    whole = Path("model.json").read_text()
+    Path("model.json").write_text(whole[: len(whole) // 2])
+    assert run(files) == 2
+    assert "model.json: it is damaged" in capsys.readouterr().err
+    Path("model.json").write_text(whole)
+    data = json.loads(whole)
+    data["weights"] = data["weights"][1:]
+    Path("model.json").write_text(json.dumps(data))
+    assert run(files) == 2
+    assert "model.json: a profile of 4 layers has weights for 3" in capsys.readouterr().err
+
+
+def test_profiles_of_different_models_are_refused_by_their_first_layer(
+    files: tuple[str, ...], capsys: Captured
+) -> None:
+    profile([1.0] * 5).save("other.json")
+    assert run((*files, "--profile", "other.json")) == 2
+    assert "another model: it has 5 layers" in capsys.readouterr().err
+    assert Profile.load("other.json") == profile([1.0] * 5)
+
+
+@pytest.mark.slow
+def test_a_recipe_is_planned_for_accelerators_without_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    digits = str(ROOT / "recipes" / "digits.toml")
+    assert run(("plan", digits, "--cluster", "dgx-a100", "--num-ranks", "2")) == 0
+    assert "11 layers as " in capsys.readouterr().out

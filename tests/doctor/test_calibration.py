@@ -1,0 +1,194 @@
+"""Measuring this machine: what a calibration holds, and how figures are made of times."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.cli.main import run
+from penstock.costs.cluster import Cluster, Device, Host
+from penstock.doctor.calibration.between_threads import measure_threads
+from penstock.doctor.calibration.calibrate import Calibration, calibrate
+from penstock.doctor.calibration.crowd import rates, shares_alone
+from penstock.doctor.calibration.device import DeviceFacts, measure_device
+from penstock.doctor.calibration.figures import Spread, seconds_of
+from penstock.doctor.calibration.link import MeasuredLink
+from penstock.doctor.calibration.show import comment_of
+from penstock.doctor.calibration.work import TINY, convolution_work, gemm_work
+from penstock.doctor.host import core_numbers
+from penstock.interval import least, most
+
+CPU = torch.device("cpu")
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def sure(seconds: float) -> Spread:
+    return Spread(seconds, seconds, seconds)
+
+
+def test_a_calibration_is_a_cluster_that_a_file_gives_again(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    found = calibrate(0.2, TINY)
+    assert torch.get_num_threads() == before
+    cluster = found.cluster
+    cluster.save(tmp_path / "cluster.toml", comment_of(found))
+    assert Cluster.load(tmp_path / "cluster.toml") == cluster
+    assert "processes: a small message" in (tmp_path / "cluster.toml").read_text()
+    if torch.cuda.is_available():
+        return
+    cores = len(cluster.hosts[0].devices)
+    assert 1 <= cores <= len(core_numbers())
+    assert {*cluster.hosts[0].devices} == {"core"}
+    assert len(cluster.hosts[0].busy_speed) == len(cluster.hosts[0].busy_issue) == 2 * cores
+    assert {"conv1x1", "conv3x3.input", "conv.weight"} < {*cluster.devices["core"].efficiency}
+    if cores > 1:
+        assert cluster.between_processes().route(0, 1) != cluster.route(0, 1)
+        assert all(least(link.overhead_s) > 0 for link in cluster.links.values())
+
+
+def test_a_calibration_on_a_busy_machine_says_so() -> None:
+    device = Device(name="a", flops_per_s={"float32": 1.0}, bytes_per_s=1, memory_bytes=1)
+    cluster = Cluster(
+        name="x",
+        devices={"a": device},
+        hosts=(Host(name="h", devices=("a",)),),
+        links={},
+    )
+    busy = Calibration(cluster=cluster, figures=(), had_core=0.5)
+    assert "had a core for 50% of the time" in busy.warning
+    assert "stop them and calibrate again" in comment_of(busy)
+    assert Calibration(cluster=cluster, figures=(), had_core=0.99).warning == ""
+
+
+def test_a_device_has_the_peak_that_its_fastest_product_reached() -> None:
+    measured = measure_device(CPU, DeviceFacts("x", 1000, "cpu", "here"), TINY, 0.1)
+    device, figures = measured
+    rates_of = {f.name: f.spread.middle for f in figures}
+    found = max(rates_of[f"gemm {size} float32"] for size in TINY.gemm)
+    assert device.flops_per_s["float32"] == pytest.approx(found, rel=1e-3)
+    assert most(device.efficiency["gemm"]) == 1
+    forward = rates_of["1x1 convolution, forward, batch 2"] / found
+    assert least(device.efficiency["conv1x1"]) <= forward * 1.001
+    assert most(device.efficiency["conv1x1"]) >= forward * 0.999
+    assert (device.name, device.memory_bytes, device.torch_type) == ("x", 1000, "cpu")
+    assert device.issue_s == device.gap_s != 0
+
+
+def test_work_is_counted_as_two_operations_for_each_product() -> None:
+    assert gemm_work(CPU, 8, torch.float32).flops == 2 * 8 * 8 * 8
+    parts = dict(convolution_work(CPU, (1, 7), 2, TINY))
+    assert {work.flops for work in parts.values()} == {2 * (2 * 4 * 8 * 8) * 4 * 7}
+
+
+def test_times_are_repeated_and_given_as_median_and_quartiles() -> None:
+    calls: list[int] = []
+    spread = seconds_of(lambda: calls.append(1), 0.0)
+    assert len(calls) >= 5
+    assert spread.low <= spread.middle <= spread.high
+    assert Spread.of([4.0, 1.0, 3.0, 2.0, 5.0]) == Spread(3, 2, 4)
+    assert Spread(2.0, 1.0, 4.0).per(8) == Spread(4, 2, 8)
+
+
+def test_threads_work_at_the_same_time() -> None:
+    meeting = threading.Barrier(3, timeout=30)
+    found = rates(lambda: meeting.wait, 3, 0.0)
+    assert len(found) == 3
+
+
+def test_what_fails_in_a_thread_is_raised_as_itself() -> None:
+    def make() -> Callable[[], object]:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        rates(make, 2, 0.0)
+
+
+def test_shares_are_of_one_thread_alone_and_between_measured_numbers_on_a_line() -> None:
+    shares = shares_alone(lambda: lambda: sum(range(1000)), 12, 0.1)
+    assert len(shares) == 12
+    assert shares[0] == sure(1.0)
+    assert all(0 < share.middle <= 1 for share in shares)
+
+
+def test_handing_over_between_threads_takes_time_and_copies_nothing() -> None:
+    link = measure_threads(1 << 16, 0.05).link("here")
+    assert least(link.overhead_s) > 0
+    assert link.duplex
+    assert link.copy_bytes_per_s is None
+
+
+@pytest.mark.parametrize(("crossing_s", "duplex"), [(1.1e-3, True), (1.9e-3, False)])
+def test_a_link_is_made_of_what_messages_took(crossing_s: float, duplex: bool) -> None:
+    measured = MeasuredLink(
+        num_bytes=900_000,
+        small_s=sure(1e-4),
+        large_s=sure(1e-3),
+        crossing_s=sure(crossing_s),
+        overhead_s=sure(2e-5),
+        busy_s=sure(3.2e-4),
+    )
+    link = measured.link("here")
+    assert link.bytes_per_s == pytest.approx(1e9)
+    assert link.latency_s == pytest.approx(6e-5)
+    assert (link.duplex, link.overhead_s, link.copy_bytes_per_s) == (duplex, 2e-5, 3e9)
+
+
+def test_what_bytes_take_is_no_less_than_the_measurement_can_tell() -> None:
+    spread = Spread(1e-4, 0.9e-4, 1.1e-4)
+    measured = MeasuredLink(1000, sure(1e-4), spread, spread, sure(0.0), sure(0.0))
+    assert measured.link("").bytes_per_s == pytest.approx(1000 / 1e-5)
+
+
+@pytest.mark.slow
+def test_the_command_measures_prints_and_saves(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "cluster.toml"
+    assert run(["doctor", "--calibrate", "--budget", "1", "--save", str(path)]) == 0
+    assert f"written to {path}" in capsys.readouterr().out
+    saved = Cluster.load(path)
+    assert run(["doctor", "--calibrate", "--budget", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["cluster"]["hosts"][0]["devices"] == list(saved.hosts[0].devices)
+    assert {"name", "unit", "middle", "low", "high"} == {*told["figures"][0]}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--save", "c.toml"], "--save is for --calibrate"),
+        (["--calibrate", "--num-processes", "2"], "without --num-processes"),
+        (
+            ["--calibrate", "--save", "absent/c.toml"],
+            "absent/c.toml: it cannot be written: No such",
+        ),
+        (["--calibrate", "--save", "."], "is a directory"),
+        (["--calibrate", "--save", "/proc/c.toml"], "it cannot be written"),
+        (["--calibrate", "--budget", "0"], "--budget"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_said_at_once(
+    words: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["doctor", *words]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_process_of_a_job_does_not_calibrate(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run(["doctor", "--calibrate"]) == 2
+    assert "without torchrun" in capsys.readouterr().err

@@ -1,0 +1,216 @@
+"""The page of a report stands alone, is small, and shows all that it was given."""
+
+import json
+import re
+from dataclasses import replace
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.trace.page import Page, render_page
+from penstock.trace.page.boxes import MOST_BOXES, lanes_of
+from penstock.trace.page.curves import curves
+from penstock.trace.page.differences import differences
+from penstock.trace.page.memory_chart import memory_chart, memory_series
+from penstock.trace.rank_times import rank_times
+from penstock.trace.timeline import MemoryKind, MemorySample, Timeline
+from tests.trace.page.pages import SLOWER, WICKED, full_page, large_step, timeline
+
+LIMIT_BYTES = 8_000_000
+VOID = {"meta", "br", "link", "img", "hr"}
+
+
+class Reader(HTMLParser):
+    """Collects what a page is made of; refuses elements that are closed in another order."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.attributes: list[tuple[str, str | None]] = []
+        self.titles: list[str] = []
+        self.text: list[str] = []
+        self.data = ""
+        self._open: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        if tag not in VOID:
+            self._open.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop()[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        tag, attributes = self._open[-1] if self._open else ("", {})
+        if tag == "h2":
+            self.titles.append(data)
+        if attributes.get("id") == "figures":
+            self.data += data
+        if tag not in ("script", "style"):
+            self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return render_page(full_page())
+
+
+@pytest.fixture(scope="module")
+def read(page: str) -> Reader:
+    return Reader(page)
+
+
+def test_every_part_has_its_section(read: Reader) -> None:
+    expected = ["Timeline", "Where the time goes", "Memory", "Curves", f"Plan {WICKED}", "Recipe"]
+    assert read.titles == expected
+
+
+def test_nothing_is_taken_from_outside(page: str, read: Reader) -> None:
+    places = {
+        value for name, value in read.attributes if name in ("src", "href", "action", "data")
+    }
+    assert places and all(str(place).startswith("#") for place in places)
+    assert "default-src 'none'" in page and "@import" not in page and "url(" not in page[:9_000]
+
+
+def test_a_page_is_small(page: str) -> None:
+    assert len(page.encode()) < LIMIT_BYTES
+
+
+def test_names_from_outside_are_shown_and_never_run(page: str, read: Reader) -> None:
+    assert WICKED not in page
+    assert "onclick" not in {name for name, _ in read.attributes}
+    assert sum(WICKED in text for text in read.text) >= 8
+    assert json.loads(read.data)["timeline"]["data"]
+    assert "<" not in read.data
+
+
+def test_names_in_charts_are_no_markup_either(read: Reader) -> None:
+    names = [trace["name"] for chart in json.loads(read.data).values() for trace in chart["data"]]
+    wicked = [name for name in names if unescape(name) == WICKED]
+    assert wicked and not any("<" in name for name in names)
+
+
+def test_predicted_stands_above_measured_on_one_axis_of_time(read: Reader) -> None:
+    layout = json.loads(read.data)["timeline"]["layout"]
+    above, below = layout["yaxis1"]["domain"], layout["yaxis2"]["domain"]
+    assert above[0] > below[1] and "xaxis2" not in layout
+    assert [note["text"].split("</b>")[0] for note in layout["annotations"]] == [
+        "<b>predicted",
+        "<b>measured",
+    ]
+
+
+def test_a_box_says_what_it_is_and_a_message_how_many_bytes() -> None:
+    step = timeline()
+    sends = [n for n, span in enumerate(step.spans) if "SendA" in type(span.instruction).__name__]
+    spans = list(step.spans)
+    first = spans[sends[0]]
+    spans[sends[0]] = first._replace(end_s=first.end_s + 0.002, num_bytes=2_048)
+    read = Reader(render_page(Page(title="x", measured=replace(step, spans=tuple(spans)))))
+    charts = json.loads(read.data)
+    hovers = [text for trace in charts["timeline"]["data"] for text in trace["customdata"]]
+    assert ", stage 0, micro-batch 0<br>rank 0, 10 ms from 0" in hovers
+    assert any("micro-batch 0" in text and text.endswith("2 KiB") for text in hovers)
+
+
+def test_an_empty_page_is_a_page() -> None:
+    assert Reader(render_page(Page(title="nothing yet"))).titles == []
+
+
+def test_a_timeline_of_no_length_is_left_out() -> None:
+    step = timeline(1, 1)
+    flat = Timeline(tuple(span._replace(start_s=0, end_s=0) for span in step.spans))
+    assert Reader(render_page(Page(title="x", predicted=flat))).titles == []
+
+
+@pytest.fixture(scope="module")
+def large() -> Reader:
+    step = large_step()
+    assert len(step.spans) > 100_000
+    page = render_page(Page(title="large", measured=step))
+    assert len(page.encode()) < LIMIT_BYTES
+    return Reader(page)
+
+
+def test_a_thousand_ranks_fit_and_what_is_left_out_is_said(large: Reader) -> None:
+    said = " ".join(large.text)
+    assert "24 of 1,000 ranks are drawn, evenly chosen" in said
+    assert re.search(r"[\d,]+ spans are merged: each 1/375 of the step shows", said)
+    assert "64 of 1,000 ranks are drawn, evenly chosen." in said
+
+
+def test_every_lane_that_is_drawn_has_its_boxes(large: Reader) -> None:
+    chart = json.loads(large.data)["timeline"]
+    drawn = {(trace["yaxis"], lane) for trace in chart["data"] for lane in trace["y"]}
+    assert drawn == {("y1", lane) for lane in range(24)}
+    assert sum(len(trace["y"]) for trace in chart["data"]) <= MOST_BOXES
+
+
+def test_merged_boxes_are_busy_for_as_long_as_the_spans_were() -> None:
+    step = large_step()
+    lanes = lanes_of(step)
+    busy_s = dict.fromkeys(lanes.ranks, 0.0)
+    for box in lanes.boxes:
+        busy_s[box.rank] += box.share * (box.end_s - box.start_s)
+    work_s = 27 * 0.03
+    assert all(busy_s[rank] == pytest.approx(work_s, rel=0.25) for rank in lanes.ranks)
+    assert sum(busy_s.values()) == pytest.approx(work_s * len(lanes.ranks), rel=0.1)
+
+
+def test_differences_are_named_and_the_largest_one_too() -> None:
+    predicted, measured = timeline(), timeline(costs=SLOWER)
+    times = {"predicted": rank_times(predicted), "measured": rank_times(measured)}
+    found = {each.name: each for each in differences(predicted, measured, times)}
+    assert found["step"].missed_s == pytest.approx(measured.step_s - predicted.step_s)
+    assert found["forward, mean of the ranks"].missed_s == pytest.approx(6 * 0.003 / 3)
+    assert found["backward, mean of the ranks"].missed_s == pytest.approx(0)
+    (most,) = (name for name in found if name.startswith("most missed"))
+    assert "forward of stage 1" in most and found[most].missed_s == pytest.approx(0.003)
+
+
+def test_memory_of_a_ranks_stages_adds_up_kind_by_kind() -> None:
+    step = timeline(2, 2)
+    both = replace(step, spans=tuple(span._replace(rank=0) for span in step.spans))
+    by_kind = {each.look.name: each for each in memory_series(both)}
+    assert by_kind["weights"].num_bytes[-1] == 8 << 20
+    assert max(by_kind["kept for backward passes"].num_bytes) == 6 << 20
+
+
+def test_thinned_memory_keeps_its_peak_and_says_so() -> None:
+    step = timeline(1, 1)
+    sizes = [n % 7 for n in range(100_000)]
+    sizes[54_321] = 1 << 30
+    kind = MemoryKind.ACTIVATIONS
+    memory = [MemorySample(0, n * 1e-7, size, kind) for n, size in enumerate(sizes)]
+    figure = memory_chart(replace(step, memory=tuple(memory)), (2 << 30,))
+    (trace,) = figure.data
+    assert max(trace["y"]) == 1 and len(trace["y"]) < 50_000
+    assert "at most 40,000 points are drawn" in figure.note
+    assert [shape["y0"] for shape in figure.layout["shapes"]] == [2]
+
+
+def test_each_number_has_a_curve_and_losses_share_one() -> None:
+    lines: list[dict[str, Any]] = [{"step": n, "loss": 1.0, "lr": 0.1} for n in range(7_000)]
+    lines.append({"step": 7_000, "train_loss": 2.0, "note": "text", "is_last": True})
+    found = dict(curves(lines))
+    assert list(found) == ["loss", "lr"]
+    assert [len(trace["y"]) for trace in found["loss"].data] == [2_334, 1]
+    assert found["lr"].data[0]["x"][-1] == 6_999
+    assert found["lr"].note == "Of 7,000 points, one in 3 is drawn."
+
+
+def test_the_code_in_the_guide_makes_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "report.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    code = "\n".join(re.findall(r"```python\n(.*?)```", guide, re.DOTALL))
+    exec(compile(code, "report.md", "exec"), {})
+    assert Reader((tmp_path / "foretold.html").read_text(encoding="utf-8")).titles[0] == "Timeline"
+    assert timeline().from_json((tmp_path / "foretold.json").read_text()).num_ranks == 2
