@@ -1,6 +1,6 @@
 """Why a plan is the best of those that were foretold, and why each of the others is not."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from penstock.costs.cluster import Cluster
 from penstock.trace.rank_times import mean_times, rank_times
@@ -34,6 +34,7 @@ def choices_text(choices: Choices) -> str:
 def choice_rows(choices: Choices) -> Iterator[tuple[str, ...]]:
     """Yield a row for each of the best, and for the model uncut if that is not among them."""
     best = choices.best[0]
+    why_slower = slower_than(best)
     uncut = [] if choices.uncut is None or choices.uncut in choices.best else [choices.uncut]
     for found in (*choices.best, *uncut):
         plan = found.plan
@@ -51,28 +52,34 @@ def choice_rows(choices: Choices) -> Iterator[tuple[str, ...]]:
             time_text(found.step_s),
             f"{plan.batch_size / found.step_s:,.4g}",
             bytes_text(max(found.foretold.timeline.peak_bytes_of_ranks())),
-            "" if found is best else why_slower(found, best),
+            "" if found is best else why_slower(found),
         )
 
 
-def why_slower(found: Found, best: Found) -> str:
-    """Say what a candidate spends more on than the best one, as shares of the best one's step."""
-    own, others = _kinds(found.foretold), _kinds(best.foretold)
-    more = {name: (own[name] - others[name]) / best.step_s for name in own}
-    most = sorted(more.items(), key=lambda item: -item[1])
-    named = [f"{_WORDS[name]} +{percent_text(share)}" for name, share in most[:2] if share > 0.005]
-    slower = found.step_s / best.step_s - 1
-    return f"{percent_text(slower)} slower: {', '.join(named) or 'a little of everything'}"
+def slower_than(best: Found) -> Callable[[Found], str]:
+    """Return what says of a candidate on what it spends more, as shares of the best one's step."""
+    others = _kinds(best.foretold)
+
+    def why(found: Found) -> str:
+        own = _kinds(found.foretold)
+        more = {name: (own[name] - others[name]) / best.step_s for name in own}
+        most = sorted(more.items(), key=lambda item: -item[1])[:2]
+        named = [f"{_WORDS[name]} +{percent_text(share)}" for name, share in most if share > 0.005]
+        slower = found.step_s / best.step_s - 1
+        return f"{percent_text(slower)} slower: {', '.join(named) or 'a little of everything'}"
+
+    return why
 
 
 def why_best(choices: Choices, cluster: Cluster) -> tuple[str, ...]:
     """Return lines that say why the first of the choices was chosen."""
     best = choices.best[0]
+    why_slower = slower_than(best)
     lines = [
         f"foretold: a step of {time_text(best.step_s)} on {cluster.name}, the least of "
         f"{choices.num_looked_at} plans",
         *_range(best, cluster),
-        *(f"next: {_name(other)}, {why_slower(other, best)}" for other in choices.best[1:2]),
+        *(f"next: {_name(other)}, {why_slower(other)}" for other in choices.best[1:2]),
     ]
     uncut = choices.uncut
     if uncut is None:
@@ -80,7 +87,7 @@ def why_best(choices: Choices, cluster: Cluster) -> tuple[str, ...]:
     elif uncut is best:
         lines.append("the model is not cut: no cut was foretold to be faster")
     else:
-        lines.append(f"uncut: {_name(uncut)}, {why_slower(uncut, best)}")
+        lines.append(f"uncut: {_name(uncut)}, {why_slower(uncut)}")
     return tuple(lines)
 
 
