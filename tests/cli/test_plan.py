@@ -10,7 +10,7 @@ from penstock.costs.profile import Profile
 from penstock.planner.make_plan import prediction_path
 from penstock.planner.plan import Plan
 from penstock.trace import Timeline
-from tests.planner.profiles import cluster, profile
+from tests.profiles import chain, cluster
 
 ROOT = Path(__file__).parents[2]
 Captured = pytest.CaptureFixture[str]
@@ -20,7 +20,7 @@ Captured = pytest.CaptureFixture[str]
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """A profile and a cluster, as arguments."""
     monkeypatch.chdir(tmp_path)
-    profile([1.0, 2.0, 1.0, 1.0]).save("model.json")
+    chain([1.0, 2.0, 1.0, 1.0]).save("model.json")
     cluster(2).save("here.toml")
     return ("plan", "--profile", "model.json", "--cluster", "here.toml", "--batch-size", "8")
 
@@ -95,10 +95,10 @@ def test_truncated_files_are_refused_by_name(files: tuple[str, ...], capsys: Cap
 def test_profiles_of_different_models_are_refused_by_their_first_layer(
     files: tuple[str, ...], capsys: Captured
 ) -> None:
-    profile([1.0] * 5).save("other.json")
+    chain([1.0] * 5).save("other.json")
     assert run((*files, "--profile", "other.json")) == 2
     assert "another model: it has 5 layers" in capsys.readouterr().err
-    assert Profile.load("other.json") == profile([1.0] * 5)
+    assert Profile.load("other.json") == chain([1.0] * 5)
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def test_a_device_may_be_described_in_a_file(tmp_path: Path, capsys: Captured) -
 def test_a_mistake_is_one_line(
     arguments: list[str], words: str, tmp_path: Path, capsys: Captured
 ) -> None:
-    from tests.costs.profiles import at_size, profile
+    from tests.profiles import at_size, profile
 
     (tmp_path / "bad.toml").write_text('name = "x"\nflops_per_s = {}\nbytes_per_s = 1\n')
     (tmp_path / "cut.toml").write_text('name = "x')

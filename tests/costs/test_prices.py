@@ -7,8 +7,7 @@ import pytest
 from penstock.costs.prices import LayerPrice, prices
 from penstock.costs.profile import LayerSeconds
 from penstock.errors import ConfigError
-
-from .profiles import DEVICE, OTHER, at_size, profile, seconds
+from tests.profiles import DEVICE, OTHER, at_size, profile, seconds
 
 TWO = profile(at_size(4), at_size(8))
 

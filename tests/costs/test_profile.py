@@ -11,8 +11,7 @@ import penstock
 from penstock.costs.layer_facts import LayerFacts
 from penstock.costs.profile_table import boundary_bytes, kept_bytes
 from penstock.errors import ConfigError, UnreadableError
-
-from .profiles import DEVICE, OTHER, at_size, profile
+from tests.profiles import DEVICE, OTHER, at_size, profile
 
 TWO = profile(at_size(4), at_size(8))
 

@@ -15,7 +15,7 @@ from penstock.planner.foretell import Foretold
 from penstock.schedules import Family
 from penstock.zoo import amoebanet_d
 from tests.every_schedule import families
-from tests.planner.profiles import cluster
+from tests.profiles import cluster
 
 NUM_MICROBATCHES, SAMPLES = 4, 2
 FAMILIES = [family for per_rank in (1, 2) for family in families(per_rank)]

@@ -11,9 +11,9 @@ from penstock.planner.plan import Plan
 from penstock.schedules import Family, gpipe, interleaved_1f1b, one_f_one_b, zb_v
 from penstock.trace import MemoryKind
 from penstock.types import Recompute, Transport
-from tests.planner.profiles import cluster, profile
+from tests.profiles import chain, cluster
 
-SECOND = profile([1.0] * 8)
+SECOND = chain([1.0] * 8)
 
 
 def planned(
@@ -35,7 +35,7 @@ def planned(
 
 
 def test_a_step_takes_what_its_layers_do_and_its_messages() -> None:
-    free = profile([1.0] * 8, weight_bytes=0)
+    free = chain([1.0] * 8, weight_bytes=0)
     told = simulate(planned(gpipe, (4, 4), 3), free, cluster(2, bytes_per_s=100, latency_s=0.5))
     # 4 forwards of a micro-batch, 3 of them and 1 more; a message takes 1 + 0.5 seconds
     assert told.step_s == pytest.approx((3 + 1) * (4 + 8) + 2 * 1.5)
@@ -55,7 +55,7 @@ def test_a_step_has_the_samples_that_the_plan_was_made_for() -> None:
 def test_a_measured_backward_adds_gradients_but_for_the_first_micro_batch(
     num_microbatches: int,
 ) -> None:
-    heavy = profile([1.0] * 8, weight_bytes=10**8)
+    heavy = chain([1.0] * 8, weight_bytes=10**8)
     costs = Foretold(planned(gpipe, (8,), num_microbatches), heavy, cluster(1)).costs
     sum_s = 3 * 10**8 / 1e9
     assert costs.backward_s == pytest.approx((8 * (2 - sum_s / num_microbatches),))
@@ -70,7 +70,7 @@ def test_replicas_add_their_gradients_up_at_the_end() -> None:
 
 
 def test_ranks_beyond_the_cores_of_a_host_share_them() -> None:
-    free = profile([1.0] * 8, weight_bytes=0)
+    free = chain([1.0] * 8, weight_bytes=0)
     plan = planned(gpipe, (2, 2, 2, 2), 12)
     alone = simulate(plan, free, cluster(4, busy_speed=(1.0, 1.0, 1.0, 1.0))).step_s
     shared = simulate(plan, free, cluster(2, busy_speed=(1.0, 1.0))).step_s
@@ -79,7 +79,7 @@ def test_ranks_beyond_the_cores_of_a_host_share_them() -> None:
 
 
 def test_replicas_slow_each_other_down_on_the_same_host() -> None:
-    free = profile([1.0] * 8, weight_bytes=0)
+    free = chain([1.0] * 8, weight_bytes=0)
     slow = cluster(4, busy_speed=(1.0, 0.5))
     one = simulate(planned(gpipe, (8,), 3), free, slow).step_s
     two = simulate(planned(gpipe, (8,), 3, 2), free, slow).step_s
@@ -92,7 +92,7 @@ def test_replicas_slow_each_other_down_on_the_same_host() -> None:
 def test_the_quick_way_finds_the_same_step_to_the_last_digit(
     family: Family, recompute: Recompute, num_replicas: int
 ) -> None:
-    uneven = profile([0.1 * n + 0.7 for n in range(8)])
+    uneven = chain([0.1 * n + 0.7 for n in range(8)])
     plan = planned(family, (1, 3, 2, 2), 5, num_replicas, recompute)
     for here in (cluster(8), cluster(4, busy_speed=(1.0, 0.9, 0.6)), cluster(8, num_hosts=2)):
         found = Foretold(plan, uneven, here)
@@ -108,7 +108,7 @@ def test_memory_is_weights_and_what_micro_batches_keep() -> None:
 
 
 def test_a_plan_of_another_model_is_refused_by_its_first_layer() -> None:
-    other = profile([1.0] * 9)
+    other = chain([1.0] * 9)
     with pytest.raises(PlanError, match=r"layer 8, '8' .* is in the model only"):
         simulate(planned(gpipe, (4, 4), 3), other, cluster(2))
 
