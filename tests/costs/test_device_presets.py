@@ -59,6 +59,14 @@ def test_a_large_product_takes_longer_than_its_peak_and_less_than_four_times_as_
                 assert took[2] < 4 * product.flops / least(peak)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gpu_moves_what_it_keeps_to_its_host_more_slowly_than_it_copies_it(name: str) -> None:
+    device = device_preset(name)
+    assert (device.host_bytes_per_s is None) == (device.torch_type == "xla")  # nobody says
+    if device.host_bytes_per_s is not None:
+        assert most(device.host_bytes_per_s) < least(device.bytes_per_s) / 10
+
+
 def test_a_name_that_nobody_knows_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(ConfigError, match=r"'h1000'.*a100-40gb.*v100-sxm2"):
         device_preset("h1000")

@@ -97,6 +97,22 @@ def test_what_does_not_fit_is_recomputed_and_the_table_says_so() -> None:
     assert max(told.peak_bytes_of_ranks()) <= 0.9 * small.devices["a"].memory_bytes
 
 
+def test_what_fits_no_other_way_moves_to_the_host_where_the_device_says_how_fast() -> None:
+    model = chain([1.0] * 4, inner_bytes=100, weight_bytes=0)
+    (at,) = model.sizes
+    small_input = replace(at.values[0], num_bytes=1)
+    model = replace(model, sizes=(replace(at, values=(small_input, *at.values[1:])),))
+    here = cluster(2, memory_bytes=2000)
+    devices = {"a": replace(here.devices["a"], host_bytes_per_s=1e5)}
+    wishes = Wishes(batch_size=32, num_ranks=2, num_microbatches=32, schedules=("gpipe",))
+    with pytest.raises(ConfigError, match="would help: offload"):
+        plan(model, here, 32, wishes=wishes)
+    chosen = plan(model, replace(here, devices=devices), 32, wishes=wishes)
+    assert any(chosen.offload)
+    with pytest.raises(ConfigError, match="fits nowhere"):
+        plan(model, replace(here, devices=devices), 32, wishes=replace(wishes, offload=False))
+
+
 def test_what_fits_nowhere_says_by_how_much_and_what_would_help() -> None:
     with pytest.raises(ConfigError, match=r"fits nowhere: .* lacks .* What would help: offload"):
         plan(chain([1.0] * 4, weight_bytes=10**9), cluster(2, memory_bytes=10**6), 8)
