@@ -2,9 +2,10 @@
 
 import signal
 import time
-from collections.abc import Callable
-from itertools import count, cycle, product
+from collections.abc import Callable, Iterator
+from itertools import combinations, count, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,38 +30,39 @@ KINDS = (
     "CommitStatistics",
     "Save",
 )
-LACKS = {
-    (0, "ReceiveActivation"),
-    (0, "SendGradient"),
-    (2, "SendActivation"),
-    (2, "ReceiveGradient"),
-}
+NOT_OF = {"ReceiveActivation": 0, "SendGradient": 0, "SendActivation": 2, "ReceiveGradient": 2}
 """What the first and the last stage never do."""
 ACTIONS = ("raise", "kill", "stop")
 TORCH = "TORCH_DISTRIBUTED"
-FAULTS = [
-    pytest.param((rank, kind, action, transport.name), id=f"{action}-{kind}-{rank}")
-    for (rank, kind, action), transport in zip(
-        ((r, k, a) for r, k, a in product(range(3), KINDS, ACTIONS) if (r, k) not in LACKS),
-        cycle(BETWEEN_PROCESSES),
-        strict=False,
-    )
-]
-QUICK = FAULTS[::39]
-OF_REPLICAS = [
-    pytest.param((rank, kind, action, TORCH), id=f"{action}-{kind}-{rank}")
-    for (rank, kind), action in product(
-        (
-            *(
-                (0, kind)
-                for kind in ("SendActivation", "ReceiveGradient", "ReduceGradients", "Save")
-            ),
-            *((3, kind) for kind in ("ReceiveActivation", "SendGradient", "ReduceGradients")),
-            (3, "CommitStatistics"),
-        ),
-        ACTIONS,
-    )
-]
+
+
+def covering_faults() -> Iterator[Fault]:
+    """Give each kind with each action: every pair of rank, kind, action and transport meets."""
+    for (k, kind), (n, action) in product(enumerate(KINDS), enumerate(ACTIONS)):
+        ranks = [rank for rank in range(3) if rank != NOT_OF.get(kind)]
+        transport = BETWEEN_PROCESSES[(k + n) % len(BETWEEN_PROCESSES)]
+        yield ranks[(k + n) % len(ranks)], kind, action, transport.name
+
+
+def named(fault: Fault) -> Any:
+    """Give a fault as the parameter of a test."""
+    rank, kind, action, _ = fault
+    return pytest.param(fault, id=f"{action}-{kind}-{rank}")
+
+
+FAULTS = [named(fault) for fault in covering_faults()]
+QUICK = FAULTS[::16]
+BESIDES = (
+    (0, "SendActivation", "raise"),
+    (3, "ReceiveActivation", "kill"),
+    (3, "CommitStatistics", "stop"),
+    (3, "SendGradient", "raise"),
+    (0, "ReceiveGradient", "kill"),
+    (0, "Save", "stop"),
+)
+SUMS = product((0, 3), ("ReduceGradients",), ACTIONS)
+OF_REPLICAS = [named((*place, TORCH)) for place in (*SUMS, *BESIDES)]
+"""What only replicas do, in each way; of the rest, which goes wrong above in each way, one."""
 THREE = {"NUM_LAYERS": "3"}
 TWO = {"NUM_LAYERS": "2"}
 MODULE = "tests.distributed.fault_job"
@@ -173,6 +175,16 @@ def check(
     found = weights(newest(folder))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_any_two_of_rank_kind_action_and_transport_go_wrong_together() -> None:
+    found = list(covering_faults())
+    values = [set(column) for column in zip(*found, strict=True)]
+    assert list(map(len, values)) == [3, len(KINDS), len(ACTIONS), len(BETWEEN_PROCESSES)]
+    for a, b in combinations(range(4), 2):
+        met = {(fault[a], fault[b]) for fault in found}
+        lacking = {(rank, kind) for kind, rank in NOT_OF.items()}
+        assert set(product(values[a], values[b])) - met <= lacking
 
 
 @pytest.mark.parametrize("fault", QUICK)
