@@ -35,6 +35,13 @@ def test_the_page_about_clusters_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(found["pod"].places) == 128
 
 
+def test_the_page_about_profiles_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    exec(compile(code_of("profile.md"), "profile.md", "exec"), found)
+    assert found["counted"].layers == found["here"].layers
+
+
 def test_the_page_about_planning_runs() -> None:
     found: dict[str, Any] = {}
     exec(compile(code_of("planning.md"), "planning.md", "exec"), found)
