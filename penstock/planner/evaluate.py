@@ -168,11 +168,11 @@ class _Stages:
     def if_all_fits_s(self, stage: int) -> Matrix:
         """Return the seconds where nothing is recomputed, whether that fits or not."""
         way = self._found[0]
-        key = way.work[stage], self._on[stage]
+        work = way.work[stage]  # the same for stages that only keep more or less
+        key = work.recomputes, work.wholes, work.halves, self._on[stage]
         if key not in self._known:
             device = self._evaluator.on_device(self._size, self._on[stage])
-            seconds = way.work[stage].seconds(device.seconds, way.recompute[stage])
-            self._known[key] = sums(seconds)
+            self._known[key] = sums(work.seconds(device.seconds, way.recompute[stage]))
         return self._known[key]
 
     def fits(self, partition: Sequence[int]) -> bool:

@@ -30,6 +30,7 @@ from .layer_seconds import update_seconds, weights_together
 from .plan import Plan
 from .pricing import Pricing
 from .stage_bytes import Message, StageBytes
+from .stage_work import made
 
 
 def simulate(
@@ -352,7 +353,7 @@ class Foretold:
 
 @lru_cache(maxsize=256)
 def _program(how: Lowering, num_microbatches: int) -> Compiled:
-    return compiled(lower_unproved(how, num_microbatches))
+    return compiled(lower_unproved(how, num_microbatches, make=made))
 
 
 def _pool(mine: Sequence[int], num_ranks: int, speeds: Sequence[float]) -> Pool:

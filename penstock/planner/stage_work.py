@@ -6,9 +6,10 @@ backward is divided keeps what waits for the second part.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -106,22 +107,26 @@ def work_of(
     """
     schedule = steady(family, num_stages, num_microbatches)
     twice = [stage for stage, kind in enumerate(recompute) if kind is not Recompute.NEVER]
-    schedule = add_offload(add_recompute(schedule, twice), offload)
+    schedule = add_recompute(schedule, twice) if twice else schedule
+    schedule = add_offload(schedule, offload) if offload else schedule
     places, every = schedule.ranks, schedule.num_microbatches
     programs = [schedule.programs[places[stage]] for stage in range(num_stages)]
     own = [tuple(x for x in program if x.stage == n) for n, program in enumerate(programs)]
     return tuple(_work(program, num_stages, every) for program in own)
 
 
-@lru_cache(maxsize=64)
+made = lru_cache(maxsize=16)(Family.__call__)
+"""What a family makes, looked up: its work is read off it, and it is lowered and priced."""
+
+
 def steady(family: Family, num_stages: int, num_microbatches: int) -> Schedule:
     """Make the schedule of a step, or without a flush of as many mini-batches as it takes until
     a stage keeps the most that it ever will.
     """
     if not family.is_asynchronous:
-        return family(num_stages, num_microbatches)
+        return made(family, num_stages, num_microbatches, 1)
     filling = -(-num_stages // num_microbatches)
-    return family(num_stages, num_microbatches, filling + 3)
+    return made(family, num_stages, num_microbatches, filling + 3)
 
 
 def _work(own: Program, num_stages: int, num_microbatches: int) -> StageWork:
@@ -142,16 +147,19 @@ def _work(own: Program, num_stages: int, num_microbatches: int) -> StageWork:
 def _most_held(own: Program, num_stages: int) -> tuple[Held, ...]:
     """Count what is kept after each instruction, as bytes where a thing of one kind has one."""
 
-    def count(graph: int, inputs: int, weights: int, stays: int = 0) -> list[int]:
-        return [*live_bytes(own, (Kept(graph, inputs, weights, stays),) * num_stages)]
+    def count(graph: int, inputs: int, weights: int, stays: int = 0) -> Iterator[int]:
+        return live_bytes(own, (Kept(graph, inputs, weights, stays),) * num_stages)
 
-    graphs, inputs, weights = count(1, 0, 0), count(0, 1, 0), count(0, 0, 1)
-    away = [0] * len(own)
+    one = len(own) + 1  # graphs, inputs and weights are digits, and fewer than this
+    here = list(count(1, one, one * one))
+    away: Iterable[int] = repeat(0)
     if any(isinstance(x, ir.Offload) for x in own):
         pairs = zip(count(1, 1, 0, 1), count(1, 1, 0), strict=True)
-        away = [wherever - here for wherever, here in pairs]
-    counts = (graphs, inputs, weights, away)
-    times = {Held(*numbers) for numbers in zip(*counts, strict=True)}
+        away = (wherever - left for wherever, left in pairs)
+    times = {
+        Held(n % one, n // one % one, n // (one * one), moved)
+        for n, moved in set(zip(here, away))  # noqa: B905 - zeros have no end
+    }
     most: list[Held] = []
     for time in sorted(times, reverse=True):  # what has more of the first comes before
         if not any(_is_within(time, other) for other in most):

@@ -1,6 +1,6 @@
 """From a schedule family to what the executor runs: the passes in order, then the proof."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -25,6 +25,9 @@ from .passes import (
 )
 from .transfers import Transfers
 from .verify import verify
+
+Make = Callable[[Family, int, int, int], Schedule]
+"""(family, num_stages, num_microbatches, num_minibatches) -> what the family makes."""
 
 
 class Mode(Enum):
@@ -102,15 +105,18 @@ def lower_unproved(
     num_microbatches: int,
     mode: Mode = Mode.TRAIN,
     num_minibatches: int = 1,
+    *,
+    make: Make = Family.__call__,
 ) -> Schedule:
     """Make a whole schedule and apply the passes that `mode` needs; nothing is proved of it.
 
-    For those who price many schedules and run none.
+    For those who price many schedules and run none; with `make` they may look up what a family
+    makes.
 
     Raises:
         ConfigError: it is of another size than asked for, or runs a stage on another rank.
     """
-    schedule = _made(how, num_microbatches, num_minibatches)
+    schedule = _made(how, num_microbatches, num_minibatches, make)
     every = how.family.microbatches_per_update(num_microbatches)
     if mode is not Mode.TRAIN:
         schedule, every = forwards_first(without_updates(schedule)), num_microbatches
@@ -140,9 +146,9 @@ def _saving_memory(schedule: Schedule, how: Lowering) -> Schedule:
     return add_offload(schedule, how.offload) if how.offload else schedule
 
 
-def _made(how: Lowering, num_microbatches: int, num_minibatches: int) -> Schedule:
+def _made(how: Lowering, num_microbatches: int, num_minibatches: int, make: Make) -> Schedule:
     """Make the schedule, and see that each stage is where the pipeline has it."""
-    schedule = how.family(len(how.ranks), num_microbatches, num_minibatches)
+    schedule = make(how.family, len(how.ranks), num_microbatches, num_minibatches)
     if schedule.ranks != how.ranks:
         raise ConfigError(
             f"with {num_microbatches} micro-batches the schedule runs the stages on ranks "
