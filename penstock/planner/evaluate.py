@@ -4,7 +4,7 @@ so that all fits.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import accumulate, pairwise
 from math import inf
 
@@ -183,8 +183,10 @@ class _Stages:
 
     def least_s(self, stage: int) -> Matrix:
         """Return the seconds of the fastest way that fits; infinity where none does."""
-        found: Matrix = np.minimum.reduce([self._seconds(stage, way) for way in self._ways])
-        return found
+        key = tuple(self._key(stage, way) for way in self._ways)
+        if key not in self._known:
+            self._known[key] = reduce(np.minimum, [self._seconds(stage, x) for x in self._ways])
+        return self._known[key]
 
     def choice(self, stage: int, run: tuple[int, int]) -> Way:
         """Return the fastest way, the one that changes least of several."""
@@ -206,10 +208,14 @@ class _Stages:
         return Excess(most, self._evaluator.limit_bytes(self._on[0]))
 
     def _seconds(self, stage: int, way: Way) -> Matrix:
-        key = way.recompute[stage], way.work[stage], self._on[stage]
+        key = self._key(stage, way)
         if key not in self._known:
             self._known[key] = self._costs(stage, way)(Setting(stage, 0))
         return self._known[key]
+
+    def _key(self, stage: int, way: Way) -> object:
+        """Return what stages have in common that cost the same by a way."""
+        return way.recompute[stage], way.work[stage], self._on[stage]
 
     def _missing(self, stage: int) -> Matrix:
         found: Matrix = np.minimum.reduce(
