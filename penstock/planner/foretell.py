@@ -29,6 +29,7 @@ from penstock.trace.timeline import Timeline
 from .layer_seconds import update_seconds, weights_together
 from .plan import Plan
 from .pricing import Pricing
+from .process_bytes import process_bytes
 from .stage_bytes import Message, StageBytes
 from .stage_work import made
 
@@ -81,9 +82,18 @@ class Foretold:
     def timeline(self) -> Timeline:
         """When each instruction runs, and what each stage holds."""
         timeline = simulate_schedule(self.schedule, self.costs, sharing=self.sharing)
-        weights = [self._weights_of(stage) for stage in range(self.plan.num_stages)]
-        memory = memory_of(timeline, self.kept, weights, self.sharing.num_bytes)
+        memory = memory_of(timeline, self.kept, self.weights, self.sharing.num_bytes)
         return replace(timeline, memory=memory)
+
+    def process_bytes(self, *, with_optimizer: bool = True) -> tuple[int, ...] | None:
+        """Foretell the most bytes of host memory that each process needs at once.
+
+        With threads it is one process with all ranks, else one for each rank, in order; each holds
+        what its stages read of the batch.  `with_optimizer`: what it keeps counts.  None where
+        ranks are not on CPUs, or the cluster does not say what a process takes
+        (`Host.process_bytes`).
+        """
+        return process_bytes(self, with_optimizer=with_optimizer)
 
     @property
     def step_s(self) -> float:
@@ -195,6 +205,19 @@ class Foretold:
         return sizes.of_stages(self.plan.num_stages)
 
     @cached_property
+    def weights(self) -> tuple[StageWeights, ...]:
+        """What each stage holds of weights, and of what belongs to them."""
+        return tuple(
+            StageWeights(
+                weight_bytes=own.parameter_bytes + own.buffer_bytes,
+                gradient_bytes=own.gradient_bytes,
+                optimizer_bytes=own.optimizer_bytes,
+                version_bytes=own.gradient_bytes,
+            )
+            for own in (weights_together(self.profile.weights[run]) for run in self._runs)
+        )
+
+    @cached_property
     def sharing(self) -> Sharing:
         """How messages go, and what ranks share."""
         num_bytes: dict[Edge, int] = {}
@@ -274,15 +297,6 @@ class Foretold:
         if threads <= len(shares):
             return likely(shares[threads - 1])
         return likely(shares[-1]) * len(shares) / threads
-
-    def _weights_of(self, stage: int) -> StageWeights:
-        own = weights_together(self.profile.weights[self._runs[stage]])
-        return StageWeights(
-            weight_bytes=own.parameter_bytes + own.buffer_bytes,
-            gradient_bytes=own.gradient_bytes,
-            optimizer_bytes=own.optimizer_bytes,
-            version_bytes=own.gradient_bytes,
-        )
 
     def _reduce_s(self, stage: int) -> float:
         group = sorted(set(self._places_of(stage)))

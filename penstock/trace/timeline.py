@@ -1,6 +1,7 @@
 """What happened when: one value for what the executor measured and the simulator foretold."""
 
 import json
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
@@ -51,6 +52,19 @@ class MemorySample:
     time_s: float
     kept_bytes: int
     kind: MemoryKind = MemoryKind.ACTIVATIONS
+
+
+def most_bytes(memory: Sequence[MemorySample], stages: Collection[int]) -> int:
+    """Return the most bytes of all kinds that some stages together hold at once."""
+    held: dict[tuple[int, MemoryKind], int] = {}
+    total = most = 0
+    own = (sample for sample in memory if sample.stage in stages)
+    for sample in sorted(own, key=lambda sample: sample.time_s):
+        place = sample.stage, sample.kind
+        total += sample.kept_bytes - held.get(place, 0)
+        held[place] = sample.kept_bytes
+        most = max(most, total)
+    return most
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +123,10 @@ class Timeline:
 
     def peak_bytes_of_ranks(self) -> tuple[int, ...]:
         """Most bytes of all kinds together that each rank holds at once."""
-        ranks = self.schedule.ranks
-        held: dict[tuple[int, MemoryKind], int] = {}
-        totals, peaks = [0] * self.num_ranks, [0] * self.num_ranks
-        for sample in sorted(self.memory, key=lambda sample: sample.time_s):
-            rank, place = ranks[sample.stage], (sample.stage, sample.kind)
-            totals[rank] += sample.kept_bytes - held.get(place, 0)
-            held[place] = sample.kept_bytes
-            peaks[rank] = max(peaks[rank], totals[rank])
-        return tuple(peaks)
+        stages: list[set[int]] = [set() for _ in range(self.num_ranks)]
+        for span in self.spans:
+            stages[span.rank].add(span.instruction.stage)
+        return tuple(most_bytes(self.memory, own) for own in stages)
 
     def moved_bytes(self) -> dict[tuple[int, int], int]:
         """Bytes of all tensors sent from one stage to another: activations to the higher one,

@@ -48,6 +48,9 @@ def test_a_calibration_is_a_cluster_that_a_file_gives_again(tmp_path: Path) -> N
     cores = len(cluster.hosts[0].devices)
     assert 1 <= cores <= len(core_numbers())
     assert {*cluster.hosts[0].devices} == {"core"}
+    with_torch = cluster.hosts[0].process_bytes
+    assert (with_torch is not None) == Path("/proc/self/status").exists()
+    assert with_torch is None or with_torch > 30 << 20
     assert len(cluster.hosts[0].busy_speed) == len(cluster.hosts[0].busy_issue) == 2 * cores
     assert {"conv1x1", "conv3x3.input", "conv.weight"} < {*cluster.devices["core"].efficiency}
     if cores > 1:

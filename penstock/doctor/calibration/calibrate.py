@@ -24,6 +24,7 @@ from .device import DeviceFacts, MeasuredDevice, measure_device
 from .figures import Figure, Spread
 from .gpus import measure_gpus
 from .link import MeasuredLink
+from .process_bytes import measure_process_bytes
 from .rounding import rounded
 from .work import USUAL, Run, Sizes, copy_work, gemm_work, issue_work, mixed_work
 
@@ -62,7 +63,7 @@ def calibrate(budget_s: float = BUDGET_S, sizes: Sizes = USUAL) -> Calibration:
     """Measure this machine for about so many seconds: its GPUs, or its cores if it has none.
 
     Raises:
-        MeshError: two processes of this host do not reach each other.
+        MeshError: processes of this host do not start, or do not reach each other.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -107,6 +108,7 @@ def _cores(budget_s: float, sizes: Sizes) -> Calibration:
         port="threads",
         processes="processes",
         memory_bytes=memory_bytes(),
+        process_bytes=measure_process_bytes(),
         busy_speed=tuple(rounded(spread.middle) for spread in shares["mixed work"]),
         busy_issue=tuple(rounded(spread.middle) for spread in shares["issuing"]),
     )
