@@ -52,6 +52,7 @@ def lane_chart(timelines: Mapping[str, Timeline], bubbles: Mapping[str, float]) 
             "tickvals": list(range(len(lanes.ranks))),
             "ticktext": [f"rank {rank}" for rank in lanes.ranks],
             "fixedrange": True,
+            "automargin": True,
             "showgrid": False,
             "zeroline": False,
         }

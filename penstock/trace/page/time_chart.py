@@ -56,6 +56,7 @@ def time_chart(times: Times) -> Figure:
         "tickvals": list(range(len(bars))),
         "ticktext": [name for name, _ in bars],
         "fixedrange": True,
+        "automargin": True,
         "showgrid": False,
         "zeroline": False,
     }
