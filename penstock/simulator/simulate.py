@@ -123,9 +123,9 @@ def _ways(costs: Costs, num_stages: int) -> Callable[[Edge], Way]:
 
 def _await_reductions(schedule: ir.Schedule, costs: Costs, ends_s: Sequence[list[float]]) -> None:
     """Let each rank's last instruction end no sooner than its sums over replicas."""
-    if costs.reduce_s == 0:
-        return
     reduce_s = per_stage(costs.reduce_s, schedule.num_stages, "reduce_s")
+    if not any(reduce_s):
+        return
     for program, of_rank in zip(schedule.programs, ends_s, strict=True):
         done_s: float = 0
         for instruction, end_s in zip(program, of_rank[1:], strict=True):
