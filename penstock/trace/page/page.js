@@ -42,7 +42,10 @@
       const now = chart.layout?.[key];
       if (now && now.autorange !== true) layout[key].range = [...now.range];
     }
-    for (const trace of figure.data) if (trace.marker?.line) trace.marker.line.color = edge;
+    for (const trace of figure.data) {
+      if (trace.marker?.line) trace.marker.line.color = edge;
+      if (trace.name === "bubble") trace.marker.color = colour("bubble");  // no work: not the brightest
+    }
     if (width) Object.assign(layout, { width, autosize: false });
     return Plotly.react(chart, figure.data, layout, { ...config, responsive: !width });
   }
