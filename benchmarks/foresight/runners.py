@@ -1,5 +1,6 @@
 """Run plans for real: the ranks as threads of this process, or each as a process of its own."""
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +18,11 @@ _STEP, _PEAKS = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """One plan that can be run: `step` returns seconds, `peaks` what the stages kept in a step."""
+    """One plan that can be run.
+
+    `step` runs two steps and returns the seconds of the second one, so that caches and memory are
+    as in training; `peaks` returns what the stages kept in one.
+    """
 
     step: Callable[[], float]
     peaks: Callable[[], Peaks]
@@ -42,14 +47,15 @@ class Runners:
         self._pipes: list[Pipeline] = []
         self._groups: list[Processes] = []
         self._found: dict[str, Runner] = {}
-        between: dict[int, dict[str, Planned]] = defaultdict(dict)
+        between: dict[tuple[int, int], dict[str, Planned]] = defaultdict(dict)
         for name, planned in plans.items():
             if planned.plan.transport.is_between_processes:
-                between[planned.plan.placement.num_ranks][name] = planned
+                placement = planned.plan.placement
+                between[placement.num_places, placement.num_replicas][name] = planned
             else:
                 self._found[name] = self._thread_runner(planned)
-        for num_ranks, own in between.items():
-            self._found |= self._process_runners(num_ranks, own)
+        for axes, own in between.items():
+            self._found |= self._process_runners(axes, own)
 
     def __enter__(self) -> Mapping[str, Runner]:
         return self._found
@@ -66,26 +72,32 @@ class Runners:
         run_step = _stepping(pipe, planned)
 
         def step() -> float:
+            run_step()
             start_s = time.perf_counter()
             run_step()
             return time.perf_counter() - start_s
 
         return Runner(step, partial(_peaks, pipe, run_step))
 
-    def _process_runners(self, num_ranks: int, plans: Mapping[str, Planned]) -> dict[str, Runner]:
-        group = Processes(_prepare, dict(plans), (), num_ranks)
+    def _process_runners(
+        self, axes: tuple[int, int], plans: Mapping[str, Planned]
+    ) -> dict[str, Runner]:
+        group = Processes(_prepare, dict(plans), axes, math.prod(axes))
         self._groups.append(group)
         return {
             name: Runner(
-                partial(group.step, (name, _STEP)),
+                partial(_second, partial(group.step, (name, _STEP))),
                 partial(_first, partial(group.results, (name, _PEAKS))),
             )
             for name in plans
         }
 
 
-def _stepping(pipe: Pipeline, planned: Planned) -> Callable[[], None]:
+def _stepping(pipe: Pipeline, planned: Planned, mesh: Mesh | None = None) -> Callable[[], None]:
+    """Return what runs a step on a replica's share of the batch."""
     inputs, targets = planned.subject.data()
+    if mesh is not None:
+        inputs, targets = (x.chunk(mesh.num_replicas)[mesh.replica] for x in (inputs, targets))
 
     def run_step() -> None:
         pipe.zero_grad()
@@ -103,18 +115,24 @@ def _peaks(pipe: Pipeline, run_step: Callable[[], None]) -> Peaks:
     return pipe.last_timeline.peak_bytes()
 
 
+def _second(step: Callable[[], float]) -> float:
+    step()
+    return step()
+
+
 def _first(results: Callable[[], Iterable[Peaks]]) -> Peaks:
     """Return what the first process says: each knows of all stages."""
     return next(iter(results()))
 
 
-def _prepare(rank: int, plans: dict[str, Planned], _: tuple[int, ...]) -> dict[Key, Part]:
-    """Make, in one of the processes, a pipeline for each plan."""
-    mesh = init_mesh(num_stages=next(iter(plans.values())).plan.placement.num_ranks)
+def _prepare(rank: int, plans: dict[str, Planned], axes: tuple[int, ...]) -> dict[Key, Part]:
+    """Make, in one of the processes, a pipeline for each plan; axes are (stages, replicas)."""
+    num_stages, num_replicas = axes
+    mesh = init_mesh(num_stages, num_replicas)
     found: dict[Key, Part] = {}
     for name, planned in plans.items():
         pipe = planned.pipeline(mesh)
-        run_step = _stepping(pipe, planned)
+        run_step = _stepping(pipe, planned, mesh)
         found[name, _STEP] = Part(run_step, {})
         found[name, _PEAKS] = Part(partial(_peaks, pipe, run_step), {})
     return found

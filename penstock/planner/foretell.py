@@ -5,7 +5,6 @@ simulated; the others run alike beside it, and what they share with it, cores an
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -30,6 +29,7 @@ from .layer_seconds import update_seconds, weights_together
 from .plan import Plan
 from .pricing import Pricing
 from .process_bytes import process_bytes
+from .shared_cores import shared_cores
 from .stage_bytes import Message, StageBytes
 from .stage_work import made
 
@@ -62,21 +62,26 @@ class Foretold:
     profile: Profile
     cluster: Cluster
     batch_size: int | None = None
-    pricing: Pricing | None = field(default=None, compare=False, repr=False)
-    """What several plans share, of the same profile and cluster."""
+    shared: Pricing | None = field(default=None, compare=False, repr=False)
+    """Prices that several plans have together, of the same profile and cluster."""
 
     def __post_init__(self) -> None:
         if self.batch_size is None:
             object.__setattr__(self, "batch_size", self.plan.batch_size)
-        if self.pricing is None:
+        if self.shared is None:
             self.plan.check_model(self.profile.layers)
             pricing = Pricing(self.profile, self.cluster.resolved(likely))
-            object.__setattr__(self, "pricing", pricing)
-        assert self.pricing is not None
+            object.__setattr__(self, "shared", pricing)
         cluster = self.pricing.cluster
         if self.plan.transport.is_between_processes:
             cluster = self.pricing.between_processes
         object.__setattr__(self, "cluster", cluster)
+
+    @property
+    def pricing(self) -> Pricing:
+        """What the layers cost on the cluster."""
+        assert self.shared is not None, "made where none was given"
+        return self.shared
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -157,7 +162,7 @@ class Foretold:
         """
         plan, sizes = self.plan, self.profile.sizes
         num_parts = plan.num_microbatches * plan.placement.num_replicas
-        batch_size = self.batch_size or plan.batch_size
+        batch_size = self.batch_size
         if batch_size is None:
             if len(sizes) > 1:
                 raise ConfigError(
@@ -229,7 +234,16 @@ class Foretold:
         def way_of(edge: Edge) -> Way:
             return self._way(edge, num_bytes.get(edge, 0))
 
-        return Sharing(way_of=way_of, num_bytes=num_bytes, pools=tuple(self._pools()))
+        return Sharing(way_of=way_of, num_bytes=num_bytes, pools=self._pools)
+
+    @property
+    def _pools(self) -> tuple[Pool, ...]:
+        return shared_cores(
+            self.plan,
+            self.cluster,
+            self.places,
+            self.pricing.busy_speed(self.microbatch_size),
+        )
 
     @cached_property
     def _runs(self) -> list[slice]:
@@ -240,7 +254,6 @@ class Foretold:
     def _bytes(self) -> StageBytes:
         between = self.plan.transport.is_between_processes
         kind = self.cluster.places[self.places[0]].kind
-        assert self.pricing is not None
         return self.pricing.bytes(kind, self.microbatch_size, copies_weights=between)
 
     @cached_property
@@ -279,7 +292,6 @@ class Foretold:
         return max(found, key=lambda own: sum(x.forward_s + x.backward_s for x in own))
 
     def _seconds_at(self, place: int) -> tuple[LayerSeconds, ...]:
-        assert self.pricing is not None
         return self.pricing.seconds(
             self.cluster.places[place].kind,
             self.microbatch_size,
@@ -294,16 +306,13 @@ class Foretold:
             return 1.0
         host = self.cluster.places[place].host
         threads = sum(self.cluster.places[p].host == host for p in self.places)
-        if threads <= len(shares):
-            return likely(shares[threads - 1])
-        return likely(shares[-1]) * len(shares) / threads
+        return Pool((), tuple(map(likely, shares))).speed(threads)
 
     def _reduce_s(self, stage: int) -> float:
         group = sorted(set(self._places_of(stage)))
         own = weights_together(self.profile.weights[self._runs[stage]])
         if len(group) < 2 or not own.gradient_bytes:
             return 0.0
-        assert self.pricing is not None
         return self.pricing.sum_s(
             tuple(group),
             own.gradient_bytes,
@@ -350,28 +359,7 @@ class Foretold:
             blocks=first.blocks,
         )
 
-    def _pools(self) -> Sequence[Pool]:
-        """Return the hosts whose ranks slow each other down, of the first replica."""
-        by_host: dict[int, list[int]] = {}
-        for rank, place in enumerate(self.places):
-            by_host.setdefault(self.cluster.places[place].host, []).append(rank)
-        own = set(self.plan.placement.peers_in(0))
-        found = []
-        for ranks in by_host.values():
-            mine = [rank for rank in ranks if rank in own]
-            speeds = self.cluster.host_of(self.places[ranks[0]]).busy_speed
-            if mine and speeds:
-                found.append(_pool(mine, len(ranks), [likely(speed) for speed in speeds]))
-        return found
-
 
 @lru_cache(maxsize=256)
 def _program(how: Lowering, num_microbatches: int) -> Compiled:
     return compiled(lower_unproved(how, num_microbatches, make=made))
-
-
-def _pool(mine: Sequence[int], num_ranks: int, speeds: Sequence[float]) -> Pool:
-    """Return the pool of ranks of one replica, where other replicas' are as busy beside them."""
-    host = Pool((), tuple(speeds))
-    busy = (max(1, round(n * num_ranks / len(mine))) for n in range(1, len(mine) + 1))
-    return Pool(tuple(mine), tuple(map(host.speed, busy)))

@@ -20,6 +20,7 @@ class Pricing:
         self.seconds = cache(self._seconds)
         self.bytes = cache(self._bytes)
         self.sum_s = cache(self._sum_s)
+        self.busy_speed = cache(self._busy_speed)
 
     @cached_property
     def between_processes(self) -> Cluster:
@@ -36,6 +37,23 @@ class Pricing:
         devices, measured_on = self.cluster.devices, self.profile.measured_on
         like = next((each for each in devices.values() if each.name == measured_on), None)
         return prices(self.profile, devices[kind], microbatch_size, like=like)
+
+    def _busy_speed(self, microbatch_size: int) -> float | None:
+        """Return how fast the layers run while all cores of a host are busy with them, as a share
+        of alone; None where that was not measured.
+        """
+        sizes, measured_on = self.profile.sizes, self.profile.measured_on
+        known = {device.name for device in self.cluster.devices.values()}
+        kinds = [kind for size in sizes for kind in size.kinds]
+        if measured_on not in known or any(kind.busy_seconds is None for kind in kinds):
+            return None
+        alone_s, busy_s = (
+            sum(layer.forward_s + layer.backward_s for layer in found.layers)
+            for found in (
+                prices(self.profile, None, microbatch_size, busy=busy) for busy in (False, True)
+            )
+        )
+        return min(1.0, alone_s / busy_s) if busy_s else None
 
     def _seconds(
         self, kind: str, microbatch_size: int, num_microbatches: int, issue_speed: float = 1.0

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.costs.profile import LayerSeconds
 from penstock.errors import ConfigError, PlanError
 from penstock.planner.foretell import Foretold, simulate
 from penstock.planner.placement import Placement
@@ -76,6 +77,37 @@ def test_ranks_beyond_the_cores_of_a_host_share_them() -> None:
     shared = simulate(plan, free, cluster(2, busy_speed=(1.0, 1.0))).step_s
     assert alone == pytest.approx(15 * 6, abs=0.2)
     assert 12 * 4 * 6 / 2 <= shared < alone * 2
+
+
+def test_threads_that_are_more_than_the_cores_take_turns_and_processes_share_them() -> None:
+    free = chain([1.0] * 8, weight_bytes=0)
+    plan = planned(gpipe, (2, 2, 2, 2), 1)
+    sharing = Foretold(plan, free, cluster(2, busy_speed=(1.0, 0.9, 0.5))).sharing
+    (pool,) = sharing.pools
+    assert (pool.turns, pool.turn_s, pool.speed(2)) == (2, 0.01, 0.9)
+    between = replace(plan, transport=Transport.SOCKETS)
+    told = Foretold(between, free, cluster(2, busy_speed=(1.0, 0.9, 0.5)))
+    assert [each.turns for each in told.sharing.pools] == [None]
+    enough = Foretold(plan, free, cluster(4, busy_speed=(1.0, 0.9, 0.5)))
+    assert [each.turns for each in enough.sharing.pools] == [None]
+
+
+def test_layers_that_were_measured_on_busy_cores_say_themselves_how_slow_these_are() -> None:
+    def busy(seconds: LayerSeconds | None) -> LayerSeconds:
+        assert seconds is not None
+        return replace(
+            seconds, forward_s=1.25 * seconds.forward_s, backward_s=1.25 * seconds.backward_s
+        )
+
+    at = SECOND.sizes[0]
+    kinds = tuple(replace(kind, busy_seconds=busy(kind.seconds)) for kind in at.kinds)
+    measured = replace(SECOND, sizes=(replace(at, kinds=kinds),))
+    here = cluster(2, busy_speed=(1.0, 0.6))
+    plan = planned(gpipe, (4, 4), 1)
+    (pool,) = Foretold(plan, measured, here).sharing.pools
+    assert pool.speeds == pytest.approx((1.0, 0.8))
+    (pool,) = Foretold(plan, SECOND, here).sharing.pools
+    assert pool.speeds == pytest.approx((1.0, 0.6))
 
 
 def test_replicas_slow_each_other_down_on_the_same_host() -> None:

@@ -28,6 +28,7 @@ from penstock.simulator.simulate import step_s
 from tests.simulator.event_by_event import EventByEvent
 
 HALF: Any = Fraction(1, 2)
+ONE: Any = Fraction(1)
 THIRD: Any = Fraction(1, 3)
 
 
