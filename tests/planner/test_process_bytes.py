@@ -67,7 +67,7 @@ def test_each_process_holds_what_its_stages_do() -> None:
 
 def test_nothing_is_said_of_accelerators_and_of_what_nobody_has_measured() -> None:
     told = foretold((8,), 1)
-    assert replace(told, cluster=cluster(1), pricing=None).process_bytes() is None
+    assert replace(told, cluster=cluster(1), shared=None).process_bytes() is None
     gpus = {name: replace(x, torch_type="cuda") for name, x in told.cluster.devices.items()}
     on_gpus = replace(told.cluster, devices=gpus)
-    assert replace(told, cluster=on_gpus, pricing=None).process_bytes() is None
+    assert replace(told, cluster=on_gpus, shared=None).process_bytes() is None
