@@ -50,12 +50,14 @@ class Found:
 class Choices:
     """What was found: the best candidates, the fastest first, and the model uncut.
 
-    `uncut` is None where that does not fit; `num_looked_at` counts the plans that were made.
+    `uncut` is None where that does not fit, or the wishes left it out: `allows_uncut` tells.
+    `num_looked_at` counts the plans that were made.
     """
 
     best: tuple[Found, ...]
     uncut: Found | None
     num_looked_at: int
+    allows_uncut: bool = True
 
 
 def find_plans(
@@ -86,6 +88,7 @@ class _Search:
         self._best: dict[tuple[int, int, int], Found] = {}
         self._too_large: list[tuple[Evaluator, Size, Family]] = []
         self._num_plans = 0
+        self._allows_uncut = False
         self._plain: dict[tuple[int, Size], Found] = {}
 
     def run(self) -> None:
@@ -97,6 +100,7 @@ class _Search:
             for n, evaluator in enumerate(self._evaluators)
             for size in self._sizes(evaluator)
         )
+        self._allows_uncut = any(size.num_stages == 1 for *_, size in waiting)
         has_uncut: set[int] = set()
         for is_last, least_s, n, size in waiting:
             if is_last and self._best:
@@ -125,7 +129,8 @@ class _Search:
         if not found:
             raise ConfigError(self._nothing_fits())
         uncut = next((each for each in found if each.size.num_stages == 1), None)
-        return Choices(tuple(found[: self._num_best]), uncut, self._num_plans)
+        best = tuple(found[: self._num_best])
+        return Choices(best, uncut, self._num_plans, self._allows_uncut)
 
     def _sizes(self, evaluator: Evaluator) -> Iterator[Size]:
         spans = len(evaluator.profile.spans)

@@ -83,7 +83,8 @@ def why_best(choices: Choices, cluster: Cluster) -> tuple[str, ...]:
     ]
     uncut = choices.uncut
     if uncut is None:
-        lines.append("the model uncut fits no device")
+        cause = "fits no device" if choices.allows_uncut else "is not what was asked for"
+        lines.append(f"the model uncut {cause}")
     elif uncut is best:
         lines.append("the model is not cut: no cut was foretold to be faster")
     else:

@@ -19,7 +19,9 @@ def shared_cores(
     """Return the hosts whose ranks slow each other down, as one replica sees them.
 
     `places[rank]` is the device of a rank.  `busy` is how fast these layers run while all cores of
-    the host are busy with them, if that was measured; else the host's own figures count.
+    the host are busy with them, if that was measured; else the host's own figures count.  It was
+    measured in threads, which wait for Python's lock as well: processes are no slower than that,
+    nor than the host's figures.
     """
     by_host: dict[int, list[int]] = {}
     for rank, place in enumerate(places):
@@ -32,7 +34,11 @@ def shared_cores(
         if not mine or not host.busy_speed:
             continue
         at_once = max(1, len(host.devices) // (plan.threads_per_stage or 1))
-        speeds = Pool((), _speeds([likely(speed) for speed in host.busy_speed], at_once, busy))
+        known = [likely(speed) for speed in host.busy_speed]
+        measured = busy
+        if plan.transport.is_between_processes and busy is not None and at_once <= len(known):
+            measured = max(busy, known[at_once - 1])
+        speeds = Pool((), _speeds(known, at_once, measured))
         share = len(ranks) / len(mine)
         beside = (max(1, round(n * share)) for n in range(1, len(mine) + 1))
         takes_turns = len(ranks) > at_once and not plan.transport.is_between_processes

@@ -86,6 +86,16 @@ def test_the_model_uncut_is_always_compared_however_slow_it_is() -> None:
     assert choices.uncut.step_s > 3 * choices.best[0].step_s
 
 
+def test_the_model_uncut_that_fits_nowhere_is_told_from_one_that_was_not_asked_for() -> None:
+    wishes = Wishes(batch_size=8, num_ranks=2, num_replicas=1)
+    model = chain([1.0] * 4, weight_bytes=10**6)
+    asked = plan(model, cluster(2), 8, wishes=wishes)
+    assert "the model uncut is not what was asked for" in asked.why
+    memory_bytes = sum(each.total_bytes for each in model.weights) * 8 // 10
+    tight = plan(model, cluster(2, memory_bytes=memory_bytes), 8)
+    assert "the model uncut fits no device" in tight.why
+
+
 def test_what_does_not_fit_is_recomputed_and_the_table_says_so() -> None:
     big = chain([1.0] * 4, inner_bytes=10**6)
     weights = sum(w.total_bytes for w in big.weights)

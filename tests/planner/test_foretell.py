@@ -108,6 +108,10 @@ def test_layers_that_were_measured_on_busy_cores_say_themselves_how_slow_these_a
     assert pool.speeds == pytest.approx((1.0, 0.8))
     (pool,) = Foretold(plan, SECOND, here).sharing.pools
     assert pool.speeds == pytest.approx((1.0, 0.6))
+    between = replace(plan, transport=Transport.SOCKETS)
+    for known, expected in ((0.6, 0.8), (0.9, 0.9)):  # these do not wait for Python's lock
+        (pool,) = Foretold(between, measured, cluster(2, busy_speed=(1.0, known))).sharing.pools
+        assert pool.speeds == pytest.approx((1.0, expected))
 
 
 def test_replicas_slow_each_other_down_on_the_same_host() -> None:
