@@ -14,7 +14,7 @@ FAULTS = (
     Fault(
         "a lane goes to the lower rank instead of the first to send",
         "penstock/simulator/engine.py",
-        "if self._ready and self._ready[0] < (now_s, rank, 0):\n"
+        "if self._is_early(rank, now_s):\n"
         "                    heappush(self._ready, (now_s, rank, 0))\n"
         "                    return None",
         "if False:\n                    return None",
@@ -28,6 +28,22 @@ FAULTS = (
         "return self.speeds[0]",
         "tests/simulator/test_sharing.py",
         "slow_each_other_down",
+    ),
+    Fault(
+        "threads beyond the cores are foretold to run all at once",
+        "penstock/simulator/engine.py",
+        "len(pool.ranks) if pool.turns is None else pool.turns",
+        "len(pool.ranks)",
+        "tests/simulator/test_sharing.py",
+        "keeps_its_turn",
+    ),
+    Fault(
+        "processes are foretold to wait for Python's lock",
+        "penstock/planner/shared_cores.py",
+        "measured = max(busy, known[at_once - 1])",
+        "measured = busy",
+        "tests/planner/test_foretell.py",
+        "say_themselves",
     ),
     Fault(
         "sums over replicas hold up what comes after them",
@@ -47,8 +63,8 @@ FAULTS = (
     ),
     Fault(
         "replicas are foretold as if each had the host for itself",
-        "penstock/planner/foretell.py",
-        "round(n * num_ranks / len(mine))",
+        "penstock/planner/shared_cores.py",
+        "round(n * share)",
         "n",
         "tests/planner/test_foretell.py",
         "replicas_slow_each_other",
