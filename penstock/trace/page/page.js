@@ -8,6 +8,7 @@
   const PAPER_PX = 1010;
   const config = {
     displaylogo: false,
+    doubleClickDelay: 600,  // a large page, or a busy machine, is slow to see the second click
     responsive: true,
     modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
   };

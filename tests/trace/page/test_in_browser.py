@@ -102,12 +102,13 @@ def test_dragging_zooms_shift_moves_and_a_double_click_goes_back(
     assert shown_s(tab) == pytest.approx(whole / 2, rel=0.05)
     drag(tab, shift=True)
     assert shown_s(tab) == pytest.approx(whole / 2, rel=0.05)
-    tab.locator("[data-figure=timeline] .nsewdrag").first.dblclick()
-    tab.wait_for_function(
-        "all => {const r = document.querySelector('[data-figure=timeline]').layout.xaxis.range;"
-        "return Math.abs(r[1] - r[0] - all) < 0.02 * all}",
-        arg=whole,
-    )
+    for _ in range(5):  # on a busy machine two clicks may be seen as one and one
+        box_of(tab.locator("[data-figure=timeline] .nsewdrag").first)
+        tab.locator("[data-figure=timeline] .nsewdrag").first.dblclick()
+        tab.wait_for_timeout(1000)
+        if shown_s(tab) == pytest.approx(whole, rel=0.02):
+            break
+    assert shown_s(tab) == pytest.approx(whole, rel=0.02)
     assert len(said) == 1
 
 
