@@ -7,17 +7,16 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from benchmarks.foresight.cases import Case
-from benchmarks.foresight.main import calibrated, timed
+from benchmarks.foresight.main import answer, calibrated, timed
 from benchmarks.foresight.runners import Planned, Runners
 from benchmarks.foresight.subjects import SMALLEST, SUBJECTS, Subject
-from benchmarks.report import Column, Load, Report, interleaved, parser, progress, publish
+from benchmarks.report import Column, Load, Report, interleaved, progress
 from penstock import Cluster, Profile, Recompute
 from penstock.planner.candidates import Wishes
 from penstock.planner.choose import find_plans
@@ -124,12 +123,7 @@ def run(options: argparse.Namespace) -> Report:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print."""
-    options = parser(__doc__ or "")
-    options.add_argument("--rounds", type=int, default=7, help="after one of warm-up")
-    chosen = options.parse_args(arguments)
-    if chosen.update_readme:
-        options.error("the README holds the table of benchmarks.foresight.main")
-    publish(run(chosen), chosen, Path(__file__).parent)
+    answer(__doc__ or "", run, arguments, rounds=7)
 
 
 if __name__ == "__main__":

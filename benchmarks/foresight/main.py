@@ -156,6 +156,22 @@ def run(options: argparse.Namespace) -> Report:
     return Report(COLUMNS, tuple(rows), settings, (*verdicts(rows), *load.notes))
 
 
+def answer(
+    about: str,
+    measure_all: Callable[[argparse.Namespace], Report],
+    arguments: list[str] | None,
+    rounds: int | None = None,
+) -> None:
+    """Measure and print what another question asks, whose table is in no README."""
+    options = parser(about)
+    if rounds is not None:
+        options.add_argument("--rounds", type=int, default=rounds, help="after one of warm-up")
+    chosen = options.parse_args(arguments)
+    if chosen.update_readme:
+        options.error("the README holds the table of benchmarks.foresight.main")
+    publish(measure_all(chosen), chosen, Path(__file__).parent)
+
+
 def words(text: str) -> list[str]:
     """Read "a,b", for argparse."""
     return text.split(",")

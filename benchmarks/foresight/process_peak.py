@@ -11,17 +11,16 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from benchmarks.foresight.cases import Case
-from benchmarks.foresight.main import calibrated
+from benchmarks.foresight.main import answer, calibrated
 from benchmarks.foresight.runners import Planned
 from benchmarks.foresight.subjects import SMALLEST, Subject
-from benchmarks.report import Column, Load, Report, parser, progress, publish
+from benchmarks.report import Column, Load, Report, progress
 from benchmarks.throughput.processes import Key, Part, Processes
 from penstock import Profile, Recompute, init_mesh
 from penstock.doctor.calibration.process_bytes import resident_bytes
@@ -168,11 +167,7 @@ def run(options: argparse.Namespace) -> Report:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print."""
-    options = parser(__doc__ or "")
-    chosen = options.parse_args(arguments)
-    if chosen.update_readme:
-        options.error("the README holds the table of benchmarks.foresight.main")
-    publish(run(chosen), chosen, Path(__file__).parent)
+    answer(__doc__ or "", run, arguments)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan with the model it is of; `slow` is by how much the last rank is slowed down."""
+    """A plan with the model it is of."""
 
     subject: Subject
     plan: Plan

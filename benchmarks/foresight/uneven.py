@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,9 +21,9 @@ from torch import nn
 
 import penstock
 from benchmarks.blocks import transformer
-from benchmarks.foresight.main import calibrated, timed
+from benchmarks.foresight.main import answer, calibrated, timed
 from benchmarks.foresight.subjects import SMALLEST, SUBJECTS, Subject
-from benchmarks.report import Column, Load, Report, interleaved, parser, progress, publish
+from benchmarks.report import Column, Load, Report, interleaved, progress
 from penstock import Cluster, Pipeline, Plan, Profile
 from penstock.interval import likely
 from penstock.planner.candidates import Wishes
@@ -202,12 +201,7 @@ def run(options: argparse.Namespace) -> Report:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print."""
-    options = parser(__doc__ or "")
-    options.add_argument("--rounds", type=int, default=9, help="after one of warm-up")
-    chosen = options.parse_args(arguments)
-    if chosen.update_readme:
-        options.error("the README holds the table of benchmarks.foresight.main")
-    publish(run(chosen), chosen, Path(__file__).parent)
+    answer(__doc__ or "", run, arguments, rounds=9)
 
 
 if __name__ == "__main__":
