@@ -1,5 +1,6 @@
 """Choose few of all combinations, so that every two values of two factors meet at least once."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, reduce
 from itertools import combinations, product
@@ -17,8 +18,10 @@ def all_pairs(
 ) -> list[Choice]:
     """Choose values of all factors, few times, so that every two values of two factors meet.
 
-    Greedy: each choice is the one, among all, that brings together the most pairs not yet met.
-    What is not possible is not chosen, and two values meet if there is a choice with both.
+    Greedy: each choice is the one, among all, that brings together the most pairs not yet met,
+    and of several such the one whose values have been chosen least so far, so that no value
+    stands for all others where it does not matter.  What is not possible is not chosen, and two
+    values meet if there is a choice with both.
     """
 
     def values(numbers: tuple[int, ...]) -> Choice:
@@ -33,10 +36,17 @@ def all_pairs(
     first = shift % len(candidates)
     candidates = candidates[first:] + candidates[:first]
     missing = reduce(or_, pairs_of.values())
-    chosen = []
+    chosen: list[Choice] = []
+    uses: Counter[tuple[int, int]] = Counter()
+
+    def gain(numbers: tuple[int, ...]) -> tuple[int, int]:
+        used = sum(uses[value] * len(factors[value[0]]) for value in enumerate(numbers))
+        return (pairs_of[numbers] & missing).bit_count(), -used
+
     while missing:
-        best = max(candidates, key=lambda c: (pairs_of[c] & missing).bit_count())
+        best = max(candidates, key=gain)
         missing &= ~pairs_of[best]
+        uses.update(enumerate(best))
         chosen.append(values(best))
     return chosen
 

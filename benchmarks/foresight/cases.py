@@ -1,6 +1,6 @@
 """What is foretold and run: a model, a schedule, sizes, and where the ranks are."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -112,8 +112,10 @@ def _case(choice: tuple[Any, ...]) -> Case:
     return Case(subject, family, stages_per_rank, *rest)
 
 
-def every_family() -> Iterator[tuple[str, int]]:
-    """Yield the synchronous schedules by name, with how many stages of theirs a rank has."""
-    for stages_per_rank in (1, 2):
-        for family in families_for(UNIT_COSTS, stages_per_rank):
-            yield family.name, stages_per_rank
+def every_family() -> list[tuple[str, int]]:
+    """Return the synchronous schedules by name, with how many stages of theirs a rank has.
+
+    Two where a schedule can have several: with one, interleaved 1F1B is 1F1B.
+    """
+    found = {f.name: count for count in (1, 2) for f in families_for(UNIT_COSTS, count)}
+    return list(found.items())

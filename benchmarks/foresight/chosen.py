@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from benchmarks.foresight.cases import Case
-from benchmarks.foresight.main import answer, calibrated, timed
-from benchmarks.foresight.runners import Planned, Runners
+from benchmarks.foresight.main import answer, calibrated
+from benchmarks.foresight.runners import Planned, step_seconds
 from benchmarks.foresight.subjects import SMALLEST, SUBJECTS, Subject
-from benchmarks.report import Column, Load, Report, interleaved, progress
+from benchmarks.report import Column, Load, Report, progress
 from penstock import Cluster, Profile, Recompute
 from penstock.planner.candidates import Wishes
 from penstock.planner.choose import find_plans
@@ -67,11 +67,7 @@ def foretold(
 
 def measure(subject: Subject, told: dict[str, Foretold], rounds: int) -> list[dict[str, Any]]:
     """Run all plans in turn."""
-    planned = {name: Planned(subject, each.plan) for name, each in told.items()}
-    progress(f"{subject.kind}: {len(planned)} pipelines")
-    with Runners(planned) as runners:
-        steps = [timed(name, runners[name].step) for name in told]
-        found_s = interleaved(steps, rounds)
+    found_s = step_seconds({n: Planned(subject, each.plan) for n, each in told.items()}, rounds)
     fastest_s = min(map(median, found_s))
     return [
         {

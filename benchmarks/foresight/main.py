@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from benchmarks.foresight.cases import Case, Choice, every_family
-from benchmarks.foresight.runners import Planned, Runners
+from benchmarks.foresight.runners import Peaks, Planned, peaks, step_seconds
 from benchmarks.foresight.subjects import SMALLEST, SUBJECTS, Subject
-from benchmarks.report import Column, Load, Report, counts, interleaved, parser, progress, publish
+from benchmarks.report import Column, Load, Report, counts, parser, progress, publish
 from penstock import Cluster, Profile
 from penstock.doctor.calibration import calibrate
 from penstock.doctor.calibration.work import TINY
@@ -64,30 +64,15 @@ def measure(
         profile = profiles[case.subject]
         told[case.name] = Foretold(case.plan(profile, cluster), profile, cluster)
     planned = {case.name: Planned(case.subject, told[case.name].plan) for case in cases}
-    progress(f"{len(cases)} pipelines")
-    with Runners(planned) as runners:
-        steps = [timed(case.name, runners[case.name].step) for case in cases]
-        found_s = interleaved(steps, rounds)
-        peaks = {name: runner.peaks() for name, runner in runners.items()}
+    found_s = step_seconds(planned, rounds)
     return [
-        _row(case, told[case.name], list(its_s), peaks[case.name])
+        _row(case, told[case.name], its_s, peaks(planned[case.name]))
         for case, its_s in zip(cases, found_s, strict=True)
     ]
 
 
-def timed(name: str, step: Callable[[], float]) -> Callable[[], float]:
-    """Let a step say what it took."""
-
-    def shown() -> float:
-        seconds = step()
-        progress(f"{name}: {seconds * 1e3:.1f} ms")
-        return seconds
-
-    return shown
-
-
 def _row(
-    case: Case, told: Foretold, found_s: list[float], peaks: dict[int, int]
+    case: Case, told: Foretold, found_s: Sequence[float], kept: Peaks
 ) -> dict[str, Any]:
     foretold_s, measured_s = told.timeline.step_s, median(found_s)
     foretold_bytes = told.timeline.peak_bytes()
@@ -102,11 +87,11 @@ def _row(
         "measured_ms": measured_s * 1e3,
         "off_by": foretold_s / measured_s - 1,
         "foretold_kib": max(foretold_bytes.values()) / KIB,
-        "measured_kib": max(peaks.values()) / KIB,
-        "exact": "yes" if foretold_bytes == peaks else "no",
+        "measured_kib": max(kept.values()) / KIB,
+        "exact": "yes" if foretold_bytes == kept else "no",
         "foretold_bytes": foretold_bytes,
-        "measured_bytes": peaks,
-        "seconds": found_s,
+        "measured_bytes": kept,
+        "seconds": list(found_s),
         "plan": told.plan.to_json(),
     }
 

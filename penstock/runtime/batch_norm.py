@@ -282,12 +282,16 @@ def _commit(module: AnyBatchNorm, rows: list[Moments]) -> None:
 
 
 def pooled(rows: list[Moments]) -> Moments:
-    """Pool moments of several sets of values into those of their union (float64, in order)."""
-    count = sum(n for n, _, _ in rows)
-    zero = torch.zeros((), device=rows[0][1].device)
-    mean = sum((n * m.double() for n, m, _ in rows), start=zero) / count
-    squares = sum(
-        ((n - 1) * v.double() + n * (m.double() - mean) ** 2 for n, m, v in rows),
-        start=zero,
-    )
-    return count, mean, squares / max(count - 1, 1)
+    """Pool moments of several sets of values into those of their union (float64).
+
+    A few operators for all rows: with one for each, a deep network of 32 micro-batches took
+    longer here than in two of its micro-batches.
+    """
+    counts, means, variances = zip(*rows, strict=True)
+    count = sum(counts)
+    stacked = torch.stack(means).double()
+    weights = torch.tensor(counts, dtype=torch.float64)[:, None]
+    weights = weights.to(stacked.device, non_blocking=True)
+    mean = (weights * stacked).sum(0) / count
+    squares = (weights - 1) * torch.stack(variances).double() + weights * (stacked - mean) ** 2
+    return count, mean, squares.sum(0) / max(count - 1, 1)
