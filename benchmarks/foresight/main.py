@@ -71,9 +71,7 @@ def measure(
     ]
 
 
-def _row(
-    case: Case, told: Foretold, found_s: Sequence[float], kept: Peaks
-) -> dict[str, Any]:
+def _row(case: Case, told: Foretold, found_s: Sequence[float], kept: Peaks) -> dict[str, Any]:
     foretold_s, measured_s = told.timeline.step_s, median(found_s)
     foretold_bytes = told.timeline.peak_bytes()
     return {

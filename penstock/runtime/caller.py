@@ -176,6 +176,23 @@ def _flushes(half: float = 0.5) -> bool:
 
 
 @contextmanager
+def fresh_casts() -> Iterator[None]:
+    """Let a run neither find torch's casts of weights nor leave any, as long as no layer of
+    another pipeline runs around it.
+
+    An autocast of the caller's keeps its casts until it ends, also of weights that an optimizer
+    has moved since.
+    """
+    if _around.get() is None:
+        torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        if _around.get() is None:
+            torch.clear_autocast_cache()
+
+
+@contextmanager
 def keeping_casts() -> Iterator[None]:
     """Let no autocast that ends inside clear torch's casts of weights: all threads share those."""
     torch.autocast_increment_nesting()

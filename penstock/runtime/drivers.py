@@ -32,6 +32,11 @@ class Work:
     run: Run
     caller: CallerContext
 
+    @property
+    def casts(self) -> bool:
+        """Whether ranks enter the caller's autocast: to begin with, or for a recompute."""
+        return self.caller.casts or self.run.caller.casts
+
 
 class AbstractDriver(ABC):
     """Runs a lowered schedule to its end."""

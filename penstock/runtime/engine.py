@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -24,7 +24,7 @@ from penstock.torch_private import cache_weights_per_thread
 from penstock.types import TiedGradients, Trace, Transport
 
 from .batch_norm import batch_norms, warn_of_unpooled
-from .caller import CallerContext
+from .caller import CallerContext, fresh_casts
 from .default_generators import guarded_default_generators
 from .drivers import AbstractDriver, CallerDriver, ProcessDriver, Work
 from .host_memory import keep_freed_memory
@@ -215,7 +215,8 @@ class Engine:
         for device in self._with_streams:
             device.wait_for_caller()
         try:
-            with guarded_default_generators(self.devices):
+            casts = fresh_casts() if work.casts else nullcontext()
+            with guarded_default_generators(self.devices), casts:
                 self._lasting.driver_for(caller, in_caller=in_caller).drive(work)
             if replicas is not None:
                 replicas.finish()

@@ -58,9 +58,6 @@ class ThreadDriver(AbstractDriver):
                 self._abandon()
                 raise
             raise
-        finally:
-            if _casts(work):  # no rank did: others still used them
-                torch.clear_autocast_cache()
         if work.run.failure is not None:
             _raise_failure(work)
 
@@ -170,11 +167,6 @@ def _raise_failure(work: Work) -> NoReturn:
         del failure, work
 
 
-def _casts(work: Work) -> bool:
-    """Tell whether ranks enter the caller's autocast: to begin with, or for a recompute."""
-    return work.caller.casts or work.run.caller.casts
-
-
 class _Job:
     """One program for one worker."""
 
@@ -200,7 +192,7 @@ class _Job:
             self._done.put(None)
 
     def _run(self) -> None:
-        keeping = keeping_casts() if _casts(self._work) else nullcontext()
+        keeping = keeping_casts() if self._work.casts else nullcontext()
         with keeping, self._work.caller.entered(), self._channels.turns:
             self._executor.execute_all()
         self._executor.finish()

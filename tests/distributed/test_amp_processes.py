@@ -157,3 +157,25 @@ def test_what_torchs_scaler_refuses_on_one_rank_ends_all(tmp_path: Path) -> None
     assert "ValueError: Attempting to unscale FP16 gradients" in first
     assert "PeerError: rank 0 (stage 0) failed: ValueError: Attempting to unscale" in second
     assert "waited for the others to begin the same call" in second
+
+
+def steps_in_one_autocast(mesh: penstock.Mesh) -> Any:
+    """Train three steps, with evaluations between them, inside one autocast."""
+    pipe = pipeline(mesh)
+    optimizer = torch.optim.SGD([{"params": list(pipe.parameters())}], lr=0.1)
+    found = []
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            found.append(pipe.eval_step(batch(0, mesh.replica)[0]))
+            found.append(pipe.train_steps([batch(0, mesh.replica)], optimizer))
+    return found
+
+
+def test_one_autocast_around_all_steps_never_trains_on_casts_of_old_weights(
+    tmp_path: Path,
+) -> None:
+    apart = call(steps_in_one_autocast, (3, 1), tmp_path)
+    together = steps_in_one_autocast(penstock.init_mesh(num_stages=3))
+    for found in apart:
+        assert all(map(same_bits, found, together))
+    assert not torch.equal(together[1], together[3])

@@ -1,7 +1,9 @@
-"""Autocast casts a weight once for all its uses: no stage forgets the casts of another one."""
+"""Autocast casts a weight once for all its uses in a step, and anew for each step."""
 
 import copy
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -9,9 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torch.utils.flop_counter import FlopCounterMode
+
 import penstock
 from penstock.schedules import Family, gpipe
 from tests.every_schedule import IN_TWO_PARTS
+from tests.ways import IN_ONE_PROCESS
 
 
 class Twice(nn.Module):
@@ -64,3 +69,42 @@ def test_a_weight_used_twice_is_cast_once_for_as_long_as_a_step_lasts(
                 loss.backward()
             run_whole(whole, x, y)
             compare_and_move(parameters, list(whole.parameters()))
+
+
+def descend(step: Callable[[], Any], parameters: list[nn.Parameter]) -> None:
+    """Move the weights by the gradients of a step."""
+    for parameter in parameters:
+        parameter.grad = None
+    step()
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.data -= 0.1 * parameter.grad
+
+
+@pytest.mark.filterwarnings("ignore::penstock.errors.ExecutionWarning")
+@pytest.mark.parametrize("mode", (nullcontext, lambda: FlopCounterMode(display=False)))
+@pytest.mark.parametrize("transport", IN_ONE_PROCESS)
+def test_one_autocast_around_all_steps_trains_as_one_around_each(
+    transport: penstock.Transport, mode: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    torch.manual_seed(0)
+    ours = [Twice() for _ in range(2)]
+    whole = nn.Sequential(*copy.deepcopy(ours))
+    theirs = list(whole.parameters())
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    with penstock.Pipeline(
+        ours, 2, num_microbatches=4, loss=F.mse_loss, transport=transport, threads_per_stage=1
+    ) as pipe:
+        parameters = list(pipe.parameters())
+        pipe.train_step(x, y)  # the layers are balanced
+        with torch.autocast("cpu", torch.bfloat16), mode():
+            for _ in range(3):
+                pipe.eval_step(x)
+                descend(lambda: (pipe.train_step(x, y), ours[0].linear(x)), parameters)
+        for _ in range(3):
+            descend(lambda: run_whole(whole, x, y), theirs)
+    for mine, expected in zip(parameters, theirs, strict=True):
+        assert torch.equal(mine, expected)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = whole(x)
+        assert torch.equal(pipe.eval_step(x), expected)
