@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
 from torch.utils.flop_counter import FlopCounterMode
 
 import penstock
@@ -99,8 +98,10 @@ def test_one_autocast_around_all_steps_trains_as_one_around_each(
         pipe.train_step(x, y)  # the layers are balanced
         with torch.autocast("cpu", torch.bfloat16), mode():
             for _ in range(3):
-                pipe.eval_step(x)
-                descend(lambda: (pipe.train_step(x, y), ours[0].linear(x)), parameters)
+                descend(
+                    lambda: (pipe.train_step(x, y), pipe.eval_step(x), ours[0].linear(x)),
+                    parameters,
+                )
         for _ in range(3):
             descend(lambda: run_whole(whole, x, y), theirs)
     for mine, expected in zip(parameters, theirs, strict=True):
