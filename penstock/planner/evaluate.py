@@ -85,6 +85,7 @@ class Evaluator:
             balanced_by=BalancedBy.TIME,
             predicted_s=tuple(stages.seconds(n, run) for n, run in enumerate(runs)),
             batch_size=self.wishes.batch_size,
+            batch_norm_over_replicas=size.num_replicas > 1,  # as the unsplit model's
         )
 
     def places_of(self, size: Size) -> tuple[int, ...]:

@@ -16,12 +16,15 @@ from typing import Any
 import pytest
 import torch
 
+from penstock import Plan
 from penstock.checkpoint.files import read_tensors
+from penstock.cli.main import run as command
 from penstock.train.command import Request, start_run
 from penstock.train.interrupt import Interrupt
 from penstock.train.run_folder import RunFolder
 from tests.digits import DIGITS, NUM_STEPS, TWO_EPOCHS
 from tests.distributed.launch import ROOT, Ended, free_port, start
+from tests.profiles import cluster
 from tests.quiet import quiet
 
 SMALL = (*TWO_EPOCHS, "train.average_decay=0.5")
@@ -142,6 +145,32 @@ def test_sigterm_to_one_process_saves_on_all_and_any_other_number_goes_on(
     assert all(process.code == 0 for process in ended), ended
     assert "after step 3, as 3 stages x 1 replicas (before: 2 x 1)" in ended[0].output
     assert_same_run(Path(folder), uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas"),
+    (
+        (1, 2),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+    ),
+)
+def test_a_plan_that_was_chosen_for_a_recipe_trains_it(
+    stages: int, replicas: int, tmp_path: Path
+) -> None:
+    cluster(4).save(tmp_path / "cluster.toml")
+    plan, profile = tmp_path / "plan.json", str(tmp_path / "profile.json")
+    small = [w for change in SMALL for w in ("--set", change)]
+    counted = ("--device", "h100", "--microbatch-size", "50", "--save", profile)
+    assert command(["profile", str(DIGITS), *small, *counted]) == 0
+    layout = ("--num-ranks", str(stages), "--num-replicas", str(replicas))
+    chosen = ("--profile", profile, "--cluster", str(tmp_path / "cluster.toml"), *layout)
+    assert command(["plan", *chosen, "--batch-size", "500", "--save", str(plan)]) == 0
+    folder = str(tmp_path / "run")
+    arguments = [*TRAIN, *words("train.epochs=1"), "--plan", str(plan), "--run-folder", folder]
+    ended = start(stages * replicas, arguments).wait(100)
+    assert all(process.code == 0 for process in ended), ended
+    assert (Plan.load(Path(folder) / "plan.json").placement.num_replicas) == replicas
 
 
 @pytest.mark.slow
