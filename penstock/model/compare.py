@@ -1,7 +1,7 @@
 """Compare values at a boundary: whether two are the same, and where they first differ."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -55,6 +55,15 @@ def first_difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, An
         if found is not None:
             return found
     return None
+
+
+def leaf_paths(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor in a value with the path to it, as one writes it after its name."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif (parts := opened(value)) is not None:
+        for name, child in zip(_places(value), parts[0], strict=True):
+            yield from leaf_paths(child, path + name)
 
 
 def _is_same_constant(one: Any, other: Any) -> bool:

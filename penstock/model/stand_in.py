@@ -1,6 +1,6 @@
 """What stands for an object that is not here."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 from .pytree import Sealed
 
@@ -13,10 +13,12 @@ class StandIn(Sealed):
             raise AttributeError(name)
         raise self._error()
 
-    def _refuse(self, *_: Any, **__: Any) -> Any:
+    def refuse(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise why it is not here."""
         raise self._error()
 
-    __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = _refuse
+    __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __float__ = refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = refuse
 
     def _error(self) -> Exception:
         raise NotImplementedError

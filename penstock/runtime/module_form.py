@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
-from penstock.model.pytree import flatten, unflatten
+from penstock.model.pytree import flatten, flatten_by, unflatten
 from penstock.schedules.lower import Mode
 
 from .engine import Engine
 from .input_gradients import input_gradients
 from .microbatches import Batch
-from .outputs import gather
+from .outputs import gather, is_unjoined
 from .run import Run
 
 
@@ -31,25 +31,35 @@ def run_as_module(engine: Engine, run: Run, inputs: Any, batch: Batch) -> Any:
     engine.drive(run, Mode.FORWARDS)
     sizes = batch.sizes
     outputs = gather([run.outputs.pop(i) for i in range(len(sizes))], sizes, batch.output_weights)
-    leaves, structure = flatten(outputs)
+    leaves, structure = flatten_by(outputs, is_unjoined)
     last = run.stages[len(engine.stages) - 1].tapes.values()
-    wants_grad = [any(tape.output_wants_grad[n] for tape in last) for n in range(len(leaves))]
+    tensors = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    wants_grad = [any(tape.output_wants_grad[n] for tape in last) for n in tensors]
     if not any(wants_grad):
         return outputs
-    weights = batch.output_weights() if any(leaf.dim() == 0 for leaf in leaves) else []
-    pending = _Pending(engine, run, (sizes, weights), leaves, wants_grad)
-    del outputs, leaves
+    weights = batch.output_weights() if any(leaves[n].dim() == 0 for n in tensors) else []
+    pending = _Pending(engine, run, (sizes, weights), [leaves[n] for n in tensors], wants_grad)
+    pending.places, pending.num_leaves = tensors, len(leaves)
+    del outputs
+    for n in tensors:
+        leaves[n] = None
     anchor = torch.empty(0, requires_grad=True)
     tied = _TieToBackward.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
         pending, anchor, *flatten(inputs)[0]
     )
-    return unflatten(structure, list(tied))
+    for n, leaf in zip(tensors, tied, strict=True):
+        leaves[n] = leaf
+    return unflatten(structure, leaves)
 
 
 class _Pending:
     """A run whose backwards are still to come; `cut` are the sizes of its micro-batches, and what
-    they weigh in a loss of the model's own.
+    they weigh in a loss of the model's own.  `places` are those of the `leaves` among all
+    `num_leaves` tensors of the output: some cannot be put together.
     """
+
+    places: list[int]
+    num_leaves: int
 
     def __init__(
         self,
@@ -84,7 +94,9 @@ class _Pending:
                 "the pipeline was moved or cut anew between its forward and this backward; run "
                 "both again"
             )
-        cut = [None if g is None else self._pieces(g) for g in gradients]
+        cut: list[Sequence[Tensor | None] | None] = [None] * self.num_leaves
+        for n, gradient in zip(self.places, gradients, strict=True):
+            cut[n] = None if gradient is None else self._pieces(gradient)
         run.output_gradients = [
             [None if pieces is None else pieces[i] for pieces in cut]
             for i in range(len(self.sizes))
@@ -101,7 +113,8 @@ class _Pending:
         none.
         """
         if gradient.dim():
-            return list(gradient.split(self.sizes))
+            several = len(self.sizes) > 1  # all of one micro-batch is given as it is
+            return list(gradient.split(self.sizes)) if several else [gradient]
         return [gradient * weight if weight != 0 else None for weight in self.weights]
 
 

@@ -12,7 +12,7 @@ from penstock.errors import BoundaryError, OutputWarning
 from penstock.mesh.group import AbstractGroup
 from penstock.mesh.plain_data import Kind
 from penstock.mesh.user_classes import user_codec
-from penstock.model.compare import first_difference, is_object
+from penstock.model.compare import first_difference, is_object, leaf_paths
 from penstock.model.output_loss import loss_in
 from penstock.model.pytree import constants, flatten, flatten_by, tree_map, unflatten
 from penstock.model.stand_in import StandIn
@@ -20,42 +20,43 @@ from penstock.model.templates import from_template, template
 from penstock.transport.wire import TENSOR_KIND, TensorKind, fill, room_for, to_bytes
 
 _SHOWN = 60
+_WHOLE = "whole"
 
 
 def gather(parts: Sequence[Any], sizes: Sequence[int], weights: Callable[[], list[float]]) -> Any:
     """Concatenate the micro-batches' outputs along dimension 0.
 
-    A loss that the model computed itself is the sum of the parts' losses by their `weights`.
+    A loss that the model computed itself is the sum of the parts' losses by their `weights`, and
+    so are the scalars beside it, of which it is made.  What cannot be put together stands in the
+    result all the same, and says so when it is used: whoever does not need it leaves it.  Of one
+    part everything is given as it is.
 
     Raises:
-        BoundaryError: a tensor's dimension 0 is not its micro-batch's size, or the parts differ in
-            structure or in a value that is no tensor.
+        BoundaryError: the parts differ in structure or in a value that is no tensor; or the output
+            is one tensor, whose dimension 0 is not the micro-batch's size.
     """
     _check_alike(parts, sizes)
     flat = [flatten_by(part, is_object) for part in parts]
-    loss = loss_in(parts[0])
-    losses = [n for n, leaf in enumerate(flat[0][0]) if leaf is loss]
+    first, structure = flat[0]
     for i, (leaves, _) in enumerate(flat):
-        if len(leaves) != len(flat[0][0]):
+        if len(leaves) != len(first):
             raise BoundaryError(
                 f"micro-batch {i} gave {len(leaves)} tensors, micro-batch 0 gave "
-                f"{len(flat[0][0])}; outputs must have the same structure for every micro-batch"
+                f"{len(first)}; outputs must have the same structure for every micro-batch"
             )
-        for n, leaf in enumerate(leaves):
-            if n in losses or not isinstance(leaf, Tensor):
-                continue
-            if leaf.dim() == 0 or leaf.shape[0] != sizes[i]:
-                raise BoundaryError(
-                    f"the model's output for micro-batch {i} ({sizes[i]} samples) has a tensor of "
-                    f"shape {tuple(leaf.shape)}: dimension 0 must be the batch, or the outputs of "
-                    "the micro-batches cannot be put together. Return one value per sample, or "
-                    "use train_step with loss="
-                )
+    has_loss = loss_in(parts[0]) is not None
     rows = list(zip(*(leaves for leaves, _ in flat), strict=True))
-    whole = [
-        _weighted(row, weights()) if n in losses else _joined(row) for n, row in enumerate(rows)
+    joined = [
+        _weighted(row, weights()) if has_loss and _is_scalar(row[0]) else _joined(row, sizes)
+        for row in rows
     ]
-    return unflatten(flat[0][1], whole)
+    for path, leaf in leaf_paths(parts[0]):
+        unjoined = joined[next(n for n, own in enumerate(first) if own is leaf)]
+        if isinstance(unjoined, _Unjoined) and not unjoined.path:
+            unjoined.__dict__["path"] = path or _WHOLE
+            if not path:
+                unjoined.refuse()
+    return unflatten(structure, joined)
 
 
 def share(stages: AbstractGroup, last: int, outputs: Any, device: torch.device) -> Any:
@@ -79,21 +80,57 @@ def share(stages: AbstractGroup, last: int, outputs: Any, device: torch.device) 
     return unflatten(from_template(form), found)
 
 
-def _joined(row: Sequence[Any]) -> Any:
-    """Concatenate tensors; of several objects, give what tells so when it is used."""
+def _is_scalar(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
+
+
+def _joined(row: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Concatenate tensors; of several objects, or of tensors that have no rows of samples, give
+    what tells so when it is used.
+    """
     if len(row) == 1:
         return row[0]
     if not isinstance(row[0], Tensor):
         same = all(leaf is row[0] for leaf in row)
         return row[0] if same else _Several(type(row[0]).__name__)
-    if any(leaf.shape[1:] != row[0].shape[1:] for leaf in row):
-        raise BoundaryError(
-            f"the model's outputs for the micro-batches have tensors of shapes "
-            f"{', '.join(str(tuple(leaf.shape)) for leaf in row)}, which cannot be put "
-            "together along dimension 0. Return one row per sample, or use train_step with "
-            "loss="
-        )
+    shapes = [tuple(leaf.shape) for leaf in row]
+    for i, shape in enumerate(shapes):
+        if shape[:1] != (sizes[i],):
+            return _Unjoined(
+                f"for micro-batch {i} ({sizes[i]} samples) is a tensor of shape {shape}: "
+                "dimension 0 must be the batch"
+            )
+    if len({shape[1:] for shape in shapes}) > 1:
+        listed = ", ".join(map(str, shapes))
+        return _Unjoined(f"is, for the micro-batches, tensors of shapes {listed}")
     return torch.cat(list(row))
+
+
+class _Unjoined(StandIn):
+    """Stands in an output for a tensor of which each micro-batch has one of its own."""
+
+    def __init__(self, why: str, path: str = "") -> None:
+        self.__dict__.update(why=why, path=path)
+
+    def _error(self) -> BoundaryError:
+        which = "the model's output" + ("" if self.path == _WHOLE else f", in output{self.path},")
+        return BoundaryError(
+            f"{which} {self.why}, or the outputs of the micro-batches cannot be put together. "
+            "Return one value per sample, do without it, give batches of one micro-batch, or use "
+            "train_step with loss="
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        found = flatten_by((args, kwargs), lambda value: isinstance(value, cls))[0]
+        next(value for value in found if isinstance(value, cls)).refuse()
+
+
+def is_unjoined(value: Any) -> bool:
+    """Tell whether a value stands in an output for a tensor that cannot be put together."""
+    return isinstance(value, _Unjoined)
 
 
 class _Absent(StandIn):
@@ -127,7 +164,11 @@ class _Elsewhere(_Absent):
 
 
 _CODEC = user_codec(
-    (TENSOR_KIND, Kind("several", _Several, lambda several: several.__dict__["kind"], _Several)),
+    (
+        TENSOR_KIND,
+        Kind("unjoined", _Unjoined, lambda u: (u.why, u.path), lambda said: _Unjoined(*said)),
+        Kind("several", _Several, lambda several: several.__dict__["kind"], _Several),
+    ),
     fallback=Kind("elsewhere", _Elsewhere, lambda value: type(value).__name__, _Elsewhere),
 )
 

@@ -278,3 +278,57 @@ def test_objects_of_each_micro_batch_cannot_be_used_as_one(call: str) -> None:
         found.initial_seed()
     only = torch.Generator()
     assert outputs_of(lambda x: only, 4, 2, call)["beside"] is only
+
+
+class Scored(nn.Module):
+    """Give a loss of the model's own, parts of it in nests, and what has no rows of samples."""
+
+    def __init__(self, *, with_loss: bool) -> None:
+        super().__init__()
+        self.with_loss = with_loss
+        self.linear = nn.Linear(2, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = self.linear(x)
+        parts = {"parts": {"square": (y**2).mean(), "first": y[:, 0].mean()}}
+        flat = {"flat": [torch.cat((y, y)), y[:1]], "sum": y.sum(0)}
+        loss = {"loss": (y**2).mean() + y[:, 0].mean()} if self.with_loss else {}
+        return loss | parts | flat | {"y": y}
+
+
+@pytest.mark.parametrize("call", ("eval_step", "forward"))
+def test_scalars_beside_a_loss_of_the_model_are_means_over_its_micro_batches(call: str) -> None:
+    model = Scored(with_loss=True)
+    expected = model(X)
+    with penstock.Pipeline([nn.Identity(), model], 2, num_microbatches=2) as pipe:
+        found = getattr(pipe, call)(X)
+    for name in ("square", "first"):
+        torch.testing.assert_close(found["parts"][name], expected["parts"][name])
+    if call == "forward":
+        (found["parts"]["square"] + 2 * found["y"].sum()).backward()
+        ours = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        (expected["parts"]["square"] + 2 * expected["y"].sum()).backward()
+        for gradient, parameter in zip(ours, model.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad)
+
+
+@pytest.mark.parametrize("call", ("eval_step", "forward"))
+def test_outputs_that_cannot_be_put_together_are_named_when_they_are_used(call: str) -> None:
+    model = Scored(with_loss=False)
+    with penstock.Pipeline([nn.Identity(), model], 2, num_microbatches=2) as pipe:
+        found = getattr(pipe, call)(X)
+        assert torch.equal(found["y"], model(X)["y"])
+        for name, use in (
+            (r"\['flat'\]\[0\]", lambda: found["flat"][0].mean()),
+            (r"\['flat'\]\[1\]", lambda: 2.0 * found["flat"][1]),
+            (r"\['parts'\]\['square'\]", lambda: found["parts"]["square"] + 1),
+            (r"\['sum'\]", lambda: torch.relu(found["sum"])),
+        ):
+            with pytest.raises(BoundaryError, match=rf"output{name}, for micro-batch 0 .*shape"):
+                use()
+        alone = getattr(pipe, call)(X[:1])  # one micro-batch is the whole batch
+        assert torch.equal(alone["flat"][0], model(X[:1])["flat"][0])
+        if call == "forward":
+            (found["y"].sum() + alone["flat"][0].sum()).backward()
+            assert model.linear.weight.grad is not None
