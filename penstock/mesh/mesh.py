@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import ConfigError, check_count
+from penstock.launcher import end_with_launcher
 from penstock.planner.checks import check_timeout
 from penstock.planner.placement import REPLICA, STAGE, Placement
 
@@ -232,6 +233,7 @@ def init_mesh(
             different versions of Python, torch or Penstock.
         MeshError: the processes do not find each other in time.
     """
+    end_with_launcher()
     _check_counts(num_stages, num_replicas)
     timeout_s = check_timeout(timeout_s)
     if not dist.is_initialized() and num_processes() == 1:

@@ -1,12 +1,15 @@
 """Start the processes of a job on this machine, and see how each of them ends."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.distributed.warm import ROOT as ROOT
 from tests.distributed.warm import Forked, origin
@@ -92,6 +95,30 @@ def run(
     bad = [f"--- rank {e.rank}: {e.code}\n{e.output}" for e in ended if e.code != 0]
     assert not bad, "\n".join(bad)
     return ended
+
+
+def left_behind(mark: str, timeout_s: float) -> dict[int, str]:
+    """Give the processes, and their commands, that have `mark` in their environment and do not end
+    in time; they are killed.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return left
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Find the processes that were started with `mark` in their environment."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile, or is another user's
+            if mark.encode() in (folder / "environ").read_bytes():
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found[int(folder.name)] = command[:300]
+    return found
 
 
 def free_port() -> int:
