@@ -56,6 +56,7 @@ def _look(parent: int) -> None:
 
 def _end() -> None:
     with suppress(Exception):  # whoever reads may be gone, too
-        print("penstock: what launched this process is gone; it ends", file=sys.stderr, flush=True)
+        sys.stderr.write("penstock: what launched this process is gone; it ends\n")
+        sys.stderr.flush()
         sys.stdout.flush()
     os._exit(1)

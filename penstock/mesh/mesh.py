@@ -28,7 +28,7 @@ from .meet import join, meeting
 from .point_to_point import PointToPoint
 from .process_group import ProcessGroup, told_by_first
 from .start import num_processes
-from .threads import end_now, in_thread
+from .threads import end_now, in_thread, never_destroy
 from .watch import Watch
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -185,6 +185,8 @@ class Mesh:
         processes.lifelines.close()
         processes.background.close()
         processes.watch.close()
+        if processes.watch.knows_failure:  # torch may wait for ever for a peer that is gone
+            never_destroy(self, processes.point_to_point, dist.group.WORLD)
         if processes.have_ended:
             processes.connections.close()
             processes.point_to_point = None

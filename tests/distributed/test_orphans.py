@@ -1,4 +1,4 @@
-"""Whatever ends the launcher of a job ends its processes, in every phase; by hand nobody launches."""
+"""Whatever ends the launcher of a job ends its processes, in every phase."""
 
 import os
 import random
@@ -41,7 +41,7 @@ BY_TORCHRUN = {"TORCHELASTIC_RUN_ID": "orphans"}
 def launched(
     script: str, mark: str, port: int, environment: dict[str, str]
 ) -> "subprocess.Popen[str]":
-    """Start a launcher whose only process, of two, has the script; it says a word when it is there."""
+    """Start a launcher of one process, of two; the script says a word when it is there."""
     return subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, script],
         env=_place(0, mark, port) | environment,
