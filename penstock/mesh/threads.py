@@ -37,7 +37,7 @@ def in_thread(job: Callable[[], None], name: str, *, daemon: bool) -> "Future[No
 
 
 def note_failure() -> None:
-    """Note that a process has failed: what torch connects with it may wait for it when destroyed."""
+    """Note that a process has failed: torch may wait for it when it destroys connections."""
     _FAILED.set()
 
 
