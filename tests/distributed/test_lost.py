@@ -16,7 +16,7 @@ NO_HOSTS = why_not()
 @pytest.mark.parametrize("killed", (0, 1))
 def test_a_killed_process_is_noticed_though_its_child_holds_its_connections(killed: int) -> None:
     job = start(3, ["-m", "tests.distributed.lost_job", str(killed)])
-    for process in job.wait(60.0):
+    for process in job.wait(60.0, num_left=1):
         if process.rank == killed:
             assert process.code == -9
             continue
@@ -29,7 +29,7 @@ def test_a_killed_process_is_noticed_though_its_child_holds_its_connections(kill
 
 def test_a_process_that_is_killed_during_a_save_ends_it_on_all(tmp_path: Path) -> None:
     job = start(3, ["-m", "tests.distributed.lost_job", "1", str(tmp_path / "save")])
-    first, killed, last = job.wait(60.0)
+    first, killed, last = job.wait(60.0, num_left=1)
     assert killed.code == -9
     for process in (first, last):
         assert process.code == 1, process.output

@@ -70,7 +70,7 @@ def test_a_process_ends_when_its_launcher_is_killed_while_it_waits_for_the_other
         assert launcher.stdout is not None
         assert launcher.stdout.readline() in ("meets\n", "waits\n")
         launcher.kill()
-    left = left_behind(mark, 10.0)
+    left = left_behind(mark)
     assert not left, left
 
 
@@ -84,7 +84,7 @@ def test_a_process_that_was_started_by_hand_stays_when_its_shell_goes() -> None:
         other = [sys.executable, "-c", MEET]
         subprocess.run(other, env=_place(1, mark, port), cwd=ROOT, timeout=60, check=True)
         assert launcher.stdout.readline() == "met\n"
-    left = left_behind(mark, 10.0)
+    left = left_behind(mark)
     assert not left, left
 
 
@@ -98,7 +98,7 @@ def test_no_process_is_left_whenever_the_launcher_is_killed(tmp_path: Path) -> N
     for case in range(30):
         mark, moment_s = uuid.uuid4().hex, moments.uniform(0.0, life_s)
         _live(tmp_path / str(case), mark, moment_s)
-        left = left_behind(mark, 10.0)
+        left = left_behind(mark)
         assert not left, (case, moment_s, life_s, left)
 
 
