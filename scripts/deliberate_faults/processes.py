@@ -44,14 +44,6 @@ FAULTS = (
         "destroyed and raises",
     ),
     Fault(
-        "what connects a process with one that is gone is destroyed",
-        "penstock/mesh/mesh.py",
-        "        if processes.watch.knows_failure:",
-        "        if False:",
-        "tests/distributed/test_lost.py",
-        "destroyed and catches",
-    ),
-    Fault(
         "each process keeps the threads of its own plan",
         "penstock/runtime/planning.py",
         '"predicted_s", "threads_per_stage", ',

@@ -70,7 +70,10 @@ def test_a_process_ends_when_its_launcher_is_killed_while_it_waits_for_the_other
         assert launcher.stdout is not None
         assert launcher.stdout.readline() in ("meets\n", "waits\n")
         launcher.kill()
-    left = left_behind(mark)
+        launcher.wait()
+        assert launcher.stdin is not None
+        launcher.stdin.close()
+        left = left_behind(mark)
     assert not left, left
 
 
