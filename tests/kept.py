@@ -35,8 +35,14 @@ def most_kept_bytes(
 
 def open_files() -> set[str]:
     """Name the files without a name that this process has open."""
-    found = set()
+    return {str(link.readlink()) for link in open_file_links()}
+
+
+def open_file_links() -> list[Path]:
+    """Give the links to them."""
+    found = []
     for link in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # the folder itself
-            found.add(str(link.readlink()))
-    return {name for name in found if name.endswith("(deleted)")}
+            if str(link.readlink()).endswith("(deleted)"):
+                found.append(link)
+    return found

@@ -13,7 +13,7 @@ import penstock
 
 LAYERS = (
     {"errors", "types"},
-    {"interval", "torch_private"},
+    {"interval", "launcher", "torch_private"},
     {"schedules"},
     {"plain_values"},
     {"trace"},
@@ -41,6 +41,7 @@ LAYERS = (
     errors  types                 the words
        └► torch_private           what torch hides
        └► interval                numbers that are not known exactly
+       └► launcher                who started this process
        └► schedules               WHEN
              └► plain_values      values in files
              └► trace             SEEN
@@ -71,8 +72,8 @@ LAYERS = (
 
 SELF_CONTAINED = {"zoo"}
 AT_THE_TOP = {
-    *("__init__", "__main__", "errors", "interval", "pipeline", "plain_values"),
-    *("torch_private", "types"),
+    *("__init__", "__main__", "errors", "interval", "launcher", "pipeline"),
+    *("plain_values", "torch_private", "types"),
 }
 """Modules that stand in no folder: the front door, errors, types, and what every room may need."""
 LOWEST = {"errors", "torch_private"}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.launcher import end_with_launcher
 from penstock.types import LONGEST_TIMEOUT_S
 
 from .options import num_processes_option, refuse_inside_torchrun, require_torch
@@ -75,6 +76,7 @@ def doctor(num_processes: int | None, calibrate: bool, **options: Any) -> int:
         refuse_inside_torchrun()
         words = ["doctor", "--timeout", str(timeout_s), *(["--json"] if as_json else [])]
         return launch(num_processes, 0, words)
+    end_with_launcher()
     require_torch()
     from penstock.doctor import examine
 

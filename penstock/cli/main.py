@@ -40,9 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with lasting_output():
         code = run(arguments)
     if "penstock.mesh.threads" in sys.modules:  # other commands start without torch
-        from penstock.mesh.threads import end_now, is_any_left
+        from penstock.mesh.threads import end_now, must_end_now
 
-        if is_any_left():
+        if must_end_now():
             end_now(code)
     sys.exit(code)
 

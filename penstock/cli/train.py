@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.launcher import end_with_launcher
 from penstock.trace.progress import say
 from penstock.train.interrupt import Interrupt
 
@@ -130,6 +131,7 @@ class _Wish:
 
 def _train(wish: _Wish) -> int:
     """Train in this process, which may be one of many; rank 0 speaks for all."""
+    end_with_launcher()
     is_one_of_many = os.environ.get("WORLD_SIZE", "1") != "1"  # numbers are checked later
     if is_one_of_many:  # gloo connects processes that talk to each other, instead of each to all
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")

@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore, TCPStore
 from penstock.errors import MeshError
 
 from .start import meeting_place, num_processes, process_rank
-from .threads import THREAD_PREFIX, end_now, in_thread
+from .threads import THREAD_PREFIX, end_now, in_thread, note_failure
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _MARGIN_S = 5.0
@@ -47,6 +47,7 @@ def join(timeout_s: float, backends: str = "gloo") -> None:
     try:
         _within(timeout_s + _MARGIN_S, lambda: _meet(timeout_s, backends))
     except (RuntimeError, ValueError) as error:
+        note_failure()
         raise MeshError(
             f"rank {rank} of {world_size} did not find the others at {address}:{port} within "
             f"{timeout_s:g} s: {first_line(error)}. See that all "
@@ -149,6 +150,7 @@ def meeting() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        note_failure()
         raise MeshError(
             f"another process ended, or fell silent, while all of them met: {first_line(error)}. "
             "Its own message says why"

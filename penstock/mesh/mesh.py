@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import ConfigError, check_count
+from penstock.launcher import end_with_launcher
 from penstock.planner.checks import check_timeout
 from penstock.planner.placement import REPLICA, STAGE, Placement
 
@@ -27,7 +28,7 @@ from .meet import join, meeting
 from .point_to_point import PointToPoint
 from .process_group import ProcessGroup, told_by_first
 from .start import num_processes
-from .threads import end_now, in_thread
+from .threads import end_now, in_thread, never_destroy
 from .watch import Watch
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -184,6 +185,8 @@ class Mesh:
         processes.lifelines.close()
         processes.background.close()
         processes.watch.close()
+        if processes.watch.knows_failure:  # torch may wait for ever for a peer that is gone
+            never_destroy(self, processes.point_to_point, dist.group.WORLD)
         if processes.have_ended:
             processes.connections.close()
             processes.point_to_point = None
@@ -232,6 +235,7 @@ def init_mesh(
             different versions of Python, torch or Penstock.
         MeshError: the processes do not find each other in time.
     """
+    end_with_launcher()
     _check_counts(num_stages, num_replicas)
     timeout_s = check_timeout(timeout_s)
     if not dist.is_initialized() and num_processes() == 1:

@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, TCPStore
 from penstock.errors import PeerError, WaitTimeout
 from penstock.torch_private import default_store
 
-from .threads import THREAD_PREFIX
+from .threads import THREAD_PREFIX, note_failure
 
 _TICK_S = 0.2
 """How often a process says that it runs, in a small job; rarer in one of many processes."""
@@ -124,6 +124,7 @@ class Watch:
     def _announce(self, failure: Failure) -> bool:
         """Let the thread tell all processes; tells whether it could."""
         self._to_tell = failure
+        note_failure()
         return self._told.wait((_LINGER_TICKS + 1) * self._tick_s)
 
     @contextmanager
@@ -252,6 +253,7 @@ class Watch:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _tell(self, failure: Failure) -> None:
+        note_failure()
         with self._lock:
             self._failure = failure
             waiting, self._waiting = list(self._waiting.values()), {}

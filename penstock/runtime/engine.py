@@ -1,5 +1,6 @@
 """The stages of a pipeline in this process, their programs, and what drives them."""
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -177,7 +178,8 @@ class Engine:
         """Let one call at a time use the stages.
 
         Raises:
-            PenstockError: another call is under way, in another thread or around this one.
+            PenstockError: another call is under way, in another thread or around this one; or this
+                process was forked from the one whose threads run the stages.
         """
         return self._lasting.turn.taken()
 
@@ -257,16 +259,29 @@ class Engine:
 
 
 class _Turn:
-    """Whose turn it is to use the stages: one call's, or nobody's."""
+    """Whose turn it is to use the stages: one call's, or nobody's; only of one process.
 
-    def __init__(self) -> None:
+    That is the one which uses them first, or which other processes are connected with.
+    """
+
+    def __init__(self, *, is_connected: bool = False) -> None:
         self._lock = threading.Lock()
+        self._process = os.getpid() if is_connected else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Turn, ()  # a copied pipeline runs on its own
 
     @contextmanager
     def taken(self) -> Iterator[None]:
+        here = os.getpid()
+        self._process = self._process or here
+        if here != self._process:
+            raise PenstockError(
+                f"this pipeline was used in process {self._process}, and this is process {here}, "
+                "forked from it: the threads that run the stages are not here, so that a step "
+                "would wait for ever. Make the pipeline in this process, or start it by "
+                'multiprocessing.get_context("spawn")'
+            )
         if not self._lock.acquire(blocking=False):
             raise PenstockError(
                 "this pipeline is running already: it was called from another thread, or from "
@@ -313,7 +328,7 @@ class _Lasting:
             Replicas(mesh.replicas, pools_statistics=pools) if mesh.num_replicas > 1 else None,
             driver,
             in_caller,
-            _Turn(),
+            _Turn(is_connected=mesh.is_distributed),
         )
 
     def driver_for(self, caller: CallerContext, *, in_caller: bool) -> AbstractDriver:

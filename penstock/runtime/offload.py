@@ -33,7 +33,7 @@ class _Input(NamedTuple):
 
 
 class Offloading:
-    """Moves away what a stage keeps; `make_store` makes a store for one micro-batch."""
+    """Moves away what a stage keeps; `make_store` makes a store for one run."""
 
     def __init__(
         self, stage: int, lasting: Lasting, make_store: Callable[[], AbstractStore]
@@ -47,8 +47,10 @@ class Offloading:
             OffloadError: there is no room for it.
         """
         slots = tape.slots or Slots(self._lasting.of(run, tape))
+        here = run.stages[self._stage]
+        here.store = here.store or self._make_store()
         try:
-            tape.away = Away(self._make_store())
+            tape.away = Away(here.store)
             if tape.graph_dropped:  # its inputs are all there is
                 tape.away.move_inputs(tape, slots)
             else:
@@ -113,7 +115,6 @@ class Away:
             storage, lead = self._store.get(place)
             for slot, layout in views:
                 slot.fill(layout.view(storage, lead))
-        self._store.close()
         for peer, place, slot, changes in self._inputs:
             assert slot.tensor is not None
             _put_leaf(tape, peer, place, slot.tensor, changes)

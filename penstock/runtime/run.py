@@ -14,6 +14,7 @@ from penstock.types import Trace
 
 from .caller import CallerContext
 from .microbatches import Batch
+from .stores import AbstractStore
 from .tape import Tape
 from .window import Window
 
@@ -43,7 +44,8 @@ class StageRun:
     `tied_sums[peer]` are the gradients of another stage's weights that are not sent yet, by the
     place of the weight.  `kept_bytes` are the sizes of
     storages by micro-batch and address, where memory is traced.  `divided` has for each backward
-    in two parts what it did not leave to the second, where the run `looks`.
+    in two parts what it did not leave to the second, where the run `looks`.  `store` holds what
+    is moved away.
     """
 
     tapes: dict[int, Tape] = field(default_factory=dict)
@@ -56,6 +58,7 @@ class StageRun:
     moments: MomentsByModule = field(default_factory=dict)
     divided: list[list[Unsplit]] = field(default_factory=list)
     has_claimed_leaves: bool = False
+    store: AbstractStore | None = None
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ _LINE_BYTES, _WIDEST_BYTES = 64, 16
 
 
 class AbstractStore(ABC):
-    """Holds copies of storages elsewhere, for one micro-batch of a stage."""
+    """Holds copies of storages elsewhere, for one stage during a run."""
 
     @abstractmethod
     def put(self, storage: UntypedStorage) -> Any:
@@ -31,35 +31,46 @@ class AbstractStore(ABC):
 
     @abstractmethod
     def get(self, place: Any) -> tuple[UntypedStorage, int]:
-        """Return a new storage with the same bytes, but for its first few, and how many these are.
+        """Return a new storage with the same bytes, but for its first few, and how many these are;
+        the copy is given up.
 
         Raises:
             OSError: the copy cannot be read.
         """
 
-    def close(self) -> None:  # noqa: B027 - memory needs nothing
-        """Give back what the copies take."""
-
 
 class FileStore(AbstractStore):
-    """A file without a name in `folder`: it ends with the process, whatever ends that.
+    """A file without a name in `folder`, while it holds anything: it ends with the process,
+    whatever ends that.  A copy takes the place of one of the same size that was given up.
 
     What comes back lies as far from the start of a cache line as it did: the order in which matrix
     kernels add depends on it.
     """
 
     def __init__(self, folder: str | None, device: StageDevice | None = None) -> None:
-        self._file: Any = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - `close`
-        self._closing = weakref.finalize(self, self._file.close)
-        self._end = 0
+        self._folder = folder
+        self._free: dict[int, list[int]] = {}
+        self._end = self._num_held = 0
+        self._file: Any = None
 
     def put(self, storage: UntypedStorage) -> Any:
-        start, size, lead = self._end, storage.nbytes(), storage.data_ptr() % _LINE_BYTES
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
+            self._closing = weakref.finalize(self, self._file.close)
+        size, lead = storage.nbytes(), storage.data_ptr() % _LINE_BYTES
+        start = self._place_for(size)
+        self._file.seek(start)
         rest = _bytes_of(storage)
         while rest:
             rest = rest[self._file.write(rest) :]
-        self._end += size
+        self._num_held += 1
         return start, size, 0 if lead % _WIDEST_BYTES else lead
+
+    def _place_for(self, size: int) -> int:
+        if free := self._free.get(size):
+            return free.pop()
+        self._end += size
+        return self._end - size
 
     def get(self, place: Any) -> tuple[UntypedStorage, int]:
         start, size, lead = place
@@ -71,10 +82,13 @@ class FileStore(AbstractStore):
             if not count:
                 raise OSError(f"the file has lost {len(rest):,} bytes")
             rest = rest[count:]
+        self._free.setdefault(size, []).append(start)
+        self._num_held -= 1
+        if not self._num_held:
+            self._closing()
+            self._file, self._end = None, 0
+            self._free.clear()
         return storage, lead
-
-    def close(self) -> None:
-        self._closing()
 
 
 class HostStore(AbstractStore):
@@ -102,7 +116,7 @@ class HostStore(AbstractStore):
 
 
 MakeStore = Callable[[StageDevice], AbstractStore]
-"""Makes a store for one micro-batch of the stage on a device."""
+"""Makes a store for a run of the stage on a device."""
 
 
 def store_on(device: torch.device, folder: str | None) -> MakeStore:
@@ -114,7 +128,7 @@ def store_on(device: torch.device, folder: str | None) -> MakeStore:
     if device.type == "cuda":
         return HostStore
     try:
-        FileStore(folder).close()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ConfigError(
             f"offload_folder={folder!r} cannot hold what stages move there: {error.strerror}; "

@@ -4,6 +4,46 @@ from .fault import Fault
 
 FAULTS = (
     Fault(
+        "a process does not look whether its launcher lives",
+        "penstock/mesh/mesh.py",
+        "    end_with_launcher()\n",
+        "",
+        "tests/distributed/test_orphans.py",
+        "meeting-signal",
+    ),
+    Fault(
+        "a launcher that went before it was looked at is not missed",
+        "penstock/launcher.py",
+        "    if _is_adopted(parent):\n        _end()\n",
+        "",
+        "tests/distributed/test_orphans.py",
+        "before-it-signal",
+    ),
+    Fault(
+        "where no signal tells of the launcher's end nobody looks",
+        "penstock/launcher.py",
+        "    while os.getppid() == parent:\n",
+        "    while True:\n",
+        "tests/distributed/test_orphans.py",
+        "meeting-look",
+    ),
+    Fault(
+        "a process is ended with the shell that started it by hand",
+        "penstock/launcher.py",
+        '"TORCHELASTIC_RUN_ID" not in os.environ or ',
+        "",
+        "tests/distributed/test_orphans.py",
+        "by_hand",
+    ),
+    Fault(
+        "an error after a failure takes the interpreter down before the process ends",
+        "penstock/mesh/threads.py",
+        "    if _FAILED.is_set() and raised is not None:\n",
+        "    if False:\n",
+        "tests/distributed/test_lost.py",
+        "destroyed and raises",
+    ),
+    Fault(
         "each process keeps the threads of its own plan",
         "penstock/runtime/planning.py",
         '"predicted_s", "threads_per_stage", ',

@@ -1,15 +1,20 @@
 """Start the processes of a job on this machine, and see how each of them ends."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.distributed.warm import ROOT as ROOT
 from tests.distributed.warm import Forked, origin
+
+_PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +28,23 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Processes that run."""
+    """Processes that run, each in a session of its own."""
 
     processes: list["subprocess.Popen[str] | Forked"]
 
-    def wait(self, timeout_s: float) -> list[Ended]:
-        """Wait for all; kill those that do not end in time."""
+    def wait(self, timeout_s: float, *, num_left: int = 0) -> list[Ended]:
+        """Wait for all; kill those that do not end in time.  None but `num_left` that they started
+        may live on, which are killed.
+        """
+        try:
+            ended = self._wait(timeout_s)
+        finally:
+            sessions = {process.pid for process in self.processes}
+            left = end_left(lambda folder: _session(folder) in sessions, num_left)
+        assert len(left) == num_left, left
+        return ended
+
+    def _wait(self, timeout_s: float) -> list[Ended]:
         deadline = time.monotonic() + timeout_s
         ended = []
         for rank, process in enumerate(self.processes):
@@ -78,6 +94,7 @@ def _started(arguments: Sequence[str], environment: Mapping[str, str]) -> "subpr
         stderr=subprocess.STDOUT,
         text=True,
         cwd=ROOT,
+        start_new_session=True,
     )
 
 
@@ -92,6 +109,37 @@ def run(
     bad = [f"--- rank {e.rank}: {e.code}\n{e.output}" for e in ended if e.code != 0]
     assert not bad, "\n".join(bad)
     return ended
+
+
+def left_behind(mark: str) -> dict[int, str]:
+    """End what has `mark` in the environment that it was started with, and lives on."""
+    return end_left(lambda folder: mark.encode() in (folder / "environ").read_bytes())
+
+
+def end_left(is_ours: Callable[[Path], bool], num_expected: int = 0) -> dict[int, str]:
+    """Give the processes, and their commands, that are ours by their folder in /proc, if after a
+    while they are more than expected; they are killed.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while len(left := _found(is_ours)) > num_expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return left
+
+
+def _found(is_ours: Callable[[Path], bool]) -> dict[int, str]:
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile, or is another user's
+            if is_ours(folder) and (command := (folder / "cmdline").read_bytes()):
+                found[int(folder.name)] = command.replace(b"\0", b" ").decode()[:300]
+    return found
+
+
+def _session(folder: Path) -> int:
+    return int((folder / "stat").read_text().rpartition(")")[2].split()[3])
 
 
 def free_port() -> int:

@@ -16,7 +16,7 @@ NO_HOSTS = why_not()
 @pytest.mark.parametrize("killed", (0, 1))
 def test_a_killed_process_is_noticed_though_its_child_holds_its_connections(killed: int) -> None:
     job = start(3, ["-m", "tests.distributed.lost_job", str(killed)])
-    for process in job.wait(60.0):
+    for process in job.wait(60.0, num_left=1):
         if process.rank == killed:
             assert process.code == -9
             continue
@@ -29,7 +29,7 @@ def test_a_killed_process_is_noticed_though_its_child_holds_its_connections(kill
 
 def test_a_process_that_is_killed_during_a_save_ends_it_on_all(tmp_path: Path) -> None:
     job = start(3, ["-m", "tests.distributed.lost_job", "1", str(tmp_path / "save")])
-    first, killed, last = job.wait(60.0)
+    first, killed, last = job.wait(60.0, num_left=1)
     assert killed.code == -9
     for process in (first, last):
         assert process.code == 1, process.output
@@ -48,3 +48,36 @@ def test_a_lost_host_is_named_by_all_processes_on_both_sides_of_the_link() -> No
             assert f"({other}), where it ran, does not answer: lost, or cut off" in process.said
             lost = "0" if other == ADDRESSES[0] else "[23]"
             assert re.search(rf"PeerError: rank {lost} \(stage {lost}\) failed", process.said)
+
+
+LOSE = """
+import os, signal, sys, weakref
+import penstock, torch.distributed as dist
+class Last:
+    def __del__(self):
+        os.write(1, b"THE INTERPRETER GOES")
+last = Last()
+mesh = penstock.init_mesh(timeout_s=60.0)
+if mesh.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+group = weakref.ref(dist.group.WORLD)
+"""
+RAISE = "mesh.world.highest(0, 'for the other')"
+CATCH = f"""
+try:
+    {RAISE}
+except penstock.PenstockError:
+    mesh.close()
+print("KEPT" if group() is not None else "DESTROYED", flush=True)
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize(("then", "code"), [(RAISE, 1), (CATCH, 75)], ids=["raises", "catches"])
+def test_what_connects_a_process_with_one_that_is_gone_is_never_destroyed(
+    then: str, code: int
+) -> None:
+    ended, _ = start(2, ["-c", LOSE + then]).wait(60.0)
+    assert ended.code == code, ended.output
+    assert ("KEPT" in ended.output) == (code == 75), ended.output
+    assert ("THE INTERPRETER GOES" in ended.output) == (code == 75), ended.output

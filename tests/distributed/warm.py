@@ -80,12 +80,13 @@ class Origin:
     """A process that has imported torch, and forks."""
 
     def __init__(self) -> None:
+        environment = {name: v for name, v in os.environ.items() if name != "PENSTOCK_TEST_CASE"}
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.distributed.warm", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )
         theirs.close()
 
@@ -144,6 +145,7 @@ def _tell_of_ended(running: dict[int, socket.socket]) -> None:
 def _become(order: Mapping[str, dict[str, str]], control: int, output: int) -> list[str]:
     """Be the process that was asked for."""
     os.close(control)
+    os.setsid()
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -103,6 +105,39 @@ def test_a_call_from_another_thread_is_refused() -> None:
         leave.set()
         first.join()
         pipe.eval_step(x)
+
+
+FORK = """
+import os
+from tests.laws.test_calls import *
+x, y = batch()
+pipe = pipeline(layers(), penstock.Transport.THREADS)
+outputs = pipe(x)
+calls = {
+    "train_step": lambda: pipe.train_step(x, y),
+    "train_steps": lambda: pipe.train_steps([(x, y)], torch.optim.SGD(pipe.parameters(), 0.1)),
+    "eval_step": lambda: pipe.eval_step(x),
+    "forward": lambda: pipe(x),
+    "backward": lambda: outputs.sum().backward(),
+}
+if os.fork() == 0:
+    for name, call in calls.items():
+        with pytest.raises(penstock.PenstockError, match="Make the pipeline in this process"):
+            call()
+        print("refused", name, flush=True)
+    with pipeline(layers(), penstock.Transport.THREADS) as another:
+        another.eval_step(x)
+    os._exit(0)
+assert os.wait()[1] == 0
+pipe.train_step(x, y)  # as ever
+"""
+
+
+def test_a_call_in_a_child_that_was_forked_after_another_one_is_refused() -> None:
+    command = [sys.executable, "-c", FORK]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("refused") == 5
 
 
 @pytest.mark.parametrize("recompute", penstock.Recompute)

@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, OffloadError
 from penstock.schedules.names import family_of
 from penstock.types import Recompute, Trace, Transport
 from tests.every_schedule import divided
-from tests.kept import most_kept_bytes, open_files
+from tests.kept import most_kept_bytes, open_file_links, open_files
 
 
 class Square(nn.Module):
@@ -136,6 +136,38 @@ def test_a_failed_step_leaves_no_file_behind_and_the_next_one_is_right(tmp_path:
         ):
             total += found
     assert all(torch.allclose(a, b) for a, b in zip(ours, expected, strict=True) if a is not None)
+
+
+class LooksAtFiles(nn.Module):
+    """Note the sizes in bytes of the files without a name that are open in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder, self.seen = str(folder), [[0]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        ours = (link for link in open_file_links() if str(link.readlink()).startswith(self.folder))
+        self.seen.append([link.stat().st_size for link in ours])
+        return x.tanh()
+
+
+@pytest.mark.parametrize("num_microbatches", [6, 24])
+def test_each_stage_has_one_file_and_places_in_it_are_used_again(
+    num_microbatches: int, tmp_path: Path
+) -> None:
+    looks, before, rows = LooksAtFiles(tmp_path), open_files(), 16 * num_microbatches
+    pipe = offloading(
+        [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), looks), *(nn.Linear(8, 8) for _ in range(3))],
+        num_microbatches=num_microbatches,
+        schedule=penstock.schedules.one_f_one_b,
+        offload_folder=tmp_path,
+        transport=penstock.Transport.LOOPBACK,
+    )
+    pipe.train_step(torch.ones(rows, 8), torch.ones(rows, 8))
+    assert 1 <= max(map(len, looks.seen)) <= 4
+    each = 16 * 8 * 4
+    assert 2 * each <= max(map(sum, looks.seen)) <= 4 * 4 * 3 * each  # of four on each stage
+    assert open_files() == before
 
 
 def test_a_full_store_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""Whatever ends the launcher of a job ends its processes, in every phase."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import ROOT, free_port, left_behind
+from tests.distributed.test_train_processes import TRAIN, words
+
+LAUNCHER = """
+import os, signal, subprocess, sys, torch
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+child.wait()
+"""
+"""As torchrun does."""
+MEET = """
+import penstock
+print("meets", flush=True)
+penstock.init_mesh()
+print("met", flush=True)
+"""
+BEGIN_LATE = """
+import sys
+print("waits", flush=True)
+sys.stdin.read()
+"""
+"""What a script may do before it comes to the mesh, for as long as the launcher lives."""
+WITHOUT_SIGNAL = """
+import sys
+sys.platform = "one that sends no signal when a parent ends"
+"""
+BY_TORCHRUN = {"TORCHELASTIC_RUN_ID": "orphans"}
+
+
+def launched(
+    script: str, mark: str, port: int, environment: dict[str, str]
+) -> "subprocess.Popen[str]":
+    """Start a launcher of one process, of two; the script says a word when it is there."""
+    return subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, script],
+        env=_place(0, mark, port) | environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def _place(rank: int, mark: str, port: int) -> dict[str, str]:
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PENSTOCK_TEST": mark}
+    return {**os.environ, "PYTHONPATH": str(ROOT), **own, **there}
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
+@pytest.mark.parametrize("before", ["", WITHOUT_SIGNAL], ids=["signal", "look"])
+@pytest.mark.parametrize("late", ["", BEGIN_LATE], ids=["meeting", "before-it"])
+def test_a_process_ends_when_its_launcher_is_killed_while_it_waits_for_the_others(
+    before: str, late: str
+) -> None:
+    mark = uuid.uuid4().hex
+    launcher = launched(late + before + MEET, mark, free_port(), BY_TORCHRUN)
+    with launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() in ("meets\n", "waits\n")
+        launcher.kill()
+        launcher.wait()
+        assert launcher.stdin is not None
+        launcher.stdin.close()
+        left = left_behind(mark)
+    assert not left, left
+
+
+def test_a_process_that_was_started_by_hand_stays_when_its_shell_goes() -> None:
+    mark, port = uuid.uuid4().hex, free_port()
+    with launched(MEET, mark, port, {}) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "meets\n"
+        launcher.kill()
+        launcher.wait()
+        other = [sys.executable, "-c", MEET]
+        subprocess.run(other, env=_place(1, mark, port), cwd=ROOT, timeout=60, check=True)
+        assert launcher.stdout.readline() == "met\n"
+    left = left_behind(mark)
+    assert not left, left
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
+def test_no_process_is_left_whenever_the_launcher_is_killed(tmp_path: Path) -> None:
+    """The first job runs to its end, to see how long a life is."""
+    moments, began = random.Random(0), time.monotonic()
+    assert _live(tmp_path / "whole", uuid.uuid4().hex, 200.0) == 0
+    life_s = time.monotonic() - began
+    for case in range(30):
+        mark, moment_s = uuid.uuid4().hex, moments.uniform(0.0, life_s)
+        _live(tmp_path / str(case), mark, moment_s)
+        left = left_behind(mark)
+        assert not left, (case, moment_s, life_s, left)
+
+
+def _live(folder: Path, mark: str, moment_s: float) -> int:
+    """Run a job, kill its launcher at a moment unless it has ended; give how it ended."""
+    job = [*TRAIN, *words("train.checkpoint_every=4"), "--run-folder", str(folder)]
+    with subprocess.Popen(
+        [sys.executable, *job, "--num-processes", "2"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PENSTOCK_TEST": mark},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as launcher:
+        try:
+            return launcher.wait(moment_s)
+        except subprocess.TimeoutExpired:
+            launcher.kill()
+    return launcher.returncode
