@@ -9,8 +9,9 @@ from typing import Any
 
 from penstock.costs.layer_facts import LayerFacts, first_difference
 from penstock.errors import ConfigError, PlanError, UnreadableError, check_count
-from penstock.plain_values import from_json, to_json
+from penstock.plain_values import from_json, path_of, to_json
 from penstock.schedules.family import Family
+from penstock.schedules.names import NAMES_IN_FILES
 from penstock.trace.table import columns
 from penstock.trace.units import time_text
 from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport
@@ -96,7 +97,8 @@ class Plan:
             ("transport", self.transport, Transport),
         ):
             if not isinstance(value, kind):
-                words = map(str, kind) if issubclass(kind, Enum) else ("True", "False")
+                words = [*map(str, kind)] if issubclass(kind, Enum) else ["True", "False"]
+                words += ["Recompute.layers('name of a layer', ...)"] if kind is Recompute else []
                 raise ConfigError(f"{name}={value!r}; it must be one of {', '.join(words)}")
         check_count("num_microbatches", self.num_microbatches)
         check_count("threads_per_stage", self.threads_per_stage)
@@ -113,6 +115,14 @@ class Plan:
                     f"a plan of {self.num_stages} stages has {name} for {len(of_stages)}; give "
                     "one entry for each stage"
                 )
+        for seconds in (*(self.predicted_s or ()), self.predicted_step_s or 0.0):
+            if not seconds >= 0:
+                raise PlanError(
+                    f"predicted_s and predicted_step_s of a plan hold {seconds!r}; seconds must be "
+                    "at least 0"
+                )
+        if self.batch_size is not None:
+            check_count("batch_size", self.batch_size)
         check_bytes(self.placement.num_places, {n: getattr(self, n) for n in _OF_RANKS})
         check_unsplit(self.unsplit or (), len(self.layers))
         wanted = self.schedule.ranks(self.num_stages)
@@ -207,9 +217,9 @@ class Plan:
         Raises:
             PlanError: the file cannot be written, or the schedule is a function of your own.
         """
-        text = self.to_json()
+        text, file = self.to_json(), path_of(path, "Plan", PlanError)
         try:
-            Path(path).write_text(text, encoding="utf-8")
+            file.write_text(text, encoding="utf-8")
         except OSError as error:
             raise PlanError(f"cannot write the plan {path}: {error.strerror}") from None
 
@@ -218,10 +228,11 @@ class Plan:
         """Read a plan that `save` wrote.
 
         Raises:
-            PlanError: the file cannot be read, or does not hold a plan.
+            PlanError: the file cannot be read, or does not hold a plan; `path` is the text of one.
         """
+        file = path_of(path, "Plan", PlanError)
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8")
         except OSError as error:
             raise PlanError(f"cannot read the plan {path}: {error.strerror}") from None
         except UnicodeDecodeError as error:
@@ -312,8 +323,10 @@ class Plan:
             yield f"bytes kept by rank: {found} predicted, at most {limits}"
 
     def _splitting(self) -> Iterator[str]:
-        """Say what runs whole in a schedule that divides backwards."""
-        if divides_backwards(self.schedule(self.num_stages, self.num_microbatches)):
+        """Say what runs whole in a schedule that divides backwards: few micro-batches tell."""
+        is_own = self.schedule.name not in NAMES_IN_FILES
+        few = self.num_microbatches if is_own else min(self.num_microbatches, _ENOUGH_TO_TELL)
+        if divides_backwards(self.schedule(self.num_stages, few)):
             yield from unsplit_lines(self.unsplit, self.layers, self.partition)
 
     def _rows(self) -> Iterator[Sequence[str]]:
@@ -340,4 +353,6 @@ def _is_some_layers(policy: Any) -> bool:
 
 
 _OF_RANKS = ("memory_limit_bytes", "predicted_peak_bytes")
+_ENOUGH_TO_TELL = 8
+"""Micro-batches that show whether a family's schedules divide backwards, however many there are."""
 _REMEDY = "Make a plan of this model, or leave plan= out"
