@@ -11,7 +11,7 @@ from penstock.costs.layer_facts import LayerFacts, first_difference
 from penstock.errors import ConfigError, PlanError, UnreadableError, check_count
 from penstock.plain_values import from_json, path_of, to_json
 from penstock.schedules.family import Family
-from penstock.schedules.names import NAMES_IN_FILES
+from penstock.schedules.names import SCHEDULE_NAMES
 from penstock.trace.table import columns
 from penstock.trace.units import time_text
 from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport
@@ -324,8 +324,8 @@ class Plan:
 
     def _splitting(self) -> Iterator[str]:
         """Say what runs whole in a schedule that divides backwards: few micro-batches tell."""
-        is_own = self.schedule.name not in NAMES_IN_FILES
-        few = self.num_microbatches if is_own else min(self.num_microbatches, _ENOUGH_TO_TELL)
+        is_named, count = self.schedule.name in SCHEDULE_NAMES, self.num_microbatches
+        few = min(count, _ENOUGH_TO_TELL) if is_named else count
         if divides_backwards(self.schedule(self.num_stages, few)):
             yield from unsplit_lines(self.unsplit, self.layers, self.partition)
 
