@@ -599,7 +599,10 @@ REFUSED = [
     made(r"mesh=2; give .*penstock.init_mesh", mesh=2),
     made(r"trace='memory'.*Trace.OFF, Trace.TIME, Trace.MEMORY", trace="memory"),
     *(
-        made(rf"devices=.*{name}.*(not have|no values|no device).*leave devices out", devices=devices)
+        made(
+            rf"devices=.*{name}.*(not have|no values|no device).*leave devices out",
+            devices=devices,
+        )
         for name, devices in (
             *(("tpu", "tpu"), ("cuda:99", "cuda:99"), ("meta", ["cpu", "meta"])),
             *(("cpu:7", "cpu:7"), ("3.5", [3.5, "cpu"]), ("7.5", 7.5)),
@@ -636,9 +639,7 @@ REFUSED = [
         for given in ("adamw", adam(), None)
     ),
     *(
-        told(
-            partial(stepping, optimizer=lambda _, given=given: given, schedule=schedule), words
-        )
+        told(partial(stepping, optimizer=lambda _, given=given: given, schedule=schedule), words)
         for schedule in (gpipe, pipedream_2bw)
         for given, words in (
             (None, r"optimizer=None; give an optimizer of pipe\.parameters\(\)"),
@@ -646,9 +647,7 @@ REFUSED = [
         )
     ),
     *(
-        told(
-            partial(stepping, optimizer=adam, schedule=schedule, lr_scheduler=given), words
-        )
+        told(partial(stepping, optimizer=adam, schedule=schedule, lr_scheduler=given), words)
         for schedule in (gpipe, pipedream_2bw)
         for given, words in (
             ("cosine", "lr_scheduler='cosine'; give a scheduler of the optimizer"),
@@ -673,21 +672,25 @@ REFUSED = [
     ),
     told(lambda m: penstock.simulate(PLAN, None, HERE), r"profile=None; give .*penstock\.profile"),
     told(lambda m: penstock.simulate(PLAN, MEASURED, "x"), r"cluster='x'; give .*Cluster\.load"),
-    told(lambda m: penstock.simulate("plan.json", MEASURED, HERE), r"plan='plan.json'; give .*Plan"),
+    told(
+        lambda m: penstock.simulate("plan.json", MEASURED, HERE), r"plan='plan.json'; give .*Plan"
+    ),
     told(lambda m: penstock.profile(m, X, optimizer=None), r"optimizer=None; give a function"),
     told(lambda m: penstock.profile(m, None), "example_inputs=None; give a batch"),
     told(
-        lambda m: penstock.Plan.from_json(PLAN.to_json().replace('parameters": ', 'parameters": -')),
+        lambda m: penstock.Plan.from_json(
+            PLAN.to_json().replace('parameters": ', 'parameters": -')
+        ),
         "num_parameters of layer '0' is -16; it must be at least 0",
     ),
     told(
-        lambda m: penstock.Profile.from_json(MEASURED.to_json().replace('"flops": ', '"flops": -')),
+        lambda m: penstock.Profile.from_json(
+            MEASURED.to_json().replace('"flops": ', '"flops": -')
+        ),
         r"sizes\[0\]\.kinds\[0\]\.operators\[0\]\.flops is -.*at least 0",
     ),
     *(
-        told(
-            partial(lambda m, given: replace(PLAN, **given), given=given), rf"{name}.*at least"
-        )
+        told(partial(lambda m, given: replace(PLAN, **given), given=given), rf"{name}.*at least")
         for name, given in (
             ("predicted_s", {"predicted_s": (-1.0,) * PLAN.num_stages}),
             ("predicted_step_s", {"predicted_step_s": -0.5}),

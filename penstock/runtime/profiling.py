@@ -72,7 +72,9 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
         BatchError: the inputs are no batch.
     """
     if example_inputs is None:
-        raise BatchError("example_inputs=None; give a batch, as the model is given one in training")
+        raise BatchError(
+            "example_inputs=None; give a batch, as the model is given one in training"
+        )
     if not callable(optimizer):
         raise ConfigError(
             f"optimizer={shown(optimizer)}; give a function that makes one of a list of "
