@@ -22,7 +22,8 @@ def clip_grad_norm_(pipe: AbstractPipeline, max_norm: float) -> Tensor:
         The norm before clipping, a scalar tensor; the same in every process.
 
     Raises:
-        ConfigError: `pipe` is no pipeline, `max_norm` is not above 0, or the schedule has moved the weights already.
+        ConfigError: `pipe` is no pipeline, `max_norm` is not above 0, or the schedule has moved
+            the weights already.
     """
     check_pipeline(pipe)
     if not max_norm > 0:

@@ -52,7 +52,8 @@ def zero_optimizer(
         options: what `optimizer_class` takes beside the parameters.
 
     Raises:
-        ConfigError: `optimizer_class` is none, `params` are no parameters, or differ between replicas.
+        ConfigError: `optimizer_class` is none, `params` are no parameters, or they differ between
+            replicas.
         MeshError: the others do something else, or make the optimizer of another pipeline.
     """
     check_pipeline(pipe)

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.profile import Profile
-from penstock.errors import ConfigError, PartitionError, check_kind
+from penstock.errors import ConfigError, PartitionError, check_count, check_kind
 from penstock.types import LONGEST_TIMEOUT_S
 
 
@@ -56,6 +56,25 @@ def check_partition(partition: tuple[int, ...], num_layers: int) -> None:
             f"partition={list(partition)} holds {sum(partition)} layers, the model has "
             f"{num_layers}; the counts must sum to {num_layers}"
         )
+
+
+def check_foretold(
+    of_stages_s: Sequence[float] | None, step_s: float | None, batch_size: int | None
+) -> None:
+    """Refuse what no step can take, and no batch can have; None is none.
+
+    Raises:
+        ConfigError: seconds are below 0, or `batch_size` is below 1.
+    """
+    for name, seconds in (
+        ("predicted_s", of_stages_s or ()),
+        ("predicted_step_s", (step_s or 0,)),
+    ):
+        for each in seconds:
+            if not each >= 0:
+                raise ConfigError(f"{name} of a plan has {each!r}; seconds are at least 0")
+    if batch_size is not None:
+        check_count("batch_size", batch_size)
 
 
 def check_whole(name: str, value: Any) -> int:

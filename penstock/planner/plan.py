@@ -16,7 +16,7 @@ from penstock.trace.table import columns
 from penstock.trace.units import time_text
 from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport
 
-from .checks import check_bytes, check_partition, check_timeout, check_whole
+from .checks import check_bytes, check_foretold, check_partition, check_timeout, check_whole
 from .placement import Placement
 from .unsplit import Unsplit, check_unsplit, divides_backwards, unsplit_lines
 
@@ -115,14 +115,7 @@ class Plan:
                     f"a plan of {self.num_stages} stages has {name} for {len(of_stages)}; give "
                     "one entry for each stage"
                 )
-        for seconds in (*(self.predicted_s or ()), self.predicted_step_s or 0.0):
-            if not seconds >= 0:
-                raise PlanError(
-                    f"predicted_s and predicted_step_s of a plan hold {seconds!r}; seconds must be "
-                    "at least 0"
-                )
-        if self.batch_size is not None:
-            check_count("batch_size", self.batch_size)
+        check_foretold(self.predicted_s, self.predicted_step_s, self.batch_size)
         check_bytes(self.placement.num_places, {n: getattr(self, n) for n in _OF_RANKS})
         check_unsplit(self.unsplit or (), len(self.layers))
         wanted = self.schedule.ranks(self.num_stages)
@@ -354,5 +347,5 @@ def _is_some_layers(policy: Any) -> bool:
 
 _OF_RANKS = ("memory_limit_bytes", "predicted_peak_bytes")
 _ENOUGH_TO_TELL = 8
-"""Micro-batches that show whether a family's schedules divide backwards, however many there are."""
+"""Micro-batches that show whether a family's schedules divide backwards, of any number."""
 _REMEDY = "Make a plan of this model, or leave plan= out"

@@ -10,7 +10,6 @@ from pydantic_core import ErrorDetails
 from .recipe import Recipe
 from .section import Section, variants
 
-
 _CLOSE = 0.75
 """How alike two keys are, by difflib, where one is offered of all sections for another."""
 

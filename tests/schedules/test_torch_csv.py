@@ -16,8 +16,8 @@ import penstock
 from penstock import schedules
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedules import Family, Schedule, from_csv, parse, to_csv
-from penstock.schedules.passes import add_communication, add_recompute
 from penstock.schedules.names import family_named
+from penstock.schedules.passes import add_communication, add_recompute
 from penstock.schedules.torch_csv import read_csv
 from penstock.schedules.transfers import chain_transfers
 from penstock.simulator import UNIT_COSTS, simulate
@@ -162,7 +162,7 @@ def test_a_plan_from_a_file_opens_no_other_file(tmp_path: Path) -> None:
     family = from_csv(path)
     assert family_named("from_csv", dict(family.arguments)) == family
     for text in (str(path), "0F0"):
-        with pytest.raises(ScheduleError, match="no action|has 0 Backward|0 backward"):
+        with pytest.raises(ScheduleError, match=r"is no action|has 0 Backward"):
             family_named("from_csv", {"source": text})
 
 
