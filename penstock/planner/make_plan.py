@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.profile import Profile
@@ -56,7 +57,8 @@ def choose_plan(
     num_best: int = 5,
 ) -> tuple[Plan, Choices]:
     """Return the plan that `plan` does, and the candidates that came next."""
-    profiles = list(profile) if isinstance(profile, list | tuple) and profile else [profile]
+    is_list = isinstance(profile, list | tuple) and profile
+    profiles: list[Profile] = [*cast(Sequence[Profile], profile if is_list else [profile])]
     for each in profiles:
         check_costs(each, cluster)
     wishes = replace(wishes or Wishes(batch_size=batch_size), batch_size=batch_size)

@@ -115,7 +115,7 @@ def folder_for_files(folder: Any) -> str | None:
     if folder is None:
         return None
     check_kind("offload_folder", folder, (str, os.PathLike), "the path of a folder")
-    path = os.fspath(folder)
+    path: str = os.fspath(folder)
     _check_holds_files(path)
     return path
 
