@@ -43,6 +43,10 @@ NEWEST_TORCH = (2, 15)
 """The newest torch that they were run with; later ones are not refused."""
 
 
+_SHOWN = 80
+"""How much of a value an error shows."""
+
+
 class PenstockError(Exception):
     """Base of every error that Penstock raises on purpose."""
 
@@ -171,6 +175,22 @@ class StatisticsWarning(UserWarning):
 
 class OutputWarning(UserWarning):
     """A value in the outputs of micro-batches may not be that of the whole batch."""
+
+
+def shown(value: object) -> str:
+    """Write a value that was given in one line, cut short where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def check_kind(name: str, value: object, kind: type | tuple[type, ...], give: str) -> None:
+    """Refuse a value of another type; `give` says what to give instead.
+
+    Raises:
+        ConfigError: it is of another type.
+    """
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name}={shown(value)}; give {give}")
 
 
 def check_count(name: str, value: int) -> int:

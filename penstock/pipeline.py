@@ -17,6 +17,7 @@ from penstock.planner.plan import Plan
 from penstock.runtime.abstract_pipeline import LossFunction, Wanted
 from penstock.runtime.asynchronous import Updating
 from penstock.runtime.planning import Devices, device_names
+from penstock.runtime.stores import folder_for_files
 from penstock.runtime.training import AbstractTraining
 from penstock.schedules.family import Build
 from penstock.schedules.ir import Schedule
@@ -124,7 +125,7 @@ class Pipeline(AbstractTraining):
             recompute=recompute,
             memory_limit_bytes=memory_limit_bytes,
             offload=offload,
-            offload_folder=None if offload_folder is None else os.fspath(offload_folder),
+            offload_folder=folder_for_files(offload_folder),
             devices=device_names(devices, mesh),
             seed=seed,
             threads_per_stage=threads_per_stage,
@@ -133,11 +134,10 @@ class Pipeline(AbstractTraining):
             batch_norm_over_replicas=batch_norm_over_replicas,
             tied_gradients=tied_gradients,
         )
-        wanted = Wanted(example_inputs, loss, reduction, draws=weights is None)
+        wanted = Wanted(example_inputs, loss, reduction, trace, draws=weights is None)
         super().__init__(resolved, arguments, plan, mesh, wanted)
         with self._engine.reporting():
             load_and_tell(weights, self.held, self.mesh)
-        self.trace = trace
         self._balance_by_example(example_inputs)
 
     # -- a training step ------------------------------------------------------------------------

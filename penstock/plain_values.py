@@ -7,14 +7,16 @@ schedule families, intervals (`[low, high]`) and other dataclasses.
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from fractions import Fraction
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from penstock.errors import ConfigError, UnreadableError
+from penstock.errors import ConfigError, UnreadableError, shown
 from penstock.interval import Interval
 from penstock.schedules.family import Family
 from penstock.schedules.names import NAMES_IN_FILES, argument_types, family_named
@@ -70,6 +72,22 @@ def _plain(value: Any) -> Any:
         case Interval():
             return [value.low, value.high]
     return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def path_of(given: object, kind: str, error: type[ConfigError] = UnreadableError) -> Path:
+    """Return the path of a file that holds a `kind`: a str or a path is one, and nothing else.
+
+    Raises:
+        ConfigError: it is something else, or the text of such a file; of the class `error`.
+    """
+    if not isinstance(given, str | os.PathLike):
+        raise error(f"path={shown(given)}; give the path of a file, as a str or pathlib.Path")
+    if str(given).lstrip().startswith("{"):
+        raise error(
+            f"path={shown(given)} is no path but the text of a file; read that by "
+            f"{kind}.from_json(text)"
+        )
+    return Path(given)
 
 
 def from_json(kind: type, text: str) -> Any:

@@ -4,7 +4,9 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,12 +22,15 @@ from penstock.errors import (
     ConfigError,
     ExecutionWarning,
     PartitionError,
+    PlanError,
     ScheduleError,
 )
+from penstock.planner.candidates import Wishes
 from penstock.runtime.devices import num_cores
 from penstock.runtime.planning import device_of_process
 from penstock.schedules import ALL_SCHEDULES, Backward, Forward, gpipe, pipedream, pipedream_2bw
 from penstock.schedules.ir import Schedule
+from tests.profiles import at_size, cluster, profile
 from tests.ways import IN_ONE_PROCESS
 
 
@@ -548,3 +553,205 @@ def test_a_search_without_an_answer_and_costs_that_do_not_fit() -> None:
 def test_a_schedule_in_csv_with_an_action_missing() -> None:
     with pytest.raises(ScheduleError, match=r"line r \+ 1: rank 1, 1B1: stage 1 has 0 Forward"):
         make(schedule=schedules.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1B1"))
+
+
+X, Y = torch.zeros(4, 6), torch.zeros(4, 3)
+MEASURED = profile(at_size(1), at_size(8))
+HERE = cluster(4)
+PLAN = penstock.plan(MEASURED, HERE, 16)
+
+
+def stepping(modules: list[nn.Module], optimizer: Any, **options: Any) -> None:
+    """Train with an optimizer that `optimizer` makes of the pipeline's parameters."""
+    made_of = ("lr_scheduler",)
+    given = {name: options.pop(name) for name in made_of if name in options}
+    with make(modules, partition=(2, 3), **options) as pipe:
+        pipe.train_steps([(X, Y)] * 2, optimizer(pipe.parameters()), **given)
+
+
+def adam(parameters: Any = None) -> torch.optim.Optimizer:
+    """Make an optimizer of these parameters, or of those of another model."""
+    return torch.optim.AdamW(nn.Linear(2, 2).parameters() if parameters is None else parameters)
+
+
+def told(call: Callable[..., Any], words: str, kind: type[Exception] = ConfigError) -> Any:
+    """Make a case of a call with the layers of a model, and of what its refusal says."""
+    return pytest.param(call, kind, words, id=words[:40])
+
+
+def made(words: str, kind: type[Exception] = ConfigError, **options: Any) -> Any:
+    """Make a case of a pipeline with these options."""
+    return told(partial(make, **options), words, kind)
+
+
+REFUSED = [
+    *(
+        made(r"partition=.*; give a list of whole numbers.*\[3, 2\]", PartitionError, partition=x)
+        for x in (5, "23", (n for n in (2, 3)), torch.tensor([2, 3]), {2: 3})
+    ),
+    made("partition=.*at least one layer", PartitionError, partition=[2.0, 3.0]),
+    made("loss='mse'.*give a function", loss="mse"),
+    made(r"loss=CrossEntropyLoss is a class; give CrossEntropyLoss\(\)", loss=nn.CrossEntropyLoss),
+    *(
+        made(r"reduction=.*Reduction.MEAN, Reduction.SUM, or a function", reduction=x)
+        for x in ("mean", None)
+    ),
+    made(r"mesh=2; give .*penstock.init_mesh", mesh=2),
+    made(r"trace='memory'.*Trace.OFF, Trace.TIME, Trace.MEMORY", trace="memory"),
+    *(
+        made(
+            rf"devices=.*{name}.*(not have|no values|no device).*leave devices out",
+            devices=devices,
+        )
+        for name, devices in (
+            *(("tpu", "tpu"), ("cuda:99", "cuda:99"), ("meta", ["cpu", "meta"])),
+            *(("cpu:7", "cpu:7"), ("3.5", [3.5, "cpu"]), ("7.5", 7.5)),
+        )
+    ),
+    *(
+        told(
+            partial(lambda m, name: penstock.Pipeline(m, plan=on_device(m, name)), name=name),
+            rf"the plan has stage 1 on .*{name}.*placement\.devices",
+            PlanError,
+        )
+        for name in ("tpu", "cuda:99", "meta", "cpu:7")
+    ),
+    made(r"recompute=True; .*Recompute\.STAGE, .*Recompute\.layers\(", recompute=True),
+    made(
+        r"recompute= has 1 entry, .* 2 stages; give one .* or one for all",
+        recompute=[penstock.Recompute.STAGE],
+    ),
+    made("offload= has 3 entries, .* 2 stages", offload=[True, False, True]),
+    made("offload_folder=3; give the path of a folder", offload_folder=3),
+    made("offload_folder='nowhere'.*cannot hold.*folder that is there", offload_folder="nowhere"),
+    *(
+        told(
+            partial(lambda m, pipe: penstock.clip_grad_norm_(pipe, 1.0), pipe=pipe),
+            r"pipe=.*; give the pipeline, a penstock\.Pipeline",
+        )
+        for pipe in (None, "pipe", [torch.zeros(2)])
+    ),
+    *(
+        told(
+            partial(lambda m, given: penstock.zero_optimizer(make(m), given), given=given),
+            r"optimizer_class=.*; give the class, such as torch\.optim\.AdamW",
+        )
+        for given in ("adamw", adam(), None)
+    ),
+    *(
+        told(partial(stepping, optimizer=lambda _, given=given: given, schedule=schedule), words)
+        for schedule in (gpipe, pipedream_2bw)
+        for given, words in (
+            (None, r"optimizer=None; give an optimizer of pipe\.parameters\(\)"),
+            (adam(), r"none of the optimizer's 2 parameters .*pipe\.parameters\(\)"),
+        )
+    ),
+    *(
+        told(partial(stepping, optimizer=adam, schedule=schedule, lr_scheduler=given), words)
+        for schedule in (gpipe, pipedream_2bw)
+        for given, words in (
+            ("cosine", "lr_scheduler='cosine'; give a scheduler of the optimizer"),
+            (
+                torch.optim.lr_scheduler.StepLR(adam(), 1),
+                "lr_scheduler=.*of another optimizer.*would never change",
+            ),
+        )
+    ),
+    *(
+        told(partial(lambda m, x: schedules.from_csv(x), x=x), words, ScheduleError)
+        for x, words in (
+            ("nowhere.csv", "nowhere.csv.*No such file.*path of a CSV file"),
+            ("/", "/: .*directory.*path of a CSV file"),
+            (None, "from_csv.None.*path of a CSV file"),
+        )
+    ),
+    told(lambda m: penstock.plan(None, HERE, 16), r"profile=None; give .*penstock\.profile\("),
+    told(
+        lambda m: penstock.plan(MEASURED, "dgx-h100", 16),
+        r"cluster='dgx-h100'; give .*Cluster\.load\('dgx-h100'\)",
+    ),
+    told(lambda m: penstock.simulate(PLAN, None, HERE), r"profile=None; give .*penstock\.profile"),
+    told(lambda m: penstock.simulate(PLAN, MEASURED, "x"), r"cluster='x'; give .*Cluster\.load"),
+    told(
+        lambda m: penstock.simulate("plan.json", MEASURED, HERE), r"plan='plan.json'; give .*Plan"
+    ),
+    told(lambda m: penstock.profile(m, X, optimizer=None), r"optimizer=None; give a function"),
+    told(lambda m: penstock.profile(m, None), "example_inputs=None; give a batch"),
+    told(
+        lambda m: penstock.Plan.from_json(
+            PLAN.to_json().replace('parameters": ', 'parameters": -')
+        ),
+        "num_parameters of layer '0' is -16; it must be at least 0",
+    ),
+    told(
+        lambda m: penstock.Profile.from_json(
+            MEASURED.to_json().replace('"flops": ', '"flops": -')
+        ),
+        r"sizes\[0\]\.kinds\[0\]\.operators\[0\]\.flops is -.*at least 0",
+    ),
+    *(
+        told(partial(lambda m, given: replace(PLAN, **given), given=given), rf"{name}.*at least")
+        for name, given in (
+            ("predicted_s", {"predicted_s": (-1.0,) * PLAN.num_stages}),
+            ("predicted_step_s", {"predicted_step_s": -0.5}),
+            ("batch_size", {"batch_size": -16}),
+        )
+    ),
+    *(
+        told(
+            partial(
+                lambda m, wishes: penstock.plan(MEASURED, HERE, 16, wishes=wishes),
+                wishes=Wishes(batch_size=16, **wishes),
+            ),
+            words,
+        )
+        for wishes, words in (
+            ({"num_ranks": 10**6}, r"num_ranks=1000000.*2 stages at most"),
+            ({"num_ranks": 3}, r"num_ranks=3.*2 (stages|parts)"),
+            ({"num_ranks": 2, "num_replicas": 10**5}, r"num_replicas=100000"),
+            ({"num_replicas": 2, "num_microbatches": 9}, r"batch_size=16.*num_microbatches=9"),
+        )
+    ),
+    told(lambda m: penstock.GradScaler(make(m), init_scale=0), "init_scale=0; .*above 0"),
+    told(lambda m: make(m).schedule_for(0), "num_microbatches=0; .*at least 1"),
+    *(
+        told(partial(lambda m, x: penstock.Plan.load(x), x=x), words, PlanError)
+        for x, words in (
+            (PLAN.to_json(), r"path.*text.*Plan\.from_json"),
+            (PLAN.to_json().replace("\n", " "), r"path.*text.*Plan\.from_json"),
+            (3, "path=3; give the path"),
+        )
+    ),
+    told(lambda m: PLAN.save(3), "path=3; give the path", PlanError),
+    told(
+        lambda m: make(m).train_step(X, [torch.zeros(4, 3)] * 4),
+        r"targets hold a list of 4 .* 4 rows each.*torch\.stack\(.*tuple\(",
+        BatchError,
+    ),
+]
+
+
+def on_device(modules: list[nn.Module], name: str) -> penstock.Plan:
+    """Give a plan that has the second stage on another device."""
+    with make(modules) as pipe:
+        plan = pipe.plan
+    return replace(plan, placement=replace(plan.placement, devices=("cpu", name)))
+
+
+@pytest.mark.parametrize(("call", "kind", "words"), REFUSED)
+def test_what_cannot_work_is_refused_in_a_line_before_anything_changes(
+    call: Callable[[list[nn.Module]], Any],
+    kind: type[Exception],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    modules = layers()
+    before = [p.detach().clone() for module in modules for p in module.parameters()]
+    with pytest.raises(kind, match=words) as caught:
+        call(modules)
+    assert "\n" not in str(caught.value)
+    after = [p for module in modules for p in module.parameters()]
+    assert all(p.grad is None and torch.equal(p, b) for p, b in zip(after, before, strict=True))
+    assert not list(tmp_path.iterdir())

@@ -80,12 +80,13 @@ def profile(  # noqa: PLR0913 - one for each option
     if as_json:
         click.echo(found.to_json(), nl=False)
         return
-    click.echo("\n".join(_shown(found, described)))
+    shown = _shown(found, described)
     if other is not None:
         try:
-            click.echo(f"\n{found.compare(other, described)}")
+            shown.append(f"\n{found.compare(other, described)}")
         except ConfigError as error:
             raise ConfigError(f"{compare}: {error}") from None
+    click.echo("\n".join(shown))
 
 
 def _device(name: str) -> "Device":

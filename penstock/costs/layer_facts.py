@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
+from penstock.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
@@ -17,6 +19,18 @@ class LayerFacts:
     kind: str
     num_parameters: int
     shapes: str
+
+    def __post_init__(self) -> None:
+        """Refuse a layer that cannot be.
+
+        Raises:
+            ConfigError: its number of parameters is below 0.
+        """
+        if not self.num_parameters >= 0:
+            raise ConfigError(
+                f"num_parameters of layer {self.name!r} is {self.num_parameters}; it must be at "
+                "least 0"
+            )
 
     @classmethod
     def of(

@@ -6,12 +6,12 @@ that was looked at.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError, UnreadableError
-from penstock.plain_values import from_json, to_json
+from penstock.plain_values import from_json, path_of, to_json
 
 from .layer_facts import LayerFacts, first_difference
 from .operators import Operator
@@ -160,6 +160,9 @@ class Profile:
             )
         for n, each in enumerate(self.sizes):
             self._check(n, each)
+        wrong = _below_zero(self.weights, "weights") or _below_zero(self.sizes, "sizes")
+        if wrong:
+            raise ConfigError(f"{wrong} in a profile; it must be at least 0")
 
     def _check(self, n: int, each: AtSize) -> None:
         places: Sequence[tuple[str, Sequence[int], int]] = (
@@ -192,8 +195,9 @@ class Profile:
         Raises:
             UnreadableError: the file cannot be written.
         """
+        file = path_of(path, "Profile")
         try:
-            Path(path).write_text(self.to_json(), encoding="utf-8")
+            file.write_text(self.to_json(), encoding="utf-8")
         except OSError as error:
             raise UnreadableError(f"{path}: it cannot be written: {error.strerror}") from None
 
@@ -204,8 +208,9 @@ class Profile:
         Raises:
             UnreadableError, ConfigError: the file does not hold one; names it and the place in it.
         """
+        file = path_of(path, "Profile")
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+            return cls.from_json(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise UnreadableError(f"{path}: it cannot be read: {error.strerror}") from None
         except UnicodeDecodeError:
@@ -244,3 +249,18 @@ class Profile:
         from .profile_table import profile_lines
 
         return "\n".join(profile_lines(self))
+
+
+def _below_zero(value: object, where: str) -> str:
+    """Say which number in a value is below 0, or none at all; nothing where none is."""
+    if isinstance(value, int | float):
+        return "" if value >= 0 else f"{where} is {value!r}"
+    if isinstance(value, tuple):
+        parts = [(f"[{n}]", part) for n, part in enumerate(value)]
+    elif is_dataclass(value):
+        names = [f.name for f in fields(value) if f.name != "producer"]  # -1 is the model's input
+        parts = [(f".{name}", getattr(value, name)) for name in names]
+    else:
+        return ""
+    found = (_below_zero(part, where + place) for place, part in parts)
+    return next(filter(None, found), "")

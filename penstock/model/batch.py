@@ -6,6 +6,7 @@ a tuple of plain values, a range           one entry per sample
 any other of these, a dict, a dataclass    holds such values, and is no value itself
 a number, a string, None, an object        the same for every sample
 another collection of as many entries      refused: it may be meant either way
+a list of N values with N rows each        refused likewise; a tuple of them holds them
 Whole(value)                               the same for every sample, whatever it is
 """
 
@@ -48,8 +49,8 @@ def batch_size(value: Any, what: str) -> int:
     """Return N, the number of samples that every tensor, array and list in `value` has.
 
     Raises:
-        BatchError: there is none of these, a tensor has no dimensions, numbers differ, N is 0, or
-            a tensor in a `Whole` requires grad.
+        BatchError: there is none of these, a tensor has no dimensions, numbers differ, N is 0, a
+            tensor in a `Whole` requires grad, or a list has N entries that all hold tensors.
     """
     entries, structure = flatten_by(value, _is_entry)
     rows = [entry for entry in entries if not isinstance(entry, Whole)]
@@ -85,6 +86,7 @@ def batch_size(value: Any, what: str) -> int:
         shape = f" (shape {tuple(tensors[0].shape)})" if tensors else ""
         raise BatchError(f"the {what} are an empty batch{shape}; give at least one sample")
     _check_objects(constants(structure), count, what)
+    _check_lists(value, count, what)
     return count
 
 
@@ -231,6 +233,26 @@ def _check_objects(values: Iterable[Any], count: int, what: str) -> None:
                 "list(value) if it has one entry per sample, so that it is cut like the tensors, "
                 "and penstock.Whole(value) if every micro-batch is to have it as it is"
             )
+
+
+def _check_lists(value: Any, count: int, what: str) -> None:
+    """Refuse lists of N entries that all hold tensors of N rows: the entries may be those of the
+    samples, and the rows may be.
+    """
+    parts = None if _is_entry(value) else opened(value)
+    if parts is None or count == 1:
+        return
+    is_list = isinstance(value, list | deque) and len(value) == count
+    if is_list and all(_holds_rows(x) and not isinstance(x, Whole) for x in value):
+        kind, entry = type(value).__name__, type(value[0]).__name__
+        raise BatchError(
+            f"the {what} hold a {kind} of {count} {entry}s with {count} rows each, and it may be "
+            f"meant either way. If each of them belongs to one sample, give them as one tensor, "
+            f"torch.stack({kind}), or in a NumPy array of objects; if each has a row for every "
+            f"sample, give tuple({kind}), or a dict of them"
+        )
+    for part in parts[0]:
+        _check_lists(part, count, what)
 
 
 def _is_collection(value: Any) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.runtime.abstract_pipeline import AbstractPipeline
+from penstock.runtime.abstract_pipeline import AbstractPipeline, check_pipeline
 
 
 def clip_grad_norm_(pipe: AbstractPipeline, max_norm: float) -> Tensor:
@@ -22,8 +22,10 @@ def clip_grad_norm_(pipe: AbstractPipeline, max_norm: float) -> Tensor:
         The norm before clipping, a scalar tensor; the same in every process.
 
     Raises:
-        ConfigError: `max_norm` is not above 0, or the schedule has moved the weights already.
+        ConfigError: `pipe` is no pipeline, `max_norm` is not above 0, or the schedule has moved
+            the weights already.
     """
+    check_pipeline(pipe)
     if not max_norm > 0:
         raise ConfigError(f"max_norm={max_norm!r}; it must be above 0")
     gradients = list(_gradients(pipe))

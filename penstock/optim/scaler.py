@@ -1,5 +1,6 @@
 """Loss scaling for float16: torch's scaler, with one decision for all processes of a mesh."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.runtime.abstract_pipeline import AbstractPipeline
+from penstock.runtime.abstract_pipeline import AbstractPipeline, check_pipeline
 from penstock.torch_private import AbstractSharedScaler
 
 
@@ -33,7 +34,8 @@ class GradScaler(AbstractSharedScaler):
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
 
     Raises:
-        ConfigError: the schedule updates weights while it runs, with nobody to ask the scaler.
+        ConfigError: `pipe` is no pipeline, `init_scale` is not above 0, or the schedule updates
+            weights while it runs, with nobody to ask the scaler.
         PeerError: by `unscale_` and `step`: another process failed, or is gone.
         MeshError: likewise: another process makes another call, or for another pipeline.
         WaitTimeout: likewise: the others do not come to the same call within the deadline.
@@ -49,6 +51,12 @@ class GradScaler(AbstractSharedScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
+        check_pipeline(pipe)
+        if not 0 < init_scale < math.inf:
+            raise ConfigError(
+                f"init_scale={init_scale!r}; it must be a finite number above 0: losses are "
+                "multiplied by it, and gradients divided again"
+            )
         if enabled and pipe.plan.schedule.is_asynchronous:
             raise ConfigError(
                 f"schedule={pipe.plan.schedule!r} updates weights while it runs: whether a "

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, shown
 from penstock.mesh import Mesh
-from penstock.runtime.abstract_pipeline import AbstractPipeline
+from penstock.runtime.abstract_pipeline import AbstractPipeline, check_pipeline
 from penstock.runtime.replicas import cut_into_buckets
 
 Group = dict[str, Any]
@@ -52,9 +52,16 @@ def zero_optimizer(
         options: what `optimizer_class` takes beside the parameters.
 
     Raises:
-        ConfigError: `params` are no parameters, or differ between replicas.
+        ConfigError: `optimizer_class` is none, `params` are no parameters, or they differ between
+            replicas.
         MeshError: the others do something else, or make the optimizer of another pipeline.
     """
+    check_pipeline(pipe)
+    if isinstance(optimizer_class, Optimizer) or not callable(optimizer_class):
+        raise ConfigError(
+            f"optimizer_class={shown(optimizer_class)}; give the class, such as "
+            "torch.optim.AdamW, and its options by name: each replica makes one of its share"
+        )
     groups = _as_groups(pipe.parameters() if params is None else params)
     mesh = pipe.mesh
     if mesh.num_replicas == 1:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TypeVar, cast
 
 from penstock.costs.layer_facts import LayerFacts
-from penstock.errors import ConfigError, ExecutionWarning, PartitionError, check_count
+from penstock.errors import ConfigError, ExecutionWarning, PartitionError, check_count, shown
 from penstock.schedules.family import Build, Family
 from penstock.schedules.gpipe import gpipe
 from penstock.schedules.ir import Schedule
@@ -96,10 +96,15 @@ def resolve_num_stages(arguments: Arguments, resources: Resources) -> int:
     """Decide K: as asked, else as many as the schedule has on the ranks of a mesh.
 
     Raises:
-        PartitionError: neither is given, or `num_stages` and `partition` disagree.
+        PartitionError: neither is given, `partition` is no list, or the two disagree.
     """
     num_stages, partition = arguments.num_stages, arguments.partition
     if partition is not None:
+        if not isinstance(partition, list | tuple):
+            raise PartitionError(
+                f"partition={shown(partition)}; give a list of whole numbers, the layers of each "
+                "stage, such as [3, 2]"
+            )
         if num_stages not in (None, len(partition)):
             raise PartitionError(
                 f"num_stages={num_stages}, but partition={list(partition)} has {len(partition)} "
@@ -132,12 +137,14 @@ def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Reso
         partition=tuple(partition or balance_spans([counts] * num_stages, model.spans)),
         schedule=family,
         num_microbatches=_or(arguments.num_microbatches, 1),
-        recompute=_of_stages(arguments.recompute, _usual_recompute(arguments), num_stages),
-        offload=_of_stages(arguments.offload, False, num_stages),
+        recompute=_of_each(
+            "recompute", arguments.recompute, _usual_recompute(arguments), num_stages
+        ),
+        offload=_of_each("offload", arguments.offload, False, num_stages),
         offload_folder=arguments.offload_folder,
         memory_limit_bytes=None
         if arguments.memory_limit_bytes is None
-        else _of_stages(arguments.memory_limit_bytes, 0, 1 + max(places)),
+        else _of_each("memory_limit_bytes", arguments.memory_limit_bytes, 0, 1 + max(places)),
         placement=Placement.of(places, resources.num_replicas, devices),
         tied_gradients=_or(arguments.tied_gradients, TiedGradients.PER_MICROBATCH),
         batch_norm_over_replicas=_or(arguments.batch_norm_over_replicas, False),
@@ -175,11 +182,24 @@ def check_named_layers(plan: Plan, *, is_cut: bool = True) -> None:
             )
 
 
-def _of_stages(given: _T | Sequence[_T] | None, default: _T, num_stages: int) -> tuple[_T, ...]:
-    """Return one entry for each stage: those given, or the one for all."""
-    if isinstance(given, list | tuple):
-        return tuple(given)
-    return (default if given is None else cast(_T, given),) * num_stages
+def _of_each(
+    name: str, given: _T | Sequence[_T] | None, default: _T, count: int
+) -> tuple[_T, ...]:
+    """Return one entry for each stage, or rank: those given, or the one for all.
+
+    Raises:
+        ConfigError: there are more or fewer.
+    """
+    if not isinstance(given, list | tuple):
+        return (default if given is None else cast(_T, given),) * count
+    if len(given) != count:
+        what = "ranks" if name == "memory_limit_bytes" else "stages"
+        entries = "1 entry" if len(given) == 1 else f"{len(given)} entries"
+        raise ConfigError(
+            f"{name}= has {entries}, and the pipeline {count} {what}; give one for each, or one "
+            "for all"
+        )
+    return tuple(given)
 
 
 def _usual_recompute(arguments: Arguments) -> Recompute:

@@ -104,6 +104,35 @@ def sizes(wishes: Wishes, cluster: Cluster, threads: int, num_spans: int) -> Ite
                 yield Size(num_ranks, num_replicas, num_microbatches, stages_per_rank)
 
 
+def why_no_size(wishes: Wishes, cluster: Cluster, threads: int, num_spans: int) -> str:
+    """Say which wish it is that leaves no size to look at, and what to change."""
+    num_devices = len(cluster.places) // threads or 1
+    ranks, replicas = wishes.num_ranks or 1, wishes.num_replicas or 1
+    parts = wishes.num_microbatches or 1
+    if ranks > num_spans:
+        return (
+            f"num_ranks={ranks}, and the model can be cut into {num_spans} stages at most; ask "
+            f"for at most {num_spans} ranks"
+        )
+    if ranks * replicas > num_devices:
+        return (
+            f"num_ranks={ranks} and num_replicas={replicas} need {ranks * replicas} devices, and "
+            f"the cluster {cluster.name} has room for {num_devices} ranks of {threads} threads; "
+            "ask for fewer, or give a larger cluster"
+        )
+    if wishes.batch_size < replicas * parts:
+        return (
+            f"batch_size={wishes.batch_size} for num_replicas={replicas} of "
+            f"num_microbatches={parts}: each micro-batch needs a sample; give a batch of at least "
+            f"{replicas * parts}, or fewer of them"
+        )
+    return (
+        f"stages_per_rank={wishes.stages_per_rank} on num_ranks={wishes.num_ranks} with "
+        f"schedules={wishes.schedules}: none of these schedules runs so many stages on a rank, or "
+        f"the model, of {num_spans} stages at most, has too few; change one of them"
+    )
+
+
 def families(wishes: Wishes, size: Size, costs: Costs) -> Iterator[Family]:
     """Yield the schedule families to look at, made for these costs where they take any; first the
     one that keeps least of those that take none.

@@ -6,7 +6,9 @@ from numbers import Real
 from operator import index
 from typing import Any
 
-from penstock.errors import ConfigError, PartitionError
+from penstock.costs.cluster import Cluster
+from penstock.costs.profile import Profile
+from penstock.errors import ConfigError, PartitionError, check_count, check_kind
 from penstock.types import LONGEST_TIMEOUT_S
 
 
@@ -26,22 +28,53 @@ def check_timeout(timeout_s: Any) -> float:
     return float(timeout_s)
 
 
+def check_costs(profile: object, cluster: object) -> None:
+    """Refuse what is no profile, or no cluster.
+
+    Raises:
+        ConfigError: one of them is something else.
+    """
+    remedy = "what penstock.profile(layers, example_inputs) returns, or Profile.load(path)"
+    check_kind("profile", profile, Profile, remedy)
+    name = repr(cluster) if isinstance(cluster, str) else "path_or_preset"
+    check_kind("cluster", cluster, Cluster, f"a cluster, such as penstock.Cluster.load({name})")
+
+
 def check_partition(partition: tuple[int, ...], num_layers: int) -> None:
     """Refuse a partition that does not cut `num_layers` layers.
 
     Raises:
         PartitionError: a stage would be empty, or the counts do not sum to the layers.
     """
-    if not partition or any(not isinstance(count, int) or count < 1 for count in partition):
+    if not partition or any(type(count) is not int or count < 1 for count in partition):
         raise PartitionError(
-            f"partition={list(partition)}: every stage needs at least one layer; leave that stage "
-            "out"
+            f"partition={list(partition)}: every stage needs at least one layer, counted by an "
+            "int; leave a stage without layers out"
         )
     if sum(partition) != num_layers:
         raise PartitionError(
             f"partition={list(partition)} holds {sum(partition)} layers, the model has "
             f"{num_layers}; the counts must sum to {num_layers}"
         )
+
+
+def check_foretold(
+    of_stages_s: Sequence[float] | None, step_s: float | None, batch_size: int | None
+) -> None:
+    """Refuse what no step can take, and no batch can have; None is none.
+
+    Raises:
+        ConfigError: seconds are below 0, or `batch_size` is below 1.
+    """
+    for name, seconds in (
+        ("predicted_s", of_stages_s or ()),
+        ("predicted_step_s", (step_s or 0,)),
+    ):
+        for each in seconds:
+            if not each >= 0:
+                raise ConfigError(f"{name} of a plan has {each!r}; seconds are at least 0")
+    if batch_size is not None:
+        check_count("batch_size", batch_size)
 
 
 def check_whole(name: str, value: Any) -> int:

@@ -17,7 +17,16 @@ from penstock.schedules.costs import UNIT_COSTS
 from penstock.schedules.family import Family
 from penstock.trace.units import bytes_text
 
-from .candidates import Size, Wishes, can_run, families, is_long, sizes, takes_costs
+from .candidates import (
+    Size,
+    Wishes,
+    can_run,
+    families,
+    is_long,
+    sizes,
+    takes_costs,
+    why_no_size,
+)
 from .evaluate import Evaluator
 from .foretell import Foretold
 from .plan import Plan
@@ -214,11 +223,10 @@ class _Search:
 
     def _nothing_fits(self) -> str:
         if not self._too_large:
-            return (
-                "no plan is possible: the wishes leave no number of ranks, replicas and "
-                "micro-batches that the cluster has devices and the batch samples for; ask for "
-                "less"
-            )
+            own = min(self._evaluators, key=lambda each: each.threads)
+            spans = len(own.profile.spans)
+            why = why_no_size(self._wishes, own.cluster, own.threads, spans)
+            return f"no plan is possible: {why}"
         found = [(each[0].excess_of(*each[1:]), each[1]) for each in self._too_large]
         excess, size = min(found, key=lambda each: (each[0].num_bytes, each[1]))
         moves = any(evaluator.may_offload(size) for evaluator in self._evaluators)

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.profile import LayerSeconds, Profile
-from penstock.errors import ConfigError, PlanError
+from penstock.errors import ConfigError, PlanError, check_kind
 from penstock.interval import likely
 from penstock.schedules.costs import Costs
 from penstock.schedules.ir import Schedule
@@ -25,6 +25,7 @@ from penstock.simulator.memory import StageWeights, memory_of
 from penstock.simulator.simulate import step_s
 from penstock.trace.timeline import Timeline
 
+from .checks import check_costs
 from .layer_seconds import update_seconds, weights_together
 from .plan import Plan
 from .pricing import Pricing
@@ -51,6 +52,8 @@ def simulate(
         PlanError: the plan is of another model than the profile; names the first layer.
         ConfigError: the cluster has too few devices, or the batch does not fit the plan.
     """
+    check_kind("plan", plan, Plan, "a plan, such as penstock.Plan.load(path)")
+    check_costs(profile, cluster)
     return Foretold(plan, profile, cluster, batch_size).timeline
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.profile import Profile
@@ -10,6 +11,7 @@ from penstock.errors import PlanError
 from penstock.trace.timeline import Timeline
 
 from .candidates import Wishes
+from .checks import check_costs
 from .choose import Choices, find_plans
 from .plan import Plan
 from .reasons import why_best
@@ -55,7 +57,10 @@ def choose_plan(
     num_best: int = 5,
 ) -> tuple[Plan, Choices]:
     """Return the plan that `plan` does, and the candidates that came next."""
-    profiles = [profile] if isinstance(profile, Profile) else list(profile)
+    is_list = isinstance(profile, list | tuple) and profile
+    profiles: list[Profile] = [*cast(Sequence[Profile], profile if is_list else [profile])]
+    for each in profiles:
+        check_costs(each, cluster)
     wishes = replace(wishes or Wishes(batch_size=batch_size), batch_size=batch_size)
     choices = find_plans(profiles, cluster, wishes, num_best=num_best)
     best = choices.best[0]

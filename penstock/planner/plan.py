@@ -9,13 +9,14 @@ from typing import Any
 
 from penstock.costs.layer_facts import LayerFacts, first_difference
 from penstock.errors import ConfigError, PlanError, UnreadableError, check_count
-from penstock.plain_values import from_json, to_json
+from penstock.plain_values import from_json, path_of, to_json
 from penstock.schedules.family import Family
+from penstock.schedules.names import SCHEDULE_NAMES
 from penstock.trace.table import columns
 from penstock.trace.units import time_text
 from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport
 
-from .checks import check_bytes, check_partition, check_timeout, check_whole
+from .checks import check_bytes, check_foretold, check_partition, check_timeout, check_whole
 from .placement import Placement
 from .unsplit import Unsplit, check_unsplit, divides_backwards, unsplit_lines
 
@@ -96,7 +97,8 @@ class Plan:
             ("transport", self.transport, Transport),
         ):
             if not isinstance(value, kind):
-                words = map(str, kind) if issubclass(kind, Enum) else ("True", "False")
+                words = [*map(str, kind)] if issubclass(kind, Enum) else ["True", "False"]
+                words += ["Recompute.layers('name of a layer', ...)"] if kind is Recompute else []
                 raise ConfigError(f"{name}={value!r}; it must be one of {', '.join(words)}")
         check_count("num_microbatches", self.num_microbatches)
         check_count("threads_per_stage", self.threads_per_stage)
@@ -113,6 +115,7 @@ class Plan:
                     f"a plan of {self.num_stages} stages has {name} for {len(of_stages)}; give "
                     "one entry for each stage"
                 )
+        check_foretold(self.predicted_s, self.predicted_step_s, self.batch_size)
         check_bytes(self.placement.num_places, {n: getattr(self, n) for n in _OF_RANKS})
         check_unsplit(self.unsplit or (), len(self.layers))
         wanted = self.schedule.ranks(self.num_stages)
@@ -207,9 +210,9 @@ class Plan:
         Raises:
             PlanError: the file cannot be written, or the schedule is a function of your own.
         """
-        text = self.to_json()
+        text, file = self.to_json(), path_of(path, "Plan", PlanError)
         try:
-            Path(path).write_text(text, encoding="utf-8")
+            file.write_text(text, encoding="utf-8")
         except OSError as error:
             raise PlanError(f"cannot write the plan {path}: {error.strerror}") from None
 
@@ -218,10 +221,11 @@ class Plan:
         """Read a plan that `save` wrote.
 
         Raises:
-            PlanError: the file cannot be read, or does not hold a plan.
+            PlanError: the file cannot be read, or does not hold a plan; `path` is the text of one.
         """
+        file = path_of(path, "Plan", PlanError)
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8")
         except OSError as error:
             raise PlanError(f"cannot read the plan {path}: {error.strerror}") from None
         except UnicodeDecodeError as error:
@@ -312,8 +316,10 @@ class Plan:
             yield f"bytes kept by rank: {found} predicted, at most {limits}"
 
     def _splitting(self) -> Iterator[str]:
-        """Say what runs whole in a schedule that divides backwards."""
-        if divides_backwards(self.schedule(self.num_stages, self.num_microbatches)):
+        """Say what runs whole in a schedule that divides backwards: few micro-batches tell."""
+        is_named, count = self.schedule.name in SCHEDULE_NAMES, self.num_microbatches
+        few = min(count, _ENOUGH_TO_TELL) if is_named else count
+        if divides_backwards(self.schedule(self.num_stages, few)):
             yield from unsplit_lines(self.unsplit, self.layers, self.partition)
 
     def _rows(self) -> Iterator[Sequence[str]]:
@@ -340,4 +346,6 @@ def _is_some_layers(policy: Any) -> bool:
 
 
 _OF_RANKS = ("memory_limit_bytes", "predicted_peak_bytes")
+_ENOUGH_TO_TELL = 8
+"""Micro-batches that show whether a family's schedules divide backwards, of any number."""
 _REMEDY = "Make a plan of this model, or leave plan= out"

@@ -10,6 +10,9 @@ from pydantic_core import ErrorDetails
 from .recipe import Recipe
 from .section import Section, variants
 
+_CLOSE = 0.75
+"""How alike two keys are, by difflib, where one is offered of all sections for another."""
+
 
 def describe(fault: ErrorDetails) -> str:
     """Say what is wrong at one place: key, value, what is expected, and the nearest key."""
@@ -36,7 +39,7 @@ def describe(fault: ErrorDetails) -> str:
 
 
 def suggest_place(key: str) -> str:
-    """Return "section.key" of the recipe key nearest to `key`; empty if none is near."""
+    """Return "section.key" of the recipe key nearest to `key`; empty if none is very near."""
     sections = reversed(Recipe.model_fields.items())
     places = {
         k: section
@@ -44,7 +47,7 @@ def suggest_place(key: str) -> str:
         for kind in variants(field)
         for k in kind.model_fields
     }
-    near = get_close_matches(key, places, n=1)
+    near = get_close_matches(key, places, n=1, cutoff=_CLOSE)
     return f"{places[near[0]]}.{near[0]}" if near else ""
 
 

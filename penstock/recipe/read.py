@@ -16,6 +16,7 @@ from .faults import describe, suggest_place
 from .recipe import Recipe, marked_keys
 from .section import Mark
 
+_SECTIONS = (*Recipe.model_fields,)
 FREE_ON_RESUME = marked_keys(Mark.EXECUTION, Mark.LAYOUT, Mark.PROCESSES)
 
 
@@ -144,7 +145,7 @@ def _apply(data: dict[str, Any], override: str) -> str:
         hint = suggest_place(section)
         raise RecipeError(
             f"--set {override}: write section.key=value, such as pipeline.num_stages=2"
-            + (f"; did you mean {hint}?" if hint else "")
+            + (f"; did you mean {hint}?" if hint else f"; sections are {', '.join(_SECTIONS)}")
         )
     keys = data.setdefault(section, {})
     if isinstance(keys, dict):

@@ -1,14 +1,14 @@
 """What a pipeline is beside its steps: layers, and the engine that runs them by a plan."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, check_count, check_kind
 from penstock.mesh import Mesh
 from penstock.model.held import Held
 from penstock.model.layers import Layers
@@ -23,7 +23,7 @@ from penstock.types import Trace
 
 from .engine import Engine
 from .evaluation import evaluate
-from .microbatches import Call, Reduce, first_microbatch
+from .microbatches import Call, Reduce, check_loss, check_reduction, first_microbatch
 from .module_form import run_as_module
 from .planning import agree, balance, make_plan
 from .record import Record
@@ -31,15 +31,25 @@ from .record import Record
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-class Wanted(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Wanted:
     """What a pipeline is given that decides nothing of how it runs; with `draws`, layers without
     values get drawn ones.
+
+    Raises:
+        ConfigError: one of them is of another kind.
     """
 
     example_inputs: Any
     loss: LossFunction | None
     reduction: Reduce
+    trace: Trace | bool
     draws: bool
+
+    def __post_init__(self) -> None:
+        check_loss(self.loss)
+        check_reduction(self.reduction)
+        _as_trace(self.trace)
 
 
 class AbstractPipeline(AbstractMovable):
@@ -72,7 +82,7 @@ class AbstractPipeline(AbstractMovable):
             self.number = engine.splitter.number = number
         self._wanted, self._will_balance = Call(plan.num_microbatches, wanted.reduction), balances
         self.step, self._evaluations = 0, 0
-        self._trace = Trace.OFF
+        self._trace = _as_trace(wanted.trace)
         self._record: Record | None = None
         self._timeline: Timeline | None = None
 
@@ -142,7 +152,7 @@ class AbstractPipeline(AbstractMovable):
 
     @trace.setter
     def trace(self, trace: Trace | bool) -> None:
-        self._trace = trace if isinstance(trace, Trace) else (Trace.TIME if trace else Trace.OFF)
+        self._trace = _as_trace(trace)
 
     @property
     def last_timeline(self) -> Timeline | None:
@@ -153,7 +163,8 @@ class AbstractPipeline(AbstractMovable):
 
     def schedule_for(self, num_microbatches: int | None = None) -> Schedule:
         """Return the lowered, verified schedule that `train_step` executes."""
-        return self._engine.program(Mode.TRAIN, num_microbatches or self.num_microbatches)
+        count = self.num_microbatches if num_microbatches is None else num_microbatches
+        return self._engine.program(Mode.TRAIN, check_count("num_microbatches", count))
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -272,3 +283,22 @@ class AbstractPipeline(AbstractMovable):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_pipeline(pipe: object) -> None:
+    """Refuse what is no pipeline.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    check_kind("pipe", pipe, AbstractPipeline, "the pipeline, a penstock.Pipeline")
+
+
+def _as_trace(trace: Trace | bool) -> Trace:
+    """Return what is to be recorded; True stands for Trace.TIME.
+
+    Raises:
+        ConfigError: it is no such choice.
+    """
+    check_kind("trace", trace, (Trace, bool), f"True, or one of {', '.join(map(str, Trace))}")
+    return trace if isinstance(trace, Trace) else (Trace.TIME if trace else Trace.OFF)

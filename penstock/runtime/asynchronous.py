@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from penstock.errors import BatchError, ConfigError
+from penstock.errors import BatchError, ConfigError, check_kind, shown
 from penstock.model.pytree import flatten
 from penstock.schedules.lower import Mode
 from penstock.schedules.versions import uses_of_versions
@@ -52,6 +52,36 @@ def as_pairs(batches: Iterable[Pair]) -> list[Pair]:
                 "targets) for each mini-batch, with None for targets that a loss does not need"
             )
     return found
+
+
+def check_updating(updating: Updating, parameters: Iterable[Tensor]) -> None:
+    """See that the optimizer moves some of these parameters, and the scheduler its rates.
+
+    Parameters of others, such as those of another model that learns beside the pipeline, may be in
+    a synchronous step's optimizer too.
+
+    Raises:
+        ConfigError: one is of another kind, or belongs to others.
+    """
+    optimizer, scheduler = updating
+    check_kind("optimizer", optimizer, Optimizer, "an optimizer of pipe.parameters()")
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    own = set(parameters)
+    if own and held.isdisjoint(own):
+        raise ConfigError(
+            f"none of the optimizer's {len(held)} parameters is one of the pipeline's here, so "
+            "its steps would train nothing; make it of pipe.parameters()"
+        )
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise ConfigError(
+            f"lr_scheduler={shown(scheduler)}; give a scheduler of the optimizer, such as "
+            "torch.optim.lr_scheduler.StepLR(optimizer, ...), or leave it out"
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ConfigError(
+            f"lr_scheduler={shown(scheduler)} is of another optimizer, so the rates of the one "
+            "that steps would never change; make it of the optimizer that train_steps is given"
+        )
 
 
 def check_steps_alone(updating: Updating, num_batches: int) -> None:

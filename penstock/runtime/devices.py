@@ -19,6 +19,25 @@ Event = torch.cuda.Event
 """A mark on a stream: what it stands behind is done when the mark is reached."""
 
 
+def why_missing(name: Any) -> str:
+    """Say why no stage of this process can run on a device; nothing where one can."""
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        return f"{name!r} is no device that this torch knows"
+    if device.type == "cuda":
+        is_here = (device.index or 0) < torch.cuda.device_count()
+    elif device.type in ("cpu", "meta"):
+        is_here = device.type == "cpu" and not device.index
+    else:
+        try:
+            is_here = torch.empty(0, device=device).device.type == device.type
+        except (RuntimeError, AssertionError, ImportError):
+            is_here = False
+    why = "has no values" if device.type == "meta" else "this process does not have"
+    return "" if is_here else f"{name!r} is a device that {why}"
+
+
 def with_index(device: torch.device) -> torch.device:
     """Name a GPU by its number: `cuda` is the current one."""
     if device.type == "cuda" and device.index is None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from penstock.errors import BatchError, ConfigError, MeshError
+from penstock.errors import BatchError, ConfigError, MeshError, shown
 from penstock.mesh import Mesh
 from penstock.model.batch import batch_size, check_values, split
 from penstock.model.pytree import flatten
@@ -239,6 +239,36 @@ def shares(reduction: Reduce, raw: Sequence[float], total: float) -> list[float]
             "be non-negative numbers, not all zero (is there a real token in the batch?)"
         )
     return [weight / total for weight in raw]
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse a loss that cannot be called with outputs and targets; None is none.
+
+    Raises:
+        ConfigError: it is a class, or nothing that can be called.
+    """
+    if isinstance(loss, type):
+        name = loss.__name__
+        raise ConfigError(f"loss={name} is a class; give {name}(), which computes the loss")
+    if loss is not None and not callable(loss):
+        raise ConfigError(
+            f"loss={shown(loss)}; give a function (output, target) -> scalar tensor, such as "
+            "torch.nn.functional.cross_entropy"
+        )
+
+
+def check_reduction(reduction: Any) -> None:
+    """Refuse what does not say how a loss reduces.
+
+    Raises:
+        ConfigError: it is neither a Reduction nor a function.
+    """
+    is_choice = isinstance(reduction, Reduction)
+    if not is_choice and (reduction is Reduction or not callable(reduction)):
+        raise ConfigError(
+            f"reduction={shown(reduction)}; give {', '.join(map(str, Reduction))}, or a function "
+            "target -> weight of its micro-batch"
+        )
 
 
 def check_targets(targets: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.costs.layer_facts import LayerFacts
 from penstock.costs.measure import measure_layers
 from penstock.costs.measure_bytes import measure_bytes
-from penstock.errors import ConfigError, PlanError
+from penstock.errors import ConfigError, PlanError, check_kind, shown
 from penstock.mesh import Mesh
 from penstock.mesh.plain_data import Codec, record
 from penstock.model.layers import Layers
@@ -33,7 +33,7 @@ from penstock.planner.unsplit import Unsplit
 from penstock.trace.progress import saying
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
-from .devices import num_cores, with_index
+from .devices import num_cores, why_missing, with_index
 from .split_backward import divide
 from .stage_calls import StageCalls
 from .unsplit import left_bytes, why_unsplit
@@ -204,16 +204,27 @@ def device_names(devices: Devices, mesh: Mesh | None) -> tuple[str, ...] | str |
     """Name the devices that were asked for; None if none were.
 
     Raises:
-        ConfigError: in a mesh of processes, which compute each on its own device, others are asked
-            for.
+        ConfigError: `mesh` is none, a device is not here, or in a mesh of processes, which compute
+            each on its own device, others are asked for.
     """
+    check_kind("mesh", mesh, (Mesh, type(None)), "what penstock.init_mesh(...) returns")
     if devices is None:
         return None
     if mesh is not None and mesh.is_distributed:
         return device_of_process(devices, mesh.device)
-    if isinstance(devices, str | torch.device):
-        return str(with_index(torch.device(devices)))
-    return tuple(str(with_index(torch.device(device))) for device in devices)
+    for device in _listed(devices):
+        reason = why_missing(device)
+        if reason:
+            raise ConfigError(
+                f"devices={shown(devices)}: {reason}; give devices that it has, or leave devices "
+                "out"
+            )
+    names = tuple(str(with_index(torch.device(device))) for device in _listed(devices))
+    return names if isinstance(devices, list | tuple) else names[0]
+
+
+def _listed(devices: Any) -> list[Any]:
+    return list(devices) if isinstance(devices, list | tuple) else [devices]
 
 
 def device_of_process(devices: Devices, own: torch.device) -> str:
@@ -222,8 +233,8 @@ def device_of_process(devices: Devices, own: torch.device) -> str:
     Raises:
         ConfigError: other devices are asked for.
     """
-    asked = [devices] if devices is None or isinstance(devices, str | torch.device) else devices
-    kinds = {"cuda" if isinstance(d, int) else torch.device(d or own).type for d in asked}
+    asked = _listed(devices)
+    kinds = {"cuda" if isinstance(d, int) else str(d or own).partition(":")[0] for d in asked}
     if kinds - {own.type}:
         raise ConfigError(
             f"devices={devices!r}, but this mesh has several processes, and the stages of each "
@@ -241,17 +252,16 @@ def stage_devices(plan: Plan, mesh: Mesh) -> tuple[torch.device, ...]:
 
 
 def _check_device(stage: int, name: str, mesh: Mesh | None) -> None:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise PlanError(f"the plan has stage {stage} on {name!r}, which is no device") from None
-    is_missing = device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
-    if mesh is not None and mesh.is_distributed:
-        is_missing = device.type != mesh.device.type
-    if is_missing:
+    if mesh is None or not mesh.is_distributed:
+        reason = why_missing(name)
+    elif name.partition(":")[0] != mesh.device.type:
+        reason = f"this process computes on {mesh.device}"
+    else:
+        return
+    if reason:
         raise PlanError(
-            f"the plan has stage {stage} on {name}, which this process does not have; change "
-            "placement.devices in the plan"
+            f"the plan has stage {stage} on {name!r}, and {reason}; change placement.devices in "
+            "the plan"
         )
 
 

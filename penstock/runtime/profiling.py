@@ -13,7 +13,7 @@ from penstock.costs.count import count_layers
 from penstock.costs.layer_weights import MakeOptimizer, layer_weights
 from penstock.costs.measured_profile import How, Objective, measured
 from penstock.costs.profile import AtSize, Profile
-from penstock.errors import BatchError, ConfigError, check_count
+from penstock.errors import BatchError, ConfigError, check_count, shown
 from penstock.model.batch import batch_size, of_size
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.entries import Entry
@@ -71,10 +71,7 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
             needs values and is only counted.
         BatchError: the inputs are no batch.
     """
-    for size in microbatch_sizes or ():
-        check_count("microbatch_sizes", size)
-    if threads is not None:
-        check_count("threads", threads)
+    _check_given(example_inputs, optimizer, microbatch_sizes or (), threads)
     has_values = not any(t.is_meta for t in _tensors(layers))
     resolved = resolve_layers(layers, example_inputs)
     if measure and not has_values:
@@ -122,6 +119,21 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
         threads=own_threads,
         environment=_environment(),
     )
+
+
+def _check_given(inputs: Any, optimizer: Any, sizes: Sequence[int], threads: int | None) -> None:
+    """Refuse arguments of `profile` that cannot work."""
+    if inputs is None:
+        raise BatchError("example_inputs=None; give a batch, as the model is given in training")
+    if not callable(optimizer):
+        raise ConfigError(
+            f"optimizer={shown(optimizer)}; give a function that makes one of a list of "
+            "parameters, such as torch.optim.AdamW: what it keeps for them is counted"
+        )
+    for size in sizes:
+        check_count("microbatch_sizes", size)
+    if threads is not None:
+        check_count("threads", threads)
 
 
 def _divided(roots: Sequence[Tensor], entries: Sequence[Entry]) -> SplitBackward | None:

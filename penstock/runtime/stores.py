@@ -1,5 +1,6 @@
 """Where bytes go that are moved out of a device's memory: a file, or its host's memory."""
 
+import os
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, check_kind
 
 from .devices import StageDevice
 
@@ -119,6 +120,30 @@ MakeStore = Callable[[StageDevice], AbstractStore]
 """Makes a store for a run of the stage on a device."""
 
 
+def folder_for_files(folder: Any) -> str | None:
+    """Return `folder` as a string if files can be made there; None is none.
+
+    Raises:
+        ConfigError: it is no path, or cannot hold files.
+    """
+    if folder is None:
+        return None
+    check_kind("offload_folder", folder, (str, os.PathLike), "the path of a folder")
+    path: str = os.fspath(folder)
+    _check_holds_files(path)
+    return path
+
+
+def _check_holds_files(folder: str | None) -> None:
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(
+            f"offload_folder={folder!r} cannot hold what stages move there: {error.strerror}; "
+            "give the path of a folder that is there and may be written to"
+        ) from None
+
+
 def store_on(device: torch.device, folder: str | None) -> MakeStore:
     """Return what makes the stores of a stage on a device.
 
@@ -127,13 +152,7 @@ def store_on(device: torch.device, folder: str | None) -> MakeStore:
     """
     if device.type == "cuda":
         return HostStore
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ConfigError(
-            f"offload_folder={folder!r} cannot hold what stages move there: {error.strerror}; "
-            "give the path of a folder that is there and may be written to"
-        ) from None
+    _check_holds_files(folder)
     return partial(FileStore, folder)
 
 

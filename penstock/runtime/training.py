@@ -16,6 +16,7 @@ from .asynchronous import (
     Updating,
     as_pairs,
     check_steps_alone,
+    check_updating,
     cut_all,
     losses,
     run_window,
@@ -56,6 +57,7 @@ class AbstractTraining(AbstractPipeline):
 
     def _train_all(self, batches: Iterable[Pair], updating: Updating) -> Tensor:
         """Train on mini-batches and update the weights, as `Pipeline.train_steps` says."""
+        check_updating(updating, self.parameters())
         batches = as_pairs(batches)
         if not self.plan.schedule.is_asynchronous:
             return self._train_one_by_one(batches, updating)

@@ -93,6 +93,8 @@ def family_named(name: str, arguments: Mapping[str, Any]) -> Family:
             f"{list(arguments)}"
         )
     given = _IN_FILES[name]
+    if given is from_csv:  # a file of a plan holds the text itself, never a path to open
+        return from_csv(f"{arguments['source']}\n")
     return given if isinstance(given, Family) else given(**arguments)
 
 

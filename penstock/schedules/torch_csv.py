@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from penstock.errors import ConfigError, ScheduleError
+from penstock.errors import ConfigError, ScheduleError, shown
 
 from . import ir
 from .family import Family
@@ -45,9 +45,13 @@ def from_csv(source: str | Path) -> Family:
     a smaller last batch may need: those beyond are struck out.
 
     Raises:
-        ScheduleError: a cell is no action, or together they are no valid schedule.
-        OSError: the file cannot be read.
+        ScheduleError: the file cannot be read, a cell is no action, or together they are no valid
+            schedule.
     """
+    if not isinstance(source, str | Path):
+        raise ScheduleError(
+            f"from_csv({shown(source)}): give the path of a CSV file, or the text of one"
+        )
     schedule = read_csv(source)
     per_rank, rest = divmod(schedule.num_stages, schedule.num_ranks)
     return Family(
@@ -67,13 +71,18 @@ def read_csv(source: str | Path) -> Schedule:
     receives and what is for sharded weights are left out: passes add what a pipeline needs.
 
     Raises:
-        ScheduleError: a cell is no action, or together they are no valid schedule.
-        OSError: the file cannot be read.
+        ScheduleError: the file cannot be read, a cell is no action, or together they are no valid
+            schedule.
     """
     if source == "" or (isinstance(source, str) and not {",", "\n"}.isdisjoint(source)):
         return _read(source)
     try:
         return _read(Path(source).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ScheduleError(
+            f"{source}: {error.strerror}; give the path of a CSV file, or the text of one: that "
+            "has a comma or the end of a line in it"
+        ) from None
     except UnicodeDecodeError as error:
         raise ScheduleError(f"{source} is no text, and so no CSV file: {error}") from None
 

@@ -86,6 +86,7 @@ def test_a_mistake_is_one_line(
     (tmp_path / "cut.json").write_text(text[:99])
     (tmp_path / "other.json").write_text(json.dumps(json.loads(text)))
     assert run(["profile", *arguments]) == 2
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
     assert words in err
     assert err.count("\n") == 1
+    assert not out

@@ -192,17 +192,17 @@ except penstock.errors.OffloadError as error:
 
 
 def test_a_folder_that_is_not_there_is_refused_when_the_pipeline_is_made(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"offload_folder=.*No such file or directory"):
-        small(offload=True, offload_folder=tmp_path / "none")
-    small(offload=False, offload_folder=tmp_path / "none")
+    for offload in (True, False):
+        with pytest.raises(ConfigError, match=r"offload_folder=.*No such file or directory"):
+            small(offload=offload, offload_folder=tmp_path / "none")
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
         ({"offload": "yes"}, "offload='yes'; it must be one of True, False"),
-        ({"offload": [True]}, "2 stages has offload for 1"),
-        ({"recompute": [Recompute.STAGE]}, "2 stages has recompute for 1"),
+        ({"offload": [True]}, "offload= has 1 entry, and the pipeline 2 stages"),
+        ({"recompute": [Recompute.STAGE]}, "recompute= has 1 entry, and the pipeline 2 stages"),
         ({"recompute": [Recompute.STAGE, "never"]}, "recompute='never'; it must be one of"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from array import array
 from collections import UserList, deque, namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,6 +164,35 @@ def test_collections_that_may_have_one_entry_per_sample_are_refused(value: Any) 
     )  # of another length it is one value
     assert batch_size((X, {"names": Whole(value), "cut": list(value)}), "inputs") == 5
     assert batch_size((X[:1], {"names": array("d", [1.0])}), "inputs") == 1  # nothing to cut
+
+
+@pytest.mark.parametrize("around", [lambda x: x, lambda x: {"a": (x, "b")}, lambda x: [x, x]])
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ([torch.zeros(3, 2)] * 3, "a list of 3 Tensors"),
+        (deque([torch.zeros(3)] * 3), "a deque of 3 Tensors"),
+        ([{"boxes": torch.zeros(3, 4), "labels": torch.zeros(3)}] * 3, "a list of 3 dicts"),
+        ([numpy.zeros((3, 2))] * 3, "a list of 3 ndarrays"),
+    ],
+)
+def test_a_list_of_as_many_tensors_as_rows_is_refused_with_both_readings(
+    around: Callable[[Any], Any], value: Any, named: str
+) -> None:
+    said = rf"the targets hold {named} with 3 rows each, .* either way\. .*stack\(.*tuple\("
+    with pytest.raises(BatchError, match=said):
+        batch_size(around(value), "targets")
+
+
+def test_what_says_that_a_list_holds_batches_is_cut_in_each_of_them() -> None:
+    rows = [torch.randn(3, 2) for _ in range(3)]
+    for value in (tuple(rows), dict(zip("abc", rows, strict=True)), [*rows, rows[0]]):
+        assert batch_size(value, "inputs") == 3
+        for part, wanted in zip(split(value, [2, 1]), (slice(2), slice(2, 3)), strict=True):
+            found = part["a"] if isinstance(part, dict) else part[0]
+            assert torch.equal(found, rows[0][wanted])
+    assert batch_size([torch.zeros(1, 2)], "inputs") == 1  # one sample is cut nowhere
+    assert batch_size([Whole(7), rows[0], rows[1]], "inputs") == 3
 
 
 def test_an_iterator_is_refused_as_the_first_micro_batch_would_use_it_up() -> None:

@@ -15,8 +15,17 @@ from penstock.errors import ConfigError, PartitionError, PlanError, UnreadableEr
 from penstock.plain_values import from_json, to_json
 from penstock.planner.placement import Placement
 from penstock.planner.plan import BalancedBy, Plan
-from penstock.planner.unsplit import Unsplit
-from penstock.schedules import Schedule, from_csv, gpipe, interleaved_1f1b, to_csv
+from penstock.planner.unsplit import Unsplit, divides_backwards
+from penstock.schedules import (
+    ALL_SCHEDULES,
+    Family,
+    Schedule,
+    from_csv,
+    gpipe,
+    interleaved_1f1b,
+    to_csv,
+    zb_h1,
+)
 from penstock.schedules.costs import Costs
 from penstock.schedules.names import family_of
 from penstock.types import Recompute, TiedGradients, Transport
@@ -122,6 +131,29 @@ def test_a_plan_cannot_say_that_stages_are_sharded() -> None:
 def test_a_file_holds_a_plan(tmp_path: Path) -> None:
     ODD.save(tmp_path / "plan.json")
     assert Plan.load(str(tmp_path / "plan.json")) == ODD
+
+
+def test_a_printed_plan_has_made_no_schedule_of_its_size() -> None:
+    asked = []
+
+    def build(num_stages: int, num_microbatches: int) -> Schedule:
+        asked.append(num_microbatches)
+        return zb_h1()(num_stages, num_microbatches)
+
+    large = replace(plan(2, 1), schedule=Family("zb_h1", build), num_microbatches=10**6)
+    assert "backwards in two parts" in str(large)
+    assert asked
+    assert max(asked) < 100
+
+
+@pytest.mark.parametrize("family", ALL_SCHEDULES, ids=repr)
+@pytest.mark.parametrize("num_microbatches", (1, 2, 8, 40))
+def test_a_printed_plan_says_whether_its_schedule_divides_backwards(
+    family: Family, num_microbatches: int
+) -> None:
+    text = str(replace(plan(2, 1), schedule=family, num_microbatches=num_microbatches))
+    divides = divides_backwards(family(2, num_microbatches))
+    assert ("backwards in two parts" in text) is divides
 
 
 def test_a_printed_plan_is_a_table() -> None:

@@ -169,6 +169,11 @@ def test_an_override_needs_section_key_and_value(override: str) -> None:
 
 def test_an_override_without_section_suggests_it() -> None:
     assert "did you mean pipeline.num_stages?" in refused(DIGITS, "num_stages=3")
+    for far in ("nope=3", "optimiser=3", "batch=3"):
+        message = refused(DIGITS, far)
+        assert "did you mean" not in message
+        assert "; sections are " in message
+        assert "pipeline" in message.rpartition("sections are")[2]
 
 
 def test_overrides_are_toml_or_plain_words() -> None:

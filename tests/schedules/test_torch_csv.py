@@ -16,6 +16,7 @@ import penstock
 from penstock import schedules
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedules import Family, Schedule, from_csv, parse, to_csv
+from penstock.schedules.names import family_named
 from penstock.schedules.passes import add_communication, add_recompute
 from penstock.schedules.torch_csv import read_csv
 from penstock.schedules.transfers import chain_transfers
@@ -153,8 +154,16 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe0F0")
     with pytest.raises(ScheduleError, match="is no text, and so no CSV"):
         from_csv(str(path))
-    with pytest.raises(FileNotFoundError):
-        from_csv(tmp_path / "other.csv")
+
+
+def test_a_plan_from_a_file_opens_no_other_file(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.csv"
+    path.write_text("0F0,0B0\n")
+    family = from_csv(path)
+    assert family_named("from_csv", dict(family.arguments)) == family
+    for text in (str(path), "0F0"):
+        with pytest.raises(ScheduleError, match=r"is no action|has 0 Backward"):
+            family_named("from_csv", {"source": text})
 
 
 def test_a_text_without_a_schedule_is_refused() -> None:
