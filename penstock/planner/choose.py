@@ -18,7 +18,7 @@ from penstock.schedules.family import Family
 from penstock.trace.units import bytes_text
 
 from .candidates import Size, Wishes, can_run, families, is_long, sizes, takes_costs
-from .evaluate import Evaluator
+from .evaluate import Evaluator, Excess
 from .foretell import Foretold
 from .plan import Plan
 
@@ -212,6 +212,18 @@ class _Search:
         self._best[kind] = min(self._best.get(kind, found), found, key=lambda each: each.step_s)
         return found
 
+    def _nearest(self) -> tuple[Excess, Size]:
+        """Return what does not fit by least, and by how much: of those that may be nearest."""
+        too_large = [(each[0].least_excess(each[1]), each) for each in self._too_large]
+        nearest: tuple[Excess, Size] | None = None
+        for least, (evaluator, size, family) in sorted(too_large, key=lambda pair: pair[0]):
+            if nearest is not None and least > nearest[0].num_bytes:
+                break
+            found = evaluator.excess_of(size, family), size
+            nearest = min(nearest or found, found, key=lambda pair: (pair[0].num_bytes, pair[1]))
+        assert nearest is not None, "something is too large"
+        return nearest
+
     def _nothing_fits(self) -> str:
         if not self._too_large:
             return (
@@ -219,8 +231,7 @@ class _Search:
                 "micro-batches that the cluster has devices and the batch samples for; ask for "
                 "less"
             )
-        found = [(each[0].excess_of(*each[1:]), each[1]) for each in self._too_large]
-        excess, size = min(found, key=lambda each: (each[0].num_bytes, each[1]))
+        excess, size = self._nearest()
         moves = any(evaluator.may_offload(size) for evaluator in self._evaluators)
         remedies = ["devices with more memory", "an optimizer that keeps less"]
         if not moves:
