@@ -275,7 +275,7 @@ class _Stages:
         windows = map(self._window, range(self._size.num_stages))
         areas = sum((a.stop - a.start) * (b.stop - b.start) for a, b in windows)
         num_kinds = len({self._keys(stage) for stage in range(self._size.num_stages)})
-        return areas > num_kinds * (len(self._evaluator.profile.layers) + 1) ** 2
+        return bool(areas > num_kinds * (len(self._evaluator.profile.layers) + 1) ** 2)
 
     def _window(self, stage: int) -> Window:
         assert self.windows is not None, "only single runs are asked for without"
