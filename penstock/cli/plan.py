@@ -26,7 +26,8 @@ _COUNT = click.IntRange(min=1)
     "cluster_name",
     metavar="NAME_OR_FILE",
     required=True,
-    help="What to plan for: p3.16xlarge, '4 x dgx-h100', or a TOML file; of this machine, "
+    help="What to plan for: p3.16xlarge, '4 x dgx-h100', a device such as h100 (a host of one), "
+    "or a TOML file; of this machine, "
     "`penstock doctor --calibrate --save` writes one.",
 )
 @click.option(
@@ -102,7 +103,7 @@ def plan(  # noqa: PLR0913 - one for each option
 
     \b
     Examples:
-      penstock plan recipes/gpt_small.toml --cluster p3.16xlarge
+      penstock plan recipes/gpt_small.toml --set data.path=README.md --cluster h100
       penstock plan --profile gpt.json --cluster '4 x dgx-h100' --batch-size 1024 --html plan.html
       penstock plan recipes/digits.toml --cluster here.toml --save plan.json
       penstock train recipes/digits.toml --plan plan.json
@@ -124,7 +125,7 @@ def plan(  # noqa: PLR0913 - one for each option
         schedules=decided.pop("schedules") or None,
         **decided,
     )
-    say(f"planning for {len(cluster.places)} devices")
+    say(f"planning for {cluster.name} ({len(cluster.places)} devices)")
     chosen, choices = choose_plan(found, cluster, wishes.batch_size, wishes=wishes, num_best=best)
     if save is not None:
         chosen.save(save)

@@ -55,7 +55,7 @@ class Cluster:
     def load(cls, path_or_preset: str | Path) -> Self:
         """Read a TOML file, or a preset of Penstock by its name, such as "p3.16xlarge".
 
-        "4 x dgx-h100" is four times as many hosts.
+        "4 x dgx-h100" is four times as many hosts; "h100", a device's preset, is a host of one.
 
         Raises:
             UnreadableError: there is no such file or preset, or a value is missing, unknown or of

@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 def read_file(path_or_preset: str | Path, read: Callable[[str], _T]) -> _T:
-    """Read a file, or else the preset of this name.
+    """Read a file, or else the preset of this name; that of a device is a host of one.
 
     Raises:
         UnreadableError: there is neither, or what is there cannot be read; names the file.
@@ -79,15 +79,26 @@ def _text(path_or_preset: str | Path) -> str:
     presets = preset_names("clusters")
     if path_or_preset in presets:
         return preset_text("clusters", str(path_or_preset))
+    devices = preset_names("devices")
+    if path_or_preset in devices:
+        return _one_device(str(path_or_preset))
     try:
         return Path(path_or_preset).read_text(encoding="utf-8")
     except FileNotFoundError:
-        known = ", ".join(presets)
+        known = f"{', '.join(presets)}; devices, each a host of one, are {', '.join(devices)}"
         raise UnreadableError(f"no such file, and no such preset; presets are {known}") from None
     except OSError as error:
         raise UnreadableError(f"it cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UnreadableError("it is damaged, or no TOML: it is not UTF-8 text") from None
+
+
+def _one_device(name: str) -> str:
+    """Return a host of one device: how several would be linked, its preset does not say."""
+    return (
+        f'name = "a host of one {name}"\n[devices.{name}]\npreset = "{name}"\n'
+        f'[[hosts]]\nname = "host"\ndevices = {{ {name} = 1 }}\n'
+    )
 
 
 def _device(key: str, data: Any) -> Any:

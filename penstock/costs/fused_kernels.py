@@ -4,6 +4,7 @@ On the meta device torch puts attention and dropout together from small operator
 kernel for each, which saves less; the CPU has one for attention without dropout.
 """
 
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +22,21 @@ _HALF = (torch.float16, torch.bfloat16)
 _ATTENTION = F.scaled_dot_product_attention
 
 
+def _looked_into(function: Any) -> Any:
+    """Return a function of torch that tells a mode of what it calls, and not of itself.
+
+    While a mode is told of a function it is off, so the attention inside goes by unseen.
+    """
+    seen_by_nobody = {"has_torch_function": lambda tensors: False}
+    code, names = function.__code__, function.__globals__ | seen_by_nobody
+    found = FunctionType(code, names, function.__name__, function.__defaults__)
+    found.__kwdefaults__ = function.__kwdefaults__
+    return found
+
+
+_LOOKED_INTO = _looked_into(F.multi_head_attention_forward)
+
+
 class Kernels(TorchFunctionMode):
     """Runs attention and dropout as on devices of `torch_type`: "cuda", "cpu", or as put together
     from small operators on all others.
@@ -36,6 +52,9 @@ class Kernels(TorchFunctionMode):
             result = None
             if func is _ATTENTION:
                 result = self._attention(*args, **kwargs)
+            elif func is F.multi_head_attention_forward:
+                with self:
+                    return _LOOKED_INTO(*args, **kwargs)
             elif func in _DROPOUT and self._torch_type == "cuda":
                 result = _dropout(*args, **kwargs)
             if result is not None:

@@ -88,9 +88,12 @@ def _cost_that_fits(
     trainable = sums(memory.trainable_bytes)
     older = num_versions(steady(plan.schedule, plan.num_stages, plan.num_microbatches))
 
+    def takes(work: StageWork, policy: RecomputePolicy) -> Matrix:
+        return sums(work.seconds(seconds, policy))
+
     def cost(stage: int) -> Matrix:
         room = limits[plan.placement.places[stage]] - (older[stage] - 1) * trainable
-        return fastest_that_fits(stage, ways, seconds, lambda policy: tables, room)
+        return fastest_that_fits(stage, ways, takes, lambda policy: tables, room)
 
     return cost
 

@@ -27,7 +27,7 @@ from .candidates import (
     takes_costs,
     why_no_size,
 )
-from .evaluate import Evaluator
+from .evaluate import Evaluator, Excess
 from .foretell import Foretold
 from .plan import Plan
 
@@ -221,14 +221,25 @@ class _Search:
         self._best[kind] = min(self._best.get(kind, found), found, key=lambda each: each.step_s)
         return found
 
+    def _nearest(self) -> tuple[Excess, Size]:
+        """Return what does not fit by least, and by how much: of those that may be nearest."""
+        too_large = [(each[0].least_excess(each[1]), each) for each in self._too_large]
+        nearest: tuple[Excess, Size] | None = None
+        for least, (evaluator, size, family) in sorted(too_large, key=lambda pair: pair[0]):
+            if nearest is not None and least > nearest[0].num_bytes:
+                break
+            found = evaluator.excess_of(size, family), size
+            nearest = min(nearest or found, found, key=lambda pair: (pair[0].num_bytes, pair[1]))
+        assert nearest is not None, "something is too large"
+        return nearest
+
     def _nothing_fits(self) -> str:
         if not self._too_large:
             own = min(self._evaluators, key=lambda each: each.threads)
             spans = len(own.profile.spans)
             why = why_no_size(self._wishes, own.cluster, own.threads, spans)
             return f"no plan is possible: {why}"
-        found = [(each[0].excess_of(*each[1:]), each[1]) for each in self._too_large]
-        excess, size = min(found, key=lambda each: (each[0].num_bytes, each[1]))
+        excess, size = self._nearest()
         moves = any(evaluator.may_offload(size) for evaluator in self._evaluators)
         remedies = ["devices with more memory", "an optimizer that keeps less"]
         if not moves:

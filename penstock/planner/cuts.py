@@ -3,11 +3,13 @@
 A dynamic programme, twice over the same states: for the least slowest stage, and then, among the
 cuts that keep to it, for the least sum of squares.  A stage is looked at together with all that it
 could have, as one matrix: so K stages of L layers take K * L^2 / 2 steps of numpy's, whatever the
-costs are.
+costs are.  Less where it is known in advance between what layers a stage starts and ends.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +20,46 @@ Matrix = NDArray[Any]
 _Vector = NDArray[np.float64]
 ROUNDING = 1e-9
 """Stages whose costs differ by less, as a share, are equally slow: sums of floats differ so."""
+
+
+class Window(NamedTuple):
+    """The starts and the ends that a stage may have, in layers: each two slices of a `Matrix`."""
+
+    starts: slice
+    ends: slice
+
+
+EVERYWHERE = Window(slice(None), slice(None))
+"""All of a matrix."""
+
+
+def windows(
+    amounts: Sequence[float], limits: Sequence[float], edges: Sequence[int]
+) -> list[Window] | None:
+    """Return what each stage may have where its layers' amounts add up to no more than its limit;
+    None where no cut at `edges` is so.
+
+    Amounts are at least 0.  All cuts that keep to the limits are in the windows, with others.
+    """
+    num_stages, last = len(limits), len(edges) - 1
+    every = [0, *accumulate(amounts)]
+    before = [every[edge] for edge in edges]
+    reach, back = [0], [last]  # the last start of each stage, and from the back the first
+    for stage, limit in enumerate(limits):
+        found = bisect_right(before, before[reach[-1]] + limit + _SLACK) - 1
+        reach.append(min(found, last - (num_stages - stage - 1)))
+    for stage in reversed(range(num_stages)):
+        found = bisect_left(before, before[back[-1]] - limits[stage] - _SLACK)
+        back.append(max(found, stage))
+    firsts = back[::-1]
+    if reach[-1] < last or any(a > b for a, b in zip(firsts, reach, strict=True)):
+        return None
+    bounds = [slice(edges[a], edges[b] + 1) for a, b in zip(firsts, reach, strict=True)]
+    return [Window(*both) for both in pairwise(bounds)]
+
+
+_SLACK = 1
+"""By so much amounts may be above their limits: less than any byte matters, more than rounding."""
 
 
 class Setting(NamedTuple):
@@ -50,6 +92,16 @@ class Part(NamedTuple):
     end: int
 
 
+class _Block(NamedTuple):
+    """What a stage costs, with the numbers of its first start and its first end, from the first
+    ones on that a stage in its place could have.
+    """
+
+    start: int
+    end: int
+    costs: Matrix
+
+
 _Join = Callable[[Matrix, Matrix], Matrix]
 """(value of the stages before, cost of a stage) -> value of both."""
 _Level = dict[_State, _Vector]
@@ -61,7 +113,8 @@ class Search:
     """What is to be cut: at `edges`, in `num_stages`, on `counts[kind]` devices of each kind.
 
     `cost` gives what layers take as a stage in a setting; infinity is what cannot be.  With
-    `looks_around` it is asked for each kind of device on both sides.
+    `looks_around` it is asked for each kind of device on both sides.  With `windows`, one for each
+    stage, it gives that part of the matrix, and nothing outside it can be.
     """
 
     num_stages: int
@@ -69,6 +122,7 @@ class Search:
     cost: Callable[[Setting], Matrix]
     counts: tuple[int, ...]
     looks_around: bool = False
+    windows: Sequence[Window] | None = None
 
     def best(self) -> list[Part] | None:
         """Return the stages of the best cut; None if every one has a stage that cannot be."""
@@ -98,7 +152,7 @@ class Search:
         levels: list[_Level] = [{_State((0,) * len(self.counts)): nothing}]
         for stage in range(self.num_stages):
             following: _Level = {}
-            blocks: dict[Setting, Matrix] = {}
+            blocks: dict[Setting, _Block] = {}
             for state, setting, then in self._all_moves(levels[-1], stage):
                 if setting not in blocks:
                     blocks[setting] = self._block(setting)
@@ -111,15 +165,16 @@ class Search:
         state = min(levels[-1], key=lambda state: levels[-1][state][-1])
         place, parts = self._width - 1, []
         for stage in reversed(range(self.num_stages)):
-            upto = slice(place + 1)
             choices = [
-                (before, setting, join(levels[stage][before][upto], block[upto, place]))
+                (before, setting, block.start, join(least[block.start : place + 1], costs))
                 for before, setting, then in self._all_moves(levels[stage], stage)
                 if then == state
                 for block in (self._block(setting),)
+                for least in (levels[stage][before][: block.start + len(block.costs)],)
+                for costs in (block.costs[: place + 1 - block.start, place - block.end],)
             ]
-            state, setting, values = min(choices, key=lambda choice: choice[2].min())
-            end, place = self.edges[stage + 1 + place], int(values.argmin())
+            state, setting, first, values = min(choices, key=lambda choice: choice[3].min())
+            end, place = self.edges[stage + 1 + place], first + int(values.argmin())
             parts.append(Part(setting.kind, int(self.edges[stage + place]), int(end)))
         return parts[::-1]
 
@@ -146,14 +201,21 @@ class Search:
     def _left(self, used: Sequence[int]) -> tuple[int, ...]:
         return tuple(k for k, n in enumerate(used) if n < self.counts[k])
 
-    def _block(self, setting: Setting) -> Matrix:
+    def _block(self, setting: Setting) -> _Block:
         """Return the costs for those starts and ends that leave something for all other stages."""
         first, matrix = setting.stage, self.cost(setting)
-        of_starts = slice(first, first + self._width)
-        of_ends = slice(first + 1, first + 1 + self._width)
-        if len(self.edges) == len(matrix):  # every layer is an edge
-            return matrix[of_starts, of_ends]
-        return matrix[np.ix_(self.edges[of_starts], self.edges[of_ends])]
+        starts = self.edges[first : first + self._width]
+        ends = self.edges[first + 1 : first + 1 + self._width]
+        if self.windows is None:
+            if len(self.edges) == len(matrix):  # every layer is an edge
+                return _Block(0, 0, matrix[starts[0] : starts[-1] + 1, ends[0] : ends[-1] + 1])
+            return _Block(0, 0, matrix[np.ix_(starts, ends)])
+        rows, columns = self.windows[first]
+        start, end = np.searchsorted(starts, rows.start), np.searchsorted(ends, columns.start)
+        starts = starts[start : np.searchsorted(starts, rows.stop)]
+        ends = ends[end : np.searchsorted(ends, columns.stop)]
+        costs = matrix[np.ix_(starts - rows.start, ends - columns.start)]
+        return _Block(int(start), int(end), costs)
 
 
 _ROWS = 64
@@ -162,12 +224,16 @@ _BACKWARDS = np.tri(_ROWS, k=-1, dtype=bool)
 """Where an end would stand before its start."""
 
 
-def _put_least(known: _Vector, least: _Vector, block: Matrix, join: _Join) -> None:
+def _put_least(known: _Vector, least: _Vector, block: _Block, join: _Join) -> None:
     """Put into `known` the least for each end over all starts before it, where that is less."""
-    for row in range(0, len(least), _ROWS):
-        starts = least[row : row + _ROWS, None]
+    num_starts, num_ends = block.costs.shape
+    for row in range(0, num_starts, _ROWS):
+        starts = least[block.start + row : block.start + min(row + _ROWS, num_starts), None]
         if np.isfinite(starts).any():
-            found = join(starts, block[row : row + _ROWS, row:])
-            num_starts = len(starts)
-            found[:, :num_starts][_BACKWARDS[:num_starts, :num_starts]] = np.inf
-            np.minimum(known[row:], found.min(axis=0), out=known[row:])
+            first = max(block.start + row, block.end)  # an end before that is before each start
+            costs = block.costs[row : row + _ROWS, first - block.end :]
+            found = join(starts, costs)
+            backwards = _BACKWARDS[: len(starts), first - block.start - row :][:, : costs.shape[1]]
+            found[:, : backwards.shape[1]][backwards] = np.inf
+            ends = known[first : block.end + num_ends]
+            np.minimum(ends, found.min(axis=0), out=ends)

@@ -4,7 +4,7 @@ so that all fits.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cache, cached_property, reduce
 from itertools import accumulate, pairwise
 from math import inf
 
@@ -17,13 +17,14 @@ from penstock.schedules.family import Family
 from penstock.types import Transport
 
 from .candidates import Size, Wishes
-from .cuts import Matrix, Setting
+from .cuts import EVERYWHERE, Matrix, Setting, Window, windows
+from .layer_seconds import bytes_of
 from .partition import cut, sums
 from .placement import Placement
 from .plan import BalancedBy, Plan
 from .pricing import Pricing
 from .stage_bytes import StageBytes
-from .stage_costs import OnDevice, StageCosts, Way, usual_ways
+from .stage_costs import OnDevice, StageCosts, Way, lasting_bytes, usual_ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,10 @@ class Excess:
     limit_bytes: float
 
 
+_CLOSE_BYTES = 2**20
+"""How well it is known how much more memory would do, before cuts are looked at."""
+
+
 class Evaluator:
     """Makes plans of one profile for one cluster, whose figures are numbers; see `plan_of`."""
 
@@ -42,6 +47,7 @@ class Evaluator:
         is_cpu = all(device.torch_type == "cpu" for device in cluster.devices.values())
         self.threads = profile.threads if is_cpu else 1  # an accelerator is a rank's alone
         self.pricing = Pricing(profile, cluster)
+        self._least_bytes = cache(self._counted_least_bytes)
 
     def least_s(self, size: Size) -> float:
         """Return seconds that no plan of this size can take less than."""
@@ -54,20 +60,42 @@ class Evaluator:
         longest_s = max(sum(layers_s[start:end]) for start, end in self.profile.spans)
         return float(size.num_microbatches * max(longest_s, sum(layers_s) / size.num_ranks))
 
+    def least_excess(self, size: Size) -> float:
+        """Return bytes that no plan of this size lacks less than on its fullest stage."""
+        each = self._least_bytes(self._each(size)[0])
+        room = max(self.limit_bytes(p) for p in self.places_of(size)) / size.stages_per_rank
+        return max(sum(each) / size.num_stages, *each) - room
+
     def excess_of(self, size: Size, family: Family) -> Excess:
         """Return what is missing for a plan of this size, where that is least."""
-        return _Stages(self, size, family).excess()
+        low, high = 0.0, float(sum(self._least_bytes(self._each(size)[0])))
+        while high - low > _CLOSE_BYTES:
+            middle = (low + high) / 2
+            fits = self._windows(size, family, middle) is not None
+            low, high = (low, middle) if fits else (middle, high)
+        stages = _Stages(self, size, family)
+        near = self._windows(size, family, high)
+        assert near is not None, "there is room for all layers on each stage"
+        starts = [*(window.starts.stop - 1 for window in near), len(self.profile.layers)]
+        most = stages.missing_bytes([b - a for a, b in pairwise(starts)])  # no cut is worse
+        stages.windows = self._windows(size, family, most)
+        partition = cut(size.num_stages, stages.missing, self.profile.spans, stages.windows)
+        assert partition is not None, "no cost is infinite"
+        return Excess(stages.missing_bytes(partition), self.limit_bytes(self.places_of(size)[0]))
 
     def plan_of(self, size: Size, family: Family) -> Plan | None:
         """Return the plan whose slowest stage is fastest, of all that fit; None if none does.
 
         Raises:
-            ConfigError: the family makes no schedule of this size.
+            ConfigError: something may fit, and the family makes no schedule of this size.
         """
-        stages = _Stages(self, size, family)
-        partition = cut(size.num_stages, stages.if_all_fits_s, self.profile.spans)
+        windows = self._windows(size, family)
+        if windows is None:
+            return None
+        stages, spans = _Stages(self, size, family, windows), self.profile.spans
+        partition = cut(size.num_stages, stages.if_all_fits_s, spans, windows)
         if partition is not None and not stages.fits(partition):
-            partition = cut(size.num_stages, stages.least_s, self.profile.spans)
+            partition = cut(size.num_stages, stages.least_s, spans, windows)
         if partition is None:
             return None
         runs = list(pairwise(accumulate(partition, initial=0)))
@@ -127,6 +155,26 @@ class Evaluator:
         places = reversed(list(enumerate(self.cluster.places)))
         return {found.kind: number for number, found in places}
 
+    def _counted_least_bytes(self, microbatch_size: int) -> list[int]:
+        """Return what each layer keeps wherever it is: its weights, and for a backward at least
+        what it saves inside.
+        """
+        at = bytes_of(self.pricing.prices(self.cluster.places[0].kind, microbatch_size))
+        every = enumerate(self.profile.weights)
+        return [lasting_bytes(weights) + at.layer(n).inner_bytes for n, weights in every]
+
+    def _windows(self, size: Size, family: Family, more: float = 0.0) -> list[Window] | None:
+        """Return what each stage may have in the memory there is and so many bytes more, if a
+        layer keeps no more than it must; None if nothing fits even so.
+        """
+        on = self.places_of(size)
+        limits = [
+            self.limit_bytes(on[place]) / size.stages_per_rank + more
+            for place in family.ranks(size.num_stages)
+        ]
+        edges = [0, *(end for _, end in self.profile.spans)]
+        return windows(self._least_bytes(self._each(size)[0]), limits, edges)
+
     def _each(self, size: Size) -> tuple[int, int]:
         return size.microbatch_size(self.wishes.batch_size), size.num_microbatches
 
@@ -149,16 +197,26 @@ class Evaluator:
 
 
 class _Stages:
-    """What any run of layers costs each stage of one size in one schedule."""
+    """What any run of layers costs each stage of one size in one schedule, in the windows that it
+    may have.
+    """
 
-    def __init__(self, evaluator: Evaluator, size: Size, family: Family) -> None:
-        self._evaluator, self._size = evaluator, size
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        size: Size,
+        family: Family,
+        windows: Sequence[Window] | None = None,
+    ) -> None:
+        self._evaluator, self._size, self.windows = evaluator, size, windows
         on = evaluator.places_of(size)
         self._on = [evaluator.first_like(on[p]) for p in family.ranks(size.num_stages)]
         moves = range(size.num_stages if evaluator.may_offload(size) else 0)
         self._to_come = usual_ways(family, size.num_stages, size.num_microbatches, moves)
         self._found = [next(self._to_come)]
         self._known: dict[object, Matrix] = {}
+        self._known_s: dict[object, float] = {}
+        self._costs_of: dict[tuple[int, int], StageCosts] = {}
 
     @property
     def _ways(self) -> list[Way]:
@@ -174,58 +232,90 @@ class _Stages:
         if key not in self._known:
             device = self._evaluator.on_device(self._size, self._on[stage])
             self._known[key] = sums(work.seconds(device.seconds, way.recompute[stage]))
-        return self._known[key]
+        return self._within(stage, self._known[key])
 
     def fits(self, partition: Sequence[int]) -> bool:
         """Tell whether a cut fits with nothing recomputed: no other one is faster then."""
         runs = enumerate(pairwise(accumulate(partition, initial=0)))
         way = self._found[0]
-        return all(np.isfinite(self._seconds(stage, way)[run]) for stage, run in runs)
+        return all(np.isfinite(self._run_s(stage, run, way)) for stage, run in runs)
 
     def least_s(self, stage: int) -> Matrix:
         """Return the seconds of the fastest way that fits; infinity where none does."""
-        key = tuple(self._key(stage, way) for way in self._ways)
+        if not self._shares:
+            window = self._window(stage)
+            return reduce(np.minimum, [self._seconds(stage, x, window) for x in self._ways])
+        key = self._keys(stage)
         if key not in self._known:
-            self._known[key] = reduce(np.minimum, [self._seconds(stage, x) for x in self._ways])
-        return self._known[key]
+            found = [self._seconds(stage, x, EVERYWHERE) for x in self._ways]
+            self._known[key] = reduce(np.minimum, found)
+        return self._within(stage, self._known[key])
 
     def choice(self, stage: int, run: tuple[int, int]) -> Way:
         """Return the fastest way, the one that changes least of several."""
-        if np.isfinite(self._seconds(stage, self._found[0])[run]):
+        if np.isfinite(self._run_s(stage, run, self._found[0])):
             return self._found[0]
-        return min(self._ways, key=lambda way: float(self._seconds(stage, way)[run]))
+        return min(self._ways, key=lambda way: self._run_s(stage, run, way))
 
     def seconds(self, stage: int, run: tuple[int, int]) -> float:
         """Return the seconds of a micro-batch on a stage with these layers."""
-        return float(self._seconds(stage, self.choice(stage, run))[run])
+        return self._run_s(stage, run, self.choice(stage, run))
 
-    def excess(self) -> Excess:
-        """Return what is missing where that is least."""
-        profile, size = self._evaluator.profile, self._size
-        partition = cut(size.num_stages, self._missing, profile.spans)
-        assert partition is not None, "no cost is infinite"
-        runs = pairwise(accumulate(partition, initial=0))
-        most = max(float(self._missing(stage)[run]) for stage, run in enumerate(runs))
-        return Excess(most, self._evaluator.limit_bytes(self._on[0]))
+    def missing_bytes(self, partition: Sequence[int]) -> float:
+        """Return what a cut is short of on the stage that is short of most."""
+        runs = enumerate(pairwise(accumulate(partition, initial=0)))
+        return max(float(self._missing(stage, _only(run))[0, 0]) for stage, run in runs)
 
-    def _seconds(self, stage: int, way: Way) -> Matrix:
-        key = self._key(stage, way)
-        if key not in self._known:
-            self._known[key] = self._costs(stage, way)(Setting(stage, 0))
-        return self._known[key]
+    def missing(self, stage: int) -> Matrix:
+        """Return the bytes that are missing, by the way that keeps least."""
+        return self._missing(stage, self._window(stage))
+
+    @cached_property
+    def _shares(self) -> bool:
+        """Whether it is less work to know all runs of stages that are alike than each one's."""
+        windows = map(self._window, range(self._size.num_stages))
+        areas = sum((a.stop - a.start) * (b.stop - b.start) for a, b in windows)
+        num_kinds = len({self._keys(stage) for stage in range(self._size.num_stages)})
+        return bool(areas > num_kinds * (len(self._evaluator.profile.layers) + 1) ** 2)
+
+    def _window(self, stage: int) -> Window:
+        assert self.windows is not None, "only single runs are asked for without"
+        return self.windows[stage]
+
+    def _within(self, stage: int, whole: Matrix) -> Matrix:
+        found: Matrix = whole[self._window(stage)]
+        return found
+
+    def _run_s(self, stage: int, run: tuple[int, int], way: Way) -> float:
+        key = self._key(stage, way), run
+        if key not in self._known_s:
+            self._known_s[key] = float(self._seconds(stage, way, _only(run))[0, 0])
+        return self._known_s[key]
+
+    def _seconds(self, stage: int, way: Way, window: Window) -> Matrix:
+        return self._costs(stage, way)(Setting(stage, 0), window)
+
+    def _keys(self, stage: int) -> object:
+        return tuple(self._key(stage, way) for way in self._ways)
 
     def _key(self, stage: int, way: Way) -> object:
         """Return what stages have in common that cost the same by a way."""
         return way.recompute[stage], way.work[stage], self._on[stage]
 
-    def _missing(self, stage: int) -> Matrix:
-        found: Matrix = np.minimum.reduce(
-            [self._costs(stage, way).missing_bytes(Setting(stage, 0)) for way in self._ways]
-        )
+    def _missing(self, stage: int, window: Window) -> Matrix:
+        at = Setting(stage, 0)
+        ways = (self._costs(stage, way) for way in self._ways)
+        found: Matrix = np.minimum.reduce([costs.missing_bytes(at, window) for costs in ways])
         return found.clip(0)
 
     def _costs(self, stage: int, way: Way) -> StageCosts:
         place = self._on[stage]
+        key = id(way), place
+        if key not in self._costs_of:
+            self._costs_of[key] = self._made_costs(place, way)
+        return self._costs_of[key]
+
+    def _made_costs(self, place: int, way: Way) -> StageCosts:
         return StageCosts(
             of_stages=self._evaluator.stage_bytes(self._size, place),
             weights=self._evaluator.profile.weights,
@@ -233,3 +323,8 @@ class _Stages:
             devices=(self._evaluator.on_device(self._size, place),),
             versions=(1,) * self._size.num_stages,
         )
+
+
+def _only(run: tuple[int, int]) -> Window:
+    """Return the window of one run of layers."""
+    return Window(*(slice(n, n + 1) for n in run))

@@ -12,13 +12,18 @@ import numpy as np
 
 from penstock.errors import PartitionError
 
-from .cuts import Matrix, Search, Setting
+from .cuts import EVERYWHERE, Matrix, Search, Setting, Window
 
 Spans = Sequence[tuple[int, int]]
 """(start, end) of layers that are to be on one stage, in order, all layers in one."""
 
 
-def cut(num_stages: int, cost: Callable[[int], Matrix], spans: Spans) -> tuple[int, ...] | None:
+def cut(
+    num_stages: int,
+    cost: Callable[[int], Matrix],
+    spans: Spans,
+    windows: Sequence[Window] | None = None,
+) -> tuple[int, ...] | None:
     """Compute the layers per stage that make the slowest stage as fast as it can be.
 
     `cost(stage)[start, end]` are the seconds of layers [start, end) on that stage, whatever these
@@ -30,6 +35,8 @@ def cut(num_stages: int, cost: Callable[[int], Matrix], spans: Spans) -> tuple[i
     vary least, the paper's criterion (section 2.2); where they do not, evenness is not bought by
     work that could be left out.
 
+    With `windows` (see `cuts.windows`) the array is that part of the whole one.
+
     Exact for any cost; K * L^2 / 2 steps of numpy's, twice.  None if every cut has a stage that
     cannot be.
 
@@ -38,7 +45,8 @@ def cut(num_stages: int, cost: Callable[[int], Matrix], spans: Spans) -> tuple[i
     """
     _check_enough(len(spans), num_stages)
     edges = np.array([0, *(end for _, end in spans)])
-    found = Search(num_stages, edges, lambda at: cost(at.stage), (num_stages,)).best()
+    counts = (num_stages,)
+    found = Search(num_stages, edges, lambda at: cost(at.stage), counts, windows=windows).best()
     return None if found is None else tuple(part.end - part.start for part in found)
 
 
@@ -87,8 +95,18 @@ def cut_over_devices(
 
 def sums(costs: Sequence[float]) -> Matrix:
     """Return what layers [start, end) cost together, for every start and end."""
+    return between(upto(costs), EVERYWHERE)
+
+
+def upto(costs: Sequence[float]) -> Matrix:
+    """Return what the first 0, 1, ... layers cost together."""
     before: Matrix = np.array([0, *accumulate(costs)])
-    return np.subtract(before, before[:, None])
+    return before
+
+
+def between(before: Matrix, window: Window) -> Matrix:
+    """Return what layers [start, end) of a window cost, from what `upto` returned."""
+    return np.subtract(before[window.ends], before[window.starts, None])
 
 
 def balance_spans(costs: Sequence[Sequence[float]], spans: Spans) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ take; the simulator says what a step takes in the end.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -19,8 +20,8 @@ from penstock.costs.profile import LayerSeconds, LayerWeights
 from penstock.schedules.family import Family
 from penstock.types import Recompute, RecomputePolicy
 
-from .cuts import Matrix, Setting
-from .partition import sums
+from .cuts import EVERYWHERE, Matrix, Setting, Window
+from .partition import between, upto
 from .stage_bytes import StageBytes
 from .stage_work import StageWork, Tables, work_of
 
@@ -54,20 +55,25 @@ def usual_ways(
 def fastest_that_fits(
     stage: int,
     ways: Iterable[Way],
-    seconds: Sequence[LayerSeconds],
+    takes: Callable[[StageWork, RecomputePolicy], Matrix],
     tables: Callable[[RecomputePolicy], Tables],
     room: Matrix,
 ) -> Matrix:
     """Return the seconds of any layers on a stage by the fastest way that keeps no more than there
-    is `room` for; infinity where none does.
+    is `room` for, of what each `takes`; infinity where none does.
     """
     fastest = np.full(room.shape, np.inf)
     for way in ways:
         work, policy = way.work[stage], way.recompute[stage]
         fits = work.peak_bytes(tables(policy)) <= room
-        takes = sums(work.seconds(seconds, policy))
-        np.minimum(fastest, np.where(fits, takes, np.inf), out=fastest)
+        np.minimum(fastest, np.where(fits, takes(work, policy), np.inf), out=fastest)
     return fastest
+
+
+def lasting_bytes(weights: LayerWeights) -> int:
+    """Return what is there of a layer's weights all the time."""
+    of_updates = weights.gradient_bytes + weights.optimizer_bytes
+    return weights.parameter_bytes + of_updates + weights.buffer_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,14 +93,15 @@ class RouteBetween(Protocol):
     def __call__(self, kind: int, other: int) -> Route: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StageCosts:
     """What any run of layers costs in a setting: a function for `cut_over_devices`.
 
     `devices` has an entry for each kind, `versions` for each stage: how many versions of its
     weights the schedule keeps.  Weights, their gradients and what the optimizer keeps are there
     all the time.  With `route` messages count, where the setting names neighbours: all of them
-    as if to the stages next to this one, also those that skip some.
+    as if to the stages next to this one, also those that skip some.  It gives that part of
+    the matrix that is within a window.
     """
 
     of_stages: StageBytes
@@ -104,15 +111,22 @@ class StageCosts:
     versions: Sequence[int]
     route: RouteBetween | None = None
 
-    def __call__(self, setting: Setting) -> Matrix:
+    def __call__(self, setting: Setting, window: Window = EVERYWHERE) -> Matrix:
         """Return the seconds of a micro-batch, [start, end)."""
         device = self.devices[setting.kind]
+
+        def tables(policy: RecomputePolicy) -> Tables:
+            return self.of_stages.tables(policy).within(window)
+
+        def of_layers(work: StageWork, policy: RecomputePolicy) -> Matrix:
+            return between(self._upto(setting.kind, work, policy), window)
+
         takes = fastest_that_fits(
-            setting.stage, self.ways, device.seconds, self.of_stages.tables, self._room(setting)
+            setting.stage, self.ways, of_layers, tables, self._room(setting, window)
         )
         moving = [way for way in self.ways if setting.stage in way.offload]
         if moving:  # there and back; how much of it other work hides is not known
-            moved = 2 * self.of_stages.tables(moving[0].recompute[setting.stage]).inputs
+            moved = 2 * tables(moving[0].recompute[setting.stage]).inputs
             takes = takes + moved / device.host_bytes_per_s
         if self.route is None:
             return takes
@@ -122,32 +136,47 @@ class StageCosts:
         for other, leaving in sides:
             if other is not None:
                 route = self.route(setting.kind, other)
-                on_link = leaving.table / route.bytes_per_s
+                on_link = leaving.table[window] / route.bytes_per_s
                 takes = takes + 2 * route.overhead_s  # what leaves, and what comes back for it
                 if route.blocks:
                     takes = takes + route.latency_s + on_link
                 pace = np.maximum(pace, on_link)
         return np.maximum(takes, pace)
 
-    def missing_bytes(self, setting: Setting) -> Matrix:
+    def missing_bytes(self, setting: Setting, window: Window = EVERYWHERE) -> Matrix:
         """Return by how many bytes any layers keep too much, by the way that keeps least."""
         found: Matrix = np.minimum.reduce(
             [
                 way.work[setting.stage].peak_bytes(
-                    self.of_stages.tables(way.recompute[setting.stage])
+                    self.of_stages.tables(way.recompute[setting.stage]).within(window)
                 )
                 for way in self.ways
             ]
         )
-        return found - self._room(setting)
+        return found - self._room(setting, window)
 
-    def _room(self, setting: Setting) -> Matrix:
+    def _upto(self, kind: int, work: StageWork, policy: RecomputePolicy) -> Matrix:
+        """Return the seconds of the first layers, looked up: much alike of many stages."""
+        key = kind, work.recomputes, work.wholes, work.halves, policy
+        if key not in self._known:
+            self._known[key] = upto(work.seconds(self.devices[kind].seconds, policy))
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[object, Matrix]:
+        return {}
+
+    @cached_property
+    def _lasting(self) -> Matrix:
+        return upto([lasting_bytes(w) for w in self.weights])
+
+    @cached_property
+    def _of_version(self) -> Matrix:
+        return upto([w.parameter_bytes for w in self.weights])
+
+    def _room(self, setting: Setting, window: Window) -> Matrix:
         """Return the bytes that are left for what micro-batches keep."""
-        every = [
-            w.parameter_bytes + w.gradient_bytes + w.optimizer_bytes + w.buffer_bytes
-            for w in self.weights
-        ]
-        of_version = sums([w.parameter_bytes for w in self.weights])
-        used: Matrix = sums(every) + (self.versions[setting.stage] - 1) * of_version
+        older = (self.versions[setting.stage] - 1) * self._of_version
+        used = between(self._lasting + older, window)
         room: Matrix = self.devices[setting.kind].memory_bytes - used
         return room

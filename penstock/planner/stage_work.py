@@ -22,7 +22,7 @@ from penstock.schedules.memory import Kept, live_bytes
 from penstock.schedules.passes import add_offload, add_recompute
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
-from .cuts import Matrix
+from .cuts import Matrix, Window
 
 
 class Tables(NamedTuple):
@@ -32,6 +32,10 @@ class Tables(NamedTuple):
     inputs: Matrix
     weights: Matrix
     stays: Matrix
+
+    def within(self, window: Window) -> "Tables":
+        """Return the part that is within a window."""
+        return Tables(*(table[window] for table in self))
 
 
 class Held(NamedTuple):

@@ -180,6 +180,13 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         assert str(caught.value).startswith(f"{path}: ")
 
 
+@pytest.mark.parametrize("name", preset_names("devices"))
+def test_the_name_of_a_device_is_a_host_of_one(name: str) -> None:
+    cluster = Cluster.load(name)
+    assert (len(cluster.places), cluster.name) == (1, f"a host of one {name}")
+    assert cluster.device_of(0) == device_preset(name)
+
+
 @pytest.mark.parametrize("name", preset_names("clusters"))
 def test_presets_load_and_reach_each_device_from_each(name: str) -> None:
     cluster = Cluster.load(name)

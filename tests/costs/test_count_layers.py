@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock import Layer, capture
+from penstock import Layer, Layers, capture
 from penstock.costs.count import count_layers
 from penstock.costs.measure_bytes import measure_bytes
 from penstock.costs.operators import Part
@@ -29,7 +29,30 @@ from tests.zoo_members import ZOO_MEMBERS
 @pytest.mark.parametrize("name", ["resnet", "amoebanet_d", "unet", "transformer_lm"])
 def test_what_is_saved_is_what_hooks_see_of_tensors_with_values(name: str) -> None:
     model, inputs = ZOO_MEMBERS[name]()
-    layers = layers_of(model, inputs)
+    check_what_is_saved(layers_of(model, inputs), inputs)
+
+
+@pytest.mark.parametrize("needs_weights", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_within_a_function_of_torch_keeps_what_its_kernel_does(
+    dropout: float, needs_weights: bool
+) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 2, dropout, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.attention(x, x, x, need_weights=needs_weights)[0]
+            return found
+
+    encoder = nn.TransformerEncoderLayer(16, 2, 32, dropout, batch_first=True)
+    inputs = torch.randn(4, 24, 16)
+    check_what_is_saved(as_layers([nn.Linear(16, 16), Attention(), encoder]), inputs)
+
+
+def check_what_is_saved(layers: Layers, inputs: Any) -> None:
+    """Compare what is counted without values with what hooks see."""
     counted = count_layers(layers, inputs, torch_type="cpu")
     saved: dict[int, Tensor] = {}
     alive: list[Tensor] = []
@@ -249,6 +272,7 @@ def test_a_hundred_billion_parameters_are_counted_without_memory_for_them() -> N
 
 _DEEP = """
 import torch
+from penstock import Layers
 from penstock.costs.count import count_layers
 from penstock.model.layer_list import as_layers
 

@@ -14,7 +14,7 @@ from penstock.doctor.calibration.between_threads import measure_threads
 from penstock.doctor.calibration.calibrate import Calibration, calibrate
 from penstock.doctor.calibration.crowd import rates, shares_alone
 from penstock.doctor.calibration.device import DeviceFacts, measure_device
-from penstock.doctor.calibration.figures import Spread, seconds_of
+from penstock.doctor.calibration.figures import Figure, Spread, seconds_of
 from penstock.doctor.calibration.link import MeasuredLink
 from penstock.doctor.calibration.show import comment_of
 from penstock.doctor.calibration.work import TINY, convolution_work, gemm_work
@@ -68,8 +68,14 @@ def test_a_calibration_on_a_busy_machine_says_so() -> None:
     )
     busy = Calibration(cluster=cluster, figures=(), had_core=0.5)
     assert "had a core for 50% of the time" in busy.warning
-    assert "stop them and calibrate again" in comment_of(busy)
+    assert "stop other programs and calibrate again" in comment_of(busy)
     assert Calibration(cluster=cluster, figures=(), had_core=0.99).warning == ""
+    steady = Figure("copies", "B/s", Spread(1.0, 0.9, 1.2))
+    swung = Figure("products", "FLOP/s", Spread(1.0, 0.1, 7.0))
+    found = Calibration(cluster=cluster, figures=(steady, swung), had_core=0.99)
+    assert "products 70.0 times" in found.warning and "calibrate again" in found.warning
+    assert "copies" not in found.warning
+    assert Calibration(cluster=cluster, figures=(steady,), had_core=0.99).warning == ""
 
 
 def test_a_device_has_the_peak_that_its_fastest_product_reached() -> None:

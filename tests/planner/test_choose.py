@@ -14,6 +14,7 @@ from penstock.planner.make_plan import choose_plan, plan
 from penstock.planner.plan import Plan
 from penstock.planner.reasons import choices_text
 from penstock.schedules.costs import UNIT_COSTS
+from penstock.trace.units import bytes_text
 from penstock.types import Recompute
 from tests.profiles import chain, cluster
 
@@ -126,6 +127,19 @@ def test_what_fits_no_other_way_moves_to_the_host_where_the_device_says_how_fast
 def test_what_fits_nowhere_says_by_how_much_and_what_would_help() -> None:
     with pytest.raises(ConfigError, match=r"fits nowhere: .* lacks .* What would help: offload"):
         plan(chain([1.0] * 4, weight_bytes=10**9), cluster(2, memory_bytes=10**6), 8)
+
+
+def test_what_is_said_to_be_missing_is_the_least_of_all_candidates() -> None:
+    found, here = chain([1.0] * 6, inner_bytes=5000), cluster(3, memory_bytes=4000)
+    wishes = Wishes(batch_size=8, schedules=PLAIN)
+    evaluator, missing = Evaluator(found, here, wishes), []
+    for size in sizes(wishes, here, 1, 6):
+        family = next(families(wishes, size, UNIT_COSTS), None)
+        if family is not None:
+            missing.append(evaluator.excess_of(size, family).num_bytes)
+            assert evaluator.least_excess(size) <= missing[-1]
+    with pytest.raises(ConfigError, match=f"lacks {bytes_text(round(min(missing)))} on its full"):
+        find_plans([found], here, wishes)
 
 
 def test_wishes_are_kept() -> None:

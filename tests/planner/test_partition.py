@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError
-from penstock.planner.cuts import Matrix, Setting
+from penstock.planner.cuts import Matrix, Setting, windows
 from penstock.planner.partition import (
     balance,
     cut,
     cut_over_devices,
     each_layer,
     lingvo_cut,
+    sums,
 )
 
 Costs = Callable[[Setting], Matrix]
@@ -121,6 +122,35 @@ def test_devices_are_ordered_as_trying_every_order_finds(
     assert found.kinds in orders
     bounds = tuple(pairwise(np.cumsum((0, *found.partition)).tolist()))
     assert scored(found.kinds, bounds) == best < NO_CUT
+
+
+@settings(max_examples=600, deadline=None)
+@given(drawn_spans(), st.data(), SEEDS, st.integers(5, 30))
+def test_what_cannot_fit_is_left_out_of_what_is_searched_and_no_cut_is_another(
+    spans: Spans, data: st.DataObject, seed: int, room: int
+) -> None:
+    num_layers, num_stages = spans[-1][1], data.draw(st.integers(1, len(spans)))
+    random = np.random.default_rng(seed)
+    amounts = random.integers(0, 10, num_layers).tolist()
+    limits = random.integers(0, room, num_stages).tolist()
+    costs = drawn_costs(seed, num_layers, 4, 0.1)
+
+    def cost(stage: int) -> Matrix:
+        return np.where(sums(amounts) <= limits[stage], costs(Setting(stage)), inf)
+
+    found = windows(amounts, limits, [0, *(end for _, end in spans)])
+    whole = cut(num_stages, cost, spans)
+    if found is None:
+        assert whole is None
+    else:
+        assert cut(num_stages, lambda n: cost(n)[found[n]], spans, found) == whole
+
+
+def test_a_long_chain_is_looked_at_only_where_it_may_be_cut() -> None:
+    found = windows([3.0] * 1666, [3.0 * 14] * 128, range(1667))
+    assert found is not None
+    assert max(each.starts.stop - each.starts.start for each in found) < 128
+    assert windows([3.0] * 1666, [3.0 * 13] * 128, range(1667)) is None
 
 
 def test_starts_beyond_those_looked_at_together_are_found() -> None:

@@ -69,7 +69,9 @@ def load_text(path: Path, valid_share: float = 0.05) -> TextSplit:
         raise ConfigError(f"valid_share={valid_share}: give a share between 0 and 1, such as 0.05")
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
-        raise ConfigError(f"{path} {what}; give a text file")
+        raise ConfigError(
+            f"{path} {what}; give a text file, as --set data.path=FILE (any will do to plan with)"
+        )
     content = path.read_bytes()
     try:
         text = content.decode().removeprefix(BYTE_ORDER_MARK)

@@ -33,6 +33,10 @@ BUDGET_S = 28.0
 _MESSAGE_BYTES = 1 << 20
 _QUIET = 0.95
 """What is left to others on a machine that does nothing else."""
+_UNSTEADY = 2.0
+"""Quartiles of one figure that are so many times apart: repeats of it did not agree."""
+_NAMED = 3
+"""How many of them a warning names, the worst first."""
 _OF_DEVICES, _OF_CROWDS, _OF_LINKS = 0.4, 0.4, 0.2
 """Shares of the budget."""
 
@@ -51,12 +55,21 @@ class Calibration:
     @property
     def warning(self) -> str:
         """What makes the figures doubtful; empty if nothing does."""
-        if self.had_core > _QUIET:
-            return ""
-        return (
-            f"other programs ran: this one had a core for {self.had_core:.0%} of the time, so "
-            "that the figures are too low; stop them and calibrate again"
-        )
+        found = []
+        if self.had_core <= _QUIET:
+            found.append(
+                f"other programs ran: this one had a core for {self.had_core:.0%} of the time, so "
+                "that the figures are too low"
+            )
+        unsteady = sorted(((f.spread.ratio, f.name) for f in self.figures), reverse=True)
+        named = [f"{name} {ratio:.1f} times" for ratio, name in unsteady if ratio >= _UNSTEADY]
+        if named:
+            more = f" and {len(named) - _NAMED} more figures" if len(named) > _NAMED else ""
+            found.append(
+                "repeats of a figure did not agree, from the lower quartile to the upper: "
+                f"{', '.join(named[:_NAMED])}{more}; these may be far off"
+            )
+        return f"{'; '.join(found)}; stop other programs and calibrate again" if found else ""
 
 
 def calibrate(budget_s: float = BUDGET_S, sizes: Sizes = USUAL) -> Calibration:

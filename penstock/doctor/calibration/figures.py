@@ -1,5 +1,6 @@
 """What a measurement gave: the median of many, and the quartiles."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,13 @@ class Spread(NamedTuple):
             return cls(values[0], values[0], values[0])
         low, _, high = quantiles(values, n=4, method="inclusive")
         return cls(median(values), low, high)
+
+    @property
+    def ratio(self) -> float:
+        """How many times the lower quartile the upper one is."""
+        if self.high <= self.low:
+            return 1.0
+        return self.high / self.low if self.low > 0 else math.inf
 
     def per(self, amount: float) -> "Spread":
         """Return what `amount` in these seconds is a second."""
