@@ -49,6 +49,27 @@ def stages_of_events(
     return found
 
 
+def chosen_by_values(events: Iterable[Event]) -> dict[str, frozenset[str]]:
+    """Return the blocks called right after code between blocks has looked at values.
+
+    With each stand the blocks on whose results its calls depend.
+    """
+    behind: dict[ValueId, frozenset[str]] = {}
+    found: dict[str, frozenset[str]] = {}
+    is_decided = False
+    for event in events:
+        sources = frozenset[str]().union(*(behind.get(value, ()) for value in event.uses))
+        block = event.key.block if event.key.number == 0 else ""
+        if block:
+            if is_decided or block in found:
+                found[block] = sources | found.get(block, frozenset())
+            is_decided, sources = False, sources | {block}
+        is_decided = is_decided or event.decides
+        for value in (*event.gives, *(new for _, new in event.changes)):
+            behind[value] = sources
+    return found
+
+
 def holders(events: Iterable[Placed]) -> dict[ValueId, tuple[int, ...]]:
     """Return the stages that hold each value in any recording, its producer first."""
     found: dict[ValueId, set[int]] = {}
