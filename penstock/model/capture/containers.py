@@ -24,7 +24,6 @@ from .errors import changes_container, gives_twice
 from .events import EventKey
 from .ghost import PLAIN
 
-
 _TOLD = (list, deque, dict, UserDict)
 
 

@@ -66,7 +66,7 @@ _SHAPED_BY_VALUES = frozenset(
         *(torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere),
         *(torch.masked_select, Tensor.masked_select, torch.bincount, Tensor.bincount),
         *(torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive),
-        *(torch.repeat_interleave, Tensor.repeat_interleave),
+        torch.nn.functional.one_hot,
     )
 )
 _SHARING = ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack", "from_file")
@@ -78,8 +78,11 @@ def decides(operation: Operation, result: Any) -> bool:
     """Tell whether an operation gave a Python value, or a shape that depends on values."""
     if isinstance(result, _PLAIN_VALUES) or operation.function in _SHAPED_BY_VALUES:
         return True
-    if operation.function in (torch.where, Tensor.where):
+    if operation.function is torch.where:
         return isinstance(result, tuple)
+    if operation.function in (torch.repeat_interleave, Tensor.repeat_interleave):
+        args = operation.args
+        return len(args) == 1 or isinstance(args[1], Tensor)
     is_index = operation.function is Tensor.__getitem__
     return is_index and any(t.dtype in _MASKS for t in flatten(operation.args[1])[0])
 

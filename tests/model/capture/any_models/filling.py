@@ -144,8 +144,8 @@ class HighResolution(nn.Module):
 
 FILLING = (
     AnyModel("blocks that change lists and dicts", lambda: (Filling(), inputs)),
-    AnyModel("blocks that change a UserDict", lambda: (SharingPairs(), inputs)),
     AnyModel("the same, in checkpoints", lambda: (Collecting(), inputs)),
+    AnyModel("blocks that change a UserDict", lambda: (SharingPairs(), inputs)),
 )
 HRNET = AnyModel(
     "high resolution",
