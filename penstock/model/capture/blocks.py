@@ -1,7 +1,7 @@
 """Blocks: the modules whose calls a cut may lie before, and which of them stay on one stage."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -14,7 +14,7 @@ from penstock.torch_private import has_gradient_hooks
 from .forward_pass import Maker
 from .outer_state import OwnState, is_kept_by_one
 from .recording import Recording, SideChannel, WroteOutside
-from .routes import Call, chosen_by_values
+from .routes import Call, sources_of_blocks
 from .watch import original_class
 
 _LARGE_SHARE = 1 / 32
@@ -145,10 +145,14 @@ def module_around(model: nn.Module, block: str) -> str:
     return path
 
 
-def are_side_by_side(path: str, block: str, sources: Iterable[str]) -> bool:
-    """Tell whether a block is in a list of a module, and goes on from no other one there."""
-    entries = block.rpartition(".")[0]
-    return entries != path and not any(s.rpartition(".")[0] == entries for s in sources)
+def are_side_by_side(model: nn.Module, block: str, sources: Mapping[str, Collection[str]]) -> bool:
+    """Tell whether a block is in a list of several, of which none goes on from another one."""
+    path = block.rpartition(".")[0]
+    entries = model.get_submodule(path)
+    called = {name for name in sources if name.rpartition(".")[0] == path}
+    if not isinstance(entries, _LISTS) or len(entries) < 2:
+        return False
+    return not any(called.intersection(sources[name]) for name in called)
 
 
 def is_in_list(model: nn.Module, path: str) -> bool:
@@ -262,15 +266,20 @@ class Choice:
         if self._patterns is not None:
             return False
         sources: dict[str, frozenset[str]] = {}
+        chosen: set[str] = set()
         for recording in recordings:
-            for block, of_mode in chosen_by_values(recording.events).items():
-                sources[block] = sources.get(block, frozenset()) | of_mode
-        for block in sorted(sources, key=lambda name: -name.count(".")):  # the innermost first
+            in_mode, chosen_here = sources_of_blocks(recording.events)
+            chosen |= chosen_here
+            for block, found in in_mode.items():
+                sources[block] = sources.get(block, frozenset()) | found
+        for block in sorted(
+            chosen, key=lambda name: (-name.count("."), name)
+        ):  # the innermost first
             path = module_around(self._model, block)
             kind = original_class(self._model.get_submodule(path))
             if not path or kind in {*self.opened, *self.choosing}:
                 continue
-            if is_in_list(self._model, path) or are_side_by_side(path, block, sources[block]):
+            if is_in_list(self._model, path) or are_side_by_side(self._model, block, sources):
                 self.choosing.append(kind)
                 return True
         return False
