@@ -71,7 +71,7 @@ def _entered(value: Any, device: torch.device | None) -> tuple[Any, list[Entry]]
 
 def _entering(device: torch.device | None, entries: list[Entry], tensor: Tensor) -> Tensor:
     """Copy a tensor for a layer, which may change it in place."""
-    if not _wants_gradient(tensor):
+    if not _wants_gradient(tensor) or not torch.is_grad_enabled():
         return tensor.detach().to(device, copy=True)
     entries.append(make_entry(tensor.detach().to(device), wants_grad=True))
     return entries[-1].tensor.clone()

@@ -158,4 +158,28 @@ FAULTS = (
         "tests/laws/test_cached_weights.py",
         "leaves",
     ),
+    Fault(
+        "a weight that a block comes by without owning it is its own on each stage",
+        "penstock/model/capture/recording.py",
+        "            self._read_inside.update(dict.fromkeys(read))\n",
+        "",
+        "tests/model/capture/test_equality.py",
+        "weight and of and another",
+    ),
+    Fault(
+        "a view may be written into after a block that it was made before",
+        "penstock/model/capture/recording.py",
+        "            if max(calls, 1) != self._order[writer][1]:",
+        "            if False:",
+        "tests/model/capture/test_errors.py",
+        "view",
+    ),
+    Fault(
+        "a borrowed weight may be changed in place without gradients",
+        "penstock/model/capture/tied_weights.py",
+        "        if [version_counter(tensor) for tensor in read] != versions:\n",
+        "        if False:\n",
+        "tests/model/capture/test_errors.py",
+        "changed_in_place",
+    ),
 )

@@ -1,6 +1,7 @@
 """Blocks: the modules whose calls a cut may lie before, and which of them stay on one stage."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -10,7 +11,10 @@ from torch.nn.parameter import is_lazy
 from penstock.errors import CutError
 from penstock.torch_private import has_gradient_hooks
 
-from .routes import Call
+from .forward_pass import Maker
+from .outer_state import OwnState, is_kept_by_one
+from .recording import Recording, SideChannel, WroteOutside
+from .routes import Call, sources_of_blocks
 from .watch import original_class
 
 _LARGE_SHARE = 1 / 32
@@ -29,7 +33,7 @@ def find_blocks(
     Entries of lists are blocks, and so are other modules with parameters that hold no lists, or
     little.  Modules without parameters are none: their operations lie between blocks.  `opened`
     are kinds of modules that are not to be blocks; their children are.  Those of kinds that are
-    `closed` are blocks in any case.
+    `closed` are blocks in any case, and lists in them are not looked for.
 
     Raises:
         CutError: a pattern fits no module, or one inside another that fits.
@@ -84,38 +88,78 @@ def _chosen(
         if not count and not closed:
             continue
         is_list = isinstance(child, _LISTS)
-        if is_list or _is_opened(child, count, opened, large, in_list=in_list):
+        if is_list or _is_opened(child, count, opened, closed, large, in_list=in_list):
             yield from _chosen(child, f"{path}.", opened, closed, large, in_list=is_list)
         elif count:
             yield path, child
 
 
 def _is_opened(
-    module: nn.Module, count: int, opened: tuple[type, ...], large: float, *, in_list: bool
+    module: nn.Module,
+    count: int,
+    opened: tuple[type, ...],
+    closed: frozenset[type],
+    large: float,
+    *,
+    in_list: bool,
 ) -> bool:
     """Tell whether a module's parts are blocks, and not itself."""
     if original_class(module) in opened and any(True for _ in module.children()):
         return True
-    return count > large and _holds_blocks(module) and (not in_list or _is_a_list(module, count))
+    parts = list(_parts(module, closed))
+    return count > large and _holds_blocks(parts) and (not in_list or _is_a_list(parts, count))
 
 
-def _holds_blocks(module: nn.Module) -> bool:
+def _parts(module: nn.Module, closed: frozenset[type]) -> Iterator[nn.Module]:
+    """Yield a module and those in it, but for what is in ones that are closed."""
+    yield module
+    for child in module.children():
+        if original_class(child) not in closed:
+            yield from _parts(child, closed)
+
+
+def _holds_blocks(parts: Iterable[nn.Module]) -> bool:
     return any(
         (isinstance(part, _LISTS) or (isinstance(part, nn.Sequential) and len(part) > 1))
         and any(True for _ in part.parameters())
-        for part in module.modules()
+        for part in parts
     )
 
 
-def _is_a_list(module: nn.Module, count: int) -> bool:
+def _is_a_list(parts: Iterable[nn.Module], count: int) -> bool:
     """Tell whether most of an entry of a list is a list of alike modules, as a stage of Swin."""
     return any(
         isinstance(part, nn.ModuleList | nn.Sequential)
         and len(part) > 1
         and 2 * sum(p.numel() for p in part.parameters()) > count
         and len({type(entry) for entry in part}) < len(part)
-        for part in module.modules()
+        for part in parts
     )
+
+
+def module_around(model: nn.Module, block: str) -> str:
+    """Name the module whose forward calls a block: the one that holds it, or its list."""
+    path = block.rpartition(".")[0]
+    while path and isinstance(model.get_submodule(path), _LISTS):
+        path = path.rpartition(".")[0]
+    return path
+
+
+def are_side_by_side(model: nn.Module, block: str, sources: Mapping[str, Collection[str]]) -> bool:
+    """Tell whether a block is in a list of several, of which none goes on from another one."""
+    path = block.rpartition(".")[0]
+    entries = model.get_submodule(path)
+    called = {name for name in sources if name.rpartition(".")[0] == path}
+    if not isinstance(entries, _LISTS) or len(entries) < 2:
+        return False
+    return not any(called.intersection(sources[name]) for name in called)
+
+
+def is_in_list(model: nn.Module, path: str) -> bool:
+    """Tell whether a module is an entry of a list, or inside one."""
+    parts = path.split(".")
+    outer = (".".join(parts[:n]) for n in range(1, len(parts)))
+    return any(isinstance(model.get_submodule(name), _LISTS) for name in outer)
 
 
 def _some(names: Iterable[str]) -> str:
@@ -155,6 +199,102 @@ def check_hooks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
                 f"{path or type(model).__name__!r} has a hook on its gradients and holds several "
                 "blocks, of which each stage has its own; put the hook on a block"
             )
+
+
+# -- the choice, after what a recording has shown -------------------------------------------------
+
+
+class Choice:
+    """The blocks of a model; what passes tensors on side ways is opened, and what keeps state of
+    its own between blocks is one, as is what calls some of its parts as values say.
+    """
+
+    def __init__(self, model: nn.Module, patterns: Sequence[str] | None) -> None:
+        self._model, self._patterns = model, patterns
+        self.opened: list[type] = []
+        self.closed: dict[type, OwnState] = {}
+        self.choosing: list[type] = []
+        self.makers: list[Maker] = []
+        self._found: dict[str, nn.Module] = {}
+        self._refused: CutError = CutError(
+            f"{type(model).__name__} has no parameters, and so no blocks to cut at"
+        )
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """Find the blocks."""
+        closed = {*self.closed, *self.choosing}
+        self._found = find_blocks(self._model, self._patterns, self.opened, closed)
+        if not self._found:
+            raise self._refused
+        return self._found
+
+    def open(self, error: SideChannel) -> None:
+        """Make blocks of the parts of those that are like the one in the error."""
+        module = self._found[error.block]
+        kind = original_class(module)
+        has_parts = any(True for _ in module.children())
+        known = {*self.opened, *self.closed, *self.choosing}
+        if self._patterns is not None or kind in known or not has_parts:
+            raise error
+        self.opened.append(kind)
+        self._refused = error
+
+    def close(self, error: OwnState) -> None:
+        """Make blocks of the module in the error, and of those like it."""
+        if self._patterns is not None or not error.path:
+            raise error
+        module = self._model.get_submodule(error.path)
+        kind, counts = original_class(module), [*map(_size, (module, self._model))]
+        if kind in {*self.opened, *self.closed} or 2 * counts[0] > counts[1]:
+            raise error
+        if not is_kept_by_one(self._model, error.path, error.name):
+            raise error
+        self.closed[kind] = error
+
+    def route(self, error: WroteOutside) -> None:
+        """Have the stage that makes the tensor in the error send it on, as any other value."""
+        if error.made_by in self.makers:
+            raise error
+        self.makers.append(error.made_by)
+
+    def close_around_chosen(self, recordings: Iterable[Recording]) -> bool:
+        """Make blocks of modules that call some of their parts as values say; tell if there are.
+
+        Those are experts: in an entry of a list, or side by side.  Of a list of layers, each of
+        which goes on from another one, some may be left out.
+        """
+        if self._patterns is not None:
+            return False
+        sources: dict[str, frozenset[str]] = {}
+        chosen: set[str] = set()
+        for recording in recordings:
+            in_mode, chosen_here = sources_of_blocks(recording.events)
+            chosen |= chosen_here
+            for block, found in in_mode.items():
+                sources[block] = sources.get(block, frozenset()) | found
+        for block in sorted(
+            chosen, key=lambda name: (-name.count("."), name)
+        ):  # the innermost first
+            path = module_around(self._model, block)
+            kind = original_class(self._model.get_submodule(path))
+            if not path or kind in {*self.opened, *self.choosing}:
+                continue
+            if is_in_list(self._model, path) or are_side_by_side(self._model, block, sources):
+                self.choosing.append(kind)
+                return True
+        return False
+
+    def check(self, calls: Sequence[Call]) -> None:
+        """Refuse state of its own in a module that several stages may call."""
+        times = Counter(block for block, _ in calls)
+        for block, module in self._found.items():
+            error = self.closed.get(original_class(module))
+            if error is not None and times[block] > 1:
+                raise CutError(str(error))
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 # -- blocks that stay on one stage ----------------------------------------------------------------

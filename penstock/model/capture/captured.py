@@ -1,6 +1,5 @@
 """The model as data: its block calls in order, and the values between them."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,22 +14,22 @@ from penstock.model.pytree import with_new_containers
 from penstock.model.state import first_names
 
 from .attribute_writes import Writes, grad_mode_noted, seeds_refused
-from .blocks import Groups, check_hooks, check_modules, find_blocks, find_groups, ranges_of
+from .blocks import Choice, Groups, check_hooks, check_modules, find_groups, ranges_of
 from .errors import without_gradients
 from .events import START, Info, ValueId
+from .forward_pass import Maker
 from .inputs import EVERYWHERE, ROUTED, as_call, first_samples, names_of_positions, routed
 from .outer_state import (
     OwnState,
     as_it_was,
     changed_outside,
-    is_kept_by_one,
     new_settings,
     set_again,
     slots_outside,
 )
-from .recording import Event, Recording, SideChannel
+from .recording import Event, Recording, SideChannel, WroteOutside
 from .routes import Call, calls_of, holders, stages_of_events
-from .watch import original_class, watch, watch_functions
+from .watch import watch, watch_functions
 
 
 class Mode(NamedTuple):
@@ -47,6 +46,7 @@ class _Asked:
     inputs: str
     groups: Groups
     keep: frozenset[str]
+    makers: frozenset[Maker]
 
 
 _TRAINING, _EVALUATION = Mode(True, True), Mode(False, False)
@@ -93,6 +93,8 @@ class Captured:
     """First and last of calls that are to be on one stage; such ranges do not overlap."""
     keep: frozenset[str] = frozenset()
     """Blocks whose results are given beside the output."""
+    makers: frozenset[Maker] = frozenset()
+    """What makes tensors between blocks that routed values are written into."""
     checked: str = "not checked"
     """What a comparison with the model as it is has shown."""
 
@@ -143,13 +145,17 @@ def record_model(
     watch_functions()
     check_modules(model)
     call = as_call(example_inputs)
-    choice = _Choice(model, blocks)
+    choice = Choice(model, blocks)
     while True:
         found = choice.blocks()
         try:
             kept = (name for group in find_groups(list(keep), found, "keep") for name in group)
-            asked = _Asked(inputs, find_groups(together, found), frozenset(kept))
+            asked = _Asked(
+                inputs, find_groups(together, found), frozenset(kept), frozenset(choice.makers)
+            )
             recordings = _record(model, found, call, asked)
+            if choice.close_around_chosen(recordings.values()):
+                continue
             captured = _captured(model, found, recordings, choice, asked)
             choice.check(captured.calls)
             return captured
@@ -157,63 +163,8 @@ def record_model(
             choice.open(error)
         except OwnState as error:
             choice.close(error)
-
-
-class _Choice:
-    """The blocks of a model; what passes tensors on side ways is opened, and what keeps state of
-    its own between blocks is one.
-    """
-
-    def __init__(self, model: nn.Module, patterns: Sequence[str] | None) -> None:
-        self._model, self._patterns = model, patterns
-        self.opened: list[type] = []
-        self.closed: dict[type, OwnState] = {}
-        self._found: dict[str, nn.Module] = {}
-        self._refused: CutError = CutError(
-            f"{type(model).__name__} has no parameters, and so no blocks to cut at"
-        )
-
-    def blocks(self) -> dict[str, nn.Module]:
-        """Find the blocks."""
-        self._found = find_blocks(self._model, self._patterns, self.opened, self.closed)
-        if not self._found:
-            raise self._refused
-        return self._found
-
-    def open(self, error: SideChannel) -> None:
-        """Make blocks of the parts of those that are like the one in the error."""
-        module = self._found[error.block]
-        kind = original_class(module)
-        has_parts = any(True for _ in module.children())
-        known = {*self.opened, *self.closed}
-        if self._patterns is not None or kind in known or not has_parts:
-            raise error
-        self.opened.append(kind)
-        self._refused = error
-
-    def close(self, error: OwnState) -> None:
-        """Make blocks of the module in the error, and of those like it."""
-        if self._patterns is not None or not error.path:
-            raise error
-        module = self._model.get_submodule(error.path)
-        kind, counts = original_class(module), [*map(_size, (module, self._model))]
-        if kind in {*self.opened, *self.closed} or 2 * counts[0] > counts[1]:
-            raise error
-        if not is_kept_by_one(self._model, error.path, error.name):
-            raise error
-        self.closed[kind] = error
-
-    def check(self, calls: Sequence[Call]) -> None:
-        """Refuse state of its own in a module that several stages may call."""
-        times = Counter(block for block, _ in calls)
-        for block, module in self._found.items():
-            error = self.closed.get(original_class(module))
-            if error is not None and times[block] > 1:
-                raise CutError(str(error))
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+        except WroteOutside as error:
+            choice.route(error)
 
 
 def _record(
@@ -292,7 +243,7 @@ def _run_once(
     parameters = {id(p): name for name, p in model.named_parameters()}
     on_meta = any(p.is_meta for p in model.parameters())
     recording = Recording(watch(model, blocks), parameters, on_meta=on_meta, together=asked.groups)
-    recording.keep = asked.keep
+    recording.keep, recording.routed_makers = asked.keep, asked.makers
     if asked.inputs == ROUTED:
         given = routed(recording, *given, names_of_positions(model))
         recording.note_inputs(recording.header[START])
@@ -308,7 +259,7 @@ def _captured(
     model: nn.Module,
     blocks: dict[str, nn.Module],
     recordings: dict[Mode, Recording],
-    choice: _Choice,
+    choice: Choice,
     asked: _Asked,
 ) -> Captured:
     found = list(recordings.values())
@@ -319,13 +270,15 @@ def _captured(
         tuple(calls),
         tuple(Recorded(m, tuple(r.events), dict(r.infos)) for m, r in recordings.items()),
         asked.inputs,
-        decides=any(event.decides for recording in found for event in recording.events),
+        # writes into a tensor that was made empty are often as many as there are samples
+        decides=bool(asked.makers) or any(e.decides for r in found for e in r.events),
         needs_all=any(recording.needs_all for recording in found),
         warnings=tuple(_warnings(found, choice)),
         parameters=first_names(model.named_parameters(remove_duplicate=False)),
         sizes={name: parameter.numel() for name, parameter in model.named_parameters()},
         together=ranges_of(asked.groups, calls),
         keep=asked.keep,
+        makers=asked.makers,
     )
 
 
@@ -340,9 +293,11 @@ def _merged(first: list[Call], second: list[Call]) -> list[Call]:
     return merged
 
 
-def _warnings(recordings: Sequence[Recording], choice: _Choice) -> Iterator[str]:
+def _warnings(recordings: Sequence[Recording], choice: Choice) -> Iterator[str]:
     for kind in choice.closed:
         yield f"{kind.__name__} is a block: it keeps state of its own"
+    for kind in choice.choosing:
+        yield f"{kind.__name__} is a block: which of its parts it calls depends on values"
     for kind in choice.opened:
         yield f"{kind.__name__} was opened: a tensor leaves it on a side way"
     seen = set()

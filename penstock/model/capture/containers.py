@@ -9,7 +9,7 @@ was given first.
 """
 
 import dataclasses
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any
@@ -23,6 +23,8 @@ from penstock.model.pytree import Structure, unflatten
 from .errors import changes_container, gives_twice
 from .events import EventKey
 from .ghost import PLAIN
+
+_TOLD = (list, deque, dict, UserDict)
 
 
 class Given(int):
@@ -118,11 +120,11 @@ def _check_told_once(new: list[Any], key: EventKey) -> None:
 
 
 def _can_be_told(container: Any) -> bool:
-    return isinstance(container, list | deque | dict) and not dataclasses.is_dataclass(container)
+    return isinstance(container, _TOLD) and not dataclasses.is_dataclass(container)
 
 
 def _shallow_copy(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else [*container]
+    return dict(container) if isinstance(container, Mapping) else [*container]
 
 
 def _known(value: Any, number_of: dict[int, Given]) -> Any:
@@ -145,10 +147,12 @@ def put_back(told: Any, key: EventKey, args: tuple[Any, ...], kwargs: dict[str, 
         if sum(part is container for part in given) > 1:
             raise changes_container(container, key)
         container.clear()
-        if isinstance(container, dict):
+        if isinstance(container, dict | UserDict):
             container.update(content)
         else:
             container.extend(content)
+        if not _is_same(_entries(container), _entries(content)):  # of a class that changes them
+            raise changes_container(container, key)
     return here(result)
 
 

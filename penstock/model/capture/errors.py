@@ -64,8 +64,34 @@ def writes_into(tensor: Tensor, operation: Operation, parameter: str | None) -> 
     return CutError(
         f"'{operation.name}', {operation.key}, writes a routed value into a tensor of shape "
         f"{tuple(tensor.shape)} that each stage makes for itself ({calling_line()}), so that "
-        "later ones would not see it. Make that tensor from a routed one (x.new_zeros(...)), or "
-        "do this in an nn.Module with parameters"
+        "later ones would not see it. Make that tensor in the forward (x.new_zeros(...)), or name "
+        "in blocks= a module that does all of this"
+    )
+
+
+def replaces_parameter(key: EventKey, name: str) -> CutError:
+    return CutError(
+        f"{key} is called with another tensor in place of its {name!r} ({calling_line()}), as by "
+        "torch.func.functional_call: each stage would do so, while another one runs that block. "
+        "Put this call into an nn.Module with parameters and name it in blocks=, or let "
+        "torch.nn.utils.parametrize compute the weight"
+    )
+
+
+def written_through_a_view(operation: Operation, ghost: Ghost, writer: EventKey) -> CutError:
+    return CutError(
+        f"'{operation.name}', {operation.key}, reads the {ghost.info.value} ({calling_line()}), "
+        f"into whose memory {writer} has written through another view of it, made before that "
+        "block: on another stage the two would be apart. Make the view where it is written into, "
+        "or name in blocks= a module that does all of this"
+    )
+
+
+def differentiates(operation: Operation) -> CutError:
+    return CutError(
+        f"'{operation.name}', {operation.key}, computes gradients in the model's forward "
+        f"({calling_line()}), back through blocks that may be on other stages. Name in blocks= a "
+        "module that calls all these blocks and does this, so that they are on one stage"
     )
 
 

@@ -40,10 +40,17 @@ Perform = Callable[[EventKey, Callable[[], Any]], Any]
 
 Random operations are counted on their own, so that nothing else moves their streams.
 """
+Maker = tuple[str, str]
+"""The name of a function that makes a tensor between blocks, and the line that calls it."""
 GRADIENT_HOOKS = (Tensor.register_hook, Tensor.retain_grad)
 
 
 _ADDRESSES = frozenset((Tensor.data_ptr, Tensor.untyped_storage, Tensor.__dlpack__))
+
+
+def maker(function: Any) -> Maker:
+    """Return what a function that is called now is known as."""
+    return getattr(function, "__name__", str(function)), calling_line()
 
 
 def plainly(key: EventKey, function: Callable[[], Any]) -> Any:
@@ -76,6 +83,8 @@ class Pass(ABC):
         """Whether a block or an operation is run natively; nothing in it is an event."""
         self.checkpoint: Callable[..., Any] | None = None
         """What the model's code has put around the blocks that it calls now."""
+        self.routed_makers: Collection[Maker] = ()
+        """What makes tensors between blocks that routed values are written into: an event."""
         self.keep: Collection[str] = ()
         """Blocks whose results are given beside the output, where no gradients are recorded."""
         self._beside: dict[str, Any] = {}
@@ -321,7 +330,8 @@ class Pass(ABC):
         """Handle an operation between blocks that no ghost takes part in."""
         if not is_question(function, args, kwargs):
             drawn = draws(function, args, kwargs)
-            if drawn or any(id(t) in self._parameter_ids for t in flatten((args, kwargs))[0]):
+            reads = any(id(t) in self._parameter_ids for t in flatten((args, kwargs))[0])
+            if drawn or reads or (self.routed_makers and maker(function) in self.routed_makers):
                 with without_torch_function():
                     return self.event(self._between(function, args, kwargs))
         return function(*args, **kwargs)

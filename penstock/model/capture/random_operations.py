@@ -1,11 +1,16 @@
 """Operations that draw: between blocks, too, they are events, so that only one stage draws."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.torch_private import DRAWING_FUNCTIONS, OpOverload
+from penstock.errors import CutError
+from penstock.torch_private import DRAWING_FUNCTIONS, OpOverload, without_any_torch_function
+
+from .errors import calling_line
 
 _functional: Any = nn.functional
 _ALWAYS = frozenset(
@@ -58,3 +63,21 @@ def draws(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     name, place, default = switch
     return bool(kwargs.get(name, args[place] if len(args) > place else default))
+
+
+@contextmanager
+def drawing_nothing(function: Any) -> Iterator[None]:
+    """Refuse an operation between blocks that draws, and is not known to."""
+    before = _torchs_random_state()
+    yield
+    if _torchs_random_state() != before:
+        raise CutError(
+            f"'{getattr(function, '__name__', function)}' draws random numbers between blocks "
+            f"({calling_line()}), and is not known to do so: every stage would draw others. Draw "
+            "by torch.rand or nn.functional.dropout, say, or inside a block"
+        )
+
+
+def _torchs_random_state() -> bytes:
+    with without_any_torch_function():
+        return torch.get_rng_state().numpy().tobytes()

@@ -4,7 +4,7 @@ import random
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,17 +17,34 @@ from torch.utils.hooks import RemovableHandle
 from penstock.errors import CutError, GlueError
 from penstock.model.copies import no_leaf
 from penstock.model.pytree import flatten, tree_map
-from penstock.torch_private import uncompiled, without_any_torch_function
+from penstock.torch_private import storage_id, uncompiled
 
 from .containers import filled
-from .errors import calling_line, keeps_container, writes_into
-from .events import END, START, EventKey, Info, Operation, Told, ValueId, left_behind
-from .forward_pass import GRADIENT_HOOKS, Pass
+from .errors import (
+    calling_line,
+    differentiates,
+    keeps_container,
+    replaces_parameter,
+    writes_into,
+    written_through_a_view,
+)
+from .events import (
+    END,
+    START,
+    EventKey,
+    Info,
+    Operation,
+    Told,
+    ValueId,
+    decides,
+    left_behind,
+    makes_anew,
+)
+from .forward_pass import GRADIENT_HOOKS, Maker, Pass, maker
 from .ghost import QUESTIONS, Ghost, ghosts_in, map_tensors
-from .random_operations import draws
+from .random_operations import drawing_nothing, draws
 
 _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
-_PLAIN_VALUES = (bool, int, float, list, numpy.ndarray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +52,7 @@ class Event:
     """What happened: `uses` and `gives` are values, `changes` pairs of one before and after.
 
     `parameters` are the names of those that an operation between blocks read.  `decides` tells
-    that it turned values into a Python number, on which the model's path may depend.
+    that it turned values into a Python number or a shape, on which the model's path may depend.
     """
 
     key: EventKey
@@ -78,9 +95,17 @@ class Recording(Pass):
         self.filled: list[tuple[EventKey, Any]] = []
         """The lists and dicts that blocks have changed; held, so that no other gets its id."""
         self._kept: list[Tensor] = []
+        self._made: dict[int, Maker] = {}
+        """What made the tensors that no ghost took part in, by the storage of each."""
         self._wrote_outside: CutError | None = None
         self._given_in: tuple[frozenset[int], EventKey] = (frozenset(), START)
         self._outer_state = _random_states()
+        self._read_inside: dict[str, None] = {}
+        """Names of parameters that the event has read by other ways than its block's own."""
+        self._order = {START: (0, 0)}
+        """How many events, and how many block calls, there were until each event."""
+        self._written: dict[int, tuple[EventKey, EventKey]] = {}
+        """By storage the event that gave what was written into, and the one that wrote."""
         self._inner: dict[int, tuple[weakref.ref[Tensor], EventKey]] = {}
 
     def note_inputs(self, told: Told) -> None:
@@ -99,17 +124,16 @@ class Recording(Pass):
         self._check_sideways([t for t in tensors if type(t) is not Ghost], key)
         ghosts = ghosts_in(args, kwargs)
         before = [ghost.info.value for ghost in ghosts]
+        self._check_written(ghosts, operation)
+        self._read_inside = {}
         if key.number == 0:
-            self._check_drawn(key)
-            self._check_parameters(operation)
-            if self._wrote_outside is not None:
-                raise self._wrote_outside
+            self._check_before(operation)
         if function in GRADIENT_HOOKS:  # there is no backward
             operation = operation._replace(function=_hook_nothing)
         reals = (self.real(t) if type(t) is Ghost else t for t in tensors)
         self._given_in = frozenset(map(id, reals)), key
         drawn = key.number == 0 or draws(function, args, kwargs)
-        with nullcontext() if drawn else _drawing_nothing(function):
+        with nullcontext() if drawn else drawing_nothing(function):
             result = self.execute(operation)
         self.filled += [(key, part) for part in filled(result, given)]
         if key.number == 0:
@@ -125,10 +149,13 @@ class Recording(Pass):
                 tuple(before),
                 tuple(i.value for i in told.infos if i.value.event == key),
                 tuple((before[n], info.value) for n, info in told.changed),
-                self._read_here(tensors) if key.number else (),
-                decides=key.number > 0 and isinstance(result, _PLAIN_VALUES),
+                tuple(dict.fromkeys((*self._read_here(tensors), *self._read_inside))),
+                decides=key.number > 0 and decides(operation, result),
             )
         )
+        self._order[key] = len(self._order), sum(self._calls.values())
+        for number, _ in told.changed:
+            self._written[storage_id(self.real(ghosts[number]))] = before[number].event, key
         if key.number and not ghosts:
             self.needs_all = True
         return result
@@ -168,10 +195,12 @@ class Recording(Pass):
         self._check_sideways(tensors, None)
         if self._on_meta and function not in QUESTIONS and any(t.is_meta for t in tensors):
             function, args, kwargs = _joined(function, args, kwargs)
-        if draws(function, args, kwargs):
-            return super().unrouted(function, args, kwargs)
-        with _drawing_nothing(function):
-            return super().unrouted(function, args, kwargs)
+        drawn = draws(function, args, kwargs)
+        with nullcontext() if drawn else drawing_nothing(function):
+            result = super().unrouted(function, args, kwargs)
+        if type(result) is Tensor and makes_anew(function, has_source=bool(tensors)):
+            self._made[storage_id(result)] = maker(function)
+        return result
 
     def given(self, key: EventKey, place: int, tensor: Tensor) -> Ghost:
         self._inner.pop(id(tensor), None)
@@ -182,7 +211,10 @@ class Recording(Pass):
         return Info.of(tensor, value, torch.device("cpu") if self._on_meta else None)
 
     def wrote_outside(self, tensor: Tensor, operation: Operation) -> None:
-        self._wrote_outside = writes_into(tensor, operation, self._parameters.get(id(tensor)))
+        error = writes_into(tensor, operation, self._parameters.get(id(tensor)))
+        made_by = self._made.get(storage_id(tensor))
+        if self._wrote_outside is None:
+            self._wrote_outside = error if made_by is None else WroteOutside(str(error), made_by)
 
     def ended(self, output: Any) -> Any:
         self._check_drawn(None)
@@ -197,6 +229,10 @@ class Recording(Pass):
         tensors = list(_tensors(args, kwargs))
         if key.number == 0:
             self._check_sideways([t for t in tensors if id(t) not in given], key)
+        if key.number == 0 and function not in QUESTIONS:
+            own = f"{key.block}."
+            read = (name for name in self._read_here(tensors) if not name.startswith(own))
+            self._read_inside.update(dict.fromkeys(read))
         result = function(*args, **kwargs)
         if key.number == 0 and any(
             id(t) in given or id(t) in self._inner or isinstance(t, nn.Parameter) for t in tensors
@@ -228,18 +264,34 @@ class Recording(Pass):
                 maker,
             )
 
-    def _check_parameters(self, operation: Operation) -> None:
-        """Refuse a block that is called with other tensors in place of its parameters."""
+    def _check_written(self, ghosts: list[Ghost], operation: Operation) -> None:
+        """Refuse gradients computed in the forward, and values written into through other views.
+
+        The first lead back through blocks; of the second, a stage that is sent both has copies.
+        """
+        key, _, function, args, kwargs = operation
+        if function in (torch.autograd.grad, Tensor.backward):
+            sources = ghosts_in(args[1:2], kwargs.get("inputs"))
+            if not sources or any(g.info.value.event[:2] != key[:2] for g in sources):
+                raise differentiates(operation)
+        for ghost in ghosts:
+            source, writer = self._written.get(storage_id(self.real(ghost)), (START, START))
+            given = self._order.get(ghost.info.value.event, (0, 0))
+            if given >= self._order[writer]:
+                continue
+            calls = max(given, self._order.get(source, (0, 0)))[1]
+            if max(calls, 1) != self._order[writer][1]:  # no cut lies before the first call
+                raise written_through_a_view(operation, ghost, writer)
+
+    def _check_before(self, operation: Operation) -> None:
+        """Refuse a block's call after something else that no stage could do as the others."""
+        self._check_drawn(operation.key)
+        if self._wrote_outside is not None:
+            raise self._wrote_outside
         block = operation.function.args[0] if isinstance(operation.function, partial) else None
         for name, tensor in block.named_parameters() if isinstance(block, nn.Module) else ():
             if id(tensor) not in self._parameters:
-                raise CutError(
-                    f"{operation.key} is called with another tensor in place of its {name!r} "
-                    f"({calling_line()}), as by torch.func.functional_call: each stage would do "
-                    "so, while another one runs that block. Put this call into an nn.Module with "
-                    "parameters and name it in blocks=, or let torch.nn.utils.parametrize compute "
-                    "the weight"
-                )
+                raise replaces_parameter(operation.key, name)
 
     def _check_drawn(self, before: EventKey | None) -> None:
         """Refuse code between blocks that draws random numbers that are not torch's."""
@@ -296,6 +348,14 @@ class SideChannel(CutError):
         self.block = block
 
 
+class WroteOutside(CutError):
+    """A routed value was written into a tensor that each stage makes for itself, by `made_by`."""
+
+    def __init__(self, message: str, made_by: Maker) -> None:
+        super().__init__(message)
+        self.made_by = made_by
+
+
 def _tensors(*values: Any) -> Iterator[Tensor]:
     for value in values:
         yield from flatten(value)[0]
@@ -337,21 +397,3 @@ def _uncompiled(operation: Operation) -> Operation:
 
 def _hook_nothing(*_: Any) -> RemovableHandle:
     return RemovableHandle(OrderedDict())
-
-
-@contextmanager
-def _drawing_nothing(function: Any) -> Iterator[None]:
-    """Refuse an operation between blocks that draws, and is not known to."""
-    before = _torchs_random_state()
-    yield
-    if _torchs_random_state() != before:
-        raise CutError(
-            f"'{getattr(function, '__name__', function)}' draws random numbers between blocks "
-            f"({calling_line()}), and is not known to do so: every stage would draw others. Draw "
-            "by torch.rand or nn.functional.dropout, say, or inside a block"
-        )
-
-
-def _torchs_random_state() -> bytes:
-    with without_any_torch_function():
-        return torch.get_rng_state().numpy().tobytes()

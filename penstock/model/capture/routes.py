@@ -49,6 +49,28 @@ def stages_of_events(
     return found
 
 
+def sources_of_blocks(events: Iterable[Event]) -> tuple[dict[str, frozenset[str]], set[str]]:
+    """Return the blocks on whose results the calls of each block depend.
+
+    With them, those that are called right after code between blocks has looked at values.
+    """
+    behind: dict[ValueId, frozenset[str]] = {}
+    found: dict[str, frozenset[str]] = {}
+    chosen: set[str] = set()
+    is_decided = False
+    for event in events:
+        sources = frozenset[str]().union(*(behind.get(value, ()) for value in event.uses))
+        block = event.key.block if event.key.number == 0 else ""
+        if block:
+            found[block] = sources | found.get(block, frozenset())
+            chosen |= {block} if is_decided else set()
+            is_decided, sources = False, sources | {block}
+        is_decided = is_decided or event.decides
+        for value in (*event.gives, *(new for _, new in event.changes)):
+            behind[value] = sources
+    return found, chosen
+
+
 def holders(events: Iterable[Placed]) -> dict[ValueId, tuple[int, ...]]:
     """Return the stages that hold each value in any recording, its producer first."""
     found: dict[ValueId, set[int]] = {}

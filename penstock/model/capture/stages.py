@@ -15,7 +15,7 @@ from .header_cache import HeaderCache, SealedHeader
 from .inputs import ROUTED, Call, names_of_positions, routed
 from .replay import Replay
 from .routes import holders, sends, stages_of_calls, stages_of_events
-from .tied_weights import Tied, check_names, find_tensor, find_tied
+from .tied_weights import Tied, check_names, find_tensor, find_tied, ids_of
 from .watch import watch
 
 
@@ -111,7 +111,7 @@ class CutModel:
             sees_all=self.captured.needs_all,
             cache=part.cache,
         )
-        replay.keep = self.captured.keep
+        replay.keep, replay.routed_makers = self.captured.keep, self.captured.makers
         if self.captured.inputs == ROUTED:
             args, kwargs = routed(replay, *call, self._positions)
         else:
@@ -153,6 +153,11 @@ class CutModel:
         found = {name for block in blocks for name in self.captured.names_in(block)}
         return found | {n for event, at in self._events if at == stage for n in event.parameters}
 
+    def _read_by(self, block: str) -> set[str]:
+        """Name the parameters that a block has, or reads by other ways."""
+        calls = (e for e, _ in self._events if e.key.block == block and e.key.number == 0)
+        return {*self.captured.names_in(block), *(n for e in calls for n in e.parameters)}
+
     def _borrowed(self, stage: int) -> tuple[Tied, ...]:
         """List the parameters that a stage uses, or passes on, and an earlier one has."""
         if self.captured.decides:  # what crosses goes from stage to stage
@@ -175,8 +180,8 @@ class CutModel:
         return _Part(
             parameters=frozenset(map(id, held.values())),
             wanted=None if captured.decides else sends_on,
-            places={id(held[name]): away[name] for name in held.keys() & away},
-            borrowers=frozenset(b for b in captured.blocks if away.keys() & captured.names_in(b)),
+            places={i: away[n] for n in held.keys() & away for i in ids_of(held[n])},
+            borrowers=frozenset(b for b in captured.blocks if away.keys() & self._read_by(b)),
             lent={tied.value: _first_parameter(held, tied) for tied in lent},
             passed_on=tuple(tied.value for tied in borrowed if stage < tied.stages[-1]),
             cache=HeaderCache(),

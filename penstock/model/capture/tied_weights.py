@@ -5,7 +5,9 @@ whose gradient comes back for each micro-batch; so the terms add up in the order
 unsplit backward pass adds them, and there is one parameter to an optimizer and in checkpoints.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,12 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import CutError, RouteError
 from penstock.model.pytree import Sealed, flatten
-from penstock.torch_private import buffers_of, parameters_of, without_torch_function
+from penstock.torch_private import (
+    buffers_of,
+    parameters_of,
+    version_counter,
+    without_torch_function,
+)
 
 from .errors import calling_line
 from .events import EventKey, ValueId
@@ -127,13 +134,15 @@ class Absent(Tensor, Sealed):
     """
 
     name_in_model: str
+    replaced: "weakref.ref[Tensor]"
+    """What it took the place of, which a closure may still hold."""
 
     @classmethod
     def instead_of(cls, parameter: Tensor, name: str) -> "Absent":
         """Make one."""
         bare = torch.empty_like(parameter, device="meta", requires_grad=False)
         absent = bare.as_subclass(cls)
-        absent.name_in_model = name
+        absent.name_in_model, absent.replaced = name, weakref.ref(parameter)
         return absent
 
     @classmethod
@@ -152,6 +161,13 @@ class Absent(Tensor, Sealed):
         )
 
 
+def ids_of(place: Tensor) -> Iterator[int]:
+    """Yield by what ids a block may come by a parameter, or by what is in its place."""
+    yield id(place)
+    if isinstance(place, Absent) and (old := place.replaced()) is not None:
+        yield id(old)
+
+
 def empty_buffers(module: nn.Module) -> None:
     """Free the memory of a block's buffers."""
     for part in module.modules():
@@ -162,6 +178,20 @@ def empty_buffers(module: nn.Module) -> None:
 
 _LENDING: "ContextVar[Lent | None]" = ContextVar("penstock_lent", default=None)
 """What the block that runs now is lent."""
+
+
+_REENTRANT: ContextVar[bool] = ContextVar("penstock_reentrant", default=False)
+"""Whether a reentrant checkpoint runs, which leaves out gradients until its backward."""
+
+
+@contextmanager
+def in_reentrant() -> Iterator[None]:
+    """Note that a reentrant checkpoint runs its function."""
+    token = _REENTRANT.set(torch.is_grad_enabled())
+    try:
+        yield
+    finally:
+        _REENTRANT.reset(token)
 
 
 def lent_instead(value: Any) -> Any:
@@ -175,7 +205,7 @@ class Lent(TorchFunctionMode):
 
     def __init__(self, sent: Mapping[int, Tensor]) -> None:
         super().__init__()
-        self.sent, self._with_grad = sent, torch.is_grad_enabled()
+        self.sent = sent
 
     def __enter__(self) -> "Lent":
         self._before = _LENDING.set(self)
@@ -192,13 +222,22 @@ class Lent(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._with_grad and not torch.is_grad_enabled() and func not in QUESTIONS:
-            leaves = flatten((args, kwargs))[0]
-            if any(id(leaf) in self.sent for leaf in leaves):
-                raise CutError(
-                    f"a weight that several stages use is read without gradients "
-                    f"({calling_line()}), as in a reentrant checkpoint, whose backward would read "
-                    "it where it is not. Use checkpoint(..., use_reentrant=False), or keep the "
-                    "stages that share it together"
-                )
-        return func(*self.replaced(args), **self.replaced(kwargs))
+        if torch.is_grad_enabled() or func in QUESTIONS:
+            return func(*self.replaced(args), **self.replaced(kwargs))
+        read = [self.sent[id(t)] for t in flatten((args, kwargs))[0] if id(t) in self.sent]
+        if read and _REENTRANT.get():
+            raise CutError(
+                f"a weight that several stages use is read in a reentrant checkpoint "
+                f"({calling_line()}), whose backward would read it where it is not. Use "
+                "checkpoint(..., use_reentrant=False), or keep the blocks that share it together "
+                "(together=)"
+            )
+        versions = [version_counter(tensor) for tensor in read]
+        result = func(*self.replaced(args), **self.replaced(kwargs))
+        if [version_counter(tensor) for tensor in read] != versions:
+            raise CutError(
+                f"a block changes in place a weight that several stages use ({calling_line()}), "
+                "and each stage has its own copy. Keep the blocks that share it together "
+                "(together=)"
+            )
+        return result

@@ -1,6 +1,7 @@
 """How calls of blocks, checkpoints and custom autograd functions reach the pass under way."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial, update_wrapper
 from inspect import getattr_static, isfunction
 from typing import Any
@@ -20,7 +21,7 @@ from penstock.torch_private import (
 from .activation_checkpoints import reentrant, watch_checkpoints
 from .exported import Exported
 from .ghost import CURRENT, ghosts_in
-from .tied_weights import lent_instead
+from .tied_weights import in_reentrant, lent_instead
 
 _PARTS_OF_BLOCKS = ("torch.distributed", "penstock.")
 _WATCHED: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
@@ -170,7 +171,8 @@ def _routed_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
     """Handle a custom autograd function that is applied to ghosts between blocks."""
     current = CURRENT.get()
     if current is None or current.is_inside:
-        return _native_apply.__get__(None, cls)(*lent_instead(args), **lent_instead(kwargs))
+        with in_reentrant() if cls is CheckpointFunction else nullcontext():
+            return _native_apply.__get__(None, cls)(*lent_instead(args), **lent_instead(kwargs))
     if cls is CheckpointFunction:
         return reentrant(current, *args)
     if not ghosts_in(args):

@@ -246,8 +246,25 @@ class Checkpointed(nn.Linear):
 
 
 def test_a_tied_weight_in_a_reentrant_checkpoint_is_refused() -> None:
-    with pipeline(Tied()) as pipe, pytest.raises(CutError, match="read without gradients"):
+    with pipeline(Tied()) as pipe, pytest.raises(CutError, match="read in a reentrant checkpoint"):
         pipe.train_step(inputs(), inputs())
+
+
+class Clamping(nn.Linear):
+    """Keeps its weight small."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def test_a_tied_weight_that_a_block_has_changed_in_place_is_refused_at_capture() -> None:
+    model = Chain()
+    model.blocks[2] = Clamping(WIDTH, WIDTH)
+    model.blocks[2].weight = model.blocks[0].weight
+    with pytest.raises(CutError, match=r"changes in place .* \(test_errors\.py:\d+\).*together="):
+        penstock.capture(model, inputs())
 
 
 class OftenOrSeldom(Chain):

@@ -1,6 +1,6 @@
 """Models whose blocks change the lists, deques and dicts that they are given."""
 
-from collections import deque
+from collections import UserDict, deque
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,33 @@ class Collecting(Chain):
         return x + torch.stack([*found]).sum()
 
 
+class Shared(UserDict[str, Any]):
+    """What blocks share, as the keys and values of attention in Gemma 4."""
+
+
+class Sharing(nn.Linear):
+    """Reads what an earlier block has put there, if one has."""
+
+    def forward(self, x: Tensor, shared: Shared) -> Tensor:  # type: ignore[override]
+        x = super().forward(x)
+        if "pair" in shared:
+            return x + shared["pair"][0] * shared["pair"][1]
+        shared["pair"] = x.tanh(), 2
+        return x
+
+
+class SharingPairs(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Sharing(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = Shared()
+        for block in self.blocks:
+            x = block(x, shared=shared)
+        return x
+
+
 class Fuse(nn.Module):
     """Puts what a branch gives in place of its input, at each resolution, and mixes them all."""
 
@@ -118,6 +145,7 @@ class HighResolution(nn.Module):
 FILLING = (
     AnyModel("blocks that change lists and dicts", lambda: (Filling(), inputs)),
     AnyModel("the same, in checkpoints", lambda: (Collecting(), inputs)),
+    AnyModel("blocks that change a UserDict", lambda: (SharingPairs(), inputs)),
 )
 HRNET = AnyModel(
     "high resolution",

@@ -1,12 +1,14 @@
 """Models written by hand: what no library has, or has with much around it."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, pad
 
-from .made import LENGTH, NUM_WORDS
+from .chain import WIDTH, inputs
+from .made import LENGTH, NUM_WORDS, AnyModel, Made
 
 
 class Residual(nn.Module):
@@ -238,3 +240,74 @@ def sequential() -> nn.Sequential:
     return nn.Sequential(
         nn.Embedding(NUM_WORDS, 16), *pairs, nn.LayerNorm(16), nn.Linear(16, NUM_WORDS)
     )
+
+
+class Experts(nn.Module):
+    """Gives each row to one of its experts, and calls those that are given any."""
+
+    def __init__(self, *, by_shape: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)
+        )
+        self.by_shape = by_shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        share, chosen = self.gate(x).softmax(-1).max(-1)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if self.by_shape:
+                (rows,) = torch.where(chosen == number)
+                if len(rows):
+                    y = y.index_add(0, rows, expert(x[rows]) * share[rows, None])
+            elif (mine := chosen == number).any():
+                y[mine] = expert(x[mine]) * share[mine, None]
+        return y
+
+
+class ExpertLayer(nn.Module):
+    def __init__(self, *, by_shape: bool) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.experts = Experts(by_shape=by_shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.experts(self.mix(x))
+
+
+def expert_layers(*, by_shape: bool) -> Made:
+    layers = [ExpertLayer(by_shape=by_shape) for _ in range(3)]
+    return InRow([nn.Linear(WIDTH, WIDTH), *layers]), inputs
+
+
+class InRow(nn.Module):
+    """Calls the entries of a list one after the other."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class ExpertsOnce(nn.Module):
+    """Has experts that are in no layer of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.moe = Experts(by_shape=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.moe(self.first(x)))
+
+
+EXPERTS = (
+    AnyModel("experts called as values say", partial(expert_layers, by_shape=False)),
+    AnyModel("the same, as shapes say", partial(expert_layers, by_shape=True)),
+    AnyModel("experts in no list of layers", lambda: (ExpertsOnce(), inputs)),
+)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .chain import WIDTH, Chain, UsedTwice, inputs
 from .filling import FILLING
+from .handwritten import EXPERTS
 from .made import (
     TEXT,
     AnyModel,
@@ -430,6 +431,116 @@ def checkpointed(*, reentrant: bool, dropout: float = 0.0) -> Callable[[], Made]
     return build
 
 
+class Collecting(Chain):
+    """Writes what it computes into a tensor that every stage would make for itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.zeros(len(x), 3, WIDTH)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            found[:, number] = x
+        return found.sum(1)
+
+
+class Masking(Chain):
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        mask = torch.ones(x.shape)
+        mask[x < 0] = 0.1
+        return x * mask
+
+
+class IntoOut(Chain):
+    def between(self, x: Tensor, _number: int) -> Tensor:
+        room = torch.empty(x.shape)
+        with torch.no_grad():
+            torch.mul(x, 2, out=room)
+        return x + room
+
+
+class Numbering(Chain):
+    """Writes row by row, as many as there are, as models of images do with places of words."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.zeros(2, len(x), dtype=torch.long)
+        for row in range(len(x)):
+            places[:, row] = (x[row] > 0).sum()
+        for block in self.blocks:
+            x = block(x) + places.float().mean(0)[:, None]
+        return x
+
+
+class OnceWithout(Chain):
+    """Calls a block with and without gradients, and one that shares its weight without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].weight = self.blocks[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            before = self.blocks[0](x)
+        x = self.blocks[1](self.blocks[0](x).tanh())
+        with torch.no_grad():
+            after = self.blocks[2](x)
+        return self.blocks[2](x) + before + after
+
+
+class ByNorm(nn.Linear):
+    """Looks at its weight without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            norm = self.weight.norm()
+        return super().forward(x) / norm
+
+
+class SharedNorm(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = ByNorm(WIDTH, WIDTH)
+        self.blocks[2].weight = self.blocks[0].weight
+
+
+class Reaching(nn.Module):
+    """Multiplies by a weight that it is no owner of."""
+
+    def __init__(self, weight: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.bias, self.weight = nn.Parameter(torch.zeros(WIDTH)), weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight(), self.bias)
+
+
+class Reached(Chain):
+    """Its last block comes by the weight of the first one through a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = self.blocks[0]
+        self.blocks[2] = Reaching(lambda: first.weight)
+
+
+class Given(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return functional.linear(x, weight, self.bias)
+
+
+class Handed(Chain):
+    """Its last block is handed the weight of the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = Given()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[2](self.blocks[1](self.blocks[0](x)), self.blocks[0].weight)
+
+
 def needing_gradient() -> Made:
     return Chain(), lambda batch: inputs(batch).requires_grad_()
 
@@ -473,6 +584,15 @@ CHAINS = (
     AnyModel("a value without dimensions", chain(Scaled)),
     AnyModel("writes in place", chain(InPlace)),
     AnyModel("writes in place, used much later", chain(Shifting)),
+    AnyModel("results gathered in a tensor of zeros", chain(Collecting)),
+    AnyModel("a mask made between blocks", chain(Masking)),
+    AnyModel("out= between blocks", chain(IntoOut)),
+    AnyModel("rows written one by one", chain(Numbering)),
+    AnyModel("a block with and without gradients", chain(OnceWithout)),
+    AnyModel("a tied weight read without gradients", chain(SharedNorm)),
+    AnyModel("a weight of another block", chain(Reached)),
+    AnyModel("a weight handed to another block", chain(Handed)),
+    *EXPERTS,
     AnyModel("parameters between blocks", chain(WithToken)),
     AnyModel("frozen block", chain(Frozen)),
     AnyModel("types asked and changed", chain(Typed)),

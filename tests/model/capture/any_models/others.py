@@ -80,6 +80,16 @@ SOUND: Sizes = {
     "num_conv_pos_embedding_groups": 2,
     "apply_spec_augment": False,
 }
+TWO_KINDS = ["sliding_attention", "full_attention"]
+GEMMA4: Sizes = {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "layer_types": TWO_KINDS * 3,
+    "sliding_window": 4,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": NUM_WORDS,
+    "global_head_dim": 8,
+}
 CONVOLVED: Sizes = {"hidden_sizes": [8, 16], "depths": [2, 2], "num_hidden_layers": 2}
 
 
@@ -147,6 +157,11 @@ OTHERS = (
     AnyModel("phi3", decoder("Phi3")),
     AnyModel("gemma2", decoder("Gemma2")),
     AnyModel("gemma3", decoder("Gemma3", config="Gemma3Text", sliding_window=4)),
+    AnyModel(
+        "gemma4",
+        decoder("Gemma4", config="Gemma4Text", inputs=uncached, **GEMMA4),
+        "layers share keys and values in a UserDict",
+    ),
     AnyModel("olmo2", decoder("Olmo2")),
     AnyModel("cohere", decoder("Cohere")),
     AnyModel("qwen3-moe", decoder("Qwen3Moe", **EXPERTS, num_experts=4)),

@@ -57,17 +57,6 @@ class Mapped(Chain):
         return torch.vmap(torch.sin)(x)
 
 
-class Collecting(Chain):
-    """Writes what it computes into a tensor that every stage would make for itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = torch.zeros(len(x), 3, WIDTH)
-        for number, block in enumerate(self.blocks):
-            x = block(x)
-            found[:, number] = x
-        return found.sum(1)
-
-
 class Rescaling(Chain):
     """Halves the weights of its blocks where it does not train, as RWKV does."""
 
@@ -76,21 +65,6 @@ class Rescaling(Chain):
             with torch.no_grad():
                 next(self.blocks[1].parameters()).div_(2)
         return super().forward(x)
-
-
-class Masking(Chain):
-    def between(self, x: Tensor, _number: int) -> Tensor:
-        mask = torch.ones(x.shape)
-        mask[x < 0] = 0.1
-        return x * mask
-
-
-class IntoOut(Chain):
-    def between(self, x: Tensor, _number: int) -> Tensor:
-        room = torch.empty(x.shape)
-        with torch.no_grad():
-            torch.mul(x, 2, out=room)
-        return x + room
 
 
 class Counting(Chain):
@@ -224,6 +198,29 @@ class SideWay(Chain):
         return super().forward(x)
 
 
+class ThroughAView(Chain):
+    """Writes into a view that was made before a block, and reads what it is a view of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = x.new_zeros(len(x), 3, WIDTH)
+        second = found[:, 1]
+        x = self.blocks[1](self.blocks[0](x))
+        second.copy_(x)
+        return self.blocks[2](x) + found.sum(1)
+
+
+class Differentiating(Chain):
+    """Goes on with the gradient of a block, as models of forces do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            energy = self.blocks[1](x).tanh().sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return self.blocks[2](force)
+
+
 def sine(x: Tensor) -> Tensor:
     return x.sin() * 2
 
@@ -285,15 +282,24 @@ REFUSED = (
         r"inside jit\.script, vmap or C\+\+, after 'blocks\.0'",
     ),
     Refused("jit.script between blocks", Scripted, GlueError, r"jit\.script"),
-    Refused("results gathered in a tensor of the model's own", Collecting, CutError, _WRITES),
     Refused(
         "weights of blocks changed between blocks",
         Rescaling,
         CutError,
         r"changes the parameter 'blocks\.1\.weight' in place .*rescale_every=0",
     ),
-    Refused("a mask made between blocks", Masking, CutError, _WRITES),
-    Refused("out= between blocks", IntoOut, CutError, _WRITES),
+    Refused(
+        "a view written into after a block",
+        ThroughAView,
+        CutError,
+        r"'sum', operation 1 after 'blocks\.2', reads the output .*refused\.py:\d+.*Make the view",
+    ),
+    Refused(
+        "gradients of a block in the forward",
+        Differentiating,
+        CutError,
+        r"'grad', .* computes gradients in the model's forward \(refused\.py:\d+\).*blocks=",
+    ),
     Refused("a counter of the model's own", Counting, CutError, _CHANGES),
     Refused("a counter in an object of the model's", CountingElsewhere, CutError, _CHANGES),
     Refused("a setting made in every forward", SettingAgain, CutError, _CHANGES),
