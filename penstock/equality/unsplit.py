@@ -1,5 +1,5 @@
 """One training step of the unsplit model in plain torch: in this thread, drawing from torch's own
-generators.
+generators, Python's and NumPy's.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from penstock.model.state import in_evaluation
 from penstock.pipeline import Pipeline
 from penstock.runtime.abstract_pipeline import LossFunction
 from penstock.runtime.batch_norm import batch_norms
+from penstock.runtime.default_generators import seed_outside, seeded_outside
 from penstock.runtime.microbatches import Batch, Call, Splitter
 from penstock.runtime.outputs import gather
 from penstock.runtime.random_streams import stream_key
@@ -38,11 +39,12 @@ def run_unsplit(
     total: Tensor | None = None
     norms = batch_norms([*(step.module for step in layers), *as_modules(loss)])
     statistics = ExpectedStatistics(norms)
-    with digests(layers) as seen, torch.random.fork_rng(_cuda_numbers(pipe)):
+    forked = torch.random.fork_rng(_cuda_numbers(pipe))
+    with digests(layers) as seen, forked, seeded_outside(pipe.seed):
         for i, part in enumerate(cut.inputs):
             with statistics.watching():
                 output = _run_seeded(layers, part, pipe.seed, i)
-                torch.manual_seed(stream_key(pipe.seed, "train", 0, len(layers), i))
+                _seed(stream_key(pipe.seed, "train", 0, len(layers), i))
                 value = loss(output, cut.targets[i])
             if cut.weights[i]:
                 _run_backward(value, cut.weights[i])
@@ -63,10 +65,15 @@ def _cuda_numbers(pipe: Pipeline) -> list[int]:
 
 def _run_seeded(layers: Layers, inputs: Any, seed: int, microbatch: int) -> Any:
     def seeded(step: Step, function: Callable[[], Any]) -> Any:
-        torch.manual_seed(stream_key(seed, "train", 0, step.index, microbatch))
+        _seed(stream_key(seed, "train", 0, step.index, microbatch))
         return function()
 
     return layers.run(inputs, seeded)
+
+
+def _seed(key: int) -> None:
+    torch.manual_seed(key)
+    seed_outside(key)
 
 
 def _evaluate(layers: Layers, batch: Batch) -> Any:

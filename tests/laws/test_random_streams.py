@@ -1,9 +1,11 @@
 """Random numbers depend on (seed, step, layer, micro-batch) and on nothing else."""
 
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -66,6 +68,10 @@ DRAWS: dict[str, Callable[[], nn.Module]] = {
     "distribution": lambda: Draw(lambda x: torch.distributions.Normal(x, 1.0).rsample()),
     "gamma": lambda: Draw(lambda x: torch.distributions.Gamma(x.exp(), 1.0).rsample()),
     "branch": lambda: Draw(lambda x: x * 2 if bool(torch.rand(()) < 0.5) else F.dropout(x, 0.3)),
+    "python's random": lambda: Draw(lambda x: x * random.uniform(0.5, 1.5)),
+    "numpy": lambda: Draw(lambda x: x * torch.from_numpy(np.random.rand(8)).float()),
+    "numpy, one spare": lambda: Draw(lambda x: x * float(np.random.randn()) + random.gauss()),
+    "numpy and torch": lambda: Draw(lambda x: F.dropout(x * float(np.random.rand()), 0.4)),
     "fractional pooling": lambda: Draw(
         lambda x: F.fractional_max_pool2d(
             x.view(-1, 1, 4, 2).repeat(1, 1, 2, 4), 2, (4, 2)
