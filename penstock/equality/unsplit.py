@@ -3,6 +3,7 @@ generators, Python's and NumPy's.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from penstock.model.state import in_evaluation
 from penstock.pipeline import Pipeline
 from penstock.runtime.abstract_pipeline import LossFunction
 from penstock.runtime.batch_norm import batch_norms
-from penstock.runtime.default_generators import seed_outside, seeded_outside
+from penstock.runtime.default_generators import StreamBetween, kept_outside, seed_outside
 from penstock.runtime.microbatches import Batch, Call, Splitter
 from penstock.runtime.outputs import gather
-from penstock.runtime.random_streams import stream_key
+from penstock.runtime.random_streams import BETWEEN, stream_key
 from penstock.types import Reduction
 
 from .result import Result, as_modules, collect, digests
@@ -40,7 +41,7 @@ def run_unsplit(
     norms = batch_norms([*(step.module for step in layers), *as_modules(loss)])
     statistics = ExpectedStatistics(norms)
     forked = torch.random.fork_rng(_cuda_numbers(pipe))
-    with digests(layers) as seen, forked, seeded_outside(pipe.seed):
+    with digests(layers) as seen, forked, kept_outside():
         for i, part in enumerate(cut.inputs):
             with statistics.watching():
                 output = _run_seeded(layers, part, pipe.seed, i)
@@ -68,7 +69,8 @@ def _run_seeded(layers: Layers, inputs: Any, seed: int, microbatch: int) -> Any:
         _seed(stream_key(seed, "train", 0, step.index, microbatch))
         return function()
 
-    return layers.run(inputs, seeded)
+    with StreamBetween(stream_key(seed, "train", 0, BETWEEN, microbatch)) as stream:
+        return layers.run(inputs, partial(stream.run_layer, seeded))
 
 
 def _seed(key: int) -> None:

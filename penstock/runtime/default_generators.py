@@ -7,9 +7,9 @@ import random
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Self
 
 import numpy
 import torch
@@ -47,7 +47,7 @@ def have_moved(generators: Iterable[Generator], before: Iterable[Tensor]) -> boo
 
 
 def outside_states() -> tuple[Any, bytes | str]:
-    """Return what changes when Python's or NumPy's global generator draws, as values to compare."""
+    """Return what changes when Python's or NumPy's global generator draws, to compare."""
     bits = numpy.random.get_bit_generator()
     if isinstance(bits, numpy.random.MT19937):  # its words and its place in them: 60 times faster
         return random.getstate(), ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES)
@@ -65,19 +65,55 @@ def seed_outside(key: int) -> None:
 
 
 @contextmanager
-def seeded_outside(key: int) -> Iterator[Callable[[], bool]]:
-    """Seed Python's and NumPy's global generators inside, where the caller alone may draw.
-
-    Gives a function that tells whether one has drawn.
-    """
-    pythons, numpys = random.getstate(), numpy.random.get_state(legacy=False)
+def kept_outside() -> Iterator[None]:
+    """Put Python's and NumPy's global generators back; the caller alone may draw inside."""
+    state = _get_outside()
     try:
-        seed_outside(key)
-        seeded = outside_states()
-        yield lambda: outside_states() != seeded
+        yield
     finally:
-        random.setstate(pythons)
-        numpy.random.set_state(numpys)
+        _set_outside(state)
+
+
+def _get_outside() -> tuple[Any, Any]:
+    return random.getstate(), numpy.random.get_state(legacy=False)
+
+
+def _set_outside(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    numpy.random.set_state(state[1])
+
+
+class StreamBetween:
+    """The numbers that code between layers draws from Python's and NumPy's global generators.
+
+    Inside, the caller has these to itself, but for `run_layer`.
+    """
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+        self._state: tuple[Any, Any] | None = None
+        self._lent = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._lent.enter_context(default_generators_lock.get())
+        self._lent.enter_context(kept_outside())
+        if self._state is None:
+            seed_outside(self._key)
+        else:
+            _set_outside(self._state)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._state = _get_outside()
+        self._lent.close()
+
+    def run_layer(self, perform: Callable[..., Any], *args: Any) -> Any:
+        """Run one layer, which has a stream of its own."""
+        self.__exit__()
+        try:
+            return perform(*args)
+        finally:
+            self.__enter__()
 
 
 def others_may_draw() -> bool:
@@ -124,21 +160,15 @@ def guarded_default_generators(devices: Iterable[torch.device]) -> Iterator[None
 def rewound_default_generators(devices: Iterable[torch.device]) -> Iterator[None]:
     """Put the default generators back if a RandomnessError ends what runs inside."""
     generators = generators_for(devices)
-    before, outside = _states(generators)
+    before, _ = _states(generators)
+    outside = _get_outside()
     try:
         yield
     except RandomnessError:
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
-        _put_outside(outside)
+        _set_outside(outside)
         raise
-
-
-def _put_outside(states: tuple[Any, bytes | str]) -> None:
-    random.setstate(states[0])
-    if isinstance(states[1], bytes):
-        *words, place = numpy.frombuffer(states[1], numpy.uint32)
-        numpy.random.set_state(("MT19937", words, place))
 
 
 def _states(generators: Iterable[Generator]) -> tuple[list[Tensor], tuple[Any, bytes | str]]:

@@ -47,7 +47,8 @@ class Draws(Enum):
     from `numpy.random`, whose global generators all threads share, and holds no checkpoint."""
     SEEDED = auto()
     """What draws takes its numbers from torch's default generators only: an operator of the user's
-    own, or a checkpoint, which will draw them again in the backward.  Outside torch, it may not."""
+    own, or a checkpoint, which will draw them again in the backward; or the layer draws outside
+    torch and holds a checkpoint, which must not."""
 
 
 @dataclass(slots=True)
@@ -127,13 +128,7 @@ class Drawing(Guard):
             case Draws.IN_COMPILED:
                 run = partial(compiled.look, function)
         call.run.has_seeded |= known is not Draws.ALONE
-        if known in _LASTING and not (self._elsewhere_too or key in self._outside):
-            result, drew = runs_and_draws(call.key, run, self._device)
-        else:
-            result, drew, outside = runs_and_draws_anywhere(call.key, run, self._device)
-            if outside:
-                self._outside.add(key)
-                drew = True
+        result, drew = self._run_alone(key, call, run)
         if known is None and not drew:
             self._known[key] = Draws.NEVER
             self._note_silent(call)
@@ -145,6 +140,17 @@ class Drawing(Guard):
             self._known[key] = Draws.SEEDED if compiled.reruns else Draws.ALONE
         call.tape.draws_again |= drew and self._known[key] in _MAY_DRAW_AGAIN
         return result
+
+    def _run_alone(
+        self, key: tuple[float, ...], call: LayerCall, run: Callable[[], Any]
+    ) -> tuple[Any, bool]:
+        lasts = self._known.get(key) in _LASTING
+        if lasts and not (self._elsewhere_too or key in self._outside):
+            return runs_and_draws(call.key, run, self._device)
+        result, drew, drew_outside = runs_and_draws_anywhere(call.key, run, self._device)
+        if drew_outside:
+            self._outside.add(key)
+        return result, drew or drew_outside
 
     def _note_silent(self, call: LayerCall) -> None:
         if not self._dropouts.get(call.layer):

@@ -14,8 +14,9 @@ from .default_generators import (
     default_generators_lock,
     generators_for,
     have_moved,
+    kept_outside,
     outside_states,
-    seeded_outside,
+    seed_outside,
 )
 
 
@@ -37,9 +38,10 @@ def runs_and_draws_anywhere(
     key: int, function: Callable[[], Any], device: torch.device
 ) -> tuple[Any, bool, bool]:
     """Do likewise with Python's and NumPy's global generators; tell also whether these drew."""
-    with alone_with_generators(device) as generators, seeded_outside(key) as has_drawn:
-        seeded = [g.manual_seed(key).get_state() for g in generators]
-        return function(), have_moved(generators, seeded), has_drawn()
+    with alone_with_generators(device) as generators, kept_outside():
+        seed_outside(key)
+        seeded, outside = [g.manual_seed(key).get_state() for g in generators], outside_states()
+        return function(), have_moved(generators, seeded), outside_states() != outside
 
 
 @contextmanager

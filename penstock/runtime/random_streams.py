@@ -29,6 +29,9 @@ from .devices import with_index
 from .lent_generators import drew_in_backward
 from .users_checkpoint import autograd_mode
 
+BETWEEN = -1
+"""In place of a layer's number: the code between layers."""
+
 
 def stream_key(seed: int, phase: str, step: int, layer: int, microbatch: int) -> int:
     """Mix the coordinates of one layer call into a seed of 63 bits, the same on every machine."""

@@ -122,7 +122,7 @@ FAULTS = (
     Fault(
         "a checkpoint draws again while another stage draws",
         "penstock/runtime/drawing.py",
-        "        call.run.has_seeded |= known is not Draws.COMPILED\n",
+        "        call.run.has_seeded |= known is not Draws.ALONE\n",
         "",
         "tests/laws/test_users_checkpoint.py",
     ),

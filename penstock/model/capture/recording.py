@@ -80,7 +80,7 @@ class Recording(Pass):
         self._kept: list[Tensor] = []
         self._wrote_outside: CutError | None = None
         self._given_in: tuple[frozenset[int], EventKey] = (frozenset(), START)
-        self._outer_state = _random_states()
+        self._outer_state, self.draws_between = _random_states(), False
         self._inner: dict[int, tuple[weakref.ref[Tensor], EventKey]] = {}
 
     def note_inputs(self, told: Told) -> None:
@@ -100,7 +100,7 @@ class Recording(Pass):
         ghosts = ghosts_in(args, kwargs)
         before = [ghost.info.value for ghost in ghosts]
         if key.number == 0:
-            self._check_drawn(key)
+            self._note_drawn()
             self._check_parameters(operation)
             if self._wrote_outside is not None:
                 raise self._wrote_outside
@@ -185,7 +185,7 @@ class Recording(Pass):
         self._wrote_outside = writes_into(tensor, operation, self._parameters.get(id(tensor)))
 
     def ended(self, output: Any) -> Any:
-        self._check_drawn(None)
+        self._note_drawn()
         self._check_sideways([t for t in _tensors(output) if type(t) is not Ghost], None)
         uses = tuple(ghost.info.value for ghost in ghosts_in(output))
         self.events.append(Event(END, "output", uses, (), ()))
@@ -241,15 +241,9 @@ class Recording(Pass):
                     "the weight"
                 )
 
-    def _check_drawn(self, before: EventKey | None) -> None:
-        """Refuse code between blocks that draws random numbers that are not torch's."""
-        if _random_states() != self._outer_state:
-            where = "at its end" if before is None else f"before {before}"
-            raise CutError(
-                f"the code between blocks draws from Python's or NumPy's random numbers {where}; "
-                "every stage runs that code, and each would draw others. Draw by torch, or inside "
-                "a block"
-            )
+    def _note_drawn(self) -> None:
+        """Note that the code between blocks draws random numbers that are not torch's."""
+        self.draws_between |= _random_states() != self._outer_state
 
     def _read_here(self, tensors: list[Tensor]) -> tuple[str, ...]:
         return tuple(self._parameters[id(t)] for t in tensors if id(t) in self._parameters)
