@@ -286,6 +286,7 @@ class Stage:
         leaving = self.handover.export(values, given, tape)
         if self.plan.output:
             self._ending.take(run, tape, join_output([values[v] for v in self.plan.output]))
+        tape.disarm()
         return leaving
 
     def _perform(self, run: Run, tape: Tape, step: Step, function: Callable[[], Any]) -> Any:
