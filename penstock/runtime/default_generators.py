@@ -28,6 +28,8 @@ default_generators_lock: ContextVar[threading.Lock] = ContextVar(
 What runs inside a layer that holds it (another pipeline) finds a fresh one in its context.
 """
 
+_numpys: Any = numpy.random  # its stub leaves functions out
+
 
 def default_generator(device: torch.device) -> Generator:
     if device.type == "cuda":
@@ -48,7 +50,7 @@ def have_moved(generators: Iterable[Generator], before: Iterable[Tensor]) -> boo
 
 def outside_states() -> tuple[Any, bytes | str]:
     """Return what changes when Python's or NumPy's global generator draws, to compare."""
-    bits = numpy.random.get_bit_generator()
+    bits = _numpys.get_bit_generator()
     if isinstance(bits, numpy.random.MT19937):  # its words and its place in them: 60 times faster
         return random.getstate(), ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES)
     return random.getstate(), str(bits.state)
@@ -57,11 +59,11 @@ def outside_states() -> tuple[Any, bytes | str]:
 def seed_outside(key: int) -> None:
     """Seed Python's and NumPy's global generators."""
     random.seed(key)
-    bits = numpy.random.get_bit_generator()
+    bits = _numpys.get_bit_generator()
     if isinstance(bits, numpy.random.MT19937):
         numpy.random.seed([key % 2**32, key >> 32])
     else:
-        numpy.random.set_state(type(bits)(key).state)  # type: ignore[call-arg]
+        _numpys.set_state(type(bits)(key).state)
 
 
 @contextmanager

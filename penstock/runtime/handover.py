@@ -64,10 +64,10 @@ def _refuse_gradients(values: Sequence[Tensor], peer: int, tape: Tape) -> None:
 
 def _is_found(peer: int, gradient: Tensor) -> None:
     raise BoundaryError(
-        "a layer computes a gradient in its own forward (torch.autograd.grad): that of a tensor of "
-        f"shape {tuple(gradient.shape)} from stage {peer}, on whose gradient a hook is (register_hook, "
-        "in a forward hook of the layer that made it, say). In the unsplit model that hook runs "
-        "then, too; here it is on the other stage. Keep both layers on one stage (partition=, or "
+        "a layer computes a gradient in its own forward (torch.autograd.grad): that of a tensor "
+        f"of shape {tuple(gradient.shape)} from stage {peer}, on whose gradient a hook is "
+        "(register_hook, in a forward hook of the layer that made it, say). In the unsplit model "
+        "that hook runs then, too; here it is on the other stage. Keep both layers on one stage (partition=, or "
         "together= of penstock.capture), or put the hook into the layer that computes the gradient"
     )
 
