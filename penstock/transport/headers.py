@@ -110,7 +110,8 @@ class HeaderWriter:
         about = None
         if isinstance(payload, Activation):
             lasting = payload.lasting
-            about = About(*[getattr(payload, name) for name in About._fields])
+            places = payload.aliases, lasting, payload.hooked
+            about = About(payload.wants_grad, payload.structure, *places)
             if lasting:
                 kinds = tuple(self._once(p, k, payload) for p, k in enumerate(kinds))
         number, told = self._number(Header(kinds, about))
@@ -180,7 +181,7 @@ class HeaderReader:
     def payload(self, header: Header, tensors: Iterable[Tensor]) -> Payload:
         """Put a message together from the tensors that came."""
         new, leaves = iter(tensors), list[Any]()
-        lasting = () if header.about is None else header.about.lasting
+        lasting = frozenset[int]() if header.about is None else header.about.lasting
         for place, kind in enumerate(header.kinds):
             if kind is None or isinstance(kind, Again):
                 leaves.append(None if kind is None else self._sent_before(kind.number))
@@ -191,7 +192,16 @@ class HeaderReader:
         if header.about is None:
             return Gradient(tuple(leaves))
         versions = tuple(map(version_of, leaves))
-        return Activation(tuple(leaves), versions=versions, **header.about._asdict())
+        wants_grad, structure, aliases, lasting, hooked = header.about
+        return Activation(
+            tuple(leaves),
+            wants_grad,
+            structure,
+            versions,
+            aliases,
+            lasting=lasting,
+            hooked=hooked,
+        )
 
     def _sent_before(self, number: int) -> Tensor:
         if not 0 <= number < len(self._lasting):
