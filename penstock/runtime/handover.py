@@ -68,7 +68,8 @@ def _is_found(peer: int, gradient: Tensor) -> None:
         f"of shape {tuple(gradient.shape)} from stage {peer}, on whose gradient a hook is "
         "(register_hook, in a forward hook of the layer that made it, say). In the unsplit model "
         "that hook runs then, too; here it is on the other stage. Keep both layers on one stage "
-        "(partition=, or together= of penstock.capture), or put the hook into the layer that computes the gradient"
+        "(partition=, or together= of penstock.capture), or put the hook into the layer that "
+        "computes the gradient"
     )
 
 
