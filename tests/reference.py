@@ -6,6 +6,7 @@ l on values.  Everything happens on the calling thread, micro-batch after micro-
 
 import hashlib
 import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -112,9 +113,10 @@ class Unsplit:
         """Run one micro-batch, each layer with random numbers of its own key."""
 
         def call(layer: int, *values: Any) -> Any:
-            torch.default_generator.manual_seed(
-                stream_key(self.seed, self.step, layer, microbatch)
-            )
+            key = stream_key(self.seed, self.step, layer, microbatch)
+            torch.default_generator.manual_seed(key)
+            random.seed(key)
+            numpy.random.seed([key % 2**32, key >> 32])
             return self.modules[layer](*values)
 
         return self.forward(call, piece)

@@ -1,8 +1,9 @@
 """One training step of the unsplit model in plain torch: in this thread, drawing from torch's own
-generators.
+generators, Python's and NumPy's.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from penstock.model.state import in_evaluation
 from penstock.pipeline import Pipeline
 from penstock.runtime.abstract_pipeline import LossFunction
 from penstock.runtime.batch_norm import batch_norms
+from penstock.runtime.default_generators import StreamBetween, kept_outside, seed_outside
 from penstock.runtime.microbatches import Batch, Call, Splitter
 from penstock.runtime.outputs import gather
-from penstock.runtime.random_streams import stream_key
+from penstock.runtime.random_streams import BETWEEN, stream_key
 from penstock.types import Reduction
 
 from .result import Result, as_modules, collect, digests
@@ -38,11 +40,12 @@ def run_unsplit(
     total: Tensor | None = None
     norms = batch_norms([*(step.module for step in layers), *as_modules(loss)])
     statistics = ExpectedStatistics(norms)
-    with digests(layers) as seen, torch.random.fork_rng(_cuda_numbers(pipe)):
+    forked = torch.random.fork_rng(_cuda_numbers(pipe))
+    with digests(layers) as seen, forked, kept_outside():
         for i, part in enumerate(cut.inputs):
             with statistics.watching():
                 output = _run_seeded(layers, part, pipe.seed, i)
-                torch.manual_seed(stream_key(pipe.seed, "train", 0, len(layers), i))
+                _seed(stream_key(pipe.seed, "train", 0, len(layers), i))
                 value = loss(output, cut.targets[i])
             if cut.weights[i]:
                 _run_backward(value, cut.weights[i])
@@ -63,10 +66,16 @@ def _cuda_numbers(pipe: Pipeline) -> list[int]:
 
 def _run_seeded(layers: Layers, inputs: Any, seed: int, microbatch: int) -> Any:
     def seeded(step: Step, function: Callable[[], Any]) -> Any:
-        torch.manual_seed(stream_key(seed, "train", 0, step.index, microbatch))
+        _seed(stream_key(seed, "train", 0, step.index, microbatch))
         return function()
 
-    return layers.run(inputs, seeded)
+    with StreamBetween(stream_key(seed, "train", 0, BETWEEN, microbatch)) as stream:
+        return layers.run(inputs, partial(stream.run_layer, seeded))
+
+
+def _seed(key: int) -> None:
+    torch.manual_seed(key)
+    seed_outside(key)
 
 
 def _evaluate(layers: Layers, batch: Batch) -> Any:

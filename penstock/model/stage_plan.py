@@ -92,6 +92,8 @@ class StagePlan:
         shares_input: whether other stages read the caller's batch as well.
         decides: whether values decide what runs, so that micro-batches may use different
             parameters.
+        draws_between: whether the code between layers draws from Python's or NumPy's global
+            generator, on each stage the same.
     """
 
     index: int
@@ -107,6 +109,7 @@ class StagePlan:
     any_shape: bool = False
     shares_input: bool = False
     decides: bool = False
+    draws_between: bool = False
 
 
 def run_steps(

@@ -16,7 +16,13 @@ from penstock.torch_private import AnyDropout
 from .compiled import CompiledCalls
 from .dropout import is_plain, with_keyed_dropouts
 from .guards import Guard
-from .lent_generators import alone_with_generators, checked_draws, runs_and_draws
+from .lent_generators import (
+    alone_with_generators,
+    checked_draws,
+    refuse_outside_draws,
+    runs_and_draws,
+    runs_and_draws_anywhere,
+)
 from .random_streams import KeyedRandomness, WatchDraws, holds_generator, refuse_draws, stream_key
 from .run import Run
 from .tape import Tape
@@ -35,12 +41,14 @@ class Draws(Enum):
     """Torch's random operators draw, somewhere in the layer."""
     IN_DROPOUTS = auto()
     """Plain dropout modules inside the layer draw, and nothing else does."""
-    COMPILED = auto()
+    ALONE = auto()
     """Compiled code draws, which a dispatch mode would switch off; or an operator that torch keeps
-    out of compiled code (`torch.library.custom_op`)."""
+    out of compiled code (`torch.library.custom_op`); or the layer draws from Python's `random` or
+    from `numpy.random`, whose global generators all threads share, and holds no checkpoint."""
     SEEDED = auto()
     """What draws takes its numbers from torch's default generators only: an operator of the user's
-    own, or a checkpoint, which will draw them again in the backward."""
+    own, or a checkpoint, which will draw them again in the backward; or the layer draws outside
+    torch and holds a checkpoint, which must not."""
 
 
 @dataclass(slots=True)
@@ -80,6 +88,7 @@ class Drawing(Guard):
         self._own_generators = set()
         self._dropouts: dict[int, list[Any]] = {}
         self._elsewhere_too = False
+        self._outside: set[tuple[float, ...]] = set()
         for index, module in layers:
             self._dropouts[index] = [m for m in module.modules() if isinstance(m, AnyDropout)]
             if holds_generator(module):
@@ -88,8 +97,7 @@ class Drawing(Guard):
     def forget(self, error: BaseException) -> None:
         """Look at every layer again before trusting that it draws no random numbers."""
         self.silent.clear()
-        lasting = (Draws.SEEDED, Draws.COMPILED)
-        self._known = {key: how for key, how in self._known.items() if how in lasting}
+        self._known = {key: how for key, how in self._known.items() if how in _LASTING}
         self._elsewhere_too |= isinstance(error, RandomnessError)
 
     def run(self, call: LayerCall, function: Callable[[], Any]) -> Any:
@@ -119,19 +127,30 @@ class Drawing(Guard):
                 run = partial(watch.run, function)
             case Draws.IN_COMPILED:
                 run = partial(compiled.look, function)
-        call.run.has_seeded |= known is not Draws.COMPILED
-        result, drew = runs_and_draws(call.key, run, self._device)
+        call.run.has_seeded |= known is not Draws.ALONE
+        result, drew = self._run_alone(key, call, run)
         if known is None and not drew:
             self._known[key] = Draws.NEVER
             self._note_silent(call)
         elif drew and known is None:
             self._known[key] = Draws.IN_COMPILED if compiled.seen else Draws.SOMEHOW
         elif drew and known is Draws.SOMEHOW:
-            self._known[key] = self._seen(watch)
+            self._known[key] = self._seen(key, watch)
         elif drew and known is Draws.IN_COMPILED:
-            self._known[key] = Draws.SEEDED if compiled.reruns else Draws.COMPILED
+            self._known[key] = Draws.SEEDED if compiled.reruns else Draws.ALONE
         call.tape.draws_again |= drew and self._known[key] in _MAY_DRAW_AGAIN
         return result
+
+    def _run_alone(
+        self, key: tuple[float, ...], call: LayerCall, run: Callable[[], Any]
+    ) -> tuple[Any, bool]:
+        lasts = self._known.get(key) in _LASTING
+        if lasts and not (self._elsewhere_too or key in self._outside):
+            return runs_and_draws(call.key, run, self._device)
+        result, drew, drew_outside = runs_and_draws_anywhere(call.key, run, self._device)
+        if drew_outside:
+            self._outside.add(key)
+        return result, drew or drew_outside
 
     def _note_silent(self, call: LayerCall) -> None:
         if not self._dropouts.get(call.layer):
@@ -141,14 +160,18 @@ class Drawing(Guard):
     def around_rerun(self, run: Run, tape: Tape) -> Iterator[None]:
         """Let layers that run again in a backward draw the numbers that they drew, or none."""
         with ExitStack() as context:
-            if run.has_seeded:
+            if run.has_seeded or self._outside:
                 context.enter_context(alone_with_generators(self._device))
+            if self._outside:
+                context.enter_context(refuse_outside_draws())
             if tape.may_rerun:
                 repeats = tape.draws_again and not tape.must_not_draw
                 context.enter_context(checked_draws(self._device) if repeats else refuse_draws())
             yield
 
-    def _seen(self, watch: WatchDraws) -> Draws:
+    def _seen(self, key: tuple[float, ...], watch: WatchDraws) -> Draws:
+        if key in self._outside:
+            return Draws.SEEDED if watch.has_checkpoint or watch.unseen else Draws.ALONE
         if watch.in_checkpoint or watch.unseen:
             return Draws.SEEDED
         if watch.outside or self._elsewhere_too:
@@ -181,4 +204,5 @@ class Drawing(Guard):
             call.tape.reruns_in_backward = call.tape.must_not_draw = True
 
 
+_LASTING = (Draws.SEEDED, Draws.ALONE)
 _MAY_DRAW_AGAIN = (Draws.SOMEHOW, Draws.IN_COMPILED, Draws.SEEDED)

@@ -7,7 +7,7 @@ import torch
 from penstock.errors import RandomnessError
 from penstock.schedules.lower import Mode
 
-from .default_generators import rewound_default_generators
+from .default_generators import others_may_draw, rewound_default_generators
 from .engine import Engine
 from .microbatches import Batch
 from .outputs import gather, share
@@ -34,8 +34,9 @@ def _run_twice_if_needed(engine: Engine, batch: Batch, number: int) -> Run:
     """Run the forwards; where a layer draws in them, once more, with a look at each layer."""
     is_several = engine.mesh.is_distributed
     try:
+        trusting = not (is_several or others_may_draw())
         with rewound_default_generators(engine.devices):
-            return _run(engine, batch, number, trusting=not is_several)
+            return _run(engine, batch, number, trusting=trusting)
     except RandomnessError:
         if is_several:
             raise

@@ -7,6 +7,7 @@ peer ◄── Gradient ◄──── entries   exported leaves ◄── Grad
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from penstock.model.entries import (
 )
 from penstock.model.pytree import ONE_TENSOR, flatten, unflatten
 from penstock.model.stage_plan import MODEL_INPUT, StagePlan, Value
+from penstock.torch_private import has_tensor_hooks
 from penstock.transport.payload import Activation, Gradient, check_still_as_sent
 
 from .aliases import find_aliases
@@ -51,6 +53,24 @@ def once(activation: Activation) -> Activation:
         leaves[place] = leaves[place].data
         versions[place] = version_of(leaves[place])
     return replace(activation, leaves=tuple(leaves), versions=tuple(versions), lasting=frozenset())
+
+
+def _refuse_gradients(values: Sequence[Tensor], peer: int, tape: Tape) -> None:
+    """Refuse that layers compute the gradients of values, until `tape` disarms."""
+    for value in values:
+        if value.requires_grad:
+            tape.tripwires.append(value.register_hook(partial(_is_found, peer)))
+
+
+def _is_found(peer: int, gradient: Tensor) -> None:
+    raise BoundaryError(
+        "a layer computes a gradient in its own forward (torch.autograd.grad): that of a tensor "
+        f"of shape {tuple(gradient.shape)} from stage {peer}, on whose gradient a hook is "
+        "(register_hook, in a forward hook of the layer that made it, say). In the unsplit model "
+        "that hook runs then, too; here it is on the other stage. Keep both layers on one stage "
+        "(partition=, or together= of penstock.capture), or put the hook into the layer that "
+        "computes the gradient"
+    )
 
 
 class Handover:
@@ -130,6 +150,7 @@ class Handover:
                     key, before = (peer, place), None if with_grad else sent.clone()
                     given.append(Given(key, value, version_of(value), copied, alias, sent, before))
             tape.entries[peer] = entries
+            _refuse_gradients([inside[place] for place in activation.hooked], peer, tape)
             names = (MODEL_INPUT,) if peer == FROM_CALLER else self._plan.imports[peer]
             values.update(zip(names, unflatten(activation.structure, inside), strict=True))
         return values, given
@@ -166,6 +187,7 @@ class Handover:
                 aliases.get(peer, frozenset()),
                 self._device.mark() if self._device.is_cuda else None,
                 frozenset([place for place, leaf in enumerate(leaves) if lasts(leaf)]),
+                frozenset([place for place, leaf in enumerate(leaves) if has_tensor_hooks(leaf)]),
             )
             for peer, leaves in tape.exported.items()
         }

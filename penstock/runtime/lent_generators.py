@@ -10,7 +10,14 @@ from torch import Generator
 
 from penstock.errors import RandomnessError
 
-from .default_generators import default_generators_lock, generators_for, have_moved
+from .default_generators import (
+    default_generators_lock,
+    generators_for,
+    have_moved,
+    kept_outside,
+    outside_states,
+    seed_outside,
+)
 
 
 def runs_and_draws(
@@ -25,6 +32,16 @@ def runs_and_draws(
     with alone_with_generators(device) as generators:
         seeded = [g.manual_seed(key).get_state() for g in generators]
         return function(), have_moved(generators, seeded)
+
+
+def runs_and_draws_anywhere(
+    key: int, function: Callable[[], Any], device: torch.device
+) -> tuple[Any, bool, bool]:
+    """Do likewise with Python's and NumPy's global generators; tell also whether these drew."""
+    with alone_with_generators(device) as generators, kept_outside():
+        seed_outside(key)
+        seeded, outside = [g.manual_seed(key).get_state() for g in generators], outside_states()
+        return function(), have_moved(generators, seeded), outside_states() != outside
 
 
 @contextmanager
@@ -59,6 +76,19 @@ def checked_draws(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
+def refuse_outside_draws() -> Iterator[None]:
+    """See that neither Python's nor NumPy's global generator draws inside, in a backward pass.
+
+    Raises:
+        RandomnessError: one drew.  What its forward drew is not known.
+    """
+    before = outside_states()
+    yield
+    if outside_states() != before:
+        raise drew_in_backward("a layer that draws from Python's or NumPy's global generator")
+
+
+@contextmanager
 def _lock_of_its_own() -> Iterator[None]:
     token = default_generators_lock.set(threading.Lock())
     try:
@@ -73,7 +103,8 @@ def drew_in_backward(who: str) -> RandomnessError:
         "it runs again there, in a torch.utils.checkpoint that was switched on after its first "
         "steps, or keeps no random state (preserve_rng_state=False), or in a checkpoint written "
         "by hand; or the backward of an operator of your own draws, which has no numbers of its "
-        "own to draw: draw them in its forward. The gradients of this step must not be used: zero "
+        "own to draw: draw them in its forward. No checkpoint keeps the state of Python's random "
+        "or numpy.random. The gradients of this step must not be used: zero "
         "them. A checkpoint that was switched on is known from the next step; for other "
         "checkpoints, use recompute=Recompute.STAGE"
     )

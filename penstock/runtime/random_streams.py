@@ -29,6 +29,9 @@ from .devices import with_index
 from .lent_generators import drew_in_backward
 from .users_checkpoint import autograd_mode
 
+BETWEEN = -1
+"""In place of a layer's number: the code between layers."""
+
 
 def stream_key(seed: int, phase: str, step: int, layer: int, microbatch: int) -> int:
     """Mix the coordinates of one layer call into a seed of 63 bits, the same on every machine."""
@@ -106,13 +109,14 @@ def refuse_draws() -> AbstractContextManager[Any]:
 class WatchDraws(TorchDispatchMode):
     """See where a function draws from the default generators, which nobody else uses meanwhile.
 
-    `in_checkpoint`: inside a checkpoint of the user's own.  `outside`: not during a call of one of
+    `has_checkpoint`: something ran in what may be a checkpoint of the user's own.
+    `in_checkpoint`: a draw did.  `outside`: not during a call of one of
     `modules`.  `unseen`: in no random operator, but inside an operator of the user's own.
     """
 
     def __init__(self, device: torch.device, modules: Iterable[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.in_checkpoint = self.outside = self.unseen = False
+        self.has_checkpoint = self.in_checkpoint = self.outside = self.unseen = False
         self._generators = generators_for([device])
         self._modules, self._depth = tuple(modules), 0
         self._thread = threading.get_ident()
@@ -150,9 +154,11 @@ class WatchDraws(TorchDispatchMode):
         return threading.get_ident() == self._thread
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_in_checkpoint = autograd_mode() != self._outside
+        self.has_checkpoint |= is_in_checkpoint
         if not (_may_draw(func) and _draws_now(func, args, kwargs or {})):
             return func(*args, **(kwargs or {}))
-        self.in_checkpoint |= autograd_mode() != self._outside
+        self.in_checkpoint |= is_in_checkpoint
         self.outside |= not self._depth
         self.unseen |= have_moved(self._generators, self._states)
         try:

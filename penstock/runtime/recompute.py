@@ -155,10 +155,12 @@ def compare(result: tuple[Tensor, int], results: Iterable[Tensor]) -> None:
     rounding = torch.finfo(again.dtype).eps ** 0.5 if again.is_cuda else 0.0
     if again.shape != tensor.shape or not _close(tensor, again, rounding):
         raise RecomputeError(
-            "a recompute did not give what its forward gave: a layer or the loss draws random "
-            "numbers outside torch (random, numpy), counts its calls in a Python attribute, "
-            "or reads something else that changed. Zero the gradients; keep such state in a "
-            "buffer, or use recompute=Recompute.NEVER"
+            "a recompute did not give what its forward gave: a layer or the loss draws from a "
+            "generator that is not keyed (numpy.random.default_rng(), random.Random()), counts "
+            "its calls in a Python attribute, or reads something else that changed. Zero the "
+            "gradients; draw from torch, random or numpy.random itself, and keep other such state "
+            "in a buffer. State that one layer alone has may stay as it is with "
+            "recompute=Recompute.NEVER"
         )
 
 

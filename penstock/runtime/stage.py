@@ -24,6 +24,7 @@ from penstock.transport.payload import Activation
 
 from .backward_state import BackwardState
 from .batch_norm import Norms
+from .default_generators import StreamBetween
 from .devices import StageDevice
 from .drawing import Drawing, LayerCall
 from .ending import Ending
@@ -33,6 +34,7 @@ from .layer_recompute import LayerRecompute
 from .memory import KeptBytes, Lasting
 from .notes import backward_of, note_failure
 from .offload import Offloading
+from .random_streams import BETWEEN
 from .recompute import Repeatable
 from .replicas import Replicas
 from .run import Run, StageRun
@@ -273,12 +275,18 @@ class Stage:
         """Run all layers on what was received; note roots and loss in the tape."""
         values, given = self.handover.enter(run, tape)
         tape.layer_marks = []
-        self.plan.run(values, partial(self._perform, run, tape))
+        perform: Callable[..., Any] = partial(self._perform, run, tape)
+        if self.plan.draws_between:
+            with StreamBetween(LayerCall(run, tape, BETWEEN, training=True).key) as stream:
+                self.plan.run(values, partial(stream.run_layer, perform))
+        else:
+            self.plan.run(values, perform)
         for look in self._hooks.after_layers:
             look(run, tape, given)
         leaving = self.handover.export(values, given, tape)
         if self.plan.output:
             self._ending.take(run, tape, join_output([values[v] for v in self.plan.output]))
+        tape.disarm()
         return leaving
 
     def _perform(self, run: Run, tape: Tape, step: Step, function: Callable[[], Any]) -> Any:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from penstock.model.entries import Entry
 from penstock.model.stage_plan import Step
@@ -69,6 +70,8 @@ class Tape:
 
     `dropped_layers` drop what they have saved, and `reruns` are those that have, in order.
 
+    `tripwires` are on what came with hooks on its gradient, and raise while layers run.
+
     `graph_dropped`: the forward kept no graph, and a recompute will build it.  `version` is that
     of the weights which the forward has seen.
     `reruns_in_backward`: the backward may run layers again, inside a checkpoint of the user's own.
@@ -93,9 +96,16 @@ class Tape:
     parts: "SplitBackward | None" = None
     dropped_layers: frozenset[int] = frozenset()
     reruns: "list[Rerun]" = field(default_factory=list)
+    tripwires: list[RemovableHandle] = field(default_factory=list)
     slots: "Slots | None" = None
     away: "Away | None" = None
     copied: Event | None = None
+
+    def disarm(self) -> None:
+        """Let gradients be computed again, once the layers have run."""
+        for handle in self.tripwires:
+            handle.remove()
+        self.tripwires.clear()
 
     @property
     def may_rerun(self) -> bool:

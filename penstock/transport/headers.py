@@ -39,6 +39,7 @@ class About(NamedTuple):
     structure: Structure
     aliases: frozenset[int]
     lasting: frozenset[int]
+    hooked: frozenset[int]
 
 
 class Header(NamedTuple):
@@ -49,12 +50,12 @@ class Header(NamedTuple):
 
 
 def _told_about(about: About) -> tuple[Any, ...]:
-    return about.wants_grad, template(about.structure), about.aliases, about.lasting
+    return about.wants_grad, template(about.structure), *about[2:]
 
 
-def _about(told: tuple[Any, Any, Any, Any]) -> About:
-    wants_grad, form, aliases, lasting = told
-    return About(wants_grad, from_template(form), aliases, lasting)
+def _about(told: tuple[Any, Any, Any, Any, Any]) -> About:
+    wants_grad, form, *places = told
+    return About(wants_grad, from_template(form), *places)
 
 
 CODEC = user_codec(
@@ -82,8 +83,7 @@ def _is_whole(header: Any) -> bool:
         and isinstance(about.wants_grad, tuple)
         and len(about.wants_grad) == len(header.kinds)
         and None not in header.kinds
-        and isinstance(about.aliases, frozenset)
-        and isinstance(about.lasting, frozenset)
+        and all(isinstance(places, frozenset) for places in about[2:])
     )
 
 
@@ -110,7 +110,8 @@ class HeaderWriter:
         about = None
         if isinstance(payload, Activation):
             lasting = payload.lasting
-            about = About(payload.wants_grad, payload.structure, payload.aliases, lasting)
+            places = payload.aliases, lasting, payload.hooked
+            about = About(payload.wants_grad, payload.structure, *places)
             if lasting:
                 kinds = tuple(self._once(p, k, payload) for p, k in enumerate(kinds))
         number, told = self._number(Header(kinds, about))
@@ -180,7 +181,7 @@ class HeaderReader:
     def payload(self, header: Header, tensors: Iterable[Tensor]) -> Payload:
         """Put a message together from the tensors that came."""
         new, leaves = iter(tensors), list[Any]()
-        lasting = () if header.about is None else header.about.lasting
+        lasting = frozenset[int]() if header.about is None else header.about.lasting
         for place, kind in enumerate(header.kinds):
             if kind is None or isinstance(kind, Again):
                 leaves.append(None if kind is None else self._sent_before(kind.number))
@@ -191,9 +192,15 @@ class HeaderReader:
         if header.about is None:
             return Gradient(tuple(leaves))
         versions = tuple(map(version_of, leaves))
-        wants_grad, structure, aliases, _ = header.about
+        wants_grad, structure, aliases, lasting, hooked = header.about
         return Activation(
-            tuple(leaves), wants_grad, structure, versions, aliases, lasting=header.about.lasting
+            tuple(leaves),
+            wants_grad,
+            structure,
+            versions,
+            aliases,
+            lasting=lasting,
+            hooked=hooked,
         )
 
     def _sent_before(self, number: int) -> Tensor:

@@ -17,7 +17,8 @@ class Activation:
     `aliases` are the places of tensors that share memory with another value, so that a change in
     place would have to be seen in both.  `versions` are those the tensors had when they left: a
     later one means that the sender has changed them in place since.  `lasting` are the places of
-    parameters: the same for all micro-batches of a run.
+    parameters: the same for all micro-batches of a run.  `hooked` are the places of tensors with
+    hooks on their gradient, which their stage runs.
     """
 
     leaves: tuple[Tensor, ...]
@@ -27,6 +28,7 @@ class Activation:
     aliases: frozenset[int] = frozenset()
     event: torch.cuda.Event | None = None
     lasting: frozenset[int] = frozenset()
+    hooked: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,53 @@ def test_a_value_changed_in_place_while_a_skip_still_reads_it(way: dict[str, Any
             assert any(word in str(error) for word in ("in place", "inplace", "two names"))
 
 
+class Slope(nn.Module):
+    """Add the gradient of an inner loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).tanh()
+        return y + torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)[0]
+
+
+def _double_gradients(module: nn.Module, given: Any, output: Tensor) -> None:
+    output.register_hook(lambda gradient: gradient * 2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("partition", ((3,), (2, 1), (1, 2), (1, 1, 1)))
+def test_a_hook_on_a_value_whose_gradient_the_next_layer_computes_is_right_or_refused(
+    way: dict[str, Any], partition: tuple[int, ...]
+) -> None:
+    def layers() -> list[Any]:
+        first = nn.Linear(6, 6)
+        first.register_forward_hook(_double_gradients)
+        return [first, Slope(), nn.Linear(6, 3)]
+
+    hooked = model(layers)
+    is_recomputed = way["recompute"] is not penstock.Recompute.NEVER
+    try:
+        assert_trains_like_unsplit(hooked, 7, partition=partition, num_microbatches=3, **way)
+    except penstock.errors.RecomputeError:
+        assert is_recomputed
+    except penstock.errors.BoundaryError as error:
+        assert "a hook is" in str(error)
+        assert partition[0] == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_hook_on_a_value_that_leaves_its_stage_is_right(way: dict[str, Any]) -> None:
+    def layers() -> list[Any]:
+        first = nn.Linear(6, 6)
+        first.register_forward_hook(_double_gradients)
+        return [first, nn.Linear(6, 6), nn.Linear(6, 3)]
+
+    assert_trains_like_unsplit(model(layers), 7, partition=(1, 1, 1), num_microbatches=3, **way)
+
+
 class _Sum(nn.Module):
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b

@@ -1,9 +1,11 @@
 """Random numbers depend on (seed, step, layer, micro-batch) and on nothing else."""
 
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -66,6 +68,10 @@ DRAWS: dict[str, Callable[[], nn.Module]] = {
     "distribution": lambda: Draw(lambda x: torch.distributions.Normal(x, 1.0).rsample()),
     "gamma": lambda: Draw(lambda x: torch.distributions.Gamma(x.exp(), 1.0).rsample()),
     "branch": lambda: Draw(lambda x: x * 2 if bool(torch.rand(()) < 0.5) else F.dropout(x, 0.3)),
+    "python's random": lambda: Draw(lambda x: x * random.uniform(0.5, 1.5)),
+    "numpy": lambda: Draw(lambda x: x * torch.from_numpy(np.random.rand(8)).float()),
+    "numpy, one spare": lambda: Draw(lambda x: x * float(np.random.randn()) + random.gauss()),
+    "numpy and torch": lambda: Draw(lambda x: F.dropout(x * float(np.random.rand()), 0.4)),
     "fractional pooling": lambda: Draw(
         lambda x: F.fractional_max_pool2d(
             x.view(-1, 1, 4, 2).repeat(1, 1, 2, 4), 2, (4, 2)
@@ -171,6 +177,28 @@ def test_training_and_evaluation_leave_the_default_generator_alone(way: dict[str
             assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_training_and_evaluation_leave_pythons_and_numpys_generators_alone(
+    way: dict[str, Any],
+) -> None:
+    random.seed(5)
+    np.random.seed(5)
+    np.random.randn()  # leaves a spare number behind, which is state too
+    expected = random.Random(5).random(), np.random.RandomState(5).randn(2)[1]
+    layers = [Draw(_outside), Draw(_outside), nn.Linear(6, 3)]
+    model = Model("outside", lambda: layers, vectors, F.mse_loss)
+    [(x, y)] = model.batches(5, count=1)
+    with pipeline(model, model.build(), num_stages=3, num_microbatches=2, **way) as pipe:
+        for _ in range(3):
+            pipe.train_step(x, y)
+            pipe.eval_step(x)
+    assert (random.random(), np.random.randn()) == expected
+
+
+def _outside(x: Tensor) -> Tensor:
+    return x * random.uniform(0.5, 1.5) + float(np.random.randn())
+
+
 def test_drawing_before_a_step_changes_nothing() -> None:
     model = next(m for m in ALL_MODELS if m.name == "randomness")
     built = [model.build(), model.build()]
@@ -185,18 +213,24 @@ def test_drawing_before_a_step_changes_nothing() -> None:
 class Switched(nn.Module):
     """Draw only while switched on."""
 
-    def __init__(self) -> None:
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.on = False
+        self.on, self.draw = False, draw
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(x, 0.5) if self.on else x
+        return self.draw(x) if self.on else x
+
+
+LATE: dict[str, Callable[[Tensor], Tensor]] = {"torch": F.dropout, "python and numpy": _outside}
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_layer_that_starts_to_draw_later_is_right_or_refused_once(way: dict[str, Any]) -> None:
+@pytest.mark.parametrize("draw", LATE.values(), ids=LATE.keys())
+def test_a_layer_that_starts_to_draw_later_is_right_or_refused_once(
+    draw: Callable[[Tensor], Tensor], way: dict[str, Any]
+) -> None:
     model = Model(
-        "late", lambda: [nn.Linear(6, 6), Switched(), nn.Linear(6, 3)], vectors, F.mse_loss
+        "late", lambda: [nn.Linear(6, 6), Switched(draw), nn.Linear(6, 3)], vectors, F.mse_loss
     )
     built, twin = model.build(), model.build()
     unsplit, refused = Unsplit(twin.modules, chain(3), 2), []
@@ -216,17 +250,45 @@ def test_a_layer_that_starts_to_draw_later_is_right_or_refused_once(way: dict[st
     assert refused in ([], [2])
 
 
-class UserCheckpoint(nn.Module):
-    """The user's own activation checkpoint around dropout."""
+def test_a_draw_outside_torch_by_a_thread_of_the_users_own_is_a_warning() -> None:
+    asked, drawn, done = threading.Event(), threading.Event(), threading.Event()
 
-    def __init__(self, *, reentrant: bool) -> None:
+    def prepare() -> None:
+        asked.wait(30)
+        random.random()
+        drawn.set()
+        done.wait(30)
+
+    def layer(x: Tensor) -> Tensor:
+        asked.set()
+        assert drawn.wait(30)
+        return x
+
+    thread = threading.Thread(target=prepare, daemon=True)
+    thread.start()
+    late = Switched(layer)
+    model = Model("data", lambda: [nn.Linear(6, 6), late, nn.Linear(6, 3)], vectors, F.mse_loss)
+    first, second = model.batches(4, count=2)
+    with pipeline(model, model.build(), num_stages=3, num_microbatches=2) as pipe:
+        pipe.train_step(*first)
+        late.on = True
+        with pytest.warns(UserWarning, match="another thread"):
+            pipe.train_step(*second)
+    done.set()
+    thread.join()
+
+
+class UserCheckpoint(nn.Module):
+    """The user's own activation checkpoint around a draw."""
+
+    def __init__(self, *, reentrant: bool, draw: Callable[[Tensor], Tensor] = F.dropout) -> None:
         super().__init__()
-        self.reentrant = reentrant
+        self.reentrant, self.draw = reentrant, draw
         self.layer = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         def body(value: Tensor) -> Tensor:
-            return F.dropout(self.layer(value), 0.5)
+            return self.draw(self.layer(value))
 
         result: Tensor = checkpoint(body, x, use_reentrant=self.reentrant)
         return result
@@ -242,8 +304,37 @@ def test_a_users_own_checkpoint_around_dropout(reentrant: bool, way: dict[str, A
     assert_trains_like_unsplit(model, 5, partition=(1, 1, 1), num_microbatches=2, **way)
 
 
+@pytest.mark.parametrize("reentrant", (True, False))
+@pytest.mark.parametrize("way", WAYS)
+def test_draws_outside_torch_in_a_users_own_checkpoint_are_refused(
+    reentrant: bool, way: dict[str, Any]
+) -> None:
+    """Torch's checkpoint draws others in the backward, and gives another gradient."""
+
+    def noisy_outside(x: Tensor) -> Tensor:
+        return x * torch.full_like(x, random.uniform(0.5, 1.5) + float(np.random.randn()))
+
+    def layers() -> list[Any]:
+        middle = UserCheckpoint(reentrant=reentrant, draw=noisy_outside)
+        return [nn.Linear(6, 6), middle, nn.Linear(6, 3)]
+
+    model = Model("checkpoint", layers, vectors, F.mse_loss)
+    with pipeline(model, model.build(), num_stages=3, num_microbatches=2, **way) as pipe:
+        for batch in model.batches(5, count=4):
+            with pytest.raises(penstock.errors.RandomnessError, match=r"No checkpoint keeps"):
+                pipe.train_step(*batch)
+
+
+def test_python_and_numpy_in_evaluation_do_not_depend_on_the_number_of_stages() -> None:
+    _assert_same_in_evaluation(_outside)
+
+
 def test_dropout_that_stays_on_in_evaluation_does_not_depend_on_the_number_of_stages() -> None:
-    layers = [Draw(lambda x: F.dropout(x, 0.5)), nn.Identity(), Draw(lambda x: F.dropout(x, 0.5))]
+    _assert_same_in_evaluation(lambda x: F.dropout(x, 0.5))
+
+
+def _assert_same_in_evaluation(draw: Callable[[Tensor], Tensor]) -> None:
+    layers = [Draw(draw), nn.Identity(), Draw(draw)]
     found = []
     for num_stages in (1, 2, 3):
         with penstock.Pipeline(

@@ -74,7 +74,8 @@ class Captured:
 
     `calls` are the block calls in the order of their execution.  `inputs` says whether the model's
     inputs are given to the first stage only, and travel, or to every stage.  With `decides`, code
-    between blocks has looked at values, so that the model may take other ways.
+    between blocks has looked at values, so that the model may take other ways; with
+    `draws_between` it draws from Python's or NumPy's global generator.
     """
 
     model: nn.Module
@@ -83,6 +84,7 @@ class Captured:
     recorded: tuple[Recorded, ...]
     inputs: str
     decides: bool
+    draws_between: bool
     needs_all: bool
     warnings: tuple[str, ...]
     parameters: Mapping[str, str]
@@ -272,6 +274,7 @@ def _captured(
         asked.inputs,
         # writes into a tensor that was made empty are often as many as there are samples
         decides=bool(asked.makers) or any(e.decides for r in found for e in r.events),
+        draws_between=any(recording.draws_between for recording in found),
         needs_all=any(recording.needs_all for recording in found),
         warnings=tuple(_warnings(found, choice)),
         parameters=first_names(model.named_parameters(remove_duplicate=False)),

@@ -7,6 +7,7 @@ The stages run here one after the other, without a schedule: forwards in order, 
 they draw their random numbers in the order in which the whole model draws them.
 """
 
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -259,6 +261,7 @@ class _Chained:
     def __init__(self, cut: CutModel, /, *args: Any, **kwargs: Any) -> None:
         self.links: list[list[tuple[int, Tensor, Entry]]] = []
         told: SealedHeader | None = None
+        drawn = random.getstate(), numpy.random.get_state(legacy=False)
         waiting: dict[int, list[tuple[int, ValueId, Tensor]]] = {}
         for stage in range(cut.num_stages):
             links, received = [], {}
@@ -268,6 +271,9 @@ class _Chained:
                 links.append((source, tensor, entry))
                 received[value] = faithful_copy(entry.tensor)
             self.links.append(links)
+            if cut.captured.draws_between:  # every stage runs that code
+                random.setstate(drawn[0])
+                numpy.random.set_state(drawn[1])
             ran = cut.run_stage(stage, _fresh((args, kwargs)), received, told)
             self.output, told = ran.output, ran.told
             for target, values in ran.sent.items():

@@ -99,7 +99,7 @@ class Recording(Pass):
         """What made the tensors that no ghost took part in, by the storage of each."""
         self._wrote_outside: CutError | None = None
         self._given_in: tuple[frozenset[int], EventKey] = (frozenset(), START)
-        self._outer_state = _random_states()
+        self._outer_state, self.draws_between = _random_states(), False
         self._read_inside: dict[str, None] = {}
         """Names of parameters that the event has read by other ways than its block's own."""
         self._order = {START: (0, 0)}
@@ -127,6 +127,7 @@ class Recording(Pass):
         self._check_written(ghosts, operation)
         self._read_inside = {}
         if key.number == 0:
+            self._note_drawn()
             self._check_before(operation)
         if function in GRADIENT_HOOKS:  # there is no backward
             operation = operation._replace(function=_hook_nothing)
@@ -217,7 +218,7 @@ class Recording(Pass):
             self._wrote_outside = error if made_by is None else WroteOutside(str(error), made_by)
 
     def ended(self, output: Any) -> Any:
-        self._check_drawn(None)
+        self._note_drawn()
         self._check_sideways([t for t in _tensors(output) if type(t) is not Ghost], None)
         uses = tuple(ghost.info.value for ghost in ghosts_in(output))
         self.events.append(Event(END, "output", uses, (), ()))
@@ -285,7 +286,6 @@ class Recording(Pass):
 
     def _check_before(self, operation: Operation) -> None:
         """Refuse a block's call after something else that no stage could do as the others."""
-        self._check_drawn(operation.key)
         if self._wrote_outside is not None:
             raise self._wrote_outside
         block = operation.function.args[0] if isinstance(operation.function, partial) else None
@@ -293,15 +293,9 @@ class Recording(Pass):
             if id(tensor) not in self._parameters:
                 raise replaces_parameter(operation.key, name)
 
-    def _check_drawn(self, before: EventKey | None) -> None:
-        """Refuse code between blocks that draws random numbers that are not torch's."""
-        if _random_states() != self._outer_state:
-            where = "at its end" if before is None else f"before {before}"
-            raise CutError(
-                f"the code between blocks draws from Python's or NumPy's random numbers {where}; "
-                "every stage runs that code, and each would draw others. Draw by torch, or inside "
-                "a block"
-            )
+    def _note_drawn(self) -> None:
+        """Note that the code between blocks draws random numbers that are not torch's."""
+        self.draws_between |= _random_states() != self._outer_state
 
     def _read_here(self, tensors: list[Tensor]) -> tuple[str, ...]:
         return tuple(self._parameters[id(t)] for t in tensors if id(t) in self._parameters)

@@ -235,7 +235,7 @@ class Replay(Pass):
             raise GlueError(
                 f"stage {self._stage}: the code between blocks ran '{name}' as {key}, where an "
                 f"earlier stage ran {other} ({calling_line()}). It must depend on the model's "
-                "inputs only: look for a rank, the time, NumPy's random numbers, or state that "
+                "inputs only: look for a rank, the time, a generator of its own, or state that "
                 "an earlier step left"
             )
         ghosts: list[Ghost] = []

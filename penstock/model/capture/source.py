@@ -95,6 +95,7 @@ class CapturedForward(Source):
             any_shape=True,
             shares_input=not routed and last > 0,
             decides=captured.decides,
+            draws_between=captured.draws_between,
         )
 
     def _run_stage(

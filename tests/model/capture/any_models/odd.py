@@ -1,11 +1,13 @@
 """What is odd, and cut all the same: hand-made chains, and odd uses of usual models."""
 
+import random
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -385,6 +387,16 @@ class Drawing(Chain):
         return functional.scaled_dot_product_attention(rows, rows, rows, dropout_p=drop)[0, 0]
 
 
+class DrawingOutside(Chain):
+    """Draws Python's and NumPy's random numbers between blocks that draw torch's."""
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        if not self.training:
+            return x
+        rows = torch.from_numpy(numpy.random.permutation(len(x)))
+        return x[rows] * random.uniform(0.5, 1.5)
+
+
 def chain(kind: Callable[[], Chain]) -> Callable[[], Made]:
     return lambda: (kind(), inputs)
 
@@ -597,6 +609,7 @@ CHAINS = (
     AnyModel("frozen block", chain(Frozen)),
     AnyModel("types asked and changed", chain(Typed)),
     AnyModel("random numbers between blocks", chain(Drawing)),
+    AnyModel("Python's and NumPy's random numbers between blocks", chain(DrawingOutside)),
     *FILLING,
     AnyModel("autocast, a value used twice", chain(UsedTwice), within=autocast),
 )

@@ -1,6 +1,5 @@
 """What capture refuses, with what it says: it would be wrong, or cannot be followed."""
 
-import random
 import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -45,11 +44,6 @@ class Sideways(Chain):
     def forward(self, x: Tensor) -> Tensor:
         self.blocks[0].memory.clear()  # type: ignore[operator,union-attr]  # as above
         return super().forward(x)
-
-
-class Drawing(Chain):
-    def between(self, x: Tensor, _number: int) -> Tensor:
-        return x * random.random()
 
 
 class Mapped(Chain):
@@ -268,12 +262,6 @@ REFUSED = (
         Globally,
         CutError,
         r"made inside 'blocks\.0' reaches 'blocks\.1' through an",
-    ),
-    Refused(
-        "Python's random numbers between blocks",
-        Drawing,
-        CutError,
-        r"Python's or NumPy's random numbers before 'blocks\.1'",
     ),
     Refused(
         "vmap between blocks",
