@@ -152,11 +152,12 @@ class _Search:
         return size.num_ranks, size.num_replicas, evaluator.threads
 
     def _look_at(self, evaluator: Evaluator, size: Size, *, is_wanted: bool = False) -> None:
-        """Foretell one size with every schedule that is made for no costs."""
+        """Foretell one size with every schedule that is made for no costs; where only others are
+        wanted, with those, made for unit costs so far.
+        """
         number = self._evaluators.index(evaluator)
-        for family in families(self._wishes, size, UNIT_COSTS):
-            if takes_costs(family):
-                continue
+        wanted = list(families(self._wishes, size, UNIT_COSTS))
+        for family in [x for x in wanted if not takes_costs(x)] or wanted:
             foretold = self._planned(evaluator, size, family)
             if foretold is None:
                 return  # the others keep no less
@@ -216,8 +217,8 @@ class _Search:
         if not self._too_large:
             return (
                 "no plan is possible: the wishes leave no number of ranks, replicas and "
-                "micro-batches that the cluster has devices and the batch samples for; ask for "
-                "less"
+                "micro-batches that the cluster has devices and the batch samples for, and a "
+                "schedule that runs so; ask for less, or for other schedules"
             )
         found = [(each[0].excess_of(*each[1:]), each[1]) for each in self._too_large]
         excess, size = min(found, key=lambda each: (each[0].num_bytes, each[1]))

@@ -96,6 +96,32 @@ def test_the_model_uncut_that_fits_nowhere_is_told_from_one_that_was_not_asked_f
     assert "the model uncut fits no device" in tight.why
 
 
+def test_a_model_that_is_not_cut_keeps_one_micro_batch_and_recomputes_nothing() -> None:
+    model = chain([1.0] * 4, inner_bytes=10**6)
+    weights = sum(w.total_bytes for w in model.weights)
+    here = cluster(2, memory_bytes=round((weights + 4.5 * 10**6) / 0.9))  # one micro-batch fits
+    wishes = Wishes(batch_size=8, num_ranks=1, num_microbatches=4)
+    chosen = plan(model, here, 8, wishes=wishes)
+    assert (chosen.schedule.name, chosen.recompute) == ("one_f_one_b", (Recompute.NEVER,))
+    assert chosen.predicted_s == pytest.approx((12.0,), rel=1e-5)
+    asked = plan(model, here, 8, wishes=replace(wishes, schedules=("gpipe",)))
+    assert (asked.schedule.name, asked.recompute) == ("gpipe", (Recompute.STAGE,))
+
+
+@pytest.mark.parametrize("name", ("one_f_one_b", "gpipe", "zb_h1"))
+def test_a_schedule_that_was_asked_for_is_that_of_one_stage_too(name: str) -> None:
+    wishes = Wishes(batch_size=8, num_ranks=1, schedules=(name,))
+    assert plan(chain([1.0] * 4), cluster(1), 8, wishes=wishes).schedule.name == name
+
+
+def test_a_schedule_of_several_stages_on_a_rank_never_stands_for_one_of_one() -> None:
+    found = families(Wishes(batch_size=8), Size(2, 1, 4), UNIT_COSTS)
+    assert all(("stages_per_rank", 1) not in family.arguments for family in found)
+    only = Wishes(batch_size=8, num_ranks=1, schedules=("interleaved_1f1b",))
+    with pytest.raises(ConfigError, match=r"no plan is possible.*or for other schedules"):
+        find_plans([chain([1.0] * 4)], cluster(1), only)
+
+
 def test_what_does_not_fit_is_recomputed_and_the_table_says_so() -> None:
     big = chain([1.0] * 4, inner_bytes=10**6)
     weights = sum(w.total_bytes for w in big.weights)
