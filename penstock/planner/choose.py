@@ -4,8 +4,9 @@ Candidates come in the order of what they take at least; one whose least is more
 was foretold to take needs no schedule and no simulation.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from math import inf
 
@@ -18,7 +19,7 @@ from penstock.schedules.family import Family
 from penstock.trace.units import bytes_text
 
 from .candidates import Size, Wishes, can_run, families, is_long, sizes, takes_costs
-from .evaluate import Evaluator
+from .evaluate import Evaluator, Excess
 from .foretell import Foretold
 from .plan import Plan
 
@@ -86,7 +87,7 @@ class _Search:
     def __init__(self, evaluators: Sequence[Evaluator], wishes: Wishes, num_best: int) -> None:
         self._evaluators, self._wishes, self._num_best = evaluators, wishes, num_best
         self._best: dict[tuple[int, int, int], Found] = {}
-        self._too_large: list[tuple[Evaluator, Size, Family]] = []
+        self._too_large: list[tuple[Callable[[], Excess], Size]] = []
         self._num_plans = 0
         self._allows_uncut = False
         self._plain: dict[tuple[int, Size], Found] = {}
@@ -164,9 +165,10 @@ class _Search:
             may_lose = size.num_stages == 1 or is_wanted
             if not may_lose and self._soonest_s(foretold) >= self._limit_s():
                 return  # other schedules have the same work to do
-            found = self._keep(size, foretold)
-            before = self._plain.get((number, size), found)
-            self._plain[number, size] = min(before, found, key=lambda each: each.step_s)
+            found = self._keep(evaluator, size, foretold)
+            if found is not None:
+                before = self._plain.get((number, size), found)
+                self._plain[number, size] = min(before, found, key=lambda each: each.step_s)
 
     def _refine(self, evaluator: Evaluator, size: Size, like: Foretold) -> None:
         """Foretell one size with the schedules that are made for costs: those of a plan of it."""
@@ -176,13 +178,16 @@ class _Search:
             if takes_costs(family):
                 foretold = self._planned(evaluator, size, family)
                 if foretold is not None:
-                    self._keep(size, foretold)
+                    self._keep(evaluator, size, foretold)
 
-    def _planned(self, evaluator: Evaluator, size: Size, family: Family) -> Foretold | None:
+    def _planned(
+        self, evaluator: Evaluator, size: Size, family: Family, *, with_messages: bool = False
+    ) -> Foretold | None:
         self._num_plans += 1
-        plan = evaluator.plan_of(size, family)
+        plan = evaluator.plan_of(size, family, with_messages=with_messages)
         if plan is None:
-            self._too_large.append((evaluator, size, family))
+            asked = partial(evaluator.excess_of, size, family, with_messages=with_messages)
+            self._too_large.append((asked, size))
             return None
         return Foretold(
             plan, evaluator.profile, evaluator.cluster, plan.batch_size, evaluator.pricing
@@ -205,12 +210,23 @@ class _Search:
             work_s[place] = work_s.get(place, 0.0) + seconds * plan.num_microbatches
         return max(first_s[p] + work_s[p] for p in work_s) + foretold.update_s
 
-    def _keep(self, size: Size, foretold: Foretold) -> Found:
-        """Foretell how long a plan takes, and keep it if it is the fastest of its kind."""
-        plan = replace(foretold.plan, predicted_step_s=foretold.quick_step_s)
-        found = Found(size, replace(foretold, plan=plan))
-        kind = size.num_ranks, size.num_replicas, plan.threads_per_stage
-        self._best[kind] = min(self._best.get(kind, found), found, key=lambda each: each.step_s)
+    def _keep(self, evaluator: Evaluator, size: Size, foretold: Foretold) -> Found | None:
+        """Foretell how long a plan takes, and keep it if it is the fastest of its kind that fits;
+        one whose messages do not fit is made again, with room for them.  None if none fits.
+        """
+        found = _found(size, foretold)
+        kind = self._kind(evaluator, size)
+        fastest = self._best.get(kind)
+        if fastest is not None and fastest.step_s <= found.step_s:
+            return found
+        if not evaluator.fits(size, foretold):
+            family = foretold.plan.schedule
+            again = self._planned(evaluator, size, family, with_messages=True)
+            if again is None:
+                return None
+            found = _found(size, again)
+        if fastest is None or found.step_s < fastest.step_s:
+            self._best[kind] = found
         return found
 
     def _nothing_fits(self) -> str:
@@ -220,7 +236,7 @@ class _Search:
                 "micro-batches that the cluster has devices and the batch samples for, and a "
                 "schedule that runs so; ask for less, or for other schedules"
             )
-        found = [(each[0].excess_of(*each[1:]), each[1]) for each in self._too_large]
+        found = [(excess_of(), size) for excess_of, size in self._too_large]
         excess, size = min(found, key=lambda each: (each[0].num_bytes, each[1]))
         moves = any(evaluator.may_offload(size) for evaluator in self._evaluators)
         remedies = ["devices with more memory", "an optimizer that keeps less"]
@@ -236,3 +252,8 @@ class _Search:
             f"recomputed{' and moved away' if moves else ''}. What would help: "
             f"{', '.join(remedies)}, more devices, or layers that are smaller"
         )
+
+
+def _found(size: Size, foretold: Foretold) -> Found:
+    plan = replace(foretold.plan, predicted_step_s=foretold.quick_step_s)
+    return Found(size, replace(foretold, plan=plan))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import accumulate, pairwise
 from math import inf
+from operator import le, mul
 
 import numpy as np
 
@@ -18,12 +19,14 @@ from penstock.types import Transport
 
 from .candidates import Size, Wishes
 from .cuts import Matrix, Setting
+from .foretell import Foretold
 from .partition import cut, sums
 from .placement import Placement
 from .plan import BalancedBy, Plan
 from .pricing import Pricing
 from .stage_bytes import StageBytes
 from .stage_costs import OnDevice, StageCosts, Way, usual_ways
+from .stage_work import OnWay, Tables, most_on_way, work_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +57,29 @@ class Evaluator:
         longest_s = max(sum(layers_s[start:end]) for start, end in self.profile.spans)
         return float(size.num_microbatches * max(longest_s, sum(layers_s) / size.num_ranks))
 
-    def excess_of(self, size: Size, family: Family) -> Excess:
+    def excess_of(self, size: Size, family: Family, *, with_messages: bool = False) -> Excess:
         """Return what is missing for a plan of this size, where that is least."""
-        return _Stages(self, size, family).excess()
+        return _Stages(self, size, family, with_messages).excess()
 
-    def plan_of(self, size: Size, family: Family) -> Plan | None:
+    def fits(self, size: Size, foretold: Foretold) -> bool:
+        """Tell whether a plan keeps within the memory of each rank, messages on their way included:
+        it does if as many come as ever can, else its timeline tells.
+        """
+        limits = self.limits_of(size)
+        return all(map(le, most_bytes_of_ranks(foretold), limits)) or all(
+            map(le, foretold.timeline.peak_bytes_of_ranks(), limits)
+        )
+
+    def plan_of(self, size: Size, family: Family, *, with_messages: bool = False) -> Plan | None:
         """Return the plan whose slowest stage is fastest, of all that fit; None if none does.
+
+        What the schedule keeps has to fit; `with_messages`, as many messages on their way as there
+        can be as well.
 
         Raises:
             ConfigError: the family makes no schedule of this size.
         """
-        stages = _Stages(self, size, family)
+        stages = _Stages(self, size, family, with_messages)
         partition = cut(size.num_stages, stages.if_all_fits_s, self.profile.spans)
         if partition is not None and not stages.fits(partition):
             partition = cut(size.num_stages, stages.least_s, self.profile.spans)
@@ -98,12 +113,17 @@ class Evaluator:
         share = self.wishes.memory_share * self.threads
         return share * self.cluster.device_of(place).memory_bytes
 
-    def on_device(self, size: Size, place: int) -> OnDevice:
-        """Return what a stage takes on a device, and the memory that it may have."""
+    def limits_of(self, size: Size) -> tuple[float, ...]:
+        """Return what each rank may use of its memory, on the replica that has least."""
+        limits = [self.limit_bytes(place) for place in self.places_of(size)]
+        return tuple(min(limits[rank :: size.num_ranks]) for rank in range(size.num_ranks))
+
+    def on_device(self, size: Size, place: int, limit_bytes: float) -> OnDevice:
+        """Return what a stage takes on a device, of whose memory its rank may use so much."""
         to_host = self.cluster.device_of(place).host_bytes_per_s
         return OnDevice(
             seconds=self.pricing.seconds(self.cluster.places[place].kind, *self._each(size)),
-            memory_bytes=self.limit_bytes(place) / size.stages_per_rank,
+            memory_bytes=limit_bytes / size.stages_per_rank,
             host_bytes_per_s=inf if to_host is None else likely(to_host),
         )
 
@@ -150,13 +170,19 @@ class Evaluator:
 class _Stages:
     """What any run of layers costs each stage of one size in one schedule."""
 
-    def __init__(self, evaluator: Evaluator, size: Size, family: Family) -> None:
+    def __init__(
+        self, evaluator: Evaluator, size: Size, family: Family, with_messages: bool
+    ) -> None:
         self._evaluator, self._size = evaluator, size
-        on = evaluator.places_of(size)
-        self._on = [evaluator.first_like(on[p]) for p in family.ranks(size.num_stages)]
+        on, limits = evaluator.places_of(size), evaluator.limits_of(size)
+        ranks = family.ranks(size.num_stages)
+        self._on = [(evaluator.first_like(on[p]), limits[p]) for p in ranks]
         moves = range(size.num_stages if evaluator.may_offload(size) else 0)
         self._to_come = usual_ways(family, size.num_stages, size.num_microbatches, moves)
         self._found = [next(self._to_come)]
+        self._on_way = [OnWay(0, 0)] * size.num_stages
+        if with_messages:
+            self._on_way = most_on_way(self._found[0].work, size.num_microbatches)
         self._known: dict[object, Matrix] = {}
 
     @property
@@ -171,7 +197,7 @@ class _Stages:
         work = way.work[stage]  # the same for stages that only keep more or less
         key = work.recomputes, work.wholes, work.halves, self._on[stage]
         if key not in self._known:
-            device = self._evaluator.on_device(self._size, self._on[stage])
+            device = self._evaluator.on_device(self._size, *self._on[stage])
             self._known[key] = sums(work.seconds(device.seconds, way.recompute[stage]))
         return self._known[key]
 
@@ -205,7 +231,7 @@ class _Stages:
         assert partition is not None, "no cost is infinite"
         runs = pairwise(accumulate(partition, initial=0))
         most = max(float(self._missing(stage)[run]) for stage, run in enumerate(runs))
-        return Excess(most, self._evaluator.limit_bytes(self._on[0]))
+        return Excess(most, min(limit for _, limit in self._on))
 
     def _seconds(self, stage: int, way: Way) -> Matrix:
         key = self._key(stage, way)
@@ -215,7 +241,7 @@ class _Stages:
 
     def _key(self, stage: int, way: Way) -> object:
         """Return what stages have in common that cost the same by a way."""
-        return way.recompute[stage], way.work[stage], self._on[stage]
+        return way.recompute[stage], way.work[stage], self._on[stage], self._on_way[stage]
 
     def _missing(self, stage: int) -> Matrix:
         found: Matrix = np.minimum.reduce(
@@ -224,11 +250,35 @@ class _Stages:
         return found.clip(0)
 
     def _costs(self, stage: int, way: Way) -> StageCosts:
-        place = self._on[stage]
+        place, limit_bytes = self._on[stage]
         return StageCosts(
             of_stages=self._evaluator.stage_bytes(self._size, place),
             weights=self._evaluator.profile.weights,
             ways=(way,),
-            devices=(self._evaluator.on_device(self._size, place),),
+            devices=(self._evaluator.on_device(self._size, place, limit_bytes),),
             versions=(1,) * self._size.num_stages,
+            on_way=self._on_way,
         )
+
+
+def most_bytes_of_ranks(foretold: Foretold) -> list[float]:
+    """Return what each rank keeps at the very most, whatever the times: all of its stages at
+    their fullest at once, and as many messages on their way as there can be.
+    """
+    plan, num_bytes = foretold.plan, foretold.sharing.num_bytes
+    work = work_of(
+        plan.schedule, plan.num_stages, plan.num_microbatches, plan.recompute, plan.offloading
+    )
+    arriving = [[0, 0] for _ in work]
+    for (is_gradient, _, stage), size in num_bytes.items():
+        arriving[stage][is_gradient] += size
+    most = [0.0] * plan.placement.num_places
+    for stage, on_way in enumerate(most_on_way(work, plan.num_microbatches)):
+        kept, own = foretold.kept[stage], foretold.weights[stage]
+        sizes = Tables(*map(np.array, (kept.graph, kept.inputs, kept.weights, kept.stays)))
+        most[plan.placement.places[stage]] += (
+            float(work[stage].peak_bytes(sizes))
+            + (own.weight_bytes + own.gradient_bytes + own.optimizer_bytes)
+            + sum(map(mul, on_way, arriving[stage]))
+        )
+    return most

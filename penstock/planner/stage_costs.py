@@ -22,7 +22,7 @@ from penstock.types import Recompute, RecomputePolicy
 from .cuts import Matrix, Setting
 from .partition import sums
 from .stage_bytes import StageBytes
-from .stage_work import StageWork, Tables, work_of
+from .stage_work import OnWay, StageWork, Tables, work_of
 
 
 class Way(NamedTuple):
@@ -94,7 +94,8 @@ class StageCosts:
     `devices` has an entry for each kind, `versions` for each stage: how many versions of its
     weights the schedule keeps.  Weights, their gradients and what the optimizer keeps are there
     all the time.  With `route` messages count, where the setting names neighbours: all of them
-    as if to the stages next to this one, also those that skip some.
+    as if to the stages next to this one, also those that skip some.  `on_way` is how many messages
+    to each stage need room beside what it keeps; none if left out.
     """
 
     of_stages: StageBytes
@@ -103,6 +104,7 @@ class StageCosts:
     devices: Sequence[OnDevice]
     versions: Sequence[int]
     route: RouteBetween | None = None
+    on_way: Sequence[OnWay] = ()
 
     def __call__(self, setting: Setting) -> Matrix:
         """Return the seconds of a micro-batch, [start, end)."""
@@ -150,4 +152,7 @@ class StageCosts:
         of_version = sums([w.parameter_bytes for w in self.weights])
         used: Matrix = sums(every) + (self.versions[setting.stage] - 1) * of_version
         room: Matrix = self.devices[setting.kind].memory_bytes - used
+        if self.on_way and any(on_way := self.on_way[setting.stage]):
+            of_messages = self.of_stages.received.table, self.of_stages.sent_gradient.table
+            room = room - sum(n * table for n, table in zip(on_way, of_messages, strict=True))
         return room

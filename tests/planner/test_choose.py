@@ -5,11 +5,13 @@ from random import Random
 
 import pytest
 
+from penstock.costs.cluster import Cluster
+from penstock.costs.profile import Profile, Value
 from penstock.errors import ConfigError
 from penstock.planner.candidates import Size, Wishes, families, sizes
 from penstock.planner.choose import find_plans
 from penstock.planner.evaluate import Evaluator
-from penstock.planner.foretell import Foretold
+from penstock.planner.foretell import Foretold, simulate
 from penstock.planner.make_plan import choose_plan, plan
 from penstock.planner.plan import Plan
 from penstock.planner.reasons import choices_text
@@ -131,6 +133,69 @@ def test_what_does_not_fit_is_recomputed_and_the_table_says_so() -> None:
     tight = plan(big, small, 4, wishes=Wishes(batch_size=4, num_microbatches=4))
     told = Foretold(tight, big, small, 4).timeline
     assert max(told.peak_bytes_of_ranks()) <= 0.9 * small.devices["a"].memory_bytes
+
+
+@pytest.mark.parametrize(
+    "seeds", (range(40), pytest.param(range(40, 340), marks=pytest.mark.slow)), ids=len
+)
+def test_no_plan_of_the_list_is_above_its_limit_of_memory_by_its_own_simulation(
+    seeds: range,
+) -> None:
+    num_tight = 0
+    for seed in seeds:
+        found, here, wishes = drawn(Random(seed))
+        try:
+            choices = find_plans([found], here, wishes)
+        except ConfigError as error:
+            assert "lacks -" not in str(error)
+            continue
+        for each in (*choices.best, *filter(None, [choices.uncut])):
+            peaks = simulate(each.plan, found, here).peak_bytes_of_ranks()
+            for rank, peak in enumerate(peaks):
+                devices = [here.device_of(place) for place in each.foretold.places]
+                room = min(x.memory_bytes for x in devices[rank :: len(peaks)])
+                assert peak <= 0.9 * room, (seed, each.plan.choices)
+                num_tight += peak > 0.8 * room
+    assert num_tight > len(seeds) / 8  # else the limits are none
+
+
+def drawn(random: Random) -> tuple[Profile, Cluster, Wishes]:
+    """Draw a model with messages of any size, devices that it may just fit, and a batch."""
+    count = random.randint(2, 6)
+    inner_bytes, message_bytes = random.choice(((1000, 100), (1000, 3000), (10, 3000)))
+    found = chain(
+        [random.choice((0.1, 1.0, 3.0)) for _ in range(count)],
+        inner_bytes=inner_bytes,
+        weight_bytes=random.choice((10, 1000)),
+    )
+    (at,) = found.sizes
+    values = tuple(replace(v, num_bytes=random.randint(1, message_bytes)) for v in at.values)
+    if random.random() < 0.5:  # a weight of both ends comes with each micro-batch
+        size = random.randint(1, message_bytes)
+        values += (Value(0, (count - 1,), size, len(values), is_weight=True),)
+    found = replace(found, sizes=(replace(at, values=values),))
+    weights = sum(each.total_bytes for each in found.weights)
+    of_batch = count * (inner_bytes + message_bytes)
+    here = cluster(
+        random.randint(1, 4),
+        bytes_per_s=random.choice((100.0, 1e4, 1e6)),
+        memory_bytes=round(weights * random.uniform(0.4, 1.5) + of_batch * random.uniform(1, 8)),
+    )
+    (host,), (device,) = here.hosts, here.devices.values()
+    small = replace(device, memory_bytes=round(device.memory_bytes * 0.7))
+    names = tuple(random.choice((device.name, "small")) for _ in host.devices)
+    here = replace(
+        here,
+        devices={device.name: device, "small": small},
+        hosts=(replace(host, devices=names),),
+    )
+    limited = random.random() < 0.5
+    wishes = Wishes(
+        batch_size=random.choice((4, 8)),
+        num_microbatches=random.choice((None, 2, 4)),
+        schedules=(random.choice(PLAIN),) if limited else None,
+    )
+    return found, here, wishes
 
 
 def test_what_fits_no_other_way_moves_to_the_host_where_the_device_says_how_fast() -> None:
