@@ -62,7 +62,7 @@ class Evaluator:
         return _Stages(self, size, family, with_messages).excess()
 
     def fits(self, size: Size, foretold: Foretold) -> bool:
-        """Tell whether a plan keeps within the memory of each rank, messages on their way included:
+        """Tell whether a plan keeps within each rank's memory, messages on their way included:
         it does if as many come as ever can, else its timeline tells.
         """
         limits = self.limits_of(size)

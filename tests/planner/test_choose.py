@@ -179,7 +179,7 @@ def drawn(random: Random) -> tuple[Profile, Cluster, Wishes]:
     here = cluster(
         random.randint(1, 4),
         bytes_per_s=random.choice((100.0, 1e4, 1e6)),
-        memory_bytes=round(weights * random.uniform(0.4, 1.5) + of_batch * random.uniform(1, 8)),
+        memory_bytes=round(weights * random.uniform(0.3, 1.2) + of_batch * random.uniform(0.3, 3)),
     )
     (host,), (device,) = here.hosts, here.devices.values()
     small = replace(device, memory_bytes=round(device.memory_bytes * 0.7))
