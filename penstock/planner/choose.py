@@ -25,6 +25,11 @@ from .plan import Plan
 
 _MARGIN = 1.1
 """Candidates that take so many times as long as the fastest are not worth a line."""
+_SAME, _MAY_BE_SAME = 1.01, 1.05
+"""Candidates that take so many times as long as the fastest are as fast: all of them, or those
+that are no slower at one end of what the cluster's figures may be."""
+_LEAST_KEPT = 5
+"""However few are asked for, so that the plan that is chosen is the same."""
 _REFINED = 6
 """Sizes for which schedules are looked at that are made for costs: making one takes long."""
 
@@ -46,10 +51,21 @@ class Found:
         assert self.plan.predicted_step_s is not None
         return self.plan.predicted_step_s
 
+    @property
+    def num_devices(self) -> int:
+        """How many it keeps busy, cores of a rank's threads each."""
+        return self.size.num_ranks * self.size.num_replicas * self.plan.threads_per_stage
+
+    def step_s_on(self, cluster: Cluster) -> float:
+        """Seconds of a step on the same cluster with other figures."""
+        own = self.foretold
+        return Foretold(own.plan, own.profile, cluster, own.batch_size).quick_step_s
+
 
 @dataclass(frozen=True)
 class Choices:
-    """What was found: the best candidates, the fastest first, and the model uncut.
+    """What was found: the best candidates, first the one that is chosen, then the fastest first,
+    and the model uncut.
 
     `uncut` is None where that does not fit, or the wishes left it out: `allows_uncut` tells.
     `num_looked_at` counts the plans that were made.
@@ -75,10 +91,31 @@ def find_plans(
     """
     for profile in profiles[1:]:
         profile.check_model(profiles[0].layers)
-    cluster = cluster.resolved(likely)
-    search = _Search([Evaluator(each, cluster, wishes) for each in profiles], wishes, num_best)
+    here = cluster.resolved(likely)
+    evaluators = [Evaluator(each, here, wishes) for each in profiles]
+    search = _Search(evaluators, wishes, max(num_best, _LEAST_KEPT))
     search.run()
-    return search.choices()
+    found = search.choices()
+    chosen = _fewest_devices(found.best, cluster)
+    best = (chosen, *(each for each in found.best if each is not chosen))
+    return replace(found, best=best[:num_best])
+
+
+def _fewest_devices(found: Sequence[Found], cluster: Cluster) -> Found:
+    """Return the candidate of fewest devices among those that are as fast as the first."""
+    fastest = found[0]
+    ends = cluster.ends() if cluster.has_intervals else ()
+
+    def is_as_fast(other: Found) -> bool:
+        times_as_long = other.step_s / fastest.step_s
+        return times_as_long <= _SAME or (
+            times_as_long <= _MAY_BE_SAME
+            and any(other.step_s_on(end) <= fastest.step_s_on(end) for end in ends)
+        )
+
+    fewer = [each for each in found if each.num_devices < fastest.num_devices]
+    tied = [fastest, *filter(is_as_fast, fewer)]
+    return min(tied, key=lambda each: (each.num_devices, each.step_s))
 
 
 class _Search:

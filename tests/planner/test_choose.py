@@ -1,5 +1,6 @@
 """The plan that is chosen is the fastest of all that could be made."""
 
+import re
 from dataclasses import replace
 from random import Random
 
@@ -8,13 +9,14 @@ import pytest
 from penstock.costs.cluster import Cluster
 from penstock.costs.profile import Profile, Value
 from penstock.errors import ConfigError
+from penstock.interval import Interval
 from penstock.planner.candidates import Size, Wishes, families, sizes
 from penstock.planner.choose import find_plans
 from penstock.planner.evaluate import Evaluator
 from penstock.planner.foretell import Foretold, simulate
 from penstock.planner.make_plan import choose_plan, plan
 from penstock.planner.plan import Plan
-from penstock.planner.reasons import choices_text
+from penstock.planner.reasons import choices_text, slower_than
 from penstock.schedules.costs import UNIT_COSTS
 from penstock.types import Recompute
 from tests.profiles import chain, cluster
@@ -122,6 +124,36 @@ def test_a_schedule_of_several_stages_on_a_rank_never_stands_for_one_of_one() ->
     only = Wishes(batch_size=8, num_ranks=1, schedules=("interleaved_1f1b",))
     with pytest.raises(ConfigError, match=r"no plan is possible.*or for other schedules"):
         find_plans([chain([1.0] * 4)], cluster(1), only)
+
+
+def test_of_plans_that_are_as_fast_the_one_on_fewest_devices_is_chosen() -> None:
+    slow = cluster(4, bytes_per_s=1e9, latency_s=0.0)
+    model = chain([1.0, 100.0], inner_bytes=10)  # nothing is gained by a second device
+    wishes = Wishes(batch_size=1)
+    choices = find_plans([model], slow, wishes)
+    assert choices.best[0].num_devices == 1
+    assert plan(model, slow, 1).num_stages == 1
+    (link,) = slow.links.values()
+    unsure = replace(slow, links={"link": replace(link, latency_s=Interval(0.0, 9.0))})
+    model = chain([1.0] * 4, inner_bytes=10)
+    assert find_plans([model], unsure, Wishes(batch_size=8)).best[0].num_devices > 1
+
+
+def test_the_plan_is_the_same_however_many_others_are_listed() -> None:
+    model, here = chain([1.0, 2.0] * 3), cluster(4)
+    plans = [choose_plan(model, here, 8, num_best=n)[0] for n in (1, 2, 5)]
+    assert len({(each.partition, each.schedule, each.placement) for each in plans}) == 1
+
+
+def test_what_a_candidate_spends_more_and_less_adds_up_to_how_much_slower_it_is() -> None:
+    choices = find_plans([chain([1.0, 2.0] * 3)], cluster(4), Wishes(batch_size=8))
+    why_slower, several = slower_than(choices.best[0]), 0
+    for found in choices.best[1:]:
+        told = why_slower(found)
+        total, *parts = (float(x) for x in re.findall(r"([-+]?[\d.]+)%", told))
+        assert abs(sum(parts) - total) < 0.5 + 0.05 * (1 + len(parts))
+        several += len(parts) > 2
+    assert several
 
 
 def test_what_does_not_fit_is_recomputed_and_the_table_says_so() -> None:
