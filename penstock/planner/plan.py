@@ -293,8 +293,8 @@ class Plan:
             f"{count_text(placement.num_replicas, 'replica')} on "
             f"{count_text(placement.num_ranks, 'rank')}, "
             f"{count_text(self.num_microbatches, 'micro-batch')}",
-            f"{self.choices}, seed {self.seed}, {count_text(self.threads_per_stage, 'thread')} per "
-            "stage",
+            f"{self.choices}, seed {self.seed}, "
+            f"{count_text(self.threads_per_stage, 'thread')} per stage",
             f"layers {self.balance}",
             *self._memory(),
             *self._splitting(),

@@ -24,6 +24,7 @@ _WORDS: Mapping[str, str] = {
     "optimizer_s": "the optimizer",
 }
 _WORTH_A_WORD = 0.005
+_LITTLE = "a little of everything"
 _WORK = ("forward_s", "backward_s", "weight_s")
 
 
@@ -68,13 +69,13 @@ def slower_than(best: Found) -> Callable[[Found], str]:
         more = {_WORDS[name]: (own[name] - others[name]) / best.step_s for name in own}
         named = {name: share for name, share in more.items() if abs(share) >= _WORTH_A_WORD}
         rest = sum(more.values()) - sum(named.values())
-        if not named or abs(rest) >= _WORTH_A_WORD:
+        if abs(rest) >= _WORTH_A_WORD:
             named["all else"] = rest
         most = sorted(named.items(), key=lambda item: -abs(item[1]))
         slower = found.step_s / best.step_s - 1
         return (
             f"{percent_text(abs(slower))} {'slower' if slower >= 0 else 'faster'}: "
-            + ", ".join(f"{name} {share:+.1%}" for name, share in most)
+            + (", ".join(f"{name} {share:+.1%}" for name, share in most) or _LITTLE)
             + (f"; that is not certain, and it needs {_devices(found)}" if slower < 0 else "")
         )
 

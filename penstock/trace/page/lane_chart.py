@@ -60,7 +60,9 @@ def lane_chart(
             "zeroline": False,
         }
         layout["annotations"].append(
-            caption(_headline(title, timeline.step_s, bubbles[title], optimizer_s), top_px / inner_px)
+            caption(
+                _headline(title, timeline.step_s + optimizer_s, bubbles[title]), top_px / inner_px
+            )
         )
         layout["shapes"] += _grounds(len(lanes.ranks), timeline.step_s * unit.per_s, axis)
         data += _traces(lanes, unit, axis, shown)
@@ -74,10 +76,8 @@ def _lane_px(num_lanes: int) -> int:
     return 34 if num_lanes <= 8 else 24 if num_lanes <= 24 else 15
 
 
-def _headline(title: str, step_s: float, bubble: float, optimizer_s: float) -> str:
-    last = f" ({time_text(optimizer_s)} of it the optimizer, not drawn)" if optimizer_s else ""
-    step = time_text(step_s + optimizer_s)
-    return f"<b>{title}</b>   step {step}{last}, bubble {percent_text(bubble)}"
+def _headline(title: str, step_s: float, bubble: float) -> str:
+    return f"<b>{title}</b>   step {time_text(step_s)}, bubble {percent_text(bubble)}"
 
 
 def _grounds(num_lanes: int, width: float, axis: str) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ MOST_ROWS = 400
 _LONG = 12
 """Lines from which on code stands in columns."""
 _NUMBER = re.compile(r"[-+]?\d[\d,.]*(%| ?(s|ms|µs|bytes|[KMG]iB))?|-|\?|")
-_LONG = 60
+_MANY_LETTERS = 60
 """Letters of a cell beyond which the words of its column may go on in a second line."""
 
 
@@ -54,7 +54,7 @@ def table_html(table: Table) -> str:
         ' class="number"'
         if n and all(map(_NUMBER.fullmatch, column))
         else ' class="words"'
-        if max(map(len, column), default=0) > _LONG
+        if max(map(len, column), default=0) > _MANY_LETTERS
         else ""
         for n, column in enumerate(columns)
     ]
