@@ -123,7 +123,7 @@ def _are_thin(boxes: Sequence[Box], step_s: float) -> bool:
     seen; however many small ones, such as messages, there are between large ones.
     """
     widths_s = [box.end_s - box.start_s for box in boxes]
-    thin_s = sum(width_s for width_s in widths_s if width_s < step_s / (2 * _MOST_PARTS))
+    thin_s = sum(width_s for width_s in widths_s if width_s < step_s / _MOST_PARTS)
     return thin_s > sum(widths_s) / 2
 
 
