@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from penstock.interval import Interval, Quantity
 from penstock.trace.table import columns
-from penstock.trace.units import bytes_text, percent_text, time_text
+from penstock.trace.units import bytes_text, count_text, percent_text, time_text
 
 from .device import Device
 from .hosts import Host, Link
@@ -18,7 +18,7 @@ def cluster_lines(
     """Yield the hosts of a cluster, then the kinds of devices and links that they have."""
     num_hosts = sum(host.count for host in hosts)
     num_devices = sum(host.count * len(host.devices) for host in hosts)
-    yield f"{name}: {_count(num_hosts, 'host')}, {_count(num_devices, 'device')}"
+    yield f"{name}: {count_text(num_hosts, 'host')}, {count_text(num_devices, 'device')}"
     yield ""
     yield from columns(list(_host_rows(hosts)), num_left=5)
     yield ""
@@ -93,7 +93,3 @@ def _link_rows(links: Mapping[str, Link]) -> Iterator[tuple[str, ...]]:
             "yes" if link.duplex else "no",
             "block" if link.blocks else "overlap",
         )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' if number != 1 else ''}"

@@ -82,8 +82,8 @@ class Size:
 def sizes(wishes: Wishes, cluster: Cluster, threads: int, num_spans: int) -> Iterator[Size]:
     """Yield the sizes to look at where each rank has so many threads of its host.
 
-    One rank and one stage, the model uncut, is always among them, on one device and in as many
-    replicas as fit.
+    One rank and one stage, the model uncut, is among them unless another number of ranks is asked
+    for, on one device and in as many replicas as fit.
 
     Raises:
         ConfigError: the batch has fewer samples than there are to be replicas.
@@ -137,10 +137,7 @@ def families(wishes: Wishes, size: Size, costs: Costs) -> Iterator[Family]:
     """Yield the schedule families to look at, made for these costs where they take any; first the
     one that keeps least of those that take none.
     """
-    if size.num_stages == 1:
-        wanted: Sequence[str] = ("gpipe",)
-    else:
-        wanted = wishes.schedules or SCHEDULE_NAMES
+    wanted = [x for x in wishes.schedules or SCHEDULE_NAMES if suits(x, size.stages_per_rank)]
     is_large = size.num_stages * size.num_microbatches > _MOST_FOR_LISTS
     found = families_for(costs, size.stages_per_rank)
     yield from sorted(
@@ -157,7 +154,7 @@ def takes_costs(family: Family) -> bool:
 def can_run(wishes: Wishes, size: Size) -> bool:
     """Tell whether any schedule that is wanted has so many stages on a rank."""
     names = wishes.schedules or SCHEDULE_NAMES
-    return size.num_stages == 1 or any(suits(name, size.stages_per_rank) for name in names)
+    return any(suits(name, size.stages_per_rank) for name in names)
 
 
 def _numbers_of_ranks(wishes: Wishes, num_devices: int, num_spans: int) -> Sequence[int]:

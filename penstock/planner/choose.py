@@ -33,6 +33,11 @@ from .plan import Plan
 
 _MARGIN = 1.1
 """Candidates that take so many times as long as the fastest are not worth a line."""
+_SAME, _MAY_BE_SAME = 1.01, 1.05
+"""Candidates that take so many times as long as the fastest are as fast: all of them, or those
+that are no slower at one end of what the cluster's figures may be."""
+_LEAST_KEPT = 5
+"""However few are asked for, so that the plan that is chosen is the same."""
 _REFINED = 6
 """Sizes for which schedules are looked at that are made for costs: making one takes long."""
 
@@ -54,10 +59,21 @@ class Found:
         assert self.plan.predicted_step_s is not None
         return self.plan.predicted_step_s
 
+    @property
+    def num_devices(self) -> int:
+        """How many it keeps busy, cores of a rank's threads each."""
+        return self.size.num_ranks * self.size.num_replicas * self.plan.threads_per_stage
+
+    def step_s_on(self, cluster: Cluster) -> float:
+        """Seconds of a step on the same cluster with other figures."""
+        own = self.foretold
+        return Foretold(own.plan, own.profile, cluster, own.batch_size).quick_step_s
+
 
 @dataclass(frozen=True)
 class Choices:
-    """What was found: the best candidates, the fastest first, and the model uncut.
+    """What was found: the best candidates, first the one that is chosen, then the fastest first,
+    and the model uncut.
 
     `uncut` is None where that does not fit, or the wishes left it out: `allows_uncut` tells.
     `num_looked_at` counts the plans that were made.
@@ -83,10 +99,31 @@ def find_plans(
     """
     for profile in profiles[1:]:
         profile.check_model(profiles[0].layers)
-    cluster = cluster.resolved(likely)
-    search = _Search([Evaluator(each, cluster, wishes) for each in profiles], wishes, num_best)
+    here = cluster.resolved(likely)
+    evaluators = [Evaluator(each, here, wishes) for each in profiles]
+    search = _Search(evaluators, wishes, max(num_best, _LEAST_KEPT))
     search.run()
-    return search.choices()
+    found = search.choices()
+    chosen = _fewest_devices(found.best, cluster)
+    best = (chosen, *(each for each in found.best if each is not chosen))
+    return replace(found, best=best[:num_best])
+
+
+def _fewest_devices(found: Sequence[Found], cluster: Cluster) -> Found:
+    """Return the candidate of fewest devices among those that are as fast as the first."""
+    fastest = found[0]
+    ends = cluster.ends() if cluster.has_intervals else ()
+
+    def is_as_fast(other: Found) -> bool:
+        times_as_long = other.step_s / fastest.step_s
+        return times_as_long <= _SAME or (
+            times_as_long <= _MAY_BE_SAME
+            and any(other.step_s_on(end) <= fastest.step_s_on(end) for end in ends)
+        )
+
+    fewer = [each for each in found if each.num_devices < fastest.num_devices]
+    tied = [fastest, *filter(is_as_fast, fewer)]
+    return min(tied, key=lambda each: (each.num_devices, each.step_s))
 
 
 class _Search:
@@ -95,7 +132,7 @@ class _Search:
     def __init__(self, evaluators: Sequence[Evaluator], wishes: Wishes, num_best: int) -> None:
         self._evaluators, self._wishes, self._num_best = evaluators, wishes, num_best
         self._best: dict[tuple[int, int, int], Found] = {}
-        self._too_large: list[tuple[Evaluator, Size, Family]] = []
+        self._too_large: list[tuple[Evaluator, Size, Family, bool]] = []
         self._num_plans = 0
         self._allows_uncut = False
         self._plain: dict[tuple[int, Size], Found] = {}
@@ -161,20 +198,22 @@ class _Search:
         return size.num_ranks, size.num_replicas, evaluator.threads
 
     def _look_at(self, evaluator: Evaluator, size: Size, *, is_wanted: bool = False) -> None:
-        """Foretell one size with every schedule that is made for no costs."""
+        """Foretell one size with every schedule that is made for no costs; where only others are
+        wanted, with those, made for unit costs so far.
+        """
         number = self._evaluators.index(evaluator)
-        for family in families(self._wishes, size, UNIT_COSTS):
-            if takes_costs(family):
-                continue
+        wanted = list(families(self._wishes, size, UNIT_COSTS))
+        for family in [x for x in wanted if not takes_costs(x)] or wanted:
             foretold = self._planned(evaluator, size, family)
             if foretold is None:
                 return  # the others keep no less
             may_lose = size.num_stages == 1 or is_wanted
             if not may_lose and self._soonest_s(foretold) >= self._limit_s():
                 return  # other schedules have the same work to do
-            found = self._keep(size, foretold)
-            before = self._plain.get((number, size), found)
-            self._plain[number, size] = min(before, found, key=lambda each: each.step_s)
+            found = self._keep(evaluator, size, foretold)
+            if found is not None:
+                before = self._plain.get((number, size), found)
+                self._plain[number, size] = min(before, found, key=lambda each: each.step_s)
 
     def _refine(self, evaluator: Evaluator, size: Size, like: Foretold) -> None:
         """Foretell one size with the schedules that are made for costs: those of a plan of it."""
@@ -184,13 +223,15 @@ class _Search:
             if takes_costs(family):
                 foretold = self._planned(evaluator, size, family)
                 if foretold is not None:
-                    self._keep(size, foretold)
+                    self._keep(evaluator, size, foretold)
 
-    def _planned(self, evaluator: Evaluator, size: Size, family: Family) -> Foretold | None:
+    def _planned(
+        self, evaluator: Evaluator, size: Size, family: Family, *, with_messages: bool = False
+    ) -> Foretold | None:
         self._num_plans += 1
-        plan = evaluator.plan_of(size, family)
+        plan = evaluator.plan_of(size, family, with_messages=with_messages)
         if plan is None:
-            self._too_large.append((evaluator, size, family))
+            self._too_large.append((evaluator, size, family, with_messages))
             return None
         return Foretold(
             plan, evaluator.profile, evaluator.cluster, plan.batch_size, evaluator.pricing
@@ -213,22 +254,35 @@ class _Search:
             work_s[place] = work_s.get(place, 0.0) + seconds * plan.num_microbatches
         return max(first_s[p] + work_s[p] for p in work_s) + foretold.update_s
 
-    def _keep(self, size: Size, foretold: Foretold) -> Found:
-        """Foretell how long a plan takes, and keep it if it is the fastest of its kind."""
-        plan = replace(foretold.plan, predicted_step_s=foretold.quick_step_s)
-        found = Found(size, replace(foretold, plan=plan))
-        kind = size.num_ranks, size.num_replicas, plan.threads_per_stage
-        self._best[kind] = min(self._best.get(kind, found), found, key=lambda each: each.step_s)
+    def _keep(self, evaluator: Evaluator, size: Size, foretold: Foretold) -> Found | None:
+        """Foretell how long a plan takes, and keep it if it is the fastest of its kind that fits;
+        one whose messages do not fit is made again, with room for them.  None if none fits.
+        """
+        found = _found(size, foretold)
+        kind = self._kind(evaluator, size)
+        fastest = self._best.get(kind)
+        if fastest is not None and fastest.step_s <= found.step_s:
+            return found
+        if not evaluator.fits(size, foretold):
+            family = foretold.plan.schedule
+            again = self._planned(evaluator, size, family, with_messages=True)
+            if again is None:
+                return None
+            found = _found(size, again)
+        if fastest is None or found.step_s < fastest.step_s:
+            self._best[kind] = found
         return found
 
     def _nearest(self) -> tuple[Excess, Size]:
         """Return what does not fit by least, and by how much: of those that may be nearest."""
         too_large = [(each[0].least_excess(each[1]), each) for each in self._too_large]
         nearest: tuple[Excess, Size] | None = None
-        for least, (evaluator, size, family) in sorted(too_large, key=lambda pair: pair[0]):
+        for least, (evaluator, size, family, with_messages) in sorted(
+            too_large, key=lambda pair: pair[0]
+        ):
             if nearest is not None and least > nearest[0].num_bytes:
                 break
-            found = evaluator.excess_of(size, family), size
+            found = evaluator.excess_of(size, family, with_messages=with_messages), size
             nearest = min(nearest or found, found, key=lambda pair: (pair[0].num_bytes, pair[1]))
         assert nearest is not None, "something is too large"
         return nearest
@@ -254,3 +308,8 @@ class _Search:
             f"recomputed{' and moved away' if moves else ''}. What would help: "
             f"{', '.join(remedies)}, more devices, or layers that are smaller"
         )
+
+
+def _found(size: Size, foretold: Foretold) -> Found:
+    plan = replace(foretold.plan, predicted_step_s=foretold.quick_step_s)
+    return Found(size, replace(foretold, plan=plan))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, reduce
 from itertools import accumulate, pairwise
 from math import inf
+from operator import le, mul
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from penstock.types import Transport
 
 from .candidates import Size, Wishes
 from .cuts import EVERYWHERE, Matrix, Setting, Window, windows
+from .foretell import Foretold
 from .layer_seconds import bytes_of
 from .partition import cut, sums
 from .placement import Placement
@@ -25,6 +27,7 @@ from .plan import BalancedBy, Plan
 from .pricing import Pricing
 from .stage_bytes import StageBytes
 from .stage_costs import OnDevice, StageCosts, Way, lasting_bytes, usual_ways
+from .stage_work import OnWay, Tables, most_on_way, work_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +66,17 @@ class Evaluator:
     def least_excess(self, size: Size) -> float:
         """Return bytes that no plan of this size lacks less than on its fullest stage."""
         each = self._least_bytes(self._each(size)[0])
-        room = max(self.limit_bytes(p) for p in self.places_of(size)) / size.stages_per_rank
+        room = max(self.limits_of(size)) / size.stages_per_rank
         return max(sum(each) / size.num_stages, *each) - room
 
-    def excess_of(self, size: Size, family: Family) -> Excess:
+    def excess_of(self, size: Size, family: Family, *, with_messages: bool = False) -> Excess:
         """Return what is missing for a plan of this size, where that is least."""
         low, high = 0.0, float(sum(self._least_bytes(self._each(size)[0])))
         while high - low > _CLOSE_BYTES:
             middle = (low + high) / 2
             fits = self._windows(size, family, middle) is not None
             low, high = (low, middle) if fits else (middle, high)
-        stages = _Stages(self, size, family)
+        stages = _Stages(self, size, family, with_messages=with_messages)
         near = self._windows(size, family, high)
         assert near is not None, "there is room for all layers on each stage"
         starts = [*(window.starts.stop - 1 for window in near), len(self.profile.layers)]
@@ -81,10 +84,22 @@ class Evaluator:
         stages.windows = self._windows(size, family, most)
         partition = cut(size.num_stages, stages.missing, self.profile.spans, stages.windows)
         assert partition is not None, "no cost is infinite"
-        return Excess(stages.missing_bytes(partition), self.limit_bytes(self.places_of(size)[0]))
+        return Excess(stages.missing_bytes(partition), min(self.limits_of(size)))
 
-    def plan_of(self, size: Size, family: Family) -> Plan | None:
+    def fits(self, size: Size, foretold: Foretold) -> bool:
+        """Tell whether a plan keeps within each rank's memory, messages on their way included:
+        it does if as many come as ever can, else its timeline tells.
+        """
+        limits = self.limits_of(size)
+        return all(map(le, most_bytes_of_ranks(foretold), limits)) or all(
+            map(le, foretold.timeline.peak_bytes_of_ranks(), limits)
+        )
+
+    def plan_of(self, size: Size, family: Family, *, with_messages: bool = False) -> Plan | None:
         """Return the plan whose slowest stage is fastest, of all that fit; None if none does.
+
+        What the schedule keeps has to fit; `with_messages`, as many messages on their way as there
+        can be as well.
 
         Raises:
             ConfigError: something may fit, and the family makes no schedule of this size.
@@ -92,7 +107,8 @@ class Evaluator:
         windows = self._windows(size, family)
         if windows is None:
             return None
-        stages, spans = _Stages(self, size, family, windows), self.profile.spans
+        stages = _Stages(self, size, family, windows, with_messages=with_messages)
+        spans = self.profile.spans
         partition = cut(size.num_stages, stages.if_all_fits_s, spans, windows)
         if partition is not None and not stages.fits(partition):
             partition = cut(size.num_stages, stages.least_s, spans, windows)
@@ -127,12 +143,17 @@ class Evaluator:
         share = self.wishes.memory_share * self.threads
         return share * self.cluster.device_of(place).memory_bytes
 
-    def on_device(self, size: Size, place: int) -> OnDevice:
-        """Return what a stage takes on a device, and the memory that it may have."""
+    def limits_of(self, size: Size) -> tuple[float, ...]:
+        """Return what each rank may use of its memory, on the replica that has least."""
+        limits = [self.limit_bytes(place) for place in self.places_of(size)]
+        return tuple(min(limits[rank :: size.num_ranks]) for rank in range(size.num_ranks))
+
+    def on_device(self, size: Size, place: int, limit_bytes: float) -> OnDevice:
+        """Return what a stage takes on a device, of whose memory its rank may use so much."""
         to_host = self.cluster.device_of(place).host_bytes_per_s
         return OnDevice(
             seconds=self.pricing.seconds(self.cluster.places[place].kind, *self._each(size)),
-            memory_bytes=self.limit_bytes(place) / size.stages_per_rank,
+            memory_bytes=limit_bytes / size.stages_per_rank,
             host_bytes_per_s=inf if to_host is None else likely(to_host),
         )
 
@@ -167,11 +188,9 @@ class Evaluator:
         """Return what each stage may have in the memory there is and so many bytes more, if a
         layer keeps no more than it must; None if nothing fits even so.
         """
-        on = self.places_of(size)
-        limits = [
-            self.limit_bytes(on[place]) / size.stages_per_rank + more
-            for place in family.ranks(size.num_stages)
-        ]
+        of_ranks = self.limits_of(size)
+        ranks = family.ranks(size.num_stages)
+        limits = [of_ranks[rank] / size.stages_per_rank + more for rank in ranks]
         edges = [0, *(end for _, end in self.profile.spans)]
         return windows(self._least_bytes(self._each(size)[0]), limits, edges)
 
@@ -207,16 +226,22 @@ class _Stages:
         size: Size,
         family: Family,
         windows: Sequence[Window] | None = None,
+        *,
+        with_messages: bool = False,
     ) -> None:
         self._evaluator, self._size, self.windows = evaluator, size, windows
-        on = evaluator.places_of(size)
-        self._on = [evaluator.first_like(on[p]) for p in family.ranks(size.num_stages)]
+        on, limits = evaluator.places_of(size), evaluator.limits_of(size)
+        ranks = family.ranks(size.num_stages)
+        self._on = [(evaluator.first_like(on[p]), limits[p]) for p in ranks]
         moves = range(size.num_stages if evaluator.may_offload(size) else 0)
         self._to_come = usual_ways(family, size.num_stages, size.num_microbatches, moves)
         self._found = [next(self._to_come)]
+        self._on_way = [OnWay(0, 0)] * size.num_stages
+        if with_messages:
+            self._on_way = most_on_way(self._found[0].work, size.num_microbatches)
         self._known: dict[object, Matrix] = {}
         self._known_s: dict[object, float] = {}
-        self._costs_of: dict[tuple[int, int], StageCosts] = {}
+        self._costs_of: dict[object, StageCosts] = {}
 
     @property
     def _ways(self) -> list[Way]:
@@ -230,7 +255,7 @@ class _Stages:
         work = way.work[stage]  # the same for stages that only keep more or less
         key = work.recomputes, work.wholes, work.halves, self._on[stage]
         if key not in self._known:
-            device = self._evaluator.on_device(self._size, self._on[stage])
+            device = self._evaluator.on_device(self._size, *self._on[stage])
             self._known[key] = sums(work.seconds(device.seconds, way.recompute[stage]))
         return self._within(stage, self._known[key])
 
@@ -300,7 +325,7 @@ class _Stages:
 
     def _key(self, stage: int, way: Way) -> object:
         """Return what stages have in common that cost the same by a way."""
-        return way.recompute[stage], way.work[stage], self._on[stage]
+        return way.recompute[stage], way.work[stage], self._on[stage], self._on_way[stage]
 
     def _missing(self, stage: int, window: Window) -> Matrix:
         at = Setting(stage, 0)
@@ -309,22 +334,45 @@ class _Stages:
         return found.clip(0)
 
     def _costs(self, stage: int, way: Way) -> StageCosts:
-        place = self._on[stage]
-        key = id(way), place
+        key = id(way), self._on[stage]
         if key not in self._costs_of:
-            self._costs_of[key] = self._made_costs(place, way)
+            self._costs_of[key] = self._made_costs(*self._on[stage], way)
         return self._costs_of[key]
 
-    def _made_costs(self, place: int, way: Way) -> StageCosts:
+    def _made_costs(self, place: int, limit_bytes: float, way: Way) -> StageCosts:
         return StageCosts(
             of_stages=self._evaluator.stage_bytes(self._size, place),
             weights=self._evaluator.profile.weights,
             ways=(way,),
-            devices=(self._evaluator.on_device(self._size, place),),
+            devices=(self._evaluator.on_device(self._size, place, limit_bytes),),
             versions=(1,) * self._size.num_stages,
+            on_way=self._on_way,
         )
 
 
 def _only(run: tuple[int, int]) -> Window:
     """Return the window of one run of layers."""
     return Window(*(slice(n, n + 1) for n in run))
+
+
+def most_bytes_of_ranks(foretold: Foretold) -> list[float]:
+    """Return what each rank keeps at the very most, whatever the times: all of its stages at
+    their fullest at once, and as many messages on their way as there can be.
+    """
+    plan, num_bytes = foretold.plan, foretold.sharing.num_bytes
+    work = work_of(
+        plan.schedule, plan.num_stages, plan.num_microbatches, plan.recompute, plan.offloading
+    )
+    arriving = [[0, 0] for _ in work]
+    for (is_gradient, _, stage), size in num_bytes.items():
+        arriving[stage][is_gradient] += size
+    most = [0.0] * plan.placement.num_places
+    for stage, on_way in enumerate(most_on_way(work, plan.num_microbatches)):
+        kept, own = foretold.kept[stage], foretold.weights[stage]
+        sizes = Tables(*map(np.array, (kept.graph, kept.inputs, kept.weights, kept.stays)))
+        most[plan.placement.places[stage]] += (
+            float(work[stage].peak_bytes(sizes))
+            + (own.weight_bytes + own.gradient_bytes + own.optimizer_bytes)
+            + sum(map(mul, on_way, arriving[stage]))
+        )
+    return most

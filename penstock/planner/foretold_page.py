@@ -39,6 +39,7 @@ def plan_page(plan: Plan, choices: Choices, cluster: Cluster) -> Page:
         title=f"Plan for {cluster.name}",
         subtitle=plan_subtitle(plan),
         predicted=best.timeline,
+        optimizer_s=best.update_s,
         memory_limits_bytes=tuple(limits),
         sections=(
             Section("Candidates", (Table(HEADS, tuple(choice_rows(choices))),)),

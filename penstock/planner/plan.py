@@ -13,7 +13,7 @@ from penstock.plain_values import from_json, path_of, to_json
 from penstock.schedules.family import Family
 from penstock.schedules.names import SCHEDULE_NAMES
 from penstock.trace.table import columns
-from penstock.trace.units import time_text
+from penstock.trace.units import count_text, time_text
 from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport
 
 from .checks import check_bytes, check_foretold, check_partition, check_timeout, check_whole
@@ -281,7 +281,7 @@ class Plan:
         slowest_s, mean_s = max(self.predicted_s), sum(self.predicted_s) / self.num_stages
         how = "measured" if self.predicted_step_s is None else "foretold"
         return (
-            f"balanced by {how} time: slowest stage {slowest_s * 1e3:.3g} ms a micro-batch, "
+            f"balanced by {how} time: slowest stage {time_text(slowest_s)} a micro-batch, "
             f"{slowest_s / mean_s:.2f} times the mean"
         )
 
@@ -293,10 +293,12 @@ class Plan:
         """What was chosen and why, in lines."""
         placement = self.placement
         return (
-            f"{len(self.layers)} layers as {self.num_stages} stages x "
-            f"{placement.num_replicas} replicas on {placement.num_ranks} ranks, "
-            f"{self.num_microbatches} micro-batches",
-            f"{self.choices}, seed {self.seed}, {self.threads_per_stage} threads per stage",
+            f"{count_text(len(self.layers), 'layer')} as {count_text(self.num_stages, 'stage')} x "
+            f"{count_text(placement.num_replicas, 'replica')} on "
+            f"{count_text(placement.num_ranks, 'rank')}, "
+            f"{count_text(self.num_microbatches, 'micro-batch')}",
+            f"{self.choices}, seed {self.seed}, "
+            f"{count_text(self.threads_per_stage, 'thread')} per stage",
             f"layers {self.balance}",
             *self._memory(),
             *self._splitting(),

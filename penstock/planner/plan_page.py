@@ -1,6 +1,7 @@
 """A plan on a page: what was chosen and why, and the table of its stages."""
 
 from penstock.trace.page.page import Section, Table, Text
+from penstock.trace.units import count_text
 
 from .plan import Plan
 
@@ -14,12 +15,12 @@ def plan_section(plan: Plan) -> Section:
 
 def plan_subtitle(plan: Plan) -> str:
     """Say in a line what a plan runs."""
-    stages, replicas = plan.num_stages, plan.placement.num_replicas
+    replicas, stages = plan.placement.num_replicas, count_text(plan.num_stages, "stage")
     return ", ".join(
         (
-            f"{len(plan.layers)} layers in {stages} stage{'s' if stages > 1 else ''}",
+            f"{count_text(len(plan.layers), 'layer')} in {stages}",
             *([f"{replicas} replicas"] if replicas > 1 else []),
-            f"{plan.num_microbatches} micro-batches",
+            count_text(plan.num_microbatches, "micro-batch"),
             str(plan.schedule),
         )
     )

@@ -1,11 +1,11 @@
 """Why a plan is the best of those that were foretold, and why each of the others is not."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 from penstock.costs.cluster import Cluster
 from penstock.trace.rank_times import mean_times, rank_times
 from penstock.trace.table import columns
-from penstock.trace.units import bytes_text, percent_text, time_text
+from penstock.trace.units import bytes_text, count_text, number_text, percent_text, time_text
 
 from .choose import Choices, Found
 from .foretell import Foretold
@@ -15,7 +15,7 @@ HEADS = (
     *("memory", "why it is not the best"),
 )
 _WORDS: Mapping[str, str] = {
-    "work": "more work for each device",
+    "work": "work for each device",
     "recompute_s": "recompute",
     "communication_s": "messages",
     "bubble_s": "bubble",
@@ -23,6 +23,8 @@ _WORDS: Mapping[str, str] = {
     "reduction_s": "sums over replicas",
     "optimizer_s": "the optimizer",
 }
+_WORTH_A_WORD = 0.005
+_LITTLE = "a little of everything"
 _WORK = ("forward_s", "backward_s", "weight_s")
 
 
@@ -50,23 +52,32 @@ def choice_rows(choices: Choices) -> Iterator[tuple[str, ...]]:
             plan.schedule.name,
             f"{len(plan.recomputing)} of {plan.num_stages}",
             time_text(found.step_s),
-            f"{plan.batch_size / found.step_s:,.4g}",
+            number_text(plan.batch_size / found.step_s),
             bytes_text(max(found.foretold.timeline.peak_bytes_of_ranks())),
             "" if found is best else why_slower(found),
         )
 
 
 def slower_than(best: Found) -> Callable[[Found], str]:
-    """Return what says of a candidate on what it spends more, as shares of the best one's step."""
+    """Return what says of a candidate on what it spends more or less, as shares of the best one's
+    step: all that is worth a line, so that they add up to the difference.
+    """
     others = _kinds(best.foretold)
 
     def why(found: Found) -> str:
         own = _kinds(found.foretold)
-        more = {name: (own[name] - others[name]) / best.step_s for name in own}
-        most = sorted(more.items(), key=lambda item: -item[1])[:2]
-        named = [f"{_WORDS[name]} +{percent_text(share)}" for name, share in most if share > 0.005]
+        more = {_WORDS[name]: (own[name] - others[name]) / best.step_s for name in own}
+        named = {name: share for name, share in more.items() if abs(share) >= _WORTH_A_WORD}
+        rest = sum(more.values()) - sum(named.values())
+        if abs(rest) >= _WORTH_A_WORD:
+            named["all else"] = rest
+        most = sorted(named.items(), key=lambda item: -abs(item[1]))
         slower = found.step_s / best.step_s - 1
-        return f"{percent_text(slower)} slower: {', '.join(named) or 'a little of everything'}"
+        return (
+            f"{percent_text(abs(slower))} {'slower' if slower >= 0 else 'faster'}: "
+            + (", ".join(f"{name} {share:+.1%}" for name, share in most) or _LITTLE)
+            + (f"; that is not certain, and it needs {_devices(found)}" if slower < 0 else "")
+        )
 
     return why
 
@@ -76,8 +87,8 @@ def why_best(choices: Choices, cluster: Cluster) -> tuple[str, ...]:
     best = choices.best[0]
     why_slower = slower_than(best)
     lines = [
-        f"foretold: a step of {time_text(best.step_s)} on {cluster.name}, the least of "
-        f"{choices.num_looked_at} plans",
+        f"foretold: a step of {time_text(best.step_s)} on {cluster.name}, {_least(choices)} of "
+        f"{count_text(choices.num_looked_at, 'plan')}",
         *_range(best, cluster),
         *(f"next: {_name(other)}, {why_slower(other)}" for other in choices.best[1:2]),
     ]
@@ -93,24 +104,29 @@ def why_best(choices: Choices, cluster: Cluster) -> tuple[str, ...]:
 
 
 def _name(found: Found) -> str:
-    size = found.size
-    stages = f"{size.num_stages} stage{'s' if size.num_stages > 1 else ''}"
-    threads = found.plan.threads_per_stage
+    size, threads = found.size, found.plan.threads_per_stage
     return (
-        f"{stages} x {size.num_replicas} replica{'s' if size.num_replicas > 1 else ''}"
+        f"{count_text(size.num_stages, 'stage')} x {count_text(size.num_replicas, 'replica')}"
         + (f" of {threads} threads" if threads > 1 else "")
-        + f", {size.num_microbatches} micro-batches"
+        + f", {count_text(size.num_microbatches, 'micro-batch')}"
     )
+
+
+def _least(choices: Choices) -> str:
+    """Say that the first of the choices takes least, or about that on fewer devices."""
+    is_least = choices.best[0].step_s <= min(found.step_s for found in choices.best)
+    return "the least" if is_least else "as good as the least, on fewer devices,"
+
+
+def _devices(found: Found) -> str:
+    return count_text(found.num_devices, "device")
 
 
 def _range(found: Found, cluster: Cluster) -> Iterator[str]:
     """Say between what the step may be where figures of the cluster are intervals."""
     if not cluster.has_intervals:
         return
-    steps_s = sorted(
-        Foretold(found.plan, found.foretold.profile, end, found.plan.batch_size).quick_step_s
-        for end in cluster.ends()
-    )
+    steps_s = sorted(found.step_s_on(end) for end in cluster.ends())
     yield (
         f"between {time_text(steps_s[0])} and {time_text(steps_s[1])}, as figures of the cluster "
         "are known"
@@ -122,9 +138,5 @@ def _kinds(foretold: Foretold) -> dict[str, float]:
     found = mean_times(rank_times(foretold.timeline))
     kinds = {name: seconds for name, seconds in found.items() if name in _WORDS}
     kinds["work"] = sum(found[name] for name in _WORK)
-    kinds["optimizer_s"] += _mean(foretold.optimizer_s)
+    kinds["optimizer_s"] += foretold.update_s
     return kinds
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

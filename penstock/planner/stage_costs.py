@@ -23,7 +23,7 @@ from penstock.types import Recompute, RecomputePolicy
 from .cuts import EVERYWHERE, Matrix, Setting, Window
 from .partition import between, upto
 from .stage_bytes import StageBytes
-from .stage_work import StageWork, Tables, work_of
+from .stage_work import OnWay, StageWork, Tables, work_of
 
 
 class Way(NamedTuple):
@@ -101,7 +101,8 @@ class StageCosts:
     weights the schedule keeps.  Weights, their gradients and what the optimizer keeps are there
     all the time.  With `route` messages count, where the setting names neighbours: all of them
     as if to the stages next to this one, also those that skip some.  It gives that part of
-    the matrix that is within a window.
+    the matrix that is within a window.  `on_way` is how many messages to each stage need room
+    beside what it keeps; none if left out.
     """
 
     of_stages: StageBytes
@@ -110,6 +111,7 @@ class StageCosts:
     devices: Sequence[OnDevice]
     versions: Sequence[int]
     route: RouteBetween | None = None
+    on_way: Sequence[OnWay] = ()
 
     def __call__(self, setting: Setting, window: Window = EVERYWHERE) -> Matrix:
         """Return the seconds of a micro-batch, [start, end)."""
@@ -179,4 +181,7 @@ class StageCosts:
         older = (self.versions[setting.stage] - 1) * self._of_version
         used = between(self._lasting + older, window)
         room: Matrix = self.devices[setting.kind].memory_bytes - used
+        if self.on_way and any(on_way := self.on_way[setting.stage]):
+            of_messages = self.of_stages.received.table, self.of_stages.sent_gradient.table
+            room = room - sum(n * x[window] for n, x in zip(on_way, of_messages, strict=True))
         return room

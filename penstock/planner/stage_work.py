@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import repeat
+from itertools import accumulate, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -117,6 +117,24 @@ def work_of(
     programs = [schedule.programs[places[stage]] for stage in range(num_stages)]
     own = [tuple(x for x in program if x.stage == n) for n, program in enumerate(programs)]
     return tuple(_work(program, num_stages, every) for program in own)
+
+
+class OnWay(NamedTuple):
+    """How many activations and gradients are on their way to a stage at one time, at the most."""
+
+    activations: int
+    gradients: int
+
+
+def most_on_way(work: Sequence[StageWork], num_microbatches: int) -> list[OnWay]:
+    """Return for each stage how many messages can be on their way to it, whatever the times.
+
+    What a message belongs to is kept at the same time: of an activation by the stage that sent it,
+    whose backward waits for what comes back, and of a gradient by the stage that it goes to.
+    """
+    kept = [min(num_microbatches, each.most_kept) for each in work]
+    before = accumulate(kept, max, initial=0)
+    return [OnWay(sent, own) for sent, own in zip(before, kept, strict=False)]
 
 
 made = lru_cache(maxsize=16)(Family.__call__)

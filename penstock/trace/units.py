@@ -36,3 +36,14 @@ def bytes_text(num_bytes: float) -> str:
             return f"{num_bytes:.3g} {sign}"
         num_bytes /= 1024
     return f"{num_bytes:.3g} GiB" if num_bytes < 999.5 else f"{num_bytes:.0f} GiB"
+
+
+def count_text(number: int, noun: str) -> str:
+    """Write a number with its noun, in the plural where it is not 1."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+def number_text(number: float) -> str:
+    """Write a number with four significant digits, or all before the point."""
+    return f"{number:,.0f}" if number >= 999.95 else f"{number:.4g}"

@@ -94,6 +94,14 @@ FAULTS = (
         "does_not_fit_is_recomputed",
     ),
     Fault(
+        "messages on their way are not counted where a plan is to fit",
+        "penstock/planner/choose.py",
+        "if not evaluator.fits(size, foretold):",
+        "if False:",
+        "tests/planner/test_choose.py",
+        "above_its_limit",
+    ),
+    Fault(
         "the model uncut is not compared",
         "penstock/planner/choose.py",
         "is_first_uncut = size.num_stages == 1 and n not in has_uncut",

@@ -41,4 +41,4 @@ def test_a_plan_that_is_balanced_says_what_each_stage_takes() -> None:
     found = balanced(plan(4, 2, schedule=gpipe), [(1.0, 2.0)] * 6, SPANS[:6])
     assert (found.partition, found.balanced_by) == ((3, 3), BalancedBy.TIME)
     assert found.predicted_s == (12.0, 12.0)
-    assert "slowest stage 1.2e+04 ms a micro-batch, 1.00 times the mean" in str(found)
+    assert "slowest stage 12 s a micro-batch, 1.00 times the mean" in str(found)

@@ -1,18 +1,22 @@
 """The plan that is chosen is the fastest of all that could be made."""
 
+import re
 from dataclasses import replace
 from random import Random
 
 import pytest
 
+from penstock.costs.cluster import Cluster
+from penstock.costs.profile import Profile, Value
 from penstock.errors import ConfigError
+from penstock.interval import Interval
 from penstock.planner.candidates import Size, Wishes, families, sizes
 from penstock.planner.choose import find_plans
 from penstock.planner.evaluate import Evaluator
-from penstock.planner.foretell import Foretold
+from penstock.planner.foretell import Foretold, simulate
 from penstock.planner.make_plan import choose_plan, plan
 from penstock.planner.plan import Plan
-from penstock.planner.reasons import choices_text
+from penstock.planner.reasons import choices_text, slower_than
 from penstock.schedules.costs import UNIT_COSTS
 from penstock.trace.units import bytes_text
 from penstock.types import Recompute
@@ -97,6 +101,62 @@ def test_the_model_uncut_that_fits_nowhere_is_told_from_one_that_was_not_asked_f
     assert "the model uncut fits no device" in tight.why
 
 
+def test_a_model_that_is_not_cut_keeps_one_micro_batch_and_recomputes_nothing() -> None:
+    model = chain([1.0] * 4, inner_bytes=10**6)
+    weights = sum(w.total_bytes for w in model.weights)
+    here = cluster(2, memory_bytes=round((weights + 4.5 * 10**6) / 0.9))  # one micro-batch fits
+    wishes = Wishes(batch_size=8, num_ranks=1, num_microbatches=4)
+    chosen = plan(model, here, 8, wishes=wishes)
+    assert (chosen.schedule.name, chosen.recompute) == ("one_f_one_b", (Recompute.NEVER,))
+    assert chosen.predicted_s == pytest.approx((12.0,), rel=1e-5)
+    asked = plan(model, here, 8, wishes=replace(wishes, schedules=("gpipe",)))
+    assert (asked.schedule.name, asked.recompute) == ("gpipe", (Recompute.STAGE,))
+
+
+@pytest.mark.parametrize("name", ("one_f_one_b", "gpipe", "zb_h1"))
+def test_a_schedule_that_was_asked_for_is_that_of_one_stage_too(name: str) -> None:
+    wishes = Wishes(batch_size=8, num_ranks=1, schedules=(name,))
+    assert plan(chain([1.0] * 4), cluster(1), 8, wishes=wishes).schedule.name == name
+
+
+def test_a_schedule_of_several_stages_on_a_rank_never_stands_for_one_of_one() -> None:
+    found = families(Wishes(batch_size=8), Size(2, 1, 4), UNIT_COSTS)
+    assert all(("stages_per_rank", 1) not in family.arguments for family in found)
+    only = Wishes(batch_size=8, num_ranks=1, schedules=("interleaved_1f1b",))
+    with pytest.raises(ConfigError, match=r"no plan is possible.*none of these schedules runs"):
+        find_plans([chain([1.0] * 4)], cluster(1), only)
+
+
+def test_of_plans_that_are_as_fast_the_one_on_fewest_devices_is_chosen() -> None:
+    slow = cluster(4, bytes_per_s=1e9, latency_s=0.0)
+    model = chain([1.0, 100.0], inner_bytes=10)  # nothing is gained by a second device
+    wishes = Wishes(batch_size=1)
+    choices = find_plans([model], slow, wishes)
+    assert choices.best[0].num_devices == 1
+    assert plan(model, slow, 1).num_stages == 1
+    (link,) = slow.links.values()
+    unsure = replace(slow, links={"link": replace(link, latency_s=Interval(0.0, 9.0))})
+    model = chain([1.0] * 4, inner_bytes=10)
+    assert find_plans([model], unsure, Wishes(batch_size=8)).best[0].num_devices > 1
+
+
+def test_the_plan_is_the_same_however_many_others_are_listed() -> None:
+    model, here = chain([1.0, 2.0] * 3), cluster(4)
+    plans = [choose_plan(model, here, 8, num_best=n)[0] for n in (1, 2, 5)]
+    assert len({(each.partition, each.schedule, each.placement) for each in plans}) == 1
+
+
+def test_what_a_candidate_spends_more_and_less_adds_up_to_how_much_slower_it_is() -> None:
+    choices = find_plans([chain([1.0, 2.0] * 3)], cluster(4), Wishes(batch_size=8))
+    why_slower, several = slower_than(choices.best[0]), 0
+    for found in choices.best[1:]:
+        told = why_slower(found)
+        total, *parts = (float(x) for x in re.findall(r"([-+]?[\d.]+)%", told))
+        assert abs(sum(parts) - total) < 0.5 + 0.05 * (1 + len(parts))
+        several += len(parts) > 2
+    assert several
+
+
 def test_what_does_not_fit_is_recomputed_and_the_table_says_so() -> None:
     big = chain([1.0] * 4, inner_bytes=10**6)
     weights = sum(w.total_bytes for w in big.weights)
@@ -106,6 +166,69 @@ def test_what_does_not_fit_is_recomputed_and_the_table_says_so() -> None:
     tight = plan(big, small, 4, wishes=Wishes(batch_size=4, num_microbatches=4))
     told = Foretold(tight, big, small, 4).timeline
     assert max(told.peak_bytes_of_ranks()) <= 0.9 * small.devices["a"].memory_bytes
+
+
+@pytest.mark.parametrize(
+    "seeds", (range(40), pytest.param(range(40, 340), marks=pytest.mark.slow)), ids=len
+)
+def test_no_plan_of_the_list_is_above_its_limit_of_memory_by_its_own_simulation(
+    seeds: range,
+) -> None:
+    num_tight = 0
+    for seed in seeds:
+        found, here, wishes = drawn(Random(seed))
+        try:
+            choices = find_plans([found], here, wishes)
+        except ConfigError as error:
+            assert "lacks -" not in str(error)
+            continue
+        for each in (*choices.best, *filter(None, [choices.uncut])):
+            peaks = simulate(each.plan, found, here).peak_bytes_of_ranks()
+            for rank, peak in enumerate(peaks):
+                devices = [here.device_of(place) for place in each.foretold.places]
+                room = min(x.memory_bytes for x in devices[rank :: len(peaks)])
+                assert peak <= 0.9 * room, (seed, each.plan.choices)
+                num_tight += peak > 0.8 * room
+    assert num_tight > len(seeds) / 8  # else the limits are none
+
+
+def drawn(random: Random) -> tuple[Profile, Cluster, Wishes]:
+    """Draw a model with messages of any size, devices that it may just fit, and a batch."""
+    count = random.randint(2, 6)
+    inner_bytes, message_bytes = random.choice(((1000, 100), (1000, 3000), (10, 3000)))
+    found = chain(
+        [random.choice((0.1, 1.0, 3.0)) for _ in range(count)],
+        inner_bytes=inner_bytes,
+        weight_bytes=random.choice((10, 1000)),
+    )
+    (at,) = found.sizes
+    values = tuple(replace(v, num_bytes=random.randint(1, message_bytes)) for v in at.values)
+    if random.random() < 0.5:  # a weight of both ends comes with each micro-batch
+        size = random.randint(1, message_bytes)
+        values += (Value(0, (count - 1,), size, len(values), is_weight=True),)
+    found = replace(found, sizes=(replace(at, values=values),))
+    weights = sum(each.total_bytes for each in found.weights)
+    of_batch = count * (inner_bytes + message_bytes)
+    here = cluster(
+        random.randint(1, 4),
+        bytes_per_s=random.choice((100.0, 1e4, 1e6)),
+        memory_bytes=round(weights * random.uniform(0.3, 1.2) + of_batch * random.uniform(0.3, 3)),
+    )
+    (host,), (device,) = here.hosts, here.devices.values()
+    small = replace(device, memory_bytes=round(device.memory_bytes * 0.7))
+    names = tuple(random.choice((device.name, "small")) for _ in host.devices)
+    here = replace(
+        here,
+        devices={device.name: device, "small": small},
+        hosts=(replace(host, devices=names),),
+    )
+    limited = random.random() < 0.5
+    wishes = Wishes(
+        batch_size=random.choice((4, 8)),
+        num_microbatches=random.choice((None, 2, 4)),
+        schedules=(random.choice(PLAIN),) if limited else None,
+    )
+    return found, here, wishes
 
 
 def test_what_fits_no_other_way_moves_to_the_host_where_the_device_says_how_fast() -> None:

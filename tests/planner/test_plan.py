@@ -160,8 +160,8 @@ def test_a_printed_plan_is_a_table() -> None:
     text = str(replace(plan(2, 1), predicted_s=(0.002, 0.001)))
     assert text == "\n".join(
         [
-            "3 layers as 2 stages x 1 replicas on 2 ranks, 6 micro-batches",
-            "schedule=one_f_one_b, recompute=STAGE, seed 0, 1 threads per stage",
+            "3 layers as 2 stages x 1 replica on 2 ranks, 6 micro-batches",
+            "schedule=one_f_one_b, recompute=STAGE, seed 0, 1 thread per stage",
             "layers as given",
             "stage  layers     parameters  recompute  ranks  device  micro-batch",
             "    0  2: 0 to 1          40  stage          0  cpu     2 ms",

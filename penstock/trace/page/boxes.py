@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
-from statistics import median
 
 from penstock.schedules import ir
 from penstock.trace.breakdown import waits_s
@@ -120,8 +119,12 @@ def _box(span: Span, look: Look, when_s: tuple[float, float], num_bytes: int) ->
 
 
 def _are_thin(boxes: Sequence[Box], step_s: float) -> bool:
-    """Tell whether most boxes are narrower than a pixel of a wide screen, and so not seen."""
-    return bool(boxes) and median(b.end_s - b.start_s for b in boxes) < step_s / (2 * _MOST_PARTS)
+    """Tell whether most of the time is in boxes narrower than a pixel of a wide screen, and so not
+    seen; however many small ones, such as messages, there are between large ones.
+    """
+    widths_s = [box.end_s - box.start_s for box in boxes]
+    thin_s = sum(width_s for width_s in widths_s if width_s < step_s / _MOST_PARTS)
+    return thin_s > sum(widths_s) / 2
 
 
 def _merged(boxes: Sequence[Box], part_s: float) -> Iterator[Box]:

@@ -18,10 +18,13 @@ _MOST_NUMBERED = 2_500
 _ORDER = {look.name: n for n, look in enumerate([*LOOKS.values(), WAIT])}
 
 
-def lane_chart(timelines: Mapping[str, Timeline], bubbles: Mapping[str, float]) -> Figure:
+def lane_chart(
+    timelines: Mapping[str, Timeline], bubbles: Mapping[str, float], *, optimizer_s: float = 0.0
+) -> Figure:
     """Draw timelines, by what they are; each has an axis of lanes, and all share that of time.
 
-    `bubbles` are the shares of idle time, by the same names.
+    `bubbles` are the shares of idle time, by the same names; `optimizer_s` is what each step takes
+    beyond its timeline.
     """
     drawn = [(title, timeline, lanes_of(timeline)) for title, timeline in timelines.items()]
     step_s = max((float(t.step_s) for _, t, _ in drawn), default=0.0)
@@ -57,7 +60,9 @@ def lane_chart(timelines: Mapping[str, Timeline], bubbles: Mapping[str, float]) 
             "zeroline": False,
         }
         layout["annotations"].append(
-            caption(_headline(title, timeline.step_s, bubbles[title]), top_px / inner_px)
+            caption(
+                _headline(title, timeline.step_s + optimizer_s, bubbles[title]), top_px / inner_px
+            )
         )
         layout["shapes"] += _grounds(len(lanes.ranks), timeline.step_s * unit.per_s, axis)
         data += _traces(lanes, unit, axis, shown)

@@ -12,6 +12,8 @@ MOST_ROWS = 400
 _LONG = 12
 """Lines from which on code stands in columns."""
 _NUMBER = re.compile(r"[-+]?\d[\d,.]*(%| ?(s|ms|µs|bytes|[KMG]iB))?|-|\?|")
+_MANY_LETTERS = 60
+"""Letters of a cell beyond which the words of its column may go on in a second line."""
 
 
 def fact_html(fact: Fact) -> str:
@@ -49,7 +51,11 @@ def table_html(table: Table) -> str:
     """Write a table; of very long ones the first rows."""
     columns = zip(*table.rows, strict=True) if table.rows else ((),) * len(table.heads)
     kinds = [
-        ' class="number"' if n and all(map(_NUMBER.fullmatch, column)) else ""
+        ' class="number"'
+        if n and all(map(_NUMBER.fullmatch, column))
+        else ' class="words"'
+        if max(map(len, column), default=0) > _MANY_LETTERS
+        else ""
         for n, column in enumerate(columns)
     ]
     lines = [_row("th", table.heads, kinds)]

@@ -5,7 +5,7 @@
   const charts = [...document.querySelectorAll(".chart")];
   const root = document.documentElement, button = document.getElementById("theme");
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  const PAPER_PX = 1010;
+  const PAPER_PX = 1010, NARROW_PX = 600, LEGEND_PX = 21;
   const config = {
     displaylogo: false,
     doubleClickDelay: 600,  // a large page, or a busy machine, is slow to see the second click
@@ -48,7 +48,16 @@
       if (trace.name === "bubble") trace.marker.color = colour("bubble");  // no work: not the brightest
     }
     if (width) Object.assign(layout, { width, autosize: false });
-    return Plotly.react(chart, figure.data, layout, { ...config, responsive: !width });
+    const isNarrow = (width || chart.clientWidth) < NARROW_PX;
+    if (isNarrow && layout.showlegend !== false) {  // a column, above the chart
+      const kinds = figure.data.filter((trace) => trace.showlegend !== false).length;
+      const more = Math.max(0, kinds - 1) * LEGEND_PX;
+      layout.height += more;
+      layout.margin.t += more;
+      layout.legend.maxheight = more + 2 * LEGEND_PX;
+    }
+    const displayModeBar = isNarrow ? false : "hover";  // the legend has its place
+    return Plotly.react(chart, figure.data, layout, { ...config, displayModeBar, responsive: !width });
   }
 
   function wear(theme) {

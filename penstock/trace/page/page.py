@@ -55,7 +55,8 @@ class Page:
     predicted: Timeline | None = None
     measured: Timeline | None = None
     optimizer_s: float = 0.0
-    """What the measured step spent on moving weights outside of its timeline."""
+    """What the step spends on moving weights outside of its timeline: the measured one, or else
+    the predicted one."""
     set_up_s: float = 0.0
     """What it spent outside of its timeline on all else."""
     memory: Timeline | None = None

@@ -94,10 +94,11 @@ def _timelines(page: Page) -> dict[str, Timeline]:
 
 
 def _with_rest(page: Page, times: Times) -> Times:
-    """Add what the measured step spent outside of its timeline."""
+    """Add what the page's step spent outside of its timeline."""
     rest = {"optimizer_s": page.optimizer_s, "set_up_s": page.set_up_s}
+    own = "predicted" if page.measured is None else "measured"
     return {
-        title: tuple(rank.with_rest(**rest) for rank in ranks) if title == "measured" else ranks
+        title: tuple(rank.with_rest(**rest) for rank in ranks) if title == own else ranks
         for title, ranks in times.items()
     }
 
@@ -108,7 +109,8 @@ def _step_facts(page: Page, breakdowns: Mapping[str, Breakdown]) -> Iterator[Fac
         if title in breakdowns:
             parts = breakdowns[title]
             foretold = breakdowns.get("predicted") if title == "measured" else None
-            yield Fact(name, time_text(parts.step_s), _step_remark(page, parts, foretold))
+            step_s = parts.step_s if title == "measured" else parts.step_s + page.optimizer_s
+            yield Fact(name, time_text(step_s), _step_remark(page, parts, foretold))
             ideal = percent_text(1 - parts.ideal_utilisation)
             yield Fact("bubble", percent_text(parts.bubble), f"{ideal} without messages")
             return
@@ -119,6 +121,8 @@ def _step_remark(page: Page, parts: Breakdown, foretold: Breakdown | None) -> st
     if foretold is not None:
         missed = float(parts.step_s / foretold.step_s) - 1
         return f"{time_text(foretold.step_s)} predicted, {missed:+.1%}"
+    if page.measured is None:
+        return f"{time_text(page.optimizer_s)} of it the optimizer" if page.optimizer_s else ""
     more_s = page.optimizer_s + page.set_up_s
     return f"and {time_text(more_s)} for optimizer and set-up" if more_s else ""
 
@@ -131,7 +135,8 @@ def _sections(
     if timelines:
         times = {title: rank_times(timeline) for title, timeline in timelines.items()}
         bubbles = {title: parts.bubble for title, parts in breakdowns.items()}
-        figures["timeline"] = lane_chart(timelines, bubbles)
+        after_s = page.optimizer_s if page.measured is None else 0.0
+        figures["timeline"] = lane_chart(timelines, bubbles, optimizer_s=after_s)
         yield "timeline", "Timeline", _timeline(timelines, times, figures["timeline"].note)
         yield "time", "Where the time goes", _time(_with_rest(page, times), figures)
     memory = _memory(page, figures)

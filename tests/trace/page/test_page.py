@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
+from penstock.schedules import Forward
 from penstock.trace.page import Page, render_page
 from penstock.trace.page.boxes import MOST_BOXES, lanes_of
 from penstock.trace.page.curves import curves
 from penstock.trace.page.differences import differences
 from penstock.trace.page.memory_chart import memory_chart, memory_series
 from penstock.trace.rank_times import rank_times
-from penstock.trace.timeline import MemoryKind, MemorySample, Timeline
+from penstock.trace.timeline import MemoryKind, MemorySample, Span, Timeline
+from penstock.trace.units import time_text
 from tests.trace.page.pages import SLOWER, WICKED, full_page, large_step, timeline
 
 LIMIT_BYTES = 8_000_000
@@ -127,6 +129,25 @@ def test_a_timeline_of_no_length_is_left_out() -> None:
     step = timeline(1, 1)
     flat = Timeline(tuple(span._replace(start_s=0, end_s=0) for span in step.spans))
     assert Reader(render_page(Page(title="x", predicted=flat))).titles == []
+
+
+def test_a_predicted_step_is_one_number_everywhere_with_its_optimizer() -> None:
+    step = timeline()
+    text = time_text(float(step.step_s) * 2)
+    read = Reader(render_page(Page(title="x", predicted=step, optimizer_s=float(step.step_s))))
+    assert text in read.text
+    headline = json.loads(read.data)["timeline"]["layout"]["annotations"][0]["text"]
+    assert f"step {text}, " in headline
+
+
+def test_small_spans_between_large_ones_do_not_merge_them() -> None:
+    starts = [n + (0.9 + 1e-4 * k if k else 0.0) for n in range(9) for k in range(4)]
+    spans = [
+        Span(0, Forward(0, n), start, start + (1e-5 if n % 4 else 0.8))
+        for n, start in enumerate(starts)
+    ]
+    drawn = lanes_of(Timeline(tuple(sorted(spans, key=lambda span: span.start_s))))
+    assert (drawn.left_out, len(drawn.boxes)) == ("", len(spans))
 
 
 @pytest.fixture(scope="module")
