@@ -148,7 +148,7 @@ def answer(
     """Measure and print what another question asks, whose table is in no README."""
     options = parser(about)
     if rounds is not None:
-        options.add_argument("--rounds", type=int, default=rounds, help="after one of warm-up")
+        options.add_argument("--rounds", type=int, default=rounds, help="of all pipelines")
     chosen = options.parse_args(arguments)
     if chosen.update_readme:
         options.error("the README holds the table of benchmarks.foresight.main")
@@ -165,10 +165,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__ or "")
     options.add_argument("--models", type=words, default=[s.kind for s in SUBJECTS], metavar="...")
     options.add_argument("--families", type=words, default=[], metavar="NAME,NAME,...")
-    options.add_argument("--num-ranks", type=counts, default=(1, 2, 4), metavar="K,K,...")
+    options.add_argument("--num-ranks", type=counts, default=(1, 2), metavar="K,K,...")
     options.add_argument("--num-microbatches", type=counts, default=(4, 8, 32), metavar="M,M,...")
     options.add_argument("--where", type=words, default=["threads", "processes"], metavar="...")
-    options.add_argument("--rounds", type=int, default=7, help="after one of warm-up")
+    options.add_argument("--rounds", type=int, default=3, help="of all pipelines")
     options.add_argument("--all", action="store_true", help="every combination: hours")
     chosen = options.parse_args(arguments)
     publish(run(chosen), chosen, Path(__file__).parent)
