@@ -53,8 +53,8 @@ def _explain(
     for step in layers:
         if not expected.layer_outputs[step.index] <= found.layer_outputs[step.index]:
             return f"the forward of layer {step.label}", (
-                "the layer draws random numbers outside torch (random, numpy) or of its own "
-                "Generator",
+                "the layer draws random numbers from a generator of its own (random.Random, "
+                "numpy.random.default_rng, torch.Generator)",
                 "the layer keeps state between calls outside its buffers, or reads a global",
                 "a kernel of it is not deterministic, or chose another path for another thread "
                 "count",

@@ -44,7 +44,7 @@ def run_unsplit(
     with digests(layers) as seen, forked, kept_outside():
         for i, part in enumerate(cut.inputs):
             with statistics.watching():
-                output = _run_seeded(layers, part, pipe.seed, i)
+                output = _run_seeded(layers, part, pipe.seed, "train", i)
                 _seed(stream_key(pipe.seed, "train", 0, len(layers), i))
                 value = loss(output, cut.targets[i])
             if cut.weights[i]:
@@ -52,7 +52,9 @@ def run_unsplit(
                 weighted = value.detach() * cut.weights[i]
                 total = weighted if total is None else total + weighted
     statistics.put()
-    return collect(layers, loss, total, _evaluate(layers, cut), seen)
+    with torch.random.fork_rng(_cuda_numbers(pipe)), kept_outside():
+        outputs = _evaluate(layers, cut, pipe.seed)
+    return collect(layers, loss, total, outputs, seen)
 
 
 def _run_backward(value: Tensor, weight: float) -> None:
@@ -64,12 +66,12 @@ def _cuda_numbers(pipe: Pipeline) -> list[int]:
     return sorted({device.index for device in pipe.devices if device.type == "cuda"})
 
 
-def _run_seeded(layers: Layers, inputs: Any, seed: int, microbatch: int) -> Any:
+def _run_seeded(layers: Layers, inputs: Any, seed: int, phase: str, microbatch: int) -> Any:
     def seeded(step: Step, function: Callable[[], Any]) -> Any:
-        _seed(stream_key(seed, "train", 0, step.index, microbatch))
+        _seed(stream_key(seed, phase, 0, step.index, microbatch))
         return function()
 
-    with StreamBetween(stream_key(seed, "train", 0, BETWEEN, microbatch)) as stream:
+    with StreamBetween(stream_key(seed, phase, 0, BETWEEN, microbatch)) as stream:
         return layers.run(inputs, partial(stream.run_layer, seeded))
 
 
@@ -78,8 +80,9 @@ def _seed(key: int) -> None:
     seed_outside(key)
 
 
-def _evaluate(layers: Layers, batch: Batch) -> Any:
+def _evaluate(layers: Layers, batch: Batch, seed: int) -> Any:
     modules = [module for _, holder in layers.holders() for module in holder.modules()]
     with torch.no_grad(), in_evaluation(modules):
-        parts = [layers.run(part) for part in batch.inputs]
+        every = enumerate(batch.inputs)
+        parts = [_run_seeded(layers, part, seed, "eval", i) for i, part in every]
         return gather(parts, batch.sizes, batch.output_weights)

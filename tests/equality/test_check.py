@@ -2,7 +2,9 @@
 
 import json
 import random
+from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,9 +14,13 @@ from penstock import Recompute
 from penstock.schedules import one_f_one_b
 
 
-class DrawsOutsideTorch(nn.Module):
+class Draws(nn.Module):
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
     def forward(self, x: Tensor) -> Tensor:
-        return x * (1 + random.random())
+        return x * (1 + self.draw())
 
 
 class _Stateful(torch.autograd.Function):
@@ -71,11 +77,20 @@ def test_a_sound_model_is_equal_and_every_tensor_is_listed() -> None:
     assert json.loads(found.to_json())["equal"] is True
 
 
+@pytest.mark.parametrize(
+    "draw", (random.random, lambda: numpy.random.rand(), lambda: torch.rand(()))
+)
+def test_a_layer_that_draws_from_global_generators_in_both_modes_is_equal(
+    draw: Callable[[], float],
+) -> None:
+    assert report(Draws(draw)).equal
+
+
 def test_a_forward_that_differs_is_named_with_likely_causes() -> None:
-    found = report(DrawsOutsideTorch())
+    found = report(Draws(random.Random().random))
     assert not found.equal
-    assert found.first_difference == "the forward of layer '3' (DrawsOutsideTorch)"
-    assert any("outside torch" in cause for cause in found.likely_causes)
+    assert found.first_difference == "the forward of layer '3' (Draws)"
+    assert any("generator of its own" in cause for cause in found.likely_causes)
     assert found.verdict in str(found)
 
 
