@@ -169,7 +169,7 @@ class Replay(Pass):
 
     def ended(self, output: Any) -> Any:
         if self._stage < self._last_stage and not self._is_over:
-            self._end()  # the model left out the later stages' blocks; the last one gives the output
+            self._end()  # the model left out blocks of later stages; the last one gives the output
         self._doing = "the model's output"
         leaves, structure = flatten(output)
         reals = [self._unwrapped(leaf) for leaf in leaves]
