@@ -215,6 +215,14 @@ FAULTS = (
         "Python",
     ),
     Fault(
+        "layers that Python's random numbers leave out are taken for layers that always run",
+        "penstock/model/capture/captured.py",
+        "bool(asked.makers) or draws or any",
+        "bool(asked.makers) or any",
+        "tests/model/capture/test_equality.py",
+        "dropped and NumPy",
+    ),
+    Fault(
         "a hook on a value is not told to the stage that computes its gradient",
         "penstock/runtime/handover.py",
         "if has_tensor_hooks(leaf)",

@@ -1,5 +1,6 @@
 """Processes instead of threads change no bit; replicas change rounding only."""
 
+import random
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -7,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -45,8 +47,33 @@ def large_messages() -> list[Any]:
     return [*first, nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), *last]
 
 
+class Shaken(nn.Module):
+    """Draw from Python's and NumPy's global generators, or one of them; and from torch's."""
+
+    def __init__(self, *, python: bool = True, arrays: bool = True, drop: float = 0.0) -> None:
+        super().__init__()
+        self.python, self.arrays, self.drop = python, arrays, drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.python:
+            x = x * random.uniform(0.5, 1.5) + random.gauss()
+        if self.arrays:
+            x = x[numpy.random.permutation(len(x))] * float(numpy.random.randn())
+        return nn.functional.dropout(x, self.drop)
+
+
+def randomness_outside() -> list[Any]:
+    """Make layers that draw random numbers that are not torch's."""
+    first, second = Shaken(arrays=False), Shaken(python=False)
+    last = nn.Sequential(nn.Linear(6, 6), Shaken(), nn.Dropout(0.2))
+    return [nn.Linear(6, 6), first, second, Shaken(drop=0.3), last, nn.Linear(6, 3)]
+
+
 LARGE = Model("large_messages", large_messages, vectors, nn.functional.mse_loss)
-BY_NAME = {model.name: model for model in (*ALL_MODELS, LARGE)}
+OUTSIDE = Model(
+    "randomness_outside", randomness_outside, vectors, nn.functional.mse_loss, quiet_in_eval=False
+)
+BY_NAME = {model.name: model for model in (*ALL_MODELS, LARGE, OUTSIDE)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +189,7 @@ def work(mesh: penstock.Mesh, cases: list[dict[str, Any]]) -> list[dict[str, Any
 FEW = (
     *("transformer", "structures", "fan_out", "batch_norms", "changing_buffers", "channels_last"),
     *("odd_addresses", "randomness", "frozen_middle", "large_messages"),
+    "randomness_outside",
 )
 RECOMPUTE = [kind.value for kind in Recompute]
 TRANSPORTS = [transport.name for transport in BETWEEN_PROCESSES]
@@ -302,7 +330,7 @@ def check_bits(chosen: list[Case], tmp_path: Path) -> None:
 
 
 OWN = "buffer 5."  # of an InstanceNorm: each replica's are of its own samples, as outputs are
-REPLICATED = ("transformer", "batch_norms", "randomness", "frozen_middle")
+REPLICATED = ("transformer", "batch_norms", "randomness", "randomness_outside", "frozen_middle")
 
 
 @pytest.mark.parametrize("half", HALVES)

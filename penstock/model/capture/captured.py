@@ -73,9 +73,9 @@ class Captured:
     """A model, its blocks, and what happened when it was run on the example inputs.
 
     `calls` are the block calls in the order of their execution.  `inputs` says whether the model's
-    inputs are given to the first stage only, and travel, or to every stage.  With `decides`, code
-    between blocks has looked at values, so that the model may take other ways; with
-    `draws_between` it draws from Python's or NumPy's global generator.
+    inputs are given to the first stage only, and travel, or to every stage.  With
+    `draws_between`, code between blocks draws from Python's or NumPy's global generator; with
+    `decides`, it does so or has looked at values, and the model may take other ways.
     """
 
     model: nn.Module
@@ -266,6 +266,7 @@ def _captured(
 ) -> Captured:
     found = list(recordings.values())
     calls = reduce(_merged, (calls_of(recording.events) for recording in found))
+    draws = any(recording.draws_between for recording in found)  # and may go by what it draws
     return Captured(
         model,
         {name: blocks[name] for name in dict.fromkeys(name for name, _ in calls)},
@@ -273,8 +274,8 @@ def _captured(
         tuple(Recorded(m, tuple(r.events), dict(r.infos)) for m, r in recordings.items()),
         asked.inputs,
         # writes into a tensor that was made empty are often as many as there are samples
-        decides=bool(asked.makers) or any(e.decides for r in found for e in r.events),
-        draws_between=any(recording.draws_between for recording in found),
+        decides=bool(asked.makers) or draws or any(e.decides for r in found for e in r.events),
+        draws_between=draws,
         needs_all=any(recording.needs_all for recording in found),
         warnings=tuple(_warnings(found, choice)),
         parameters=first_names(model.named_parameters(remove_duplicate=False)),

@@ -169,10 +169,7 @@ class Replay(Pass):
 
     def ended(self, output: Any) -> Any:
         if self._stage < self._last_stage and not self._is_over:
-            raise GlueError(
-                f"the model's forward ended on stage {self._stage} of {self._last_stage + 1}: it "
-                "left out the blocks of the later ones, which it called with the example inputs"
-            )
+            self._end()  # the model left out blocks of later stages; the last one gives the output
         self._doing = "the model's output"
         leaves, structure = flatten(output)
         reals = [self._unwrapped(leaf) for leaf in leaves]

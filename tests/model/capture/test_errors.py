@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.errors import CutError, GlueError
+from penstock.errors import CutError, GlueError, RouteError
 from penstock.model.capture.captured import Captured, record_model
 from penstock.model.capture.source import captured_layers
 from tests.model.capture.any_models.chain import WIDTH, Chain, inputs
@@ -279,12 +279,15 @@ class OftenOrSeldom(Chain):
 
 def test_another_number_of_calls_than_with_the_example_is_refused() -> None:
     layers = captured_layers(record_model(OftenOrSeldom(), inputs(3)))
-    for batch, message in ((5, "was not called so often"), (1, r"forward ended on stage \d of 4")):
+    for batch, error, message in (
+        (5, GlueError, "was not called so often"),
+        (1, RouteError, "for the model's output, but the plan does not send it there"),
+    ):
         with (
             penstock.Pipeline(
                 layers, partition=[1, 1, 1, 1], loss=nn.functional.mse_loss, threads_per_stage=1
             ) as pipe,
-            pytest.raises(GlueError, match=message),
+            pytest.raises(error, match=message),
         ):
             pipe.train_step(inputs(batch), inputs(batch))
 

@@ -387,14 +387,43 @@ class Drawing(Chain):
         return functional.scaled_dot_product_attention(rows, rows, rows, dropout_p=drop)[0, 0]
 
 
+class Shaken(nn.Linear):
+    """Draws Python's, NumPy's and torch's random numbers in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if not self.training:
+            return y
+        return functional.dropout(y * random.uniform(0.5, 1.5), 0.2) + float(numpy.random.randn())
+
+
 class DrawingOutside(Chain):
-    """Draws Python's and NumPy's random numbers between blocks that draw torch's."""
+    """Draws Python's and NumPy's random numbers between blocks, of which the second does too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Shaken(WIDTH, WIDTH)
 
     def between(self, x: Tensor, number: int) -> Tensor:
         if not self.training:
             return x
         rows = torch.from_numpy(numpy.random.permutation(len(x)))
         return x[rows] * random.uniform(0.5, 1.5)
+
+
+class DroppingOutside(Chain):
+    """Leaves out any of its blocks by what Python's and NumPy's random numbers say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.extend(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            drawn = random.uniform(0, 1) if number % 2 else numpy.random.random()
+            if drawn > 0.5 or not self.training:
+                x = block(x).tanh()
+        return x
 
 
 def chain(kind: Callable[[], Chain]) -> Callable[[], Made]:
@@ -610,6 +639,11 @@ CHAINS = (
     AnyModel("types asked and changed", chain(Typed)),
     AnyModel("random numbers between blocks", chain(Drawing)),
     AnyModel("Python's and NumPy's random numbers between blocks", chain(DrawingOutside)),
+    AnyModel(
+        "layers dropped by Python's and NumPy's random numbers",
+        chain(DroppingOutside),
+        "other layers at every step",
+    ),
     *FILLING,
     AnyModel("autocast, a value used twice", chain(UsedTwice), within=autocast),
 )

@@ -80,6 +80,19 @@ SOUND: Sizes = {
     "num_conv_pos_embedding_groups": 2,
     "apply_spec_augment": False,
 }
+MASKED_SOUND: Sizes = {
+    "apply_spec_augment": True,
+    "mask_time_length": 2,
+    "mask_time_prob": 0.4,
+    "mask_feature_length": 4,
+    "mask_feature_prob": 0.3,
+}
+SPARSE: Sizes = {
+    "attention_type": "block_sparse",
+    "block_size": 4,
+    "num_random_blocks": 1,
+    "max_position_embeddings": 64,
+}
 TWO_KINDS = ["sliding_attention", "full_attention"]
 GEMMA4: Sizes = {
     "num_hidden_layers": 6,
@@ -112,6 +125,11 @@ def llava() -> Made:
         return {"input_ids": torch.cat([shown, said], 1), **image(batch)}
 
     return transformers.LlavaForConditionalGeneration(config), inputs
+
+
+def long_words(batch: int) -> dict[str, Any]:
+    """Give words enough for a sparse attention."""
+    return {"input_ids": words(batch, 36)}
 
 
 def sound(batch: int) -> dict[str, Any]:
@@ -212,6 +230,16 @@ OTHERS = (
         "wav2vec2",
         hugging_face("Wav2Vec2", "ForCTC", SOUND, sound, layerdrop=0.3),
         "other layers at every step",
+    ),
+    AnyModel(
+        "wav2vec2, SpecAugment",
+        hugging_face("Wav2Vec2", "ForCTC", {**SOUND, **MASKED_SOUND}, sound, layerdrop=0.0),
+        "masks of NumPy's random numbers",
+    ),
+    AnyModel(
+        "big bird",
+        hugging_face("BigBird", "ForMaskedLM", TEXT, long_words, **SPARSE),
+        "blocks of attention by NumPy's random numbers",
     ),
     AnyModel("llava", llava, "an image among the words"),
 )
