@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .errors import PenstockError as PenstockError
     from .mesh import Mesh as Mesh
     from .mesh import init_mesh as init_mesh
+    from .model.batch import PerSample as PerSample
     from .model.batch import Whole as Whole
     from .model.capture.capture import capture as capture
     from .model.layer_list import Layer as Layer
@@ -59,6 +60,7 @@ _HOME = {
     "Trace": "penstock.types",
     "TiedGradients": "penstock.types",
     "Transport": "penstock.types",
+    "PerSample": "penstock.model.batch",
     "Whole": "penstock.model.batch",
     "async_save_checkpoint": "penstock.checkpoint",
     "capture": "penstock.model.capture.capture",
@@ -104,6 +106,7 @@ __all__ = [
     "Timeline",
     "Trace",
     "Transport",
+    "PerSample",
     "Whole",
     "async_save_checkpoint",
     "capture",
