@@ -187,7 +187,8 @@ def test_collections_that_may_have_one_entry_per_sample_are_refused(value: Any) 
 def test_a_list_of_as_many_tensors_as_rows_is_refused_with_both_readings(
     around: Callable[[Any], Any], value: Any, named: str
 ) -> None:
-    said = rf"the targets hold {named} with 3 rows each, .* either way\. .*PerSample\(.*stack\(.*tuple\("
+    said = rf"the targets hold {named} with 3 rows each, .* either way\. "
+    said += r".*PerSample\(.*stack\(.*tuple\("
     with pytest.raises(BatchError, match=said):
         batch_size(around(value), "targets")
 
