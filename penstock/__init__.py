@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .errors import PenstockError as PenstockError
     from .mesh import Mesh as Mesh
     from .mesh import init_mesh as init_mesh
+    from .model.batch import PerSample as PerSample
     from .model.batch import Whole as Whole
     from .model.capture.capture import capture as capture
     from .model.layer_list import Layer as Layer
@@ -50,6 +51,7 @@ _HOME = {
     "Layers": "penstock.model.layers",
     "Mesh": "penstock.mesh",
     "PenstockError": "penstock.errors",
+    "PerSample": "penstock.model.batch",
     "Pipeline": "penstock.pipeline",
     "Plan": "penstock.planner.plan",
     "Profile": "penstock.costs.profile",
@@ -95,6 +97,7 @@ __all__ = [
     "Layers",
     "Mesh",
     "PenstockError",
+    "PerSample",
     "Pipeline",
     "Plan",
     "Profile",

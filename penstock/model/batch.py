@@ -7,6 +7,8 @@ any other of these, a dict, a dataclass    holds such values, and is no value it
 a number, a string, None, an object        the same for every sample
 another collection of as many entries      refused: it may be meant either way
 a list of N values with N rows each        refused likewise; a tuple of them holds them
+a list of N values of other sizes          one entry per sample, if N is known from elsewhere
+PerSample(list)                            one entry per sample, whatever the entries are
 Whole(value)                               the same for every sample, whatever it is
 """
 
@@ -14,6 +16,7 @@ from collections import UserString, deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from itertools import accumulate, islice, pairwise
 from operator import length_hint
 from typing import Any
@@ -45,14 +48,31 @@ class Whole:
     value: Any
 
 
-def batch_size(value: Any, what: str) -> int:
+@dataclass(frozen=True, slots=True)
+class PerSample:
+    """A list or deque in a batch with one entry per sample, whatever tensors the entries hold.
+
+    pipe.train_step({"pixel_values": images, "labels": penstock.PerSample(boxes_and_classes)})
+    """
+
+    entries: Any
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+def batch_size(value: Any, what: str, elsewhere: int | None = None) -> int:
     """Return N, the number of samples that every tensor, array and list in `value` has.
+
+    `elsewhere` is the number that is known from what belongs to it: the inputs of targets.
 
     Raises:
         BatchError: there is none of these, a tensor has no dimensions, numbers differ, N is 0, a
-            tensor in a `Whole` requires grad, or a list has N entries that all hold tensors.
+            tensor in a `Whole` or in an entry of a list requires grad, or a list has N entries
+            that all hold tensors of N rows.
     """
-    entries, structure = flatten_by(value, _is_entry)
+    known = _num_beside_lists(value) if elsewhere is None else elsewhere
+    entries, structure = flatten_by(value, partial(_is_entry, count=known))
     rows = [entry for entry in entries if not isinstance(entry, Whole)]
     _check_shared(rows, [entry for entry in entries if isinstance(entry, Whole)], what)
     if not rows:
@@ -77,7 +97,8 @@ def batch_size(value: Any, what: str) -> int:
     if len(sizes) > 1:
         raise BatchError(
             f"tensors in the {what} have different batch sizes {sizes} in dimension 0. Stack what "
-            "belongs to the samples into one tensor; give what all micro-batches are to have as "
+            "belongs to the samples into one tensor, or give it as penstock.PerSample(list) with "
+            "one entry per sample; give what all micro-batches are to have as "
             "penstock.Whole(tensor)"
         )
     count = len(tensors[0] if tensors else rows[0])
@@ -117,7 +138,7 @@ def split(value: Any, sizes: Sequence[int]) -> list[Any]:
 
     Parts of tensors are views, detached, which remember whether their tensor requires grad.
     """
-    entries, structure = flatten_by(value, _is_entry)
+    entries, structure = flatten_by(value, partial(_is_entry, count=sum(sizes)))
     if not entries:
         return [value] * len(sizes)
     pieces = [_pieces(entry, sizes) for entry in entries]
@@ -133,20 +154,61 @@ def of_size(value: Any, size: int, what: str) -> Any:
     count = batch_size(value, what)
     if size <= count:
         return split(value, [size, count - size])[0]
-    entries, structure = flatten_by(value, _is_entry)
+    entries, structure = flatten_by(value, partial(_is_entry, count=count))
     numbers = [n % count for n in range(size)]
     return unflatten(structure, [_again(entry, numbers) for entry in entries])
 
 
-def without_whole(value: Any) -> Any:
-    """Replace every `Whole` by the value in it."""
+def undeclared(value: Any) -> Any:
+    """Replace every `Whole` and `PerSample` by the value in it."""
     entries, structure = flatten_by(value, _is_entry)
-    return unflatten(structure, [e.value if isinstance(e, Whole) else e for e in entries])
+    return unflatten(structure, [_value(entry) for entry in entries])
 
 
-def _is_entry(value: Any) -> bool:
-    """Tell whether a value that is no tensor is repeated whole, or has one entry per sample."""
-    if isinstance(value, Whole):
+def _value(entry: Any) -> Any:
+    if isinstance(entry, PerSample):
+        return entry.entries
+    return entry.value if isinstance(entry, Whole) else entry
+
+
+def _num_beside_lists(value: Any) -> int | None:
+    """Count the samples by what lies outside of lists that hold tensors; where nothing does, by
+    what lies in the outermost. None if that has no one number.
+    """
+    level = [value]
+    while level:
+        leaves = [leaf for part in level for leaf in flatten_by(part, _is_entry_or_list)[0]]
+        lists = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and not _is_entry(leaf)]
+        sizes = {_num_rows(x) for x in leaves if all(x is not part for part in lists)} - {None}
+        if sizes:
+            return sizes.pop() if len(sizes) == 1 else None
+        level = [part for opened_list in lists for part in opened_list]
+    return None
+
+
+def _is_entry_or_list(value: Any) -> bool:
+    return isinstance(value, list | deque) or _is_entry(value)
+
+
+def _num_rows(entry: Any) -> int | None:
+    """Count the samples of what is cut; None where it is not."""
+    if isinstance(entry, Whole) or (isinstance(entry, Tensor) and entry.dim() == 0):
+        return None
+    return len(entry)
+
+
+def _fits(value: Any, count: int) -> bool:
+    """Tell whether all that is cut in a value has `count` samples."""
+    entries = flatten_by(value, partial(_is_entry, count=count))[0]
+    return all(isinstance(entry, Whole) or _num_rows(entry) == count for entry in entries)
+
+
+def _is_entry(value: Any, count: int | None = None) -> bool:
+    """Tell whether a value that is no tensor is repeated whole, or has one entry per sample.
+
+    `count` is the number of samples, if it is known.
+    """
+    if isinstance(value, Whole | PerSample):
         return True
     if isinstance(value, numpy.ndarray):
         return value.ndim > 0
@@ -155,7 +217,9 @@ def _is_entry(value: Any) -> bool:
     if not value or isinstance(value, range):
         return bool(value)
     if isinstance(value, list | deque):
-        return not any(map(_holds_rows, value))
+        if not any(map(_holds_rows, value)):
+            return True
+        return len(value) == count and not all(_fits(part, count) for part in value)
     return not hasattr(value, "_fields") and not any(map(_is_part_of_structure, value))
 
 
@@ -170,7 +234,7 @@ def _is_part_of_structure(value: Any) -> bool:
 def _holds_rows(value: Any) -> bool:
     if isinstance(value, _SCALARS):
         return False
-    if isinstance(value, Tensor | numpy.ndarray | Whole):
+    if isinstance(value, Tensor | numpy.ndarray | Whole | PerSample):
         return True
     parts = opened(value)
     return parts is not None and any(map(_holds_rows, parts[0]))
@@ -182,6 +246,7 @@ def _pieces(entry: Any, sizes: Sequence[int]) -> list[Any]:
     if isinstance(entry, Tensor):
         parts = list(entry.detach().split(list(sizes)))
         return [part.requires_grad_() for part in parts] if entry.requires_grad else parts
+    entry = _value(entry)
     bounds = pairwise(accumulate(sizes, initial=0))
     if isinstance(entry, deque):  # which has no slices
         return [type(entry)(islice(entry, *bound), entry.maxlen) for bound in bounds]
@@ -195,6 +260,7 @@ def _again(entry: Any, numbers: Sequence[int]) -> Any:
     if isinstance(entry, Tensor):
         found = entry.detach()[torch.tensor(numbers, device=entry.device)]
         return found.requires_grad_(entry.requires_grad)
+    entry = _value(entry)
     if isinstance(entry, numpy.ndarray):
         return entry[numbers]
     rows = [entry[n] for n in numbers]
@@ -204,7 +270,8 @@ def _again(entry: Any, numbers: Sequence[int]) -> Any:
 def _check_lengths(rows: Sequence[Any], count: int, what: str) -> None:
     for row in rows:
         if len(row) != count:
-            kind = "an array" if isinstance(row, numpy.ndarray) else f"a {type(row).__name__}"
+            own = _value(row)
+            kind = "an array" if isinstance(own, numpy.ndarray) else f"a {type(own).__name__}"
             raise BatchError(
                 f"the {what} hold {count} samples and {kind} of {len(row)} entries. An array, a "
                 "range, a tuple of plain values, and a list or deque without tensors hold one "
@@ -239,7 +306,7 @@ def _check_lists(value: Any, count: int, what: str) -> None:
     """Refuse lists of N entries that all hold tensors of N rows: the entries may be those of the
     samples, and the rows may be.
     """
-    parts = None if _is_entry(value) else opened(value)
+    parts = None if _is_entry(value, count) else opened(value)
     if parts is None or count == 1:
         return
     is_list = isinstance(value, list | deque) and len(value) == count
@@ -247,9 +314,9 @@ def _check_lists(value: Any, count: int, what: str) -> None:
         kind, entry = type(value).__name__, type(value[0]).__name__
         raise BatchError(
             f"the {what} hold a {kind} of {count} {entry}s with {count} rows each, and it may be "
-            f"meant either way. If each of them belongs to one sample, give them as one tensor, "
-            f"torch.stack({kind}), or in a NumPy array of objects; if each has a row for every "
-            f"sample, give tuple({kind}), or a dict of them"
+            f"meant either way. If each of them belongs to one sample, give "
+            f"penstock.PerSample({kind}), or one tensor, torch.stack({kind}); if each has a row "
+            f"for every sample, give tuple({kind}), or a dict of them"
         )
     for part in parts[0]:
         _check_lists(part, count, what)
@@ -262,8 +329,17 @@ def _is_collection(value: Any) -> bool:
 
 
 def _check_shared(rows: Sequence[Any], shared: Sequence[Whole], what: str) -> None:
-    """Refuse tensors of a `Whole` that a gradient would have to come back to."""
+    """Refuse tensors of a `Whole`, or in an entry of a list, that a gradient would have to come
+    back to.
+    """
     cut = {id(row) for row in rows}
+    for row in rows:
+        own = _value(row)
+        if isinstance(own, list | deque) and any(t.requires_grad for t in flatten(own)[0]):
+            raise BatchError(
+                f"a {type(own).__name__} of the {what} with one entry per sample holds a tensor "
+                "that requires grad; give tensor.detach(), or all of them as one tensor"
+            )
     for tensor in (leaf for whole in shared for leaf in flatten(whole.value)[0]):
         if tensor.requires_grad or id(tensor) in cut:
             raise BatchError(

@@ -15,20 +15,34 @@ def accumulate_into_inputs(inputs: Any, run: Run) -> None:
     """Send what came back for the tensors of `inputs` to their `.grad`, or on through what made
     them.
     """
-    found = zip(flatten(inputs)[0], input_gradients(run), strict=False)
+    found = zip(wanting(inputs), input_gradients(run), strict=False)
     pairs = [(leaf, gradient) for leaf, gradient in found if gradient is not None]
     if pairs:
         torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
 
 
+def wanting(inputs: Any) -> list[Tensor]:
+    """List the tensors that gradients are sent to; those of a micro-batch are parts of these, in
+    the same order, while lists with one entry per sample have other tensors in each.
+    """
+    return [leaf for leaf in flatten(inputs)[0] if leaf.requires_grad]
+
+
 def input_gradients(run: Run) -> list[Tensor | None]:
-    """Return the gradients of the caller's input tensors, in order; None where there is none."""
+    """Return the gradients of those of the caller's inputs that are `wanting` one, in order; None
+    where there is none.
+    """
     sizes = run.batch.sizes
-    inputs = flatten(run.batch.inputs[0])[0]
-    rows = [run.input_gradients.get(i, (None,) * len(inputs)) for i in range(len(sizes))]
+    rows = []
+    for i, part in enumerate(run.batch.inputs):
+        leaves = flatten(part)[0]
+        found = run.input_gradients.get(i, (None,) * len(leaves))
+        pairs = zip(leaves, found, strict=False)
+        rows.append([gradient for leaf, gradient in pairs if leaf.requires_grad])
+    devices = [leaf.device for leaf in wanting(run.batch.inputs[0])]
     return [
-        _join(column, sizes, leaf.device)
-        for column, leaf in zip(zip(*rows, strict=True), inputs, strict=False)
+        _join(column, sizes, device)
+        for column, device in zip(zip(*rows, strict=True), devices, strict=False)
     ]
 
 

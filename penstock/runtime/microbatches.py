@@ -95,13 +95,14 @@ class Splitter:
             MeshError: the processes do not ask for the same.
         """
         self._calls += 1
-        num_inputs = _NONE
+        num_inputs, count = _NONE, None
         if inputs is not None or self._is_whole:
-            num_inputs = float(batch_size(inputs, "inputs"))
+            count = batch_size(inputs, "inputs")
+            num_inputs = float(count)
             if any(self._ranks[self._replica][r] == self._world.rank for r in self.readers):
                 check_values(inputs, "inputs")
-        num_targets = _NONE if targets is None else float(batch_size(targets, "targets"))
-        raw = self._raw_weights(inputs if targets is None else targets, call)
+        num_targets = _NONE if targets is None else float(batch_size(targets, "targets", count))
+        raw = self._raw_weights(inputs if targets is None else targets, call, count)
         trace = float(_BY_STRENGTH.index(call.trace))
         numbers = (float(self._calls), num_inputs, num_targets, sum(raw), call.loss_scale, trace)
         kind = "train_step" if call.trains else "eval_step"
@@ -153,8 +154,11 @@ class Splitter:
             )
         return int(count)
 
-    def _raw_weights(self, weighed: Any, call: Call) -> list[float]:
-        """Weigh the micro-batches by a function of the user's, where the loss is computed."""
+    def _raw_weights(self, weighed: Any, call: Call, count: int | None) -> list[float]:
+        """Weigh the micro-batches by a function of the user's, where the loss is computed.
+
+        `count` is the number of samples in the inputs, if this process was given them.
+        """
         if not call.trains or isinstance(call.reduction, Reduction) or not self._ends_here:
             return []
         if weighed is None:
@@ -162,7 +166,7 @@ class Splitter:
                 f"rank {self._world.rank} computes the loss, which the reduction function weighs "
                 "by the batch, and was given none of it; give targets or inputs there too"
             )
-        sizes = microbatch_sizes(batch_size(weighed, "targets"), call.num_microbatches)
+        sizes = microbatch_sizes(batch_size(weighed, "targets", count), call.num_microbatches)
         return raw_weights(call.reduction, split(weighed, sizes), sizes)
 
     def loss(self, losses: Mapping[int, Tensor]) -> Tensor:

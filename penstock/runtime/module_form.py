@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
-from penstock.model.pytree import flatten, flatten_by, unflatten
+from penstock.model.pytree import flatten_by, unflatten
 from penstock.schedules.lower import Mode
 
 from .engine import Engine
-from .input_gradients import input_gradients
+from .input_gradients import input_gradients, wanting
 from .microbatches import Batch
 from .outputs import gather, is_unjoined
 from .run import Run
@@ -45,7 +45,7 @@ def run_as_module(engine: Engine, run: Run, inputs: Any, batch: Batch) -> Any:
         leaves[n] = None
     anchor = torch.empty(0, requires_grad=True)
     tied = _TieToBackward.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        pending, anchor, *flatten(inputs)[0]
+        pending, anchor, *wanting(inputs)
     )
     for n, leaf in zip(tensors, tied, strict=True):
         leaves[n] = leaf

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock import Whole
+from penstock import PerSample, Whole
 from penstock.errors import BatchError, BoundaryError, OutputWarning
-from penstock.model.batch import batch_size, split, without_whole
+from penstock.model.batch import batch_size, split, undeclared
 
 Pair = namedtuple("Pair", "x names")
 X = torch.arange(10.0).reshape(5, 2)
@@ -102,7 +102,7 @@ def test_a_tensor_for_every_micro_batch_is_said_so() -> None:
     table = torch.randn(3, 4)
     first, second = split({"x": X, "table": Whole(table)}, [4, 1])
     assert first["table"] is second["table"] is table
-    assert without_whole((X, Whole(table)))[1] is table
+    assert undeclared((X, Whole(table)))[1] is table
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,12 @@ def test_a_tensor_for_every_micro_batch_is_said_so() -> None:
         pytest.param(Whole(X), "no batch to cut", id="only whole"),
         pytest.param([X, Whole(X)], "a second time", id="both"),
         pytest.param((X, Whole(torch.zeros(1, requires_grad=True))), "requires grad", id="grad"),
+        pytest.param((X, PerSample(NAMES[:4])), r"a list of 4 entries", id="too few entries"),
+        pytest.param(
+            (X, PerSample([torch.zeros(1, requires_grad=True)] * 5)),
+            "requires grad",
+            id="in entry",
+        ),
         pytest.param(numpy.zeros((0, 3)), "empty batch", id="empty"),
     ],
 )
@@ -179,7 +185,8 @@ def test_collections_that_may_have_one_entry_per_sample_are_refused(value: Any) 
 def test_a_list_of_as_many_tensors_as_rows_is_refused_with_both_readings(
     around: Callable[[Any], Any], value: Any, named: str
 ) -> None:
-    said = rf"the targets hold {named} with 3 rows each, .* either way\. .*stack\(.*tuple\("
+    said = rf"the targets hold {named} with 3 rows each, .* either way\. "
+    said += r".*PerSample\(.*stack\(.*tuple\("
     with pytest.raises(BatchError, match=said):
         batch_size(around(value), "targets")
 

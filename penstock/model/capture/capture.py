@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import CutError, ExportWarning
-from penstock.model.batch import check_values, without_whole
+from penstock.model.batch import check_values, undeclared
 from penstock.model.layer_list import as_layers, is_plain_chain
 from penstock.model.layers import Layers
 from penstock.torch_private import uncompiled
@@ -75,7 +75,7 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
         GlueError: code between blocks cannot be followed.
         CheckError: the cut model is not the model, or what was exported is not.
     """
-    example_inputs = without_whole(example_inputs)
+    example_inputs = undeclared(example_inputs)
     _check_signature(model, example_inputs)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     check_values(example_inputs, "example inputs", meta_is_fine=on_meta)

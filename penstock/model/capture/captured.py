@@ -1,5 +1,6 @@
 """The model as data: its block calls in order, and the values between them."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError, CutError
-from penstock.model.pytree import with_new_containers
+from penstock.model.pytree import flatten, with_new_containers
 from penstock.model.state import first_names
 
 from .attribute_writes import Writes, grad_mode_noted, seeds_refused
 from .blocks import Choice, Groups, check_hooks, check_modules, find_groups, ranges_of
+from .containers import parts
 from .errors import without_gradients
 from .events import START, Info, ValueId
 from .forward_pass import Maker
@@ -246,6 +248,7 @@ def _run_once(
     on_meta = any(p.is_meta for p in model.parameters())
     recording = Recording(watch(model, blocks), parameters, on_meta=on_meta, together=asked.groups)
     recording.keep, recording.routed_makers = asked.keep, asked.makers
+    recording.has_lists = any(isinstance(p, list | deque) and flatten(p)[0] for p in parts(given))
     if asked.inputs == ROUTED:
         given = routed(recording, *given, names_of_positions(model))
         recording.note_inputs(recording.header[START])
@@ -273,8 +276,11 @@ def _captured(
         tuple(calls),
         tuple(Recorded(m, tuple(r.events), dict(r.infos)) for m, r in recordings.items()),
         asked.inputs,
-        # writes into a tensor that was made empty are often as many as there are samples
-        decides=bool(asked.makers) or draws or any(e.decides for r in found for e in r.events),
+        # writes into a tensor that was made empty are often as many as there are samples, as is
+        # what is done with the tensors in a list
+        decides=bool(asked.makers)
+        or draws
+        or any(r.has_lists or any(e.decides for e in r.events) for r in found),
         draws_between=draws,
         needs_all=any(recording.needs_all for recording in found),
         warnings=tuple(_warnings(found, choice)),

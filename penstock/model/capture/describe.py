@@ -33,8 +33,8 @@ def _remarks(captured: Captured, names: Sequence[str]) -> Iterator[str]:
         yield f"together: {names[first]} to {names[last]}"
     if captured.decides:
         yield (
-            "decides: code between blocks looks at values, or draws random numbers that are not "
-            "torch's, so that whatever is alive at a cut crosses it"
+            "decides: what is done between blocks depends on the batch or on random numbers, so "
+            "that whatever is alive at a cut crosses it"
         )
     for warning in captured.warnings:
         yield f"warning: {warning}"

@@ -86,7 +86,7 @@ def new_settings(before: Slots, after: Slots) -> list[Slot]:
         if new is not None and _is_setting(old, new):
             settings.append(new)
         elif old is not None or new is None or not _is_flag(new):
-            raise changed_outside(*(new or before[place])[-2:])
+            raise changed_outside(*(new or before[place])[-2:], is_tensor=_is_own_tensor(new))
     return settings
 
 
@@ -278,13 +278,23 @@ class OwnState(CutError):
         self.path, self.name = path, name
 
 
-def changed_outside(module: str, name: str) -> OwnState:
+def _is_own_tensor(slot: Slot | None) -> bool:
+    """Tell whether a slot is an attribute of a module, and holds a tensor."""
+    return slot is not None and slot.key == slot.name and isinstance(slot.value, Tensor)
+
+
+def changed_outside(module: str, name: str, *, is_tensor: bool = False) -> OwnState:
     """Make the error for code between blocks that changes what a module keeps."""
+    at = f"model.{module}" if module else "model"
+    forgotten = (
+        ". Where only generation reads it, not training, let the class forget it: "
+        f"type({at}).{name} = property(lambda self: None, lambda self, value: None)"
+    )
     where = f"the forward of '{module}'" if module else "the forward of the model itself"
     return OwnState(
         f"{where} changes its '{name}', and it is no block: every stage would do so, for each "
         "micro-batch, in its own time. Keep it in a local variable, or put it into an nn.Module "
-        "with parameters",
+        f"with parameters{forgotten if is_tensor else ''}",
         module if name.isidentifier() else "",  # no attribute of a class, no global variable
         name,
     )

@@ -89,6 +89,8 @@ class Recording(Pass):
         self._parameters, self._on_meta, self._together = parameters, on_meta, together
         self.events: list[Event] = []
         self.infos: dict[ValueId, Info] = {}
+        self.has_lists = False
+        """Whether the model is given lists of tensors, which may have one for each sample."""
         self.needs_all = False
         """Whether an operation without routed tensors was an event; replays must see it too."""
         self.opaque: list[tuple[EventKey, str]] = []

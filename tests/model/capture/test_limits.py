@@ -114,3 +114,24 @@ def test_blocks_may_be_compiled() -> None:
     compiled: Any = torch.compile(model.blocks[1], backend="eager")
     model.blocks[1] = compiled
     assert "to the bit" in str(penstock.capture(model, inputs()))
+
+
+class KeptForGeneration(Chain):
+    """Keeps a tensor that its training does not read, as Qwen2.5-VL of transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deltas: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training or self.deltas is None or len(x):
+            self.deltas = x.sum(1)
+        return super().forward(x)
+
+
+def test_what_only_generation_reads_can_be_forgotten_as_the_refusal_says() -> None:
+    model = KeptForGeneration()
+    with pytest.raises(CutError, match="and it is no block") as refusal:
+        penstock.capture(model, inputs(4))
+    exec(str(refusal.value).rpartition("forget it: ")[2], {"model": model})
+    assert "are the model's, to the bit" in str(penstock.capture(model, inputs(4)))

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import penstock
 from penstock import Pipeline
-from penstock.errors import CutError
+from penstock.errors import BoundaryError, CutError
 from penstock.model.capture.inputs import EVERYWHERE, ROUTED
 from tests.model.capture.any_models.chain import Chain, inputs
-from tests.model.capture.running import loss
+from tests.model.capture.any_models.made import DECODER, words
+from tests.model.capture.running import assert_equal, gradients, loss
 from tests.side_by_side import same_bits
 
 
@@ -208,3 +210,101 @@ def test_gradients_of_weights_of_all_kinds_are_the_models(kind: type[nn.Module])
     for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
         assert mine.grad is not None and theirs.grad is not None
         assert torch.equal(mine.grad.to_dense(), theirs.grad.to_dense())
+
+
+def detector() -> tuple[nn.Module, dict[str, Any]]:
+    """Make a DETR, which is given as many boxes as each image has."""
+    pytest.importorskip("scipy", reason="transformers matches boxes with it")
+    backbone = transformers.ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 24], depths=[1, 1], layer_type="basic"
+    )
+    backbone.out_features = ["stage2"]
+    sides = ("encoder", "decoder")
+    config = transformers.DetrConfig(
+        use_timm_backbone=False,
+        use_pretrained_backbone=False,
+        backbone_config=backbone,
+        d_model=32,
+        num_queries=6,
+        num_labels=5,
+        auxiliary_loss=True,
+        **{f"{side}_layers": 2 for side in sides},
+        **{f"{side}_ffn_dim": 48 for side in sides},
+        **{f"{side}_attention_heads": 4 for side in sides},
+    )
+    labels = [
+        {"class_labels": torch.arange(n), "boxes": 0.3 + 0.4 * torch.rand(n, 4)}
+        for n in (1, 3, 2, 4)
+    ]
+    images = torch.randn(4, 3, 32, 32)
+    return transformers.DetrForObjectDetection(config), {"pixel_values": images, "labels": labels}
+
+
+def routing() -> tuple[nn.Module, dict[str, Any]]:
+    """Make a mixture of experts that gives what its routers say of each word of the batch."""
+    config = transformers.MixtralConfig(
+        **{**DECODER, "num_hidden_layers": 3},
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        output_hidden_states=True,
+    )
+    batch = {"input_ids": words(4), "labels": words(4), "use_cache": True}
+    return transformers.MixtralForCausalLM(config), batch
+
+
+@pytest.mark.parametrize(
+    ("make", "scalars", "joined", "unjoined"),
+    [
+        pytest.param(
+            detector,
+            lambda found: {"loss": found.loss, **found.loss_dict},
+            lambda found: [
+                *(found.logits, found.pred_boxes, found.last_hidden_state),
+                *(tensor for each in found.auxiliary_outputs for tensor in each.values()),
+            ],
+            {},
+            id="detr",
+        ),
+        pytest.param(
+            routing,
+            lambda found: {"loss": found.loss, "aux_loss": found.aux_loss},
+            lambda found: [found.logits, *found.hidden_states],
+            {
+                r"output.router_logits\[1\].*\(14, 4\)": lambda f: f.router_logits[1].mean(),
+                r"DynamicCache": lambda f: f.past_key_values[0],
+            },
+            id="mixtral",
+        ),
+    ],
+)
+def test_outputs_of_all_kinds_are_those_of_the_model(
+    make: Any, scalars: Any, joined: Any, unjoined: dict[str, Callable[[Any], Any]]
+) -> None:
+    torch.manual_seed(0)
+    model, batch = make()
+    whole = copy.deepcopy(model.eval())
+    halves = [
+        whole(**{name: v if type(v) is bool else v[part] for name, v in batch.items()})
+        for part in (slice(0, 2), slice(2, 4))
+    ]
+    for half in halves:
+        (half.loss / 2).backward()
+    with Pipeline(
+        model, num_stages=2, num_microbatches=2, example_inputs=batch, threads_per_stage=1
+    ) as pipe:
+        evaluated = pipe.eval_step(batch)
+        called = pipe(**batch)
+        called.loss.backward()
+    assert_equal(gradients(model), gradients(whole))
+    for found in (evaluated, called):
+        assert type(found) is type(halves[0])
+        assert str(type(found).__name__) in repr(found)
+        one, other = map(scalars, halves)
+        for name, value in scalars(found).items():
+            torch.testing.assert_close(value, one[name] / 2 + other[name] / 2)
+        for tensor, *parts in zip(joined(found), *map(joined, halves), strict=True):
+            assert torch.equal(tensor, torch.cat(parts))
+        for message, use in unjoined.items():
+            with pytest.raises((BoundaryError, CutError), match=message):
+                use(found)
