@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,19 @@ from tests.distributed.launch import ROOT, free_port, left_behind
 from tests.distributed.test_train_processes import TRAIN, words
 
 LAUNCHER = """
-import os, signal, subprocess, sys, torch
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
-child.wait()
+import os, subprocess, sys
+own = dict(word.split("=") for word in sys.argv[2:])
+command, environment = [sys.executable, "-c", sys.argv[1]], {**os.environ, **own}
+subprocess.Popen(command, env=environment, start_new_session=True).wait()
 """
 """As torchrun does."""
+WRAPPER = """
+import os, shlex, sys
+python = shlex.join([sys.executable, "-c", sys.argv[1]])
+own = dict(word.split("=") for word in sys.argv[2:])
+os.execvpe("sh", ["sh", "-c", f"setsid {python}; exit"], {**os.environ, **own})
+"""
+"""It is no Python any more, and has a session made; torchrun started it."""
 MEET = """
 import penstock
 print("meets", flush=True)
@@ -31,20 +40,28 @@ print("waits", flush=True)
 sys.stdin.read()
 """
 """What a script may do before it comes to the mesh, for as long as the launcher lives."""
+START_A_JOB = """
+import sys
+from tests.distributed.launch import start
+start(2, ["-m", "timeit", "-n", "1", "import time; time.sleep(1000.0)"])
+print("started", flush=True)
+sys.stdin.read()
+"""
+"""What a run of the tests does."""
 WITHOUT_SIGNAL = """
 import sys
 sys.platform = "one that sends no signal when a parent ends"
 """
-BY_TORCHRUN = {"TORCHELASTIC_RUN_ID": "orphans"}
+BY_TORCHRUN = ("TORCHELASTIC_ERROR_FILE=orphans",)
 
 
 def launched(
-    script: str, mark: str, port: int, environment: dict[str, str]
+    script: str, mark: str, port: int, told: Sequence[str], launcher: str = LAUNCHER
 ) -> "subprocess.Popen[str]":
     """Start a launcher of one process, of two; the script says a word when it is there."""
     return subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, script],
-        env=_place(0, mark, port) | environment,
+        [sys.executable, "-c", launcher, script, *told],
+        env=_place(0, mark, port),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -77,17 +94,45 @@ def test_a_process_ends_when_its_launcher_is_killed_while_it_waits_for_the_other
     assert not left, left
 
 
-def test_a_process_that_was_started_by_hand_stays_when_its_shell_goes() -> None:
+@pytest.mark.parametrize(
+    ("told", "launcher"),
+    [((), LAUNCHER), (BY_TORCHRUN, WRAPPER)],
+    ids=["by-hand", "by-a-wrapper"],
+)
+def test_a_process_stays_that_its_parent_need_not_outlive(
+    told: Sequence[str], launcher: str
+) -> None:
+    """By hand: when its shell goes; below a wrapper of torchrun: whatever that is."""
     mark, port = uuid.uuid4().hex, free_port()
-    with launched(MEET, mark, port, {}) as launcher:
-        assert launcher.stdout is not None
-        assert launcher.stdout.readline() == "meets\n"
-        launcher.kill()
-        launcher.wait()
+    with launched(MEET, mark, port, told, launcher) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "meets\n"
+        if not told:
+            parent.kill()
+            parent.wait()
         other = [sys.executable, "-c", MEET]
         subprocess.run(other, env=_place(1, mark, port), cwd=ROOT, timeout=60, check=True)
-        assert launcher.stdout.readline() == "met\n"
+        assert parent.stdout.readline() == "met\n"
     left = left_behind(mark)
+    assert not left, left
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
+def test_what_a_test_has_started_ends_when_the_run_of_the_tests_is_killed() -> None:
+    mark = uuid.uuid4().hex
+    with subprocess.Popen(
+        [sys.executable, "-c", START_A_JOB],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PENSTOCK_TEST": mark},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as tests:
+        assert tests.stdout is not None
+        assert tests.stdout.readline() == "started\n"
+        tests.kill()
+        tests.wait()
+        left = left_behind(mark)
     assert not left, left
 
 
