@@ -7,12 +7,14 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.launch import ROOT, free_port, left_behind
 from tests.distributed.test_train_processes import TRAIN, words
+from tests.distributed.warm import origin
 
 LAUNCHER = """
 import os, subprocess, sys
@@ -137,6 +139,7 @@ def test_what_a_test_has_started_ends_when_the_run_of_the_tests_is_killed() -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
 def test_no_process_is_left_whenever_the_launcher_is_killed(tmp_path: Path) -> None:
     """The first job runs to its end, to see how long a life is."""
@@ -151,16 +154,14 @@ def test_no_process_is_left_whenever_the_launcher_is_killed(tmp_path: Path) -> N
 
 
 def _live(folder: Path, mark: str, moment_s: float) -> int:
-    """Run a job, kill its launcher at a moment unless it has ended; give how it ended."""
+    """Run a job, kill its launcher at a moment unless it has ended; give how it ended.
+
+    The launcher has imported torch already: until then it has nothing to leave behind.
+    """
     job = [*TRAIN, *words("train.checkpoint_every=4"), "--run-folder", str(folder)]
-    with subprocess.Popen(
-        [sys.executable, *job, "--num-processes", "2"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PENSTOCK_TEST": mark},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as launcher:
-        try:
-            return launcher.wait(moment_s)
-        except subprocess.TimeoutExpired:
-            launcher.kill()
-    return launcher.returncode
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PENSTOCK_TEST": mark}
+    launcher = origin(0).start([*job, "--num-processes", "2"], {**os.environ, **own})
+    with suppress(subprocess.TimeoutExpired):
+        return launcher.wait(moment_s)
+    launcher.kill()
+    return launcher.wait(10.0)
