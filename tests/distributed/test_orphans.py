@@ -139,7 +139,7 @@ def test_what_a_test_has_started_ends_when_the_run_of_the_tests_is_killed() -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
 def test_no_process_is_left_whenever_the_launcher_is_killed(tmp_path: Path) -> None:
     """The first job runs to its end, to see how long a life is."""
