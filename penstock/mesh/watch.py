@@ -55,7 +55,7 @@ class Watch:
         self._waiting: dict[int, Any] = {}
         self._failure: Failure | None = None
         self._to_tell: Failure | None = None
-        self._told = threading.Event()
+        self._told, self._known = threading.Event(), threading.Event()
         self._counts: list[str] = []
         self._counted = threading.Event()
         self._ended = threading.Event()
@@ -181,9 +181,7 @@ class Watch:
         return error
 
     def _await_account(self) -> None:
-        deadline = time.monotonic() + _GRACE_TICKS * self._tick_s
-        while self._failure is None and time.monotonic() < deadline:
-            time.sleep(self._tick_s / 4)
+        self._known.wait(_GRACE_TICKS * self._tick_s)
 
     def _waited(self, what: str) -> str:
         return f"{self.name(self.rank)} waited {what}"
@@ -191,7 +189,8 @@ class Watch:
     def _suspects(self) -> str:
         """Listen for a moment, and name who says nothing; "" if a failure is told meanwhile."""
         before = self._listen()
-        time.sleep(_SILENT_TICKS * self._tick_s)
+        if self._known.wait(_SILENT_TICKS * self._tick_s):
+            return ""
         after = self._listen()
         if before is None or after is None:
             if self._failure is not None:  # the thread has ended, since it knows
@@ -257,6 +256,7 @@ class Watch:
         with self._lock:
             self._failure = failure
             waiting, self._waiting = list(self._waiting.values()), {}
+        self._known.set()
         for slot in reversed(waiting):  # what waits in torch was there first, and may take long
             with suppress(Exception):  # all others are to be woken whatever happens to one
                 slot.fail(self._peer_error(failure, ""))

@@ -14,7 +14,7 @@ FAULTS = (
     Fault(
         "a launcher that went before it was looked at is not missed",
         "penstock/launcher.py",
-        "    if _is_adopted(parent):\n        _end()\n",
+        "    if not is_launcher:\n        _end()\n",
         "",
         "tests/distributed/test_orphans.py",
         "before-it-signal",
@@ -30,10 +30,10 @@ FAULTS = (
     Fault(
         "a process is ended with the shell that started it by hand",
         "penstock/launcher.py",
-        '"TORCHELASTIC_RUN_ID" not in os.environ or ',
+        'not {_SIGN, "RANK"} <= os.environ.keys() or ',
         "",
         "tests/distributed/test_orphans.py",
-        "by_hand",
+        "by-hand",
     ),
     Fault(
         "an error after a failure takes the interpreter down before the process ends",

@@ -6,19 +6,30 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.launch import ROOT, free_port, left_behind
 from tests.distributed.test_train_processes import TRAIN, words
+from tests.distributed.warm import origin
 
 LAUNCHER = """
-import os, signal, subprocess, sys, torch
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
-child.wait()
+import os, subprocess, sys
+own = dict(word.split("=") for word in sys.argv[2:])
+command, environment = [sys.executable, "-c", sys.argv[1]], {**os.environ, **own}
+subprocess.Popen(command, env=environment, start_new_session=True).wait()
 """
 """As torchrun does."""
+WRAPPER = """
+import os, shlex, sys
+python = shlex.join([sys.executable, "-c", sys.argv[1]])
+own = dict(word.split("=") for word in sys.argv[2:])
+os.execvpe("sh", ["sh", "-c", f"setsid {python}; exit"], {**os.environ, **own})
+"""
+"""It is no Python any more, and has a session made; torchrun started it."""
 MEET = """
 import penstock
 print("meets", flush=True)
@@ -31,20 +42,28 @@ print("waits", flush=True)
 sys.stdin.read()
 """
 """What a script may do before it comes to the mesh, for as long as the launcher lives."""
+START_A_JOB = """
+import sys
+from tests.distributed.launch import start
+start(2, ["-m", "timeit", "-n", "1", "import time; time.sleep(1000.0)"])
+print("started", flush=True)
+sys.stdin.read()
+"""
+"""What a run of the tests does."""
 WITHOUT_SIGNAL = """
 import sys
 sys.platform = "one that sends no signal when a parent ends"
 """
-BY_TORCHRUN = {"TORCHELASTIC_RUN_ID": "orphans"}
+BY_TORCHRUN = ("TORCHELASTIC_ERROR_FILE=orphans",)
 
 
 def launched(
-    script: str, mark: str, port: int, environment: dict[str, str]
+    script: str, mark: str, port: int, told: Sequence[str], launcher: str = LAUNCHER
 ) -> "subprocess.Popen[str]":
     """Start a launcher of one process, of two; the script says a word when it is there."""
     return subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, script],
-        env=_place(0, mark, port) | environment,
+        [sys.executable, "-c", launcher, script, *told],
+        env=_place(0, mark, port),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -77,21 +96,50 @@ def test_a_process_ends_when_its_launcher_is_killed_while_it_waits_for_the_other
     assert not left, left
 
 
-def test_a_process_that_was_started_by_hand_stays_when_its_shell_goes() -> None:
+@pytest.mark.parametrize(
+    ("told", "launcher"),
+    [((), LAUNCHER), (BY_TORCHRUN, WRAPPER)],
+    ids=["by-hand", "by-a-wrapper"],
+)
+def test_a_process_stays_that_its_parent_need_not_outlive(
+    told: Sequence[str], launcher: str
+) -> None:
+    """By hand: when its shell goes; below a wrapper of torchrun: whatever that is."""
     mark, port = uuid.uuid4().hex, free_port()
-    with launched(MEET, mark, port, {}) as launcher:
-        assert launcher.stdout is not None
-        assert launcher.stdout.readline() == "meets\n"
-        launcher.kill()
-        launcher.wait()
+    with launched(MEET, mark, port, told, launcher) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "meets\n"
+        if not told:
+            parent.kill()
+            parent.wait()
         other = [sys.executable, "-c", MEET]
         subprocess.run(other, env=_place(1, mark, port), cwd=ROOT, timeout=60, check=True)
-        assert launcher.stdout.readline() == "met\n"
+        assert parent.stdout.readline() == "met\n"
     left = left_behind(mark)
     assert not left, left
 
 
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
+def test_what_a_test_has_started_ends_when_the_run_of_the_tests_is_killed() -> None:
+    mark = uuid.uuid4().hex
+    with subprocess.Popen(
+        [sys.executable, "-c", START_A_JOB],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PENSTOCK_TEST": mark},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as tests:
+        assert tests.stdout is not None
+        assert tests.stdout.readline() == "started\n"
+        tests.kill()
+        tests.wait()
+        left = left_behind(mark)
+    assert not left, left
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
 def test_no_process_is_left_whenever_the_launcher_is_killed(tmp_path: Path) -> None:
     """The first job runs to its end, to see how long a life is."""
@@ -106,16 +154,14 @@ def test_no_process_is_left_whenever_the_launcher_is_killed(tmp_path: Path) -> N
 
 
 def _live(folder: Path, mark: str, moment_s: float) -> int:
-    """Run a job, kill its launcher at a moment unless it has ended; give how it ended."""
+    """Run a job, kill its launcher at a moment unless it has ended; give how it ended.
+
+    The launcher has imported torch already: until then it has nothing to leave behind.
+    """
     job = [*TRAIN, *words("train.checkpoint_every=4"), "--run-folder", str(folder)]
-    with subprocess.Popen(
-        [sys.executable, *job, "--num-processes", "2"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PENSTOCK_TEST": mark},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as launcher:
-        try:
-            return launcher.wait(moment_s)
-        except subprocess.TimeoutExpired:
-            launcher.kill()
-    return launcher.returncode
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PENSTOCK_TEST": mark}
+    launcher = origin(0).start([*job, "--num-processes", "2"], {**os.environ, **own})
+    with suppress(subprocess.TimeoutExpired):
+        return launcher.wait(moment_s)
+    launcher.kill()
+    return launcher.wait(10.0)

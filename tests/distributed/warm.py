@@ -16,9 +16,10 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).parents[2]
 _POLL_S = 0.01
@@ -122,8 +123,8 @@ def _serve(orders: socket.socket) -> list[str]:
             _tell_of_ended(running)
             continue
         message, descriptors, _, _ = socket.recv_fds(orders, _MOST_BYTES, 2)
-        if not message:
-            os._exit(0)
+        if not message:  # whoever asked has ended
+            _end(running)
         order = json.loads(message)
         pid = os.fork()
         if pid == 0:
@@ -134,6 +135,13 @@ def _serve(orders: socket.socket) -> list[str]:
     for own in (orders, *running.values()):
         own.close()
     return _become(order, *descriptors)
+
+
+def _end(running: Iterable[int]) -> NoReturn:
+    for pid in running:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    os._exit(0)
 
 
 def _tell_of_ended(running: dict[int, socket.socket]) -> None:

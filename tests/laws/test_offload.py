@@ -1,5 +1,6 @@
 """What a forward keeps may be moved away and back: the same bits, with less in memory."""
 
+import resource
 import subprocess
 import sys
 import weakref
@@ -168,6 +169,18 @@ def test_each_stage_has_one_file_and_places_in_it_are_used_again(
     each = 16 * 8 * 4
     assert 2 * each <= max(map(sum, looks.seen)) <= 4 * 4 * 3 * each  # of four on each stage
     assert open_files() == before
+
+
+def test_many_microbatches_need_few_open_files(tmp_path: Path) -> None:
+    pipe = offloading(
+        [nn.Linear(8, 8) for _ in range(4)], num_microbatches=300, offload_folder=tmp_path
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(open_file_links()) + 64, hard))
+    try:
+        pipe.train_step(torch.ones(300, 8), torch.ones(300, 8))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_full_store_is_named(tmp_path: Path) -> None:
