@@ -103,7 +103,7 @@ def plan(  # noqa: PLR0913 - one for each option
 
     \b
     Examples:
-      penstock plan recipes/gpt_small.toml --set data.path=README.md --cluster h100
+      penstock plan recipes/gpt_small.toml --cluster h100
       penstock plan --profile gpt.json --cluster '4 x dgx-h100' --batch-size 1024 --html plan.html
       penstock plan recipes/digits.toml --cluster here.toml --save plan.json
       penstock train recipes/digits.toml --plan plan.json
