@@ -7,6 +7,7 @@ import click
 
 from penstock.schedules.names import SCHEDULE_NAMES
 from penstock.trace.progress import say
+from penstock.trace.units import count_text
 
 from .options import require_torch, set_option
 
@@ -125,7 +126,7 @@ def plan(  # noqa: PLR0913 - one for each option
         schedules=decided.pop("schedules") or None,
         **decided,
     )
-    say(f"planning for {cluster.name} ({len(cluster.places)} devices)")
+    say(f"planning for {cluster.name} ({count_text(len(cluster.places), 'device')})")
     chosen, choices = choose_plan(found, cluster, wishes.batch_size, wishes=wishes, num_best=best)
     if save is not None:
         chosen.save(save)

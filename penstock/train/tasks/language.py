@@ -38,8 +38,8 @@ SAMPLE = "sample.txt"
 class LanguageTask(Task):
     """Reads a text; a sample is a window of it.  The model gives (B, T, tokens).
 
-    With `shapes_only` no text is read: a batch of any is made, and the vocabulary has the size that
-    the recipe asks for.
+    With `shapes_only` no text is read: a batch of some text is made, and the vocabulary has the
+    size that the recipe asks for.
     """
 
     measures = (
