@@ -7,6 +7,7 @@ import click
 
 from penstock.schedules.names import SCHEDULE_NAMES
 from penstock.trace.progress import say
+from penstock.trace.units import count_text
 
 from .options import require_torch, set_option
 
@@ -103,7 +104,7 @@ def plan(  # noqa: PLR0913 - one for each option
 
     \b
     Examples:
-      penstock plan recipes/gpt_small.toml --set data.path=README.md --cluster h100
+      penstock plan recipes/gpt_small.toml --cluster h100
       penstock plan --profile gpt.json --cluster '4 x dgx-h100' --batch-size 1024 --html plan.html
       penstock plan recipes/digits.toml --cluster here.toml --save plan.json
       penstock train recipes/digits.toml --plan plan.json
@@ -125,7 +126,7 @@ def plan(  # noqa: PLR0913 - one for each option
         schedules=decided.pop("schedules") or None,
         **decided,
     )
-    say(f"planning for {cluster.name} ({len(cluster.places)} devices)")
+    say(f"planning for {cluster.name} ({count_text(len(cluster.places), 'device')})")
     chosen, choices = choose_plan(found, cluster, wishes.batch_size, wishes=wishes, num_best=best)
     if save is not None:
         chosen.save(save)

@@ -17,11 +17,13 @@ from penstock.costs.profile import Profile
 from penstock.errors import ConfigError
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.pytree import tree_map
+from penstock.recipe.data_sections import Text
 from penstock.recipe.read import read_recipe
 from penstock.recipe.recipe import Recipe
 from penstock.runtime.devices import num_cores
 from penstock.runtime.microbatches import microbatch_sizes
 from penstock.runtime.profiling import profile
+from penstock.trace.progress import say
 from penstock.train.build import build_layers, build_model, optimizer_maker
 from penstock.train.tasks import build_task
 from penstock.train.tasks.task import Task
@@ -41,7 +43,18 @@ def profile_of(
         ConfigError: the recipe is wrong, or its data are not there.
     """
     recipe = read_recipe(path, overrides)
-    task = build_task(recipe)
+    return _profile_of(recipe, _task_of(recipe), sizes, device, name=path.stem, busy=busy)
+
+
+def _profile_of(
+    recipe: Recipe,
+    task: Task,
+    sizes: Sequence[int],
+    device: Device | None,
+    *,
+    name: str,
+    busy: bool = False,
+) -> Profile:
     part = next(task.batches(0, 0, slice)).parts[0]
     options: dict[str, Any] = {
         "targets": part.targets,
@@ -49,7 +62,7 @@ def profile_of(
         "microbatch_sizes": sizes or (_first_size(recipe, part.targets),),
         "optimizer": optimizer_maker(recipe),
         "threads": recipe.pipeline.threads_per_stage,
-        "name": f"{path.stem}, {recipe.train.precision}",
+        "name": f"{name}, {recipe.train.precision}",
     }
     if device is not None:
         return _counted(recipe, task, part.inputs, device, options)
@@ -78,13 +91,14 @@ def profiles_for(
             another machine.
     """
     recipe = read_recipe(path, overrides)
-    batch_size = len(next(build_task(recipe).batches(0, 0, slice)).parts[0].targets)
+    task = _task_of(recipe)
+    batch_size = len(next(task.batches(0, 0, slice)).parts[0].targets)
     own = _first_size(recipe, range(batch_size))
     wanted = sizes or sorted({own, *(n for n in _LEAST_SIZES if n <= batch_size)})
     devices = cluster.resolved().devices.values()
     counted = [device for device in devices if device.torch_type != "cpu"]
     if counted:
-        return [profile_of(path, overrides, wanted, counted[0])], batch_size
+        return [_profile_of(recipe, task, wanted, counted[0], name=path.stem)], batch_size
     cores = [name for name in cluster.devices if name != "core"]
     if cores:
         raise ConfigError(
@@ -93,7 +107,20 @@ def profiles_for(
         )
     threads = sorted({1, num_cores()})
     numbers = [f"pipeline.threads_per_stage={n}" for n in threads]
-    return [profile_of(path, (*overrides, n), wanted, None) for n in numbers], batch_size
+    recipes = [read_recipe(path, (*overrides, n)) for n in numbers]
+    return [_profile_of(each, task, wanted, None, name=path.stem) for each in recipes], batch_size
+
+
+def _task_of(recipe: Recipe) -> Task:
+    """Read the data of a recipe; of a text that is not there, its shapes are enough."""
+    data = recipe.data
+    if not isinstance(data, Text) or Path(data.path).exists():
+        return build_task(recipe)
+    from penstock.train.tasks.language import LanguageTask
+
+    task = LanguageTask(recipe, data, shapes_only=True)
+    say(f"{data.path} does not exist: another text of its shape, with the recipe's vocabulary")
+    return task
 
 
 def _counted(

@@ -14,6 +14,7 @@ from click.core import ParameterSource
 from penstock.schedules.names import SCHEDULE_NAMES, named_schedule
 from penstock.schedules.searched import searched
 from penstock.trace.progress import say
+from penstock.trace.units import count_text
 
 from .options import stages_per_rank_option
 
@@ -117,7 +118,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     if csv is None:
         family = named_schedule(schedule, num_stages, stages_per_rank, costs)
         size = num_stages * num_microbatches * window
-        _say(f"making the schedule of {num_stages} stages", size * 6)
+        _say(f"making the schedule of {count_text(num_stages, 'stage')}", size * 6)
         program = family(num_stages, num_microbatches, window)
     else:
         _refuse_beside_csv(

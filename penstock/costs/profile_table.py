@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from penstock.trace.table import columns
-from penstock.trace.units import bytes_text, percent_text, time_text
+from penstock.trace.units import bytes_text, count_text, percent_text, time_text
 
 from .prices import LayerPrice, Prices
 from .profile import AtSize, LayerKind, LayerWeights, Profile
@@ -21,13 +21,12 @@ def profile_lines(profile: Profile, priced: Sequence[Prices] = ()) -> Iterator[s
     its backward, "boundary" what lives between it and the next one.
     """
     measured = f", measured on {profile.measured_on}" if profile.measured_on else ", counted"
-    threads = f" with {profile.threads} threads" if profile.measured_on else ""
-    yield f"{profile.name}: {len(profile.layers)} layers{measured}{threads}"
+    threads = f" with {count_text(profile.threads, 'thread')}" if profile.measured_on else ""
+    yield f"{profile.name}: {count_text(len(profile.layers), 'layer')}{measured}{threads}"
     for n, size in enumerate(profile.sizes):
         yield ""
         prices = priced[n] if priced else None
-        samples = "1 sample" if size.microbatch_size == 1 else f"{size.microbatch_size} samples"
-        yield f"a micro-batch of {samples}:"
+        yield f"a micro-batch of {count_text(size.microbatch_size, 'sample')}:"
         yield from columns(list(_rows(profile, size, prices)), num_left=len(_HEAD))
 
 

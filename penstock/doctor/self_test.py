@@ -13,6 +13,7 @@ from penstock.mesh import Mesh
 from penstock.mesh.plain_data import Codec, record
 from penstock.model.layer_list import as_layers
 from penstock.pipeline import Pipeline
+from penstock.trace.units import count_text
 from penstock.types import Reduction
 
 from .finding import Finding, error, named, warning
@@ -139,9 +140,9 @@ def judge(everyone: Sequence[Outcome]) -> tuple[SelfTest, list[Finding]]:
     if not apart and len(losses) == 1:
         return SelfTest(
             True,
-            f"EQUAL: {len(everyone)} processes, {_NUM_MICROBATCHES} micro-batches: the loss "
-            f"{losses.pop():.6f} is the same on every rank and the unsplit model's, and so is "
-            "every gradient; 0 bits differ",
+            f"EQUAL: {count_text(len(everyone), 'process')}, {_NUM_MICROBATCHES} micro-batches: "
+            f"the loss {losses.pop():.6f} is the same on every rank and the unsplit model's, and "
+            "so is every gradient; 0 bits differ",
         ), []
     if len(losses) == 1 and all(outcome.is_close for outcome in everyone):
         text = f"differs by rounding from the unsplit model as {named(apart)} would run it"

@@ -18,6 +18,7 @@ from penstock.errors import ConfigError, check_count
 from penstock.launcher import end_with_launcher
 from penstock.planner.checks import check_timeout
 from penstock.planner.placement import REPLICA, STAGE, Placement
+from penstock.trace.units import count_text
 
 from .backends import check_backends, process_device
 from .background import Background
@@ -204,7 +205,8 @@ class Mesh:
         if self.num_replicas > 1:
             place += f" of replica {self.replica}"
         where = place if self.is_distributed else "all in this process"
-        return f"Mesh({self.num_stages} stages x {self.num_replicas} replicas, {where})"
+        stages = count_text(self.num_stages, "stage")
+        return f"Mesh({stages} x {count_text(self.num_replicas, 'replica')}, {where})"
 
 
 def init_mesh(
@@ -306,9 +308,10 @@ def _check_world(num_stages: int, num_replicas: int, world_size: int) -> None:
     needed = num_stages * num_replicas
     if needed != world_size:
         raise ConfigError(
-            f"{num_stages} stages x {num_replicas} replicas are {needed} processes, but "
-            f"{world_size} were started; start {needed} (torchrun --nnodes N --nproc-per-node P "
-            "with N x P as many), or change num_stages or num_replicas"
+            f"{count_text(num_stages, 'stage')} x {count_text(num_replicas, 'replica')} are "
+            f"{count_text(needed, 'process')}, but {world_size} were started; start {needed} "
+            "(torchrun --nnodes N --nproc-per-node P with N x P as many), or change num_stages or "
+            "num_replicas"
         )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from penstock.errors import ConfigError, PartitionError
 from penstock.torch_private import children_of, has_hooks
 from penstock.trace.table import columns
+from penstock.trace.units import count_text
 
 from .layers import Layers, Source
 from .materialize import Made, move_or_make
@@ -97,8 +98,8 @@ class ListOfModules(Source):
 
     def too_few(self, num_stages: int, most: int) -> PartitionError:
         return PartitionError(
-            f"num_stages={num_stages}, but the model has only {most} layers; choose at "
-            f"most {most} stages, or give the model as more, smaller layers"
+            f"num_stages={num_stages}, but the model has only {count_text(most, 'layer')}; choose "
+            f"at most {count_text(most, 'stage')}, or give the model as more, smaller layers"
         )
 
     def describe(self, counts: Sequence[int]) -> str:
@@ -106,7 +107,7 @@ class ListOfModules(Source):
             (str(step.index), step.name, type(step.module).__name__, f"{count:,}")
             for step, count in zip(self.steps, counts, strict=True)
         ]
-        head = f"{len(self.steps)} layers, {sum(counts):,} parameters"
+        head = f"{count_text(len(self.steps), 'layer')}, {count_text(sum(counts), 'parameter')}"
         return "\n".join([head, *columns([("layer", "name", "module", "parameters"), *rows])])
 
 

@@ -9,6 +9,7 @@ from penstock.errors import ConfigError, check_count
 from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family
 from penstock.schedules.names import SCHEDULE_NAMES, families_for, suits
+from penstock.trace.units import count_text
 from penstock.types import Transport
 
 _FEW = 16
@@ -111,13 +112,15 @@ def why_no_size(wishes: Wishes, cluster: Cluster, threads: int, num_spans: int) 
     parts = wishes.num_microbatches or 1
     if ranks > num_spans:
         return (
-            f"num_ranks={ranks}, and the model can be cut into {num_spans} stages at most; ask "
-            f"for at most {num_spans} ranks"
+            f"num_ranks={ranks}, and the model can be cut into "
+            f"{count_text(num_spans, 'stage')} at most; ask for at most "
+            f"{count_text(num_spans, 'rank')}"
         )
     if ranks * replicas > num_devices:
         return (
             f"num_ranks={ranks} and num_replicas={replicas} need {ranks * replicas} devices, and "
-            f"the cluster {cluster.name} has room for {num_devices} ranks of {threads} threads; "
+            f"the cluster {cluster.name} has room for {count_text(num_devices, 'rank')} of "
+            f"{count_text(threads, 'thread')}; "
             "ask for fewer, or give a larger cluster"
         )
     if wishes.batch_size < replicas * parts:

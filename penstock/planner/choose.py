@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 from penstock.interval import likely
 from penstock.schedules.costs import UNIT_COSTS
 from penstock.schedules.family import Family
-from penstock.trace.units import bytes_text
+from penstock.trace.units import bytes_text, count_text
 
 from .candidates import (
     Size,
@@ -301,8 +301,9 @@ class _Search:
         if size.microbatch_size(self._wishes.batch_size) > 1:
             remedies.insert(0, "smaller micro-batches (a larger num_microbatches)")
         return (
-            f"the model fits nowhere: the nearest plan, {size.num_stages} stages on "
-            f"{size.num_ranks} ranks with {size.num_microbatches} micro-batches, lacks "
+            f"the model fits nowhere: the nearest plan, {count_text(size.num_stages, 'stage')} on "
+            f"{count_text(size.num_ranks, 'rank')} with "
+            f"{count_text(size.num_microbatches, 'micro-batch')}, lacks "
             f"{bytes_text(round(excess.num_bytes))} on its fullest stage, where "
             f"{bytes_text(round(excess.limit_bytes))} may be used even with whole stages "
             f"recomputed{' and moved away' if moves else ''}. What would help: "

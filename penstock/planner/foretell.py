@@ -24,6 +24,7 @@ from penstock.simulator.compiled import Compiled, Edge, compiled
 from penstock.simulator.memory import StageWeights, memory_of
 from penstock.simulator.simulate import step_s
 from penstock.trace.timeline import Timeline
+from penstock.trace.units import count_text
 
 from .checks import check_costs
 from .layer_seconds import update_seconds, weights_together
@@ -175,9 +176,10 @@ class Foretold:
             return sizes[0].microbatch_size
         if batch_size < num_parts:
             raise ConfigError(
-                f"batch_size={batch_size} for {plan.placement.num_replicas} replicas of "
-                f"{plan.num_microbatches} micro-batches: each needs a sample; give at least "
-                f"{num_parts}, or fewer replicas or micro-batches"
+                f"batch_size={batch_size} for "
+                f"{count_text(plan.placement.num_replicas, 'replica')} of "
+                f"{count_text(plan.num_microbatches, 'micro-batch')}: each needs a sample; "
+                f"give at least {num_parts}, or fewer replicas or micro-batches"
             )
         return -(-batch_size // num_parts)
 
@@ -278,8 +280,9 @@ class Foretold:
             place = rank % num_devices
             if rank >= num_devices and not self.cluster.host_of(place).busy_speed:
                 raise PlanError(
-                    f"the plan is for {num_ranks} ranks, and the cluster {self.cluster.name} has "
-                    f"{num_devices} devices; make a plan for this cluster, or give another one"
+                    f"the plan is for {count_text(num_ranks, 'rank')}, and the cluster "
+                    f"{self.cluster.name} has {count_text(num_devices, 'device')}; make a plan "
+                    "for this cluster, or give another one"
                 )
             found.append(place)
         return tuple(found)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.errors import PartitionError
+from penstock.trace.units import count_text
 
 from .cuts import EVERYWHERE, Matrix, Search, Setting, Window
 
@@ -83,7 +84,7 @@ def cut_over_devices(
     if sum(counts) < num_stages:
         raise PartitionError(
             f"{num_stages} stages need a device each, and there are {sum(counts)}; choose "
-            f"1 to {sum(counts)} stages"
+            f"at most {count_text(sum(counts), 'stage')}"
         )
     edges = np.array([0, *(end for _, end in spans)])
     found = Search(num_stages, edges, cost, tuple(counts), looks_around).best()
@@ -142,8 +143,9 @@ def each_layer(num_layers: int) -> Spans:
 def _check_enough(num_layers: int, num_stages: int) -> None:
     if not 1 <= num_stages <= num_layers:
         raise PartitionError(
-            f"num_stages={num_stages}, but the model has {num_layers} layers; choose 1 to "
-            f"{num_layers} stages, or give the model as more, smaller layers"
+            f"num_stages={num_stages}, but the model has {count_text(num_layers, 'layer')}; "
+            f"choose at most {count_text(num_layers, 'stage')}, or give the model as more, "
+            "smaller layers"
         )
 
 

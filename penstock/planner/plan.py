@@ -193,15 +193,20 @@ class Plan:
             return
         if num_processes == 1 and own.num_replicas == 1:
             raise PlanError(
-                f"the plan is for {own.num_places} ranks, and the mesh has {num_places}; make it "
-                f"with init_mesh(num_stages={own.num_places}), or leave mesh= out"
+                f"the plan is for {count_text(own.num_places, 'rank')}, and the mesh has "
+                f"{num_places}; make it with init_mesh(num_stages={own.num_places}), or leave "
+                "mesh= out"
             )
-        there = "1 process" if num_processes == 1 else f"{num_processes} processes"
-        mesh = f", with {num_places} ranks for each replica" if num_places is not None else ""
+        there = count_text(num_processes, "process")
+        mesh = (
+            ""
+            if num_places is None
+            else f", with {count_text(num_places, 'rank')} for each replica"
+        )
         raise PlanError(
-            f"the plan is for {own.num_ranks} ranks, {own.num_places} for each replica, and this "
-            f"job has {there}{mesh}; start {own.num_ranks} (torchrun --nproc-per-node), or make a "
-            "plan for what is there"
+            f"the plan is for {count_text(own.num_ranks, 'rank')}, {own.num_places} for each "
+            f"replica, and this job has {there}{mesh}; start {own.num_ranks} "
+            "(torchrun --nproc-per-node), or make a plan for what is there"
         )
 
     def save(self, path: str | Path) -> None:

@@ -19,6 +19,7 @@ from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode
 from penstock.torch_private import AbstractMovable
 from penstock.trace.timeline import Timeline
+from penstock.trace.units import count_text
 from penstock.types import Trace
 
 from .engine import Engine
@@ -181,7 +182,8 @@ class AbstractPipeline(AbstractMovable):
 
     def __repr__(self) -> str:
         plan = self.plan
-        head = f"Pipeline({plan.num_stages} stages, {plan.num_microbatches} micro-batches, "
+        head = f"Pipeline({count_text(plan.num_stages, 'stage')}, "
+        head += f"{count_text(plan.num_microbatches, 'micro-batch')}, "
         until = "until the first batch is measured" if self._will_balance else ""
         cut = ", ".join(filter(None, (f"  partition {list(plan.partition)}", plan.balance, until)))
         return "\n".join([head + plan.choices, cut, *self._lines_of_stages(), ")"])

@@ -31,6 +31,7 @@ from penstock.planner.memory_limit import fitted
 from penstock.planner.plan import BalancedBy, Plan
 from penstock.planner.unsplit import Unsplit
 from penstock.trace.progress import saying
+from penstock.trace.units import count_text
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
 from .devices import num_cores, why_missing, with_index
@@ -91,7 +92,7 @@ def balance(plan: Plan, layers: Layers, part: Any) -> Plan:
     Raises:
         ConfigError: a rank has to keep more.
     """
-    with saying(f"measuring the layers, to balance {plan.num_stages} stages"):
+    with saying(f"measuring the layers, to balance {count_text(plan.num_stages, 'stage')}"):
         unsplit: list[Unsplit] = []
 
         def look(step: Step, results: list[Tensor]) -> None:

@@ -21,6 +21,7 @@ from penstock.model.layer_list import Layer
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten
 from penstock.trace.progress import saying
+from penstock.trace.units import count_text
 
 from .batch_norm import batch_norms
 from .devices import num_cores
@@ -106,7 +107,9 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
             counted = replace(counted, loss=None)
         if measure:
             objective = None if loss is None else Objective(loss, target)
-            with saying(f"measuring {len(resolved)} layers, micro-batches of {size}"):
+            with saying(
+                f"measuring {count_text(len(resolved), 'layer')}, micro-batches of {size}"
+            ):
                 counted = measured(resolved, inputs, counted, how, objective)
         found.append(counted)
     return Profile(

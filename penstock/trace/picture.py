@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError
 from penstock.schedules.ir import Compute
+from penstock.trace.units import count_text
 
 from .breakdown import waits_s
 from .looks import DRAWN, IDLE, KEPT, WAIT, Look
@@ -134,10 +135,7 @@ def _figure(timeline: Timeline, title: str | None) -> "Figure":
 
 def _size_text(timeline: Timeline) -> str:
     ranks, microbatches = timeline.num_ranks, timeline.schedule.num_microbatches
-    return (
-        f"{ranks} rank{'s' if ranks > 1 else ''}, "
-        f"{microbatches} micro-batch{'es' if microbatches > 1 else ''}"
-    )
+    return f"{count_text(ranks, 'rank')}, {count_text(microbatches, 'micro-batch')}"
 
 
 def _draw_lanes(axes: "Axes", scale: _Scale, timeline: Timeline) -> None:

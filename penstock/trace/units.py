@@ -40,7 +40,7 @@ def bytes_text(num_bytes: float) -> str:
 
 def count_text(number: int, noun: str) -> str:
     """Write a number with its noun, in the plural where it is not 1."""
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    ending = "" if number == 1 else "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{number:,} {noun}{ending}"
 
 

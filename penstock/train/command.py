@@ -23,6 +23,7 @@ from penstock.planner.plan import Plan
 from penstock.recipe.read import check_resumable, read_recipe, recipe_to_toml
 from penstock.recipe.recipe import Recipe, marked_keys
 from penstock.recipe.section import Mark
+from penstock.trace.units import count_text
 
 from .build import num_layers
 from .display import Display, say
@@ -304,7 +305,7 @@ def _as_layout(old: Recipe, new: Recipe) -> str:
     if (was.num_stages, was.num_replicas) == (now.num_stages, now.num_replicas):
         return ""
     return (
-        f", as {now.num_stages} stages x {now.num_replicas} replicas "
+        f", as {count_text(now.num_stages, 'stage')} x {count_text(now.num_replicas, 'replica')} "
         f"(before: {was.num_stages} x {was.num_replicas})"
     )
 

@@ -9,6 +9,7 @@ from penstock.mesh.start import num_processes
 from penstock.planner.plan import Plan
 from penstock.recipe.recipe import Recipe
 from penstock.runtime.microbatches import microbatch_sizes
+from penstock.trace.units import count_text
 from penstock.types import Recompute, TiedGradients
 
 _BESIDE_PLAN = ("pipeline.shard_optimizer",)
@@ -87,7 +88,10 @@ def check_layout(recipe: Recipe, world_size: int) -> None:
     stages = f"pipeline.num_stages = {section.num_stages}" + (
         f" / pipeline.stages_per_rank = {per_rank}" if per_rank > 1 else ""
     )
-    asked = f"{stages} x pipeline.num_replicas = {section.num_replicas} are {needed} processes"
+    asked = (
+        f"{stages} x pipeline.num_replicas = {section.num_replicas} are "
+        f"{count_text(needed, 'process')}"
+    )
     if world_size == 1:
         raise RecipeError(
             f"{asked}, and this is one; start them with --num-processes {needed} or torchrun "
@@ -121,9 +125,10 @@ def refit(recipe: Recipe, world_size: int, num_layers: int) -> Recipe:
         if not rest and shared and num_stages <= num_layers:
             return _with(recipe, num_stages, num_replicas)
     raise RecipeError(
-        f"{world_size} processes cannot go on with this run: its model has {num_layers} layers, "
-        f"so at most {num_layers} stages, and its {section.num_microbatches} micro-batches can be "
-        f"shared by at most {section.num_replicas} replicas as before. Start fewer processes, or "
+        f"{world_size} processes cannot go on with this run: its model has "
+        f"{count_text(num_layers, 'layer')}, so at most {count_text(num_layers, 'stage')}, and "
+        f"its {count_text(section.num_microbatches, 'micro-batch')} can be shared by at most "
+        f"{count_text(section.num_replicas, 'replica')} as before. Start fewer processes, or "
         "set pipeline.num_stages and pipeline.num_replicas yourself"
     )
 
@@ -175,8 +180,8 @@ def smallest_microbatch(recipe: Recipe, num_samples: int) -> int:
     size, section = recipe.batch_size, recipe.pipeline
     if not num_batches(recipe, num_samples):
         raise RecipeError(
-            f"train.batch_size = {size} with train.drop_last = true leaves no step: there are "
-            f"{num_samples} samples"
+            f"train.batch_size = {size} with train.drop_last = true leaves no step: of "
+            f"{count_text(num_samples, 'sample')}"
         )
     last = size if recipe.train.drop_last else num_samples % size or size
     if last < section.num_replicas:

@@ -9,8 +9,10 @@ from penstock.cli.main import run
 from penstock.costs.profile import Profile
 from penstock.planner.make_plan import prediction_path
 from penstock.planner.plan import Plan
+from penstock.schedules import one_f_one_b
 from penstock.trace import Timeline
 from tests.profiles import chain, cluster
+from tests.text_recipes import TEXT
 
 ROOT = Path(__file__).parents[2]
 Captured = pytest.CaptureFixture[str]
@@ -109,3 +111,48 @@ def test_a_recipe_is_planned_for_accelerators_without_its_weights(
     digits = str(ROOT / "recipes" / "digits.toml")
     assert run(("plan", digits, "--cluster", "dgx-a100", "--num-ranks", "2")) == 0
     assert "11 layers as " in capsys.readouterr().out
+
+
+def test_a_text_that_is_not_there_is_planned_for_by_its_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("gpt.toml").write_text(TEXT.replace("PATH", "none.txt"))
+    counted = ("profile", "gpt.toml", "--device", "h100", "--microbatch-size", "3")
+    assert run((*counted, "--save", "shapes.json")) == 0
+    here = f"data.path={ROOT / 'README.md'}"
+    assert run((*counted, "--save", "text.json", "--set", here)) == 0
+    assert Profile.load("shapes.json") == Profile.load("text.json")
+    assert run(("plan", "gpt.toml", "--cluster", "h100", "--best", "1")) == 0
+    assert "5 layers as 1 stage x 1 replica on 1 rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    (
+        ("imagenet_amoebanet_b", "the data folder data/imagenet does not exist"),
+        ("translation_T6_8192_16", "data/parallel does not exist"),
+    ),
+)
+def test_data_whose_shapes_no_recipe_says_are_named_in_one_line(
+    recipe: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(("plan", str(ROOT / f"recipes/{recipe}.toml"), "--cluster", "h100")) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+
+
+def test_one_rank_runs_the_schedule_that_was_asked_for(
+    files: tuple[str, ...], capsys: Captured
+) -> None:
+    assert run((*files, "--num-ranks", "1", "--schedule", "one_f_one_b", "--json")) == 0
+    plan = Plan.from_json(capsys.readouterr().out)
+    assert (plan.num_stages, plan.schedule) == (1, one_f_one_b)
+
+
+def test_a_device_is_a_host_of_one(files: tuple[str, ...], capsys: Captured) -> None:
+    assert run((*files, "--cluster", "none")) == 2
+    assert "devices, each a host of one, are a100-40gb, " in capsys.readouterr().err
+    assert run(("plan", "--help")) == 0
+    assert "a device such as h100 (a host of one)" in " ".join(capsys.readouterr().out.split())

@@ -83,7 +83,7 @@ def test_a_layer_keeps_what_it_saves_and_each_cut_is_crossed_by_each_storage_onc
 def test_a_table_has_a_row_for_each_layer_and_size() -> None:
     text = str(TWO)
     assert text.count("Linear") == 4
-    assert "measured on a with 1 threads" in text
+    assert "measured on a with 1 thread\n" in text
     assert "a micro-batch of 8 samples" in text
     line = next(line for line in text.splitlines() if line.startswith("1 "))
     assert line.split()[2:10] == ["5", "s", "10", "s", "5.5", "s", "5", "s"]

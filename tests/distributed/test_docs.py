@@ -1,6 +1,11 @@
-"""The code in the guide to processes runs, and says the same however many processes there are."""
+"""The code and the commands in the documents run as they are written."""
 
+import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +81,109 @@ def test_the_guides_code_gives_the_same_losses_in_one_process_and_in_two(tmp_pat
     assert len(lines[0]) == 10
     assert lines[0] == lines[1]
     assert all("utilisation" in text for text in outputs), "no breakdown was printed"
+
+
+SHORTER: dict[str, dict[str, str]] = {
+    "README.md": {
+        "train recipes/digits.toml": "--set train.epochs=1 --set model.width=4 "
+        "--set train.checkpoint_every=4",
+        "train recipes/digits_amoebanet.toml": "--set train.epochs=1 --set model.num_filters=16",
+        "check recipes/gpt_small.toml": "--set model.width=16 --set data.vocabulary_size=256",
+    },
+    "any_model.md": {"finetune_gpt2.py": "20"},
+    "failure.md": {
+        "train recipes/digits.toml": "--set train.epochs=1 --set model.width=4 "
+        "--set train.checkpoint_every=4"
+    },
+    "images.md": {"train": "--set train.epochs=1 --set model.num_filters=16"},
+    "language_model.md": {"train": "--set train.epochs=1 --set data.sample_length=9"},
+    "report.md": {"train": "--set train.epochs=1"},
+    "translation.md": {
+        "train": '--set train.epochs=1 --set \'data.languages=["de", "sv"]\' '
+        "--set 'data.low_resource=[\"sv\"]'"
+    },
+}
+"""Page, part of a command, and words that are added to the command to make it short."""
+
+NOT_RUN: dict[str, dict[str, str]] = {
+    "README.md": {"make ": "make installs all that it needs"},
+    "hosts.md": {"": "two hosts, or a cluster with Slurm"},
+}
+"""Page, how lines of it begin, and what they need that a test has not."""
+
+
+def commands_of(page: Path) -> list[str]:
+    """Return the lines of a page's sh blocks that a test can run, without their comments."""
+    text = page.read_text().replace("\\\n", " ")
+    blocks = re.findall(r"^( *)```(?:sh|bash|shell|console)\n(.*?)^\1```", text, re.S | re.M)
+    lines = [line.strip() for _, block in blocks for line in block.splitlines()]
+    skipped = tuple(NOT_RUN.get(page.name, ()))
+    return [line for line in lines if line and not line.startswith(("#", *skipped))]
+
+
+def words_of(page: str, line: str) -> list[str]:
+    """Return the words of a command, with those that make it short."""
+    more = [words for part, words in SHORTER.get(page, {}).items() if part in line]
+    return [*shlex.split(line, comments=True), *shlex.split(" ".join(more))]
+
+
+def prepare(page: Path, folder: Path) -> None:
+    """Put into a folder what a page's commands take for granted."""
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    (folder / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "finetune_gpt2.py", folder / "docs")
+    for name in ("README.md", "FILE"):  # FILE: a text of the reader's
+        shutil.copy(ROOT / "README.md", folder / name)
+    (folder / "mymodel.py").write_text(MODEL_AND_EXAMPLE)
+    if page.name == "report.md":  # its code writes the timeline that a command reads
+        subprocess.run([sys.executable, "-c", code_of("report.md")], cwd=folder, check=True)
+    before, found, _ = page.read_text().partition("```sh\npython train.py")
+    if found:
+        *earlier, script = re.findall(r"```python\n(.*?)```", before, re.DOTALL)
+        (folder / "train.py").write_text(script)
+        for code in earlier:
+            subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
+
+
+MODEL_AND_EXAMPLE = """
+import torch
+from torch import nn
+
+
+def example():
+    layers = [nn.Linear(8, 8) for _ in range(5)]
+    return nn.Sequential(*layers), (torch.randn(16, 8),)
+"""
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITH_COMMANDS = [page for page in PAGES if commands_of(page)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
+def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    prepare(page, tmp_path)
+    programs = str(Path(sys.executable).parent)
+    environment = {
+        **os.environ,
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}",
+    }
+    for line in commands_of(page):
+        if "--resume runs/digits-1" in line:  # as if it had ended after the checkpoint before
+            shutil.rmtree(tmp_path / "runs/digits-1/checkpoints/step-12")
+        ended = subprocess.run(
+            words_of(page.name, line),
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 0, f"{line}\n{ended.stdout}"
+
+
+def test_no_word_of_what_makes_commands_short_or_leaves_them_out_is_without_use() -> None:
+    texts = {page.name: page.read_text() for page in PAGES}
+    for page, parts in [*SHORTER.items(), *NOT_RUN.items()]:
+        assert [part for part in parts if part not in texts[page]] == []

@@ -143,7 +143,7 @@ def test_sigterm_to_one_process_saves_on_all_and_any_other_number_goes_on(
     assert "interrupted after step 3; everything is saved" in ended[0].output
     ended = start(3, [*TRAIN, "train", "--resume", folder]).wait(60)
     assert all(process.code == 0 for process in ended), ended
-    assert "after step 3, as 3 stages x 1 replicas (before: 2 x 1)" in ended[0].output
+    assert "after step 3, as 3 stages x 1 replica (before: 2 x 1)" in ended[0].output
     assert_same_run(Path(folder), uninterrupted)
 
 
@@ -203,7 +203,7 @@ def test_sigterm_to_the_command_reaches_its_processes_and_another_number_goes_on
         before, done = done, max(line["step"] for line in folder.read_metrics())
         assert done > before
         assert folder.checkpoints()[-1] == folder.checkpoint_path(done)
-    assert any("as 3 stages x 1 replicas (before: 2 x 1)" in line for line in said_so_far)
+    assert any("as 3 stages x 1 replica (before: 2 x 1)" in line for line in said_so_far)
 
 
 def test_every_process_refuses_a_run_folder_that_is_taken(
@@ -356,7 +356,7 @@ def test_a_lost_host_leaves_fewer_processes_which_go_on(
     code, said = outcome(first)
     outcome(second)
     assert code == 0, said
-    assert_resumed(said, ", as 1 stages x 2 replicas (before: 2 x 2)")
+    assert_resumed(said, ", as 1 stage x 2 replicas (before: 2 x 2)")
     assert_same_run(tmp_path / "runs" / "digits-1", two_replicas)
 
 

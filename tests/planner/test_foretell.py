@@ -153,7 +153,7 @@ def test_too_few_devices_and_samples_are_refused() -> None:
     plan = planned(gpipe, (4, 4), 3)
     with pytest.raises(PlanError, match="for 2 ranks, and the cluster here has 1 devices"):
         simulate(plan, SECOND, cluster(1))
-    with pytest.raises(ConfigError, match="batch_size=2 for 1 replicas of 3 micro-batches"):
+    with pytest.raises(ConfigError, match="batch_size=2 for 1 replica of 3 micro-batches"):
         simulate(plan, SECOND, cluster(2), batch_size=2)
 
 

@@ -34,10 +34,13 @@ class TextVocabulary(Protocol):
 
 
 class ByteVocabulary:
-    """The bytes of UTF-8 as tokens: nothing to train, and nothing to install."""
+    """The bytes of UTF-8 as tokens: nothing to train, and nothing to install.
 
-    def __init__(self) -> None:
-        self.size = 256
+    More than 256 tokens stand in for subwords that have not been learnt.
+    """
+
+    def __init__(self, size: int = 256) -> None:
+        self.size = size
         self.digest = hashlib.blake2b(b"the bytes of UTF-8", digest_size=16).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> Iterator[list[int]]:
@@ -69,9 +72,7 @@ def load_text(path: Path, valid_share: float = 0.05) -> TextSplit:
         raise ConfigError(f"valid_share={valid_share}: give a share between 0 and 1, such as 0.05")
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
-        raise ConfigError(
-            f"{path} {what}; give a text file, as --set data.path=FILE (any will do to plan with)"
-        )
+        raise ConfigError(f"{path} {what}; give a text file, as --set data.path=FILE")
     content = path.read_bytes()
     try:
         text = content.decode().removeprefix(BYTE_ORDER_MARK)

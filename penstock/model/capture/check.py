@@ -23,6 +23,7 @@ from penstock.errors import CheckError, GlueError, RouteError
 from penstock.model.copies import faithful_copy
 from penstock.model.entries import Entry, make_entry
 from penstock.model.pytree import flatten, tree_map
+from penstock.trace.units import count_text
 
 from .captured import Captured
 from .events import ValueId
@@ -89,7 +90,8 @@ def prove(captured: Captured, example_inputs: Any, partition: tuple[int, ...]) -
     has_gradient = any(t is not None for (_, name), t in expected.items() if _GRADIENT in name)
     gradients = "and gradients " if has_gradient else ""
     how = "to the bit" if not different else f"but for rounding ({different[0].name})"
-    return f"checked: outputs {gradients}over {len(partition)} stages are the model's, {how}"
+    stages = count_text(len(partition), "stage")
+    return f"checked: outputs {gradients}over {stages} are the model's, {how}"
 
 
 def prove_alike(model: nn.Module, other: nn.Module, example_inputs: Any) -> None:

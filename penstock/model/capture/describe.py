@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from penstock.trace.table import columns
+from penstock.trace.units import count_text
 
 from .captured import Captured
 
@@ -20,8 +21,8 @@ def described(captured: Captured, names: Sequence[str], counts: Sequence[int]) -
         for n, (block, _) in enumerate(captured.calls)
     ]
     head = (
-        f"{type(captured.model).__name__}: {len(rows)} layers, "
-        f"{sum(captured.sizes.values()):,} parameters"
+        f"{type(captured.model).__name__}: {count_text(len(rows), 'layer')}, "
+        f"{count_text(sum(captured.sizes.values()), 'parameter')}"
     )
     return "\n".join([head, *columns([_HEAD, *rows]), *_remarks(captured, names)])
 

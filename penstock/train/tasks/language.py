@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from penstock.checkpoint.weights import Weights, fill
 from penstock.data.sampler import batch_indices, epoch_order, keyed_generator
 from penstock.data.text import (
     ByteVocabulary,
+    TextSplit,
     TextVocabulary,
     Vocabulary,
     load_text,
@@ -34,21 +36,29 @@ SAMPLE = "sample.txt"
 
 
 class LanguageTask(Task):
-    """Reads a text; a sample is a window of it.  The model gives (B, T, tokens)."""
+    """Reads a text; a sample is a window of it.  The model gives (B, T, tokens).
+
+    With `shapes_only` no text is read: a batch of some text is made, and the vocabulary has the
+    size that the recipe asks for.
+    """
 
     measures = (
         Measure("valid_perplexity", "perplexity", "{:.3f}".format),
         Measure("valid_loss", "validation loss", "{:.4f}".format),
     )
 
-    def __init__(self, recipe: Recipe, section: Text) -> None:
+    def __init__(self, recipe: Recipe, section: Text, *, shapes_only: bool = False) -> None:
         self._recipe, self._section = recipe, section
-        split = load_text(Path(section.path), section.valid_share)
-        self._vocabulary: TextVocabulary = ByteVocabulary()
+        self._vocabulary: TextVocabulary = ByteVocabulary(section.vocabulary_size)
         if section.vocabulary:
             self._vocabulary = Vocabulary.load(Path(section.vocabulary))
-        elif section.vocabulary_size > self._vocabulary.size:
-            self._vocabulary = train_text_vocabulary(split.train, section.vocabulary_size)
+        if shapes_only:
+            split = _any_text(recipe.batch_size * section.length + 1)
+            self._vocabulary = ByteVocabulary(self._vocabulary.size)
+        else:
+            split = load_text(Path(section.path), section.valid_share)
+            if not section.vocabulary and section.vocabulary_size > 256:
+                self._vocabulary = train_text_vocabulary(split.train, section.vocabulary_size)
         self._train = text_windows(split.train, self._vocabulary, section.length)
         self._valid = text_windows(split.valid, self._vocabulary, section.length)
         self._prompt = section.prompt or split.valid[: max(1, section.length // 4)]
@@ -134,3 +144,9 @@ class LanguageTask(Task):
                 shares_V = (logits_V / self._section.sample_temperature).softmax(0)
                 ids.append(int(torch.multinomial(shares_V, 1, generator=generator)))
         return self._vocabulary.decode(ids)
+
+
+def _any_text(num_tokens: int) -> TextSplit:
+    """Return so many characters to learn from, and as many to be judged by."""
+    text = (string.printable * (num_tokens // len(string.printable) + 1))[:num_tokens]
+    return TextSplit(text, text)
