@@ -117,8 +117,8 @@ FAULTS = (
     Fault(
         "BatchNorm pools moments without their counts",
         "penstock/runtime/batch_norm.py",
-        "n * m.double() for n, m, _ in rows",
-        "count / len(rows) * m.double() for n, m, _ in rows",
+        "mean = (weights * stacked).sum(0) / count",
+        "mean = stacked.mean(0)",
         "tests/laws/test_batch_norm.py",
     ),
     Fault(

@@ -151,7 +151,7 @@ def test_a_plan_of_another_model_is_refused_by_its_first_layer() -> None:
 
 def test_too_few_devices_and_samples_are_refused() -> None:
     plan = planned(gpipe, (4, 4), 3)
-    with pytest.raises(PlanError, match="for 2 ranks, and the cluster here has 1 devices"):
+    with pytest.raises(PlanError, match="for 2 ranks, and the cluster here has 1 device;"):
         simulate(plan, SECOND, cluster(1))
     with pytest.raises(ConfigError, match="batch_size=2 for 1 replica of 3 micro-batches"):
         simulate(plan, SECOND, cluster(2), batch_size=2)
