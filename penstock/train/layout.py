@@ -180,7 +180,7 @@ def smallest_microbatch(recipe: Recipe, num_samples: int) -> int:
     size, section = recipe.batch_size, recipe.pipeline
     if not num_batches(recipe, num_samples):
         raise RecipeError(
-            f"train.batch_size = {size} with train.drop_last = true leaves no step: of "
+            f"train.batch_size = {size} with train.drop_last = true leaves no step of "
             f"{count_text(num_samples, 'sample')}"
         )
     last = size if recipe.train.drop_last else num_samples % size or size

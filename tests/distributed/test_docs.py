@@ -170,7 +170,7 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     }
     for line in commands_of(page):
         if "--resume runs/digits-1" in line:  # as if it had ended after the checkpoint before
-            shutil.rmtree(tmp_path / "runs/digits-1/checkpoints/step-12")
+            shutil.rmtree(tmp_path / "runs/digits-1/checkpoints/step-000012")
         ended = subprocess.run(
             words_of(page.name, line),
             cwd=tmp_path,

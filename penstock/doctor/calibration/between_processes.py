@@ -9,7 +9,6 @@ Two processes are started by torchrun, each with one thread:
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from penstock.errors import MeshError
 from penstock.mesh import Mesh, init_mesh
 from penstock.transport.headers import Payload
 from penstock.transport.payload import Gradient
@@ -26,6 +24,7 @@ from penstock.transport.sockets import Incoming, Outgoing
 
 from .figures import Spread
 from .link import MeasuredLink
+from .process_bytes import run_apart
 
 _SMALL_BYTES = 64
 _TIMEOUT_S = 60.0
@@ -38,24 +37,19 @@ def measure_processes(num_bytes: int, budget_s: float) -> MeasuredLink:
     """Measure two processes of this host that send each other tensors of so many bytes.
 
     Raises:
-        MeshError: they did not start, or did not reach each other.
+        MeshError: they failed, or took too long.
     """
     environment = {k: v for k, v in os.environ.items() if k not in _FOR_A_PROCESS}
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         words = [str(num_bytes), str(budget_s), str(result)]
         started = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        done = subprocess.run(
+        run_apart(
             [sys.executable, "-m", *started, "-m", __name__, *words],
-            env={**environment, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S + budget_s,
-            check=False,
+            "two processes of this host",
+            _TIMEOUT_S + budget_s,
+            {**environment, "OMP_NUM_THREADS": "1"},
         )
-        if done.returncode or not result.exists():
-            lines = done.stderr.strip().splitlines() or ["they ended without a word"]
-            raise MeshError(f"two processes of this host did not reach each other: {lines[-1]}")
         spreads = json.loads(result.read_text())
     return MeasuredLink(num_bytes, *(Spread(*spread) for spread in spreads))
 

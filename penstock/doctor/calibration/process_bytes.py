@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -25,19 +26,36 @@ def measure_process_bytes() -> int | None:
     """Measure a process of its own; None where the system does not tell.
 
     Raises:
-        MeshError: it did not start.
+        MeshError: it failed, or took too long.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", f"from {__name__} import main; main()"],
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["it ended without a word"]
-        raise MeshError(f"a process of this host did not start: {lines[-1]}")
-    return int(done.stdout) or None
+    command = [sys.executable, "-c", f"from {__name__} import main; main()"]
+    return int(run_apart(command, "a process of this host", _TIMEOUT_S)) or None
+
+
+def run_apart(
+    command: Sequence[str],
+    who: str,
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """Run a command, and return what it wrote.
+
+    Raises:
+        MeshError: it failed, or took too long.
+    """
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=True
+        )
+    except subprocess.TimeoutExpired:
+        raise MeshError(
+            f"{who} took more than {timeout_s:.0f} s to be measured: the machine is busy with "
+            "other work. Stop that, and calibrate again"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.strip().splitlines() or ["no word was written"]
+        raise MeshError(f"{who} could not be measured: {lines[-1]}") from None
+    return done.stdout
 
 
 def main() -> None:
