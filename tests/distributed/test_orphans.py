@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -129,10 +130,11 @@ def test_what_a_test_has_started_ends_when_the_run_of_the_tests_is_killed() -> N
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
+        start_new_session=True,
     ) as tests:
         assert tests.stdout is not None
         assert tests.stdout.readline() == "started\n"
-        tests.kill()
+        os.killpg(tests.pid, signal.SIGTERM)
         tests.wait()
         left = left_behind(mark)
     assert not left, left

@@ -88,6 +88,7 @@ class Origin:
             pass_fds=[theirs.fileno()],
             cwd=ROOT,
             env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # a signal to the tests' group leaves it time to end its own
         )
         theirs.close()
 
