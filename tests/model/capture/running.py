@@ -4,7 +4,6 @@ A model is run on batches of three sizes, so that micro-batches are uneven and f
 for outputs, in evaluation mode for gradients, and in training.
 """
 
-import operator
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -59,7 +58,7 @@ WAYS = (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a model gave; outputs are empty where they cannot be put together to a batch's."""
+    """What a model gave; without outputs that cannot be put together to a batch's."""
 
     outputs: Tensors
     in_evaluation: Tensors
@@ -156,23 +155,21 @@ def _parts(inputs: Any, sizes: list[int]) -> list[Any]:
 
 
 def _joined(outputs: list[tuple[Any, int]]) -> list[Tensor]:
-    """Put the outputs of micro-batches together, if each tensor has a row for each sample.
+    """Put the outputs of micro-batches together, those that have a row for each sample.
 
-    A loss becomes the mean over the samples.
+    A loss becomes the mean over the samples, and so do the scalars beside it.
     """
     sizes = [size for _, size in outputs]
-    columns = zip(*(flatten(output)[0] for output, _ in outputs), strict=True)
-    own = [getattr(output, "loss", None) for output, _ in outputs]
+    columns = list(zip(*(flatten(output)[0] for output, _ in outputs), strict=True))
+    if len(outputs) == 1:
+        return [tensor for (tensor,) in columns]
+    has_loss = any(getattr(output, "loss", None) is not None for output, _ in outputs)
     joined = []
     for column in columns:
-        if all(map(operator.is_, column, own)):
+        if has_loss and column[0].dim() == 0:
             shares = [t * (n / sum(sizes)) for t, n in zip(column, sizes, strict=True)]
             joined.append(torch.stack(shares).sum())
-        elif any(t.dim() == 0 or len(t) != n for t, n in zip(column, sizes, strict=True)) or any(
-            t.shape[1:] != column[0].shape[1:] for t in column
-        ):
-            return []
-        else:
+        elif all(t.shape == (n, *column[0].shape[1:]) for t, n in zip(column, sizes, strict=True)):
             joined.append(torch.cat(column))
     return joined
 
