@@ -152,7 +152,7 @@ from torch import nn
 
 def example():
     layers = [nn.Linear(8, 8) for _ in range(5)]
-    return nn.Sequential(*layers), (torch.randn(16, 8),)
+    return nn.Sequential(*layers), torch.randn(16, 8)
 """
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_COMMANDS = [page for page in PAGES if commands_of(page)]
