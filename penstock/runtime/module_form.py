@@ -26,59 +26,57 @@ def run_as_module(engine: Engine, run: Run, inputs: Any, batch: Batch) -> Any:
     """Run the forwards of `run`; give the gathered outputs, tied to the pipeline's backward.
 
     Raises:
-        BoundaryError: an output has no batch dimension to gather along.
+        BoundaryError: the outputs of the micro-batches cannot be put together.
     """
     engine.drive(run, Mode.FORWARDS)
     sizes = batch.sizes
     outputs = gather([run.outputs.pop(i) for i in range(len(sizes))], sizes, batch.output_weights)
     leaves, structure = flatten_by(outputs, is_unjoined)
     last = run.stages[len(engine.stages) - 1].tapes.values()
-    tensors = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    wants_grad = [any(tape.output_wants_grad[n] for tape in last) for n in tensors]
-    if not any(wants_grad):
+    wants_grad = [any(tape.output_wants_grad[n] for tape in last) for n in range(len(leaves))]
+    tensors = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    if not any(wants_grad[n] for n in tensors):
         return outputs
-    weights = batch.output_weights() if any(leaves[n].dim() == 0 for n in tensors) else []
-    pending = _Pending(engine, run, (sizes, weights), [leaves[n] for n in tensors], wants_grad)
-    pending.places, pending.num_leaves = tensors, len(leaves)
-    del outputs
-    for n in tensors:
+    weights = batch.output_weights() if any(t.dim() == 0 for t in tensors.values()) else []
+    pending = _Pending(engine, run, (sizes, weights), tensors, wants_grad)
+    del outputs, tensors
+    for n in pending.places:
         leaves[n] = None
     anchor = torch.empty(0, requires_grad=True)
     tied = _TieToBackward.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
         pending, anchor, *wanting(inputs)
     )
-    for n, leaf in zip(tensors, tied, strict=True):
+    for n, leaf in zip(pending.places, tied, strict=True):
         leaves[n] = leaf
     return unflatten(structure, leaves)
 
 
 class _Pending:
     """A run whose backwards are still to come; `cut` are the sizes of its micro-batches, and what
-    they weigh in a loss of the model's own.  `places` are those of the `leaves` among all
-    `num_leaves` tensors of the output: some cannot be put together.
+    they weigh in a loss of the model's own.  `tensors` are the output's by their places:
+    others, of which `wants_grad` tells too, could not be put together.
     """
-
-    places: list[int]
-    num_leaves: int
 
     def __init__(
         self,
         engine: Engine,
         run: Run,
         cut: tuple[list[int], list[float]],
-        leaves: list[Tensor],
+        tensors: dict[int, Tensor],
         wants_grad: list[bool],
     ) -> None:
         self.engine = engine
         self.sizes, self.weights = cut
         self.run: Run | None = run
-        self._leaves = leaves
+        self.places = tuple(tensors)
+        self._tensors = tensors
         self._wants_grad = wants_grad
 
     def take_outputs(self) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Return the gathered outputs, and those that no gradient flows to; keep neither."""
-        leaves, self._leaves = tuple(self._leaves), []
-        return leaves, [t for t, wants in zip(leaves, self._wants_grad, strict=True) if not wants]
+        tensors, self._tensors = self._tensors, {}
+        without_grad = [t for n, t in tensors.items() if not self._wants_grad[n]]
+        return tuple(tensors.values()), without_grad
 
     def backward(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """Run the backwards, from the outputs' gradients to those of the inputs' tensors."""
@@ -94,7 +92,7 @@ class _Pending:
                 "the pipeline was moved or cut anew between its forward and this backward; run "
                 "both again"
             )
-        cut: list[Sequence[Tensor | None] | None] = [None] * self.num_leaves
+        cut: list[Sequence[Tensor | None] | None] = [None] * len(self._wants_grad)
         for n, gradient in zip(self.places, gradients, strict=True):
             cut[n] = None if gradient is None else self._pieces(gradient)
         run.output_gradients = [

@@ -20,7 +20,6 @@ from penstock.model.templates import from_template, template
 from penstock.transport.wire import TENSOR_KIND, TensorKind, fill, room_for, to_bytes
 
 _SHOWN = 60
-_WHOLE = "whole"
 
 
 def gather(parts: Sequence[Any], sizes: Sequence[int], weights: Callable[[], list[float]]) -> Any:
@@ -45,17 +44,15 @@ def gather(parts: Sequence[Any], sizes: Sequence[int], weights: Callable[[], lis
                 f"{len(first)}; outputs must have the same structure for every micro-batch"
             )
     has_loss = loss_in(parts[0]) is not None
-    rows = list(zip(*(leaves for leaves, _ in flat), strict=True))
-    joined = [
-        _weighted(row, weights()) if has_loss and _is_scalar(row[0]) else _joined(row, sizes)
-        for row in rows
+    paths = {id(leaf): path for path, leaf in leaf_paths(parts[0])}
+    joined: list[Any] = [
+        _weighted(row, weights())
+        if has_loss and _is_scalar(row[0])
+        else _joined(row, sizes, paths.get(id(row[0]), ""))
+        for row in zip(*(leaves for leaves, _ in flat), strict=True)
     ]
-    for path, leaf in leaf_paths(parts[0]):
-        unjoined = joined[next(n for n, own in enumerate(first) if own is leaf)]
-        if isinstance(unjoined, _Unjoined) and not unjoined.path:
-            unjoined.__dict__["path"] = path or _WHOLE
-            if not path:
-                unjoined.refuse()
+    if isinstance(parts[0], Tensor) and is_unjoined(joined[0]):  # there is nothing else
+        joined[0].refuse()
     return unflatten(structure, joined)
 
 
@@ -84,9 +81,9 @@ def _is_scalar(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
 
 
-def _joined(row: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _joined(row: Sequence[Any], sizes: Sequence[int], path: str) -> Any:
     """Concatenate tensors; of several objects, or of tensors that have no rows of samples, give
-    what tells so when it is used.
+    what tells so when it is used, and where in the output that is.
     """
     if len(row) == 1:
         return row[0]
@@ -98,34 +95,34 @@ def _joined(row: Sequence[Any], sizes: Sequence[int]) -> Any:
         if shape[:1] != (sizes[i],):
             return _Unjoined(
                 f"for micro-batch {i} ({sizes[i]} samples) is a tensor of shape {shape}: "
-                "dimension 0 must be the batch"
+                "dimension 0 must be the batch",
+                path,
             )
     if len({shape[1:] for shape in shapes}) > 1:
         listed = ", ".join(map(str, shapes))
-        return _Unjoined(f"is, for the micro-batches, tensors of shapes {listed}")
+        return _Unjoined(f"is, for the micro-batches, tensors of shapes {listed}", path)
     return torch.cat(list(row))
 
 
 class _Unjoined(StandIn):
     """Stands in an output for a tensor of which each micro-batch has one of its own."""
 
-    def __init__(self, why: str, path: str = "") -> None:
+    def __init__(self, why: str, path: str) -> None:
         self.__dict__.update(why=why, path=path)
 
     def _error(self) -> BoundaryError:
-        which = "the model's output" + ("" if self.path == _WHOLE else f", in output{self.path},")
+        where = f", in output{self.path}," if self.path else ""
         return BoundaryError(
-            f"{which} {self.why}, or the outputs of the micro-batches cannot be put together. "
-            "Return one value per sample, do without it, give batches of one micro-batch, or use "
-            "train_step with loss="
+            f"the model's output{where} {self.why}, or the outputs of the micro-batches cannot be "
+            "put together. Return one value per sample, do without it, give batches of one "
+            "micro-batch, or use train_step with loss="
         )
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        found = flatten_by((args, kwargs), lambda value: isinstance(value, cls))[0]
-        next(value for value in found if isinstance(value, cls)).refuse()
+        next(filter(is_unjoined, flatten_by((args, kwargs), is_unjoined)[0])).refuse()
 
 
 def is_unjoined(value: Any) -> bool:
