@@ -11,7 +11,7 @@ so that what a layer has saved has left the caches when its backward comes, as i
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -37,10 +37,10 @@ class Repeats:
     long_s: float
 
 
-TO_BALANCE = Repeats(warming=2, counting=5, enough_s=0.5, long_s=10.0)
-"""Quick, for it is done whenever a pipeline is made."""
-AFTER_CAPTURE = replace(TO_BALANCE, warming=1, long_s=TO_BALANCE.enough_s)
-"""Capturing has run the model already."""
+TO_BALANCE = Repeats(warming=2, counting=5, enough_s=0.5, long_s=60.0)
+"""Quick, for it is done whenever a pipeline is made.  What a process does once, such as imports, can
+take ten seconds in a new environment on a busy machine: a run of that length does not count.
+"""
 
 
 class LayerTime(NamedTuple):
@@ -68,7 +68,7 @@ def measure_layers(
     """
     timer = StepTimer(layers, call=call, look=look)
     with measuring(layers, num_threads):
-        repeat(timer, inputs, TO_BALANCE if layers.original is None else AFTER_CAPTURE)
+        repeat(timer, inputs, TO_BALANCE)
     found = [timer.seconds(step.index) for step in layers]
     return tuple(LayerTime(each.forward_s, each.backward_s) for each in found)
 
