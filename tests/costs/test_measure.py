@@ -202,3 +202,23 @@ def test_layers_run_in_the_order_of_a_step() -> None:
     measure_layers(layers, torch.randn(2, 4), 1)
     runs = TO_BALANCE.warming + TO_BALANCE.counting
     assert " ".join(calls) == " ".join(["Fa Fb Fc Bc Bb Ba"] * runs)
+
+
+class ColdInTheSecondRunToo(nn.Module):
+    """Does in each of its first two calls what a process does once, for longer than is enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cold = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cold:
+            self.cold -= 1
+            time.sleep(TO_BALANCE.enough_s)
+        return x + 1
+
+
+def test_what_the_first_two_runs_do_once_is_no_layers_time() -> None:
+    layers = as_layers(nn.Sequential(nn.Linear(4, 4), ColdInTheSecondRunToo()))
+    times = measure_layers(layers, torch.randn(2, 4), 1)
+    assert times[1].forward_s < TO_BALANCE.enough_s
