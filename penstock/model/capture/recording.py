@@ -283,7 +283,8 @@ class Recording(Pass):
             if given >= self._order[writer]:
                 continue
             calls = max(given, self._order.get(source, (0, 0)))[1]
-            if max(calls, 1) != self._order[writer][1]:  # no cut lies before the first call
+            # No cut lies before the first call.
+            if max(calls, 1) != max(self._order[writer][1], 1):
                 raise written_through_a_view(operation, ghost, writer)
 
     def _check_before(self, operation: Operation) -> None:
