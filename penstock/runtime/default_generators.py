@@ -126,10 +126,13 @@ def others_may_draw() -> bool:
 
 
 @contextmanager
-def guarded_default_generators(devices: Iterable[torch.device]) -> Iterator[None]:
+def guarded_default_generators(
+    devices: Iterable[torch.device], look_again: Callable[[BaseException], None]
+) -> Iterator[None]:
     """Check that nothing drew from a default generator inside.
 
-    Where it was an outside one, and other threads run that may have drawn, this is a warning.
+    Where it was an outside one, and other threads run that may have drawn, this is a warning, and
+    `look_again` is called: if it was a layer, it draws from its stream in the next step.
 
     Raises:
         RandomnessError: something did; the step's masks would depend on the number of stages.
@@ -144,7 +147,8 @@ def guarded_default_generators(devices: Iterable[torch.device]) -> Iterator[None
     with default_generators_lock.get():
         moved = have_moved(generators, before)
         moved_outside = outside_states() != outside
-    if moved_outside and not moved and others_may_draw():
+    if moved_outside and not moved and differing is None and others_may_draw():
+        look_again(RandomnessError(_UNCLEAR))
         warnings.warn(_UNCLEAR, stacklevel=2)
     elif moved or moved_outside:
         raise RandomnessError(
@@ -183,5 +187,6 @@ _UNCLEAR = (
     "Python's or NumPy's global generator drew random numbers in a step, outside the streams of "
     "the layers. If another thread of this process drew them (one that prepares data, say), all "
     "is well; random.Random() or numpy.random.default_rng() in that thread ends this warning. If "
-    "it was a layer that did not draw when it first ran in this mode, the gradients are wrong"
+    "it was a layer that did not draw when it first ran in this mode, the gradients of this step "
+    "are wrong; layers are looked at again in the next one"
 )

@@ -218,18 +218,21 @@ class Engine:
             device.wait_for_caller()
         try:
             casts = fresh_casts() if work.casts else nullcontext()
-            with guarded_default_generators(self.devices), casts:
+            with guarded_default_generators(self.devices, self._look_again), casts:
                 self._lasting.driver_for(caller, in_caller=in_caller).drive(work)
             if replicas is not None:
                 replicas.finish()
             if run.looks:
                 self._tell_unsplit(run)
         except BaseException as error:  # what was seen of the layers may be half, or the cause
-            for stage in self.stages:
-                stage.forget(error)
+            self._look_again(error)
             raise
         finally:
             self._leave(run)
+
+    def _look_again(self, error: BaseException) -> None:
+        for stage in self.stages:
+            stage.forget(error)
 
     def _tell_unsplit(self, run: Run) -> None:
         """Put into the plan, the same in all processes, what the stages' backwards have shown."""

@@ -147,7 +147,7 @@ def test_a_plan_for_what_is_not_here_is_refused() -> None:
     plan = pipeline(num_stages=2).plan
     with pytest.raises(PlanError, match=r"for 2 ranks, and the mesh has 3; make it with init_me"):
         pipeline(plan=plan, mesh=penstock.init_mesh(3))
-    for device, words in (("cuda:9", "which this process does"), ("gpu", "no device")):
+    for device, words in (("cuda:9", "this process does not have"), ("gpu", "no device")):
         placement = replace(plan.placement, devices=("cpu", device))
         with pytest.raises(PlanError, match=f"stage 1 on .*{words}"):
             pipeline(plan=replace(plan, placement=placement))
