@@ -3,6 +3,10 @@
 Recomputes meet transports once each; both recomputes meet backwards in two parts.
 """
 
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
+
 import pytest
 
 import penstock
@@ -26,12 +30,29 @@ WAYS = [
 ]
 
 EVERY_WAY = [
-    pytest.param(
-        {"schedule": schedule, "recompute": recompute, "transport": transport},
-        id=f"{schedule.name}-{recompute.value}-{transport.name}",
-    )
-    for s, schedule in enumerate(EVERY_SCHEDULE)
-    for t, transport in enumerate(penstock.Transport)
-    for recompute in (list(penstock.Recompute)[(s + t) % len(penstock.Recompute)],)
+    {"schedule": schedule, "recompute": recompute, "transport": transport}
+    for schedule in EVERY_SCHEDULE
+    for recompute in penstock.Recompute
+    for transport in IN_ONE_PROCESS
 ]
-"""Every schedule with every transport; recompute policies take turns."""
+
+
+def in_turns(*factors: Iterable[Any]) -> list[Any]:
+    """Give each combination of some values, and each schedule, in one way: (*values, way).
+
+    Recompute policies and transports take turns, so that over any four combinations each schedule
+    meets all of them together.
+    """
+    chosen = []
+    per_schedule = len(EVERY_WAY) // len(EVERY_SCHEDULE)
+    for turn, values in enumerate(product(*factors)):
+        for s, schedule in enumerate(EVERY_SCHEDULE):
+            way = EVERY_WAY[s * per_schedule + (s + turn) % per_schedule]
+            words = (*map(_word, values), schedule.name, way["recompute"].value)
+            name = "-".join((*words, way["transport"].name))
+            chosen.append(pytest.param(*values, way, id=name))
+    return chosen
+
+
+def _word(value: Any) -> str:
+    return str(getattr(value, "__name__", value))

@@ -16,7 +16,7 @@ import penstock
 from penstock.errors import ConfigError, StatisticsWarning
 from tests.models import Model, images
 from tests.side_by_side import assert_trains_like_unsplit, differences
-from tests.ways import EVERY_WAY, WAYS
+from tests.ways import WAYS, in_turns
 
 
 def norm_first(**options: Any) -> list[nn.Module]:
@@ -52,12 +52,13 @@ def running(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
     return buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
 
 
-@pytest.mark.parametrize("way", EVERY_WAY)
-@pytest.mark.parametrize("num_samples, num_microbatches", [(8, 4), (7, 3), (2, 4), (5, 1)])
-@pytest.mark.parametrize("momentum", (0.1, pytest.param(1.0, marks=pytest.mark.slow), None))
+@pytest.mark.parametrize(
+    "momentum, sizes, way", in_turns((0.1, 1.0, None), ((8, 4), (7, 3), (2, 4), (5, 1)))
+)
 def test_running_statistics_are_those_of_the_whole_mini_batches(
-    momentum: float | None, num_samples: int, num_microbatches: int, way: dict[str, Any]
+    momentum: float | None, sizes: tuple[int, int], way: dict[str, Any]
 ) -> None:
+    num_samples, num_microbatches = sizes
     ours, whole = norm_first(momentum=momentum)[0], norm_first(momentum=momentum)[0]
     batches = some_batches(num_samples, num_samples + 1, 4)
     train([ours, *norm_first()[1:]], batches, num_microbatches=num_microbatches, **way)
@@ -67,7 +68,7 @@ def test_running_statistics_are_those_of_the_whole_mini_batches(
     torch.testing.assert_close(running(ours), running(whole), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", EVERY_WAY)
+@pytest.mark.parametrize("way", in_turns())
 def test_no_momentum_averages_all_mini_batches_alike(way: dict[str, Any]) -> None:
     layers = norm_first(momentum=None)
     batches = some_batches(6, 6, 6)
@@ -76,30 +77,23 @@ def test_no_momentum_averages_all_mini_batches_alike(way: dict[str, Any]) -> Non
     torch.testing.assert_close(running(layers[0])[0].double(), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "norm",
-    [
-        pytest.param(lambda: nn.BatchNorm2d(4, momentum=None), id="momentum None"),
-        pytest.param(lambda: nn.BatchNorm2d(4, momentum=0.0), id="momentum 0"),
-        pytest.param(lambda: nn.BatchNorm2d(4, track_running_stats=False), id="not tracking"),
-        pytest.param(lambda: nn.BatchNorm2d(4, affine=False), id="not affine"),
-        pytest.param(
-            lambda: nn.BatchNorm2d(4, eps=0.1).requires_grad_(False), id="frozen weights"
-        ),
-        pytest.param(lambda: nn.BatchNorm2d(4).eval(), id="frozen statistics"),
-        pytest.param(
-            lambda: nn.InstanceNorm2d(4, track_running_stats=True, affine=True), id="instance"
-        ),
-        pytest.param(
-            lambda: nn.Sequential(nn.Flatten(2), nn.BatchNorm1d(4)), id="one-dimensional"
-        ),
-        pytest.param(lambda: _Both(nn.BatchNorm2d(4)), id="twice in a layer"),
-    ],
-)
-@pytest.mark.parametrize("way", EVERY_WAY)
-def test_every_kind_equals_the_unsplit_model(norm: Any, way: dict[str, Any]) -> None:
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "momentum None": lambda: nn.BatchNorm2d(4, momentum=None),
+    "momentum 0": lambda: nn.BatchNorm2d(4, momentum=0.0),
+    "not tracking": lambda: nn.BatchNorm2d(4, track_running_stats=False),
+    "not affine": lambda: nn.BatchNorm2d(4, affine=False),
+    "frozen weights": lambda: nn.BatchNorm2d(4, eps=0.1).requires_grad_(False),
+    "frozen statistics": lambda: nn.BatchNorm2d(4).eval(),
+    "instance": lambda: nn.InstanceNorm2d(4, track_running_stats=True, affine=True),
+    "one-dimensional": lambda: nn.Sequential(nn.Flatten(2), nn.BatchNorm1d(4)),
+    "twice in a layer": lambda: _Both(nn.BatchNorm2d(4)),
+}
+
+
+@pytest.mark.parametrize("kind, way", in_turns(KINDS))
+def test_every_kind_equals_the_unsplit_model(kind: str, way: dict[str, Any]) -> None:
     def layers() -> list[Any]:
-        return [nn.Conv2d(2, 4, 3), norm(), nn.Flatten(), nn.Linear(144, 3)]
+        return [nn.Conv2d(2, 4, 3), KINDS[kind](), nn.Flatten(), nn.Linear(144, 3)]
 
     model = Model("one norm", layers, images, F.cross_entropy)
     for num_samples, num_stages in ((7, 4), (8, 2)):
@@ -207,8 +201,7 @@ def frozen(how: str) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(2, 4, 3), _Frozen(how), nn.Flatten(), nn.Linear(144, 3))
 
 
-@pytest.mark.parametrize("how", ("evaluates", "reads"))
-@pytest.mark.parametrize("way", EVERY_WAY)
+@pytest.mark.parametrize("how, way", in_turns(("evaluates", "reads")))
 def test_what_reads_the_statistics_in_training_sees_them(how: str, way: dict[str, Any]) -> None:
     ours, whole = frozen(how), frozen(how)
     [(x, y)] = some_batches(6)

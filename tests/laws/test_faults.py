@@ -17,7 +17,7 @@ from penstock.runtime import workers
 from penstock.runtime.run import Run
 from tests.every_schedule import EVERY_SCHEDULE
 from tests.reference import Unsplit, chain
-from tests.ways import EVERY_WAY, IN_ONE_PROCESS
+from tests.ways import IN_ONE_PROCESS, in_turns
 
 NUM_STAGES, NUM_MICROBATCHES = 3, 4
 
@@ -135,10 +135,10 @@ def told(error: BaseException) -> str:
     return " ".join(getattr(error, "__notes__", []))
 
 
-@pytest.mark.parametrize("microbatch", (0, pytest.param(2, marks=pytest.mark.slow), 3))
-@pytest.mark.parametrize("stage", range(NUM_STAGES))
-@pytest.mark.parametrize("where", ("forward", "backward"))
-@pytest.mark.parametrize("way", EVERY_WAY)
+@pytest.mark.parametrize(
+    "where, stage, microbatch, way",
+    in_turns(("forward", "backward"), range(NUM_STAGES), (0, 2, 3)),
+)
 def test_a_fault_in_a_layer(where: str, stage: int, microbatch: int, way: dict[str, Any]) -> None:
     layers = build()
     number = (0, 2, 5)[stage]
@@ -161,8 +161,7 @@ def test_a_fault_in_a_layer(where: str, stage: int, microbatch: int, way: dict[s
         assert_works(pipe, layers)
 
 
-@pytest.mark.parametrize("call", (1, 4))
-@pytest.mark.parametrize("way", EVERY_WAY)
+@pytest.mark.parametrize("call, way", in_turns((1, 4)))
 def test_a_fault_in_the_loss(call: int, way: dict[str, Any]) -> None:
     layers, loss = build(), Loss()
     with make(layers, loss, **way) as pipe:
@@ -197,7 +196,7 @@ def test_a_fault_in_a_recompute(stage: int, transport: penstock.Transport) -> No
         assert_works(pipe, layers)
 
 
-@pytest.mark.parametrize("way", EVERY_WAY)
+@pytest.mark.parametrize("way", in_turns())
 def test_faults_in_the_module_form_and_in_evaluation(way: dict[str, Any]) -> None:
     layers = build()
     faulty = faulty_in(layers, 2)
@@ -263,9 +262,8 @@ class Raising(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "error", (StopIteration("end"), KeyError("key"), GeneratorExit()), ids=repr
+    "error, way", in_turns((StopIteration("end"), KeyError("key"), GeneratorExit()))
 )
-@pytest.mark.parametrize("way", EVERY_WAY)
 def test_what_is_raised_arrives_as_the_very_same_object(
     error: BaseException, way: dict[str, Any]
 ) -> None:
