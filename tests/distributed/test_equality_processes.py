@@ -195,33 +195,21 @@ RECOMPUTE = [kind.value for kind in Recompute]
 TRANSPORTS = [transport.name for transport in BETWEEN_PROCESSES]
 
 
+WAYS = list(product(RECOMPUTE, TRANSPORTS))
+
+
 def on_every_transport(chosen: Iterable[Case]) -> list[Case]:
     return [replace(c, transport=transport) for c, transport in product(chosen, TRANSPORTS)]
 
 
 def cases(num_stages: int, num_replicas: int, names: tuple[str, ...]) -> list[Case]:
-    return on_every_transport(
-        Case(name, schedule.name, recompute, 7, 3, num_stages, num_replicas)
+    """Return cases of each model with three schedules; all factors take turns."""
+    return [
+        Case(name, schedule.name, recompute, 7, 3, num_stages, num_replicas, transport=transport)
         for (number, name), turn in product(enumerate(names), range(3))
         for schedule in (ALL_SCHEDULES[(3 * number + turn) % len(ALL_SCHEDULES)],)
-        for recompute in RECOMPUTE
-    )
-
-
-HALVES = (0, pytest.param(1, marks=pytest.mark.slow))
-
-
-def half_of(chosen: list[Case], half: int) -> list[Case]:
-    """Return every other case of those that differ in nothing but recompute and transport.
-
-    Of the next such ones it is the other half, so that all pairs of values meet in each half.
-    """
-    size = len(RECOMPUTE) * len(TRANSPORTS)
-    turns = (
-        n // size + RECOMPUTE.index(case.recompute) + TRANSPORTS.index(case.transport)
-        for n, case in enumerate(chosen)
-    )
-    return [case for case, turn in zip(chosen, turns, strict=True) if turn % 2 == half]
+        for recompute, transport in (WAYS[(number + num_stages + turn) % len(WAYS)],)
+    ]
 
 
 def several_cases(
@@ -259,12 +247,9 @@ def unsplit(case: Case) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("num_stages", (1, 2, 3, pytest.param(4, marks=pytest.mark.slow)))
-def test_processes_give_the_unsplit_models_bits(
-    num_stages: int, half: int, tmp_path: Path
-) -> None:
-    check_bits(half_of(cases(num_stages, 1, FEW), half), tmp_path)
+def test_processes_give_the_unsplit_models_bits(num_stages: int, tmp_path: Path) -> None:
+    check_bits(cases(num_stages, 1, FEW), tmp_path)
 
 
 def test_replicas_start_equal_in_every_type_of_number(tmp_path: Path) -> None:
@@ -278,11 +263,10 @@ def test_replicas_start_equal_in_every_type_of_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("half", (0, 1))
-def test_processes_give_the_unsplit_models_bits_under_autocast(half: int, tmp_path: Path) -> None:
+def test_processes_give_the_unsplit_models_bits_under_autocast(tmp_path: Path) -> None:
     names = ("mlp", "convolutions", "transformer", "fan_out", "changing_buffers")
     pairs = product(("bfloat16", "float16"), cases(2, 1, names))
-    check_bits(half_of([replace(case, autocast=kind) for kind, case in pairs], half), tmp_path)
+    check_bits([replace(case, autocast=kind) for kind, case in pairs], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -333,14 +317,13 @@ OWN = "buffer 5."  # of an InstanceNorm: each replica's are of its own samples, 
 REPLICATED = ("transformer", "batch_norms", "randomness", "randomness_outside", "frozen_middle")
 
 
-@pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(
     "num_stages", (1, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 3, 4)))
 )
 def test_two_replicas_give_one_pipelines_gradients_but_for_rounding(
-    num_stages: int, half: int, tmp_path: Path
+    num_stages: int, tmp_path: Path
 ) -> None:
-    check_replicas(half_of(cases(num_stages, 2, REPLICATED), half), tmp_path)
+    check_replicas(cases(num_stages, 2, REPLICATED), tmp_path)
 
 
 @pytest.mark.slow
