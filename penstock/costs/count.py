@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.errors import BatchError, ConfigError
+from penstock.errors import BatchError, ConfigError, shown
 from penstock.model.batch import batch_size
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, tree_map
@@ -66,6 +66,7 @@ def count_layers(  # noqa: PLR0913 - the front door: each a keyword with a defau
 
     Raises:
         ConfigError: a layer needs values, which meta tensors do not have; names it.
+        BatchError: a layer, or the loss, does not take the shapes that reach it; names it.
     """
     size = _samples(example_inputs) if microbatch_size is None else microbatch_size
     modules = [step.module for step in layers]
@@ -73,7 +74,7 @@ def count_layers(  # noqa: PLR0913 - the front door: each a keyword with a defau
         modules.append(layers.model)
     count = _Count(layers, left, inputs_on_meta(targets))
     random = torch.random.fork_rng(devices=[])
-    with on_meta(modules) as lent, random, torch.enable_grad(), count.explained():
+    with on_meta(modules) as lent, random, torch.enable_grad(), count.explained(example_inputs):
         count.run(inputs_on_meta(example_inputs), torch_type, loss)
         weights = (tensor for tensor in lent.values() if isinstance(tensor, nn.Parameter))
         count.run_backward([weight for weight in weights if weight.requires_grad])
@@ -202,11 +203,12 @@ class _Count:
         )
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
+    def explained(self, inputs: Any) -> Iterator[None]:
         """Turn the errors of tensors without values into one that says what to do.
 
         Raises:
-            ConfigError: names the layer.
+            ConfigError: the layer needs values; names it.
+            BatchError: the layer does not take the shapes that it is given; names it.
         """
         try:
             yield
@@ -218,8 +220,12 @@ class _Count:
                     "be measured on a device instead"
                 ) from error
             if type(error) is RuntimeError and "meta" not in str(error):
-                error.add_note(f"raised in {self._where()}, while its operators were counted")
-                raise
+                given = ", ".join(_spec(t) for t in flatten(inputs)[0])
+                raise BatchError(
+                    f"{self._where()} does not take what reaches it ({_first_line(error)}). "
+                    f"The example inputs are {given}; give a batch that the model and the loss "
+                    "take"
+                ) from error
             raise ConfigError(
                 f"{self._where()} needs the values of its inputs, and costs are counted on "
                 f"tensors without values ({_first_line(error)}). Let its cost be measured on a "
@@ -229,6 +235,12 @@ class _Count:
     def _where(self) -> str:
         layer, steps = self._log.layer, self._layers.steps
         return f"layer {steps[layer].label}" if layer < len(steps) else "the loss"
+
+
+def _spec(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return shown(value)
+    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
 
 
 def _first_line(error: BaseException) -> str:
