@@ -74,12 +74,18 @@ def slower_than(best: Found) -> Callable[[Found], str]:
         most = sorted(named.items(), key=lambda item: -abs(item[1]))
         slower = found.step_s / best.step_s - 1
         return (
-            f"{percent_text(abs(slower))} {'slower' if slower >= 0 else 'faster'}: "
+            f"{_than(slower)}: "
             + (", ".join(f"{name} {share:+.1%}" for name, share in most) or _LITTLE)
             + (f"; that is not certain, and it needs {_devices(found)}" if slower < 0 else "")
         )
 
     return why
+
+
+def _than(slower: float) -> str:
+    if percent_text(abs(slower)) == percent_text(0):
+        return "as fast"
+    return f"{percent_text(abs(slower))} {'slower' if slower > 0 else 'faster'}"
 
 
 def why_best(choices: Choices, cluster: Cluster) -> tuple[str, ...]:

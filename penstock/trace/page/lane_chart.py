@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.trace.looks import DRAWN, LOOKS, WAIT, Look
 from penstock.trace.timeline import Timeline
-from penstock.trace.units import Unit, bytes_text, percent_text, time_text, unit_for
+from penstock.trace.units import Unit, bytes_text, number_text, percent_text, time_text, unit_for
 
 from .boxes import Box, Lanes, lanes_of
 from .figure import Figure, Trace, caption, layout_of, rounded
@@ -145,7 +145,7 @@ def _traces(lanes: Lanes, unit: Unit, axis: str, shown: set[str]) -> Iterator[Tr
 def _hover(box: Box, unit: Unit) -> str:
     """Say what a box is: short, as there are thousands."""
     start, duration = box.start_s * unit.per_s, (box.end_s - box.start_s) * unit.per_s
-    when = f"{duration:.4g} {unit.sign} from {start:.4g}"
+    when = f"{number_text(duration)} {unit.sign} from {number_text(start)}"
     if box.stage < 0:
         many = f"{box.num_spans} spans begin here, " if box.num_spans else ""
         return f" and others<br>rank {box.rank}, {many}{box.share:.0%} busy<br>{when}"

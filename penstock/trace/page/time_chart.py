@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from penstock.trace.looks import PARTS
 from penstock.trace.rank_times import KINDS, RankTimes, mean_times
-from penstock.trace.units import percent_text, unit_for
+from penstock.trace.units import number_text, percent_text, unit_for
 
 from .boxes import spread
 from .figure import Figure, Trace, layout_of, rounded
@@ -41,8 +41,8 @@ def time_chart(times: Times) -> Figure:
                 "width": 0.76,
                 "marker": {"color": look.fill, "line": {"width": 0.5}},
                 "customdata": [
-                    f"{name}<br>{float(getattr(bar, kind) * unit.per_s):.4g} {unit.sign}, "
-                    f"{percent_text(_share(bar, kind))} of the step"
+                    f"{name}<br>{number_text(float(getattr(bar, kind) * unit.per_s))} "
+                    f"{unit.sign}, {percent_text(_share(bar, kind))} of the step"
                     for name, bar in bars
                 ],
                 "hovertemplate": f"<b>{look.name}</b>, %{{customdata}}<extra></extra>",
