@@ -92,8 +92,8 @@ FAULTS = (
         "penstock/transport/headers.py",
         "self._lasting.clear()",
         "pass",
-        "tests/distributed/test_capture_processes.py",
-        "tied_weight",
+        "tests/transport/test_headers.py",
+        "once_a_run",
     ),
     Fault(
         "what happened is told as it was for another batch",

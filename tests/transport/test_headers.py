@@ -12,6 +12,8 @@ from penstock.mesh.plain_data import HEAD
 from penstock.model.pytree import flatten
 from penstock.transport.headers import Again, Header, HeaderReader, HeaderWriter
 from penstock.transport.payload import Activation, Gradient
+from penstock.transport.wire import TensorKind
+from tests.side_by_side import same_bits
 
 
 def told(payload: Activation | Gradient) -> bytes:
@@ -78,3 +80,21 @@ def test_a_header_that_was_never_told_is_an_error() -> None:
 def test_a_tensor_that_was_never_sent_is_an_error() -> None:
     with pytest.raises(MeshError, match="tensor 3 of those that last"):
         HeaderReader().payload(Header((Again(3),), None), [])
+
+
+def test_a_weight_is_sent_once_a_run_though_what_changes_it_keeps_its_version() -> None:
+    writer, reader, weight = HeaderWriter(), HeaderReader(), torch.zeros(3)
+    leaves, structure = flatten([weight])
+
+    def sent() -> list[tuple[torch.Tensor, TensorKind]]:
+        one = Activation(tuple(leaves), (True,), structure, (0,), lasting=frozenset({0}))
+        number, told, tensors = writer.write(one)
+        arrived = reader.payload(reader.read(number, told), (t.clone() for t, _ in tensors))
+        assert same_bits(arrived.leaves[0], weight)
+        return tensors
+
+    for _ in range(2):
+        assert [len(sent()) for _ in range(3)] == [1, 0, 0]
+        weight.data.add_(1.0)  # as optimizers that write to `.data` do
+        for end in (writer, reader):
+            end.forget_lasting()
