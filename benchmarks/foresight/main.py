@@ -121,15 +121,15 @@ def run(options: argparse.Namespace) -> Report:
     families = [f for f in every_family() if not options.families or f[0] in options.families]
     choice = Choice(
         subjects=subjects,
-        families=families[::5] if smallest else families,
+        families=families[::6] if smallest else families,
         num_ranks=(1, 2) if smallest else options.num_ranks,
-        num_microbatches=(2, 4) if smallest else options.num_microbatches,
+        num_microbatches=(2,) if smallest else options.num_microbatches,
         processes=[where == "processes" for where in options.where],
     )
     cluster = calibrated(smallest=smallest)
     profiles = profiles_of(subjects, tuple(choice.num_microbatches), busy=not smallest)
     cases = choice.cases(everything=options.all)
-    rounds = 2 if smallest else options.rounds
+    rounds = 1 if smallest else options.rounds
     rows = measure(cases, profiles, cluster, rounds)
     settings = {
         "smallest setting": smallest,
