@@ -561,6 +561,11 @@ HERE = cluster(4)
 PLAN = penstock.plan(MEASURED, HERE, 16)
 
 
+def odd(value: Any) -> Any:
+    """Give a value of a type that is not allowed."""
+    return value
+
+
 def stepping(modules: list[nn.Module], optimizer: Any, **options: Any) -> None:
     """Train with an optimizer that `optimizer` makes of the pipeline's parameters."""
     made_of = ("lr_scheduler",)
@@ -665,17 +670,27 @@ REFUSED = [
             (None, "from_csv.None.*path of a CSV file"),
         )
     ),
-    told(lambda m: penstock.plan(None, HERE, 16), r"profile=None; give .*penstock\.profile\("),
     told(
-        lambda m: penstock.plan(MEASURED, "dgx-h100", 16),
+        lambda m: penstock.plan(odd(None), HERE, 16), r"profile=None; give .*penstock\.profile\("
+    ),
+    told(
+        lambda m: penstock.plan(MEASURED, odd("dgx-h100"), 16),
         r"cluster='dgx-h100'; give .*Cluster\.load\('dgx-h100'\)",
     ),
-    told(lambda m: penstock.simulate(PLAN, None, HERE), r"profile=None; give .*penstock\.profile"),
-    told(lambda m: penstock.simulate(PLAN, MEASURED, "x"), r"cluster='x'; give .*Cluster\.load"),
     told(
-        lambda m: penstock.simulate("plan.json", MEASURED, HERE), r"plan='plan.json'; give .*Plan"
+        lambda m: penstock.simulate(PLAN, odd(None), HERE),
+        r"profile=None; give .*penstock\.profile",
     ),
-    told(lambda m: penstock.profile(m, X, optimizer=None), r"optimizer=None; give a function"),
+    told(
+        lambda m: penstock.simulate(PLAN, MEASURED, odd("x")), r"cluster='x'; give .*Cluster\.load"
+    ),
+    told(
+        lambda m: penstock.simulate(odd("plan.json"), MEASURED, HERE),
+        r"plan='plan.json'; give .*Plan",
+    ),
+    told(
+        lambda m: penstock.profile(m, X, optimizer=odd(None)), r"optimizer=None; give a function"
+    ),
     told(lambda m: penstock.profile(m, None), "example_inputs=None; give a batch"),
     told(
         lambda m: penstock.Plan.from_json(
@@ -701,7 +716,7 @@ REFUSED = [
         told(
             partial(
                 lambda m, wishes: penstock.plan(MEASURED, HERE, 16, wishes=wishes),
-                wishes=Wishes(batch_size=16, **wishes),
+                wishes=Wishes(batch_size=16, **odd(wishes)),
             ),
             words,
         )
@@ -722,7 +737,7 @@ REFUSED = [
             (3, "path=3; give the path"),
         )
     ),
-    told(lambda m: PLAN.save(3), "path=3; give the path", PlanError),
+    told(lambda m: PLAN.save(odd(3)), "path=3; give the path", PlanError),
     told(
         lambda m: make(m).train_step(X, [torch.zeros(4, 3)] * 4),
         r"targets hold a list of 4 .* 4 rows each.*torch\.stack\(.*tuple\(",

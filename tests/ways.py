@@ -29,7 +29,7 @@ WAYS = [
     )
 ]
 
-EVERY_WAY = [
+EVERY_WAY: list[dict[str, Any]] = [
     {"schedule": schedule, "recompute": recompute, "transport": transport}
     for schedule in EVERY_SCHEDULE
     for recompute in penstock.Recompute

@@ -21,7 +21,7 @@ from torch import nn
 
 import penstock
 from benchmarks.blocks import transformer
-from benchmarks.foresight.main import answer, calibrated, timed
+from benchmarks.foresight.main import answer, calibrated
 from benchmarks.foresight.subjects import SMALLEST, SUBJECTS, Subject
 from benchmarks.report import Column, Load, Report, interleaved, progress
 from penstock import Cluster, Pipeline, Plan, Profile
@@ -155,7 +155,7 @@ def measure(setting: Setting, rounds: int) -> list[dict[str, Any]]:
     plans = setting.plans(profile)
     told_s = {n: Foretold(p, profile, setting.cluster).timeline.step_s for n, p in plans.items()}
     made = [setting.stepping(plan) for plan in plans.values()]
-    steps = [timed(name, step) for name, (_, step) in zip(plans, made, strict=True)]
+    steps = [step for _, step in made]
     found_s = interleaved(steps, rounds)
     for pipe, _ in made:
         pipe.close()

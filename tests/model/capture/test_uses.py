@@ -220,7 +220,7 @@ def detector() -> tuple[nn.Module, dict[str, Any]]:
     )
     backbone.out_features = ["stage2"]
     sides = ("encoder", "decoder")
-    config = transformers.DetrConfig(
+    given: dict[str, Any] = dict(
         use_timm_backbone=False,
         use_pretrained_backbone=False,
         backbone_config=backbone,
@@ -232,6 +232,7 @@ def detector() -> tuple[nn.Module, dict[str, Any]]:
         **{f"{side}_ffn_dim": 48 for side in sides},
         **{f"{side}_attention_heads": 4 for side in sides},
     )
+    config = transformers.DetrConfig(**given)
     labels = [
         {"class_labels": torch.arange(n), "boxes": 0.3 + 0.4 * torch.rand(n, 4)}
         for n in (1, 3, 2, 4)

@@ -558,7 +558,7 @@ class Reached(Chain):
 
     def __init__(self) -> None:
         super().__init__()
-        first = self.blocks[0]
+        first: Any = self.blocks[0]
         self.blocks[2] = Reaching(lambda: first.weight)
 
 
