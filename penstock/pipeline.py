@@ -65,7 +65,7 @@ class Pipeline(AbstractTraining):
         threads_per_stage: intra-op threads of a stage on the CPU, at most the cores; default:
             torch's, divided among the process's ranks.  Another count may round differently.
         transport: what carries values between stages; default: worker threads of one process,
-            sockets between processes on CPUs, torch.distributed between accelerators.
+            torch.distributed between processes.
         trace: what to record of each step, in `last_timeline`; between processes the strongest
             that any of them asks for, of all stages of the own replica.
         timeout_s: deadline of every wait between stages, in seconds, by default 600; between

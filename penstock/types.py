@@ -93,12 +93,10 @@ class Transport(Enum):
     """In one process: a worker thread per rank, so that stages run at the same time."""
     LOOPBACK = "loopback"
     """In one process: the calling thread runs all ranks in turn, for debugging and tests."""
-    SOCKETS = "sockets"
-    """Between processes on CPUs: connections of Penstock's own, which cost the least there."""
     TORCH_DISTRIBUTED = "torch.distributed"
     """Between processes: sends and receives of torch's backend for their devices (gloo, NCCL)."""
 
     @property
     def is_between_processes(self) -> bool:
         """Whether it carries values from one process to another."""
-        return self in (Transport.SOCKETS, Transport.TORCH_DISTRIBUTED)
+        return self is Transport.TORCH_DISTRIBUTED

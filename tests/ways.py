@@ -14,8 +14,6 @@ from penstock.schedules import gpipe, one_f_one_b
 from tests.every_schedule import EVERY_SCHEDULE, IN_TWO_PARTS
 
 IN_ONE_PROCESS = tuple(t for t in penstock.Transport if not t.is_between_processes)
-BETWEEN_PROCESSES = tuple(t for t in penstock.Transport if t.is_between_processes)
-"""All transports; each law runs over those of its kind."""
 
 WAYS = [
     pytest.param(

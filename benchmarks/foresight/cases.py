@@ -63,7 +63,7 @@ class Case:
                 num_microbatches=self.num_microbatches,
                 recompute=(self.recompute,) * self.num_stages,
                 placement=Placement.of(family.ranks(self.num_stages)),
-                transport=Transport.SOCKETS if self.processes else Transport.THREADS,
+                transport=Transport.TORCH_DISTRIBUTED if self.processes else Transport.THREADS,
                 batch_size=self.subject.batch,
             )
 

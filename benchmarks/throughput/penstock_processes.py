@@ -4,16 +4,9 @@ from torch.nn.functional import mse_loss
 
 from benchmarks.throughput.contestants import NUM_STAGES, WAYS, Work
 from benchmarks.throughput.processes import Key, Part
-from penstock import Mesh, Pipeline, Recompute, Transport, init_mesh
+from penstock import Mesh, Pipeline, Recompute, init_mesh
 
-_WAYS = {
-    f"Penstock {name}, {where}": (WAYS[name], transport)
-    for where, transport, names in (
-        ("processes", Transport.SOCKETS, WAYS),
-        ("processes, gloo", Transport.TORCH_DISTRIBUTED, ("one_f_one_b", "searched")),
-    )
-    for name in names
-}
+_WAYS = {f"Penstock {name}, processes": way for name, way in WAYS.items()}
 NAMES = tuple(_WAYS)
 
 
@@ -24,7 +17,7 @@ def prepare(rank: int, work: Work, counts: tuple[int, ...]) -> dict[Key, Part]:
 
 
 def _part(name: str, num_microbatches: int, mesh: Mesh, work: Work) -> Part:
-    layers, (way, transport) = dict(enumerate(work.model())), _WAYS[name]
+    layers, way = dict(enumerate(work.model())), _WAYS[name]
     pipe = Pipeline(
         list(layers.values()),
         mesh=mesh,
@@ -34,7 +27,6 @@ def _part(name: str, num_microbatches: int, mesh: Mesh, work: Work) -> Part:
         schedule=way.schedule(work, num_microbatches),
         recompute=Recompute.NEVER,
         threads_per_stage=1,
-        transport=transport,
     )
     inputs, targets = work.data()
 

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.errors import ConfigError
 from penstock.trace.progress import say
 
 from .options import require_torch, set_option
@@ -34,12 +33,6 @@ if TYPE_CHECKING:
 )
 @click.option("--busy", is_flag=True, help="Measure again while all other cores do the same.")
 @click.option("--save", metavar="FILE", type=click.Path(path_type=Path), help="Write JSON there.")
-@click.option(
-    "--compare",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="Put this profile of the same model beside; one that was counted needs --device.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Write the profile as JSON.")
 def profile(  # noqa: PLR0913 - one for each option
     recipe: Path,
@@ -48,7 +41,6 @@ def profile(  # noqa: PLR0913 - one for each option
     sizes: tuple[int, ...],
     busy: bool,
     save: Path | None,
-    compare: Path | None,
     as_json: bool,
 ) -> None:
     """Show what each layer of RECIPE's model costs: measured here, or counted for a device.
@@ -62,13 +54,9 @@ def profile(  # noqa: PLR0913 - one for each option
       penstock profile recipes/digits.toml
       penstock profile recipes/digits.toml --device h100 --microbatch-size 16 --microbatch-size 64
       penstock profile recipes/digits.toml --save here.json
-      penstock profile recipes/digits.toml --device v100-sxm2 --compare here.json
     """
     if busy and device is not None:
         raise click.UsageError("--busy measures, and --device counts; leave out one of them")
-    from penstock.costs.profile import Profile
-
-    other = None if compare is None else Profile.load(compare)
     described = None if device is None else _device(device)
     say(f"loading PyTorch, to profile {recipe}")
     require_torch()
@@ -80,13 +68,7 @@ def profile(  # noqa: PLR0913 - one for each option
     if as_json:
         click.echo(found.to_json(), nl=False)
         return
-    shown = _shown(found, described)
-    if other is not None:
-        try:
-            shown.append(f"\n{found.compare(other, described)}")
-        except ConfigError as error:
-            raise ConfigError(f"{compare}: {error}") from None
-    click.echo("\n".join(shown))
+    click.echo("\n".join(_shown(found, described)))
 
 
 def _device(name: str) -> "Device":

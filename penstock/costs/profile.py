@@ -8,17 +8,12 @@ that was looked at.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError, UnreadableError
 from penstock.plain_values import from_json, path_of, to_json
 
 from .layer_facts import LayerFacts, first_difference
 from .operators import Operator
-
-if TYPE_CHECKING:
-    from .comparison import Comparison
-    from .device import Device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,18 +227,6 @@ class Profile:
         """
         profile: Profile = from_json(cls, text)
         return profile
-
-    def compare(self, other: "Profile", device: "Device | None" = None) -> "Comparison":
-        """Put the prices of the same layers side by side, for micro-batches of the least size.
-
-        One that was only counted is priced for the `device`.
-
-        Raises:
-            ConfigError: it is of another model, or was only counted, and there is no device.
-        """
-        from .comparison import compare
-
-        return compare(self, other, device)
 
     def __str__(self) -> str:
         from .profile_table import profile_lines

@@ -18,16 +18,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 
 from penstock.mesh import Mesh
-from penstock.mesh.connections import EXAMINED
 from penstock.mesh.plain_data import Codec, record
 
 ALL_PAIRS_UP_TO = 8
 """Beyond so many ranks, only neighbours and the closing pair of the ring are measured."""
 _NUMBER, _CLOCK = struct.Struct("!q"), struct.Struct("!d")
+_TAG = 1
 _PINGS, _PINGS_S = 20, 0.3
 _SIZES = tuple(4**n * 64 * 1024 for n in range(4))
 """Bytes of the large messages: tried in turn until one takes long."""
@@ -77,6 +78,8 @@ def measure_edges(mesh: Mesh) -> tuple[Edge, ...]:
         WaitTimeout: a message did not arrive within the mesh's deadline.
     """
     mine = []
+    if mesh.world_size > 1:
+        assert mesh.point_to_point is not None  # all connect, together
     for source, target in pairs(mesh.world_size):
         edge = f"rank {source} ──► rank {target}"
         mesh.world.barrier(f"for its turn, before {edge} is measured")
@@ -110,25 +113,22 @@ def clocks_s(edges: tuple[Edge, ...], world_size: int) -> tuple[float, ...]:
 
 
 class _Line:
-    """Both directions to one peer."""
+    """Both directions to one peer, as messages of training go."""
 
     def __init__(self, mesh: Mesh, peer: int) -> None:
-        self._timeout_s = mesh.timeout_s
-        self._outflow = mesh.connections.outflow(peer, EXAMINED)
-        self._inflow = mesh.connections.inflow(peer, EXAMINED, self._deadline)
-
-    @property
-    def _deadline(self) -> float:
-        return time.monotonic() + self._timeout_s
+        self._wires, self._timeout_s, self._peer = mesh.point_to_point, mesh.timeout_s, peer
 
     def send(self, message: bytes) -> None:
-        rest = self._outflow.write([message])
-        if rest:
-            self._outflow.write_later(rest, lambda: None).get(self._timeout_s)
+        content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        self._wait(self._wires.send(content, self._peer, _TAG), content)
 
     def receive(self, room: bytearray) -> bytearray:
-        self._inflow.read(room, self._deadline)
+        content = torch.frombuffer(room, dtype=torch.uint8)
+        self._wait(self._wires.receive(content, self._peer, _TAG), content)
         return room
+
+    def _wait(self, work: Any, content: torch.Tensor) -> None:
+        self._wires.wait(work, content, time.monotonic() + self._timeout_s)
 
 
 def _lead(mesh: Mesh, peer: int) -> Edge:

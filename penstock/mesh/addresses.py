@@ -1,7 +1,6 @@
 """Where a process listens, and by what name the others reach it."""
 
 import os
-import secrets
 import socket
 import struct
 import sys
@@ -21,22 +20,6 @@ def listen(interface: str) -> socket.socket:
         listener = socket.create_server(("", 0))
     listener.setblocking(False)
     return listener
-
-
-def listen_locally() -> socket.socket | None:
-    """Listen under a name that only this host knows, if there are such names."""
-    if not has_local_names():
-        return None
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"\0penstock-{secrets.token_hex()}")
-    listener.listen()
-    listener.setblocking(False)
-    return listener
-
-
-def has_local_names() -> bool:
-    """Tell whether sockets can be named in a space of their own, not by a file."""
-    return sys.platform == "linux"
 
 
 def own_host() -> tuple[str, str]:

@@ -22,7 +22,6 @@ from penstock.trace.units import count_text
 
 from .backends import check_backends, process_device
 from .background import Background
-from .connections import Connections
 from .group import AbstractGroup, Alone
 from .lifelines import Lifelines
 from .meet import join, meeting
@@ -43,7 +42,6 @@ class Processes:
     device_mesh: DeviceMesh
     watch: Watch
     background: Background
-    connections: Connections
     lifelines: Lifelines
     point_to_point: PointToPoint | None = None
 
@@ -130,11 +128,6 @@ class Mesh:
         return self._processes.background
 
     @property
-    def connections(self) -> Connections:
-        """What connects this process with the others, where there are any."""
-        return self._processes.connections
-
-    @property
     def point_to_point(self) -> PointToPoint:
         """Torch's sends and receives in this replica; all its processes ask for it alike."""
         processes = self._processes
@@ -189,7 +182,6 @@ class Mesh:
         if processes.watch.knows_failure:  # torch may wait for ever for a peer that is gone
             never_destroy(self, processes.point_to_point, dist.group.WORLD)
         if processes.have_ended:
-            processes.connections.close()
             processes.point_to_point = None
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -271,9 +263,7 @@ def _joined(world: ProcessGroup, placement: Placement, device: torch.device) -> 
     with world.reporting(placement.names):
         shape = (placement.num_replicas, placement.num_stages)
         device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=(REPLICA, STAGE))
-        connections = Connections(world)
-        lifelines = Lifelines(world, connections)
-        processes = Processes(device_mesh, background.watch, background, connections, lifelines)
+        processes = Processes(device_mesh, background.watch, background, Lifelines(world))
     along = {}
     for axis in (STAGE, REPLICA):
         ranks = placement.peers(rank, axis)

@@ -295,8 +295,6 @@ def resolve_threads(asked: int | None, places: Sequence[int], resources: Resourc
 def resolve_transport(asked: Transport | None, resources: Resources) -> Transport:
     """Return what carries values here: as asked, if that can, else the first that can."""
     able = [t for t in Transport if t.is_between_processes == resources.is_distributed]
-    if resources.is_distributed and resources.devices != ("cpu",):
-        able.remove(Transport.SOCKETS)
     if asked is None or (isinstance(asked, Transport) and asked not in able):
         return able[0]
     return asked  # a plan refuses what is no transport

@@ -205,7 +205,11 @@ class Evaluator:
         if self.cluster.device_of(on[0]).torch_type != "cpu":
             return Transport.TORCH_DISTRIBUTED
         hosts = {self.cluster.places[place].host for place in on}
-        return Transport.THREADS if len(hosts) == size.num_replicas == 1 else Transport.SOCKETS
+        return (
+            Transport.THREADS
+            if len(hosts) == size.num_replicas == 1
+            else Transport.TORCH_DISTRIBUTED
+        )
 
     def _placement(self, size: Size, family: Family) -> Placement:
         places, on = family.ranks(size.num_stages), self.places_of(size)

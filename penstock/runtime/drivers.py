@@ -77,7 +77,7 @@ class ProcessDriver(AbstractDriver):
 
     def __init__(self, mesh: Mesh, plan: Plan) -> None:
         self._rank, self._num_threads = mesh.stage, plan.threads_per_stage
-        self._channels = ProcessChannels(mesh, plan.placement.places, plan.transport)
+        self._channels = ProcessChannels(mesh, plan.placement.places)
 
     def drive(self, work: Work) -> None:
         program = work.schedule.programs[self._rank]

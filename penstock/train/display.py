@@ -97,19 +97,17 @@ def show_summary(console: Console, summary: Summary) -> None:
         _percent(summary.bubble),
     )
     _print_table(console, table)
-    titles = ("stage", "layers", "measured", "paper's formula", "ratio")
+    titles = ("stage", "layers", "measured")
     memory = _table("kept for backward passes, at most", *titles)
     memory.columns[1].justify = "left"
     for stage in summary.stages:
         first, last = stage.layers[0], stage.layers[-1]
         span = first if len(stage.layers) == 1 else f"{first} to {last}"
-        measured, expected = stage.peak_bytes, stage.formula_bytes
+        measured = stage.peak_bytes
         memory.add_row(
             str(stage.stage),
             span,
             bytes_text(measured) if measured is not None else "-",
-            bytes_text(expected) if expected is not None else "-",
-            f"{measured / expected:.3f}" if measured is not None and expected else "-",
         )
     _print_table(console, memory)
 

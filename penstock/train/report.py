@@ -4,18 +4,12 @@ import json
 from dataclasses import asdict
 from itertools import islice
 
-from torch import nn
-
 from penstock.errors import ConfigError, RunFolderError
-from penstock.schedules.ir import BackwardInput
 from penstock.trace.chrome import to_chrome
 from penstock.trace.picture import save_picture
 from penstock.trace.timeline import Timeline
-from penstock.types import Recompute
 
-from .build import autocast
 from .loop import Trainer
-from .memory_formula import cut, formula_bytes
 from .run_files import MEMORY, REPORT, STEP, SUMMARY, TIMELINE
 from .run_folder import RunFolder
 from .run_page import write_page
@@ -77,50 +71,12 @@ def write_report(trainer: Trainer, folder: RunFolder, summary: Summary) -> str:
 
 def _stage_memory(trainer: Trainer) -> tuple[StageMemory, ...]:
     """Return what each stage keeps; each process of a mesh knows of its own stages."""
-    names, expected = iter(trainer.layer_names), _expected_bytes(trainer)
+    names = iter(trainer.layer_names)
     return tuple(
         StageMemory(
             stage=number,
             layers=tuple(islice(names, count)),
             peak_bytes=trainer.meter.peak_bytes.get(number),
-            formula_bytes=expected.get(number),
         )
         for number, count in enumerate(trainer.pipe.partition)
     )
-
-
-def _expected_bytes(trainer: Trainer) -> dict[int, int]:
-    """Compute the bytes of the paper's formula for each stage of a chain; nothing for others,
-    nor where stages or layers differ in what they recompute, or move it away, where backwards are
-    in two parts, or where versions of weights are kept: the formula knows of none of these.
-
-    They are those of the replica that this process belongs to: its share of the mini-batch, in as
-    many micro-batches as there are samples for.
-    """
-    recipe, pipe, mesh, model = trainer.recipe, trainer.pipe, trainer.mesh, trainer.model
-    plan = pipe.plan
-    kinds = set(plan.recompute)
-    if plan.offloading or plan.schedule.is_asynchronous:
-        return {}
-    if not isinstance(model, nn.Sequential) or len(kinds) > 1:
-        return {}
-    (kind,) = kinds
-    if not isinstance(kind, Recompute):
-        return {}
-    inputs, targets = trainer.example_part()
-    count = min(len(targets), pipe.num_microbatches)
-    stages, schedule = list(cut(model, pipe.partition)), pipe.schedule_for(count)
-    if any(isinstance(x, BackwardInput) for x in schedule.instructions):
-        return {}
-    own = {x.stage for x in schedule.programs[mesh.stage]} if mesh.is_distributed else None
-    with autocast(recipe, pipe):
-        mine = formula_bytes(
-            stages,
-            (inputs, targets),
-            trainer.task.loss,
-            schedule,
-            kind,
-            only=own,
-        )
-    parts = mesh.stages.gather(mine, "for the memory of the other stages")
-    return {stage: count for part in parts for stage, count in part.items()}

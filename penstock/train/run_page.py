@@ -157,7 +157,7 @@ def _facts(summary: Mapping[str, Any]) -> tuple[Fact, ...]:
 
 
 def _stages(summary: Mapping[str, Any]) -> tuple[Section, ...]:
-    """Return what each stage kept for its backward passes, beside the paper's formula."""
+    """Return what each stage kept for its backward passes."""
     stages = summary.get("stages")
     if not isinstance(stages, list):
         return ()
@@ -165,12 +165,11 @@ def _stages(summary: Mapping[str, Any]) -> tuple[Section, ...]:
         (
             str(stage.get("stage")),
             _bytes(stage.get("peak_bytes")),
-            _bytes(stage.get("formula_bytes")),
         )
         for stage in stages
         if isinstance(stage, dict)
     ]
-    heads = ("stage", "for backward passes, at most", "by the paper's formula")
+    heads = ("stage", "for backward passes, at most")
     return (Section("Kept by each stage", (Table(heads, tuple(rows)),)),) if rows else ()
 
 

@@ -7,14 +7,12 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """What one stage kept at most for its backward passes, beside the paper's formula."""
+    """What one stage kept at most for its backward passes."""
 
     stage: int
     layers: tuple[str, ...]
     peak_bytes: int | None
     """Measured in one step; None if there were too few steps."""
-    formula_bytes: int | None
-    """None for a model that is no nn.Sequential."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,10 @@
-"""Processes: values travel over sockets of our own, or by torch.distributed.
+"""Processes: values travel by torch.distributed.
 
 main thread    sends, and receives what was not posted
 background     receives large messages that were posted early; waits until large ones have left
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -12,19 +12,11 @@ from penstock.mesh import Mesh
 from penstock.mesh.background import WAIT_FAILURES, Slot
 from penstock.mesh.point_to_point import PointToPoint
 from penstock.schedules.ir import Instruction, Message, Schedule, sent_message
-from penstock.types import Transport
 
-from . import sockets, torch_distributed
 from .channels import AbstractChannels
 from .headers import Payload
-from .link import AbstractIncoming, AbstractOutgoing
+from .torch_distributed import Incoming, Outgoing
 
-_MakeOutgoing = Callable[[Mesh, int, int, int], AbstractOutgoing]
-_MakeIncoming = Callable[[Mesh, int, int], AbstractIncoming]
-_LINKS: dict[Transport, tuple[_MakeOutgoing, _MakeIncoming]] = {
-    Transport.SOCKETS: (sockets.Outgoing, sockets.Incoming),
-    Transport.TORCH_DISTRIBUTED: (torch_distributed.Outgoing, torch_distributed.Incoming),
-}
 _WHAT_SENDS = "for stage {} to take what was sent to it"
 
 
@@ -34,14 +26,13 @@ class ProcessChannels(AbstractChannels):
     What one of its stages sends to another stays here.
     """
 
-    def __init__(self, mesh: Mesh, ranks: Sequence[int], transport: Transport) -> None:
+    def __init__(self, mesh: Mesh, ranks: Sequence[int]) -> None:
         self._mesh, self._background = mesh, mesh.background
-        self._make_outgoing, self._make_incoming = _LINKS[transport]
-        needs_torch = transport is Transport.TORCH_DISTRIBUTED and mesh.num_stages > 1
-        self._wires = mesh.point_to_point if needs_torch else None  # all make it here, together
+        # All processes of the replica make it here, together.
+        self._wires = mesh.point_to_point if mesh.num_stages > 1 else None
         self._ranks = [mesh.placement.rank_of(place, mesh.replica) for place in ranks]
-        self._incoming: dict[tuple[int, int], AbstractIncoming] = {}
-        self._outgoing: dict[tuple[int, int], AbstractOutgoing] = {}
+        self._incoming: dict[tuple[int, int], Incoming] = {}
+        self._outgoing: dict[tuple[int, int], Outgoing] = {}
         self._staying: dict[Message, Payload] = {}
         self._posted: dict[Message, Slot] = {}
 
@@ -89,20 +80,20 @@ class ProcessChannels(AbstractChannels):
             )
             raise self._background.blame(error, what, self._ranks[source]) from error
 
-    def _incoming_of(self, message: Message) -> AbstractIncoming:
+    def _incoming_of(self, message: Message) -> Incoming:
         _, source, target, _ = message
         key = (source, target)
         if key not in self._incoming:
             rank = self._ranks[source]
-            self._incoming[key] = self._make_incoming(self._mesh, rank, _channel(source, target))
+            self._incoming[key] = Incoming(self._mesh, rank, _channel(source, target))
         return self._incoming[key]
 
-    def _outgoing_of(self, message: Message) -> AbstractOutgoing:
+    def _outgoing_of(self, message: Message) -> Outgoing:
         _, source, target, _ = message
         key = (source, target)
         if key not in self._outgoing:
             rank, channel = self._ranks[target], _channel(source, target)
-            self._outgoing[key] = self._make_outgoing(self._mesh, source, rank, channel)
+            self._outgoing[key] = Outgoing(self._mesh, source, rank, channel)
         return self._outgoing[key]
 
     @contextmanager

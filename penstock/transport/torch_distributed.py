@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.errors import MeshError
+from penstock.errors import MeshError, PeerError
 from penstock.mesh import Mesh
+from penstock.mesh.background import Slot
+from penstock.mesh.plain_data import MOST_BYTES
 from penstock.model.entries import version_of
 
-from .headers import Payload
-from .link import AbstractIncoming, AbstractOutgoing
+from .headers import HeaderReader, HeaderWriter, Payload
 from .payload import check_still_as_sent
 from .wire import TensorKind, fill, memory_of, room_for, to_bytes
 
@@ -43,16 +44,28 @@ class _Begun(NamedTuple):
     version: int
 
 
-class Outgoing(AbstractOutgoing):
-    """The sending end; a thread of the mesh waits for what takes its time."""
+class Outgoing:
+    """The sending end, of `stage`, to process `rank`; a thread of the mesh awaits what lasts."""
 
     def __init__(self, mesh: Mesh, stage: int, rank: int, channel: int) -> None:
-        super().__init__(stage, rank)
+        self._stage, self._rank = stage, rank
+        self._headers = HeaderWriter()
+        self._later: list[Slot] = []
         self._wires, self._tag = mesh.point_to_point, channel
         self._device = mesh.device
         self._begun: list[_Begun] = []
 
+    def forget_lasting(self) -> None:
+        """Begin a run, or end one: parameters change between runs."""
+        self._headers.forget_lasting()
+
     def send(self, payload: Payload, microbatch: int) -> None:
+        """Begin to send.
+
+        Raises:
+            ConnectionError: the connection broke.
+            PeerError: a process has failed.
+        """
         number, told, values = self._headers.write(payload)
         values = [(tensor, kind) for tensor, kind in values if kind.num_bytes]
         num_bytes = _FIRST.size + len(told) + sum(kind.num_bytes for _, kind in values)
@@ -87,7 +100,16 @@ class Outgoing(AbstractOutgoing):
             self._wait([self._begun.pop(0)], None)
 
     def finish(self, timeout_s: float) -> None:
-        super().finish(timeout_s)
+        """Wait until all that was sent has left.
+
+        Raises:
+            Empty, TimeoutError: it has not within `timeout_s`.
+            ConnectionError: the connection broke.
+            PeerError: a process has failed.
+        """
+        slots, self._later = self._later, []
+        for slot in slots:
+            slot.get(timeout_s)
         begun, self._begun = self._begun, []
         self._wait(begun, time.monotonic() + timeout_s)
 
@@ -99,21 +121,39 @@ class Outgoing(AbstractOutgoing):
         begun.clear()
 
 
-class Incoming(AbstractIncoming):
-    """The receiving end."""
+class Incoming:
+    """The receiving end, from the process `rank`; used by one thread at a time.
+
+    `expects_much`: the next message had better be received while others are computed on.
+    """
 
     def __init__(self, mesh: Mesh, rank: int, channel: int) -> None:
-        super().__init__(rank)
+        self._rank, self.expects_much = rank, False
+        self._headers = HeaderReader()
         self._wires, self._tag, self._device = mesh.point_to_point, channel, mesh.device
         self._bytes = memoryview(bytearray(_ROOM_BYTES))
         self._room = torch.frombuffer(self._bytes, dtype=torch.uint8)
         self._next: Any = None
 
+    def forget_lasting(self) -> None:
+        """Begin a run, or end one, as the sender does."""
+        self._headers.forget_lasting()
+
     def post(self) -> None:
+        """Let the next message come in while others are computed on; `receive` is to follow."""
         if self._next is None:
             self._next = self._begin(self._room)
 
-    def _receive(self, microbatch: int, deadline: float | None) -> Payload:
+    def receive(self, microbatch: int, timeout_s: float | None = None) -> Payload:
+        """Wait for the next message.
+
+        Raises:
+            TimeoutError: it is not there within `timeout_s`.
+            PeerError: it is of another micro-batch: the processes run different schedules.
+            ConnectionError: the connection broke.
+            MeshError: it cannot be read.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self.post()
         self._wires.wait(self._next, self._room, deadline)
         self._next = None
@@ -126,6 +166,18 @@ class Incoming(AbstractIncoming):
         tensors = self._unpacked(kinds, at) if is_whole else self._received(kinds, deadline)
         self.expects_much = not is_whole and self._device.type == "cpu"
         return self._headers.payload(header, tensors)
+
+    def _check(self, sent: int, microbatch: int, header_bytes: int) -> None:
+        if header_bytes > MOST_BYTES:
+            raise MeshError(
+                f"rank {self._rank} sent a header of {header_bytes:,} bytes: the connection is "
+                "damaged, or the versions differ"
+            )
+        if sent != microbatch:
+            raise PeerError(
+                f"rank {self._rank} sent micro-batch {sent} where {microbatch} was due: the "
+                "processes do not run the same schedule on the same batch"
+            )
 
     def _begin(self, room: Tensor) -> Any:
         return self._wires.receive(room, self._rank, self._tag)

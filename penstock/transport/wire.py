@@ -146,11 +146,6 @@ def memory_of(tensor: Tensor, kind: TensorKind) -> Any:
     return _bytes_at(tensor, kind.num_bytes)
 
 
-def memory_to_fill(received: Tensor) -> Any:
-    """Return the memory of the bytes of `room_for`, to receive into."""
-    return _bytes_at(received, received.numel())
-
-
 def _bytes_at(tensor: Tensor, num_bytes: int) -> Any:
     memory: Any = (c_char * num_bytes).from_address(tensor.data_ptr())
     memory.owner = tensor  # lives as long as this view of it

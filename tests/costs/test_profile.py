@@ -11,7 +11,7 @@ import penstock
 from penstock.costs.layer_facts import LayerFacts
 from penstock.costs.profile_table import boundary_bytes, kept_bytes
 from penstock.errors import ConfigError, UnreadableError
-from tests.profiles import DEVICE, OTHER, at_size, profile
+from tests.profiles import at_size, profile
 
 TWO = profile(at_size(4), at_size(8))
 
@@ -91,17 +91,3 @@ def test_a_table_has_a_row_for_each_layer_and_size() -> None:
     counted = str(profile(at_size(4, is_measured=False), measured_on=None))
     assert "counted" in counted
     assert "spread" not in counted
-
-
-def test_two_profiles_are_compared_layer_by_layer() -> None:
-    counted = profile(at_size(4, is_measured=False), measured_on=None)
-    found = TWO.compare(counted, OTHER)
-    assert [pair.ratio("forward_s") for pair in found.layers] == [5 / 16] * 2
-    assert found.whole.ratio() == (5 + 10) / (16 + 16)
-    assert found.median_error == 1 - 15 / 32
-    assert "measured on a (1) and counted for b (2), for a micro-batch of 4" in str(found)
-    assert TWO.compare(TWO).median_error == 0
-    with pytest.raises(ConfigError, match="for which device"):
-        TWO.compare(counted)
-    with pytest.raises(ConfigError, match="of another model"):
-        TWO.compare(replace(counted, layers=TWO.layers[::-1]), DEVICE)

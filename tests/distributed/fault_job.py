@@ -5,7 +5,7 @@
 In the third step, process RANK raises, is killed (kill -9) or is stopped (SIGSTOP): at the second
 instruction of KIND, or the only one; or, with KIND Save, while it writes the checkpoint after that
 step.  With RANK none it goes on from the newest checkpoint in FOLDER, to the end.  In the
-environment: STAGES_PER_RANK, how many stages each process runs; TRANSPORT, what they send by.
+environment: STAGES_PER_RANK, how many stages each process runs.
 """
 
 import os
@@ -74,7 +74,6 @@ def train(mesh: penstock.Mesh, num_layers: int, folder: Path) -> int:
         num_microbatches=3,
         loss=nn.MSELoss(),
         threads_per_stage=1,
-        transport=penstock.Transport[os.environ.get("TRANSPORT", "SOCKETS")],
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
     begun_at = newest(folder)

@@ -32,30 +32,26 @@ from tests.model.capture.running import (
 )
 from tests.model.capture.test_bytes import check_t5, check_unet
 from tests.side_by_side import same_bits
-from tests.ways import BETWEEN_PROCESSES
 
 
-def train_all(
-    mesh: penstock.Mesh, names: list[str], inputs: list[str], transports: list[str]
-) -> None:
+def train_all(mesh: penstock.Mesh, names: list[str], inputs: list[str]) -> None:
     """Train each model as a pipeline over the mesh, and whole in this process: same bits.
 
     Those that draw outside torch do so with every recompute, others with one.
     """
     schedule, never = penstock.schedules.one_f_one_b, penstock.Recompute.NEVER
     models = [model for model in EVERY if model.name in names]
-    for model, given, transport in product(models, inputs, transports):
+    for model, given in product(models, inputs):
         recomputes = penstock.Recompute if "NumPy's" in model.name else (never,)
         for recompute in () if model.routed and given == EVERYWHERE else recomputes:
-            kind = penstock.Transport[transport]
-            train(mesh, model, Way(mesh.num_stages, schedule, recompute, given, kind))
+            train(mesh, model, Way(mesh.num_stages, schedule, recompute, given))
 
 
 def train(mesh: penstock.Mesh, model: AnyModel, way: Way) -> None:
     """Compare losses, outputs, and the gradients of the own stage."""
     spread, whole = make(model, way, mesh), make(model, WHOLE, None)
     inputs_of = model.make()[1]
-    what = f"{model.name}, {way}, {way.transport}"
+    what = f"{model.name}, {way}"
     last = mesh.stage == mesh.num_stages - 1
     for batch in SIZES:
         target = torch.zeros(batch)
@@ -201,32 +197,26 @@ FEW = [
     "a checkpoint around a tied block",
 ]
 INPUTS = [ROUTED, EVERYWHERE]
-TRANSPORTS = [kind.name for kind in BETWEEN_PROCESSES]
 
 
 def test_captured_models_in_two_processes(tmp_path: Path) -> None:
-    call(train_all, (2, 1), tmp_path, names=FEW, inputs=INPUTS, transports=TRANSPORTS)
+    call(train_all, (2, 1), tmp_path, names=FEW, inputs=INPUTS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_stages", "inputs"), [(2, EVERYWHERE), (3, ROUTED), (4, ROUTED)])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_required_models_in_processes(
-    num_stages: int, inputs: str, transport: str, tmp_path: Path
-) -> None:
-    first = (num_stages + TRANSPORTS.index(transport)) % len(TRANSPORTS)
-    names = [model.name for model in REQUIRED[first :: len(TRANSPORTS)]]  # they take turns
-    told: dict[str, Any] = {"names": names, "inputs": [inputs], "transports": [transport]}
+def test_required_models_in_processes(num_stages: int, inputs: str, tmp_path: Path) -> None:
+    names = [model.name for model in REQUIRED[num_stages % 2 :: 2]]  # they take turns
+    told: dict[str, Any] = {"names": names, "inputs": [inputs]}
     call(train_all, (num_stages, 1), tmp_path, timeout_s=600.0, **told)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_other_models_in_processes(inputs: str, transport: str, tmp_path: Path) -> None:
-    ways = list(product(INPUTS, TRANSPORTS))  # which the models take in turn
-    names = [m.name for m in (*OTHERS, *CHAINS)][ways.index((inputs, transport)) :: len(ways)]
-    told: dict[str, Any] = {"names": names, "inputs": [inputs], "transports": [transport]}
+def test_other_models_in_processes(inputs: str, tmp_path: Path) -> None:
+    first = INPUTS.index(inputs)  # which the models take in turn
+    names = [m.name for m in (*OTHERS, *CHAINS)][first :: len(INPUTS)]
+    told: dict[str, Any] = {"names": names, "inputs": [inputs]}
     call(train_all, (2, 1), tmp_path, timeout_s=600.0, **told)
 
 

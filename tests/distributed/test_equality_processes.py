@@ -1,7 +1,6 @@
 """Processes instead of threads change no bit; replicas change rounding only."""
 
 import random
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -24,7 +23,6 @@ from tests.every_schedule import Dealt, families
 from tests.models import ALL_MODELS, Built, Model, vectors
 from tests.reference import Unsplit, split
 from tests.side_by_side import same_bits
-from tests.ways import BETWEEN_PROCESSES
 
 
 class Widen(nn.Module):
@@ -95,7 +93,6 @@ class Case:
     autocast: str = ""
     stages_per_rank: int = 1
     ranks: tuple[int, ...] = ()
-    transport: str = ""
     offload: bool = False
 
     @property
@@ -165,9 +162,7 @@ def train(case: Case, mesh: penstock.Mesh) -> dict[str, Any]:
         offload=case.offload,
         threads_per_stage=1,
         batch_norm_over_replicas=case.num_replicas > 1,
-        transport=penstock.Transport[case.transport],
     )
-    assert pipe.plan.transport.name == case.transport or not mesh.is_distributed
     shares = batches_of(case, model, mesh.replica)
     losses = [pipe.train_step(*batch) for batch in shares]
     norm = penstock.clip_grad_norm_(pipe, 0.5)
@@ -192,23 +187,15 @@ FEW = (
     "randomness_outside",
 )
 RECOMPUTE = [kind.value for kind in Recompute]
-TRANSPORTS = [transport.name for transport in BETWEEN_PROCESSES]
-
-
-WAYS = list(product(RECOMPUTE, TRANSPORTS))
-
-
-def on_every_transport(chosen: Iterable[Case]) -> list[Case]:
-    return [replace(c, transport=transport) for c, transport in product(chosen, TRANSPORTS)]
 
 
 def cases(num_stages: int, num_replicas: int, names: tuple[str, ...]) -> list[Case]:
     """Return cases of each model with three schedules; all factors take turns."""
     return [
-        Case(name, schedule.name, recompute, 7, 3, num_stages, num_replicas, transport=transport)
+        Case(name, schedule.name, recompute, 7, 3, num_stages, num_replicas)
         for (number, name), turn in product(enumerate(names), range(3))
         for schedule in (ALL_SCHEDULES[(3 * number + turn) % len(ALL_SCHEDULES)],)
-        for recompute, transport in (WAYS[(number + num_stages + turn) % len(WAYS)],)
+        for recompute in (RECOMPUTE[(number + num_stages + turn) % len(RECOMPUTE)],)
     ]
 
 
@@ -218,10 +205,10 @@ def several_cases(
     """Return cases of several stages in each process; schedules take turns."""
     fitting = families(stages_per_rank)
     case = Case("", "", "", 7, 3, num_ranks, num_replicas, stages_per_rank=stages_per_rank)
-    return on_every_transport(
+    return [
         replace(case, model=name, recompute=recompute, schedule=fitting[n % len(fitting)].name)
         for n, (name, recompute) in enumerate(product(names, RECOMPUTE))
-    )
+    ]
 
 
 def trained(world: list[Case], tmp_path: Path) -> list[list[dict[str, Any]]]:
@@ -286,19 +273,19 @@ def test_several_stages_in_each_process_give_the_unsplit_models_bits(
 def test_any_stages_may_run_on_any_rank(ranks: tuple[int, ...], tmp_path: Path) -> None:
     """Also the first and the last one on the same rank, and neighbours."""
     names = ("transformer", "structures", "fan_out", "batch_norms", "large_messages")
-    chosen = on_every_transport(
+    chosen = [
         Case(name, "dealt", recompute, 7, 3, num_stages=2, ranks=ranks)
         for name, recompute in product(names, RECOMPUTE)
-    )
+    ]
     check_bits(chosen, tmp_path)
 
 
 def test_processes_move_what_they_keep_away_and_back(tmp_path: Path) -> None:
     names = ("transformer", "batch_norms", "fan_out")
-    chosen = on_every_transport(
+    chosen = [
         Case(name, "gpipe", recompute, 7, 4, num_stages=2, offload=True)
         for name, recompute in product(names, ("layers", *RECOMPUTE))
-    )
+    ]
     check_bits(chosen, tmp_path)
 
 

@@ -14,10 +14,9 @@ import penstock
 from penstock.checkpoint.files import read_tensors
 from tests.distributed.fault_job import FAULTY_STEP, STEPS, newest, train
 from tests.distributed.launch import Ended, run, start
-from tests.ways import BETWEEN_PROCESSES
 
-Fault = tuple[int, str, str, str]
-"""The rank, the instruction at which it goes wrong, how, and what the processes send by."""
+Fault = tuple[int, str, str]
+"""The rank, the instruction at which it goes wrong, and how."""
 KINDS = (
     "Forward",
     "Recompute",
@@ -33,20 +32,18 @@ KINDS = (
 NOT_OF = {"ReceiveActivation": 0, "SendGradient": 0, "SendActivation": 2, "ReceiveGradient": 2}
 """What the first and the last stage never do."""
 ACTIONS = ("raise", "kill", "stop")
-TORCH = "TORCH_DISTRIBUTED"
 
 
 def covering_faults() -> Iterator[Fault]:
-    """Give each kind with each action: every pair of rank, kind, action and transport meets."""
+    """Give each kind with each action: every pair of rank, kind and action meets."""
     for (k, kind), (n, action) in product(enumerate(KINDS), enumerate(ACTIONS)):
         ranks = [rank for rank in range(3) if rank != NOT_OF.get(kind)]
-        transport = BETWEEN_PROCESSES[(k + n) % len(BETWEEN_PROCESSES)]
-        yield ranks[(k + n) % len(ranks)], kind, action, transport.name
+        yield ranks[(k + n) % len(ranks)], kind, action
 
 
 def named(fault: Fault) -> Any:
     """Give a fault as the parameter of a test."""
-    rank, kind, action, _ = fault
+    rank, kind, action = fault
     return pytest.param(fault, id=f"{action}-{kind}-{rank}")
 
 
@@ -61,7 +58,7 @@ BESIDES = (
     (0, "Save", "stop"),
 )
 SUMS = product((0, 3), ("ReduceGradients",), ACTIONS)
-OF_REPLICAS = [named((*place, TORCH)) for place in (*SUMS, *BESIDES)]
+OF_REPLICAS = [named(place) for place in (*SUMS, *BESIDES)]
 """What only replicas do, in each way; of the rest, which goes wrong above in each way, one."""
 THREE = {"NUM_LAYERS": "3"}
 TWO = {"NUM_LAYERS": "2"}
@@ -77,10 +74,10 @@ def names(num_stages: int, num_replicas: int) -> list[str]:
 
 def end_with(fault: Fault, folder: Path, *, replicas: int = 1) -> list[Ended]:
     """Run the job with a fault; return how its processes ended."""
-    rank, kind, action, transport = fault
+    rank, kind, action = fault
     world, environment = (3, THREE) if replicas == 1 else (4, TWO)
     arguments = ["-m", MODULE, str(rank), kind, action, str(replicas), str(folder)]
-    job = start(world, arguments, environment | {"TRANSPORT": transport})
+    job = start(world, arguments, environment)
     began = time.monotonic()
     for process in (p for r, p in enumerate(job.processes) if r != rank):
         process.wait(60)
@@ -92,7 +89,7 @@ def end_with(fault: Fault, folder: Path, *, replicas: int = 1) -> list[Ended]:
 
 def check_ends(ended: list[Ended], fault: Fault, called: list[str]) -> None:
     """See that every process ended, and that each other one named the culprit."""
-    rank, kind, action, _ = fault
+    rank, kind, action = fault
     for process in ended:
         if process.rank == rank:
             assert process.code != 0
@@ -177,11 +174,11 @@ def check(
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_any_two_of_rank_kind_action_and_transport_go_wrong_together() -> None:
+def test_any_two_of_rank_kind_and_action_go_wrong_together() -> None:
     found = list(covering_faults())
     values = [set(column) for column in zip(*found, strict=True)]
-    assert list(map(len, values)) == [3, len(KINDS), len(ACTIONS), len(BETWEEN_PROCESSES)]
-    for a, b in combinations(range(4), 2):
+    assert list(map(len, values)) == [3, len(KINDS), len(ACTIONS)]
+    for a, b in combinations(range(3), 2):
         met = {(fault[a], fault[b]) for fault in found}
         lacking = {(rank, kind) for kind, rank in NOT_OF.items()}
         assert set(product(values[a], values[b])) - met <= lacking
@@ -203,16 +200,15 @@ def test_every_fault_ends_all_is_named_and_costs_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", [transport.name for transport in BETWEEN_PROCESSES])
 @pytest.mark.parametrize(("kind", "action"), [("Backward", "kill"), ("SendActivation", "raise")])
 def test_a_fault_where_processes_run_several_stages_names_them(
-    kind: str, action: str, transport: str, tmp_path: Path
+    kind: str, action: str, tmp_path: Path
 ) -> None:
     arguments = ["-m", MODULE, "1", kind, action, "1", str(tmp_path)]
-    environment = {"NUM_LAYERS": "4", "STAGES_PER_RANK": "2", "TRANSPORT": transport}
+    environment = {"NUM_LAYERS": "4", "STAGES_PER_RANK": "2"}
     ended = start(2, arguments, environment).wait(60)
     called = ["rank 0 (stages 0 and 2)", "rank 1 (stages 1 and 3)"]
-    check_ends(ended, (1, kind, action, transport), called)
+    check_ends(ended, (1, kind, action), called)
 
 
 @pytest.mark.slow

@@ -12,10 +12,9 @@ import torch
 import penstock
 from penstock.mesh.point_to_point import PointToPoint
 from penstock.model.pytree import flatten
-from penstock.transport import sockets, torch_distributed
 from penstock.transport.payload import Activation, Gradient
+from penstock.transport.torch_distributed import Incoming, Outgoing
 from tests.distributed.call import call
-from tests.ways import BETWEEN_PROCESSES
 
 NUM_RUNS, MICROBATCHES, NUM_KINDS = 150, 10, 400
 LARGE = (300, 200)
@@ -36,15 +35,14 @@ def payload(run: int, microbatch: int) -> Activation | Gradient:
     return Activation(tuple(leaves), (True, False), structure, (0, 0))
 
 
-def end_of(mesh: penstock.Mesh, transport: str) -> Any:
+def end_of(mesh: penstock.Mesh) -> Any:
     """Return this process's end of a link from stage 0 to stage 1."""
-    kind: Any = {"SOCKETS": sockets, "TORCH_DISTRIBUTED": torch_distributed}[transport]
-    return kind.Outgoing(mesh, 0, 1, 0) if mesh.stage == 0 else kind.Incoming(mesh, 0, 0)
+    return Outgoing(mesh, 0, 1, 0) if mesh.stage == 0 else Incoming(mesh, 0, 0)
 
 
-def exchange(mesh: penstock.Mesh, transport: str) -> None:
+def exchange(mesh: penstock.Mesh) -> None:
     """Send on stage 0, all of a run ahead; receive on stage 1."""
-    end = end_of(mesh, transport)
+    end = end_of(mesh)
     for run in range(NUM_RUNS):
         for i in range(MICROBATCHES):
             if mesh.stage == 0:
@@ -65,9 +63,9 @@ def check(found: Activation | Gradient, expected: Activation | Gradient) -> None
         assert a is None or b is None or (torch.equal(a, b) and a.stride() == b.stride())
 
 
-def fail_while_waiting(mesh: penstock.Mesh, transport: str) -> None:
+def fail_while_waiting(mesh: penstock.Mesh) -> None:
     """Wait for a message that does not come, until the watch says that a process has failed."""
-    end = end_of(mesh, transport)
+    end = end_of(mesh)
     if mesh.stage == 1:
         failed = penstock.errors.PeerError("rank 7 failed")
         threading.Timer(0.2, mesh.point_to_point.fail, [failed]).start()
@@ -83,25 +81,22 @@ def connect_many_times(mesh: penstock.Mesh) -> None:
         PointToPoint(range(2), mesh.rank, mesh.background, mesh.device)
 
 
-def wait_in_vain(mesh: penstock.Mesh, transport: str) -> None:
+def wait_in_vain(mesh: penstock.Mesh) -> None:
     """Wait for a message until the deadline."""
-    end = end_of(mesh, transport)
+    end = end_of(mesh)
     if mesh.stage == 1:
         with pytest.raises(TimeoutError):
             end.receive(0, timeout_s=0.2)
     mesh.world.gather(None, "for the others to have seen it")
 
 
-@pytest.mark.parametrize("transport", [transport.name for transport in BETWEEN_PROCESSES])
 @pytest.mark.parametrize("job", [exchange, wait_in_vain])
-def test_an_edge_between_processes(
-    job: Callable[[penstock.Mesh, str], None], transport: str, tmp_path: Path
-) -> None:
-    call(job, (2, 1), tmp_path, transport=transport)
+def test_an_edge_between_processes(job: Callable[[penstock.Mesh], None], tmp_path: Path) -> None:
+    call(job, (2, 1), tmp_path)
 
 
 def test_a_wait_in_torch_ends_when_a_process_fails(tmp_path: Path) -> None:
-    call(fail_while_waiting, (2, 1), tmp_path, transport="TORCH_DISTRIBUTED")
+    call(fail_while_waiting, (2, 1), tmp_path)
 
 
 def test_processes_that_connect_at_the_first_use_do_not_wait_for_each_other(

@@ -174,16 +174,6 @@ def test_a_plan_that_was_chosen_for_a_recipe_trains_it(
 
 
 @pytest.mark.slow
-def test_the_formula_counts_the_samples_of_one_replica(tmp_path: Path) -> None:
-    changes = ("pipeline.num_replicas=2", "pipeline.num_stages=1", "train.epochs=1")
-    arguments = [*TRAIN, *words(*changes), "--run-folder", str(tmp_path / "run"), "--json"]
-    ended = start(2, arguments).wait(100)
-    assert [process.code for process in ended] == [0, 0], ended
-    (stage,) = json.loads(ended[0].output.splitlines()[-1])["stages"]
-    assert stage["peak_bytes"] == pytest.approx(stage["formula_bytes"], rel=0.01)
-
-
-@pytest.mark.slow
 def test_sigterm_to_the_command_reaches_its_processes_and_another_number_goes_on(
     tmp_path: Path,
 ) -> None:

@@ -1,8 +1,6 @@
 """What a stage keeps at most is what the paper's formula says."""
 
-import signal
 from itertools import chain
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,20 +8,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import penstock
-from penstock.recipe.read import read_recipe, recipe_to_toml
 from penstock.schedules import BackwardInput, Family, Schedule, gpipe, one_f_one_b
-from penstock.train.display import Display
-from penstock.train.interrupt import Interrupt
-from penstock.train.loop import Trainer
-from penstock.train.memory_formula import cut, formula_bytes, most_kept
-from penstock.train.meter import Meter
-from penstock.train.position import Position
-from penstock.train.report import summarise
-from penstock.train.run_folder import create
 from penstock.zoo.residual import residual_network
-from tests.digits import DIGITS
 from tests.every_schedule import EVERY_SCHEDULE
-from tests.quiet import quiet
+from tests.memory_formula import cut, formula_bytes, most_kept
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -71,40 +59,6 @@ def test_a_pipeline_keeps_what_the_formula_says(
             recompute,
         )
     assert measured == pytest.approx(expected, rel=0.01)
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 8, 20])
-def test_a_run_is_compared_with_the_micro_batches_that_it_has(
-    batch_size: int, tmp_path: Path
-) -> None:
-    """8 are asked for; a batch of fewer samples has as many as there are samples."""
-    changes = [f"train.batch_size={batch_size}", "model.num_blocks=1", "model.width=4"]
-    changes += ["model.dropout=0", "pipeline.partition=[4, 4]"]
-    recipe, interrupt = read_recipe(DIGITS, changes), Interrupt()
-    folder = create(tmp_path / "run", recipe_to_toml(recipe))
-
-    class Stop(Display):
-        def show_step(self, position: Position, meter: Meter) -> None:
-            interrupt.number = signal.SIGINT if position.step == 3 else 0
-
-    with Trainer(recipe) as trainer:
-        trainer.run(folder, Stop(quiet(), 1, 3, trainer.task), interrupt)
-        stages = summarise(trainer, folder, seconds=0.0).stages
-    assert len(stages) == 2
-    measured = [stage.peak_bytes for stage in stages]
-    expected = [stage.formula_bytes for stage in stages]
-    assert measured == pytest.approx(expected, rel=0.01, abs=128)  # BatchNorm's few numbers
-
-
-def test_a_run_with_divided_backwards_or_versions_is_not_compared(tmp_path: Path) -> None:
-    cases = {"one_f_one_b": True, "zb_h1": False, "pipedream": False, "pipedream_2bw": False}
-    for schedule, is_compared in cases.items():
-        changes = [f"pipeline.schedule='{schedule}'", "pipeline.partition=[4, 4]"]
-        recipe = read_recipe(DIGITS, [*changes, "model.num_blocks=1", "model.width=4"])
-        folder = create(tmp_path / schedule, recipe_to_toml(recipe))
-        with Trainer(recipe) as trainer:
-            stages = summarise(trainer, folder, seconds=0.0).stages
-        assert [stage.formula_bytes is not None for stage in stages] == [is_compared] * 2
 
 
 def test_the_formula_by_hand() -> None:

@@ -85,7 +85,7 @@ def test_threads_that_are_more_than_the_cores_take_turns_and_processes_share_the
     sharing = Foretold(plan, free, cluster(2, busy_speed=(1.0, 0.9, 0.5))).sharing
     (pool,) = sharing.pools
     assert (pool.turns, pool.turn_s, pool.speed(2)) == (2, 0.01, 0.9)
-    between = replace(plan, transport=Transport.SOCKETS)
+    between = replace(plan, transport=Transport.TORCH_DISTRIBUTED)
     told = Foretold(between, free, cluster(2, busy_speed=(1.0, 0.9, 0.5)))
     assert [each.turns for each in told.sharing.pools] == [None]
     enough = Foretold(plan, free, cluster(4, busy_speed=(1.0, 0.9, 0.5)))
@@ -108,7 +108,7 @@ def test_layers_that_were_measured_on_busy_cores_say_themselves_how_slow_these_a
     assert pool.speeds == pytest.approx((1.0, 0.8))
     (pool,) = Foretold(plan, SECOND, here).sharing.pools
     assert pool.speeds == pytest.approx((1.0, 0.6))
-    between = replace(plan, transport=Transport.SOCKETS)
+    between = replace(plan, transport=Transport.TORCH_DISTRIBUTED)
     for known, expected in ((0.6, 0.8), (0.9, 0.9)):  # these do not wait for Python's lock
         (pool,) = Foretold(between, measured, cluster(2, busy_speed=(1.0, known))).sharing.pools
         assert pool.speeds == pytest.approx((1.0, expected))
@@ -158,7 +158,7 @@ def test_too_few_devices_and_samples_are_refused() -> None:
 
 
 def test_processes_post_receives_and_use_the_hosts_other_link() -> None:
-    between = replace(planned(gpipe, (4, 4), 3), transport=Transport.SOCKETS)
+    between = replace(planned(gpipe, (4, 4), 3), transport=Transport.TORCH_DISTRIBUTED)
     here = cluster(2)
     (host,) = here.hosts
     slow = replace(here.links["link"], latency_s=7.0)
@@ -171,7 +171,7 @@ def test_processes_post_receives_and_use_the_hosts_other_link() -> None:
 
 def test_processes_update_their_weights_at_once_and_threads_one_stage_after_the_other() -> None:
     threads = Foretold(planned(gpipe, (5, 3), 3), SECOND, cluster(2))
-    apart = replace(threads.plan, transport=Transport.SOCKETS)
+    apart = replace(threads.plan, transport=Transport.TORCH_DISTRIBUTED)
     processes = Foretold(apart, SECOND, cluster(2))
     assert threads.optimizer_s == processes.optimizer_s
     assert threads.update_s == pytest.approx(sum(threads.optimizer_s))

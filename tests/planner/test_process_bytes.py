@@ -62,7 +62,10 @@ def test_each_process_holds_what_its_stages_do() -> None:
     """The first one reads the batch; the last one keeps what came instead."""
     own = (WEIGHTS + GRADIENTS + INNER) // 2
     expected = (BASE + 100 + own + 100, BASE + own + 100)
-    assert foretold((4, 4), 1, Transport.SOCKETS).process_bytes(with_optimizer=False) == expected
+    assert (
+        foretold((4, 4), 1, Transport.TORCH_DISTRIBUTED).process_bytes(with_optimizer=False)
+        == expected
+    )
 
 
 def test_nothing_is_said_of_accelerators_and_of_what_nobody_has_measured() -> None:

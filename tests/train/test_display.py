@@ -22,8 +22,8 @@ SUMMARY = Summary(
     bubble=0.1,
     share_of_ideal=0.9,
     stages=(
-        StageMemory(stage=0, layers=("stem", "block"), peak_bytes=1024, formula_bytes=2048),
-        StageMemory(stage=1, layers=("head",), peak_bytes=None, formula_bytes=None),
+        StageMemory(stage=0, layers=("stem", "block"), peak_bytes=1024),
+        StageMemory(stage=1, layers=("head",), peak_bytes=None),
     ),
 )
 
@@ -59,11 +59,7 @@ def test_a_console_that_is_narrower_than_a_table_shows_its_cells_line_by_line() 
         "stage: 0",
         "layers: stem to block",
         "measured: 1 KiB",
-        "paper's formula: 2 KiB",
-        "ratio: 0.500",
         "stage: 1",
         "layers: head",
         "measured: -",
-        "paper's formula: -",
-        "ratio: -",
     ]

@@ -1,4 +1,4 @@
-"""What a message from one process to another of this host takes, by the sockets of training.
+"""What a message from one process to another of this host takes, as those of training go.
 
 Two processes are started by torchrun, each with one thread:
 
@@ -20,7 +20,7 @@ import torch
 from penstock.mesh import Mesh, init_mesh
 from penstock.transport.headers import Payload
 from penstock.transport.payload import Gradient
-from penstock.transport.sockets import Incoming, Outgoing
+from penstock.transport.torch_distributed import Incoming, Outgoing
 
 from .figures import Spread
 from .link import MeasuredLink
@@ -114,13 +114,14 @@ def _busy(ends: _Ends, leads: bool, payload: Payload) -> float:
     small = _payload(_SMALL_BYTES)
     if leads:
         sent_s = ends.send(payload)
-        ends.finish()
         ends.send(small, 1)
         ends.receive(1)
+        ends.finish()
         return sent_s
     ends.receive(1)
     received_s = ends.receive()
     ends.send(small, 1)
+    ends.finish()
     return received_s
 
 
