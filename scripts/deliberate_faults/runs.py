@@ -156,22 +156,6 @@ FAULTS = (
         "each_step_once",
     ),
     Fault(
-        "the paper's formula counts micro-batches that a small batch does not have",
-        "penstock/train/report.py",
-        "min(len(targets), pipe.num_microbatches)",
-        "pipe.num_microbatches",
-        "tests/laws/test_train_memory.py",
-        "micro_batches_that_it_has",
-    ),
-    Fault(
-        "the paper's formula counts the micro-batches of all replicas",
-        "penstock/train/report.py",
-        "min(len(targets), pipe.num_microbatches)",
-        "trainer.recipe.pipeline.num_microbatches",
-        "tests/distributed/test_train_processes.py",
-        "samples_of_one_replica",
-    ),
-    Fault(
         "a fine-tuned run that begins again has the weights that were drawn",
         "penstock/train/loop.py",
         "            self._start(lambda: begun_from(self.recipe.start, folder))",
