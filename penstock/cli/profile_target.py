@@ -108,7 +108,8 @@ def profiles_for(
     threads = sorted({1, num_cores()})
     numbers = [f"pipeline.threads_per_stage={n}" for n in threads]
     recipes = [read_recipe(path, (*overrides, n)) for n in numbers]
-    return [_profile_of(each, task, wanted, None, name=path.stem) for each in recipes], batch_size
+    found = [_profile_of(r, task, wanted, None, name=path.stem, busy=True) for r in recipes]
+    return found, batch_size
 
 
 def _task_of(recipe: Recipe) -> Task:

@@ -50,9 +50,12 @@ def shared_cores(
 
 def _speeds(known: Sequence[float], at_once: int, busy: float | None) -> tuple[float, ...]:
     """Return how fast each of 1, 2, ... ranks is: as the host says, or, with `busy`, so much
-    faster or slower that those who can run at once are as fast as was measured.
+    faster or slower that those who can run at once are as fast as was measured; by even steps
+    where the host slows none of them down.
     """
-    if busy is None or at_once < 2 or len(known) < at_once or known[at_once - 1] >= 1:
+    if busy is None or at_once < 2 or len(known) < at_once:
         return tuple(known)
+    if known[at_once - 1] >= 1:
+        return tuple(1 - (1 - busy) * n / (at_once - 1) for n in range(at_once))
     ratio = (1 - busy) / (1 - known[at_once - 1])
     return tuple(1 - (1 - speed) * ratio for speed in known[:at_once])

@@ -108,6 +108,8 @@ def test_layers_that_were_measured_on_busy_cores_say_themselves_how_slow_these_a
     assert pool.speeds == pytest.approx((1.0, 0.8))
     (pool,) = Foretold(plan, SECOND, here).sharing.pools
     assert pool.speeds == pytest.approx((1.0, 0.6))
+    (pool,) = Foretold(plan, measured, cluster(2, busy_speed=(1.0, 1.0))).sharing.pools
+    assert pool.speeds == pytest.approx((1.0, 0.8))  # it is Python's lock alone
     between = replace(plan, transport=Transport.TORCH_DISTRIBUTED)
     for known, expected in ((0.6, 0.8), (0.9, 0.9)):  # these do not wait for Python's lock
         (pool,) = Foretold(between, measured, cluster(2, busy_speed=(1.0, known))).sharing.pools
