@@ -9,7 +9,7 @@ import click
 from penstock.launcher import end_with_launcher
 from penstock.types import LONGEST_TIMEOUT_S
 
-from .options import num_processes_option, refuse_inside_torchrun, require_torch
+from .options import launch, num_processes_option, refuse_inside_torchrun, require_torch
 
 if TYPE_CHECKING:
     from penstock.doctor import Report
@@ -71,8 +71,6 @@ def doctor(num_processes: int | None, calibrate: bool, **options: Any) -> int:
     if options["save"] is not None:
         raise click.UsageError("--save is for --calibrate: give both, or neither")
     if num_processes is not None:
-        from .launch import launch
-
         refuse_inside_torchrun()
         words = ["doctor", "--timeout", str(timeout_s), *(["--json"] if as_json else [])]
         return launch(num_processes, 0, words)

@@ -132,7 +132,7 @@ def plan(  # noqa: PLR0913 - one for each option
         chosen.save(save)
         save_prediction(save, choices.best[0].foretold.timeline)
     if html is not None:
-        from penstock.planner.foretold_page import write_plan_page
+        from penstock.planner.plan_page import write_plan_page
 
         write_plan_page(html, chosen, choices, cluster)
     if as_json:

@@ -11,7 +11,13 @@ from penstock.launcher import end_with_launcher
 from penstock.trace.progress import say
 from penstock.train.interrupt import Interrupt
 
-from .options import num_processes_option, refuse_inside_torchrun, require_torch, set_option
+from .options import (
+    launch,
+    num_processes_option,
+    refuse_inside_torchrun,
+    require_torch,
+    set_option,
+)
 
 if TYPE_CHECKING:
     from penstock.train.command import Request
@@ -70,8 +76,6 @@ def train(context: click.Context, /, **_: object) -> int:
     if wish.num_processes is not None:
         require_torch()
         from penstock.train.command import check_resume, check_start
-
-        from .launch import launch
 
         check = check_resume if wish.resume is not None else check_start
         check(wish.request, wish.num_processes)

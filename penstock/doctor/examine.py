@@ -2,8 +2,9 @@
 would only hang.
 """
 
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ import torch
 
 from penstock.errors import ConfigError, MeshError, PenstockError
 from penstock.mesh import Mesh, init_mesh
+from penstock.trace.units import bytes_text
 
 from .edges import clocks_s, measure_all_reduce, measure_edges
 from .facts import RankFacts, gather_facts
-from .finding import Finding, error, has_error, merged, softened
-from .folders import check_folders
+from .finding import Finding, error, has_error, merged, softened, warning
 from .host import this_host
 from .meeting import Meeting
 from .report import Report, check_edges
@@ -32,6 +33,37 @@ from .settings import (
     read_place,
 )
 from .together import check_clocks, check_together
+
+LITTLE_BYTES = 2**30
+"""Less free space than this is worth a warning."""
+
+
+def check_folders(runs: Path, temporary: Path) -> Iterator[Finding]:
+    """Look at the folder of the runs, which need not exist yet, and at that of temporary files."""
+    yield from check_folder(temporary, "temporary files", "Set TMPDIR to another folder")
+    yield from check_folder(
+        runs, "runs and checkpoints", "Start in another folder, or use --run-folder"
+    )
+
+
+def check_folder(folder: Path, purpose: str, change: str) -> Iterator[Finding]:
+    """Write a file and remove it again, in `folder` or the nearest one above that exists."""
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    what = f"the folder for {purpose}, {place}"
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"penstock")
+    except OSError as failure:
+        yield error(what, f"nothing can be written there ({failure.strerror})", change)
+        return
+    free_bytes = shutil.disk_usage(place).free
+    if free_bytes < LITTLE_BYTES:
+        yield warning(
+            what,
+            f"{bytes_text(free_bytes)} are free, which the first checkpoints may fill",
+            f"Make room, or: {change[0].lower()}{change[1:]}",
+        )
+
 
 Show = Callable[[Report], None]
 """Writes a report; called once in every process."""

@@ -1,9 +1,52 @@
 """A plan on a page: what was chosen and why, and the table of its stages."""
 
-from penstock.trace.page.page import Section, Table, Text
+from pathlib import Path
+
+from penstock.costs.cluster import Cluster
+from penstock.errors import PlanError
+from penstock.interval import likely
+from penstock.trace.page import Page, Section, Table, Text, render_page
+from penstock.trace.page.written import check_replaceable
 from penstock.trace.units import count_text
 
+from .choose import Choices
 from .plan import Plan
+from .reasons import HEADS, choice_rows
+
+
+def write_plan_page(path: Path, plan: Plan, choices: Choices, cluster: Cluster) -> None:
+    """Write the page of a plan that was chosen.
+
+    Raises:
+        RunFolderError: another file is in the way.
+        PlanError: the file cannot be written.
+        ConfigError: plotly is not installed.
+    """
+    check_replaceable(path)
+    text = render_page(plan_page(plan, choices, cluster))
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"cannot write the page {path}: {error.strerror}") from None
+
+
+def plan_page(plan: Plan, choices: Choices, cluster: Cluster) -> Page:
+    """Return the page of a plan that was chosen for a cluster."""
+    best = choices.best[0].foretold
+    devices = [cluster.resolved(likely).device_of(place) for place in best.places]
+    limits = [devices[rank].memory_bytes for rank in plan.placement.peers_in(0)]
+    return Page(
+        title=f"Plan for {cluster.name}",
+        subtitle=plan_subtitle(plan),
+        predicted=best.timeline,
+        optimizer_s=best.update_s,
+        memory_limits_bytes=tuple(limits),
+        sections=(
+            Section("Candidates", (Table(HEADS, tuple(choice_rows(choices))),)),
+            plan_section(plan),
+            Section("Cluster", (Text(str(cluster), is_code=True),)),
+        ),
+    )
 
 
 def plan_section(plan: Plan) -> Section:

@@ -16,13 +16,51 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.costs.profile import AtSize, Value
 from penstock.schedules.memory import Sizes
 from penstock.schedules.transfers import Transfer
 from penstock.types import RecomputeLayers, RecomputePolicy
 
-from .rectangles import Rectangle, Rectangles
 from .stage_work import Tables
+
+
+class Rectangle(NamedTuple):
+    """An amount, and the runs that it counts for."""
+
+    first_start: int
+    last_start: int
+    first_end: int
+    last_end: int
+    amount: int
+
+
+class Rectangles:
+    """Amounts for the runs of `num_layers` layers."""
+
+    def __init__(self, num_layers: int, found: Iterable[Rectangle]) -> None:
+        self._size = num_layers + 1
+        self._found = np.array([*found], dtype=np.int64).reshape(-1, 5).T
+
+    def __call__(self, start: int, end: int) -> int:
+        """Return what counts for layers [start, end)."""
+        from_start, to_start, from_end, to_end, amounts = self._found
+        has_start = (from_start <= start) & (start <= to_start)
+        return int(amounts[has_start & (from_end <= end) & (end <= to_end)].sum())
+
+    @cached_property
+    def table(self) -> NDArray[np.int64]:
+        """All of it, [start, end]: made once, of corners that are summed up."""
+        from_start, to_start, from_end, to_end, amounts = self._found
+        corners = np.zeros((self._size + 1, self._size + 1), dtype=np.int64)
+        np.add.at(corners, (from_start, from_end), amounts)
+        np.add.at(corners, (to_start + 1, to_end + 1), amounts)
+        np.add.at(corners, (from_start, to_end + 1), -amounts)
+        np.add.at(corners, (to_start + 1, from_end), -amounts)
+        return corners.cumsum(axis=0).cumsum(axis=1)[:-1, :-1]
+
 
 MODEL_INPUT = -1
 """The producer of what the caller gives."""

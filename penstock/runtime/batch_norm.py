@@ -23,9 +23,9 @@ from penstock.torch_private import AnyBatchNorm, buffers_of
 
 from .boundary import same_bits
 from .guards import Context, Guard
+from .random_streams import autograd_mode
 from .run import Moments, MomentsByModule, Run
 from .tape import Tape
-from .users_checkpoint import autograd_mode
 
 Pool = Callable[[MomentsByModule, Sequence[AnyBatchNorm]], MomentsByModule]
 """(moments, BatchNorm layers) -> the moments of all replicas."""

@@ -1,19 +1,20 @@
 """How each layer draws random numbers: found out as it runs, so that only those pay that draw."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.errors import RandomnessError
-from penstock.torch_private import AnyDropout
+from penstock.torch_private import COMPILED_CALLS, AnyDropout
 
-from .compiled import CompiledCalls
 from .dropout import is_plain, with_keyed_dropouts
 from .guards import Guard
 from .lent_generators import (
@@ -26,6 +27,44 @@ from .lent_generators import (
 from .random_streams import KeyedRandomness, WatchDraws, holds_generator, refuse_draws, stream_key
 from .run import Run
 from .tape import Tape
+
+_RERUNS = frozenset(("torch.random", "torch.utils.checkpoint"))
+
+
+class CompiledCalls:
+    """Runs functions, and notes whether compiled code ran in one.
+
+    `reruns`: a checkpoint ran as well, or the state of the default generators was read or set, so
+    that the backward may draw again.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False
+        self.reruns = False
+
+    def look(self, function: Callable[[], Any], *, only_first: bool = False) -> Any:
+        """Run `function`; with `only_first`, stop looking at the first compiled call.
+
+        What is compiled in that call then takes no longer.  Where Python's profiler is in use,
+        nothing is seen.
+        """
+        if sys.getprofile() is not None:
+            return function()
+
+        def note(frame: FrameType, event: str, _: Any) -> None:
+            name = frame.f_globals.get("__name__") if event == "call" else None
+            if name == COMPILED_CALLS:
+                self.seen = True
+                if only_first:
+                    sys.setprofile(None)
+            elif name in _RERUNS:
+                self.reruns = True
+
+        sys.setprofile(note)
+        try:
+            return function()
+        finally:
+            sys.setprofile(None)
 
 
 class Draws(Enum):

@@ -14,7 +14,7 @@ from penstock.mesh import Mesh
 from penstock.planner.plan import Plan
 from penstock.schedules.ir import Schedule
 from penstock.schedules.walk import walk
-from penstock.transport.loopback import LoopbackChannels
+from penstock.transport.channels import LoopbackChannels
 from penstock.transport.processes import ProcessChannels
 
 from .caller import CallerContext

@@ -5,9 +5,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.errors import CutError, PenstockError
@@ -28,7 +30,6 @@ from .batch_norm import batch_norms, warn_of_unpooled
 from .caller import CallerContext, fresh_casts
 from .default_generators import guarded_default_generators
 from .drivers import AbstractDriver, CallerDriver, ProcessDriver, Work
-from .host_memory import keep_freed_memory
 from .microbatches import Batch, Splitter
 from .planning import stage_devices
 from .record import Record
@@ -39,6 +40,15 @@ from .stage import Keeping, Stage
 from .stores import store_on
 from .unsplit import together
 from .workers import ThreadDriver
+
+_LARGEST_BLOCK_BYTES = (32 << 20) - (64 << 10)
+"""Just below 32 MiB, glibc's DEFAULT_MMAP_THRESHOLD_MAX; blocks above teach it nothing."""
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Map and free one large block, once in a process; its pages are never touched."""
+    torch.empty(_LARGEST_BLOCK_BYTES, dtype=torch.uint8)
 
 
 class Engine:

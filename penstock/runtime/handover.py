@@ -5,7 +5,7 @@ peer ──► Activation ──► entries   exported leaves ──► Activati
 peer ◄── Gradient ◄──── entries   exported leaves ◄── Gradient ◄──── peer
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -36,7 +36,29 @@ from .guards import Changes
 from .notes import note_failure
 from .run import Run, StageRun
 from .tape import FROM_CALLER, Given, Tape
-from .tied_sums import hold_back
+
+
+def hold_back(
+    sums: dict[int, Tensor],
+    found: Sequence[Tensor | None],
+    lasting: Collection[int],
+    *,
+    is_last: bool,
+) -> tuple[Tensor | None, ...]:
+    """Return what to send of the gradients that a micro-batch found for one peer's values.
+
+    Those of lasting values are added to `sums`, by place, and leave with the last micro-batch.
+    Micro-batches come in order, so that the sums are the same in every run.
+    """
+    sent = list(found)
+    for place in lasting:
+        gradient, sent[place] = found[place], None
+        if gradient is not None:
+            sums[place] = sums[place] + gradient if place in sums else gradient
+        if is_last:
+            sent[place] = sums.pop(place, None)
+    return tuple(sent)
+
 
 _T = TypeVar("_T", Tensor, Tensor | None)
 

@@ -1,6 +1,6 @@
 """Make the plan of a pipeline in this process, and agree on it with others."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -34,10 +34,43 @@ from penstock.trace.progress import saying
 from penstock.trace.units import count_text
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
+from .batch_norm import batch_norms, separate_statistics
+from .caller import CallerContext
 from .devices import num_cores, why_missing, with_index
+from .drawing import Drawing, LayerCall
+from .microbatches import Batch
+from .run import Run, Streams
 from .split_backward import divide
-from .stage_calls import StageCalls
+from .tape import Tape
 from .unsplit import left_bytes, why_unsplit
+
+
+class StageCalls:
+    """Calls layers: each draws from a stream of its own, and BatchNorm notes its moments, which
+    are lost.
+    """
+
+    def __init__(self, layers: Layers) -> None:
+        modules = [(step.index, step.module) for step in layers]
+        self._norms = {index: batch_norms([module]) for index, module in modules}
+        tensors = (t for _, m in modules for t in (*m.parameters(), *m.buffers()))
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        self._drawing = Drawing(modules, device)
+        self._run = Run(
+            batch=Batch([1], [], [], [1.0]),
+            streams=Streams(0, "train", 0, 1),
+            caller=CallerContext.capture(False, [device]),
+        )
+
+    def __call__(self, step: Step, function: Callable[[], Any]) -> Any:
+        """Call one layer."""
+        training = step.module.training
+        with separate_statistics(self._norms.get(step.index, ()), into={}):
+            if (step.index, training) in self._drawing.silent:
+                return function()
+            call = LayerCall(self._run, Tape(0, {}, graph_dropped=False), step.index, training)
+            return self._drawing.run(call, function)
+
 
 Devices = Sequence[torch.device | str | int] | torch.device | str | None
 

@@ -25,9 +25,8 @@ from penstock.trace.units import count_text
 
 from .batch_norm import batch_norms
 from .devices import num_cores
-from .planning import facts_of
+from .planning import StageCalls, facts_of
 from .split_backward import SplitBackward, divide, split
-from .stage_calls import StageCalls
 from .unsplit import left_bytes
 
 _CPU_CORE = "core"

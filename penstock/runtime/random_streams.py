@@ -17,7 +17,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from penstock.errors import RandomnessError
-from penstock.torch_private import OpOverload, TorchDispatchMode, arguments_of
+from penstock.torch_private import OpOverload, TorchDispatchMode, arguments_of, saving_hooks
 
 from .default_generators import (
     default_generator,
@@ -27,7 +27,14 @@ from .default_generators import (
 )
 from .devices import with_index
 from .lent_generators import drew_in_backward
-from .users_checkpoint import autograd_mode
+
+AutogradMode = tuple[bool, Any]
+
+
+def autograd_mode() -> AutogradMode:
+    """Say how autograd records now.  Inside a checkpoint it does so otherwise than around it."""
+    return torch.is_grad_enabled(), saving_hooks()
+
 
 BETWEEN = -1
 """In place of a layer's number: the code between layers."""

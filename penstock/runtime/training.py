@@ -21,8 +21,8 @@ from .asynchronous import (
     losses,
     run_window,
 )
-from .input_gradients import accumulate_into_inputs
 from .microbatches import check_loss_scale, check_targets
+from .module_form import accumulate_into_inputs
 from .run import Run
 
 

@@ -4,7 +4,7 @@ from .family import Family, Updates
 from .ir import Schedule
 from .laws import ASYNCHRONOUS
 from .laws.updates import Sees
-from .without_flush import without_flush
+from .pipedream import without_flush
 
 
 def _schedule(num_stages: int, num_microbatches: int, num_minibatches: int) -> Schedule:

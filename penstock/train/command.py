@@ -4,15 +4,21 @@ In a job of many processes each of them calls these alike; rank 0 alone writes t
 but for the shards of checkpoints, and the others see it on a disk that all hosts share.
 """
 
+import json
 import os
+import platform
+import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from penstock.doctor.facts import gather_facts
 from penstock.errors import RecipeError, RunFolderError
 from penstock.mesh import Mesh
 from penstock.mesh.meet import join, meeting
@@ -27,9 +33,7 @@ from penstock.trace.units import count_text
 
 from .build import num_layers
 from .display import Display, say
-from .environment import environment_of
 from .interrupt import Interrupt
-from .job import job_name
 from .layout import check_layout, make_mesh, read_plan, refit, with_plan
 from .loop import Trainer
 from .report import summarise, write_report, write_timeline
@@ -45,6 +49,55 @@ from .run_folder import (
 )
 from .scalars import check_scalars
 from .summary import Summary
+
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def environment_of(mesh: Mesh) -> str:
+    """Write what each process runs with, and where, as JSON; all processes call it alike."""
+    facts = {**gather_facts(mesh.rank, "", [], []).to_dict(), "processor": _processor()}
+    everyone = mesh.world.gather(facts, "for what the others run with")
+    common: dict[str, Any] = {
+        "system": platform.platform(),
+        "command": " ".join(["penstock", *sys.argv[1:]]),
+        "processes": everyone,
+    }
+    return json.dumps(common, indent=1) + "\n"
+
+
+def _processor() -> str:
+    """Return the name of the processor; "" where nothing says it."""
+    try:
+        lines = _CPU_INFO.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+_NO_NAME = "none"
+"""What torchrun calls a job whose --rdzv-id is not given."""
+
+
+def job_name() -> str | None:
+    """Return a name that all attempts of one torchrun job have in common; None without torchrun.
+
+    It is the job's --rdzv-id; without one, torchrun's own process, which outlives its attempts.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    if name is None or name != _NO_NAME:
+        return name
+    return f"{socket.gethostname()}:{os.getppid()}:{_start_of(os.getppid())}"
+
+
+def _start_of(process: int) -> str:
+    """Tell when a process began, in clock ticks since the host started; "" if nobody knows."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[19]
+
 
 RUNS = Path("runs")
 

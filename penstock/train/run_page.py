@@ -13,7 +13,6 @@ from penstock.trace.page.written import check_replaceable
 from penstock.trace.timeline import Timeline
 from penstock.trace.units import bytes_text
 
-from .environment_page import environment_section
 from .run_files import (
     ENVIRONMENT,
     MEMORY,
@@ -28,6 +27,47 @@ from .run_files import (
     metrics_of,
     replace_text,
 )
+
+
+def environment_section(text: str) -> Section:
+    """Write what `environment_of` noted as two tables: versions, and processes.
+
+    Raises:
+        ValueError, LookupError, TypeError, AttributeError: it is something else.
+    """
+    facts = json.loads(text)
+    processes = facts["processes"]
+    first = processes[0]
+    rows = [
+        ("penstock", first["penstock"]),
+        ("torch", f"{first['torch']} ({first['torch_build']})"),
+        ("python", first["python"]),
+        ("safetensors", first["safetensors"]),
+        ("system", facts["system"]),
+    ]
+    heads = ("rank", "host", "processor", "cores", "threads", "memory", "GPUs")
+    return Section(
+        "Environment",
+        (
+            Text(facts["command"], is_code=True),
+            Table(("", "version"), tuple((str(name), str(value)) for name, value in rows)),
+            Table(heads, tuple(_row(process) for process in processes)),
+        ),
+    )
+
+
+def _row(process: Mapping[str, Any]) -> tuple[str, ...]:
+    gpus = [f"{gpu['name']}, {bytes_text(gpu['memory_bytes'])}" for gpu in process["gpus"]]
+    return (
+        str(process["rank"]),
+        str(process["host"]),
+        str(process["processor"]) or "-",
+        str(len(process["cores"])),
+        str(process["num_threads"]),
+        bytes_text(process["memory_bytes"]),
+        "; ".join(gpus) or "none",
+    )
+
 
 _T = TypeVar("_T")
 

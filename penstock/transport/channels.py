@@ -28,3 +28,16 @@ class AbstractChannels(ABC):
 
 class Stopped(BaseException):
     """Ends a rank whose peer has failed; never leaves a transport."""
+
+
+class LoopbackChannels(AbstractChannels):
+    """A message waits in a dict; the walk never asks for one before it was sent."""
+
+    def __init__(self) -> None:
+        self._payloads: dict[Message, Any] = {}
+
+    def send(self, message: Message, payload: Any) -> None:
+        self._payloads[message] = payload
+
+    def receive(self, message: Message, instruction: Instruction) -> Any:
+        return self._payloads.pop(message)

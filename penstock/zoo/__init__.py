@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from .scaling_model import transformer_lm as transformer_lm
     from .translation.beam import Translations as Translations
     from .translation.beam import beam_search as beam_search
-    from .translation.loss import shift_right as shift_right
-    from .translation.loss import smoothed_cross_entropy as smoothed_cross_entropy
     from .translation.model import Tied as Tied
     from .translation.model import TranslationTransformer as TranslationTransformer
+    from .translation.model import shift_right as shift_right
+    from .translation.model import smoothed_cross_entropy as smoothed_cross_entropy
     from .translation.model import translation_transformer as translation_transformer
     from .u_net import unet as unet
 
@@ -52,8 +52,8 @@ _HOME = {
     "resnet101": "penstock.zoo.resnet",
     "resnet50": "penstock.zoo.resnet",
     "set_drop_path_progress": "penstock.zoo.drop_path",
-    "shift_right": "penstock.zoo.translation.loss",
-    "smoothed_cross_entropy": "penstock.zoo.translation.loss",
+    "shift_right": "penstock.zoo.translation.model",
+    "smoothed_cross_entropy": "penstock.zoo.translation.model",
     "summary": "penstock.zoo.layer_table",
     "transformer_lm": "penstock.zoo.scaling_model",
     "translation_transformer": "penstock.zoo.translation.model",

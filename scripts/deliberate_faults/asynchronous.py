@@ -15,7 +15,7 @@ FAULTS = (
     ),
     Fault(
         "asynchronous: an update comes one micro-batch early",
-        "penstock/schedules/without_flush.py",
+        "penstock/schedules/pipedream.py",
         "if (i + 1) % microbatches_per_update == 0:",
         "if (i + 2) % microbatches_per_update == 0:",
         "tests/schedules/test_asynchronous.py",

@@ -5,7 +5,7 @@ from .fault import Fault
 FAULTS = (
     Fault(
         "of summed gradients of a tied weight only the last micro-batch's is sent",
-        "penstock/runtime/tied_sums.py",
+        "penstock/runtime/handover.py",
         "sums[place] + gradient if place in sums else gradient",
         "gradient",
         "tests/laws/test_tied_gradients.py",

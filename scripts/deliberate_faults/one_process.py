@@ -20,7 +20,7 @@ FAULTS = (
     ),
     Fault(
         "the verifier lets any backward order pass",
-        "penstock/schedules/laws/in_order.py",
+        "penstock/schedules/laws/common.py",
         "if found != list(range(len(found))):",
         "if False:",
         "tests/schedules/test_verify.py::test_what_is_wrong_is_named",
@@ -41,14 +41,14 @@ FAULTS = (
     ),
     Fault(
         "a law lets the second part of a backward be left out",
-        "penstock/schedules/laws/complete.py",
+        "penstock/schedules/laws/common.py",
         "and inputs == weights",
         "",
         "tests/schedules/test_verify.py::test_what_is_wrong_is_named",
     ),
     Fault(
         "a law lets a message be sent and received twice",
-        "penstock/schedules/laws/messages.py",
+        "penstock/schedules/laws/common.py",
         " or len(set(there)) < len(there)",
         "",
         "tests/schedules/test_verify.py::test_what_is_wrong_is_named",
@@ -235,7 +235,7 @@ FAULTS = (
     ),
     Fault(
         "weight backwards may come in any order",
-        "penstock/schedules/laws/in_order.py",
+        "penstock/schedules/laws/common.py",
         "ir.ADDS_GRADIENTS",
         "ir.GIVES_GRADIENTS",
         "tests/schedules/test_verify.py",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from penstock import Layers, capture
 from penstock.costs.measure import TO_BALANCE, measure_layers
 from penstock.model.layer_list import as_layers
-from penstock.runtime.stage_calls import StageCalls
+from penstock.runtime.planning import StageCalls
 
 
 class _Slow(torch.autograd.Function):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.data.digits import Split, load_digits
+from penstock.data.image_sets import epoch_shifts, shift_images
 from penstock.data.sampler import batch_indices, epoch_order, num_batches
-from penstock.data.shift import epoch_shifts, shift_images
 from penstock.errors import ConfigError
 
 

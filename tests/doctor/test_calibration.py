@@ -14,8 +14,7 @@ from penstock.doctor.calibration.between_threads import measure_threads
 from penstock.doctor.calibration.calibrate import Calibration, calibrate
 from penstock.doctor.calibration.crowd import rates, shares_alone
 from penstock.doctor.calibration.device import DeviceFacts, measure_device
-from penstock.doctor.calibration.figures import Figure, Spread, seconds_of
-from penstock.doctor.calibration.link import MeasuredLink
+from penstock.doctor.calibration.figures import Figure, MeasuredLink, Spread, seconds_of
 from penstock.doctor.calibration.show import comment_of
 from penstock.doctor.calibration.work import TINY, convolution_work, gemm_work
 from penstock.doctor.host import core_numbers

@@ -1,5 +1,6 @@
 """What the doctor concludes from what it found; that it stops where going on would hang."""
 
+import importlib
 import json
 import socket
 from dataclasses import replace
@@ -10,9 +11,9 @@ import pytest
 
 from penstock.cli.main import run
 from penstock.doctor.edges import Edge, clocks_s, pairs
+from penstock.doctor.examine import check_folder
 from penstock.doctor.facts import RankFacts, gather_facts
 from penstock.doctor.finding import Finding, Severity, has_error
-from penstock.doctor.folders import check_folder
 from penstock.doctor.report import Report, check_edges
 from penstock.doctor.self_test import Outcome, SelfTest, judge
 from penstock.doctor.together import check_clocks, check_together
@@ -131,7 +132,8 @@ def test_a_folder_that_cannot_be_written_is_an_error_and_one_to_be_made_is_not(
 
 
 def test_little_space_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.doctor.folders.LITTLE_BYTES", 2**80)
+    module = importlib.import_module("penstock.doctor.examine")
+    monkeypatch.setattr(module, "LITTLE_BYTES", 2**80)
     assert "are free" in line(list(check_folder(tmp_path, "runs", "Choose another")), WARNING)
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from penstock.costs.layer_bytes import LayerBytes
 from penstock.errors import ConfigError
-from penstock.planner.balance import LayerMemory, balanced, predicted_s
-from penstock.planner.layer_tables import tables_of
+from penstock.planner.balance import LayerMemory, balanced, predicted_s, tables_of
 from penstock.planner.memory_limit import fitted, sizes_of
 from penstock.planner.partition import each_layer
 from penstock.planner.plan import Plan

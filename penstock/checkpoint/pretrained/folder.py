@@ -7,7 +7,7 @@ extra_state.json                 {name: value}: extra state of modules that is n
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -19,7 +19,22 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError
 
-from .source import Read
+Read = Callable[[str], Tensor]
+"""The name of a tensor in the folder -> the tensor."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """Tensors of the folder, and what they are in the model: `make(read)[name in the model]`."""
+
+    names: tuple[str, ...]
+    make: Callable[[Read], dict[str, Tensor]]
+
+
+def as_it_is(name: str, known_as: str) -> Source:
+    """Return a tensor under another name."""
+    return Source((name,), lambda read: {known_as: read(name)})
+
 
 MODEL = "model.safetensors"
 INDEX = f"{MODEL}.index.json"

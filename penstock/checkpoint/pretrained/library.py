@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .source import Read, Source, as_it_is
+from .folder import Read, Source, as_it_is
 
 
 def is_of_transformers(original: nn.Module) -> bool:

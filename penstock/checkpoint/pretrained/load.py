@@ -18,9 +18,31 @@ from penstock.model.extra_state import extra_faults, set_extra
 from penstock.model.held import Held
 from penstock.model.materialize import may_be_absent
 
-from .folder import Folder
-from .source import Read, Source
-from .sources import Sources
+from .folder import Folder, Read, Source, as_it_is
+from .library import as_loaded
+
+
+class Sources:
+    """Finds what gives a tensor its values, among the tensors `there` of a folder."""
+
+    def __init__(self, original: nn.Module, there: Iterable[str]) -> None:
+        base = getattr(original, "base_model_prefix", "")
+        self._prefix = f"{base}." if isinstance(base, str) and base else ""
+        self._found = {name: as_it_is(name, name) for name in there}
+        self._found = {**dict(as_loaded(original, list(self._found))), **self._found}
+
+    def of(self, names: Iterable[str]) -> Iterator[tuple[str, Source]]:
+        """Yield what there is for a tensor with these names; mostly one, and its name there."""
+        candidates = dict.fromkeys(c for name in names for c in self._candidates(name))
+        for name in candidates:
+            if name in self._found:
+                yield name, self._found[name]
+
+    def _candidates(self, name: str) -> Iterator[str]:
+        yield name
+        if self._prefix:
+            short = name.removeprefix(self._prefix)
+            yield short if short != name else self._prefix + name
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,7 @@ from penstock.transport.headers import Payload
 from penstock.transport.payload import Gradient
 from penstock.transport.torch_distributed import Incoming, Outgoing
 
-from .figures import Spread
-from .link import MeasuredLink
+from .figures import MeasuredLink, Spread
 from .process_bytes import run_apart
 
 _SMALL_BYTES = 64

@@ -12,8 +12,7 @@ from penstock.schedules.ir import Forward, Message
 from penstock.schedules.transfers import chain_transfers
 from penstock.transport.threads import QueueChannels
 
-from .figures import LEAST_TIMES, Spread, seconds_of
-from .link import MeasuredLink
+from .figures import LEAST_TIMES, MeasuredLink, Spread, seconds_of
 
 _TIMEOUT_S = 60.0
 _INSTRUCTION = Forward(0, 0)

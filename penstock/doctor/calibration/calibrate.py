@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -21,12 +22,54 @@ from .between_processes import measure_processes
 from .between_threads import measure_threads
 from .crowd import shares_alone
 from .device import DeviceFacts, MeasuredDevice, measure_device
-from .figures import Figure, Spread
-from .gpus import measure_gpus
-from .link import MeasuredLink
+from .figures import Figure, MeasuredLink, Spread, rounded, seconds_of
 from .process_bytes import measure_process_bytes
-from .rounding import rounded
 from .work import USUAL, Run, Sizes, copy_work, gemm_work, issue_work, mixed_work
+
+_SMALL_BYTES = 64
+
+
+def measure_gpus(devices: list[torch.device], num_bytes: int, budget_s: float) -> MeasuredLink:
+    """Measure the first two devices, and all neighbours both ways at once."""
+    pairs = [pair for a, b in pairwise(devices) for pair in ((a, b), (b, a))]
+    part_s = budget_s / 4
+    small_s = _copies_s(pairs[:1], _SMALL_BYTES, part_s)
+    large_s = _copies_s(pairs[:1], num_bytes, part_s)
+    crossing_s = _copies_s(pairs, num_bytes, part_s)
+    begun_s = _copies_s(pairs[:1], _SMALL_BYTES, part_s, until_done=False)
+    return MeasuredLink(num_bytes, small_s, large_s, crossing_s, begun_s, begun_s)
+
+
+def _copies_s(
+    pairs: list[tuple[torch.device, torch.device]],
+    num_bytes: int,
+    budget_s: float,
+    *,
+    until_done: bool = True,
+) -> Spread:
+    """Time copies that are begun together."""
+    copies = [
+        (torch.ones(num_bytes // 4, device=a), torch.empty(num_bytes // 4, device=b))
+        for a, b in pairs
+    ]
+    streams = [torch.cuda.Stream(a) for a, _ in pairs]
+    ends = {device for pair in pairs for device in pair}
+    for device in ends:
+        torch.cuda.synchronize(device)
+
+    def run() -> None:
+        for (source, target), stream in zip(copies, streams, strict=True):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+
+    def wait() -> None:
+        for device in ends:
+            torch.cuda.synchronize(device)
+
+    found = seconds_of(run, budget_s, wait if until_done else lambda: None)
+    wait()
+    return found
+
 
 BUDGET_S = 28.0
 """About how long measuring takes; starting two processes comes on top."""

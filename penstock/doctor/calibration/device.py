@@ -9,8 +9,7 @@ from penstock.costs.device import Device
 from penstock.costs.operators import Part
 from penstock.interval import Interval, Quantity
 
-from .figures import Figure, seconds_of
-from .rounding import rounded
+from .figures import Figure, rounded, seconds_of
 from .work import (
     CHAIN,
     CONVOLUTIONS,

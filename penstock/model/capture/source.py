@@ -1,6 +1,6 @@
 """A captured model as layers: each block call is one, and a stage runs the model's own forward."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,10 +14,11 @@ from penstock.model.layers import Layers, Source
 from penstock.model.pytree import flatten
 from penstock.model.stage_plan import MODEL_INPUT, Crossing, Perform, StagePlan, Step, Value
 from penstock.schedules.transfers import Transfer
+from penstock.trace.table import columns
+from penstock.trace.units import count_text
 
 from .captured import Captured
 from .crossings import run_noting
-from .describe import described
 from .events import EventKey, ValueId, name_of
 from .exported import Exported
 from .header_cache import SealedHeader
@@ -26,6 +27,48 @@ from .materialize import Part, move_or_make_parts
 from .routes import Call as BlockCall
 from .stages import CutModel
 from .tied_weights import empty_buffers, release
+
+_HEAD = ("layer", "block", "module", "parameters", "live bytes before")
+
+
+def described(captured: Captured, names: Sequence[str], counts: Sequence[int]) -> str:
+    """Return the table of a model's layers, one for each call of a block, and what is to be known.
+
+    *Live bytes before* is what would cross a cut before the layer, for the example inputs.
+    """
+    live = captured.live_bytes()
+    rows = [
+        (str(n), names[n], type(captured.blocks[block]).__name__, f"{counts[n]:,}", f"{live[n]:,}")
+        for n, (block, _) in enumerate(captured.calls)
+    ]
+    head = (
+        f"{type(captured.model).__name__}: {count_text(len(rows), 'layer')}, "
+        f"{count_text(sum(captured.sizes.values()), 'parameter')}"
+    )
+    return "\n".join([head, *columns([_HEAD, *rows]), *_remarks(captured, names)])
+
+
+def _remarks(captured: Captured, names: Sequence[str]) -> Iterator[str]:
+    for names_of_one in _tied(captured):
+        yield f"tied: {' = '.join(names_of_one)}"
+    for first, last in captured.together:
+        yield f"together: {names[first]} to {names[last]}"
+    if captured.decides:
+        yield (
+            "decides: what is done between blocks depends on the batch or on random numbers, so "
+            "that whatever is alive at a cut crosses it"
+        )
+    for warning in captured.warnings:
+        yield f"warning: {warning}"
+    yield captured.checked
+
+
+def _tied(captured: Captured) -> list[list[str]]:
+    known_as: dict[str, list[str]] = {}
+    for name, first in captured.parameters.items():
+        known_as.setdefault(first, []).append(name)
+    return [names for names in known_as.values() if len(names) > 1]
+
 
 OUTPUT: Value = (-2, 0)
 """The model's output."""

@@ -1,18 +1,21 @@
-"""What must hold for a schedule before anything runs: one small law a file."""
+"""What must hold for a schedule before anything runs: a list of small laws."""
 
 from collections.abc import Callable
 
-from .closing import commits, reductions
-from .complete import complete
-from .ends import ends
-from .in_order import in_order
+from .common import (
+    commits,
+    complete,
+    ends,
+    in_order,
+    messages,
+    offloads,
+    operands,
+    posts,
+    recomputes,
+    reductions,
+)
 from .lanes import Lanes
 from .memory import AtMostBytes, AtMostLive
-from .messages import messages
-from .offloads import offloads
-from .operands import operands
-from .posts import posts
-from .recomputes import recomputes
 from .updates import commits_by_minibatch, one_version, updates
 
 __all__ = [
