@@ -28,7 +28,6 @@
 
 Warnings are UserWarnings, and tell of what goes on in another way than was asked:
 
-    ExportWarning                     an exported model lost what a graph cannot hold
     ExecutionWarning                  a pipeline does not run as it was asked to
     StatisticsWarning                 statistics of a BatchNorm layer move with every micro-batch
     OutputWarning                     an output may not be that of the whole batch
@@ -159,10 +158,6 @@ class TorchError(PenstockError, ImportError):
             f"Penstock works with torch {major}.{oldest} to {major}.{newest}, and {reason}; "
             f"pip install 'torch>={major}.{oldest},<{major}.{newest + 1}'"
         )
-
-
-class ExportWarning(UserWarning):
-    """A model was exported, and lost what a graph cannot hold; the message says what."""
 
 
 class ExecutionWarning(UserWarning):

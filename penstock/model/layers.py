@@ -61,14 +61,12 @@ class Layers:
         steps: the layers.
         source: runs them.
         model: the module whose forward calls them; None where they were given as a list.
-        original: the user's own module, which `model` may be an exported graph of.
         together: first and last layer of ranges that stay on one stage; ranges do not overlap.
     """
 
     steps: tuple[Step, ...]
     source: Source
     model: nn.Module | None = None
-    original: nn.Module | None = None
     together: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:

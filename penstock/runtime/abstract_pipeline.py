@@ -114,7 +114,7 @@ class AbstractPipeline(AbstractMovable):
     @property
     def original(self) -> nn.Module:
         """The model that was captured; this pipeline itself if it was given layers."""
-        return self._layers.original or self
+        return self._layers.model or self
 
     @property
     def held(self) -> Held:

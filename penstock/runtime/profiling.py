@@ -171,7 +171,7 @@ def _of_size(value: Any, size: int) -> Any:
 
 
 def _name(layers: Any) -> str:
-    model = layers.original if isinstance(layers, Layers) else layers
+    model = layers.model if isinstance(layers, Layers) else layers
     return type(model).__name__ if isinstance(model, nn.Module) else "model"
 
 

@@ -1,7 +1,6 @@
 """Captured models have the same bits with a process for each stage."""
 
 import copy
-import warnings
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -85,39 +84,6 @@ def check_bytes(mesh: penstock.Mesh) -> None:
     """Compare what a U-Net and a T5 move with what lives at their cuts."""
     check_unet(mesh)
     check_t5(mesh)
-
-
-def train_exported(mesh: penstock.Mesh) -> None:
-    """Train a model with a tied weight as graphs, over the mesh, here, and as itself.
-
-    Graphs have the same bits wherever they run; the model's own Python may round differently, as
-    it calls other kernels on some processors.
-    """
-    model, inputs_of = next(m for m in REQUIRED if m.name == "llama, tied").make()
-    alone, whole = copy.deepcopy(model.eval()), copy.deepcopy(model)
-    inputs = {**inputs_of(BATCH), "use_cache": False}
-    for trained, method, where in (
-        (model, "export", mesh),
-        (alone, "export", None),
-        (whole, "rerun", None),
-    ):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", penstock.errors.ExportWarning)
-            layers = penstock.capture(trained, inputs, method=method)
-        pipe = penstock.Pipeline(
-            layers,
-            mesh.num_stages,
-            mesh=where,
-            loss=loss,
-            num_microbatches=2,
-            threads_per_stage=1,
-        )
-        pipe.train_step(inputs, torch.zeros(BATCH))
-    own = gradients(model)
-    assert_equal(own, {name: gradients(alone)[name] for name in own})
-    for name in own:
-        torch.testing.assert_close(own[name], gradients(whole)[name], rtol=1e-4, atol=1e-8)
-    assert len(own) < len(gradients(whole))
 
 
 def tied_weights_are_one(mesh: penstock.Mesh, where: str) -> None:
@@ -223,11 +189,6 @@ def test_other_models_in_processes(inputs: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_four_processes_move_what_lives_at_the_cuts(tmp_path: Path) -> None:
     call(check_bytes, (4, 1), tmp_path)
-
-
-@pytest.mark.slow
-def test_an_exported_model_in_processes(tmp_path: Path) -> None:
-    call(train_exported, (2, 1), tmp_path)
 
 
 @pytest.mark.slow

@@ -22,6 +22,5 @@ materialize             values for a model that was built without any
 outer_state             what the model's code may not change outside blocks, and what it may
 attribute_writes        what it may not write while it runs, nor seed
 check, checked_before   is the cut model the model?  Not asked twice
-export, exported        the fallback: graphs of torch.export in place of the model's own Python
 errors                  errors of code between blocks
 """

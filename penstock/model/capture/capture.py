@@ -1,14 +1,13 @@
 """Any module as layers."""
 
 import inspect
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from penstock.errors import CutError, ExportWarning
+from penstock.errors import CutError
 from penstock.model.batch import check_values, undeclared
 from penstock.model.layer_list import as_layers, is_plain_chain
 from penstock.model.layers import Layers
@@ -16,13 +15,10 @@ from penstock.torch_private import uncompiled
 from penstock.trace.progress import saying
 
 from .captured import record_model
-from .check import prove_alike
 from .checked_before import prove_once
 from .inputs import ROUTED, as_call
 from .source import captured_layers
 
-RERUN, EXPORT = "rerun", "export"
-"""How a stage runs its part of a model."""
 Together = Sequence[str] | Sequence[Sequence[str]]
 
 
@@ -34,7 +30,6 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
     inputs: str = ROUTED,
     *,
     keep: Sequence[str] = (),
-    method: str = RERUN,
     check: bool = True,
 ) -> Layers:
     """Return any module as layers that a pipeline can cut: the calls of its blocks, in order.
@@ -60,9 +55,6 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
             that use them; "everywhere": each stage is given them, and less travels.
         keep: patterns of names of blocks whose results are wanted: where no gradients are
             recorded, as in eval_step, the output is then (output, {name: what the block gave}).
-        method: "rerun": stages run the model's own Python; "export": they run what torch.export
-            makes of it, for models whose Python cannot be followed.  What is lost then is warned
-            of, and the graph is compared with the model in any case.
         check: compare the cut model with the whole one on one sample of the example, or on more
             where one shows too little, outputs and all gradients: once for a model, its code and
             library versions (the cache is in `PENSTOCK_CACHE`, by default ~/.cache/penstock).  Of
@@ -73,16 +65,12 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
         CutError: the example does not fit the model's signature; a pattern fits nothing; a tensor
             passes between blocks on a side way; the model keeps state outside its blocks.
         GlueError: code between blocks cannot be followed.
-        CheckError: the cut model is not the model, or what was exported is not.
+        CheckError: the cut model is not the model.
     """
     example_inputs = undeclared(example_inputs)
     _check_signature(model, example_inputs)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     check_values(example_inputs, "example inputs", meta_is_fine=on_meta)
-    if method not in (RERUN, EXPORT):
-        raise CutError(f"method={method!r}; choose {RERUN!r} or {EXPORT!r}")
-    if method == EXPORT:
-        model, blocks = _exported(model, example_inputs, blocks)
     name = type(model).__name__
     with saying(f"running {name} on the example, to find its blocks"):
         captured = record_model(
@@ -92,19 +80,6 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
         with saying(f"checking the cut {name} against the whole one, once; this is remembered"):
             captured = replace(captured, checked=prove_once(captured, example_inputs))
     return captured_layers(captured)
-
-
-def _exported(
-    model: nn.Module, example_inputs: Any, blocks: Sequence[str] | None
-) -> tuple[nn.Module, list[str]]:
-    """Replace a model by its graphs, if they are the model; warn of what they lack."""
-    from .export import export  # takes a second to import, and is seldom wanted
-
-    exported, names, dropped = export(model, example_inputs, blocks)
-    prove_alike(model, exported, example_inputs)
-    text = "; ".join(dropped)
-    warnings.warn(f"{type(model).__name__} was exported: {text}", ExportWarning, stacklevel=3)
-    return exported, names
 
 
 def resolve_layers(model: Any, example_inputs: Any) -> Layers:

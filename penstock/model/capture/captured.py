@@ -246,7 +246,7 @@ def _run_once(
 ) -> tuple[Recording, Writes]:
     parameters = {id(p): name for name, p in model.named_parameters()}
     on_meta = any(p.is_meta for p in model.parameters())
-    recording = Recording(watch(model, blocks), parameters, on_meta=on_meta, together=asked.groups)
+    recording = Recording(watch(blocks), parameters, on_meta=on_meta, together=asked.groups)
     recording.keep, recording.routed_makers = asked.keep, asked.makers
     recording.has_lists = any(isinstance(p, list | deque) and flatten(p)[0] for p in parts(given))
     if asked.inputs == ROUTED:

@@ -19,7 +19,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import CheckError, GlueError, RouteError
+from penstock.errors import CheckError, RouteError
 from penstock.model.copies import faithful_copy
 from penstock.model.entries import Entry, make_entry
 from penstock.model.pytree import flatten, tree_map
@@ -94,41 +94,12 @@ def prove(captured: Captured, example_inputs: Any, partition: tuple[int, ...]) -
     return f"checked: outputs {gradients}over {stages} are the model's, {how}"
 
 
-def prove_alike(model: nn.Module, other: nn.Module, example_inputs: Any) -> None:
-    """Compare two models of the same parameters, in evaluation and in training.
-
-    Raises:
-        CheckError: outputs, gradients or buffers differ, and by more than rounding.
-    """
-
-    def running(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return other(*args, **kwargs)
-        except Exception as error:
-            raise GlueError(
-                f"what torch.export made of the model does not run: {str(error).splitlines()[0]}"
-            ) from error
-
-    with _keeping_gradients(model):
-        call, expected = _reference(model, example_inputs, _FEW[1:])  # graphs fix a size of 1
-        different = _differences(expected, _in_both_modes(other, call, running))
-    for worst in different:
-        if not worst.is_rounding:
-            raise CheckError(
-                f"the exported graph is not the model: in {worst.mode}, {worst.name} differs by "
-                f"{worst.share:.1e} of its largest value. What is exported lacks hooks, custom "
-                "autograd functions and branches on values"
-            )
-
-
-def _reference(
-    model: nn.Module, example_inputs: Any, counts: tuple[int, ...] = _FEW
-) -> tuple[Call, Tensors]:
+def _reference(model: nn.Module, example_inputs: Any) -> tuple[Call, Tensors]:
     """Run the model as it is, in training and in evaluation, on as few samples as show something.
 
     A model may refuse a few samples, or have gradients that are zero for one: it gets more.
     """
-    for count in counts:
+    for count in _FEW:
         few = first_samples(example_inputs, count)
         if few is None:
             break
@@ -174,8 +145,8 @@ def _refuse(different: list[Difference], num_stages: int) -> None:
     raise CheckError(
         f"cut into {num_stages} stages, the model is not what it is whole: {worst[0].name} "
         f"differs by {worst[0].share:.1e} of its largest value, and {len(worst) - 1} others "
-        f"differ; {also}. Name other blocks (blocks=), keep some "
-        "together (together=), or try method='export'; check=False goes on regardless"
+        f"differ; {also}. Name other blocks (blocks=), or "
+        "keep some together (together=); check=False goes on regardless"
     )
 
 

@@ -21,7 +21,6 @@ from penstock.torch_private import has_accumulation_hooks
 
 from .captured import Captured
 from .check import prove
-from .exported import Exported
 from .source import captured_layers
 from .watch import original_class
 
@@ -110,8 +109,7 @@ def _sources(model: nn.Module) -> list[Path]:
     Raises:
         FileNotFoundError: a class is in no file.
     """
-    whole = [*model.modules(), *(model.original.modules() if isinstance(model, Exported) else ())]
-    bases = {base for module in whole for base in type(module).__mro__}
+    bases = {base for module in model.modules() for base in type(module).__mro__}
     names = {base.__module__ for base in bases if _package(base.__module__) not in _KNOWN}
     loaded = {
         name: Path(file)

@@ -38,7 +38,7 @@ def run_noting(
     wanted = {v: at for v, at in held.items() if len(at) > 1 or v.event.block.startswith(INPUT)}
     parameters = (find_tensor(captured.model, name) for name in captured.parameters)
     replay = _WithoutValues(
-        watch(captured.model, captured.blocks),
+        watch(captured.blocks),
         frozenset(id(tensor) for tensor in parameters if tensor is not None),
         0,
         dict.fromkeys(alone, 0),

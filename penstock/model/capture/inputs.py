@@ -14,7 +14,6 @@ from penstock.model.pytree import Node, Structure, flatten, tree_map, unflatten
 from penstock.model.templates import moved
 
 from .events import INPUT, START, EventKey, Told
-from .exported import Exported
 from .ghost import Ghost
 
 ROUTED, EVERYWHERE = "first", "everywhere"
@@ -60,8 +59,7 @@ def names_of_positions(model: nn.Module) -> tuple[int | str, ...]:
     """Return by which name each positional parameter of a model's forward can be given too, or
     its number where by none.
     """
-    called = model.original if isinstance(model, Exported) else model
-    parameters = inspect.signature(called.forward).parameters.values()
+    parameters = inspect.signature(model.forward).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return tuple(
         number if parameter.kind is parameter.POSITIONAL_ONLY else parameter.name

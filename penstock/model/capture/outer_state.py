@@ -27,7 +27,6 @@ from penstock.model.state import attributes as tensor_places
 from penstock.model.state import keeping_values, tensors_at
 from penstock.torch_private import BUFFERS, PARAMETERS, version_counter, without_cached_weights
 
-from .exported import Exported
 from .ghost import Ghost
 
 UNCOUNTED = frozenset(name for name in vars(nn.Module()) if name.endswith("hooks"))
@@ -240,10 +239,7 @@ def as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
         after.enter_context(torch.random.fork_rng(list(range(torch.cuda.device_count()))))
         tensors = [*model.buffers(), *tensors_at(tensor_places(modules))]
         after.enter_context(keeping_values(tensors))
-        kept = modules
-        if isinstance(model, Exported):  # its mode is that of what was exported
-            kept = [*modules, *model.original.modules()]
-        after.callback(put_back, kept_by(kept))
+        after.callback(put_back, kept_by(modules))
         if model.training != training:
             model.train(training)
         yield

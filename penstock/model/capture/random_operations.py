@@ -54,7 +54,7 @@ _SWITCHES: dict[Any, tuple[str, int, Any]] = {
 
 def draws(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether an operation, so called, draws random numbers."""
-    if isinstance(function, OpOverload):  # of an exported graph
+    if isinstance(function, OpOverload):  # called by its own name
         return torch.Tag.nondeterministic_seeded in function.tags
     if function in _ALWAYS:
         return True

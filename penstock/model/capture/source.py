@@ -20,7 +20,6 @@ from penstock.trace.units import count_text
 from .captured import Captured
 from .crossings import run_noting
 from .events import EventKey, ValueId, name_of
-from .exported import Exported
 from .header_cache import SealedHeader
 from .inputs import ROUTED, Call, as_call, as_inputs
 from .materialize import Part, move_or_make_parts
@@ -87,7 +86,6 @@ def captured_layers(captured: Captured) -> Layers:
         tuple(steps.values()),
         CapturedForward(captured, steps),
         model,
-        model.original if isinstance(model, Exported) else model,
         captured.together,
     )
 

@@ -166,7 +166,7 @@ class CutModel:
 
     def _part(self, stage: int) -> _Part:
         if stage not in self._parts:
-            self._names = self._names or watch(self.captured.model, self.captured.blocks)
+            self._names = self._names or watch(self.captured.blocks)
             self._parts[stage] = self._make_part(stage)
         return self._parts[stage]
 

@@ -27,7 +27,6 @@ from penstock.torch_private import (
 
 from .errors import calling_line
 from .events import EventKey, ValueId
-from .exported import Exported
 from .ghost import QUESTIONS, map_tensors
 from .routes import Call, Placed
 
@@ -114,17 +113,10 @@ def release(model: nn.Module, kept: Collection[str]) -> None:
             continue
         path, _, last = name.rpartition(".")
         absent = Absent.instead_of(parameter, name)
-        for owner in owners_of(model, path):
-            if last in parameters_of(owner):
-                parameters_of(owner)[last] = None
-                owner.__dict__[last] = absent
-
-
-def owners_of(model: nn.Module, path: str) -> list[nn.Module]:
-    """Yield the modules that hold the parameters of one: several where a model is two graphs."""
-    if isinstance(model, Exported):
-        return list(model.owners(path))
-    return [model.get_submodule(path)]
+        owner = model.get_submodule(path)
+        if last in parameters_of(owner):
+            parameters_of(owner)[last] = None
+            owner.__dict__[last] = absent
 
 
 class Absent(Tensor, Sealed):

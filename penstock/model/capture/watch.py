@@ -19,7 +19,6 @@ from penstock.torch_private import (
 )
 
 from .activation_checkpoints import reentrant, watch_checkpoints
-from .exported import Exported
 from .ghost import CURRENT, ghosts_in
 from .tied_weights import in_reentrant, lent_instead
 
@@ -28,20 +27,17 @@ _WATCHED: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
 """What a class becomes, by itself and whether direct calls of its forward are seen."""
 
 
-def watch(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[int, str]:
+def watch(blocks: Mapping[str, nn.Module]) -> dict[int, str]:
     """Route each block's calls to the pass that is under way; there is no other change.
 
     A block's class becomes a subclass of its own, with the same name.
 
     Returns:
-        The blocks' names by the id of their module, and of other modules that are the same block.
+        The blocks' names by the id of their module.
     """
-    modules = [(block, name) for name, block in blocks.items()]
-    if isinstance(model, Exported):
-        modules += [(twin, name) for name in blocks for twin in model.twins(name)]
-    for block, _ in modules:
+    for block in blocks.values():
         _watch(block)
-    return {id(module): name for module, name in modules}
+    return {id(block): name for name, block in blocks.items()}
 
 
 def _watch(block: nn.Module) -> None:

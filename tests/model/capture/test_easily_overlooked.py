@@ -241,31 +241,6 @@ class DroppingAll(Chain):
         self.blocks = nn.ModuleList(Dropping(WIDTH, WIDTH) for _ in range(3))
 
 
-@pytest.mark.filterwarnings("ignore::penstock.errors.ExportWarning")
-def test_the_mode_of_a_graph_is_the_models_own() -> None:
-    model = DroppingAll().eval()
-    expected = model(inputs())
-    layers = penstock.capture(model, inputs(), method="export")
-    assert not any(module.training for module in model.modules())
-    with penstock.Pipeline(layers, num_stages=2, threads_per_stage=1) as pipe, torch.no_grad():
-        assert torch.equal(pipe(inputs()), expected)
-        pipe.train()
-        assert all(module.training for module in model.modules())
-        assert not torch.equal(pipe(inputs()), expected)
-        assert torch.equal(pipe.eval_step(inputs()), expected)
-        assert all(module.training for module in model.modules())
-        model.eval()
-        assert torch.equal(pipe(inputs()), expected)
-        model.train()
-        model.blocks[1].eval()
-        with pytest.raises(CutError, match=r"'blocks\.1' is in evaluation mode, and the model in"):
-            pipe(inputs())
-        assert torch.equal(pipe.eval_step(inputs()), expected)
-        assert not model.blocks[1].training
-        with pytest.raises(CutError, match=r"'blocks\.1' is in evaluation mode"):
-            penstock.capture(model, inputs(), method="export")
-
-
 MODEL_AND_HELPER = {
     "helper_beside": "def mix(x):\n    return x + 1\n",
     "model_beside": """
