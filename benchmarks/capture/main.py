@@ -137,7 +137,7 @@ class _Plain:
     is_inside = False
 
     def __init__(self, cut: CutModel, inputs: Any) -> None:
-        self._names = watch(cut.captured.model, cut.captured.blocks)
+        self._names = watch(cut.captured.blocks)
         args, kwargs = as_call(inputs)
         token = CURRENT.set(self)  # type: ignore[arg-type]  # as much of a pass as blocks ask
         start_s = time.perf_counter()

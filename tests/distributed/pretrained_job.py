@@ -39,8 +39,8 @@ def own_names(mesh: penstock.Mesh, name: str) -> set[str]:
     partition = even_cut(layers, mesh.num_stages)
     cut = CutModel(captured_of(layers), tuple(partition))
     foreign = [n for s in range(len(partition)) if s != mesh.stage for n in cut.names_of(s)]
-    assert layers.original is not None
-    return set(layers.original.state_dict()) - set(foreign)
+    assert layers.model is not None
+    return set(layers.model.state_dict()) - set(foreign)
 
 
 def only_own_files(mesh: penstock.Mesh, name: str, whole: Path) -> Path:
