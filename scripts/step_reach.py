@@ -1,7 +1,9 @@
-"""Print the files, lines and functions that one training step enters: what a reader has to read.
+"""Print the files, lines and functions that one call enters: what a reader has to read.
 
-    python -m scripts.step_reach              Penstock: K = 2, M = 2, threads, recompute
-    python -m scripts.step_reach torchgpipe   the same of torchgpipe, where it is installed
+    python -m scripts.step_reach              a training step of Penstock: K = 2, M = 2, threads,
+                                              recompute
+    python -m scripts.step_reach plan         penstock.plan of a model of 24 layers, counted
+    python -m scripts.step_reach torchgpipe   the step of torchgpipe, where it is installed
 
 The step is not the pipeline's first, which also measures, cuts and lowers.  Lines are those of
 the whole files.
@@ -23,16 +25,22 @@ import penstock
 
 
 def main() -> None:
-    """Count what the package named by the first argument enters, and print it as a table."""
-    name = sys.argv[1] if len(sys.argv) > 1 else "penstock"
-    folder = Path(importlib.import_module(name).__file__ or "").parent
-    make_step = {"penstock": penstock_step, "torchgpipe": torchgpipe_step}[name]
-    entered = [code for code in functions_entered(make_step) if within(code, folder)]
-    files = Counter(Path(code.co_filename) for code in entered)
-    lines = {path: len(path.read_text().splitlines()) for path in files}
+    """Count what the call named by the first argument enters, and print it as a table."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "step"
+    files, lines = reach(name)
     for path in sorted(files, key=lambda path: -lines[path]):
-        print(f"{lines[path]:6} lines {files[path]:4} functions  {path.relative_to(folder)}")
-    print(f"{len(files)} files, {sum(lines.values()):,} lines, {len(entered)} functions of {name}")
+        print(f"{lines[path]:6} lines {files[path]:4} functions  {path}")
+    functions = sum(files.values())
+    print(f"{len(files)} files, {sum(lines.values()):,} lines, {functions} functions")
+
+
+def reach(name: str) -> tuple[dict[Path, int], dict[Path, int]]:
+    """Return how many functions of each file a call enters, and the lines of the whole file."""
+    package, make_call = CALLS[name]
+    folder = Path(importlib.import_module(package).__file__ or "").parent
+    entered = [code for code in functions_entered(make_call) if within(code, folder)]
+    files = Counter(Path(code.co_filename).relative_to(folder) for code in entered)
+    return files, {path: len((folder / path).read_text().splitlines()) for path in files}
 
 
 def within(code: CodeType, folder: Path) -> bool:
@@ -79,6 +87,26 @@ def torchgpipe_step() -> Callable[[], object]:
     pipe = torchgpipe.GPipe(layers(), balance=[2, 2], devices=["cpu", "cpu"], chunks=2)
     inputs, targets = torch.randn(4, 8), torch.randn(4, 4)
     return lambda: nn.functional.mse_loss(pipe(inputs), targets).backward()
+
+
+def plan_call() -> Callable[[], object]:
+    """Return a call of `penstock.plan` for a host of eight H100."""
+    with torch.device("meta"):
+        blocks = [
+            nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0)
+            for _ in range(24)
+        ]
+        inputs = torch.empty(2, 16, 64)
+    profile = penstock.profile(blocks, inputs, measure=False, microbatch_sizes=[1, 2])
+    cluster = penstock.Cluster.load("dgx-h100")
+    return lambda: penstock.plan(profile, cluster, batch_size=16)
+
+
+CALLS = {
+    "step": ("penstock", penstock_step),
+    "plan": ("penstock", plan_call),
+    "torchgpipe": ("torchgpipe", torchgpipe_step),
+}
 
 
 if __name__ == "__main__":
