@@ -10,7 +10,7 @@ from penstock.model.layers import Layers
 from penstock.model.pytree import flatten
 from penstock.torch_private import storage_id
 
-from .layer_bytes import LayerBytes
+from .layer_facts import LayerBytes
 from .layer_run import LayerRun, run_alone
 from .untouched import as_it_is, untouched
 

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from penstock.costs.layer_bytes import LayerBytes
+from penstock.costs.layer_facts import LayerBytes
 from penstock.costs.profile import LayerSeconds
 from penstock.schedules.versions import num_versions
 from penstock.types import RecomputePolicy

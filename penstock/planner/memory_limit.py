@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from penstock.costs.layer_bytes import LayerBytes
+from penstock.costs.layer_facts import LayerBytes
 from penstock.errors import ConfigError
 from penstock.schedules.costs import UNIT_COSTS
 from penstock.schedules.ir import Schedule

@@ -10,7 +10,7 @@ from torch import nn
 from penstock.mesh import Mesh
 from penstock.model.capture.capture import capture
 from penstock.model.layers import Layers
-from penstock.optim import adafactor, rmsprop
+from penstock.optim import optimizers
 from penstock.optim.scaler import GradScaler
 from penstock.optim.zero import zero_optimizer
 from penstock.pipeline import Pipeline
@@ -124,8 +124,8 @@ def optimizer_maker(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:
 _OPTIMIZERS: Mapping[type[Section], Callable[..., torch.optim.Optimizer]] = {
     AdamW: torch.optim.AdamW,
     SGD: torch.optim.SGD,
-    RMSProp: rmsprop.RMSProp,
-    Adafactor: adafactor.Adafactor,
+    RMSProp: optimizers.RMSProp,
+    Adafactor: optimizers.Adafactor,
 }
 """What takes the keys of a section as its arguments."""
 

@@ -41,8 +41,7 @@ from .scalars import Scalars
 from .start import begun_from, check_start, checkpoint_of, note_start, start_from
 from .tasks import build_task
 from .tasks.task import Batch
-from .weight_update import WeightUpdate
-from .window import Windows
+from .weight_update import WeightUpdate, Windows
 
 
 class Trainer:

@@ -37,7 +37,7 @@ FAULTS = (
     ),
     Fault(
         "RMSProp adds its epsilon to the root",
-        "penstock/optim/rmsprop.py",
+        "penstock/optim/optimizers.py",
         'square.add(group["eps"]).sqrt_()',
         'square.sqrt().add_(group["eps"])',
         "tests/optim/test_optimizers.py",

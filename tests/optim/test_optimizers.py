@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.optim.adafactor import Adafactor
 from penstock.optim.averaging import Averaging
-from penstock.optim.rmsprop import RMSProp
+from penstock.optim.optimizers import Adafactor, RMSProp
 
 
 def test_rmsprop_by_hand() -> None:

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from penstock.costs.layer_bytes import LayerBytes
+from penstock.costs.layer_facts import LayerBytes
 from penstock.errors import ConfigError
 from penstock.planner.balance import LayerMemory, balanced, predicted_s, tables_of
 from penstock.planner.memory_limit import fitted, sizes_of

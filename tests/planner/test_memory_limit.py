@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.costs.layer_bytes import LayerBytes
+from penstock.costs.layer_facts import LayerBytes
 from penstock.errors import ConfigError
 from penstock.planner.memory_limit import Policy, fitted, peak_of
 from penstock.planner.plan import Plan
