@@ -5,7 +5,8 @@
     header    else, if it is new
     values    else, each tensor by itself, into the memory where it will stay
 
-So a small message is one send and one receive.
+The room grows with what has come, which both ends know.  So a message that is no larger than one
+before it is one send and one receive, and comes in while others are computed on.
 """
 
 import struct
@@ -29,10 +30,17 @@ from .wire import TensorKind, fill, memory_of, room_for, to_bytes
 
 _FIRST = struct.Struct("!IIqI")
 """The number of the header, its bytes if it is new, the micro-batch, whether all is here."""
-_ROOM_BYTES = 1 << 17
-"""A larger message goes in parts, which are not copied."""
-_MOST_BEGUN = 64
-"""When so many small sends were begun, a thread waits for them and gives back their memory."""
+_ROOM_BYTES, _MOST_ROOM_BYTES = 1 << 17, 1 << 22
+"""The room at first, and at most: a larger message always goes in parts, which are not copied."""
+_MOST_BEGUN, _MOST_HELD_BYTES = 64, 1 << 20
+"""After so many sends, or of so many bytes, a thread waits for them and gives back their memory."""
+
+
+def _room_after(room_bytes: int, num_bytes: int) -> int:
+    """Return the room for the next message, after one of `num_bytes`; alike at both ends."""
+    if num_bytes > _MOST_ROOM_BYTES:
+        return room_bytes
+    return max(room_bytes, 1 << (num_bytes - 1).bit_length())
 
 
 class _Begun(NamedTuple):
@@ -54,6 +62,7 @@ class Outgoing:
         self._wires, self._tag = mesh.point_to_point, channel
         self._device = mesh.device
         self._begun: list[_Begun] = []
+        self._held_bytes, self._room_bytes = 0, _ROOM_BYTES
 
     def forget_lasting(self) -> None:
         """Begin a run, or end one: parameters change between runs."""
@@ -70,10 +79,13 @@ class Outgoing:
         values = [(tensor, kind) for tensor, kind in values if kind.num_bytes]
         num_bytes = _FIRST.size + len(told) + sum(kind.num_bytes for _, kind in values)
         on_cpu = self._device.type == "cpu"
-        if num_bytes <= _ROOM_BYTES and on_cpu:
+        is_whole = num_bytes <= self._room_bytes and on_cpu
+        self._room_bytes = _room_after(self._room_bytes, num_bytes)
+        if is_whole:
             first = _FIRST.pack(number, len(told), microbatch, True)
             self._send(bytearray().join([first, told, *[memory_of(*v) for v in values]]))
-            if len(self._begun) < _MOST_BEGUN:
+            self._held_bytes += num_bytes
+            if len(self._begun) < _MOST_BEGUN and self._held_bytes < _MOST_HELD_BYTES:
                 return
         else:
             self._send(bytearray(_FIRST.pack(number, len(told), microbatch, False)))
@@ -85,7 +97,7 @@ class Outgoing:
             self._drop_ended()
             return  # this thread's stream is to wait, once the run is over
         self._later.append(self._wires.later.submit(partial(self._wait, self._begun, None)))
-        self._begun = []
+        self._begun, self._held_bytes = [], 0
 
     def _send(self, content: bytearray) -> None:
         self._begin(torch.frombuffer(content, dtype=torch.uint8))
@@ -110,7 +122,7 @@ class Outgoing:
         slots, self._later = self._later, []
         for slot in slots:
             slot.get(timeout_s)
-        begun, self._begun = self._begun, []
+        begun, self._begun, self._held_bytes = self._begun, [], 0
         self._wait(begun, time.monotonic() + timeout_s)
 
     def _wait(self, begun: list[_Begun], deadline: float | None) -> None:
@@ -164,8 +176,15 @@ class Incoming:
         header = self._headers.read(number, told)
         kinds = [kind for kind in header.kinds if isinstance(kind, TensorKind)]
         tensors = self._unpacked(kinds, at) if is_whole else self._received(kinds, deadline)
-        self.expects_much = not is_whole and self._device.type == "cpu"
+        total = at + sum(kind.num_bytes for kind in kinds)
+        self.expects_much = total > _MOST_ROOM_BYTES and self._device.type == "cpu"
+        self._make_room(_room_after(len(self._bytes), total))
         return self._headers.payload(header, tensors)
+
+    def _make_room(self, num_bytes: int) -> None:
+        if num_bytes > len(self._bytes) and self._device.type == "cpu":
+            self._bytes = memoryview(bytearray(num_bytes))
+            self._room = torch.frombuffer(self._bytes, dtype=torch.uint8)
 
     def _check(self, sent: int, microbatch: int, header_bytes: int) -> None:
         if header_bytes > MOST_BYTES:
@@ -193,9 +212,9 @@ class Incoming:
     def _unpacked(self, kinds: list[TensorKind], at: int) -> list[Tensor]:
         """Copy the tensors that came in the room to where they will stay."""
         total = at + sum(kind.num_bytes for kind in kinds)
-        if total > _ROOM_BYTES:
+        if total > len(self._bytes):
             raise MeshError(
-                f"rank {self._rank} sent a message of at most {_ROOM_BYTES:,} bytes that "
+                f"rank {self._rank} sent a message of at most {len(self._bytes):,} bytes that "
                 f"describes {total:,}: the connection is damaged, or the versions differ"
             )
         tensors = []

@@ -286,8 +286,8 @@ FAULTS = (
     Fault(
         "a message is taken for a small one whatever its size",
         "penstock/transport/torch_distributed.py",
-        "if num_bytes <= _ROOM_BYTES and on_cpu:",
-        "if on_cpu:",
+        "is_whole = num_bytes <= self._room_bytes and on_cpu",
+        "is_whole = on_cpu",
         "tests/distributed/test_link.py",
         "exchange",
     ),
