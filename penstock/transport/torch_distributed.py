@@ -33,7 +33,7 @@ _FIRST = struct.Struct("!IIqI")
 _ROOM_BYTES, _MOST_ROOM_BYTES = 1 << 17, 1 << 22
 """The room at first, and at most: a larger message always goes in parts, which are not copied."""
 _MOST_BEGUN, _MOST_HELD_BYTES = 64, 1 << 20
-"""After so many sends, or of so many bytes, a thread waits for them and gives back their memory."""
+"""After so many sends, or bytes, a thread waits for them and gives back their memory."""
 
 
 def _room_after(room_bytes: int, num_bytes: int) -> int:

@@ -17,8 +17,8 @@ from penstock.transport.torch_distributed import Incoming, Outgoing
 from tests.distributed.call import call
 
 NUM_RUNS, MICROBATCHES, NUM_KINDS = 150, 10, 400
-LARGE = (300, 200)
-"""The shape of what does not fit into the room that a receiver keeps ready."""
+LARGE, HUGE = (300, 200), (1100, 1000)
+"""Shapes of what does not fit at first into the room that a receiver keeps ready; and never."""
 
 
 def payload(run: int, microbatch: int) -> Activation | Gradient:
@@ -26,7 +26,9 @@ def payload(run: int, microbatch: int) -> Activation | Gradient:
     draw = random.Random(run * MICROBATCHES + microbatch)
     kind = microbatch if draw.random() < 0.8 else draw.randrange(NUM_KINDS)
     generator = torch.Generator().manual_seed(run)
-    shape = LARGE if draw.random() < 0.05 else (kind % 20 + 1, kind // 20 + 1)
+    size = draw.random()
+    shape = LARGE if size < 0.05 else (kind % 20 + 1, kind // 20 + 1)
+    shape = HUGE if size < 0.002 else shape
     first = torch.randn(shape, generator=generator)
     second = torch.randn(kind % 7, 2, generator=generator).t()
     if kind % 3 == 0:
