@@ -24,6 +24,7 @@ import torch
 
 from penstock.mesh import Mesh
 from penstock.mesh.plain_data import Codec, record
+from penstock.mesh.point_to_point import PointToPoint
 
 ALL_PAIRS_UP_TO = 8
 """Beyond so many ranks, only neighbours and the closing pair of the ring are measured."""
@@ -78,15 +79,14 @@ def measure_edges(mesh: Mesh) -> tuple[Edge, ...]:
         WaitTimeout: a message did not arrive within the mesh's deadline.
     """
     mine = []
-    if mesh.world_size > 1:
-        assert mesh.point_to_point is not None  # all connect, together
+    wires = mesh.point_to_point  # all connect, together, also those that only wait for their turn
     for source, target in pairs(mesh.world_size):
         edge = f"rank {source} ──► rank {target}"
         mesh.world.barrier(f"for its turn, before {edge} is measured")
         if mesh.rank not in (source, target):
             continue
         peer = target if mesh.rank == source else source
-        job = partial(_lead if mesh.rank == source else _follow, mesh, peer)
+        job = partial(_lead if mesh.rank == source else _follow, _Line(wires, mesh, peer))
         what = f"for messages of rank {peer}, while {edge} was measured"
         found = mesh.background.wait(mesh.background.controls.submit(job), what, peer)
         mine += [found] if found is not None else []
@@ -115,25 +115,25 @@ def clocks_s(edges: tuple[Edge, ...], world_size: int) -> tuple[float, ...]:
 class _Line:
     """Both directions to one peer, as messages of training go."""
 
-    def __init__(self, mesh: Mesh, peer: int) -> None:
-        self._wires, self._timeout_s, self._peer = mesh.point_to_point, mesh.timeout_s, peer
+    def __init__(self, wires: PointToPoint, mesh: Mesh, peer: int) -> None:
+        self._wires, self._timeout_s = wires, mesh.timeout_s
+        self.rank, self.peer = mesh.rank, peer
 
     def send(self, message: bytes) -> None:
         content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        self._wait(self._wires.send(content, self._peer, _TAG), content)
+        self._wait(self._wires.send(content, self.peer, _TAG), content)
 
     def receive(self, room: bytearray) -> bytearray:
         content = torch.frombuffer(room, dtype=torch.uint8)
-        self._wait(self._wires.receive(content, self._peer, _TAG), content)
+        self._wait(self._wires.receive(content, self.peer, _TAG), content)
         return room
 
     def _wait(self, work: Any, content: torch.Tensor) -> None:
         self._wires.wait(work, content, time.monotonic() + self._timeout_s)
 
 
-def _lead(mesh: Mesh, peer: int) -> Edge:
+def _lead(line: _Line) -> Edge:
     """Do the source's part, and measure."""
-    line = _Line(mesh, peer)
     pings = list(_pings(line))
     latency_s = median(took_s for took_s, _ in pings) / 2
     times_s: list[float] = []
@@ -150,7 +150,7 @@ def _lead(mesh: Mesh, peer: int) -> Edge:
     took_s = median(times_s)
     on_the_way_s = max(took_s - 2 * latency_s, took_s / 10)
     _, clock_s = min(pings)
-    return Edge(mesh.rank, peer, latency_s, num_bytes / on_the_way_s, num_bytes, clock_s)
+    return Edge(line.rank, line.peer, latency_s, num_bytes / on_the_way_s, num_bytes, clock_s)
 
 
 def _pings(line: _Line) -> Iterator[tuple[float, float]]:
@@ -177,9 +177,8 @@ def _exchange(line: _Line, payload: bytes) -> tuple[float, float]:
     return took_s, peers_clock_s - (clock_s + took_s / 2)
 
 
-def _follow(mesh: Mesh, peer: int) -> None:
+def _follow(line: _Line) -> None:
     """Do the target's part."""
-    line = _Line(mesh, peer)
     while (num_bytes := _NUMBER.unpack(line.receive(bytearray(_NUMBER.size)))[0]) >= 0:
         if num_bytes:
             line.receive(bytearray(num_bytes))

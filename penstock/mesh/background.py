@@ -2,7 +2,7 @@
 
 controls   collectives of a few numbers
 receives   large messages, one after the other, in the order the program wants them
-sends-...  large messages that others have not yet taken; started when the first one goes
+sends-...  messages that others have not yet taken; started where stages send any
 long       work of an unknown length that all processes wait for, such as reading a checkpoint
 saves      checkpoints that are written while training goes on, one after the other
 saves-...  as controls and long, but for these checkpoints, over a process group of their own

@@ -38,7 +38,11 @@ class Rectangle(NamedTuple):
 
 
 class Rectangles:
-    """Amounts for the runs of `num_layers` layers."""
+    """Amounts for the runs of `num_layers` layers, added up for one of them, or for every one.
+
+    A run is [start, end); a rectangle counts for every run whose start is from `first_start` to
+    `last_start`, and whose end is from `first_end` to `last_end`, all included.
+    """
 
     def __init__(self, num_layers: int, found: Iterable[Rectangle]) -> None:
         self._size = num_layers + 1

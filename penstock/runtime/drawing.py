@@ -34,6 +34,10 @@ _RERUNS = frozenset(("torch.random", "torch.utils.checkpoint"))
 class CompiledCalls:
     """Runs functions, and notes whether compiled code ran in one.
 
+    Under a dispatch mode torch runs compiled functions uncompiled, so that a layer which holds
+    some has to be known before one is entered.  They may be anywhere (a module, one inside it, a
+    function that a forward calls), and all of them are entered through one module of torch.
+
     `reruns`: a checkpoint ran as well, or the state of the default generators was read or set, so
     that the backward may draw again.
     """

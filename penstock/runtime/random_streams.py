@@ -32,7 +32,12 @@ AutogradMode = tuple[bool, Any]
 
 
 def autograd_mode() -> AutogradMode:
-    """Say how autograd records now.  Inside a checkpoint it does so otherwise than around it."""
+    """Say how autograd records now.  Inside a checkpoint it does so otherwise than around it.
+
+    What runs in one of the user's own (torch.utils.checkpoint, or a torch.autograd.Function that
+    works like it) runs a second time in the backward pass, where random numbers are not keyed and
+    BatchNorm's moments are not wanted.
+    """
     return torch.is_grad_enabled(), saving_hooks()
 
 

@@ -23,7 +23,11 @@ from .library import as_loaded
 
 
 class Sources:
-    """Finds what gives a tensor its values, among the tensors `there` of a folder."""
+    """Finds what gives a tensor its values, among the tensors `there` of a folder.
+
+    The names are the model's own, with or without the name of the base model.  Where transformers
+    renames, fuses or splits tensors of older files as it loads them, its own rules are used.
+    """
 
     def __init__(self, original: nn.Module, there: Iterable[str]) -> None:
         base = getattr(original, "base_model_prefix", "")

@@ -9,21 +9,17 @@ from typing import NamedTuple
 
 from penstock.costs.cluster import Link
 
+LEAST_TIMES = 5
+_SAMPLE_S = 2e-4
+"""Shorter work is timed several times together."""
 _HALF_WAY = 0.75
 """Of what one direction reaches alone; a duplex link has all of it both ways, another one half."""
-
-
 _DIGITS = 4
 
 
 def rounded(value: float) -> float:
-    """Return a number with four significant digits."""
+    """Return a number with four significant digits: no more than a measurement has."""
     return float(f"{value:.{_DIGITS}g}")
-
-
-LEAST_TIMES = 5
-_SAMPLE_S = 2e-4
-"""Shorter work is timed several times together."""
 
 
 class Spread(NamedTuple):

@@ -124,7 +124,7 @@ def _check_last(
 
 
 def ends(lanes: Lanes) -> None:
-    """Check that a walk reaches the end of every program."""
+    """Check that a walk reaches the end of every program: no rank waits for ever."""
     for _ in walk_runs(lanes.schedule):
         pass
 
@@ -169,7 +169,11 @@ def recomputes(lanes: Lanes) -> None:
 
 
 def in_order(lanes: Lanes) -> None:
-    """Check that the forwards and the backwards of each stage come in micro-batch order."""
+    """Check that the forwards and the backwards of each stage come in micro-batch order.
+
+    It makes the gradients of synchronous families equal to the unsplit model's to the bit: sums
+    are made in the same order.
+    """
     for stage in range(lanes.num_stages):
         _check(lanes, stage, "the forwards of a stage must come in micro-batch order", ir.Forward)
         for kinds in (ir.GIVES_GRADIENTS, ir.ADDS_GRADIENTS):
