@@ -8,11 +8,13 @@ results whatever torch.save takes.
 
 import importlib
 import json
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 import penstock
@@ -50,6 +52,8 @@ def main() -> None:
     function = getattr(importlib.import_module(module), name)
     torch.set_num_threads(1)
     with penstock.init_mesh(int(stages), int(replicas), timeout_s=60.0, device="cpu") as mesh:
+        random.seed(mesh.rank)  # torch's begins with a seed of its own
+        numpy.random.seed(mesh.rank)
         found = function(mesh, **json.loads(Path(arguments).read_text()))
         torch.save(found, Path(folder) / f"{mesh.rank}.pt")
 
