@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from .optim.scaler import GradScaler as GradScaler
     from .optim.zero import zero_optimizer as zero_optimizer
     from .pipeline import Pipeline as Pipeline
-    from .planner.foretell import simulate as simulate
     from .planner.make_plan import plan as plan
     from .planner.plan import Plan as Plan
+    from .planner.predict import simulate as simulate
     from .runtime.profiling import profile as profile
     from .trace.timeline import Timeline as Timeline
     from .types import Recompute as Recompute
@@ -74,7 +74,7 @@ _HOME = {
     "plan": "penstock.planner.make_plan",
     "save_checkpoint": "penstock.checkpoint",
     "save_pretrained": "penstock.checkpoint",
-    "simulate": "penstock.planner.foretell",
+    "simulate": "penstock.planner.predict",
     "zero_optimizer": "penstock.optim.zero",
 }
 
@@ -82,7 +82,7 @@ _WITHOUT_TORCH = (
     "penstock.costs.profile",
     "penstock.costs.cluster",
     "penstock.errors",
-    "penstock.planner.foretell",
+    "penstock.planner.predict",
     "penstock.planner.make_plan",
     "penstock.planner.plan",
     "penstock.trace.timeline",

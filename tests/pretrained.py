@@ -10,7 +10,7 @@ import penstock
 from penstock.model.capture.captured import record_model
 from penstock.model.capture.source import captured_layers
 from penstock.model.layers import Layers
-from penstock.planner.partition import balance
+from penstock.planner.cuts import balance
 from tests.model.capture.any_models.lists import REQUIRED
 from tests.model.capture.any_models.made import Made
 

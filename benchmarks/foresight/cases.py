@@ -8,9 +8,9 @@ from typing import Any
 from benchmarks.all_pairs import all_pairs
 from benchmarks.foresight.subjects import Subject
 from penstock import Cluster, Plan, Profile, Recompute, Transport
-from penstock.planner.foretell import Foretold
-from penstock.planner.partition import cut, sums
+from penstock.planner.cuts import cut, sums
 from penstock.planner.placement import Placement
+from penstock.planner.predict import Foretold
 from penstock.planner.pricing import Pricing
 from penstock.schedules import Family
 from penstock.schedules.costs import UNIT_COSTS

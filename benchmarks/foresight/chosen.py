@@ -19,8 +19,8 @@ from benchmarks.foresight.subjects import SMALLEST, SUBJECTS, Subject
 from benchmarks.report import Column, Load, Report, progress
 from penstock import Cluster, Profile, Recompute
 from penstock.planner.candidates import Wishes
-from penstock.planner.choose import find_plans
-from penstock.planner.foretell import Foretold
+from penstock.planner.predict import Foretold
+from penstock.planner.rank import find_plans
 
 KINDS = ("transformer", "AmoebaNet")
 FAMILIES = (("gpipe", 1), ("one_f_one_b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2))

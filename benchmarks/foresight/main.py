@@ -15,7 +15,7 @@ from benchmarks.report import Column, Load, Report, counts, parser, progress, pu
 from penstock import Cluster, Profile
 from penstock.doctor.calibration import calibrate
 from penstock.doctor.calibration.work import TINY
-from penstock.planner.foretell import Foretold
+from penstock.planner.predict import Foretold
 
 COLUMNS = (
     Column("model", "model"),

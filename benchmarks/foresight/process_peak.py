@@ -24,7 +24,7 @@ from benchmarks.report import Column, Load, Report, progress
 from benchmarks.throughput.processes import Key, Part, Processes
 from penstock import Profile, Recompute, init_mesh
 from penstock.doctor.calibration.process_bytes import resident_bytes
-from penstock.planner.foretell import Foretold
+from penstock.planner.predict import Foretold
 
 COLUMNS = (
     Column("model", "model"),

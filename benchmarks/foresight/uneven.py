@@ -27,8 +27,8 @@ from benchmarks.report import Column, Load, Report, interleaved, progress
 from penstock import Cluster, Pipeline, Plan, Profile
 from penstock.interval import likely
 from penstock.planner.candidates import Wishes
-from penstock.planner.choose import find_plans
-from penstock.planner.foretell import Foretold
+from penstock.planner.predict import Foretold
+from penstock.planner.rank import find_plans
 
 NUM_RANKS, NUM_MICROBATCHES = 2, 8
 HEAVY_PLACE, HEAVY = 1, 3

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock import Cluster, Plan, Profile, Recompute, Timeline, Transport
-from penstock.planner.foretell import Foretold
 from penstock.planner.placement import Placement
+from penstock.planner.predict import Foretold
 from penstock.schedules import gpipe, ir
 from penstock.schedules.costs import per_stage
 from penstock.schedules.ir import Schedule

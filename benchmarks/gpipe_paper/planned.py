@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from penstock.planner.candidates import Wishes
-from penstock.planner.choose import find_plans
+from penstock.planner.rank import find_plans
 
 from .cells import Cell
 from .largest import cluster_of

@@ -26,7 +26,7 @@ from benchmarks.report import (
     publish,
 )
 from penstock import Layers, Pipeline, Transport, capture
-from penstock.planner.partition import balance
+from penstock.planner.cuts import balance
 from penstock.runtime.devices import num_cores
 from penstock.schedules.ir import Backward, Forward, Recompute
 from penstock.simulator import Costs, simulate

@@ -9,9 +9,10 @@ The forward and the backward are torch's own; the model is as it was afterwards.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -171,7 +172,7 @@ class _Count:
 
     def found(self, lasting: set[int], microbatch_size: int) -> AtSize:
         """Return what was seen; `lasting` are storages of parameters and buffers."""
-        values, storages = _values(self._crossings)
+        values, storages = values_of(self._crossings)
         targets = [tensor for tensor in flatten(self._targets)[0] if self._has_loss]
         lasting = lasting | {storage_id(tensor) for tensor in targets}
         kinds: dict[LayerKind, int] = {}
@@ -179,7 +180,7 @@ class _Count:
         saved: list[tuple[int, ...]] = []
         for n in range(len(self._layers) + 1):
             own = self._saved.get(n, {})
-            touched = [p for p, v in enumerate(values) if _touches(n, v, len(self._layers))]
+            touched = [p for p, v in enumerate(values) if touches(n, v, len(self._layers))]
             at_boundary = {storages[place] for place in touched}
             kind = LayerKind(
                 operators=_merged([*self._log.forward.get(n, ()), *self._operators.get(n, ())]),
@@ -247,13 +248,18 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _values(crossings: Sequence[Crossing]) -> tuple[tuple[Value, ...], list[int]]:
-    """Return the tensors between layers as values, and the storage of each."""
+def values_of(
+    crossings: Sequence[Crossing], same: Mapping[int, int] = MappingProxyType({})
+) -> tuple[tuple[Value, ...], list[int]]:
+    """Return the tensors between layers as values, and the storage of each; `same` are storages
+    that are copies of others.
+    """
     numbers: dict[int, int] = {}
     values, storages = [], []
     for crossing in crossings:
         for tensor in crossing.tensors:
             storage = storage_id(tensor)
+            storage = same.get(storage, storage)
             storages.append(storage)
             values.append(
                 Value(
@@ -268,7 +274,7 @@ def _values(crossings: Sequence[Crossing]) -> tuple[tuple[Value, ...], list[int]
     return tuple(values), storages
 
 
-def _touches(n: int, value: Value, num_layers: int) -> bool:
+def touches(n: int, value: Value, num_layers: int) -> bool:
     """Tell whether a layer gives a value or is given it; the loss, what no layer is given."""
     if n == num_layers:
         return not value.consumers

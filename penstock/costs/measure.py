@@ -12,12 +12,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from penstock.model.layers import Layers
 
+from .profile import LayerSeconds
 from .step_timer import CallLayer, Look, StepTimer
 from .untouched import untouched
 
@@ -41,13 +42,6 @@ TO_BALANCE = Repeats(warming=2, counting=5, enough_s=0.5, long_s=10.0)
 """Quick, for it is done whenever a pipeline is made."""
 
 
-class LayerTime(NamedTuple):
-    """Seconds of a layer, for one micro-batch."""
-
-    forward_s: float
-    backward_s: float
-
-
 def measure_layers(
     layers: Layers,
     inputs: Any,
@@ -55,7 +49,7 @@ def measure_layers(
     *,
     call: CallLayer | None = None,
     look: Look | None = None,
-) -> tuple[LayerTime, ...]:
+) -> tuple[LayerSeconds, ...]:
     """Time forward and backward of each layer on `inputs` (one micro-batch).
 
     The model runs a few times, fewer if it takes long; medians count, over layers that are alike
@@ -67,8 +61,7 @@ def measure_layers(
     timer = StepTimer(layers, call=call, look=look)
     with measuring(layers, num_threads):
         repeat(timer, inputs, TO_BALANCE)
-    found = [timer.seconds(step.index) for step in layers]
-    return tuple(LayerTime(each.forward_s, each.backward_s) for each in found)
+    return tuple(timer.seconds(step.index) for step in layers)
 
 
 @contextmanager

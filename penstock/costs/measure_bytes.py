@@ -1,63 +1,98 @@
 """Count what each layer keeps of a micro-batch for its backward, by running it."""
 
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.model.layers import Layers
-from penstock.model.pytree import flatten
+from penstock.model.pytree import flatten, tree_map
+from penstock.model.stage_plan import Step
 from penstock.torch_private import storage_id
 
-from .layer_facts import LayerBytes
-from .layer_run import LayerRun, run_alone
+from .count import Left, touches, values_of
+from .profile import AtSize, LayerKind
 from .untouched import as_it_is, untouched
 
-Left = Callable[[nn.Module, list[Tensor]], int]
-"""Counts what half a backward leaves of a layer, from the graph of what it gave."""
 
-
-def measure_bytes(layers: Layers, inputs: Any, left: Left) -> tuple[LayerBytes, ...]:
+def measure_bytes(layers: Layers, inputs: Any, left: Left) -> AtSize:
     """Count what each layer keeps of `inputs` (one micro-batch) for its backward, by storage.
 
-    The model runs once, forward; all is as before afterwards, as in `measure_layers`.
+    The model runs once, forward, each layer with a graph of its own; all is as before afterwards,
+    as in `measure_layers`.  A loss is taken to save as much as the model gives.
     """
-    found: dict[int, LayerBytes] = {}
-
-    def perform(layer: LayerRun) -> Any:
-        result, found[layer.step.index] = _counted(layer, left)
-        return result
-
+    kept = _Kept(layers, left)
     with untouched([step.module for step in layers]):
-        run_alone(layers, inputs, perform)
-    return tuple(found.get(step.index, LayerBytes(0, 0, 0, 0, 0)) for step in layers)
-
-
-def _counted(layer: LayerRun, left: Left) -> tuple[Any, LayerBytes]:
-    """Run a layer; return what it gives, and what it keeps."""
-    saved: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved[storage_id(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor.detach()
-
-    with saved_tensors_hooks(pack, as_it_is):
-        result = layer.run()
-    module = layer.step.module
-    for tensor in (*module.parameters(), *module.buffers()):
-        saved.pop(storage_id(tensor), None)
-    inputs, results = _storages(layer.arguments), _storages(result)
-    return result, LayerBytes(
-        inner=sum(saved[s] for s in saved.keys() - inputs.keys() - results.keys()),
-        inputs=sum(inputs.values()),
-        saved_inputs=sum(saved[s] for s in saved.keys() & inputs.keys()),
-        results=sum(results.values()),
-        saved_results=sum(saved[s] for s in saved.keys() & results.keys() - inputs.keys()),
-        left=left(module, flatten(result)[0]),
+        _, crossings = layers.source.run_noting(tree_map(Tensor.detach, inputs), kept.perform)
+    values, storages = values_of(crossings, kept.same)
+    saved, inner = [], []
+    for n in range(len(layers)):
+        own = kept.saved.get(n, {})
+        touched = [p for p, v in enumerate(values) if touches(n, v, len(layers))]
+        at_boundary = {storages[place] for place in touched}
+        saved.append(tuple(p for p in touched if storages[p] in own))
+        inner.append(sum(own[s] for s in own.keys() - at_boundary))
+    given = {v.storage: v.num_bytes for v in values if not v.consumers}
+    return AtSize(
+        microbatch_size=1,
+        kinds=tuple(
+            LayerKind(operators=(), inner_bytes=inside, left_bytes=kept.left.get(n, 0))
+            for n, inside in enumerate(inner)
+        ),
+        kind_of=tuple(range(len(layers))),
+        values=values,
+        saved=tuple(saved),
+        loss=LayerKind(operators=(), inner_bytes=sum(given.values()), left_bytes=0),
     )
 
 
-def _storages(value: Any) -> dict[int, int]:
-    """Return the bytes of the storages of a value's tensors, by what tells these apart."""
-    return {storage_id(t): t.untyped_storage().nbytes() for t in flatten(value)[0]}
+class _Kept:
+    """What layers were seen to save while they ran: bytes, by layer and by storage."""
+
+    def __init__(self, layers: Layers, left: Left) -> None:
+        self._layers, self._left_of = layers, left
+        self.saved: dict[int, dict[int, int]] = {}
+        self.left: dict[int, int] = {}
+        self.same: dict[int, int] = {}
+        """Storages of what layers give that is what they were given, and of that."""
+
+    def perform(self, step: Step, function: Any) -> Any:
+        """Run a layer on copies of what it is given, which it may change in place; what it gives
+        leads to no graph.
+        """
+        if step.index >= len(self._layers):  # a random operation between layers
+            return function()
+        tensors = (*step.module.parameters(), *step.module.buffers())
+        device = tensors[0].device if tensors and self._layers.model is None else None
+        lent: dict[int, int] = {}  # storages of copies, and of what they are copies of
+        found: dict[int, int] = {}
+
+        def enter(tensor: Tensor) -> Tensor:
+            wants_gradient = tensor.requires_grad and tensor.layout is torch.strided
+            copy = tensor.detach().to(device, copy=True)
+            if wants_gradient:
+                copy = copy.requires_grad_().view_as(copy)
+            own = storage_id(tensor)
+            lent[storage_id(copy)] = self.same.get(own, own)
+            return copy
+
+        def pack(tensor: Tensor) -> Tensor:
+            found[storage_id(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor.detach()
+
+        args, keywords = tree_map(enter, (function.args, function.keywords))
+        with saved_tensors_hooks(pack, as_it_is):
+            result = function.func(*args, **keywords)
+        for tensor in tensors:
+            found.pop(storage_id(tensor), None)
+        self.saved[step.index] = {lent.get(s, s): size for s, size in found.items()}
+        results = flatten(result)[0]
+        self.left[step.index] = self._left_of(step.module, results)
+        own_storages = {storage_id(tensor) for tensor in results}
+        self.same.update({s: lent[s] for s in own_storages & lent.keys()})
+        return tree_map(_leave, result)
+
+
+def _leave(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)

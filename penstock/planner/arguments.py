@@ -14,7 +14,7 @@ from penstock.schedules.names import family_of
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy, TiedGradients, Transport
 
 from .checks import check_partition, check_timeout
-from .partition import balance_spans
+from .cuts import balance_spans
 from .placement import Placement
 from .plan import BalancedBy, Plan
 

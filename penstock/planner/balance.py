@@ -1,124 +1,157 @@
-"""Choose the layers of each stage anew, by what the layers were measured to take and to keep."""
+"""Cut the layers of a pipeline anew by what was measured, and keep what its ranks keep within a
+limit of memory.
+"""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 
 import numpy as np
 
-from penstock.costs.layer_facts import LayerBytes
-from penstock.costs.profile import LayerSeconds
+from penstock.costs.profile import AtSize, LayerSeconds
+from penstock.errors import ConfigError
+from penstock.schedules.costs import UNIT_COSTS
+from penstock.schedules.names import families_for
 from penstock.schedules.versions import num_versions
-from penstock.types import RecomputePolicy
 
-from .cuts import Matrix
-from .partition import Spans, cut, sums
+from .cuts import Spans
+from .fit import NoRoom, Policy, fit, predicted_s
 from .plan import BalancedBy, Plan
-from .stage_costs import fastest_that_fits, usual_ways
-from .stage_work import StageWork, Tables, steady, work_of
-
-
-def tables_of(of_layers: Sequence[LayerBytes]) -> Tables:
-    """Return what each run of layers keeps; entries without layers mean nothing."""
-    num_layers = len(of_layers)
-    inner = sums([layer.inner for layer in of_layers])
-    after = [layer.saved_inputs for layer in of_layers[1:]]
-    between = [max(layer.saved_results, x) for layer, x in zip(of_layers, after, strict=False)]
-    # values between layers: [start, end) has those that end before its last layer does
-    values = np.zeros_like(inner)
-    values[:-1, 1:] = sums(between)
-    last = np.array([0, *(layer.saved_results for layer in of_layers)])
-    last[num_layers] += of_layers[-1].results  # the loss saves about as much
-    inputs = np.zeros_like(inner)
-    inputs[:-1] = np.array([layer.inputs for layer in of_layers])[:, None]
-    stays = np.zeros_like(inner)
-    stays[0] = of_layers[0].inputs
-    weights = sums([layer.left for layer in of_layers])
-    return Tables(inputs + inner + values + last, inputs, weights, stays)
+from .price import OnDevice, StagePrices
+from .search import best_cut
+from .stage_bytes import StageBytes
+from .stage_work import steady
 
 
 @dataclass(frozen=True, slots=True)
-class LayerMemory:
-    """What each layer keeps of a micro-batch, and its bytes of weights that an update moves."""
+class Measured:
+    """What the layers of a pipeline were measured to take and to keep, of one micro-batch.
 
-    kept: Sequence[LayerBytes]
-    trainable_bytes: Sequence[int]
-
-
-def balanced(
-    plan: Plan,
-    times_s: Sequence[tuple[float, float]],
-    spans: Spans,
-    memory: LayerMemory | None = None,
-) -> Plan:
-    """Return the plan whose slowest stage is as fast as it can be, with what that predicts.
-
-    `times_s` are the seconds of each layer, forward and backward, for one micro-batch.  A layer
-    costs a stage its backward, and its forward as often as the schedule runs that: a stage whose
-    backward follows at once recomputes nothing, and has time for more layers.
-
-    Where the plan limits memory and `memory` is given, a stage has no more layers than fit the
-    limit of its rank: with nothing recomputed, or else with all of it, which then counts, or moved
-    away as well.  Stages that share a rank are looked at one by one.  Where nothing fits, the
-    limit does not count here.
+    `kept` is None where memory has no limit, `trainable_bytes` are those of each layer's weights
+    that an update moves, each weight in one layer.
     """
-    seconds = [_seconds(*of_layer) for of_layer in times_s]
-    cost = _cost(plan, seconds)
-    partition = None
-    if plan.memory_limit_bytes is not None and memory is not None:
-        partition = cut(plan.num_stages, _cost_that_fits(plan, seconds, memory), spans)
-    partition = partition or cut(plan.num_stages, cost, spans)
-    assert partition is not None, "no layer takes for ever"
-    found = replace(plan, partition=partition, balanced_by=BalancedBy.TIME)
-    return replace(found, predicted_s=predicted_s(found, times_s))
+
+    seconds: Sequence[LayerSeconds]
+    kept: AtSize | None = None
+    trainable_bytes: Sequence[int] = ()
 
 
-def predicted_s(plan: Plan, times_s: Sequence[tuple[float, float]]) -> tuple[float, ...]:
-    """Return the seconds of a micro-batch on each stage of the plan, forward and backward."""
-    cost = _cost(plan, [_seconds(*of_layer) for of_layer in times_s])
-    bounds = pairwise(accumulate(plan.partition, initial=0))
-    return tuple(float(cost(stage)[bound]) for stage, bound in enumerate(bounds))
+def balanced(plan: Plan, measured: Measured, spans: Spans) -> Plan:
+    """Return the plan whose slowest stage is as fast as it can be, with what that predicts; the
+    layers of each stage are kept where they were given by hand.
+
+    A layer costs a stage its backward, and its forward as often as the schedule runs that: a stage
+    whose backward follows at once recomputes nothing, and has time for more layers.  Where the
+    plan limits memory, what is recomputed is chosen by that, and what is moved away of the stages
+    that may.
+
+    Raises:
+        ConfigError: nothing fits; says by how many bytes, on which rank, and what would help.
+    """
+    prices = _prices(plan, measured)
+    if plan.balanced_by is not BalancedBy.HAND:
+        partition = best_cut(prices, spans)
+        if partition is None:  # what is missing is told of the cut without a limit
+            partition = best_cut(_prices(replace(plan, memory_limit_bytes=None), measured), spans)
+        assert partition is not None, "no layer takes for ever"
+        plan = replace(plan, partition=partition, balanced_by=BalancedBy.TIME)
+    policy = Policy(plan.recompute, plan.offload)
+    if plan.memory_limit_bytes is not None:
+        fitted = fit(prices, plan.partition)
+        if isinstance(fitted, NoRoom):
+            raise ConfigError(_why_no_room(plan, fitted, measured))
+        policy = fitted.policy
+        plan = replace(
+            plan,
+            recompute=policy.recompute,
+            offload=policy.offload,
+            predicted_peak_bytes=fitted.peak_bytes,
+        )
+    if plan.balanced_by is BalancedBy.HAND:
+        return plan
+    return replace(plan, predicted_s=predicted_s(prices, plan.partition, policy))
 
 
-def _seconds(forward_s: float, backward_s: float) -> LayerSeconds:
-    """Describe a layer whose recompute takes as long as its forward."""
-    return LayerSeconds(
-        forward_s=forward_s,
-        recompute_s=forward_s,
-        backward_s=backward_s,
-        input_s=backward_s / 2,
-        weight_s=backward_s / 2,
+def _prices(plan: Plan, measured: Measured) -> StagePrices:
+    """Return what any run of layers costs each stage of a plan."""
+    limits = plan.memory_limit_bytes
+    nothing = (0,) * len(measured.seconds)
+    kept = measured.kept or _keeping_nothing(len(measured.seconds))
+    return StagePrices(
+        family=plan.schedule,
+        num_stages=plan.num_stages,
+        num_microbatches=plan.num_microbatches,
+        devices=[
+            OnDevice(seconds=measured.seconds, memory_bytes=limit)
+            for limit in (limits or [np.inf] * plan.placement.num_places)
+        ],
+        kinds=plan.placement.places,
+        of_stages=StageBytes(kept, copies_weights=plan.transport.is_between_processes),
+        lasting=nothing,
+        versioned=measured.trainable_bytes or nothing,
+        recompute=plan.recompute if limits is None else None,
+        may_offload=sorted(plan.offloading),
     )
 
 
-def _cost(plan: Plan, seconds: Sequence[LayerSeconds]) -> Callable[[int], Matrix]:
-    """Return what gives the seconds of any layers on a stage, as the plan has it recompute."""
-    work = _work(plan, plan.recompute)
-    return lambda stage: sums(work[stage].seconds(seconds, plan.recompute[stage]))
+def _keeping_nothing(num_layers: int) -> AtSize:
+    return AtSize(
+        microbatch_size=1, kinds=(), kind_of=(0,) * num_layers, values=(), saved=((),) * num_layers
+    )
 
 
-def _cost_that_fits(
-    plan: Plan, seconds: Sequence[LayerSeconds], memory: LayerMemory
-) -> Callable[[int], Matrix]:
-    """Return what gives the seconds of any layers on a stage by the fastest way that fits."""
-    assert plan.memory_limit_bytes is not None
-    limits, tables = plan.memory_limit_bytes, tables_of(memory.kept)
-    away = [stage for stage, moves in enumerate(plan.offload) if moves]
-    ways = list(usual_ways(plan.schedule, plan.num_stages, plan.num_microbatches, away))
-    trainable = sums(memory.trainable_bytes)
-    older = num_versions(steady(plan.schedule, plan.num_stages, plan.num_microbatches))
+def _why_no_room(plan: Plan, lacks: NoRoom, measured: Measured) -> str:
+    """Say by how many bytes a rank has too little room, and what would help."""
+    rank, limit = lacks.rank, round(lacks.limit_bytes)
+    stages = [stage for stage, place in enumerate(plan.placement.places) if place == rank]
+    of_versions, least = round(lacks.weight_bytes), round(lacks.least_bytes)
+    if of_versions > limit:
+        return _why_no_room_for_versions(plan, stages, limit, of_versions, measured)
+    names = ", ".join(map(str, stages))
+    may_move = all(plan.offload[stage] for stage in stages)
+    versions = f" and {of_versions:,} in older versions of weights" if of_versions else ""
+    others = _that_fit(plan, measured)
+    return (
+        f"memory_limit_bytes={limit:,} on rank {rank} (stage {names}): {least - limit:,} bytes "
+        f"too few; with whole stages computed twice{' and moved away' if may_move else ''} it "
+        f"still keeps {least - of_versions:,} of {plan.num_microbatches} micro-batches{versions}. "
+        f"Give {'' if may_move else 'offload=True, '}more and smaller micro-batches, more stages"
+        + (f", or a schedule that fits: {' or '.join(others)}" if others else "")
+    )
 
-    def takes(work: StageWork, policy: RecomputePolicy) -> Matrix:
-        return sums(work.seconds(seconds, policy))
 
-    def cost(stage: int) -> Matrix:
-        room = limits[plan.placement.places[stage]] - (older[stage] - 1) * trainable
-        return fastest_that_fits(stage, ways, takes, lambda policy: tables, room)
+def _why_no_room_for_versions(
+    plan: Plan, stages: Sequence[int], limit: int, needed: int, measured: Measured
+) -> str:
+    versions = num_versions(steady(plan.schedule, plan.num_stages, plan.num_microbatches))
+    ends = np.cumsum([0, *plan.partition])
+    weights = [sum(measured.trainable_bytes[ends[s] : ends[s + 1]]) for s in stages]
+    kept = [
+        f"{versions[s]} versions of {own:,} bytes on stage {s}"
+        for s, own in zip(stages, weights, strict=True)
+    ]
+    rank = plan.placement.places[stages[0]]
+    return (
+        f"memory_limit_bytes={limit:,} on rank {rank}: {needed - limit:,} bytes too few for "
+        f"weights alone; {plan.schedule!r} keeps {', '.join(kept)}, and all but the newest count. "
+        "Use more and smaller stages, or a schedule with fewer versions (pipedream_2bw has two, "
+        "one_f_one_b one)"
+    )
 
-    return cost
 
-
-def _work(
-    plan: Plan, recompute: Sequence[RecomputePolicy], offload: Collection[int] = ()
-) -> tuple[StageWork, ...]:
-    return work_of(plan.schedule, plan.num_stages, plan.num_microbatches, recompute, offload)
+def _that_fit(plan: Plan, measured: Measured) -> list[str]:
+    """Name the synchronous schedules that fit the limit with each stage on the rank it is on; none
+    for one that updates weights while it runs, which computes something else.
+    """
+    if plan.schedule.is_asynchronous:
+        return []
+    per_rank, found = plan.schedule.stages_per_rank, []
+    for family in families_for(UNIT_COSTS, per_rank):
+        is_twin = per_rank == 1 and dict(family.arguments).get("stages_per_rank") == 1
+        if is_twin or family.ranks(plan.num_stages) != plan.placement.places:
+            continue
+        with suppress(ConfigError):  # the family has no schedule of this size
+            prices = replace(_prices(plan, measured), family=family, versioned=None)
+            if not isinstance(fit(prices, plan.partition), NoRoom):
+                found.append(family.name)
+    return found

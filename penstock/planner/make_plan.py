@@ -12,8 +12,8 @@ from penstock.trace.timeline import Timeline
 
 from .candidates import Wishes
 from .checks import check_costs
-from .choose import Choices, find_plans
 from .plan import Plan
+from .rank import Choices, find_plans
 from .reasons import why_best
 
 

@@ -9,8 +9,8 @@ from penstock.trace.page import Page, Section, Table, Text, render_page
 from penstock.trace.page.written import check_replaceable
 from penstock.trace.units import count_text
 
-from .choose import Choices
 from .plan import Plan
+from .rank import Choices
 from .reasons import HEADS, choice_rows
 
 

@@ -17,7 +17,7 @@ from penstock.simulator.memory import memory_of
 from penstock.trace.timeline import most_bytes
 
 if TYPE_CHECKING:
-    from .foretell import Foretold
+    from .predict import Foretold
 
 
 def process_bytes(told: "Foretold", *, with_optimizer: bool) -> tuple[int, ...] | None:

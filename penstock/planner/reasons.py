@@ -7,8 +7,8 @@ from penstock.trace.rank_times import mean_times, rank_times
 from penstock.trace.table import columns
 from penstock.trace.units import bytes_text, count_text, number_text, percent_text, time_text
 
-from .choose import Choices, Found
-from .foretell import Foretold
+from .predict import Foretold
+from .rank import Choices, Found
 
 HEADS = (
     *("stages", "replicas", "micro-batches", "schedule", "recomputed", "step", "samples/s"),

@@ -11,7 +11,7 @@ and what it keeps and sends is known from its own start and end alone.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -20,11 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.costs.profile import AtSize, Value
-from penstock.schedules.memory import Sizes
+from penstock.schedules.memory import Kept, Sizes
 from penstock.schedules.transfers import Transfer
 from penstock.types import RecomputeLayers, RecomputePolicy
-
-from .stage_work import Tables
 
 
 class Rectangle(NamedTuple):
@@ -109,14 +107,18 @@ class StageBytes:
         self._num_layers = len(at.kind_of)
         self._travels = [v for v in at.values if v.consumers]
         self._arrives = [v for v in self._travels if copies_weights or not v.is_weight]
-        self._some_dropped: dict[RecomputePolicy, Rectangles] = {}
         self._bytes_of: dict[int, int] = defaultdict(int)
         for value in at.values:
             self._bytes_of[value.storage] = max(self._bytes_of[value.storage], value.num_bytes)
 
     @cached_property
     def graph(self) -> Rectangles:
-        return self.after_forward(())
+        needs = self._needs_of_arrivals()
+        for layer, saved in enumerate(self._saved_by):
+            for value in saved:
+                needs[value.storage].append(_Need(layer, MODEL_INPUT))
+        every = self._each_layer(self.inner_bytes, self._of_loss)
+        return self._made((*every, *self._kept(needs), self._targets))
 
     @cached_property
     def incoming(self) -> Rectangles:
@@ -154,34 +156,47 @@ class StageBytes:
     def sent_gradient(self) -> Rectangles:
         return self._made(r for v in self._travels if v.has_gradient for r in _sent(v))
 
-    def after_forward(self, dropped: Collection[int]) -> Rectangles:
-        """Return what is kept after a forward where `dropped` layers keep their inputs only."""
-        again = frozenset(dropped)
-        inner = [
-            0 if n in again else self._at.layer(n).inner_bytes for n in range(self._num_layers)
-        ]
-        needs = self._needs_of_arrivals()
-        for layer, value in (*self._saved(again), *self._inputs_of(again)):
-            if not value.is_weight:
-                needs[value.storage].append(_Need(layer, MODEL_INPUT))
-        of_loss = self._at.loss.inner_bytes if self._at.loss else 0
-        return self._made((*self._each_layer(inner, of_loss), *self._kept(needs), self._targets))
+    @cached_property
+    def inner_bytes(self) -> tuple[int, ...]:
+        """What each layer saves inside."""
+        return tuple(self._at.layer(n).inner_bytes for n in range(self._num_layers))
 
-    def tables(self, policy: RecomputePolicy) -> Tables:
-        """Return what any layers keep as a stage that recomputes by a policy."""
-        dropped = self._dropped_by(policy).table
-        return Tables(self.graph.table, dropped, self.left.table, self.given.table)
+    def freed_bytes(self, layer: int) -> int:
+        """Return what is not kept, about, of a layer that is recomputed."""
+        at = self._at
+        own = {v.storage for n in at.saved[layer] if (v := at.values[n]).producer == layer}
+        return self.inner_bytes[layer] + sum(self._bytes_of[storage] for storage in own)
+
+    def kept(self, run: tuple[int, int], policy: RecomputePolicy) -> Kept:
+        """Return what a stage of a run of layers keeps that recomputes by a policy."""
+        some = policy.layers if isinstance(policy, RecomputeLayers) else None
+        dropped = self.incoming(*run) if some is None else self._if_dropped(run, some)
+        return Kept(self.graph(*run), dropped, self.left(*run), self.given(*run))
+
+    def _if_dropped(self, run: tuple[int, int], again: Sequence[int | str]) -> int:
+        """Return what is kept after a forward where some layers keep their inputs only."""
+        total, storages = 0, set[int]()
+        for layer in range(*run):
+            storages.update(v.storage for v in self._arrives_at[layer] if v.producer < run[0])
+            if layer in again:
+                storages.update(v.storage for v in self._given_to[layer])
+            else:
+                total += self.inner_bytes[layer]
+                storages.update(v.storage for v in self._saved_by[layer])
+        if run[1] == self._num_layers:
+            total += self._of_loss + self._at.target_bytes
+            storages.update(v.storage for v in self._saved_by_loss)
+        return total + sum(self._bytes_of[storage] for storage in storages)
 
     def sizes(self, partition: Sequence[int], recompute: Sequence[RecomputePolicy]) -> Sizes:
         """Return what the stages of a partition keep, for `schedules.memory`."""
-        bounds = [*pairwise(accumulate(partition, initial=0))]
+        bounds = pairwise(accumulate(partition, initial=0))
+        each = [self.kept(run, policy) for run, policy in zip(bounds, recompute, strict=True)]
         return Sizes(
-            kept_bytes=tuple(self.graph(*bound) for bound in bounds),
-            input_bytes=tuple(
-                self._dropped_by(x)(*at) for x, at in zip(recompute, bounds, strict=True)
-            ),
-            weight_bytes=tuple(self.left(*bound) for bound in bounds),
-            stay_bytes=tuple(self.given(*bound) for bound in bounds),
+            kept_bytes=tuple(kept.graph for kept in each),
+            input_bytes=tuple(kept.inputs for kept in each),
+            weight_bytes=tuple(kept.weights for kept in each),
+            stay_bytes=tuple(kept.stays for kept in each),
         )
 
     def messages(self, partition: Sequence[int]) -> tuple[Message, ...]:
@@ -206,27 +221,39 @@ class StageBytes:
         last = self._num_layers
         return Rectangle(0, last - 1, last, last, self._at.target_bytes)
 
-    def _dropped_by(self, policy: RecomputePolicy) -> Rectangles:
-        """Return what is kept where a forward drops its graph, or some layers' part of it."""
-        if not isinstance(policy, RecomputeLayers):
-            return self.incoming
-        if policy not in self._some_dropped:
-            layers = [n for n in policy.layers if isinstance(n, int)]
-            self._some_dropped[policy] = self.after_forward(layers)
-        return self._some_dropped[policy]
+    @property
+    def _of_loss(self) -> int:
+        return self._at.loss.inner_bytes if self._at.loss else 0
 
-    def _saved(self, dropped: frozenset[int]) -> Iterator[tuple[int, Value]]:
-        """Yield the layers that are not dropped with what they save of values; the last, too, with
-        what the loss saves of them.
-        """
-        for layer, saved in enumerate(self._at.saved):
-            if layer not in dropped:
-                yield from ((layer, self._at.values[number]) for number in saved)
-        yield from ((self._num_layers - 1, self._at.values[n]) for n in self._at.loss_saved)
+    @cached_property
+    def _saved_by(self) -> list[list[Value]]:
+        """What each layer saves of values; the last, too, what the loss saves of them."""
+        values = self._at.values
+        found = [[values[n] for n in saved if not values[n].is_weight] for saved in self._at.saved]
+        found[-1].extend(self._saved_by_loss)
+        return found
 
-    def _inputs_of(self, layers: frozenset[int]) -> Iterator[tuple[int, Value]]:
-        for value in self._travels:
-            yield from ((layer, value) for layer in value.consumers if layer in layers)
+    @cached_property
+    def _saved_by_loss(self) -> list[Value]:
+        values = (self._at.values[n] for n in self._at.loss_saved)
+        return [value for value in values if not value.is_weight]
+
+    @cached_property
+    def _given_to(self) -> list[list[Value]]:
+        """The values that each layer is given, weights left out."""
+        return self._by_consumer(v for v in self._travels if not v.is_weight)
+
+    @cached_property
+    def _arrives_at(self) -> list[list[Value]]:
+        """The values that come to a stage, by the layers that use them."""
+        return self._by_consumer(self._arrives)
+
+    def _by_consumer(self, values: Iterable[Value]) -> list[list[Value]]:
+        found: list[list[Value]] = [[] for _ in range(self._num_layers)]
+        for value in values:
+            for layer in value.consumers:
+                found[layer].append(value)
+        return found
 
     def _made(self, found: Iterable[Rectangle]) -> Rectangles:
         return Rectangles(self._num_layers, found)

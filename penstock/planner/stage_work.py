@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, repeat
+from itertools import accumulate, chain, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from penstock.schedules.family import Family
 from penstock.schedules.ir import Program, Schedule
 from penstock.schedules.memory import Kept, live_bytes
 from penstock.schedules.passes import add_offload, add_recompute
-from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
+from penstock.types import RecomputeLayers, RecomputePolicy
 
 from .cuts import Matrix, Window
 
@@ -70,19 +70,24 @@ class StageWork:
         return max(map(sum, self.held), default=0)
 
     def seconds(
-        self, of_layers: Sequence[LayerSeconds], policy: RecomputePolicy
+        self,
+        of_layers: Sequence[LayerSeconds],
+        policy: RecomputePolicy,
+        run: tuple[int, int] | None = None,
     ) -> tuple[float, ...]:
-        """Return what each layer would take the stage for a micro-batch, if it were there.
+        """Return what each layer would take the stage for a micro-batch, if it were there; only
+        those of a `run`, if one is given.
 
         `policy` is what is recomputed on the stage: all of it, or some layers.
         """
         some = policy.layers if isinstance(policy, RecomputeLayers) else None
+        start, end = run or (0, len(of_layers))
         return tuple(
             layer.forward_s
             + (self.recomputes if some is None or n in some else 0) * layer.recompute_s
             + self.wholes * layer.backward_s
             + self.halves * (layer.input_s + layer.weight_s)
-            for n, layer in enumerate(of_layers)
+            for n, layer in enumerate(of_layers[start:end], start)
         )
 
     def peak_bytes(self, tables: Tables) -> Matrix:
@@ -101,22 +106,41 @@ def work_of(
     family: Family,
     num_stages: int,
     num_microbatches: int,
-    recompute: Sequence[RecomputePolicy],
-    offload: Collection[int] = (),
+    twice: Collection[int] = (),
+    away: Collection[int] = (),
 ) -> tuple[StageWork, ...]:
-    """Return the work of each stage; `recompute` has an entry for each, `offload` names stages.
+    """Return the work of each stage where the stages `twice` recompute, all or some layers, and
+    those `away` move what they keep.
 
     Raises:
         ConfigError: the family makes no schedule of such a size.
     """
-    schedule = steady(family, num_stages, num_microbatches)
-    twice = [stage for stage, kind in enumerate(recompute) if kind is not Recompute.NEVER]
-    schedule = add_recompute(schedule, twice) if twice else schedule
-    schedule = add_offload(schedule, offload) if offload else schedule
+    schedule = _with(steady(family, num_stages, num_microbatches), twice, away)
     places, every = schedule.ranks, schedule.num_microbatches
     programs = [schedule.programs[places[stage]] for stage in range(num_stages)]
     own = [tuple(x for x in program if x.stage == n) for n, program in enumerate(programs)]
     return tuple(_work(program, num_stages, every) for program in own)
+
+
+@lru_cache(maxsize=256)
+def held_by_rank(
+    family: Family, size: tuple[int, int], stages: tuple[int, ...], policy: "Kinds"
+) -> tuple[tuple[Held, ...], ...]:
+    """Return what the stages of a rank hold together at the times at which they keep most: at each
+    of them, what each of `stages` does.  `size` are the stages and micro-batches of the schedule.
+    """
+    schedule = steady(family, *size)
+    only = Schedule((schedule.programs[schedule.ranks[stages[0]]],))
+    return _most_held(_with(only, *policy).programs[0], size[0], stages)
+
+
+Kinds = tuple[frozenset[int], frozenset[int]]
+"""The stages that recompute, and those that move away what they keep."""
+
+
+def _with(schedule: Schedule, twice: Collection[int], away: Collection[int]) -> Schedule:
+    schedule = add_recompute(schedule, twice) if twice else schedule
+    return add_offload(schedule, away) if away else schedule
 
 
 class OnWay(NamedTuple):
@@ -162,33 +186,44 @@ def _work(own: Program, num_stages: int, num_microbatches: int) -> StageWork:
         recomputes=per_microbatch(ir.Recompute),
         wholes=per_microbatch(ir.Backward),
         halves=per_microbatch(ir.BackwardInput),
-        held=_most_held(own, num_stages),
+        held=tuple(held for (held,) in _most_held(own, num_stages, [own[0].stage])) if own else (),
     )
 
 
-def _most_held(own: Program, num_stages: int) -> tuple[Held, ...]:
-    """Count what is kept after each instruction, as bytes where a thing of one kind has one."""
-
-    def count(graph: int, inputs: int, weights: int, stays: int = 0) -> Iterator[int]:
-        return live_bytes(own, (Kept(graph, inputs, weights, stays),) * num_stages)
-
-    one = len(own) + 1  # graphs, inputs and weights are digits, and fewer than this
-    here = list(count(1, one, one * one))
-    away: Iterable[int] = repeat(0)
-    if any(isinstance(x, ir.Offload) for x in own):
-        pairs = zip(count(1, 1, 0, 1), count(1, 1, 0), strict=True)
-        away = (wherever - left for wherever, left in pairs)
-    times = {
-        Held(n % one, n // one % one, n // (one * one), moved)
-        for n, moved in set(zip(here, away))  # noqa: B905 - zeros have no end
-    }
-    most: list[Held] = []
+def _most_held(
+    own: Program, num_stages: int, stages: Sequence[int]
+) -> tuple[tuple[Held, ...], ...]:
+    """Count what stages keep after each instruction, as bytes where a thing of one kind has one;
+    only times at which no other time has as much of everything.
+    """
+    one = len(own) + 1  # graphs, inputs and weights of a stage are digits, and fewer than this
+    times: Iterable[tuple[Held, ...]] = set(
+        zip(*(_held(own, num_stages, stage, one) for stage in stages), strict=True)
+    )
+    most: list[tuple[Held, ...]] = []
     for time in sorted(times, reverse=True):  # what has more of the first comes before
         if not any(_is_within(time, other) for other in most):
             most.append(time)
     return tuple(reversed(most))
 
 
-def _is_within(one: Held, other: Held) -> bool:
+def _held(own: Program, num_stages: int, stage: int, one: int) -> Iterator[Held]:
+    """Yield what a stage keeps after each instruction of its rank."""
+
+    def count(graph: int, inputs: int, weights: int, stays: int = 0) -> Iterator[int]:
+        kept = [Kept(0, 0, 0)] * num_stages
+        kept[stage] = Kept(graph, inputs, weights, stays)
+        return live_bytes(own, kept)
+
+    away: Iterable[int] = repeat(0, len(own))
+    if any(isinstance(x, ir.Offload) and x.stage == stage for x in own):
+        pairs = zip(count(1, 1, 0, 1), count(1, 1, 0), strict=True)
+        away = (wherever - left for wherever, left in pairs)
+    for n, moved in zip(count(1, one, one * one), away, strict=True):
+        yield Held(n % one, n // one % one, n // (one * one), moved)
+
+
+def _is_within(one: tuple[Held, ...], other: tuple[Held, ...]) -> bool:
     """Tell whether nothing is kept at one time that is not at the other, and something less."""
-    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+    pairs = zip(chain(*one), chain(*other), strict=True)
+    return one != other and all(a <= b for a, b in pairs)

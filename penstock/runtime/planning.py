@@ -26,8 +26,7 @@ from penstock.planner.arguments import (
     resolve_threads,
     resolve_transport,
 )
-from penstock.planner.balance import LayerMemory, balanced, predicted_s
-from penstock.planner.memory_limit import fitted
+from penstock.planner.balance import Measured, balanced
 from penstock.planner.plan import BalancedBy, Plan
 from penstock.planner.unsplit import Unsplit
 from penstock.trace.progress import saying
@@ -136,19 +135,10 @@ def balance(plan: Plan, layers: Layers, part: Any) -> Plan:
             layers, part, plan.threads_per_stage, call=StageCalls(layers), look=look
         )
     plan = replace(plan, unsplit=tuple(unsplit))
-    memory = None
-    if plan.memory_limit_bytes is not None:
-        kept = measure_bytes(layers, part, left_bytes)
-        memory = LayerMemory(kept, _trainable_bytes(layers))
-    if plan.balanced_by is not BalancedBy.HAND:
-        plan = balanced(plan, times, layers.spans, memory)
-    if memory is None:
-        return plan
-    forward_s = [t.forward_s for t in times]
-    plan = fitted(plan, memory.kept, forward_s, memory.trainable_bytes)
-    if plan.predicted_s is None:
-        return plan
-    return replace(plan, predicted_s=predicted_s(plan, times))
+    if plan.memory_limit_bytes is None:
+        return balanced(plan, Measured(times), layers.spans)
+    kept = measure_bytes(layers, part, left_bytes)
+    return balanced(plan, Measured(times, kept, _trainable_bytes(layers)), layers.spans)
 
 
 def _trainable_bytes(layers: Layers) -> list[int]:

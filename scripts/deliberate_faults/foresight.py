@@ -71,7 +71,7 @@ FAULTS = (
     ),
     Fault(
         "sums over replicas are foretold to take nothing",
-        "penstock/planner/foretell.py",
+        "penstock/planner/predict.py",
         "if len(group) < 2 or not own.gradient_bytes:",
         "if True:",
         "tests/planner/test_foretell.py",
@@ -79,7 +79,7 @@ FAULTS = (
     ),
     Fault(
         "the search drops candidates that could still win",
-        "penstock/planner/choose.py",
+        "penstock/planner/rank.py",
         "_MARGIN = 1.1",
         "_MARGIN = 0.3",
         "tests/planner/test_choose.py",
@@ -87,7 +87,7 @@ FAULTS = (
     ),
     Fault(
         "a plan may use more memory than there is",
-        "penstock/planner/evaluate.py",
+        "penstock/planner/search.py",
         "share = self.wishes.memory_share * self.threads",
         "share = 9 * self.wishes.memory_share * self.threads",
         "tests/planner/test_choose.py",
@@ -95,7 +95,7 @@ FAULTS = (
     ),
     Fault(
         "messages on their way are not counted where a plan is to fit",
-        "penstock/planner/choose.py",
+        "penstock/planner/rank.py",
         "if not evaluator.fits(size, foretold):",
         "if False:",
         "tests/planner/test_choose.py",
@@ -103,7 +103,7 @@ FAULTS = (
     ),
     Fault(
         "the model uncut is not compared",
-        "penstock/planner/choose.py",
+        "penstock/planner/rank.py",
         "is_first_uncut = size.num_stages == 1 and n not in has_uncut",
         "is_first_uncut = False",
         "tests/planner/test_choose.py",

@@ -29,9 +29,9 @@ FAULTS = (
     ),
     Fault(
         "a limit of memory does not count the versions of weights",
-        "penstock/planner/memory_limit.py",
-        "tried.append(of_versions + peak_of(",
-        "tried.append(peak_of(",
+        "penstock/planner/fit.py",
+        "tried.append(weights + _peak_bytes(",
+        "tried.append(_peak_bytes(",
         "tests/laws/test_memory_limit.py",
         "versions",
     ),

@@ -182,14 +182,16 @@ def test_the_model_is_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet", "transformer_lm", "unet"])
-def test_half_a_backward_leaves_what_it_leaves_of_tensors_with_values(name: str) -> None:
+def test_layers_keep_what_they_keep_of_tensors_with_values(name: str) -> None:
     model, inputs = ZOO_MEMBERS[name]()
     layers = layers_of(model, inputs)
     counted = count_layers(layers, inputs, left=left_bytes, torch_type="cpu")
     measured = measure_bytes(layers, inputs, left_bytes)
-    left = [counted.layer(n).left_bytes for n in range(len(layers))]
-    assert left == [each.left for each in measured]
-    assert any(left)
+    for n in range(len(layers)):
+        assert counted.layer(n).inner_bytes == measured.layer(n).inner_bytes
+        assert counted.layer(n).left_bytes == measured.layer(n).left_bytes
+    assert any(counted.layer(n).left_bytes for n in range(len(layers)))
+    assert (counted.values, counted.saved) == (measured.values, measured.saved)
 
 
 class Chooses(nn.Module):

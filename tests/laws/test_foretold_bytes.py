@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import penstock
 from benchmarks.blocks import conv_net, transformer
 from penstock import Pipeline, Profile, Recompute, Trace, Transport, capture
-from penstock.planner.foretell import Foretold
+from penstock.planner.predict import Foretold
 from penstock.schedules import Family
 from penstock.zoo import amoebanet_d
 from tests.every_schedule import families

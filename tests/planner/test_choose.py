@@ -11,12 +11,12 @@ from penstock.costs.profile import Profile, Value
 from penstock.errors import ConfigError
 from penstock.interval import Interval
 from penstock.planner.candidates import Size, Wishes, families, sizes
-from penstock.planner.choose import find_plans
-from penstock.planner.evaluate import Evaluator
-from penstock.planner.foretell import Foretold, simulate
 from penstock.planner.make_plan import choose_plan, plan
 from penstock.planner.plan import Plan
+from penstock.planner.predict import Foretold, simulate
+from penstock.planner.rank import find_plans
 from penstock.planner.reasons import choices_text, slower_than
+from penstock.planner.search import Evaluator
 from penstock.schedules.costs import UNIT_COSTS
 from penstock.trace.units import bytes_text
 from penstock.types import Recompute

@@ -6,9 +6,9 @@ import pytest
 
 from penstock.costs.profile import LayerSeconds
 from penstock.errors import ConfigError, PlanError
-from penstock.planner.foretell import Foretold, simulate
 from penstock.planner.placement import Placement
 from penstock.planner.plan import Plan
+from penstock.planner.predict import Foretold, simulate
 from penstock.schedules import Family, gpipe, interleaved_1f1b, one_f_one_b, zb_v
 from penstock.trace import MemoryKind
 from penstock.types import Recompute, Transport

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from penstock.costs.cluster import Cluster
-from penstock.planner.foretell import Foretold
 from penstock.planner.placement import Placement
 from penstock.planner.plan import Plan
+from penstock.planner.predict import Foretold
 from penstock.schedules import gpipe
 from penstock.types import Recompute, Transport
 from tests.profiles import chain, cluster

@@ -9,15 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.gpipe_paper.cuts import lingvo_cut
 from penstock.errors import PartitionError
-from penstock.planner.cuts import Matrix, Setting, windows
-from penstock.planner.partition import (
+from penstock.planner.cuts import (
+    Matrix,
+    Setting,
     balance,
     cut,
     cut_over_devices,
     each_layer,
-    lingvo_cut,
     sums,
+    windows,
 )
 
 Costs = Callable[[Setting], Matrix]

@@ -1,11 +1,11 @@
-"""What a candidate comes to: the best cut of the model for it, and what each stage computes twice
-so that all fits.
+"""Search for the cut of a model that is fastest by the prices of its stages, and fits: of a
+pipeline whose size and schedule are decided, and of each candidate of a planner.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, reduce
-from itertools import accumulate, pairwise
+from functools import cache, cached_property
+from itertools import pairwise
 from math import inf
 from operator import le, mul
 
@@ -18,16 +18,28 @@ from penstock.schedules.family import Family
 from penstock.types import Transport
 
 from .candidates import Size, Wishes
-from .cuts import EVERYWHERE, Matrix, Setting, Window, windows
-from .foretell import Foretold
-from .layer_seconds import bytes_of
-from .partition import cut, sums
+from .cuts import Setting, Spans, Window, cut, windows
+from .fit import Fitted, fit, predicted_s
 from .placement import Placement
 from .plan import BalancedBy, Plan
-from .pricing import Pricing
-from .stage_bytes import StageBytes
-from .stage_costs import OnDevice, StageCosts, Way, lasting_bytes, usual_ways
-from .stage_work import OnWay, Tables, most_on_way, work_of
+from .predict import Foretold
+from .price import Neighbours, OnDevice, StagePrices, lasting_bytes
+from .pricing import Pricing, bytes_of
+from .stage_work import Tables, most_on_way, work_of
+
+
+def best_cut(prices: StagePrices, spans: Spans) -> tuple[int, ...] | None:
+    """Return the layers per stage that make the slowest stage as fast as it can be, each by the
+    fastest option that fits; None if none fits.
+
+    Raises:
+        PartitionError: there are fewer spans than stages.
+        ConfigError: the schedule is made for no such size.
+    """
+    partition = cut(prices.num_stages, prices.if_all_fits_s, spans, prices.windows)
+    if partition is not None and not prices.all_fits(partition):
+        partition = cut(prices.num_stages, prices.least_s, spans, prices.windows)
+    return partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +88,15 @@ class Evaluator:
             middle = (low + high) / 2
             fits = self._windows(size, family, middle) is not None
             low, high = (low, middle) if fits else (middle, high)
-        stages = _Stages(self, size, family, with_messages=with_messages)
+        prices = self.prices(size, family, None, with_messages=with_messages)
         near = self._windows(size, family, high)
         assert near is not None, "there is room for all layers on each stage"
         starts = [*(window.starts.stop - 1 for window in near), len(self.profile.layers)]
-        most = stages.missing_bytes([b - a for a, b in pairwise(starts)])  # no cut is worse
-        stages.windows = self._windows(size, family, most)
-        partition = cut(size.num_stages, stages.missing, self.profile.spans, stages.windows)
+        most = prices.missing_bytes([b - a for a, b in pairwise(starts)])  # no cut is worse
+        prices = replace(prices, windows=self._windows(size, family, most))
+        partition = cut(size.num_stages, prices.missing, self.profile.spans, prices.windows)
         assert partition is not None, "no cost is infinite"
-        return Excess(stages.missing_bytes(partition), min(self.limits_of(size)))
+        return Excess(prices.missing_bytes(partition), min(self.limits_of(size)))
 
     def fits(self, size: Size, foretold: Foretold) -> bool:
         """Tell whether a plan keeps within each rank's memory, messages on their way included:
@@ -107,27 +119,23 @@ class Evaluator:
         windows = self._windows(size, family)
         if windows is None:
             return None
-        stages = _Stages(self, size, family, windows, with_messages=with_messages)
-        spans = self.profile.spans
-        partition = cut(size.num_stages, stages.if_all_fits_s, spans, windows)
-        if partition is not None and not stages.fits(partition):
-            partition = cut(size.num_stages, stages.least_s, spans, windows)
-        if partition is None:
+        prices = self.prices(size, family, windows, with_messages=with_messages)
+        partition = best_cut(prices, self.profile.spans)
+        fitted = None if partition is None else fit(prices, partition)
+        if partition is None or not isinstance(fitted, Fitted):
             return None
-        runs = list(pairwise(accumulate(partition, initial=0)))
-        chosen = [stages.choice(stage, run) for stage, run in enumerate(runs)]
         return Plan(
             layers=self.profile.layers,
             partition=partition,
             schedule=family,
             num_microbatches=size.num_microbatches,
-            recompute=tuple(way.recompute[stage] for stage, way in enumerate(chosen)),
-            offload=tuple(stage in way.offload for stage, way in enumerate(chosen)),
+            recompute=fitted.policy.recompute,
+            offload=fitted.policy.offload,
             placement=self._placement(size, family),
             threads_per_stage=self.threads,
             transport=self._transport(size),
             balanced_by=BalancedBy.TIME,
-            predicted_s=tuple(stages.seconds(n, run) for n, run in enumerate(runs)),
+            predicted_s=predicted_s(prices, partition, fitted.policy),
             batch_size=self.wishes.batch_size,
             batch_norm_over_replicas=size.num_replicas > 1,  # as the unsplit model's
         )
@@ -148,12 +156,51 @@ class Evaluator:
         limits = [self.limit_bytes(place) for place in self.places_of(size)]
         return tuple(min(limits[rank :: size.num_ranks]) for rank in range(size.num_ranks))
 
-    def on_device(self, size: Size, place: int, limit_bytes: float) -> OnDevice:
+    def prices(
+        self,
+        size: Size,
+        family: Family,
+        windows: Sequence[Window] | None,
+        *,
+        with_messages: bool = False,
+    ) -> StagePrices:
+        """Return what any run of layers costs each stage."""
+        ranks = family.ranks(size.num_stages)
+        on, limits = self.places_of(size), self.limits_of(size)
+        first_like = [self._first_of[self.cluster.places[place].kind] for place in on]
+        kinds = list(dict.fromkeys(zip(first_like, limits, strict=False)))
+        is_between = self._transport(size).is_between_processes
+        cluster = self.pricing.between_processes if is_between else self.cluster
+
+        def neighbours(at: Setting) -> Neighbours:
+            own = on[ranks[at.stage]]
+            before = on[ranks[at.stage - 1]] if at.stage else own
+            after = on[ranks[at.stage + 1]] if at.stage + 1 < size.num_stages else own
+            routes = (None if own == x else cluster.route(own, x) for x in (before, after))
+            return Neighbours(*routes)
+
+        return StagePrices(
+            family=family,
+            num_stages=size.num_stages,
+            num_microbatches=size.num_microbatches,
+            devices=[self._on_device(size, place, limit) for place, limit in kinds],
+            kinds=[kinds.index((first_like[rank], limits[rank])) for rank in ranks],
+            of_stages=self.pricing.bytes(
+                *(self.cluster.places[0].kind, self._each(size)[0]), copies_weights=is_between
+            ),
+            lasting=[lasting_bytes(weights) for weights in self.profile.weights],
+            may_offload=range(size.num_stages if self.may_offload(size) else 0),
+            neighbours=neighbours,
+            room_for_messages=with_messages,
+            windows=windows,
+        )
+
+    def _on_device(self, size: Size, place: int, limit_bytes: float) -> OnDevice:
         """Return what a stage takes on a device, of whose memory its rank may use so much."""
         to_host = self.cluster.device_of(place).host_bytes_per_s
         return OnDevice(
             seconds=self.pricing.seconds(self.cluster.places[place].kind, *self._each(size)),
-            memory_bytes=limit_bytes / size.stages_per_rank,
+            memory_bytes=limit_bytes,
             host_bytes_per_s=inf if to_host is None else likely(to_host),
         )
 
@@ -162,14 +209,6 @@ class Evaluator:
         devices = (self.cluster.device_of(place) for place in self.places_of(size))
         can = all(device.host_bytes_per_s is not None for device in devices)
         return self.wishes.offload and can
-
-    def stage_bytes(self, size: Size, place: int) -> StageBytes:
-        """Return what runs of layers keep of a micro-batch."""
-        return self.pricing.bytes(self.cluster.places[place].kind, self._each(size)[0])
-
-    def first_like(self, place: int) -> int:
-        """Return the first device of the kind of a device."""
-        return self._first_of[self.cluster.places[place].kind]
 
     @cached_property
     def _first_of(self) -> dict[str, int]:
@@ -219,153 +258,14 @@ class Evaluator:
         return replace(found, cluster_places=None if is_in_order else on)
 
 
-class _Stages:
-    """What any run of layers costs each stage of one size in one schedule, in the windows that it
-    may have.
-    """
-
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        size: Size,
-        family: Family,
-        windows: Sequence[Window] | None = None,
-        *,
-        with_messages: bool = False,
-    ) -> None:
-        self._evaluator, self._size, self.windows = evaluator, size, windows
-        on, limits = evaluator.places_of(size), evaluator.limits_of(size)
-        ranks = family.ranks(size.num_stages)
-        self._on = [(evaluator.first_like(on[p]), limits[p]) for p in ranks]
-        moves = range(size.num_stages if evaluator.may_offload(size) else 0)
-        self._to_come = usual_ways(family, size.num_stages, size.num_microbatches, moves)
-        self._found = [next(self._to_come)]
-        self._on_way = [OnWay(0, 0)] * size.num_stages
-        if with_messages:
-            self._on_way = most_on_way(self._found[0].work, size.num_microbatches)
-        self._known: dict[object, Matrix] = {}
-        self._known_s: dict[object, float] = {}
-        self._costs_of: dict[object, StageCosts] = {}
-
-    @property
-    def _ways(self) -> list[Way]:
-        """What stages may do, that which changes nothing first; the rest is asked for late."""
-        self._found.extend(self._to_come)
-        return self._found
-
-    def if_all_fits_s(self, stage: int) -> Matrix:
-        """Return the seconds where nothing is recomputed, whether that fits or not."""
-        way = self._found[0]
-        work = way.work[stage]  # the same for stages that only keep more or less
-        key = work.recomputes, work.wholes, work.halves, self._on[stage]
-        if key not in self._known:
-            device = self._evaluator.on_device(self._size, *self._on[stage])
-            self._known[key] = sums(work.seconds(device.seconds, way.recompute[stage]))
-        return self._within(stage, self._known[key])
-
-    def fits(self, partition: Sequence[int]) -> bool:
-        """Tell whether a cut fits with nothing recomputed: no other one is faster then."""
-        runs = enumerate(pairwise(accumulate(partition, initial=0)))
-        way = self._found[0]
-        return all(np.isfinite(self._run_s(stage, run, way)) for stage, run in runs)
-
-    def least_s(self, stage: int) -> Matrix:
-        """Return the seconds of the fastest way that fits; infinity where none does."""
-        if not self._shares:
-            window = self._window(stage)
-            return reduce(np.minimum, [self._seconds(stage, x, window) for x in self._ways])
-        key = self._keys(stage)
-        if key not in self._known:
-            found = [self._seconds(stage, x, EVERYWHERE) for x in self._ways]
-            self._known[key] = reduce(np.minimum, found)
-        return self._within(stage, self._known[key])
-
-    def choice(self, stage: int, run: tuple[int, int]) -> Way:
-        """Return the fastest way, the one that changes least of several."""
-        if np.isfinite(self._run_s(stage, run, self._found[0])):
-            return self._found[0]
-        return min(self._ways, key=lambda way: self._run_s(stage, run, way))
-
-    def seconds(self, stage: int, run: tuple[int, int]) -> float:
-        """Return the seconds of a micro-batch on a stage with these layers."""
-        return self._run_s(stage, run, self.choice(stage, run))
-
-    def missing_bytes(self, partition: Sequence[int]) -> float:
-        """Return what a cut is short of on the stage that is short of most."""
-        runs = enumerate(pairwise(accumulate(partition, initial=0)))
-        return max(float(self._missing(stage, _only(run))[0, 0]) for stage, run in runs)
-
-    def missing(self, stage: int) -> Matrix:
-        """Return the bytes that are missing, by the way that keeps least."""
-        return self._missing(stage, self._window(stage))
-
-    @cached_property
-    def _shares(self) -> bool:
-        """Whether it is less work to know all runs of stages that are alike than each one's."""
-        windows = map(self._window, range(self._size.num_stages))
-        areas = sum((a.stop - a.start) * (b.stop - b.start) for a, b in windows)
-        num_kinds = len({self._keys(stage) for stage in range(self._size.num_stages)})
-        return bool(areas > num_kinds * (len(self._evaluator.profile.layers) + 1) ** 2)
-
-    def _window(self, stage: int) -> Window:
-        assert self.windows is not None, "only single runs are asked for without"
-        return self.windows[stage]
-
-    def _within(self, stage: int, whole: Matrix) -> Matrix:
-        found: Matrix = whole[self._window(stage)]
-        return found
-
-    def _run_s(self, stage: int, run: tuple[int, int], way: Way) -> float:
-        key = self._key(stage, way), run
-        if key not in self._known_s:
-            self._known_s[key] = float(self._seconds(stage, way, _only(run))[0, 0])
-        return self._known_s[key]
-
-    def _seconds(self, stage: int, way: Way, window: Window) -> Matrix:
-        return self._costs(stage, way)(Setting(stage, 0), window)
-
-    def _keys(self, stage: int) -> object:
-        return tuple(self._key(stage, way) for way in self._ways)
-
-    def _key(self, stage: int, way: Way) -> object:
-        """Return what stages have in common that cost the same by a way."""
-        return way.recompute[stage], way.work[stage], self._on[stage], self._on_way[stage]
-
-    def _missing(self, stage: int, window: Window) -> Matrix:
-        at = Setting(stage, 0)
-        ways = (self._costs(stage, way) for way in self._ways)
-        found: Matrix = np.minimum.reduce([costs.missing_bytes(at, window) for costs in ways])
-        return found.clip(0)
-
-    def _costs(self, stage: int, way: Way) -> StageCosts:
-        key = id(way), self._on[stage]
-        if key not in self._costs_of:
-            self._costs_of[key] = self._made_costs(*self._on[stage], way)
-        return self._costs_of[key]
-
-    def _made_costs(self, place: int, limit_bytes: float, way: Way) -> StageCosts:
-        return StageCosts(
-            of_stages=self._evaluator.stage_bytes(self._size, place),
-            weights=self._evaluator.profile.weights,
-            ways=(way,),
-            devices=(self._evaluator.on_device(self._size, place, limit_bytes),),
-            versions=(1,) * self._size.num_stages,
-            on_way=self._on_way,
-        )
-
-
-def _only(run: tuple[int, int]) -> Window:
-    """Return the window of one run of layers."""
-    return Window(*(slice(n, n + 1) for n in run))
-
-
 def most_bytes_of_ranks(foretold: Foretold) -> list[float]:
     """Return what each rank keeps at the very most, whatever the times: all of its stages at
     their fullest at once, and as many messages on their way as there can be.
     """
     plan, num_bytes = foretold.plan, foretold.sharing.num_bytes
     work = work_of(
-        plan.schedule, plan.num_stages, plan.num_microbatches, plan.recompute, plan.offloading
+        *(plan.schedule, plan.num_stages, plan.num_microbatches, plan.recomputing),
+        plan.offloading,
     )
     arriving = [[0, 0] for _ in work]
     for (is_gradient, _, stage), size in num_bytes.items():

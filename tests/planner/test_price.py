@@ -1,4 +1,4 @@
-"""Costs of stages: what fits, on which device, and what messages add."""
+"""Prices of stages: what fits, on which device, and what messages add."""
 
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -8,18 +8,18 @@ from random import Random
 import pytest
 
 from penstock.costs.cluster import Route
-from penstock.costs.profile import LayerSeconds, LayerWeights
-from penstock.planner.cuts import Setting
-from penstock.planner.partition import cut_over_devices, each_layer
+from penstock.costs.profile import AtSize, LayerSeconds, LayerWeights
+from penstock.planner.cuts import Setting, cut_over_devices, each_layer
+from penstock.planner.fit import Fitted, fit
+from penstock.planner.price import Neighbours, OnDevice, StagePrices, lasting_bytes
 from penstock.planner.stage_bytes import StageBytes
-from penstock.planner.stage_costs import OnDevice, StageCosts, Way
-from penstock.planner.stage_work import steady, work_of
+from penstock.planner.stage_work import steady
 from penstock.schedules import gpipe, one_f_one_b, pipedream, zb_h1
 from penstock.schedules.family import Family
 from penstock.schedules.memory import peak_bytes
 from penstock.schedules.passes import add_recompute
-from penstock.schedules.versions import num_versions, version_bytes
-from penstock.types import Recompute, RecomputePolicy
+from penstock.schedules.versions import version_bytes
+from penstock.types import Recompute
 from tests.planner.at_sizes import chain, drawn
 
 
@@ -42,12 +42,9 @@ def weights_of(parameters: int, gradients: int, optimizer: int, buffers: int) ->
     )
 
 
-def way(family: Family, policies: tuple[RecomputePolicy, ...]) -> Way:
-    return Way(policies, work_of(family, len(policies), 4, policies))
-
-
 @pytest.mark.parametrize("family", (gpipe, one_f_one_b, zb_h1(), pipedream()), ids=repr)
 def test_a_stage_fits_where_the_peak_of_its_rank_does(family: Family) -> None:
+    """By one option or the other, and as a policy for all stages that is then in the cut."""
     random, seen = Random(0), set()
     for seed in range(60):
         at = drawn(seed)
@@ -55,63 +52,77 @@ def test_a_stage_fits_where_the_peak_of_its_rank_does(family: Family) -> None:
         num_stages = random.randint(1, num_layers)
         ends = [0, *sorted(random.sample(range(1, num_layers), num_stages - 1)), num_layers]
         sizes = [b - a for a, b in pairwise(ends)]
-        policies = tuple(
-            random.choice((Recompute.STAGE, Recompute.NEVER, Recompute.layers(0, 2)))
-            for _ in sizes
-        )
         weights = [weights_of(*random.choices(range(99), k=4)) for _ in range(num_layers)]
-        schedule = steady(family, num_stages, 4)
-        twice = [n for n, policy in enumerate(policies) if policy is not Recompute.NEVER]
         of_stages, limit = StageBytes(at), random.randint(500, 4000)
-        costs = StageCosts(
-            of_stages=of_stages,
-            weights=weights,
-            ways=[way(family, policies)],
+        prices = StagePrices(
+            family=family,
+            num_stages=num_stages,
+            num_microbatches=4,
             devices=[OnDevice(seconds=[layer(1.0)] * num_layers, memory_bytes=limit)],
-            versions=num_versions(schedule),
+            kinds=[0] * num_stages,
+            of_stages=of_stages,
+            lasting=list(map(lasting_bytes, weights)),
+            versioned=[each.parameter_bytes for each in weights],
         )
-        peaks = peak_bytes(add_recompute(schedule, twice), of_stages.sizes(sizes, policies))
+        schedule = steady(family, num_stages, 4)
         parameters = [sum(w.parameter_bytes for w in weights[a:b]) for a, b in pairwise(ends)]
         older = version_bytes(schedule, parameters)
+        fits = [False] * num_stages
+        for policy in (Recompute.NEVER, Recompute.STAGE):
+            twice = range(num_stages) if policy is Recompute.STAGE else []
+            of_cut = of_stages.sizes(sizes, (policy,) * num_stages)
+            peaks = peak_bytes(add_recompute(schedule, twice), of_cut)
+            for stage, bounds in enumerate(pairwise(ends)):
+                there = sum(map(lasting_bytes, weights[slice(*bounds)]))
+                fits[stage] |= peaks[stage] + there + older[stage] <= limit
         for stage, bounds in enumerate(pairwise(ends)):
-            own = weights[slice(*bounds)]
-            there = sum(w.parameter_bytes + w.gradient_bytes for w in own)
-            there += sum(w.optimizer_bytes + w.buffer_bytes for w in own)
-            fits = peaks[stage] + there + older[stage] <= limit
-            assert isfinite(costs(Setting(stage))[bounds]) == fits
-            seen.add(fits)
+            assert isfinite(prices.least_s(stage)[bounds]) == fits[stage]
+        if all(fits):
+            assert isinstance(fit(prices, sizes), Fitted)
+        seen.update(fits)
     assert seen == {False, True}
 
 
-def costs_of_chain(routes: dict[tuple[int, int], Route] | None, *speeds: float) -> StageCosts:
-    """Return the costs of 6 layers in three stages of 1F1B on devices of such speeds."""
-    return StageCosts(
-        of_stages=StageBytes(chain(6)),
-        weights=[weights_of(0, 0, 0, 0)] * 6,
-        ways=[way(one_f_one_b, (Recompute.STAGE,) * 3)],
+def prices_of_chain(
+    routes: dict[tuple[int, int], Route] | None, *speeds: float, at: AtSize | None = None
+) -> StagePrices:
+    """Return the prices of 6 layers in three stages of 1F1B on devices of such speeds."""
+
+    def neighbours(setting: Setting) -> Neighbours:
+        sides = setting.before, setting.after
+        pairs = ((setting.kind, kind) for kind in sides)
+        return Neighbours(*(None if b is None else (routes or {}).get((a, b)) for a, b in pairs))
+
+    return StagePrices(
+        family=one_f_one_b,
+        num_stages=3,
+        num_microbatches=4,
         devices=[OnDevice(seconds=[layer(1 / speed)] * 6) for speed in speeds],
-        versions=[1] * 3,
-        route=None if routes is None else lambda kind, other: routes[kind, other],
+        kinds=[0] * 3,
+        of_stages=StageBytes(at or chain(6)),
+        lasting=[0] * 6,
+        recompute=(Recompute.STAGE,) * 3,
+        neighbours=neighbours,
     )
 
 
 def test_the_last_stage_of_1f1b_has_most_layers_and_a_slow_device_fewest() -> None:
     """Of 1F1B's stages only the last recomputes nothing: 1 (4 / 0.5), 2 (4), 3 (3)."""
-    found = cut_over_devices((2, 1), 3, costs_of_chain(None, 1.0, 0.5), each_layer(6))
+    found = cut_over_devices((2, 1), 3, prices_of_chain(None, 1.0, 0.5).seconds, each_layer(6))
     assert found in (((1, 2, 3), (1, 0, 0)), ((2, 1, 3), (0, 1, 0)))
 
 
 def test_messages_that_block_keep_a_stage_and_others_set_the_pace_of_their_link() -> None:
     """10 bytes leave a stage for each neighbour, as many come back."""
-    plain = costs_of_chain(None, 1.0)(Setting(1, 0, 0, 0))[2, 4]
+    plain = prices_of_chain(None, 1.0).seconds(Setting(1, 0, 0, 0))[2, 4]
     for route, more in (
         (Route((), 5.0, 10.0), 0.0),
         (Route((), 5.0, 1.0), 10.0 - plain),
         (Route((), 5.0, 10.0, overhead_s=0.25), 4 * 0.25),
         (Route((), 5.0, 10.0, blocks=True), 2 * (5.0 + 1.0)),
     ):
-        costs = costs_of_chain({(0, 0): route}, 1.0)
-        assert costs(Setting(1, 0, 0, 0))[2, 4] == plain + more
+        prices = prices_of_chain({(0, 0): route}, 1.0)
+        assert prices.seconds(Setting(1, 0, 0, 0))[2, 4] == plain + more
     assert plain == 2 * 4
 
 
@@ -119,27 +130,16 @@ def test_what_has_no_gradient_is_not_sent_back() -> None:
     at = chain(6)
     numbers = replace(at, values=tuple(replace(v, has_gradient=False) for v in at.values))
     route = Route((), 5.0, 10.0, blocks=True)
-    costs = replace(costs_of_chain({(0, 0): route}, 1.0), of_stages=StageBytes(numbers))
-    assert costs(Setting(1, 0, 0, 0))[2, 4] == 2 * 4 + (5.0 + 1.0) + 5.0
-
-
-def test_older_versions_of_weights_take_room() -> None:
-    plain = costs_of_chain(None, 1.0)
-    costs = replace(
-        plain,
-        weights=[weights_of(1000, 1000, 0, 0)] * 6,
-        devices=[OnDevice(seconds=plain.devices[0].seconds, memory_bytes=7000)],
-        versions=[3, 2, 1],
-    )
-    assert [isfinite(costs(Setting(stage))[2, 4]) for stage in range(3)] == [False, True, True]
+    prices = prices_of_chain({(0, 0): route}, 1.0, at=numbers)
+    assert prices.seconds(Setting(1, 0, 0, 0))[2, 4] == 2 * 4 + (5.0 + 1.0) + 5.0
 
 
 def test_devices_are_put_so_that_a_slow_link_is_crossed_once() -> None:
     """Two kinds alike, a host each: there and back would cross the link between them twice."""
     near, far = Route((), 0.0, inf), Route((), 3.0, inf, blocks=True)
     routes = {(a, b): near if a == b else far for a in (0, 1) for b in (0, 1)}
-    costs = costs_of_chain(routes, 1.0, 1.0)
-    found = cut_over_devices((2, 1), 3, costs, each_layer(6), looks_around=True)
+    seconds = prices_of_chain(routes, 1.0, 1.0).seconds
+    found = cut_over_devices((2, 1), 3, seconds, each_layer(6), looks_around=True)
     assert found is not None
     assert sum(a != b for a, b in pairwise(found.kinds)) == 1
 
@@ -147,14 +147,14 @@ def test_devices_are_put_so_that_a_slow_link_is_crossed_once() -> None:
 def test_there_and_back_over_every_pair_of_hosts_is_what_trying_all_finds() -> None:
     near, far = Route((), 0.5, inf, blocks=True), Route((), 3.0, inf, blocks=True)
     routes = {(a, b): near if a == b else far for a in (0, 1) for b in (0, 1)}
-    costs = costs_of_chain(routes, 1.0, 0.7)
-    found = cut_over_devices((2, 2), 3, costs, each_layer(6), looks_around=True)
+    seconds = prices_of_chain(routes, 1.0, 0.7).seconds
+    found = cut_over_devices((2, 2), 3, seconds, each_layer(6), looks_around=True)
     assert found is not None
 
     def slowest(kinds: tuple[int, ...], ends: tuple[int, ...]) -> float:
         around = (None, *kinds, None)
         settings = (Setting(k, kinds[k], around[k], around[k + 2]) for k in range(3))
-        return max(costs(at)[run] for at, run in zip(settings, pairwise(ends), strict=True))
+        return max(seconds(at)[run] for at, run in zip(settings, pairwise(ends), strict=True))
 
     orders = [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1) if a + b + c in (1, 2)]
     cuts = [(0, *inner, 6) for inner in combinations(range(1, 6), 2)]

@@ -27,9 +27,8 @@ from penstock.trace.timeline import Timeline
 from penstock.trace.units import count_text
 
 from .checks import check_costs
-from .layer_seconds import update_seconds, weights_together
 from .plan import Plan
-from .pricing import Pricing
+from .pricing import Pricing, update_seconds, weights_together
 from .process_bytes import process_bytes
 from .shared_cores import shared_cores
 from .stage_bytes import Message, StageBytes

@@ -27,9 +27,9 @@ from .candidates import (
     takes_costs,
     why_no_size,
 )
-from .evaluate import Evaluator, Excess
-from .foretell import Foretold
 from .plan import Plan
+from .predict import Foretold
+from .search import Evaluator, Excess
 
 _MARGIN = 1.1
 """Candidates that take so many times as long as the fastest are not worth a line."""

@@ -1,0 +1,322 @@
+"""What any run of layers costs each stage of a pipeline: seconds, and bytes that it keeps.
+
+    seconds of its layers, as often as the schedule runs them, by the fastest option that fits
+      + for how long messages at its two ends keep it from computing
+    or what its messages take on their links, if that is more: then these set the pace
+
+A run is [start, end), and a matrix has an entry for each; infinity is what does not fit.  A stage
+runs on one device; `search` cuts the model by these prices, and the simulator says what a step
+takes in the end.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.costs.cluster import Route
+from penstock.costs.profile import LayerSeconds, LayerWeights
+from penstock.schedules.family import Family
+from penstock.schedules.versions import num_versions
+from penstock.types import Recompute, RecomputePolicy
+
+from .cuts import EVERYWHERE, Matrix, Setting, Window, between, upto
+from .stage_bytes import StageBytes
+from .stage_work import OnWay, StageWork, Tables, most_on_way, steady, work_of
+
+
+def lasting_bytes(weights: LayerWeights) -> int:
+    """Return what is there of a layer's weights all the time."""
+    of_updates = weights.gradient_bytes + weights.optimizer_bytes
+    return weights.parameter_bytes + of_updates + weights.buffer_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnDevice:
+    """A kind of device: the seconds of each layer there, what a rank may keep in its memory, and
+    how fast what is kept can be moved away and back.
+    """
+
+    seconds: Sequence[LayerSeconds]
+    memory_bytes: float = np.inf
+    host_bytes_per_s: float = np.inf
+
+
+class Option(NamedTuple):
+    """What each stage recomputes, which of them move away what they keep, and the work that this
+    makes: one option to keep less.
+    """
+
+    recompute: tuple[RecomputePolicy, ...]
+    work: tuple[StageWork, ...]
+    offload: frozenset[int] = frozenset()
+
+
+class Neighbours(NamedTuple):
+    """How messages get to the stages before and after one; None where they cost nothing."""
+
+    before: Route | None = None
+    after: Route | None = None
+
+
+def _no_messages(setting: Setting) -> Neighbours:
+    return Neighbours()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePrices:
+    """Prices of a model for one schedule of one size.
+
+    `devices` has an entry for each kind, and `kinds` says which kind each stage is on.
+    `lasting` are the bytes of each layer that are there all the time and count, `versioned` those
+    of another version of its weights.  `recompute` is what was decided already, None what is to be
+    chosen: nothing, some layers, whole stages, and for those of `may_offload` to move what is left
+    away.  `neighbours` says how messages travel; `room_for_messages`: as many as can be on their
+    way count as kept.  `windows` are the runs that each stage may have (see `cuts.windows`).
+    """
+
+    family: Family
+    num_stages: int
+    num_microbatches: int
+    devices: Sequence[OnDevice]
+    kinds: Sequence[int]
+    of_stages: StageBytes
+    lasting: Sequence[int]
+    versioned: Sequence[int] | None = None
+    recompute: tuple[RecomputePolicy, ...] | None = None
+    may_offload: Collection[int] = ()
+    neighbours: Callable[[Setting], Neighbours] = _no_messages
+    room_for_messages: bool = False
+    windows: Sequence[Window] | None = None
+
+    def least_s(self, stage: int) -> Matrix:
+        """Return the seconds of a micro-batch by the fastest option that fits; infinity where none
+        does.
+        """
+        window = self._window(stage)
+        if not self._shares:
+            return self.seconds(Setting(stage, self.kinds[stage]), window)
+        key = "least", *(self._key(stage, option) for option in self._options)
+        if key not in self._known:
+            self._known[key] = self.seconds(Setting(stage, self.kinds[stage]))
+        return self._known[key][window]
+
+    def seconds(self, setting: Setting, window: Window = EVERYWHERE) -> Matrix:
+        """Return the same in any setting; that part of the matrix that is within a window."""
+        takes = (self._option_s(setting, option, window) for option in self._options)
+        return reduce(np.minimum, takes)
+
+    def if_all_fits_s(self, stage: int) -> Matrix:
+        """Return the seconds of the first option, which recomputes least, whether it fits or
+        not.
+        """
+        option, setting = self._first, Setting(stage, self.kinds[stage])
+        work = option.work[stage]  # the same for stages that only keep more or less
+        key = (
+            *("all", self.kinds[stage], work.recomputes, work.wholes, work.halves),
+            *(option.recompute[stage], self._ends(setting)),
+        )
+        if key not in self._known:
+            self._known[key] = self._without_limit(setting, option, EVERYWHERE)
+        return self._known[key][self._window(stage)]
+
+    def all_fits(self, partition: Sequence[int]) -> bool:
+        """Tell whether each stage of a cut fits by the first option: no other cut is faster then
+        than the one that is fastest by it.
+        """
+        return all(
+            (self._missing(Setting(n, self.kinds[n]), self._first, only(run)) <= 0).all()
+            for n, run in enumerate(runs_of(partition))
+        )
+
+    def missing(self, stage: int) -> Matrix:
+        """Return the bytes that are missing by the option that keeps least; 0 where it fits."""
+        return self._least_missing(stage, self._window(stage))
+
+    def missing_bytes(self, partition: Sequence[int]) -> float:
+        """Return what a cut is short of on the stage that is short of most."""
+        runs = enumerate(runs_of(partition))
+        return max(float(self._least_missing(stage, only(run))[0, 0]) for stage, run in runs)
+
+    @cached_property
+    def stages_of_ranks(self) -> list[list[int]]:
+        """The stages that each rank runs."""
+        ranks = self.family.ranks(self.num_stages)
+        found: list[list[int]] = [[] for _ in range(1 + max(ranks))]
+        for stage, rank in enumerate(ranks):
+            found[rank].append(stage)
+        return found
+
+    @cached_property
+    def _first(self) -> Option:
+        """What was decided, or the option that recomputes nothing."""
+        if self.recompute is None:
+            return self._made((Recompute.NEVER,) * self.num_stages, frozenset())
+        return self._made(self.recompute, frozenset(self.may_offload))
+
+    @cached_property
+    def _options(self) -> list[Option]:
+        """What stages may do to keep less and less: nothing, recompute all, and move it away as
+        well where they may.
+
+        Raises:
+            ConfigError: the family makes no schedule of such a size.
+        """
+        if self.recompute is not None:
+            return [self._first]
+        whole = (Recompute.STAGE,) * self.num_stages
+        moved = [self._made(whole, frozenset(self.may_offload))] if self.may_offload else []
+        return [self._first, self._made(whole, frozenset()), *moved]
+
+    def _made(self, recompute: tuple[RecomputePolicy, ...], away: frozenset[int]) -> Option:
+        twice = frozenset(n for n, x in enumerate(recompute) if x is not Recompute.NEVER)
+        return Option(recompute, self.work_if(twice, away), away)
+
+    def work_if(self, twice: frozenset[int], away: frozenset[int]) -> tuple[StageWork, ...]:
+        """Return the work of stages where those of `twice` recompute, and those `away` move what
+        they keep.
+        """
+        key = twice, away
+        if key not in self._works:
+            size = self.num_stages, self.num_microbatches
+            self._works[key] = work_of(self.family, *size, twice, away)
+        return self._works[key]
+
+    @cached_property
+    def _works(self) -> dict[object, tuple[StageWork, ...]]:
+        return {}
+
+    @cached_property
+    def _known(self) -> dict[object, Matrix]:
+        return {}
+
+    @cached_property
+    def _shares(self) -> bool:
+        """Whether it is less work to know all runs of stages that are alike than each one's."""
+        stages = range(self.num_stages)
+        if self.windows is None:
+            return True
+        areas = sum((a.stop - a.start) * (b.stop - b.start) for a, b in self.windows)
+        kinds = {tuple(self._key(stage, x) for x in self._options) for stage in stages}
+        return bool(areas > len(kinds) * (len(self.lasting) + 1) ** 2)
+
+    def _window(self, stage: int) -> Window:
+        return EVERYWHERE if self.windows is None else self.windows[stage]
+
+    def _key(self, stage: int, option: Option) -> object:
+        """Return what stages have in common that cost the same by an option."""
+        return (
+            *(option.recompute[stage], option.work[stage], stage in option.offload),
+            *(self.kinds[stage], self._share(stage), self._on_way[stage], self._versions[stage]),
+            self._ends(Setting(stage, self.kinds[stage])),
+        )
+
+    def _ends(self, setting: Setting) -> object:
+        """Return what of the links to its neighbours counts for a stage."""
+        routes = self.neighbours(setting)
+        return tuple(
+            None if x is None else (x.latency_s, x.bytes_per_s, x.overhead_s, x.blocks)
+            for x in routes
+        )
+
+    def _share(self, stage: int) -> int:
+        """Return among how many stages the memory of a stage's rank is divided."""
+        return self._num_beside[stage]
+
+    @cached_property
+    def _num_beside(self) -> dict[int, int]:
+        return {n: len(stages) for stages in self.stages_of_ranks for n in stages}
+
+    def _option_s(self, setting: Setting, option: Option, window: Window) -> Matrix:
+        takes = self._without_limit(setting, option, window)
+        fits = self._missing(setting, option, window) <= 0
+        return np.where(fits, takes, np.inf)
+
+    def _without_limit(self, setting: Setting, option: Option, window: Window) -> Matrix:
+        """Return the seconds of an option, whether it fits or not."""
+        device, stage = self.devices[setting.kind], setting.stage
+        takes = between(self._upto(setting.kind, option, stage), window)
+        if stage in option.offload and device.host_bytes_per_s < np.inf:
+            # there and back; how much of it other work hides is not known
+            takes = takes + 2 * self.of_stages.incoming.table[window] / device.host_bytes_per_s
+        own, routes = self.of_stages, self.neighbours(setting)
+        pace: Matrix | float = 0.0
+        for route, leaving in (
+            (routes.after, own.sent),
+            (routes.before, own.received_gradient),
+        ):
+            if route is not None:
+                on_link = leaving.table[window] / route.bytes_per_s
+                takes = takes + 2 * route.overhead_s  # what leaves, and what comes back for it
+                if route.blocks:
+                    takes = takes + route.latency_s + on_link
+                pace = np.maximum(pace, on_link)
+        return np.maximum(takes, pace)
+
+    def _upto(self, kind: int, option: Option, stage: int) -> Matrix:
+        """Return the seconds of the first layers, looked up: much alike of many stages."""
+        work, policy = option.work[stage], option.recompute[stage]
+        key = "upto", kind, work.recomputes, work.wholes, work.halves, policy
+        if key not in self._known:
+            self._known[key] = upto(work.seconds(self.devices[kind].seconds, policy))
+        return self._known[key]
+
+    def _least_missing(self, stage: int, window: Window) -> Matrix:
+        setting = Setting(stage, self.kinds[stage])
+        missing = (self._missing(setting, option, window) for option in self._options)
+        found: Matrix = reduce(np.minimum, missing)
+        return found.clip(0)
+
+    def _missing(self, setting: Setting, option: Option, window: Window) -> Matrix:
+        """Return by how many bytes any layers keep too much."""
+        stage, memory = setting.stage, self.devices[setting.kind].memory_bytes
+        if memory == np.inf:
+            return np.full((1, 1), -np.inf)
+        own = self.of_stages
+        tables = Tables(own.graph.table, own.incoming.table, own.left.table, own.given.table)
+        kept = option.work[stage].peak_bytes(tables.within(window))
+        found: Matrix = kept + self.used_bytes(stage, window) - memory / self._share(stage)
+        return found
+
+    def used_bytes(self, stage: int, window: Window) -> Matrix:
+        """Return the bytes that weights take, and messages on their way."""
+        used = between(self._lasting, window)
+        if self._versions[stage] > 1:
+            used = used + (self._versions[stage] - 1) * between(self._of_version, window)
+        if any(on_way := self._on_way[stage]):
+            of_messages = self.of_stages.received.table, self.of_stages.sent_gradient.table
+            used = used + sum(n * x[window] for n, x in zip(on_way, of_messages, strict=True))
+        return used
+
+    @cached_property
+    def _versions(self) -> tuple[int, ...]:
+        if self.versioned is None:
+            return (1,) * self.num_stages
+        return num_versions(steady(self.family, self.num_stages, self.num_microbatches))
+
+    @cached_property
+    def _on_way(self) -> list[OnWay]:
+        if not self.room_for_messages:
+            return [OnWay(0, 0)] * self.num_stages
+        return most_on_way(self._first.work, self.num_microbatches)
+
+    @cached_property
+    def _lasting(self) -> Matrix:
+        return upto(self.lasting)
+
+    @cached_property
+    def _of_version(self) -> Matrix:
+        return upto(self.versioned or ())
+
+
+def runs_of(partition: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the (start, end) of each stage's layers."""
+    return list(pairwise(accumulate(partition, initial=0)))
+
+
+def only(run: tuple[int, int]) -> Window:
+    """Return the window of one run of layers."""
+    return Window(*(slice(n, n + 1) for n in run))
