@@ -105,6 +105,8 @@ class LayerWeights:
     optimizer_bytes: int
     """What the optimizer keeps for them."""
     buffer_bytes: int = 0
+    num_norms: int = 0
+    """BatchNorms, whose running statistics move once in a step."""
 
     @property
     def total_bytes(self) -> int:

@@ -28,7 +28,7 @@ from penstock.trace.units import count_text
 
 from .checks import check_costs
 from .plan import Plan
-from .pricing import Pricing, update_seconds, weights_together
+from .pricing import Pricing, commit_seconds, update_seconds, weights_together
 from .process_bytes import process_bytes
 from .shared_cores import shared_cores
 from .stage_bytes import Message, StageBytes
@@ -151,6 +151,11 @@ class Foretold:
             ranks=plan.placement.places,
             transfers=tuple(Transfer(producer=a, consumer=b) for a, b in sorted(edges)),
             recompute=plan.recomputing,
+            commits=tuple(
+                stage
+                for stage, run in enumerate(self._runs)
+                if any(own.num_norms for own in self.profile.weights[run])
+            ),
             offload=plan.offloading,
             posts=plan.transport.is_between_processes,
             reduces=plan.placement.num_replicas > 1,
@@ -203,6 +208,7 @@ class Foretold:
             backward_input_s=each("input_s"),
             backward_weight_s=each("weight_s"),
             reduce_s=tuple(self._reduce_s(stage) for stage in stages),
+            commit_s=tuple(self._commit_s(stage) for stage in stages),
             offload_s=(moving_s := tuple(self._moving_s(stage) for stage in stages)),
             fetch_s=moving_s,
         )
@@ -323,6 +329,11 @@ class Foretold:
             own.gradient_bytes,
             processes=self.plan.transport.is_between_processes,
         )
+
+    def _commit_s(self, stage: int) -> float:
+        own = weights_together(self.profile.weights[self._runs[stage]])
+        device = self.cluster.device_of(self._places_of(stage)[0])
+        return commit_seconds(own.num_norms, device, self.plan.num_microbatches)
 
     def _moving_s(self, stage: int) -> float:
         """Return the seconds of what a stage keeps on its way to the host, or back.

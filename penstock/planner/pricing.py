@@ -76,6 +76,8 @@ class Pricing:
         return StageBytes(found, copies_weights=copies_weights)
 
 
+_OPERATORS_OF_A_COMMIT = 28
+"""As `runtime.batch_norm` commits."""
 _PASSES_TO_ADD = 3
 """Read the sum, read what is new, write the sum."""
 
@@ -103,6 +105,14 @@ def layer_seconds(
         for price, own in zip(prices.layers, weights, strict=True)
     ]
     return (*found[:-1], _together(found[-1], _seconds(prices.loss, issue_s, 0.0)))
+
+
+def commit_seconds(num_norms: int, device: Device, num_microbatches: int) -> float:
+    """Return the seconds of moving BatchNorms' running statistics by all micro-batches: each takes
+    some small operators, and reads a row of moments of each micro-batch.
+    """
+    one_s = max(likely(device.floor_s) + likely(device.gap_s), likely(device.issue_s))
+    return num_norms * (_OPERATORS_OF_A_COMMIT + num_microbatches) * one_s
 
 
 def update_seconds(weights: Sequence[LayerWeights], device: Device) -> tuple[float, ...]:
@@ -163,4 +173,5 @@ def weights_together(weights: Sequence[LayerWeights]) -> LayerWeights:
         gradient_bytes=sum(own.gradient_bytes for own in weights),
         optimizer_bytes=sum(own.optimizer_bytes for own in weights),
         buffer_bytes=sum(own.buffer_bytes for own in weights),
+        num_norms=sum(own.num_norms for own in weights),
     )

@@ -216,14 +216,22 @@ class _Search:
                 self._plain[number, size] = min(before, found, key=lambda each: each.step_s)
 
     def _refine(self, evaluator: Evaluator, size: Size, like: Foretold) -> None:
-        """Foretell one size with the schedules that are made for costs: those of a plan of it."""
+        """Foretell one size with the schedules that are made for costs: those of a plan of it, and
+        then those of the plan that this leads to.
+        """
         if self._soonest_s(like) >= self._best_s():
             return
-        for family in families(self._wishes, size, like.costs):
-            if takes_costs(family):
-                foretold = self._planned(evaluator, size, family)
-                if foretold is not None:
-                    self._keep(evaluator, size, foretold)
+        for family in filter(takes_costs, families(self._wishes, size, like.costs)):
+            foretold = self._planned(evaluator, size, family)
+            if foretold is None:
+                continue
+            self._keep(evaluator, size, foretold)
+            if foretold.costs != like.costs:
+                own = families(self._wishes, size, foretold.costs)
+                again = next(each for each in own if each.name == family.name)
+                anew = self._planned(evaluator, size, again)
+                if anew is not None:
+                    self._keep(evaluator, size, anew)
 
     def _planned(
         self, evaluator: Evaluator, size: Size, family: Family, *, with_messages: bool = False

@@ -115,7 +115,10 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
         name=name or _name(layers),
         layers=facts_of(resolved),
         spans=resolved.spans,
-        weights=layer_weights(resolved, optimizer),
+        weights=tuple(
+            replace(own, num_norms=len(batch_norms([step.module])))
+            for step, own in zip(resolved, layer_weights(resolved, optimizer), strict=True)
+        ),
         sizes=tuple(found),
         measured_on=_device_name(device) if measure else None,
         threads=own_threads,

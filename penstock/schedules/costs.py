@@ -29,8 +29,9 @@ class Costs:
     items, sorted. `send_s` and `receive_s` are for how long the rank of a stage computes nothing
     while it sends a message off to another rank, or takes one in that has come (LogP's overheads,
     Culler et al. 1993). `reduce_s` is what adding up a stage's gradients over replicas takes after
-    its last backward, `update_s` what the optimizer takes for a stage where the schedule lets it
-    move the weights. `offload_s` and `fetch_s` are for how long a rank computes nothing while what
+    its last backward, `commit_s` what moving its running statistics takes after its last forward,
+    `update_s` what the optimizer takes for a stage where the schedule lets it move the weights.
+    `offload_s` and `fetch_s` are for how long a rank computes nothing while what
     it keeps is moved away, or back: on a CPU all of it, elsewhere what does not overlap.
 
     Raises:
@@ -44,6 +45,7 @@ class Costs:
     send_s: PerStage = 0
     receive_s: PerStage = 0
     reduce_s: PerStage = 0
+    commit_s: PerStage = 0
     update_s: PerStage = 0
     backward_input_s: PerStage | None = None
     backward_weight_s: PerStage | None = None

@@ -169,6 +169,7 @@ def _seconds(  # noqa: C901 - one flat match
     input_s, weight_s = costs.parts(num_stages)
     recompute_s = costs.again(num_stages)
     offload_s = per_stage(costs.offload_s, num_stages, "offload_s")
+    commit_s = per_stage(costs.commit_s, num_stages, "commit_s")
     update_s = per_stage(costs.update_s, num_stages, "update_s")
     fetch_s = per_stage(costs.fetch_s, num_stages, "fetch_s")
 
@@ -190,7 +191,9 @@ def _seconds(  # noqa: C901 - one flat match
                 return offload_s
             case ir.Fetch():
                 return fetch_s
-            case ir.CommitStatistics() | ir.PostReceive():
+            case ir.CommitStatistics():
+                return commit_s
+            case ir.PostReceive():
                 return nothing
             case ir.ReduceGradients():  # runs beside the rest; see _await_reductions
                 return nothing

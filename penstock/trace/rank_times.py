@@ -13,6 +13,7 @@ from .timeline import Timeline
 
 _FIELDS: dict[type[ir.Instruction], str] = {
     ir.Forward: "forward_s",
+    ir.CommitStatistics: "forward_s",
     ir.Recompute: "recompute_s",
     ir.Backward: "backward_s",
     ir.BackwardInput: "backward_s",
@@ -29,8 +30,8 @@ _FIELDS: dict[type[ir.Instruction], str] = {
 class RankTimes:
     """Seconds of one rank in one step, by kind; they add up to the step.
 
-    forward, recompute, backward    layers ran; a backward whole, or its part for gradients of
-                                    inputs
+    forward, recompute, backward    layers ran, and running statistics moved; a backward whole, or
+                                    its part for gradients of inputs
     weight          the other part of backwards: gradients of weights
     communication   sends, receives after their message was sent, moving to and from the host
     bubble          idle, as with equal stages; and idle because messages were late elsewhere

@@ -70,6 +70,20 @@ def test_replicas_add_their_gradients_up_at_the_end() -> None:
     assert two.step_s == pytest.approx(one.step_s + ring_s)
 
 
+def test_running_statistics_move_once_a_step_in_small_operators() -> None:
+    """36 operators of 0.1 s for each of two BatchNorms: 28 for all, and one a micro-batch."""
+    with_norms = replace(
+        SECOND, weights=(replace(SECOND.weights[0], num_norms=2), *SECOND.weights[1:])
+    )
+    here = cluster(1)
+    here = replace(here, devices={n: replace(d, gap_s=0.1) for n, d in here.devices.items()})
+    plan = planned(gpipe, (8,), 8)
+    plain, moving = (simulate(plan, each, here).step_s for each in (SECOND, with_norms))
+    assert moving == pytest.approx(plain + 2 * 36 * 0.1)
+    told = Foretold(plan, with_norms, here)
+    assert told.quick_step_s == pytest.approx(told.step_s)
+
+
 def test_ranks_beyond_the_cores_of_a_host_share_them() -> None:
     free = chain([1.0] * 8, weight_bytes=0)
     plan = planned(gpipe, (2, 2, 2, 2), 12)
