@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
 
-from penstock.errors import CutError, PenstockError
+from penstock.errors import ConfigError, CutError, PenstockError, shown
 from penstock.mesh import Mesh
 from penstock.mesh.plain_data import Codec, record
 from penstock.model.layers import Layers
@@ -40,6 +40,9 @@ from .stage import Keeping, Stage
 from .stores import store_on
 from .unsplit import together
 from .workers import ThreadDriver
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
 
 _LARGEST_BLOCK_BYTES = (32 << 20) - (64 << 10)
 """Just below 32 MiB, glibc's DEFAULT_MMAP_THRESHOLD_MAX; blocks above teach it nothing."""
@@ -360,3 +363,18 @@ class _Lasting:
 
 def _with_loss(modules: list[nn.Module], loss: Any) -> list[nn.Module]:
     return [*modules, loss] if isinstance(loss, nn.Module) else modules
+
+
+def is_pipeline(module: object) -> "TypeGuard[Pipeline]":
+    """Tell whether something is a `penstock.Pipeline`, whose class stands above: it has a plan."""
+    return isinstance(getattr(module, "plan", None), Plan)
+
+
+def check_pipeline(pipe: object) -> None:
+    """Refuse what is no pipeline.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not is_pipeline(pipe):
+        raise ConfigError(f"pipe={shown(pipe)}; give the pipeline, a penstock.Pipeline")

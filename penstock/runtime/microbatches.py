@@ -16,6 +16,8 @@ from penstock.model.pytree import flatten
 from penstock.planner.placement import Placement
 from penstock.types import Reduction, Trace
 
+LossFunction = Callable[[Any, Any], Tensor]
+"""(output, target) -> the loss of a micro-batch."""
 Reduce = Reduction | Callable[[Any], Any]
 
 _BY_STRENGTH = (Trace.OFF, Trace.TIME, Trace.MEMORY)

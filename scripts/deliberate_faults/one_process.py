@@ -393,7 +393,7 @@ FAULTS = (
     ),
     Fault(
         "a pipeline made of a plan measures all the same",
-        "penstock/runtime/abstract_pipeline.py",
+        "penstock/pipeline.py",
         "balances = plan is None and arguments.are_measured",
         "balances = arguments.are_measured",
         "tests/laws/test_plan.py",
