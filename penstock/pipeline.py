@@ -28,8 +28,8 @@ from penstock.runtime.asynchronous import (
     losses,
     run_window,
 )
-from penstock.runtime.default_generators import others_may_draw, rewound_default_generators
 from penstock.runtime.engine import Engine
+from penstock.runtime.memory.offload import folder_for_files
 from penstock.runtime.microbatches import (
     Batch,
     Call,
@@ -43,9 +43,9 @@ from penstock.runtime.microbatches import (
 from penstock.runtime.module_form import accumulate_into_inputs, run_as_module
 from penstock.runtime.outputs import gather, share
 from penstock.runtime.planning import Devices, agree, balance, device_names, make_plan
+from penstock.runtime.random.generators import others_may_draw, rewound_default_generators
 from penstock.runtime.record import Record
 from penstock.runtime.run import Run
-from penstock.runtime.stores import folder_for_files
 from penstock.schedules.family import Build
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode

@@ -28,18 +28,16 @@ from penstock.types import TiedGradients, Trace, Transport
 
 from .batch_norm import batch_norms, warn_of_unpooled
 from .caller import CallerContext, fresh_casts
-from .default_generators import guarded_default_generators
-from .drivers import AbstractDriver, CallerDriver, ProcessDriver, Work
+from .drivers import AbstractDriver, CallerDriver, ProcessDriver, ThreadDriver, Work
+from .memory.offload import store_on
 from .microbatches import Batch, Splitter
 from .planning import stage_devices
-from .record import Record
+from .random.generators import guarded_default_generators
+from .record import Record, gather_noted
 from .replicas import Replicas
 from .run import Run, Streams
-from .shared_trace import gather_noted
-from .stage import Keeping, Stage
-from .stores import store_on
+from .stage.stage import Keeping, Stage
 from .unsplit import together
-from .workers import ThreadDriver
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline

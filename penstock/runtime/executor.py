@@ -31,7 +31,7 @@ from penstock.types import Trace
 
 from .devices import Event, StageDevice
 from .run import Run
-from .stage import Stage
+from .stage.stage import Stage
 
 
 class Clock:

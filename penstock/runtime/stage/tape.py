@@ -11,15 +11,16 @@ from torch.utils.hooks import RemovableHandle
 from penstock.model.entries import Entry
 from penstock.model.stage_plan import Step
 from penstock.model.state import Place
+from penstock.runtime.devices import Event
 from penstock.transport.payload import Activation
 
-from .devices import Event
-
 if TYPE_CHECKING:
-    from .layer_recompute import Rerun
-    from .offload import Away
-    from .slots import Slots
+    from penstock.runtime.memory.layer_recompute import Rerun
+    from penstock.runtime.memory.offload import Away
+    from penstock.runtime.memory.slots import Slots
+
     from .split_backward import Division, SplitBackward
+
 
 FROM_CALLER = -1
 """Stands where a peer stage stands, for values that come from the caller's batch."""
@@ -163,7 +164,7 @@ class Tape:
 
     def divide(self, roots: Sequence[Tensor]) -> "Division":
         """Let `backward` leave to `backward_weight` what can be left; return what was decided."""
-        from .split_backward import divide, split  # few schedules ask for it
+        from .split_backward import divide, split
 
         every = [e for entries in self.entries.values() for e in entries if e.node is not None]
         division = divide(roots, {entry.node for entry in every})

@@ -13,13 +13,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import RecomputeError
 from penstock.model.state import put_state, standing_at
+from penstock.runtime.run import Run
+from penstock.runtime.stage.guards import Context, Guard
+from penstock.runtime.stage.state import ChangingState
+from penstock.runtime.stage.tape import Seen, Tape
+from penstock.runtime.stage.weights import Weights
 from penstock.torch_private import buffers_of, version_counter
-
-from .changing_state import ChangingState
-from .guards import Context, Guard
-from .run import Run
-from .tape import Seen, Tape
-from .weights import Weights
 
 
 class Repeatable(Guard):
