@@ -219,7 +219,7 @@ class Pipeline(AbstractMovable):
                 Gradients are then incomplete: zero them.
         """
         self._check_can_train("train_step")
-        if self.plan.schedule.is_asynchronous:
+        if self._engine.is_asynchronous:
             raise ConfigError(
                 f"schedule={self.plan.schedule!r} updates the weights while it runs; give the "
                 "optimizer and several batches to pipe.train_steps(batches, optimizer), or use a "
@@ -277,7 +277,7 @@ class Pipeline(AbstractMovable):
         updating = Updating(optimizer, lr_scheduler)
         check_updating(updating, self.parameters())
         pairs = as_pairs(batches)
-        if not self.plan.schedule.is_asynchronous:
+        if not self._engine.is_asynchronous:
             return self._train_one_by_one(pairs, updating)
         self._check_can_train("train_steps")
         for _, targets in pairs:

@@ -28,7 +28,7 @@ from penstock.types import TiedGradients, Trace, Transport
 
 from .batch_norm import batch_norms, warn_of_unpooled
 from .caller import CallerContext, fresh_casts
-from .drivers import AbstractDriver, CallerDriver, ProcessDriver, ThreadDriver, Work
+from .drivers import AbstractDriver, CallerDriver, ProcessDriver, Work
 from .memory.offload import store_on
 from .microbatches import Batch, Splitter
 from .planning import stage_devices
@@ -38,9 +38,13 @@ from .replicas import Replicas
 from .run import Run, Streams
 from .stage.stage import Keeping, Stage
 from .unsplit import together
+from .workers import ThreadDriver
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
+
+_Key = tuple[Mode, int, int]
+"""What a program is of: the mode, the micro-batches of a mini-batch, the mini-batches."""
 
 _LARGEST_BLOCK_BYTES = (32 << 20) - (64 << 10)
 """Just below 32 MiB, glibc's DEFAULT_MMAP_THRESHOLD_MAX; blocks above teach it nothing."""
@@ -107,9 +111,11 @@ class Engine:
             )
         self._with_streams = [s.device for s in self.stages if s.device.is_cuda]
         self._places = layers.places()
-        self._programs: dict[tuple[Mode, int, int], Schedule] = {}
+        self._programs: dict[_Key, Schedule] = {}
+        self._dividing: set[_Key] = set()  # those with backwards in two parts
         self._lowering = self._how_to_lower()
         self._has_looked = False
+        self.is_asynchronous = plan.schedule.is_asynchronous
         self.is_current = True
         if before is not None:
             before.is_current = False
@@ -148,9 +154,9 @@ class Engine:
     def _needs_hooks(self, trace: Trace) -> str:
         """Say what of this plan needs saved_tensors_hooks."""
         found = []
-        if self.plan.recomputing:
+        if self._lowering.recompute:
             found.append("a recompute, to save nothing in a forward")
-        if self.plan.offloading:
+        if self._lowering.offload:
             found.append("offload, to move what is saved")
         if trace is Trace.MEMORY:
             found.append(f"{trace}, to count what is saved")
@@ -168,13 +174,19 @@ class Engine:
         """
         key = (mode, num_microbatches, num_minibatches)
         if key not in self._programs:
-            self._programs[key] = lower(self._lowering, num_microbatches, mode, num_minibatches)
+            program = lower(self._lowering, num_microbatches, mode, num_minibatches)
+            self._programs[key] = program
+            if divides_backwards(program):
+                self._dividing.add(key)
         return self._programs[key]
 
     def program_of(self, run: Run, mode: Mode) -> Schedule:
         """Return the schedule that `run` runs."""
+        return self.program(*self._key(run, mode))
+
+    def _key(self, run: Run, mode: Mode) -> _Key:
         every = run.streams.num_microbatches
-        return self.program(mode, every, run.num_microbatches // every)
+        return mode, every, run.num_microbatches // every
 
     def _how_to_lower(self) -> Lowering:
         plans = self.stage_plans
@@ -228,8 +240,9 @@ class Engine:
         stages = {stage.index: stage for stage in self.stages}
         caller = CallerContext.capture(run.with_grad, self.devices) if run.resumed else run.caller
         caller.check_hooks(self._needs_hooks(run.batch.trace))
-        work = Work(self.program_of(run, mode), stages, run, caller)
-        run.looks = not self._has_looked and divides_backwards(work.schedule)
+        program, enters = self.program_of(run, mode), caller.casts or run.caller.casts
+        work = Work(program, stages, run, caller, casts=enters)
+        run.looks = not self._has_looked and self._key(run, mode) in self._dividing
         replicas = self._lasting.replicas if mode is Mode.TRAIN else None
         if replicas is not None:
             replicas.set_aside([p for stage in self.stages for p in stage.weights.parameters])

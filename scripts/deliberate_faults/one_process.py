@@ -345,7 +345,7 @@ FAULTS = (
     ),
     Fault(
         "a failed rank leaves the others waiting",
-        "penstock/runtime/drivers.py",
+        "penstock/runtime/workers.py",
         "            self._work.run.fail(error)\n            self._channels.abort()\n",
         "            self._work.run.fail(error)\n",
         "tests/laws/test_faults.py",

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.runtime import drivers
+from penstock.runtime import workers
 from penstock.runtime.run import Run
 from tests.every_schedule import EVERY_SCHEDULE
 from tests.reference import Unsplit, chain
@@ -318,7 +318,7 @@ def test_an_interrupt_at_any_line_of_the_worker_threads_hangs_nothing(what: str)
         for line in itertools.count(1):
             if what == "first step":
                 pipe.close()
-            sys.settrace(raise_at(line, drivers.__file__))
+            sys.settrace(raise_at(line, workers.__file__))
             try:
                 pipe.close() if what == "close" else pipe.train_step(*batch())
                 break
@@ -359,7 +359,7 @@ def test_a_second_interrupt_leaves_nobody_who_adds_to_later_gradients(
         loss = pipe.train_step(*batch())
         running = set(threading.enumerate()) - others
         Held.gate.clear()
-        monkeypatch.setattr(drivers.ThreadDriver, "_run", interrupted)
+        monkeypatch.setattr(workers.ThreadDriver, "_run", interrupted)
         monkeypatch.setattr(Run, "fail", again)
         with pytest.raises(SystemExit):
             pipe.train_step(*batch())

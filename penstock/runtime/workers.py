@@ -1,0 +1,217 @@
+"""Worker threads that run the programs of one process: one persistent thread per rank."""
+
+import threading
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn
+
+import torch
+
+from penstock.mesh.threads import leave_behind
+from penstock.transport.channels import Stopped
+from penstock.transport.threads import QueueChannels
+
+from .caller import keeping_casts
+from .devices import num_cores
+from .drivers import AbstractDriver, Work
+from .executor import Executor
+
+
+class ThreadDriver(AbstractDriver):
+    """Runs each rank's program in a thread of its own; the threads live until `close`.
+
+    A signal's handler may raise at any place: the next run finds threads that serve it, or starts
+    others.
+    """
+
+    def __init__(self, num_threads: int, timeout_s: float) -> None:
+        self._num_threads = num_threads
+        self._timeout_s = timeout_s
+        self._most_at_once = max(1, num_cores() // num_threads)
+        self._crew: _Crew | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ThreadDriver, (self._num_threads, self._timeout_s)  # a copy has its own threads
+
+    def drive(self, work: Work) -> None:
+        programs = work.schedule.programs
+        crew = self._crew_for(len(programs))
+        transfers = [t for stage in work.stages.values() for t in stage.plan.transfers]
+        channels = QueueChannels(transfers, self._timeout_s, self._turns(work))
+        done: SimpleQueue[None] = SimpleQueue()
+        jobs = [
+            _Job(work, Executor(rank, program, work.stages, work.run, channels), channels, done)
+            for rank, program in enumerate(programs)
+        ]
+        try:
+            self._run(crew, jobs, work, done)
+        except BaseException as error:  # Ctrl-C: the workers must not outlive the call
+            try:
+                work.run.fail(error)
+                channels.abort()
+                self._run(crew, jobs, work, done)
+            except BaseException as again:  # nobody waits a second time
+                work.run.fail(again)
+                channels.abort()
+                self._abandon()
+                raise
+            raise
+        if work.run.failure is not None:
+            _raise_failure(work)
+
+    def _turns(self, work: Work) -> AbstractContextManager[Any]:
+        on_gpu = any(stage.device.is_cuda for stage in work.stages.values())
+        if on_gpu or len(work.schedule.programs) <= self._most_at_once:
+            return nullcontext()
+        return threading.Semaphore(self._most_at_once)
+
+    def close(self) -> None:
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.finalizer()
+            crew.leave()
+
+    def _crew_for(self, num_ranks: int) -> "_Crew":
+        if self._crew is None or self._crew.size < num_ranks:
+            self.close()
+            crew = _Crew(num_ranks, self._num_threads)
+            crew.finalizer = weakref.finalize(self, crew.stop)
+            self._crew = crew
+        return self._crew
+
+    def _run(
+        self, crew: "_Crew", jobs: "list[_Job]", work: Work, done: "SimpleQueue[None]"
+    ) -> None:
+        """Hand out the jobs that have not ended, and wait for all; a job runs once at most."""
+        crew.hand_out(jobs)
+        try:
+            while not all(job.has_ended for job in jobs):
+                done.get(timeout=None if work.run.failure is None else self._timeout_s)
+        except Empty:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Forget the workers: one is stuck in user code.  The next run starts new ones."""
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.finalizer.detach()
+            crew.leave()
+
+
+class _Crew:
+    """The threads of one driver, one for each rank; `finalizer` stops them with it."""
+
+    finalizer: "weakref.finalize[..., Any]"
+
+    def __init__(self, num_ranks: int, num_threads: int) -> None:
+        self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(num_ranks)]
+        ready: SimpleQueue[None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(
+                target=_serve,
+                args=(inbox, num_threads, ready),
+                name=f"penstock-rank-{rank}",
+                daemon=True,
+            )
+            for rank, inbox in enumerate(self._inboxes)
+        ]
+        try:
+            for thread in self._threads:
+                thread.start()
+            for _ in self._threads:
+                ready.get()
+            torch.set_num_threads(
+                torch.get_num_threads()
+            )  # a worker's count is also the next thread's default
+        except BaseException:
+            self._dismiss()
+            raise
+
+    @property
+    def size(self) -> int:
+        """How many threads there are."""
+        return len(self._inboxes)
+
+    def hand_out(self, jobs: "list[_Job]") -> None:
+        """Give each thread its job, if that has not ended."""
+        for inbox, job in zip(self._inboxes, jobs, strict=False):
+            if not job.has_ended:
+                inbox.put(job)
+
+    def stop(self) -> None:
+        """End the threads, and wait for them."""
+        self._dismiss()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=5.0)
+
+    def leave(self) -> None:
+        """Let the threads end when they can."""
+        self._dismiss()
+        leave_behind(self._threads)
+
+    def _dismiss(self) -> None:
+        for inbox in self._inboxes:
+            inbox.put(None)
+
+
+def _raise_failure(work: Work) -> NoReturn:
+    """Raise what a rank raised; the run, which its traceback holds, must not hold it in turn."""
+    failure, work.run.failure = work.run.failure, Stopped()
+    assert failure is not None
+    try:
+        raise failure
+    finally:
+        del failure, work
+
+
+class _Job:
+    """One program for one worker."""
+
+    def __init__(
+        self, work: Work, executor: Executor, channels: QueueChannels, done: "SimpleQueue[None]"
+    ) -> None:
+        self._work, self._executor, self._channels, self._done = work, executor, channels, done
+        self.has_ended = False
+
+    def __call__(self) -> None:
+        if self.has_ended:  # it was handed out twice
+            return
+        try:
+            self._work.caller.variables.copy().run(self._run)
+        except Stopped:
+            pass
+        except BaseException as error:
+            _note_missing(error)
+            self._work.run.fail(error)
+            self._channels.abort()
+        finally:
+            self.has_ended = True
+            self._done.put(None)
+
+    def _run(self) -> None:
+        keeping = keeping_casts() if self._work.casts else nullcontext()
+        with keeping, self._work.caller.entered(), self._channels.turns:
+            self._executor.execute_all()
+        self._executor.finish()
+
+
+def _serve(inbox: "SimpleQueue[Any]", num_threads: int, ready: "SimpleQueue[None]") -> None:
+    torch.get_num_threads()  # a thread's first look takes over the process's count: have it now
+    torch.set_num_threads(num_threads)
+    ready.put(None)
+    while (job := inbox.get()) is not None:
+        job()
+        del job  # or the last step's tensors would live until the next one
+
+
+def _note_missing(error: BaseException) -> None:
+    """Add a note to an error of a worker thread that misses what the caller's thread has."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, threading.local):
+        error.add_note(
+            f"{threading.current_thread().name} is a worker thread, and a threading.local has "
+            "other values in each thread: what the caller set is not there. Use a "
+            "contextvars.ContextVar, whose values reach the workers, or "
+            "transport=Transport.LOOPBACK, which runs all stages in the calling thread"
+        )
