@@ -162,9 +162,6 @@ class Engine:
             found.append(f"{trace}, to count what is saved")
         return "; ".join(found)
 
-    def _modules_of(self, plan: StagePlan) -> list[nn.Module]:
-        return _with_loss([step.module for step in plan.steps], self._loss_of(plan))
-
     def program(self, mode: Mode, num_microbatches: int, num_minibatches: int = 1) -> Schedule:
         """Return the lowered and verified schedule of a call; kept for the next one like it.
 
@@ -190,13 +187,16 @@ class Engine:
 
     def _how_to_lower(self) -> Lowering:
         plans = self.stage_plans
+        modules = {
+            p.index: _with_loss([step.module for step in p.steps], self._loss_of(p)) for p in plans
+        }
         return Lowering(
             family=self.plan.schedule,
             ranks=self.plan.placement.places,
             transfers=tuple(transfer for p in plans for transfer in p.transfers),
             recompute=self.plan.recomputing,
             offload=self.plan.offloading,
-            commits=tuple(p.index for p in plans if batch_norms(self._modules_of(p))),
+            commits=tuple(stage for stage, its in modules.items() if batch_norms(its)),
             posts=len(self.stages) < len(plans),
             reduces=self._lasting.replicas is not None,
         )
@@ -285,8 +285,7 @@ class Engine:
         if run.batch.trace is Trace.OFF:
             return None
         noted = gather_noted(self.mesh.stages, run.recorded, self.splitter.agreed_s)
-        program = self.program_of(run, mode)
-        return Record(program, noted.times_s, noted.sent_bytes, noted.memory)
+        return Record(self.program_of(run, mode), noted)
 
     def close(self) -> None:
         """End the worker threads; the next run starts new ones."""

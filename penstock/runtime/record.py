@@ -4,7 +4,7 @@ Each process notes by its own clock.  Processes on one host read the same one.  
 times are set side by side by the moment at which each had heard from all others before the step.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -19,40 +19,12 @@ from .run import Recorded
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """The programs that ran; on each rank the start and end of every instruction, in turn, and the
-    bytes of every message that it sent.
-    """
-
-    schedule: Schedule
-    times_s: Mapping[int, Sequence[float]]
-    sent_bytes: Mapping[int, Sequence[int]]
-    memory: Sequence[MemorySample]
-
-    def timeline(self) -> Timeline:
-        """Make the timeline, with time 0 at the first instruction's start."""
-        zero_s = min((times[0] for times in self.times_s.values() if times), default=0.0)
-        return Timeline(
-            spans=tuple(
-                span for rank in sorted(self.times_s) for span in self._spans(rank, zero_s)
-            ),
-            memory=tuple(replace(sample, time_s=sample.time_s - zero_s) for sample in self.memory),
-        )
-
-    def _spans(self, rank: int, zero_s: float) -> Iterator[Span]:
-        times, sent = self.times_s[rank], iter(self.sent_bytes[rank])
-        for n, instruction in enumerate(self.schedule.programs[rank]):
-            num_bytes = 0 if sent_message(instruction) is None else next(sent)
-            start_s, end_s = times[2 * n] - zero_s, times[2 * n + 1] - zero_s
-            yield Span(rank, instruction, start_s, end_s, num_bytes)
-
-
-@dataclass(frozen=True, slots=True)
 class Noted:
     """What one process noted of a traced step.
 
-    `clock` names what it reads the time from: two of one name are the same; None is nobody's
-    else.  `agreed_s` is when it had heard from all others.
+    Of each of its ranks: the start and end of every instruction, in turn, and the bytes of every
+    message that it sent.  `clock` names what it reads the time from: two of one name are
+    the same; None is nobody's else.  `agreed_s` is when it had heard from all others.
     """
 
     clock: str | None
@@ -73,6 +45,33 @@ class Noted:
             self.sent_bytes,
             [replace(sample, time_s=sample.time_s + later_s) for sample in self.memory],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The programs that ran, and what was noted of all stages meanwhile."""
+
+    schedule: Schedule
+    noted: Noted
+
+    def timeline(self) -> Timeline:
+        """Make the timeline, with time 0 at the first instruction's start."""
+        zero_s = min((times[0] for times in self.noted.times_s.values() if times), default=0.0)
+        return Timeline(
+            spans=tuple(
+                span for rank in sorted(self.noted.times_s) for span in self._spans(rank, zero_s)
+            ),
+            memory=tuple(
+                replace(sample, time_s=sample.time_s - zero_s) for sample in self.noted.memory
+            ),
+        )
+
+    def _spans(self, rank: int, zero_s: float) -> Iterator[Span]:
+        times, sent = self.noted.times_s[rank], iter(self.noted.sent_bytes[rank])
+        for n, instruction in enumerate(self.schedule.programs[rank]):
+            num_bytes = 0 if sent_message(instruction) is None else next(sent)
+            start_s, end_s = times[2 * n] - zero_s, times[2 * n + 1] - zero_s
+            yield Span(rank, instruction, start_s, end_s, num_bytes)
 
 
 def gather_noted(stages: AbstractGroup, recorded: Recorded, agreed_s: float) -> Noted:

@@ -164,7 +164,11 @@ class StageOptimizer:
         self, optimizer: Optimizer, parameters: Collection[Tensor], options: Sequence[Options]
     ) -> None:
         self._options = options
-        own = vars(optimizer) | {"param_groups": _groups_of(optimizer, parameters)}
+        groups = [
+            group | {"params": [p for p in group["params"] if p in parameters]}
+            for group in optimizer.param_groups
+        ]
+        own = vars(optimizer) | {"param_groups": groups}
         own.pop("step", None)  # a scheduler's, which counts the calls of the whole
         self._optimizer = object.__new__(type(optimizer))
         vars(self._optimizer).update(own)
@@ -200,13 +204,6 @@ class StageOptimizer:
                 self._optimizer.step()
         else:
             self._optimizer.step()
-
-
-def _groups_of(optimizer: Optimizer, parameters: Collection[Tensor]) -> list[dict[str, Any]]:
-    return [
-        group | {"params": [p for p in group["params"] if p in parameters]}
-        for group in optimizer.param_groups
-    ]
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

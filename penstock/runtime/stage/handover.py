@@ -7,7 +7,7 @@ peer ◄── Gradient ◄──── entries   exported leaves ◄── Grad
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -97,10 +97,21 @@ def _is_found(peer: int, gradient: Tensor) -> None:
 
 
 class Handover:
-    """The two ends of a stage; `changes` knows which values its layers change in place."""
+    """The two ends of a stage; `changes` knows which values its layers change in place.
 
-    def __init__(self, plan: StagePlan, device: StageDevice, changes: Changes) -> None:
+    The user's loss draws as layer number `loss_index`.
+    """
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        device: StageDevice,
+        changes: Changes,
+        drawing: Drawing,
+        loss_index: int,
+    ) -> None:
         self._plan, self._device, self._changes = plan, device, changes
+        self._drawing, self._loss_index = drawing, loss_index
 
     def bring_activation(self, activation: Activation) -> Activation:
         """Bring received values to this stage's device."""
@@ -244,17 +255,7 @@ class Handover:
         elif any(gradient is not None for gradient in found):
             run.input_gradients[i] = found
 
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Takes the outputs of a stage; the user's loss draws as layer number `loss_index`."""
-
-    stage: int
-    device: StageDevice
-    drawing: Drawing
-    loss_index: int
-
-    def take(self, run: Run, tape: Tape, output: Any) -> None:
+    def take_output(self, run: Run, tape: Tape, output: Any) -> None:
         """Note the output of a micro-batch for the caller, or its loss."""
         microbatch = tape.microbatch
         if run.loss is None:
@@ -277,17 +278,17 @@ class Ending:
         """Compute the user's loss, with random numbers of its own if it draws any."""
         assert run.loss is not None
         target = run.batch.targets[tape.microbatch]
-        if not isinstance(target, Tensor) or target.device != self.device.device:
-            target = tree_map(lambda t: self.device.bring([t], None)[0], target)
+        if not isinstance(target, Tensor) or target.device != self._device.device:
+            target = tree_map(lambda t: self._device.bring([t], None)[0], target)
         training = getattr(run.loss, "training", True)
-        call = LayerCall(run, tape, self.loss_index, training)
+        call = LayerCall(run, tape, self._loss_index, training)
         compute = partial(run.loss, output, target)
         try:
-            is_silent = (self.loss_index, training) in self.drawing.silent
-            loss: Tensor = compute() if is_silent else self.drawing.run(call, compute)
+            is_silent = (self._loss_index, training) in self._drawing.silent
+            loss: Tensor = compute() if is_silent else self._drawing.run(call, compute)
             if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad):
                 check_loss(loss, run.with_grad)
         except Exception as error:
-            note_failure(error, self.stage, "the loss", tape.microbatch)
+            note_failure(error, self._plan.index, "the loss", tape.microbatch)
             raise
         return loss

@@ -37,7 +37,7 @@ from penstock.torch_private import AnyBatchNorm, next_node_number
 from penstock.transport.payload import Activation
 
 from .guards import Changes, Claims, Guard, Hooks, within
-from .handover import Ending, Handover, once
+from .handover import Handover, once
 from .notes import backward_of, note_failure
 from .state import BackwardState
 from .tape import Tape
@@ -85,9 +85,8 @@ class Stage:
         pools = replicas is not None and replicas.pools_statistics
         self._norms = Norms(plan.index, modules, replicas.pool if replicas and pools else None)
         self._drawing = Drawing(layers, device)
-        self._ending = Ending(plan.index, self.device, self._drawing, loss_index)
         self._changes = Changes(plan.index)
-        self.handover = Handover(plan, self.device, self._changes)
+        self.handover = Handover(plan, self.device, self._changes, self._drawing, loss_index)
         lasting = Lasting(modules, computes_loss=bool(plan.output))
         make_store, self._dropped_layers = keeping.make_store, keeping.dropped_layers
         self._offloading = make_store and Offloading(
@@ -283,7 +282,9 @@ class Stage:
             look(run, tape, given)
         leaving = self.handover.export(values, given, tape)
         if self.plan.output:
-            self._ending.take(run, tape, join_output([values[v] for v in self.plan.output]))
+            self.handover.take_output(
+                run, tape, join_output([values[v] for v in self.plan.output])
+            )
         tape.disarm()
         return leaving
 
