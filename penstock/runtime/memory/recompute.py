@@ -1,5 +1,9 @@
 """Run a forward again as it was: buffers, modes, weights and inputs, and what it gave.
 
+    forward      note Seen: modes, changing buffers, versions of weights and inputs, one result;
+                 layers run, and autograd saves nothing
+    recompute    put modes and buffers back as Seen ──► layers run again ──► compare ──► undo
+
 Buffers and modes are put back for the recompute.  Weights and inputs are the caller's: if they
 changed in between, there is nothing right to compute, and that is an error.
 """
