@@ -1,30 +1,61 @@
 """The front door: a model as a pipeline."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, groupby
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from penstock.checkpoint.pretrained.load import load_and_tell
+from penstock.errors import ConfigError, RandomnessError, check_count, check_kind
 from penstock.mesh import Mesh
 from penstock.model.capture.capture import resolve_layers
+from penstock.model.held import Held
 from penstock.model.layer_list import Layer
 from penstock.model.layers import Layers
+from penstock.model.state import in_evaluation
 from penstock.planner.arguments import Arguments
 from penstock.planner.plan import Plan
-from penstock.runtime.abstract_pipeline import LossFunction, Wanted
-from penstock.runtime.asynchronous import Updating
-from penstock.runtime.planning import Devices, device_names
-from penstock.runtime.stores import folder_for_files
-from penstock.runtime.training import AbstractTraining
+from penstock.runtime.asynchronous import (
+    Updating,
+    as_pairs,
+    check_steps_alone,
+    check_updating,
+    cut_all,
+    losses,
+    run_window,
+)
+from penstock.runtime.engine import Engine
+from penstock.runtime.memory.offload import folder_for_files
+from penstock.runtime.microbatches import (
+    Batch,
+    Call,
+    LossFunction,
+    check_loss,
+    check_loss_scale,
+    check_reduction,
+    check_targets,
+    first_microbatch,
+)
+from penstock.runtime.module_form import accumulate_into_inputs, run_as_module
+from penstock.runtime.outputs import gather, share
+from penstock.runtime.planning import Devices, agree, balance, device_names, make_plan
+from penstock.runtime.random.generators import others_may_draw, rewound_default_generators
+from penstock.runtime.record import Record
+from penstock.runtime.run import Run
 from penstock.schedules.family import Build
 from penstock.schedules.ir import Schedule
+from penstock.schedules.lower import Mode
+from penstock.torch_private import AbstractMovable
+from penstock.trace.timeline import Timeline
+from penstock.trace.units import count_text
 from penstock.types import RecomputePolicy, Reduction, TiedGradients, Trace, Transport
 
 
-class Pipeline(AbstractTraining):
+class Pipeline(AbstractMovable):
     """Trains a layered model as a pipeline of K stages over M micro-batches.
 
     The gradients are those of the unsplit model run micro-batch after micro-batch, to the bit, for
@@ -89,6 +120,8 @@ class Pipeline(AbstractTraining):
         CheckpointError: `weights` are not this model's.
     """
 
+    number = 0  # among the pipelines of a mesh of processes
+
     def __init__(  # noqa: PLR0913 - the front door: each a keyword with a default
         self,
         layers: "nn.Module | Sequence[nn.Module | Layer] | Layers",
@@ -134,11 +167,28 @@ class Pipeline(AbstractTraining):
             batch_norm_over_replicas=batch_norm_over_replicas,
             tied_gradients=tied_gradients,
         )
-        wanted = Wanted(example_inputs, loss, reduction, trace, draws=weights is None)
-        super().__init__(resolved, arguments, plan, mesh, wanted)
+        check_loss(loss)
+        check_reduction(reduction)
+        records = _as_trace(trace)
+        balances = plan is None and arguments.are_measured
+        plan = make_plan(arguments, plan, resolved, mesh)
+        part = first_microbatch(example_inputs, plan.num_microbatches)
+        mesh = mesh or Mesh.of_one_process(plan.placement.num_places, plan.timeout_s)
+        with mesh.world.reporting(plan.placement.names):
+            plan, number, balances = agree(plan, resolved, mesh, part, balances=balances)
+            engine = Engine(resolved, loss or resolved.own_loss, plan, mesh, draws=weights is None)
+            super().__init__()
+            self._layers, self._engine = resolved, engine
+            self.__dict__.update(resolved.registered(engine.holds))
+            self.number = engine.splitter.number = number
+        self._wanted, self._will_balance = Call(plan.num_microbatches, reduction), balances
+        self.step, self._evaluations = 0, 0
+        self._trace = records
+        self._record: Record | None = None
+        self._timeline: Timeline | None = None
         with self._engine.reporting():
             load_and_tell(weights, self.held, self.mesh)
-        self._balance_by_example(example_inputs)
+        self._balance_by(part)
 
     # -- a training step ------------------------------------------------------------------------
 
@@ -168,7 +218,29 @@ class Pipeline(AbstractTraining):
             Exception: whatever a layer raised, with stage, layer and micro-batch noted.
                 Gradients are then incomplete: zero them.
         """
-        return self._train(inputs, targets, loss_scale)
+        self._check_can_train("train_step")
+        if self._engine.is_asynchronous:
+            raise ConfigError(
+                f"schedule={self.plan.schedule!r} updates the weights while it runs; give the "
+                "optimizer and several batches to pipe.train_steps(batches, optimizer), or use a "
+                "synchronous schedule"
+            )
+        check_targets(targets)
+        with self._engine.one_at_a_time(), self._engine.reporting():
+            scale = check_loss_scale(loss_scale)
+            call = replace(self._wanted, trains=True, loss_scale=scale, trace=self._trace)
+            batch = self._engine.splitter.cut(inputs, targets, call)
+            self._balance_by(batch.inputs[0])
+            engine = self._engine
+            run = engine.new_run(batch, "train", self.step, with_grad=True)
+            run.loss, run.loss_scale = engine.loss, scale
+            self.step += 1
+            engine.drive(run, Mode.TRAIN)
+            self._note(run, Mode.TRAIN)
+            loss = engine.splitter.loss(run.losses)
+        if run.input_gradients:
+            accumulate_into_inputs(inputs, run)
+        return loss
 
     def train_steps(
         self,
@@ -202,7 +274,47 @@ class Pipeline(AbstractTraining):
             Exception: whatever `train_step` raises.  With an asynchronous schedule stages may have
                 made some of the updates: load a checkpoint.
         """
-        return self._train_all(batches, Updating(optimizer, lr_scheduler))
+        updating = Updating(optimizer, lr_scheduler)
+        check_updating(updating, self.parameters())
+        pairs = as_pairs(batches)
+        if not self._engine.is_asynchronous:
+            return self._train_one_by_one(pairs, updating)
+        self._check_can_train("train_steps")
+        for _, targets in pairs:
+            check_targets(targets)
+        with self._engine.one_at_a_time(), self._engine.reporting():
+            call = replace(self._wanted, trains=True, trace=self._trace)
+            cut = cut_all(self._engine, pairs, call)
+            self._balance_by(cut[0].inputs[0])
+            engine, step = self._engine, self.step
+            self.step += len(cut)
+            run = run_window(engine, cut, step, updating)
+            self._note(run, Mode.TRAIN)
+            return losses(engine, cut, run)
+
+    def _train_one_by_one(self, batches: Sequence[tuple[Any, Any]], updating: Updating) -> Tensor:
+        check_steps_alone(updating, len(batches))
+        found = []
+        for inputs, targets in batches:
+            found.append(self.train_step(inputs, targets))
+            updating.optimizer.step()
+            updating.optimizer.zero_grad()
+            if updating.lr_scheduler is not None:
+                updating.lr_scheduler.step()
+        return torch.stack(found)
+
+    def _check_can_train(self, call: str) -> None:
+        if self._engine.loss is None:
+            raise ConfigError(
+                f"{call} needs a loss; give Pipeline(..., loss=...), or use pipe(inputs)"
+            )
+        if not torch.is_grad_enabled():
+            raise ConfigError(
+                f"{call} was called under torch.no_grad(); use eval_step, or leave that block"
+            )
+
+    def _note(self, run: Run, mode: Mode) -> None:
+        self._record, self._timeline = self._engine.record(run, mode), None
 
     # -- outputs --------------------------------------------------------------------------------
 
@@ -222,7 +334,10 @@ class Pipeline(AbstractTraining):
                 dimension 0.
             ConfigError: layers were given something else than one value.
         """
-        return self._evaluated(inputs, keywords)
+        with self._engine.one_at_a_time():  # before the modes change: a step may be running
+            everyone = [*self.modules(), *self.original.modules()]
+            with in_evaluation(everyone):
+                return self._outputs(inputs, keywords)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Return the model's outputs for the whole batch, as the unsplit model does: a drop-in
@@ -246,4 +361,227 @@ class Pipeline(AbstractTraining):
                 dimension 0.
             ConfigError: layers were given something else than one value.
         """
-        return self._called(inputs, keywords)
+        with self._engine.one_at_a_time():
+            if torch.is_grad_enabled():
+                return self._outputs_with_gradients(inputs, keywords)
+            return self._outputs(inputs, keywords)
+
+    def _outputs_with_gradients(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Run the forwards of a step whose backwards come when the outputs' gradients do."""
+        if self.mesh.is_distributed:
+            raise ConfigError(
+                "pipe(inputs) with gradients needs all stages in this process, and they are in "
+                "several; use train_step with loss=, or eval_step for outputs"
+            )
+        value = self._layers.as_one_value(inputs, keywords)
+        call = replace(self._wanted, trace=self._trace)
+        batch = self._engine.splitter.cut(value, None, call)
+        self._balance_by(batch.inputs[0])
+        run = self._engine.new_run(batch, "train", self.step, with_grad=True)
+        self.step += 1
+        outputs = run_as_module(self._engine, run, value, batch)
+        self._note(run, Mode.FORWARDS)
+        return outputs
+
+    def _outputs(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Run forwards only; put the outputs together, the same in every process."""
+        engine = self._engine
+        with engine.reporting():
+            value = self._layers.as_one_value(inputs, keywords)
+            batch = engine.splitter.cut(value, None, self._wanted)
+            run = self._forwards_only(batch)
+            last = engine.processes.place_of(engine.processes.rank_of(self.num_stages - 1))
+            with torch.no_grad():
+                parts = [run.outputs[i] for i in range(len(batch.sizes)) if i in run.outputs]
+                whole = gather(parts, batch.sizes, batch.output_weights) if parts else None
+                outputs = share(self.mesh.stages, last, whole, self.mesh.device)
+            self._evaluations += 1
+            return outputs
+
+    def _forwards_only(self, batch: Batch) -> Run:
+        """Run the forwards; where a layer draws in them, once more, with a look at each layer."""
+
+        def forwards(*, trusting: bool) -> Run:
+            run = self._engine.new_run(batch, "eval", self._evaluations, with_grad=False)
+            run.trusts_evaluation = trusting
+            self._engine.drive(run, Mode.EVAL)
+            return run
+
+        is_several = self.mesh.is_distributed
+        try:
+            with rewound_default_generators(self.devices):
+                return forwards(trusting=not (is_several or others_may_draw()))
+        except RandomnessError:
+            if is_several:
+                raise
+            return forwards(trusting=False)
+
+    # -- what it is ---------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """Everything that decides how this pipeline runs."""
+        return self._engine.plan
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return self.plan.num_stages
+
+    @property
+    def seed(self) -> int:
+        """Of the layers' random streams."""
+        return self.plan.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._engine.plan = replace(self.plan, seed=seed)
+
+    @property
+    def mesh(self) -> Mesh:
+        """Who runs what."""
+        return self._engine.mesh
+
+    @property
+    def original(self) -> nn.Module:
+        """The model that was captured; this pipeline itself if it was given layers."""
+        return self._layers.model or self
+
+    @property
+    def held(self) -> Held:
+        """What this process has of the model: tensors, and extra state of the modules it runs."""
+        return Held(
+            self,
+            self.original,
+            self._layers.elsewhere(self._engine.holds),
+            is_part=self.mesh.is_distributed,
+        )
+
+    @property
+    def num_microbatches(self) -> int:
+        """M; a batch of fewer samples runs as that many micro-batches."""
+        return self.plan.num_microbatches
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Layers per stage."""
+        return self.plan.partition
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each stage."""
+        return self._engine.devices
+
+    @property
+    def threads_per_stage(self) -> int:
+        """Intra-op threads of each stage on the CPU."""
+        return self.plan.threads_per_stage
+
+    @property
+    def trace(self) -> Trace:
+        """What each step records in `last_timeline`; True stands for Trace.TIME."""
+        return self._trace
+
+    @trace.setter
+    def trace(self, trace: Trace | bool) -> None:
+        self._trace = _as_trace(trace)
+
+    @property
+    def last_timeline(self) -> Timeline | None:
+        """What the last training step recorded; None if it was not traced."""
+        if self._timeline is None and self._record is not None:
+            self._timeline = self._record.timeline()
+        return self._timeline
+
+    def schedule_for(self, num_microbatches: int | None = None) -> Schedule:
+        """Return the lowered, verified schedule that `train_step` executes."""
+        count = self.num_microbatches if num_microbatches is None else num_microbatches
+        return self._engine.program(Mode.TRAIN, check_count("num_microbatches", count))
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __getitem__(self, index: int | slice) -> "nn.Module | nn.Sequential":
+        """Return a layer, or several as an nn.Sequential, by position; those of other processes
+        hold shapes only.
+        """
+        modules = [step.module for step in self._layers]
+        return nn.Sequential(*modules[index]) if isinstance(index, slice) else modules[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (step.module for step in self._layers)
+
+    def __repr__(self) -> str:
+        plan = self.plan
+        head = f"Pipeline({count_text(plan.num_stages, 'stage')}, "
+        head += f"{count_text(plan.num_microbatches, 'micro-batch')}, "
+        until = "until the first batch is measured" if self._will_balance else ""
+        cut = ", ".join(filter(None, (f"  partition {list(plan.partition)}", plan.balance, until)))
+        return "\n".join([head + plan.choices, cut, *self._lines_of_stages(), ")"])
+
+    def _lines_of_stages(self) -> Iterator[str]:
+        """Say in one line a stage where it runs, its layers and parameters."""
+        here = {stage.index: str(stage.device.device) for stage in self._engine.stages}
+        processes, replica = self._engine.processes, self.mesh.replica
+        for stage_plan in self._engine.stage_plans:
+            index, steps = stage_plan.index, stage_plan.steps
+            where = here.get(index, f"rank {processes.rank_of(index, replica)}")
+            names = groupby(type(step.module).__name__ for step in steps)
+            counts = ((name, len(list(group))) for name, group in names)
+            kinds = [f"{name} x{count}" if count > 1 else name for name, count in counts]
+            span = steps[0].name if len(steps) == 1 else f"{steps[0].name} to {steps[-1].name}"
+            yield (
+                f"  stage {index} on {where}: layers {span} ({', '.join(kinds)}), "
+                f"{stage_plan.num_parameters:,} parameters"
+            )
+
+    # -- another plan, another place ----------------------------------------------------------
+
+    def _balance_by(self, part: Any) -> None:
+        """Cut the layers anew by measured time, with the first micro-batch that is at hand, if
+        this was not done yet.
+        """
+        if self._will_balance and part is not None:
+            self._engine.check_unchanged()
+            self._will_balance = False
+            self._run_as(balance(self.plan, self._layers, part))
+
+    def _run_as(self, plan: Plan) -> None:
+        before = self._engine
+        self._engine = Engine(self._layers, before.loss, plan, before.mesh, before=before)
+
+    def after_move(self, function: Callable[..., Any]) -> None:
+        """Let each stage run where its parameters are now (after `to`, `half`)."""
+        plan, names = self.plan, list(self.plan.placement.devices)
+        for stage in self._engine.stages:
+            modules = [step.module for step in stage.plan.steps]
+            tensors = (t for m in modules for t in chain(m.parameters(), m.buffers()))
+            nowhere = torch.empty(0, device=stage.device.device)
+            names[stage.index] = str(next((t.device for t in tensors), function(nowhere).device))
+        self._run_as(replace(plan, placement=replace(plan.placement, devices=tuple(names))))
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of all layers, as of any module."""
+        for module in self.original.modules():
+            module.training = mode
+        return super().train(mode)
+
+    def close(self) -> None:
+        """End the worker threads, as garbage collection does; the next call starts new ones."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _as_trace(trace: Trace | bool) -> Trace:
+    """Return what is to be recorded; True stands for Trace.TIME.
+
+    Raises:
+        ConfigError: it is no such choice.
+    """
+    check_kind("trace", trace, (Trace, bool), f"True, or one of {', '.join(map(str, Trace))}")
+    return trace if isinstance(trace, Trace) else (Trace.TIME if trace else Trace.OFF)

@@ -130,6 +130,8 @@ version_counter: Callable[[Tensor], int] = attrgetter("_version")
 """Count the changes in place of a tensor; RuntimeError for an inference tensor.  Needed."""
 gradient_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 """The hooks of a gradient, when found and when added, by number; None or a dictionary.  Needed."""
+has_tensor_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
+"""The hooks of a gradient, when found; what holds none, or None, is false.  Needed."""
 uncounted_changes = _needed(torch.autograd, "_unsafe_preserve_version_counter")
 """While entered, changes in place of a tuple of tensors are not counted.  Needed."""
 
@@ -152,11 +154,6 @@ def storage_id(tensor: Tensor) -> int:
 def has_accumulation_hooks(parameter: Tensor) -> bool:
     """Tell whether hooks run when a gradient is accumulated; False where torch hides it."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
-def has_tensor_hooks(tensor: Tensor) -> bool:
-    """Tell whether hooks run on the gradient of a tensor; True where torch hides it."""
-    return bool(getattr(tensor, "_backward_hooks", True))
 
 
 NEVER_COMPUTES = "penstock_never_computes"

@@ -11,7 +11,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.model.entries import make_entry
-from penstock.runtime.tape import Tape
+from penstock.runtime.stage.tape import Tape
 
 
 class Taken(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
 from penstock.model.extra_state import Owners, extra_faults, set_extra
-from penstock.runtime.abstract_pipeline import AbstractPipeline
+from penstock.runtime.engine import is_pipeline
 
 from .files import (
     EXTRA,
@@ -106,7 +106,7 @@ def _put(
     set_extra(owners, saved)
     if optimizer is not None:
         unpack_optimizer(optimizer, module, facts["optimizer"], optimizer_tensors)
-    if isinstance(module, AbstractPipeline) and facts["pipeline"] is not None:
+    if is_pipeline(module) and facts["pipeline"] is not None:
         module.step, module.seed = facts["pipeline"]["step"], facts["pipeline"]["seed"]
     state: dict[str, Any] = facts["state"]
     return state

@@ -8,7 +8,7 @@ from torch import nn
 from penstock.errors import CheckpointError, PeerError, WaitTimeout
 from penstock.mesh import Mesh
 from penstock.model.held import Held
-from penstock.runtime.abstract_pipeline import AbstractPipeline
+from penstock.runtime.engine import is_pipeline
 
 ALONE = Mesh.of_one_process()
 
@@ -22,7 +22,7 @@ def begin(call: str, module: nn.Module) -> Mesh:
     Raises:
         MeshError: they begin different calls, or for different pipelines.
     """
-    if not isinstance(module, AbstractPipeline):
+    if not is_pipeline(module):
         return ALONE
     module.mesh.world.begin_call(call, module.number)
     return module.mesh
@@ -30,7 +30,7 @@ def begin(call: str, module: nn.Module) -> Mesh:
 
 def held_of(module: nn.Module) -> Held:
     """Return what this process has of a pipeline, or of any module, which it has whole."""
-    return module.held if isinstance(module, AbstractPipeline) else Held(module, module)
+    return module.held if is_pipeline(module) else Held(module, module)
 
 
 def agreed(

@@ -17,7 +17,7 @@ from penstock.mesh import Mesh
 from penstock.mesh.threads import in_thread
 from penstock.model.extra_state import read_extra
 from penstock.optim.zero import is_sharded
-from penstock.runtime.abstract_pipeline import AbstractPipeline
+from penstock.runtime.engine import is_pipeline
 
 from .files import (
     EXTRA,
@@ -170,7 +170,7 @@ def _collect(
 
 def _facts(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {"pipeline": None, "optimizer": None, "state": state}
-    if isinstance(module, AbstractPipeline):
+    if is_pipeline(module):
         facts["pipeline"] = {"step": module.step, "seed": module.seed}
     return jsonable(facts)
 

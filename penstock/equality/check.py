@@ -14,7 +14,7 @@ from penstock.model.layer_list import Layer
 from penstock.model.layers import Layers
 from penstock.model.pytree import tree_map
 from penstock.pipeline import Pipeline
-from penstock.runtime.abstract_pipeline import LossFunction
+from penstock.runtime.microbatches import LossFunction
 from penstock.torch_private import version_counter
 from penstock.types import Reduction
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten
-from penstock.runtime.abstract_pipeline import LossFunction
+from penstock.runtime.microbatches import LossFunction
 
 
 @dataclass(frozen=True, slots=True)

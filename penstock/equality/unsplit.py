@@ -14,12 +14,11 @@ from penstock.model.layers import Layers
 from penstock.model.stage_plan import Step
 from penstock.model.state import in_evaluation
 from penstock.pipeline import Pipeline
-from penstock.runtime.abstract_pipeline import LossFunction
 from penstock.runtime.batch_norm import batch_norms
-from penstock.runtime.default_generators import StreamBetween, kept_outside, seed_outside
-from penstock.runtime.microbatches import Batch, Call, Splitter
+from penstock.runtime.microbatches import Batch, Call, LossFunction, Splitter
 from penstock.runtime.outputs import gather
-from penstock.runtime.random_streams import BETWEEN, stream_key
+from penstock.runtime.random.generators import StreamBetween, kept_outside, seed_outside
+from penstock.runtime.random.streams import BETWEEN, stream_key
 from penstock.types import Reduction
 
 from .result import Result, as_modules, collect, digests

@@ -306,8 +306,9 @@ def _check_lists(value: Any, count: int, what: str) -> None:
     """Refuse lists of N entries that all hold tensors of N rows: the entries may be those of the
     samples, and the rows may be.
     """
-    parts = None if _is_entry(value, count) else opened(value)
-    if parts is None or count == 1:
+    if count == 1 or isinstance(value, Tensor) or _is_entry(value, count):
+        return
+    if (parts := opened(value)) is None:
         return
     is_list = isinstance(value, list | deque) and len(value) == count
     if is_list and all(_holds_rows(x) and not isinstance(x, Whole) for x in value):

@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.runtime.abstract_pipeline import AbstractPipeline, check_pipeline
+from penstock.runtime.engine import check_pipeline
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
 
 
-def clip_grad_norm_(pipe: AbstractPipeline, max_norm: float) -> Tensor:
+def clip_grad_norm_(pipe: "Pipeline", max_norm: float) -> Tensor:
     """Scale all gradients down so that their norm, over the whole model, is at most `max_norm`.
 
     The norm is taken of the norms of single gradients in the order of the model's parameters, so
@@ -49,7 +53,7 @@ def clip_grad_norm_(pipe: AbstractPipeline, max_norm: float) -> Tensor:
     return norm
 
 
-def _gradients(pipe: AbstractPipeline) -> Iterator[tuple[int, Tensor]]:
+def _gradients(pipe: "Pipeline") -> Iterator[tuple[int, Tensor]]:
     """Yield each gradient that is here, with the number of the first layer that it belongs to.
 
     What belongs to no layer, as a parameter that a captured model's own code reads, comes last.
@@ -67,9 +71,7 @@ def _values(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def _of_all_stages(
-    pipe: AbstractPipeline, norms: list[tuple[int, float]]
-) -> list[tuple[int, float]]:
+def _of_all_stages(pipe: "Pipeline", norms: list[tuple[int, float]]) -> list[tuple[int, float]]:
     pipe.mesh.world.begin_call("clip_grad_norm_", pipe.number)
     everyone = pipe.mesh.stages.gather(norms, "for the gradient norms of the other stages")
     return [pair for of_process in everyone for pair in of_process]

@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.runtime.abstract_pipeline import AbstractPipeline, check_pipeline
+from penstock.runtime.engine import check_pipeline
 from penstock.torch_private import AbstractSharedScaler
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
 
 
 class GradScaler(AbstractSharedScaler):
@@ -43,7 +46,7 @@ class GradScaler(AbstractSharedScaler):
 
     def __init__(
         self,
-        pipe: AbstractPipeline,
+        pipe: "Pipeline",
         *,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,

@@ -11,7 +11,7 @@ for a connection that broke.
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,14 +19,17 @@ from torch.optim import Optimizer
 
 from penstock.errors import ConfigError, shown
 from penstock.mesh import Mesh
-from penstock.runtime.abstract_pipeline import AbstractPipeline, check_pipeline
+from penstock.runtime.engine import check_pipeline
 from penstock.runtime.replicas import cut_into_buckets
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
 
 Group = dict[str, Any]
 
 
 def zero_optimizer(
-    pipe: AbstractPipeline,
+    pipe: "Pipeline",
     optimizer_class: Callable[..., Optimizer],
     params: Iterable[Tensor] | Iterable[Group] | None = None,
     **options: Any,

@@ -14,12 +14,11 @@ from penstock.model.pytree import flatten
 from penstock.schedules.lower import Mode
 from penstock.schedules.versions import uses_of_versions
 
-from .aliases import find_aliases
 from .engine import Engine
 from .microbatches import Batch, Call
 from .run import Run
-from .stage_optimizers import divided, options_of_batches
-from .window import Window, joined
+from .stage.boundary import find_aliases
+from .window import Window, divided, joined, options_of_batches
 
 Pair = tuple[Any, Any]
 """Inputs and targets."""

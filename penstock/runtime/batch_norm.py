@@ -21,11 +21,10 @@ from penstock.model.capture.watch import original_class
 from penstock.model.entries import version_of
 from penstock.torch_private import AnyBatchNorm, buffers_of
 
-from .boundary import same_bits
-from .guards import Context, Guard
-from .random_streams import autograd_mode
+from .random.streams import autograd_mode
 from .run import Moments, MomentsByModule, Run
-from .tape import Tape
+from .stage.guards import Context, Guard, same_bits
+from .stage.tape import Tape
 
 Pool = Callable[[MomentsByModule, Sequence[AnyBatchNorm]], MomentsByModule]
 """(moments, BatchNorm layers) -> the moments of all replicas."""

@@ -20,22 +20,21 @@ from penstock.transport.processes import ProcessChannels
 from .caller import CallerContext
 from .executor import Executor
 from .run import Run
-from .stage import Stage
+from .stage.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One run to drive: the lowered schedule, the stages by number, the caller's modes."""
+    """One run to drive: the lowered schedule, the stages by number, the caller's modes.
+
+    With `casts`, ranks enter the caller's autocast: to begin with, or for a recompute.
+    """
 
     schedule: Schedule
     stages: Mapping[int, Stage]
     run: Run
     caller: CallerContext
-
-    @property
-    def casts(self) -> bool:
-        """Whether ranks enter the caller's autocast: to begin with, or for a recompute."""
-        return self.caller.casts or self.run.caller.casts
+    casts: bool
 
 
 class AbstractDriver(ABC):

@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
 
-from penstock.errors import CutError, PenstockError
+from penstock.errors import ConfigError, CutError, PenstockError, shown
 from penstock.mesh import Mesh
 from penstock.mesh.plain_data import Codec, record
 from penstock.model.layers import Layers
@@ -28,18 +28,23 @@ from penstock.types import TiedGradients, Trace, Transport
 
 from .batch_norm import batch_norms, warn_of_unpooled
 from .caller import CallerContext, fresh_casts
-from .default_generators import guarded_default_generators
 from .drivers import AbstractDriver, CallerDriver, ProcessDriver, Work
+from .memory.offload import store_on
 from .microbatches import Batch, Splitter
 from .planning import stage_devices
-from .record import Record
+from .random.generators import guarded_default_generators
+from .record import Record, gather_noted
 from .replicas import Replicas
 from .run import Run, Streams
-from .shared_trace import gather_noted
-from .stage import Keeping, Stage
-from .stores import store_on
+from .stage.stage import Keeping, Stage
 from .unsplit import together
 from .workers import ThreadDriver
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
+
+_Key = tuple[Mode, int, int]
+"""What a program is of: the mode, the micro-batches of a mini-batch, the mini-batches."""
 
 _LARGEST_BLOCK_BYTES = (32 << 20) - (64 << 10)
 """Just below 32 MiB, glibc's DEFAULT_MMAP_THRESHOLD_MAX; blocks above teach it nothing."""
@@ -106,9 +111,11 @@ class Engine:
             )
         self._with_streams = [s.device for s in self.stages if s.device.is_cuda]
         self._places = layers.places()
-        self._programs: dict[tuple[Mode, int, int], Schedule] = {}
+        self._programs: dict[_Key, Schedule] = {}
+        self._dividing: set[_Key] = set()  # those with backwards in two parts
         self._lowering = self._how_to_lower()
         self._has_looked = False
+        self.is_asynchronous = plan.schedule.is_asynchronous
         self.is_current = True
         if before is not None:
             before.is_current = False
@@ -147,16 +154,13 @@ class Engine:
     def _needs_hooks(self, trace: Trace) -> str:
         """Say what of this plan needs saved_tensors_hooks."""
         found = []
-        if self.plan.recomputing:
+        if self._lowering.recompute:
             found.append("a recompute, to save nothing in a forward")
-        if self.plan.offloading:
+        if self._lowering.offload:
             found.append("offload, to move what is saved")
         if trace is Trace.MEMORY:
             found.append(f"{trace}, to count what is saved")
         return "; ".join(found)
-
-    def _modules_of(self, plan: StagePlan) -> list[nn.Module]:
-        return _with_loss([step.module for step in plan.steps], self._loss_of(plan))
 
     def program(self, mode: Mode, num_microbatches: int, num_minibatches: int = 1) -> Schedule:
         """Return the lowered and verified schedule of a call; kept for the next one like it.
@@ -167,23 +171,32 @@ class Engine:
         """
         key = (mode, num_microbatches, num_minibatches)
         if key not in self._programs:
-            self._programs[key] = lower(self._lowering, num_microbatches, mode, num_minibatches)
+            program = lower(self._lowering, num_microbatches, mode, num_minibatches)
+            self._programs[key] = program
+            if divides_backwards(program):
+                self._dividing.add(key)
         return self._programs[key]
 
     def program_of(self, run: Run, mode: Mode) -> Schedule:
         """Return the schedule that `run` runs."""
+        return self.program(*self._key(run, mode))
+
+    def _key(self, run: Run, mode: Mode) -> _Key:
         every = run.streams.num_microbatches
-        return self.program(mode, every, run.num_microbatches // every)
+        return mode, every, run.num_microbatches // every
 
     def _how_to_lower(self) -> Lowering:
         plans = self.stage_plans
+        modules = {
+            p.index: _with_loss([step.module for step in p.steps], self._loss_of(p)) for p in plans
+        }
         return Lowering(
             family=self.plan.schedule,
             ranks=self.plan.placement.places,
             transfers=tuple(transfer for p in plans for transfer in p.transfers),
             recompute=self.plan.recomputing,
             offload=self.plan.offloading,
-            commits=tuple(p.index for p in plans if batch_norms(self._modules_of(p))),
+            commits=tuple(stage for stage, its in modules.items() if batch_norms(its)),
             posts=len(self.stages) < len(plans),
             reduces=self._lasting.replicas is not None,
         )
@@ -227,8 +240,9 @@ class Engine:
         stages = {stage.index: stage for stage in self.stages}
         caller = CallerContext.capture(run.with_grad, self.devices) if run.resumed else run.caller
         caller.check_hooks(self._needs_hooks(run.batch.trace))
-        work = Work(self.program_of(run, mode), stages, run, caller)
-        run.looks = not self._has_looked and divides_backwards(work.schedule)
+        program, enters = self.program_of(run, mode), caller.casts or run.caller.casts
+        work = Work(program, stages, run, caller, casts=enters)
+        run.looks = not self._has_looked and self._key(run, mode) in self._dividing
         replicas = self._lasting.replicas if mode is Mode.TRAIN else None
         if replicas is not None:
             replicas.set_aside([p for stage in self.stages for p in stage.weights.parameters])
@@ -271,8 +285,7 @@ class Engine:
         if run.batch.trace is Trace.OFF:
             return None
         noted = gather_noted(self.mesh.stages, run.recorded, self.splitter.agreed_s)
-        program = self.program_of(run, mode)
-        return Record(program, noted.times_s, noted.sent_bytes, noted.memory)
+        return Record(self.program_of(run, mode), noted)
 
     def close(self) -> None:
         """End the worker threads; the next run starts new ones."""
@@ -360,3 +373,18 @@ class _Lasting:
 
 def _with_loss(modules: list[nn.Module], loss: Any) -> list[nn.Module]:
     return [*modules, loss] if isinstance(loss, nn.Module) else modules
+
+
+def is_pipeline(module: object) -> "TypeGuard[Pipeline]":
+    """Tell whether something is a `penstock.Pipeline`, whose class stands above: it has a plan."""
+    return isinstance(getattr(module, "plan", None), Plan)
+
+
+def check_pipeline(pipe: object) -> None:
+    """Refuse what is no pipeline.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not is_pipeline(pipe):
+        raise ConfigError(f"pipe={shown(pipe)}; give the pipeline, a penstock.Pipeline")

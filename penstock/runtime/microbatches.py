@@ -16,6 +16,8 @@ from penstock.model.pytree import flatten
 from penstock.planner.placement import Placement
 from penstock.types import Reduction, Trace
 
+LossFunction = Callable[[Any, Any], Tensor]
+"""(output, target) -> the loss of a micro-batch."""
 Reduce = Reduction | Callable[[Any], Any]
 
 _BY_STRENGTH = (Trace.OFF, Trace.TIME, Trace.MEMORY)
@@ -65,7 +67,8 @@ class Batch:
                 "the model's loss is weighed by the batch (reduction=), which this process was "
                 "not given; give inputs on the last stage's process as well"
             )
-        return loss_weights(self.reduction, self.inputs, self.sizes)
+        raw = raw_weights(self.reduction, self.inputs, self.sizes)
+        return shares(self.reduction, raw, sum(raw))
 
 
 class Splitter:
@@ -195,21 +198,11 @@ def first_microbatch(value: Any, num_microbatches: int) -> Any:
     return split(value, microbatch_sizes(batch_size(value, "inputs"), num_microbatches))[0]
 
 
-def loss_weights(reduction: Reduce, targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-    """Weigh each micro-batch's loss so that the weighted losses sum to the mini-batch's loss.
-
-    MEAN: n_i / N.  SUM: 1.  A function of the target (such as its number of real tokens): w_i /
-    sum w.
-
-    Raises:
-        BatchError: a weight is negative or not a number, or all are zero.
-    """
-    raw = raw_weights(reduction, targets, sizes)
-    return shares(reduction, raw, sum(raw))
-
-
 def raw_weights(reduction: Reduce, targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
     """Return what each micro-batch weighs before the weights are divided by their sum.
+
+    So weighed, the losses of the micro-batches sum to that of the mini-batch.  MEAN: n_i / N.
+    SUM: 1.  A function of the target (such as its number of real tokens): w_i / sum w.
 
     Raises:
         BatchError: a weight is negative or not a number.

@@ -36,11 +36,11 @@ from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 from .batch_norm import batch_norms, separate_statistics
 from .caller import CallerContext
 from .devices import num_cores, why_missing, with_index
-from .drawing import Drawing, LayerCall
 from .microbatches import Batch
+from .random.drawing import Drawing, LayerCall
 from .run import Run, Streams
-from .split_backward import divide
-from .tape import Tape
+from .stage.split_backward import divide
+from .stage.tape import Tape
 from .unsplit import left_bytes, why_unsplit
 
 

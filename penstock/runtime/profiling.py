@@ -26,7 +26,7 @@ from penstock.trace.units import count_text
 from .batch_norm import batch_norms
 from .devices import num_cores
 from .planning import StageCalls, facts_of
-from .split_backward import SplitBackward, divide, split
+from .stage.split_backward import SplitBackward, divide, split
 from .unsplit import left_bytes
 
 _CPU_CORE = "core"

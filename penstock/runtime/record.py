@@ -1,36 +1,107 @@
-"""What a traced step noted, kept raw: the timeline is made from it when someone looks."""
+"""What a traced step noted, kept raw: the timeline is made from it when someone looks.
 
-from collections.abc import Iterator, Mapping, Sequence
+Each process notes by its own clock.  Processes on one host read the same one.  Between hosts,
+times are set side by side by the moment at which each had heard from all others before the step.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
 
+from penstock.mesh.group import AbstractGroup
+from penstock.mesh.plain_data import Codec, Kind, record
 from penstock.schedules.ir import Schedule, sent_message
-from penstock.trace.timeline import MemorySample, Span, Timeline
+from penstock.trace.timeline import MemoryKind, MemorySample, Span, Timeline
+
+from .run import Recorded
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What one process noted of a traced step.
+
+    Of each of its ranks: the start and end of every instruction, in turn, and the bytes of every
+    message that it sent.  `clock` names what it reads the time from: two of one name are
+    the same; None is nobody's else.  `agreed_s` is when it had heard from all others.
+    """
+
+    clock: str | None
+    agreed_s: float
+    times_s: dict[int, list[float]]
+    sent_bytes: dict[int, list[int]]
+    memory: list[MemorySample]
+
+    def by_the_clock_of(self, other: "Noted") -> "Noted":
+        """Return the same with the times that `other` would have noted."""
+        if self.clock is not None and self.clock == other.clock:
+            return self
+        later_s = other.agreed_s - self.agreed_s
+        return Noted(
+            other.clock,
+            other.agreed_s,
+            {rank: [time_s + later_s for time_s in times] for rank, times in self.times_s.items()},
+            self.sent_bytes,
+            [replace(sample, time_s=sample.time_s + later_s) for sample in self.memory],
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The programs that ran; on each rank the start and end of every instruction, in turn, and the
-    bytes of every message that it sent.
-    """
+    """The programs that ran, and what was noted of all stages meanwhile."""
 
     schedule: Schedule
-    times_s: Mapping[int, Sequence[float]]
-    sent_bytes: Mapping[int, Sequence[int]]
-    memory: Sequence[MemorySample]
+    noted: Noted
 
     def timeline(self) -> Timeline:
         """Make the timeline, with time 0 at the first instruction's start."""
-        zero_s = min((times[0] for times in self.times_s.values() if times), default=0.0)
+        zero_s = min((times[0] for times in self.noted.times_s.values() if times), default=0.0)
         return Timeline(
             spans=tuple(
-                span for rank in sorted(self.times_s) for span in self._spans(rank, zero_s)
+                span for rank in sorted(self.noted.times_s) for span in self._spans(rank, zero_s)
             ),
-            memory=tuple(replace(sample, time_s=sample.time_s - zero_s) for sample in self.memory),
+            memory=tuple(
+                replace(sample, time_s=sample.time_s - zero_s) for sample in self.noted.memory
+            ),
         )
 
     def _spans(self, rank: int, zero_s: float) -> Iterator[Span]:
-        times, sent = self.times_s[rank], iter(self.sent_bytes[rank])
+        times, sent = self.noted.times_s[rank], iter(self.noted.sent_bytes[rank])
         for n, instruction in enumerate(self.schedule.programs[rank]):
             num_bytes = 0 if sent_message(instruction) is None else next(sent)
             start_s, end_s = times[2 * n] - zero_s, times[2 * n + 1] - zero_s
             yield Span(rank, instruction, start_s, end_s, num_bytes)
+
+
+def gather_noted(stages: AbstractGroup, recorded: Recorded, agreed_s: float) -> Noted:
+    """Return what a traced run noted on all stages of this replica."""
+    times_s, sent_bytes, memory = recorded.times_s, recorded.sent_bytes, recorded.memory
+    mine = Noted(clock_name(), agreed_s, times_s, sent_bytes, memory)
+    kind = Kind(MemoryKind.__name__, MemoryKind, attrgetter("value"), MemoryKind)
+    codec = Codec([record(Noted), record(MemorySample), kind])
+    return put_together(stages.gather(mine, "for what the other stages traced", codec), mine)
+
+
+def put_together(parts: Sequence[Noted], mine: Noted) -> Noted:
+    """Put what all noted together, by this process's clock."""
+    aligned = [part.by_the_clock_of(mine) for part in parts]
+    return replace(
+        mine,
+        times_s={rank: times for part in aligned for rank, times in part.times_s.items()},
+        sent_bytes={rank: sent for part in aligned for rank, sent in part.sent_bytes.items()},
+        memory=[sample for part in aligned for sample in part.memory],
+    )
+
+
+def clock_name() -> str | None:
+    """Name the clock behind time.perf_counter, the same for all processes of a host that share it;
+    None if that cannot be known.
+    """
+    namespace = ""
+    with suppress(OSError):
+        namespace = str(Path("/proc/self/ns/time").readlink())
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + namespace
+    except OSError:
+        return None

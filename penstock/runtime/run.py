@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,9 +14,11 @@ from penstock.types import Trace
 
 from .caller import CallerContext
 from .microbatches import Batch
-from .stores import AbstractStore
-from .tape import Tape
+from .stage.tape import Tape
 from .window import Window
+
+if TYPE_CHECKING:
+    from .memory.offload import AbstractStore
 
 Moments = tuple[int, Tensor, Tensor]
 """(values per channel, their mean, their unbiased variance): one call of one BatchNorm layer."""
@@ -58,7 +60,7 @@ class StageRun:
     moments: MomentsByModule = field(default_factory=dict)
     divided: list[list[Unsplit]] = field(default_factory=list)
     has_claimed_leaves: bool = False
-    store: AbstractStore | None = None
+    store: "AbstractStore | None" = None
 
 
 @dataclass(slots=True)

@@ -15,9 +15,9 @@ from penstock.model.stage_plan import Step
 from penstock.planner.unsplit import Unsplit
 from penstock.torch_private import node_number, results_of, storage_id
 
-from .notes import layer_at
-from .split_backward import CHECKPOINT, Division, arrivals_of, leaves_and_cuts, settle
-from .weight_gradients import LEAF, OPERATORS, PASSING
+from .stage.notes import layer_at
+from .stage.split_backward import CHECKPOINT, Division, arrivals_of, leaves_and_cuts, settle
+from .stage.weight_gradients import LEAF, OPERATORS, PASSING
 
 NumberedLayers = Sequence[tuple[int, nn.Module]]
 

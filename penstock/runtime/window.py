@@ -4,13 +4,16 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer, lr_scheduler
 
-from penstock.errors import BatchError, StateError
+from penstock.errors import BatchError, ConfigError, StateError
+from penstock.torch_private import note_steps
 
 from .microbatches import Batch
-from .stage_optimizers import StageOptimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,7 @@ class Window:
     """
 
     every: int
-    optimizers: Mapping[int, StageOptimizer]
+    optimizers: "Mapping[int, StageOptimizer]"
     uses: Mapping[int, Counter[int]]
 
     def moving(self, stage: int) -> tuple[Sequence[Tensor], Collection[Tensor]]:
@@ -75,3 +78,138 @@ def changed_in_forward(stage: int) -> StateError:
         "have left behind, where the change would be lost. Load a checkpoint; leave that out, or "
         "use a synchronous schedule"
     )
+
+
+Options = list[dict[str, Any]]
+"""What each parameter group has beside parameters: the learning rate, for one."""
+
+
+def options_of_batches(optimizer: Optimizer, scheduler: Any, num_batches: int) -> list[Options]:
+    """Return the options of each batch's updates, and let `scheduler` step once after each.
+
+    Raises:
+        ConfigError: the optimizer cannot move the weights of one stage apart from the others', or
+            the scheduler wants to know how training went.
+    """
+    _check(optimizer)
+    found = []
+    for _ in range(num_batches):
+        found.append([_options(group) for group in optimizer.param_groups])
+        if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+            raise ConfigError(
+                "lr_scheduler is a ReduceLROnPlateau, which waits for a metric; the rates of all "
+                "batches of train_steps are needed before it runs. Step it yourself between calls"
+            )
+        if scheduler is not None:
+            scheduler.step()
+    return found
+
+
+def divided(
+    optimizer: Optimizer, stages: Mapping[int, Collection[Tensor]], options: Sequence[Options]
+) -> dict[int, "StageOptimizer"]:
+    """Divide an optimizer by the parameters of the stages; `options` are those of each update.
+
+    A parameter that layers of several stages have is moved by the first: others are sent it.
+
+    Raises:
+        ConfigError: it has parameters that are on none of them.
+    """
+    known = {p for parameters in stages.values() for p in parameters}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    strangers = sum(p not in known for p in held)
+    if strangers:
+        raise ConfigError(
+            f"{strangers} of the optimizer's {len(held)} parameters are on no stage here, so "
+            "nothing says when they are to move. Make it of pipe.parameters()"
+        )
+    home = {p: stage for stage in sorted(stages, reverse=True) for p in stages[stage]}
+    return {
+        stage: StageOptimizer(optimizer, {p for p in stages[stage] if home[p] == stage}, options)
+        for stage in stages
+    }
+
+
+def _check(optimizer: Optimizer) -> None:
+    step = vars(optimizer).get("step")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        reason = "it runs the model several times in a step, and looks at all weights at once"
+    elif step is not None and not _is_of_scheduler(step):
+        reason = "its `step` was replaced on the object, and would be called stage by stage"
+    elif note_steps(optimizer):
+        reason = "it has step hooks, which would be called stage by stage"
+    else:
+        return
+    raise ConfigError(
+        f"train_steps with an asynchronous schedule lets each stage move its own weights at its "
+        f"own time, which this {type(optimizer).__name__} cannot: {reason}. Use an optimizer that "
+        "treats each parameter by itself, as SGD and AdamW do, or a synchronous schedule"
+    )
+
+
+def _is_of_scheduler(step: Any) -> bool:
+    """Tell whether a scheduler has put `step` in the place of an optimizer's own, to count."""
+    return bool(getattr(step, "__globals__", {}).get("__name__") == lr_scheduler.__name__)
+
+
+class StageOptimizer:
+    """Moves the parameters of one stage, when the schedule says so, as the user's optimizer would.
+
+    optimizer ── groups: [a b c d]  state: {a, b, c, d}
+      stage 0 ── groups: [a b]      the same state         both are the user's own object in all
+      stage 1 ── groups: [c d]      the same state         but their groups
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, parameters: Collection[Tensor], options: Sequence[Options]
+    ) -> None:
+        self._options = options
+        groups = [
+            group | {"params": [p for p in group["params"] if p in parameters]}
+            for group in optimizer.param_groups
+        ]
+        own = vars(optimizer) | {"param_groups": groups}
+        own.pop("step", None)  # a scheduler's, which counts the calls of the whole
+        self._optimizer = object.__new__(type(optimizer))
+        vars(self._optimizer).update(own)
+        self.parameters = [p for g in self._optimizer.param_groups for p in g["params"]]
+
+    def step(self, update: int) -> None:
+        """Move the parameters by their gradients, with the options of an update; free these.
+
+        Raises:
+            ConfigError: the optimizer keeps what it counts in its parameter groups.
+        """
+        if not self.parameters:
+            return
+        groups, options = self._optimizer.param_groups, self._options[update]
+        for group, wanted in zip(groups, options, strict=True):
+            group.update(wanted)
+        self._step()
+        for group, wanted in zip(groups, options, strict=True):
+            changed = [name for name in wanted if group[name] is not wanted[name]]
+            if changed or len(group) != len(wanted) + 1:
+                raise ConfigError(
+                    f"a step of {type(self._optimizer).__name__} changes {changed or 'options'} "
+                    "of its parameter groups, which are the same for all stages; these update at "
+                    "their own times. Use an optimizer whose state is that of each parameter"
+                )
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _step(self) -> None:
+        kind = self.parameters[0].device.type
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                self._optimizer.step()
+        else:
+            self._optimizer.step()
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Copy the options of a group; those that are tensors change in place."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }

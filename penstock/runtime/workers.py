@@ -16,7 +16,6 @@ from .caller import keeping_casts
 from .devices import num_cores
 from .drivers import AbstractDriver, Work
 from .executor import Executor
-from .notes import note_worker
 
 
 class ThreadDriver(AbstractDriver):
@@ -184,7 +183,7 @@ class _Job:
         except Stopped:
             pass
         except BaseException as error:
-            note_worker(error)
+            _note_missing(error)
             self._work.run.fail(error)
             self._channels.abort()
         finally:
@@ -205,3 +204,14 @@ def _serve(inbox: "SimpleQueue[Any]", num_threads: int, ready: "SimpleQueue[None
     while (job := inbox.get()) is not None:
         job()
         del job  # or the last step's tensors would live until the next one
+
+
+def _note_missing(error: BaseException) -> None:
+    """Add a note to an error of a worker thread that misses what the caller's thread has."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, threading.local):
+        error.add_note(
+            f"{threading.current_thread().name} is a worker thread, and a threading.local has "
+            "other values in each thread: what the caller set is not there. Use a "
+            "contextvars.ContextVar, whose values reach the workers, or "
+            "transport=Transport.LOOPBACK, which runs all stages in the calling thread"
+        )

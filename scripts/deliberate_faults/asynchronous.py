@@ -23,7 +23,7 @@ FAULTS = (
     ),
     Fault(
         "asynchronous: a backward works with the newest weights, not with those of its forward",
-        "penstock/runtime/stage.py",
+        "penstock/runtime/stage/stage.py",
         "self.weights.show(tape.version)\n        here = ",
         "self.weights.show(self.weights.number)\n        here = ",
         LAW,
@@ -31,7 +31,7 @@ FAULTS = (
     ),
     Fault(
         "asynchronous: a recompute works with the newest weights, not with those of its forward",
-        "penstock/runtime/stage.py",
+        "penstock/runtime/stage/stage.py",
         "self.weights.show(tape.version)\n        arounds",
         "self.weights.show(self.weights.number)\n        arounds",
         LAW,
@@ -39,7 +39,7 @@ FAULTS = (
     ),
     Fault(
         "asynchronous: an update writes over weights that tapes still need",
-        "penstock/runtime/weights.py",
+        "penstock/runtime/stage/weights.py",
         "keeps = self._uses[self.number] > 0",
         "keeps = False",
         LAW,
@@ -47,7 +47,7 @@ FAULTS = (
     ),
     Fault(
         "asynchronous: a weight that other stages use is sent once for all its versions",
-        "penstock/runtime/handover.py",
+        "penstock/runtime/stage/handover.py",
         "tuple(versions), lasting=frozenset()",
         "tuple(versions)",
         "tests/distributed/test_asynchronous_processes.py",
@@ -55,7 +55,7 @@ FAULTS = (
     ),
     Fault(
         "asynchronous: all updates of a window have the first one's learning rate",
-        "penstock/runtime/stage_optimizers.py",
+        "penstock/runtime/window.py",
         "self._options[update]",
         "self._options[0]",
         LAW,
@@ -63,7 +63,7 @@ FAULTS = (
     ),
     Fault(
         "asynchronous: dropout of a window's mini-batches is that of the first",
-        "penstock/runtime/drawing.py",
+        "penstock/runtime/random/drawing.py",
         "step + later, self.layer",
         "step, self.layer",
         LAW,
@@ -79,7 +79,7 @@ FAULTS = (
     ),
     Fault(
         "asynchronous: a weight that layers of two stages have is moved by both",
-        "penstock/runtime/stage_optimizers.py",
+        "penstock/runtime/window.py",
         "if home[p] == stage}",
         "}",
         LAW,

@@ -5,7 +5,7 @@ from .fault import Fault
 FAULTS = (
     Fault(
         "of summed gradients of a tied weight only the last micro-batch's is sent",
-        "penstock/runtime/handover.py",
+        "penstock/runtime/stage/handover.py",
         "sums[place] + gradient if place in sums else gradient",
         "gradient",
         "tests/laws/test_tied_gradients.py",
@@ -81,7 +81,7 @@ FAULTS = (
     ),
     Fault(
         "autocast casts once what several uses of a received value cast",
-        "penstock/runtime/handover.py",
+        "penstock/runtime/stage/handover.py",
         "value = no_leaf(sent)",
         "pass",
         "tests/model/capture/test_equality.py",
@@ -121,7 +121,7 @@ FAULTS = (
     ),
     Fault(
         "a checkpoint draws again while another stage draws",
-        "penstock/runtime/drawing.py",
+        "penstock/runtime/random/drawing.py",
         "        call.run.has_seeded |= known is not Draws.ALONE\n",
         "",
         "tests/laws/test_users_checkpoint.py",
@@ -184,7 +184,7 @@ FAULTS = (
     ),
     Fault(
         "Python's and NumPy's random numbers are not keyed",
-        "penstock/runtime/drawing.py",
+        "penstock/runtime/random/drawing.py",
         "runs_and_draws_anywhere(call.key, run, self._device)",
         "(*runs_and_draws(call.key, run, self._device), False)",
         "tests/laws/test_random_streams.py",
@@ -192,7 +192,7 @@ FAULTS = (
     ),
     Fault(
         "Python's and NumPy's random numbers outside a stream are not seen",
-        "penstock/runtime/default_generators.py",
+        "penstock/runtime/random/generators.py",
         "elif moved or moved_outside:",
         "elif moved:",
         "tests/laws/test_random_streams.py",
@@ -200,7 +200,7 @@ FAULTS = (
     ),
     Fault(
         "a checkpoint may draw other numbers outside torch in the backward",
-        "penstock/runtime/drawing.py",
+        "penstock/runtime/random/drawing.py",
         "                context.enter_context(refuse_outside_draws())\n",
         "                pass\n",
         "tests/laws/test_random_streams.py",
@@ -208,7 +208,7 @@ FAULTS = (
     ),
     Fault(
         "code between blocks draws other numbers on each stage",
-        "penstock/runtime/stage.py",
+        "penstock/runtime/stage/stage.py",
         "LayerCall(run, tape, BETWEEN, training=True)",
         "LayerCall(run, tape, -1 - self.index, training=True)",
         "tests/model/capture/test_equality.py",
@@ -224,7 +224,7 @@ FAULTS = (
     ),
     Fault(
         "a hook on a value is not told to the stage that computes its gradient",
-        "penstock/runtime/handover.py",
+        "penstock/runtime/stage/handover.py",
         "if has_tensor_hooks(leaf)",
         "if False",
         "tests/laws/test_equality_or_refusal.py",

@@ -5,7 +5,7 @@ from .fault import Fault
 FAULTS = (
     Fault(
         "offload: every storage is brought back with the bytes of the first",
-        "penstock/runtime/offload.py",
+        "penstock/runtime/memory/offload.py",
         "storage, lead = self._store.get(place)",
         "storage, lead = self._store.get(self._moved[0][0])",
         "tests/laws/test_memory_policies.py",
@@ -13,7 +13,7 @@ FAULTS = (
     ),
     Fault(
         "offload: a view of a storage is brought back from its start",
-        "penstock/runtime/slots.py",
+        "penstock/runtime/memory/slots.py",
         "offset = self.offset + lead",
         "offset = lead",
         "tests/laws/test_memory_policies.py",
@@ -21,7 +21,7 @@ FAULTS = (
     ),
     Fault(
         "some layers run twice: their slots are filled in another order than they were emptied",
-        "penstock/runtime/layer_recompute.py",
+        "penstock/runtime/memory/layer_recompute.py",
         "slot, layout = self._emptied[self._count]",
         "slot, layout = self._emptied[-1 - self._count]",
         "tests/laws/test_memory_policies.py",

@@ -62,7 +62,7 @@ FAULTS = (
     ),
     Fault(
         "a recompute sees today's buffers instead of the forward's",
-        "penstock/runtime/recompute.py",
+        "penstock/runtime/memory/recompute.py",
         "        put_state(seen.state)\n",
         "",
         "tests/laws/test_equality.py",
@@ -94,7 +94,7 @@ FAULTS = (
     ),
     Fault(
         "a recompute moves buffers that a kernel changes without a new version",
-        "penstock/runtime/changing_state.py",
+        "penstock/runtime/stage/state.py",
         "return not same_bits(tensor, copy)",
         "return False",
         "tests/laws/test_batch_norm.py",
@@ -102,14 +102,14 @@ FAULTS = (
     ),
     Fault(
         "a backward may change in place what forwards read",
-        "penstock/runtime/backward_state.py",
+        "penstock/runtime/stage/state.py",
         "if is_replaced or version != old_version:",
         "if is_replaced:",
         "tests/laws/test_backward_state.py::test_a_step_that_reads_it_in_another_order_is_refused",
     ),
     Fault(
         "a backward may put another buffer where forwards read one",
-        "penstock/runtime/backward_state.py",
+        "penstock/runtime/stage/state.py",
         "if is_replaced or version != old_version:",
         "if not is_replaced and version != old_version:",
         "tests/laws/test_backward_state.py::test_a_step_that_reads_it_in_another_order_is_refused",
@@ -190,14 +190,14 @@ FAULTS = (
     ),
     Fault(
         "a micro-batch without real tokens still runs its backward",
-        "penstock/runtime/ending.py",
+        "penstock/runtime/stage/handover.py",
         "if weight == 0:",
         "if weight < 0:",
         "tests/laws/test_weights.py::test_a_micro_batch_without_a_single_token_adds_nothing",
     ),
     Fault(
         "the gradient of a skip is lost",
-        "penstock/runtime/tape.py",
+        "penstock/runtime/stage/tape.py",
         "for peer, leaves in self.exported.items():",
         "for peer, leaves in list(self.exported.items())[-1:]:",
         "tests/laws/test_equality.py",
@@ -213,24 +213,24 @@ FAULTS = (
     ),
     Fault(
         "the gradient of one operator's weight is lost between the two parts of a backward",
-        "penstock/runtime/split_backward.py",
+        "penstock/runtime/stage/split_backward.py",
         "cut for cut in cuts.values() if",
         "cut for cut in [*cuts.values()][1:] if",
-        "tests/runtime/test_tape.py::test_two_parts_give_the_bits_of_one",
+        "tests/runtime/stage/test_tape.py::test_two_parts_give_the_bits_of_one",
     ),
     Fault(
         "three gradients of a weight add up later, in another order",
-        "penstock/runtime/split_backward.py",
+        "penstock/runtime/stage/split_backward.py",
         "if number > 2",
         "if number > 3",
-        "tests/runtime/test_tape.py::test_two_parts_give_the_bits_of_one",
+        "tests/runtime/stage/test_tape.py::test_two_parts_give_the_bits_of_one",
     ),
     Fault(
         "what earlier micro-batches have left is added in reverse order",
-        "penstock/runtime/stage.py",
+        "penstock/runtime/stage/stage.py",
         "sorted(run.stages[self.index].tapes.items())",
         "sorted(run.stages[self.index].tapes.items(), reverse=True)",
-        "tests/runtime/test_tape.py::"
+        "tests/runtime/stage/test_tape.py::"
         "test_weights_add_up_in_order_where_only_some_micro_batches_can_be_split",
     ),
     Fault(
@@ -243,14 +243,14 @@ FAULTS = (
     ),
     Fault(
         "random streams are keyed by stage instead of layer",
-        "penstock/runtime/stage.py",
+        "penstock/runtime/stage/stage.py",
         "LayerCall(run, tape, step.index, training)",
         "LayerCall(run, tape, self.index, training)",
         "tests/laws/test_random_streams.py",
     ),
     Fault(
         "a layer may change what it received in place",
-        "penstock/runtime/guards.py",
+        "penstock/runtime/stage/guards.py",
         "return self._seen.get(key, not lasts)",
         "return self._seen.get(key, False)",
         "tests/laws/test_equality.py",
@@ -274,7 +274,7 @@ FAULTS = (
     ),
     Fault(
         "weights may change between a forward and its recompute",
-        "penstock/runtime/recompute.py",
+        "penstock/runtime/memory/recompute.py",
         "if not self._weights.holds(seen.weights):",
         "if False:",
         "tests/laws/test_one_owner.py",
@@ -282,7 +282,7 @@ FAULTS = (
     ),
     Fault(
         "a recompute may give something else than its forward",
-        "penstock/runtime/recompute.py",
+        "penstock/runtime/memory/recompute.py",
         "if again.shape != tensor.shape or not _close(tensor, again, rounding):",
         "if False:",
         "tests/laws/test_one_owner.py",
@@ -290,7 +290,7 @@ FAULTS = (
     ),
     Fault(
         "two stages add to the gradient of one weight",
-        "penstock/runtime/guards.py",
+        "penstock/runtime/stage/guards.py",
         "if other != self._stage:",
         "if False:",
         "tests/laws/test_one_owner.py",
@@ -306,7 +306,7 @@ FAULTS = (
     ),
     Fault(
         "a checkpoint written by hand draws another mask",
-        "penstock/runtime/drawing.py",
+        "penstock/runtime/random/drawing.py",
         "call.tape.draws_again |= drew and self._known[key] in _MAY_DRAW_AGAIN",
         "pass",
         "tests/laws/test_users_checkpoint.py",
@@ -314,7 +314,7 @@ FAULTS = (
     ),
     Fault(
         "a change in place is not seen in another value of the same memory",
-        "penstock/runtime/guards.py",
+        "penstock/runtime/stage/guards.py",
         "if changed and value.is_alias:",
         "if False:",
         "tests/laws/test_one_owner.py",
@@ -322,7 +322,7 @@ FAULTS = (
     ),
     Fault(
         "the loss that comes back is scaled as the gradients are",
-        "penstock/runtime/ending.py",
+        "penstock/runtime/stage/handover.py",
         "run.losses[microbatch] = loss.detach() * weight",
         "run.losses[microbatch] = loss.detach() * run.loss_gradient(microbatch)",
         "tests/laws/test_loss_scale.py",
@@ -330,10 +330,10 @@ FAULTS = (
     ),
     Fault(
         "times by another host's clock are taken for this one's",
-        "penstock/runtime/shared_trace.py",
+        "penstock/runtime/record.py",
         "if self.clock is not None and self.clock == other.clock:",
         "if True:",
-        "tests/runtime/test_shared_trace.py",
+        "tests/runtime/test_record.py",
     ),
     Fault(
         "the warm-up of interleaved 1F1B is 1F1B's",
@@ -393,7 +393,7 @@ FAULTS = (
     ),
     Fault(
         "a pipeline made of a plan measures all the same",
-        "penstock/runtime/abstract_pipeline.py",
+        "penstock/pipeline.py",
         "balances = plan is None and arguments.are_measured",
         "balances = arguments.are_measured",
         "tests/laws/test_plan.py",
@@ -408,14 +408,14 @@ FAULTS = (
     ),
     Fault(
         "a compiled layer that draws is run uncompiled",
-        "penstock/runtime/drawing.py",
+        "penstock/runtime/random/drawing.py",
         "Draws.IN_COMPILED if compiled.seen else Draws.SOMEHOW",
         "Draws.SOMEHOW",
         "tests/laws/test_compiled.py",
     ),
     Fault(
         "draws inside an operator of the user's own are overlooked",
-        "penstock/runtime/drawing.py",
+        "penstock/runtime/random/drawing.py",
         "watch.in_checkpoint or watch.unseen",
         "watch.in_checkpoint",
         "tests/laws/test_random_streams.py",
@@ -423,7 +423,7 @@ FAULTS = (
     ),
     Fault(
         "each dropout module of a layer draws the same numbers",
-        "penstock/runtime/dropout.py",
+        "penstock/runtime/random/drawing.py",
         "stream.generator(x.device)",
         "Generator(x.device).manual_seed(stream.key)",
         "tests/laws/test_random_streams.py",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.runtime.random_streams import WatchDraws
+from penstock.runtime.random.streams import WatchDraws
 from penstock.torch_private import dispatch_modes
 from tests.models import ALL_MODELS, Model, vectors
 from tests.reference import Unsplit, chain, stream_key

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -26,15 +26,17 @@ from penstock.checkpoint.save import storable
 from penstock.checkpoint.together import Digests, write_together
 from penstock.errors import CheckpointError, check_count
 from penstock.model.extra_state import read_extra
-from penstock.runtime.abstract_pipeline import AbstractPipeline
 
 from .load import load
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Of a file that a process writes, if nothing else is asked for."""
 
 
-def load_pretrained(folder: str | os.PathLike[str], pipe: AbstractPipeline) -> tuple[str, ...]:
+def load_pretrained(folder: str | os.PathLike[str], pipe: "Pipeline") -> tuple[str, ...]:
     """Load a model that Hugging Face's `save_pretrained` wrote, or `penstock.save_pretrained`.
 
     The folder holds model.safetensors, or model.safetensors.index.json and the files it names.
@@ -59,7 +61,7 @@ def load_pretrained(folder: str | os.PathLike[str], pipe: AbstractPipeline) -> t
 
 def save_pretrained(
     folder: str | os.PathLike[str],
-    pipe: AbstractPipeline,
+    pipe: "Pipeline",
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
@@ -110,9 +112,7 @@ def refuse_filled(path: Path) -> None:
         )
 
 
-def _to_save(
-    pipe: AbstractPipeline, original: nn.Module
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _to_save(pipe: "Pipeline", original: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what this process has, each tensor under the name that the model's class keeps, and
     extra state that is no tensor.
     """

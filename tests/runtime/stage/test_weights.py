@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.runtime.weights import Weights
+from penstock.runtime.stage.weights import Weights
 
 
 def add_in_place(layer: nn.Linear) -> None:

@@ -1,4 +1,11 @@
-"""What the forward of one micro-batch leaves behind, for its backward to use up."""
+"""What the forward of one micro-batch leaves behind, for its backward to use up.
+
+forward ──► Tape ──┬──────────────────────────────────────► backward          as a rule
+                   ├─► no graph, Seen ───────► recompute ─► backward          of a stage
+                   ├─► emptied slots, reruns ► recompute ─► backward          of some layers
+                   ├─► emptied slots, away ──► fetch ─────► backward          offload
+                   └─► backward_input ──────► parts ──────► backward_weight   a split backward
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,15 +18,16 @@ from torch.utils.hooks import RemovableHandle
 from penstock.model.entries import Entry
 from penstock.model.stage_plan import Step
 from penstock.model.state import Place
+from penstock.runtime.devices import Event
 from penstock.transport.payload import Activation
 
-from .devices import Event
+from .split_backward import Division, SplitBackward, divide, split
 
 if TYPE_CHECKING:
-    from .layer_recompute import Rerun
-    from .offload import Away
-    from .slots import Slots
-    from .split_backward import Division, SplitBackward
+    from penstock.runtime.memory.layer_recompute import Rerun
+    from penstock.runtime.memory.offload import Away
+    from penstock.runtime.memory.slots import Slots
+
 
 FROM_CALLER = -1
 """Stands where a peer stage stands, for values that come from the caller's batch."""
@@ -93,7 +101,7 @@ class Tape:
     output: list[Tensor] = field(default_factory=list)
     output_wants_grad: tuple[bool, ...] = ()
     loss: Tensor | None = None
-    parts: "SplitBackward | None" = None
+    parts: SplitBackward | None = None
     dropped_layers: frozenset[int] = frozenset()
     reruns: "list[Rerun]" = field(default_factory=list)
     tripwires: list[RemovableHandle] = field(default_factory=list)
@@ -161,10 +169,8 @@ class Tape:
         live = [(root, g) for root, g in pairs if g is not None and root.requires_grad]
         return [root for root, _ in live], [g for _, g in live]
 
-    def divide(self, roots: Sequence[Tensor]) -> "Division":
+    def divide(self, roots: Sequence[Tensor]) -> Division:
         """Let `backward` leave to `backward_weight` what can be left; return what was decided."""
-        from .split_backward import divide, split  # few schedules ask for it
-
         every = [e for entries in self.entries.values() for e in entries if e.node is not None]
         division = divide(roots, {entry.node for entry in every})
         self.parts = split(division, every)

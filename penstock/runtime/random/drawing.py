@@ -1,32 +1,37 @@
 """How each layer draws random numbers: found out as it runs, so that only those pay that draw."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import partial
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
 
 from penstock.errors import RandomnessError
+from penstock.runtime.run import Run
+from penstock.runtime.stage.guards import Guard
+from penstock.runtime.stage.tape import Tape
 from penstock.torch_private import COMPILED_CALLS, AnyDropout
 
-from .dropout import is_plain, with_keyed_dropouts
-from .guards import Guard
-from .lent_generators import (
+from .streams import (
+    KeyedRandomness,
+    WatchDraws,
     alone_with_generators,
     checked_draws,
+    holds_generator,
+    refuse_draws,
     refuse_outside_draws,
     runs_and_draws,
     runs_and_draws_anywhere,
+    stream_key,
 )
-from .random_streams import KeyedRandomness, WatchDraws, holds_generator, refuse_draws, stream_key
-from .run import Run
-from .tape import Tape
 
 _RERUNS = frozenset(("torch.random", "torch.utils.checkpoint"))
 
@@ -249,3 +254,85 @@ class Drawing(Guard):
 
 _LASTING = (Draws.SEEDED, Draws.ALONE)
 _MAY_DRAW_AGAIN = (Draws.SOMEHOW, Draws.IN_COMPILED, Draws.SEEDED)
+
+
+_lock = threading.Lock()
+_users: dict[nn.Dropout, int] = {}
+_current = threading.local()
+
+
+# -- plain dropout modules ---------------------------------------------------------------------
+#
+# A dispatch mode costs Python at every operator of a layer.  Where all draws of a layer are those
+# of plain `nn.Dropout` modules inside it, only these are called otherwise: they make the noise
+# from the generator they are given, as torch's own dropout makes it from the default one.
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Tell whether a module is torch's own dropout, with torch's own forward."""
+    return type(module) is nn.Dropout and (
+        "forward" not in vars(module) or module in _users  # put there by another thread's call
+    )
+
+
+def with_keyed_dropouts(
+    modules: Iterable[nn.Module], stream: KeyedRandomness, function: Callable[[], Any]
+) -> Any:
+    """Run `function`, and let plain dropout modules that it calls draw from `stream`.
+
+    Other threads may call them meanwhile, on another stage: each with a stream of its own.
+    """
+    outer = getattr(_current, "stream", None)
+    _current.stream = stream
+    replaced = [module for module in modules if _replace(module)]
+    try:
+        return function()
+    finally:
+        _current.stream = outer
+        for module in replaced:
+            _put_back(module)
+
+
+def _replace(module: Any) -> bool:
+    with _lock:
+        if module not in _users:
+            if not is_plain(module):
+                return False
+            module.__dict__["forward"] = partial(_forward, module)
+        _users[module] = _users.get(module, 0) + 1
+    return True
+
+
+def _put_back(module: Any) -> None:
+    with _lock:
+        _users[module] -= 1
+        if not _users[module]:
+            del _users[module], module.__dict__["forward"]
+
+
+def _forward(module: nn.Dropout, x: Tensor) -> Tensor:
+    stream: KeyedRandomness | None = getattr(_current, "stream", None)
+    if stream is None or not module.training or not 0 < module.p < 1:
+        return nn.Dropout.forward(module, x)
+    stream.note_checkpoint()
+    if type(x) is not Tensor or x.device.type != "cpu" or not x.numel() or not _is_torchs(x.dtype):
+        with stream:
+            return nn.Dropout.forward(module, x)
+    return dropout(x, module.p, stream.generator(x.device), inplace=module.inplace)
+
+
+def dropout(x: Tensor, p: float, generator: Generator, *, inplace: bool = False) -> Tensor:
+    """Compute torch's dropout on the CPU, with its noise from `generator`."""
+    noise = torch.empty_like(x)
+    noise.bernoulli_(1 - p, generator=generator).div_(1 - p)
+    return x.mul_(noise) if inplace else x * noise
+
+
+@cache
+def _is_torchs(dtype: torch.dtype) -> bool:
+    """Compare with torch's own, once for each type; other versions may make noise otherwise."""
+    with torch.no_grad():
+        x = torch.linspace(-2, 2, 57).to(dtype)
+        cpu = torch.device("cpu")
+        torchs, _ = runs_and_draws(3, partial(F.dropout, x, 0.3), cpu)
+        return torch.equal(torchs, dropout(x, 0.3, Generator().manual_seed(3)))

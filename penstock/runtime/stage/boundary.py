@@ -1,11 +1,110 @@
-"""Find tensors that share memory: a change of one in place would have to be seen in the other."""
+"""What may leave a stage, what of it shares memory, and what the loss may be."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from penstock.errors import BoundaryError, ConfigError
+from penstock.model.entries import can_be_made_again, is_plain_class
+from penstock.model.pytree import Structure, opaque_values
+
+
+def check_leaving(
+    leaves: Sequence[Tensor], structure: Structure, stage: int, peer: int, *, any_shape: bool
+) -> None:
+    """Refuse values that would not be the same on the other side of a cut.
+
+    With `any_shape` the sender knows that values without a batch dimension belong to one
+    micro-batch, as in code between the blocks of a model that runs as it is.
+
+    Raises:
+        BoundaryError: a tensor has no batch dimension, or is of a class that does not cross, or
+            could hide in an object.
+    """
+    for value in opaque_values(structure):
+        raise BoundaryError(
+            f"a {type(value).__name__} leaves stage {stage} for stage {peer}; a tensor inside it "
+            "would lose its gradient. Only tensors, numbers, strings, None, and tuples, lists, "
+            "dicts and dataclasses of them cross stages: return one of those, or keep the layers "
+            "that use it on one stage"
+        )
+    check_classes(leaves, f"leaves stage {stage} for stage {peer}")
+    for leaf in leaves:
+        if leaf.dim() == 0 and not any_shape:
+            raise BoundaryError(
+                f"a tensor without a batch dimension (shape ()) leaves stage {stage} for stage "
+                f"{peer}: a value reduced over a micro-batch is not what the whole batch would "
+                "give. Return one value per sample, or a Python number, or keep its producer and "
+                "its users on one stage"
+            )
+
+
+def check_classes(tensors: Iterable[Tensor | None], what_it_does: str) -> None:
+    """Refuse tensors that are more than their values and their class.
+
+    Raises:
+        BoundaryError: there is one.
+    """
+    for tensor in tensors:
+        if tensor is None or is_plain_class(tensor) or can_be_made_again(tensor):
+            continue
+        raise BoundaryError(
+            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} {what_it_does}; what it "
+            "holds beside its values would be lost. Plain tensors cross, and subclasses of "
+            "torch.Tensor that hold nothing of their own (no __torch_dispatch__, no attributes) "
+            "and stand in a module where every process can import them. Return plain tensors, or "
+            "keep the layers that use it on one stage"
+        )
+
+
+def check_routes(exported: Mapping[int, Sequence[Tensor]], stage: int) -> None:
+    """Refuse one tensor that leaves under two names for two stages.
+
+    Its gradients would come back on two ways and be added in another order than unsplit.
+
+    Raises:
+        BoundaryError: there is such a tensor.
+    """
+    seen: dict[int, int] = {}
+    for peer, leaves in exported.items():
+        for leaf in leaves:
+            if leaf.requires_grad and seen.setdefault(id(leaf), peer) != peer:
+                raise BoundaryError(
+                    f"one tensor of shape {tuple(leaf.shape)} leaves stage {stage} under two "
+                    f"names, for stages {peer} and {seen[id(leaf)]}, so its gradients would not "
+                    "add up in the order of the unsplit model. Let both stages read one name, or "
+                    "return a copy (x.clone()) under the second"
+                )
+
+
+def check_loss(loss: Any, with_grad: bool) -> None:
+    """Refuse a loss that is no scalar, or that nothing can be learnt from.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        got = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else type(loss).__name__
+        )
+        raise ConfigError(
+            f"the loss function returned {got}; it must reduce a micro-batch to one number (a "
+            "tensor of shape ()). Take its mean and use Reduction.MEAN, or its sum and use "
+            "Reduction.SUM"
+        )
+    if with_grad and not loss.requires_grad:
+        raise ConfigError(
+            "the loss depends on no parameter that requires grad, so there is nothing to train; "
+            "check frozen parameters, .detach() and torch.no_grad() in the model and the loss"
+        )
+
+
+# -- tensors that share memory: a change of one in place would have to be seen in the other --
 
 
 class _Extent(NamedTuple):

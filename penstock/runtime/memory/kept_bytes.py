@@ -7,43 +7,20 @@ it.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.model.pytree import flatten
+from penstock.runtime.run import Run
+from penstock.runtime.stage.guards import Context, Guard
+from penstock.runtime.stage.tape import Tape
+from penstock.runtime.stage.weights import Weights
 from penstock.torch_private import NEVER_COMPUTES
 from penstock.trace.timeline import MemorySample
 
-from .guards import Context, Guard
-from .run import Run
-from .tape import FROM_CALLER, Tape
-from .weights import Weights
-
-
-class Lasting:
-    """The tensors whose memory is not a stage's own: parameters and buffers, those of other stages
-    too, and the caller's batch.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], computes_loss: bool) -> None:
-        self._modules = tuple(modules)
-        self._computes_loss = computes_loss
-
-    def of(self, run: Run, tape: Tape) -> list[Tensor]:
-        """List them as they are now."""
-        own = [t for m in self._modules for t in (*m.parameters(), *m.buffers())]
-        sent = [a.leaves[place] for a in tape.received.values() for place in a.lasting]
-        return own + sent + self.of_batch(run, tape)
-
-    def of_batch(self, run: Run, tape: Tape) -> list[Tensor]:
-        """List the views of the caller's batch that the stage works on."""
-        leaves = list(tape.received[FROM_CALLER].leaves) if FROM_CALLER in tape.received else []
-        if self._computes_loss and run.loss is not None:
-            leaves += flatten(run.batch.targets[tape.microbatch])[0]
-        return leaves
+from .slots import Lasting
 
 
 class KeptBytes(Guard):

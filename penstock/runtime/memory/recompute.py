@@ -1,5 +1,9 @@
 """Run a forward again as it was: buffers, modes, weights and inputs, and what it gave.
 
+    forward      note Seen: modes, changing buffers, versions of weights and inputs, one result;
+                 layers run, and autograd saves nothing
+    recompute    put modes and buffers back as Seen ──► layers run again ──► compare ──► undo
+
 Buffers and modes are put back for the recompute.  Weights and inputs are the caller's: if they
 changed in between, there is nothing right to compute, and that is an error.
 """
@@ -13,13 +17,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import RecomputeError
 from penstock.model.state import put_state, standing_at
+from penstock.runtime.run import Run
+from penstock.runtime.stage.guards import Context, Guard
+from penstock.runtime.stage.state import ChangingState
+from penstock.runtime.stage.tape import Seen, Tape
+from penstock.runtime.stage.weights import Weights
 from penstock.torch_private import buffers_of, version_counter
-
-from .changing_state import ChangingState
-from .guards import Context, Guard
-from .run import Run
-from .tape import Seen, Tape
-from .weights import Weights
 
 
 class Repeatable(Guard):

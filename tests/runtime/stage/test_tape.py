@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.errors import StateError
 from penstock.model.entries import make_entry
-from penstock.runtime.guards import Guard
 from penstock.runtime.run import Run
-from penstock.runtime.stage import Stage
-from penstock.runtime.tape import Tape
+from penstock.runtime.stage.guards import Guard
+from penstock.runtime.stage.stage import Stage
+from penstock.runtime.stage.tape import Tape
 from penstock.torch_private import TorchDispatchMode, without_torch_function
 from tests.every_schedule import divided
 from tests.laws.test_equality_or_refusal import model

@@ -1,6 +1,5 @@
 """Say where in the pipeline an exception came from, without changing what it is."""
 
-import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
@@ -15,17 +14,6 @@ from penstock.torch_private import node_number
 def note_failure(error: BaseException, stage: int, where: str, microbatch: int) -> None:
     """Add one note that names the stage, the layer (`where`) and the micro-batch."""
     error.add_note(f"raised on stage {stage}, in {where}, micro-batch {microbatch}")
-
-
-def note_worker(error: BaseException) -> None:
-    """Add a note to an error of a worker thread that misses what the caller's thread has."""
-    if isinstance(error, AttributeError) and isinstance(error.obj, threading.local):
-        error.add_note(
-            f"{threading.current_thread().name} is a worker thread, and a threading.local has "
-            "other values in each thread: what the caller set is not there. Use a "
-            "contextvars.ContextVar, whose values reach the workers, or "
-            "transport=Transport.LOOPBACK, which runs all stages in the calling thread"
-        )
 
 
 def backward_of(error: BaseException, marks: Sequence[tuple[int, Step]]) -> str:

@@ -16,8 +16,7 @@ import torch
 from torch import Generator, Tensor
 
 from penstock.errors import RandomnessError, RecomputeError
-
-from .devices import with_index
+from penstock.runtime.devices import with_index
 
 default_generators_lock: ContextVar[threading.Lock] = ContextVar(
     "default_generators_lock",

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from penstock.runtime.shared_trace import Noted, clock_name, put_together
+from penstock.runtime.record import Noted, clock_name, put_together
 from penstock.trace.timeline import MemorySample
 
 HERE = Noted("here", 100.0, {0: [101.0, 102.0]}, {0: []}, [MemorySample(0, 102.0, 8)])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from penstock.runtime.aliases import find_aliases
+from penstock.runtime.stage.boundary import find_aliases
 
 Views = Callable[[int], list[Tensor]]
 APART: dict[str, Views] = {

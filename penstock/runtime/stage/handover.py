@@ -1,4 +1,5 @@
-"""Turn what arrives at a stage into leaves of its own graph, and what leaves into messages.
+"""The two ends of a stage: what arrives becomes leaves of its own graph, what leaves a message;
+and the model's output a loss, or what the caller gets.
 
       ┌──────────────── stage ────────────────┐
 peer ──► Activation ──► entries   exported leaves ──► Activation ──► peer
@@ -24,17 +25,17 @@ from penstock.model.entries import (
     mark_lasting,
     version_of,
 )
-from penstock.model.pytree import ONE_TENSOR, flatten, unflatten
+from penstock.model.pytree import ONE_TENSOR, flatten, tree_map, unflatten
 from penstock.model.stage_plan import MODEL_INPUT, StagePlan, Value
+from penstock.runtime.devices import Event, StageDevice
+from penstock.runtime.random.drawing import Drawing, LayerCall
+from penstock.runtime.run import Run, StageRun
 from penstock.torch_private import has_tensor_hooks
 from penstock.transport.payload import Activation, Gradient, check_still_as_sent
 
-from .aliases import find_aliases
-from .boundary import check_classes, check_leaving, check_routes
-from .devices import Event, StageDevice
+from .boundary import check_classes, check_leaving, check_loss, check_routes, find_aliases
 from .guards import Changes
 from .notes import note_failure
-from .run import Run, StageRun
 from .tape import FROM_CALLER, Given, Tape
 
 
@@ -96,10 +97,21 @@ def _is_found(peer: int, gradient: Tensor) -> None:
 
 
 class Handover:
-    """The two ends of a stage; `changes` knows which values its layers change in place."""
+    """The two ends of a stage; `changes` knows which values its layers change in place.
 
-    def __init__(self, plan: StagePlan, device: StageDevice, changes: Changes) -> None:
+    The user's loss draws as layer number `loss_index`.
+    """
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        device: StageDevice,
+        changes: Changes,
+        drawing: Drawing,
+        loss_index: int,
+    ) -> None:
         self._plan, self._device, self._changes = plan, device, changes
+        self._drawing, self._loss_index = drawing, loss_index
 
     def bring_activation(self, activation: Activation) -> Activation:
         """Bring received values to this stage's device."""
@@ -242,3 +254,41 @@ class Handover:
             here.leaving_gradients[i, peer] = Gradient(found, event)
         elif any(gradient is not None for gradient in found):
             run.input_gradients[i] = found
+
+    def take_output(self, run: Run, tape: Tape, output: Any) -> None:
+        """Note the output of a micro-batch for the caller, or its loss."""
+        microbatch = tape.microbatch
+        if run.loss is None:
+            tape.output, structure = flatten(output)
+            if not are_plain(tape.output):
+                check_classes(tape.output, "leaves the last stage")
+            tape.output_wants_grad = tuple([leaf.requires_grad for leaf in tape.output])
+            run.outputs[microbatch] = unflatten(structure, [detached(t) for t in tape.output])
+            return
+        loss = self._loss(run, tape, output)
+        weight = run.batch.weights[microbatch]
+        if weight == 0:  # the mean over no real tokens is 0/0; it has no part in the batch's loss
+            run.losses[microbatch] = torch.zeros_like(loss.detach())
+            return
+        if microbatch not in run.losses:  # a recompute has it already
+            run.losses[microbatch] = loss.detach() * weight
+        tape.loss = loss
+
+    def _loss(self, run: Run, tape: Tape, output: Any) -> Tensor:
+        """Compute the user's loss, with random numbers of its own if it draws any."""
+        assert run.loss is not None
+        target = run.batch.targets[tape.microbatch]
+        if not isinstance(target, Tensor) or target.device != self._device.device:
+            target = tree_map(lambda t: self._device.bring([t], None)[0], target)
+        training = getattr(run.loss, "training", True)
+        call = LayerCall(run, tape, self._loss_index, training)
+        compute = partial(run.loss, output, target)
+        try:
+            is_silent = (self._loss_index, training) in self._drawing.silent
+            loss: Tensor = compute() if is_silent else self._drawing.run(call, compute)
+            if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad):
+                check_loss(loss, run.with_grad)
+        except Exception as error:
+            note_failure(error, self._plan.index, "the loss", tape.microbatch)
+            raise
+        return loss

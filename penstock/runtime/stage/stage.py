@@ -19,31 +19,29 @@ from torch import Tensor, nn
 
 from penstock.errors import RecomputeError
 from penstock.model.stage_plan import StagePlan, Step, join_output
+from penstock.runtime.batch_norm import Norms
+from penstock.runtime.devices import StageDevice
+from penstock.runtime.memory.kept_bytes import KeptBytes
+from penstock.runtime.memory.layer_recompute import LayerRecompute
+from penstock.runtime.memory.offload import MakeStore, Offloading
+from penstock.runtime.memory.recompute import Repeatable
+from penstock.runtime.memory.slots import Lasting, Slotting
+from penstock.runtime.random.drawing import Drawing, LayerCall
+from penstock.runtime.random.generators import StreamBetween
+from penstock.runtime.random.streams import BETWEEN
+from penstock.runtime.replicas import Replicas
+from penstock.runtime.run import Run, StageRun
+from penstock.runtime.unsplit import why_stage_unsplit
+from penstock.runtime.window import changed_in_forward
 from penstock.torch_private import AnyBatchNorm, next_node_number
 from penstock.transport.payload import Activation
 
-from .backward_state import BackwardState
-from .batch_norm import Norms
-from .default_generators import StreamBetween
-from .devices import StageDevice
-from .drawing import Drawing, LayerCall
-from .ending import Ending
 from .guards import Changes, Claims, Guard, Hooks, within
 from .handover import Handover, once
-from .layer_recompute import LayerRecompute
-from .memory import KeptBytes, Lasting
 from .notes import backward_of, note_failure
-from .offload import Offloading
-from .random_streams import BETWEEN
-from .recompute import Repeatable
-from .replicas import Replicas
-from .run import Run, StageRun
-from .slots import Slotting
-from .stores import MakeStore
+from .state import BackwardState
 from .tape import Tape
-from .unsplit import why_stage_unsplit
 from .weights import Weights, all_of
-from .window import changed_in_forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +85,8 @@ class Stage:
         pools = replicas is not None and replicas.pools_statistics
         self._norms = Norms(plan.index, modules, replicas.pool if replicas and pools else None)
         self._drawing = Drawing(layers, device)
-        self._ending = Ending(plan.index, self.device, self._drawing, loss_index)
         self._changes = Changes(plan.index)
-        self.handover = Handover(plan, self.device, self._changes)
+        self.handover = Handover(plan, self.device, self._changes, self._drawing, loss_index)
         lasting = Lasting(modules, computes_loss=bool(plan.output))
         make_store, self._dropped_layers = keeping.make_store, keeping.dropped_layers
         self._offloading = make_store and Offloading(
@@ -285,7 +282,9 @@ class Stage:
             look(run, tape, given)
         leaving = self.handover.export(values, given, tape)
         if self.plan.output:
-            self._ending.take(run, tape, join_output([values[v] for v in self.plan.output]))
+            self.handover.take_output(
+                run, tape, join_output([values[v] for v in self.plan.output])
+            )
         tape.disarm()
         return leaving
 

@@ -18,10 +18,9 @@ from torch.autograd.graph import Node
 
 from penstock.errors import BoundaryError, PartitionError, RecomputeError
 from penstock.model.entries import version_of
+from penstock.runtime.run import Run
 from penstock.transport.payload import check_still_as_sent
 
-from .boundary import same_bits
-from .run import Run
 from .tape import FROM_CALLER, Given, Tape
 
 _T = TypeVar("_T")
@@ -218,3 +217,14 @@ def _leaves(roots: Iterable[Tensor]) -> Iterator[Tensor]:
         if (leaf := getattr(node, "variable", None)) is not None:
             yield leaf
         waiting += [after for after, _ in node.next_functions if after is not None]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Compare to the bit; a NaN is equal to itself."""
+    if a.shape != b.shape:
+        return False
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)

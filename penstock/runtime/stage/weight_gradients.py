@@ -103,7 +103,9 @@ def cut_of(node: Node, name: str) -> Cut | str:
     ways = [way for place in places if (way := _way(nexts[place][0]))]
     if len(ways) < len(places):
         return "has a weight that is computed from others"
-    if not all(map(_is_usual, reads)):
+    if any(
+        not is_plain_class(t) or t.layout is not torch.strided or t.is_complex() for t in reads
+    ):
         return "reads tensors of another kind than plain ones"
     if _has_hooks(node):  # which may change the gradients of the weights
         return "has hooks"
@@ -116,10 +118,6 @@ def cut_of(node: Node, name: str) -> Cut | str:
         others = others[-1:]  # the bias is there too, if it is not cut
     is_whole = all(after is None for after in others)
     return Cut(edges, ways, formula, [(t, version_of(t)) for t in reads], is_whole)
-
-
-def _is_usual(tensor: Tensor) -> bool:
-    return is_plain_class(tensor) and tensor.layout is torch.strided and not tensor.is_complex()
 
 
 def _way(after: Node | None) -> list[Node]:

@@ -20,13 +20,12 @@ from penstock.model.copies import no_leaf
 from penstock.model.entries import is_plain_class, lasts, version_of
 from penstock.model.pytree import Structure, flatten, unflatten
 from penstock.model.stage_plan import Step
+from penstock.runtime.run import Run
+from penstock.runtime.stage.guards import Guard, same_bits
+from penstock.runtime.stage.tape import Given, Tape
 
-from .boundary import same_bits
-from .guards import Guard
 from .recompute import changed, compare, first_floating
-from .run import Run
 from .slots import Emptied, Layout, Slot, Slots, unpack
-from .tape import Given, Tape
 
 Call = Callable[[Step, Callable[[], Any]], Any]
 """(layer, its call) -> what it gives: how a stage runs a layer."""

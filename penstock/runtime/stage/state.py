@@ -1,0 +1,173 @@
+"""State that layers change: buffers, and tensors that a module holds as plain attributes.
+
+What a forward changes is kept as it was, for its recompute; what a backward changes is refused
+where a forward may read it too early.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import RecomputeError, StateError
+from penstock.model.entries import version_of
+from penstock.model.state import ABSENT, Place, attributes, read_state
+from penstock.runtime.run import Run
+from penstock.torch_private import buffers_of, version_counter
+
+from .guards import Context, Guard, same_bits
+from .tape import Tape
+
+
+class ChangingState:
+    """Finds out what state of a stage its forward changes, and keeps what each forward saw.
+
+    State are buffers, and tensors that a module holds as plain attributes.  The first forward in
+    some training modes keeps a copy of everything and compares it, since some kernels (that of
+    BatchNorm) change a buffer without a new version; from then on only what was seen to change in
+    place is copied.  A buffer may be None, or not be there yet.
+
+    `known_in` are the modes of the last first forward; in these, without `attributes` and buffers
+    there is nothing to look at.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self.attributes = attributes(modules)
+        self.known_in: list[bool] | None = None
+        self._copied: set[Place] = set()
+
+    def look(self, modes: list[bool]) -> dict[Place, Any]:
+        """Return what stands at each place, its version, and a copy if it may change in place."""
+        is_new = modes != self.known_in  # what a layer leaves alone in one mode it may change here
+        before = read_state(self._modules, self.attributes)
+        return {
+            place: (
+                tensor,
+                version_counter(tensor),
+                _copy(tensor) if is_new or place in self._copied else None,
+            )
+            if tensor is not None
+            else (None, 0, None)
+            for place, tensor in before.items()
+        }
+
+    def changed(self, before: dict[Place, Any], modes: list[bool]) -> dict[Place, Any]:
+        """Return the old values of what the forward changed, in place or by another tensor.
+
+        Raises:
+            RecomputeError: it changed a tensor in place that no earlier forward changed, so the
+                old value is lost.
+        """
+        if modes != self.known_in:
+            self.attributes = attributes(self._modules)
+            self._copied, self.known_in = set(), modes
+        now = read_state(self._modules, self.attributes)
+        old: dict[Place, Any] = dict.fromkeys(now.keys() - before.keys(), ABSENT)
+        for place, (tensor, version, copy) in before.items():
+            if tensor is not None and (
+                place in self._copied or _changed_in_place(tensor, version, copy)
+            ):
+                self._copied.add(place)
+                if copy is None:
+                    raise _lost(place)
+                old[place] = copy
+            elif now.get(place) is not tensor:
+                old[place] = tensor
+        return old
+
+
+def _lost(place: Place) -> RecomputeError:
+    module, is_buffer, name = place
+    kind = "buffer" if is_buffer else "attribute"
+    return RecomputeError(
+        f"the forward changed {kind} {name!r} of a {type(module).__name__} in place, which no "
+        "forward before it did, so a recompute could not see its old value. Zero the gradients "
+        "and run the step again: from now on the old value is kept"
+    )
+
+
+def _changed_in_place(tensor: Tensor, version: int, copy: Tensor | None) -> bool:
+    if version_counter(tensor) != version or copy is None or tensor.layout is not torch.strided:
+        return version_counter(tensor) != version
+    return not same_bits(tensor, copy)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+Versions = dict[Place, tuple[Tensor, int]]
+
+
+class BackwardState(Guard):
+    """Refuses state that the backward of a micro-batch changes out of order.
+
+    The unsplit model runs the backward of a micro-batch before the forward of the next.  Gradients
+    do not depend on that, but what a backward writes and a forward reads does:
+
+        unsplit    F0 B0 F1 B1 F2 B2        F1 reads what B0 wrote
+        gpipe      F0 F1 F2 B0 B1 B2        F1 reads what was there before the step
+
+    An attribute that a backward replaces is let pass: hooks keep what they saw there, and a
+    checkpoint of the user's own runs a forward again that does.
+    """
+
+    def __init__(self, stage: int, modules: Sequence[nn.Module]) -> None:
+        self._stage, self._modules = stage, modules
+
+    @cached_property  # asked after the first forward: layers may make state there
+    def _attributes(self) -> list[Place]:
+        return attributes(self._modules)
+
+    @cached_property
+    def _holders(self) -> list[nn.Module]:
+        return [m for m in self._modules if list(buffers_of(m).items())]
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._holders or self._attributes)
+
+    def around_backward(self, run: Run, tape: Tape) -> Context | None:
+        """Compare what forwards may read before and after, if one has run too early."""
+        ran = run.stages[self._stage].tapes
+        early = not self.is_idle and any(other > tape.microbatch for other in ran)
+        return self._comparing() if early else None
+
+    @contextmanager
+    def _comparing(self) -> Iterator[None]:
+        before = self._versions()
+        yield
+        self._check_unchanged(before)
+
+    def _versions(self) -> Versions:
+        """Note which tensor stands at each place, and how often it was changed in place."""
+        now = read_state(self._holders, self._attributes)
+        return {p: (tensor, version_of(tensor)) for p, tensor in now.items() if tensor is not None}
+
+    def _check_unchanged(self, before: Versions) -> None:
+        """Compare with what was there before.
+
+        Raises:
+            StateError: a tensor was changed in place, or a buffer was replaced.
+        """
+        for place, (tensor, version) in self._versions().items():
+            module, is_buffer, name = place
+            old, old_version = before.get(place, (None, 0))
+            is_replaced = tensor is not old
+            if is_replaced and not is_buffer:
+                continue
+            if is_replaced or version != old_version:
+                raise StateError(
+                    f"the backward of a {type(module).__name__} changed its "
+                    f"{'buffer' if is_buffer else 'attribute'} {name!r}, after forwards of later "
+                    "micro-batches had run. If a forward reads it (amax of fp8, say), its values "
+                    "depend on the order of forwards and backwards, that is on the schedule, and "
+                    "would not be the unsplit model's. Zero the gradients; move the update to a "
+                    "forward, or train with num_microbatches=1. If it was a forward that a "
+                    "checkpoint runs again, use recompute=Recompute.STAGE instead of the "
+                    "checkpoint; if no forward reads it, keep it in a dictionary of the module"
+                )
