@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -268,7 +268,7 @@ def _captured(
     asked: _Asked,
 ) -> Captured:
     found = list(recordings.values())
-    calls = reduce(_merged, (calls_of(recording.events) for recording in found))
+    calls = calls_of(recording.events for recording in found)
     draws = any(recording.draws_between for recording in found)  # and may go by what it draws
     return Captured(
         model,
@@ -290,17 +290,6 @@ def _captured(
         keep=asked.keep,
         makers=asked.makers,
     )
-
-
-def _merged(first: list[Call], second: list[Call]) -> list[Call]:
-    """Put two orders together: what one mode leaves out stays where the other has it."""
-    merged, known = list(first), set(first)
-    for place, call in enumerate(second):
-        if call not in known:
-            before = second[place - 1] if place else None
-            merged.insert(merged.index(before) + 1 if before in merged else 0, call)
-            known.add(call)
-    return merged
 
 
 def _warnings(recordings: Sequence[Recording], choice: Choice) -> Iterator[str]:

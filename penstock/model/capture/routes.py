@@ -1,6 +1,7 @@
 """Which stages hold each value: from the events of a recording and the cuts."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from itertools import pairwise
 
 from penstock.errors import CutError
@@ -14,19 +15,38 @@ Placed = tuple[Event, int]
 """An event, and the stage that it is on."""
 
 
-def calls_of(events: Iterable[Event]) -> list[Call]:
-    """List the block calls in the order of their execution.
+def calls_of(recordings: Iterable[Iterable[Event]]) -> list[Call]:
+    """List the block calls of all recordings, in the order of their execution.
+
+    One recording may call none: a model may leave out its blocks in training, by chance or by a
+    flag, and call them in evaluation.
 
     Raises:
-        CutError: there are none.
+        CutError: there are none in any of them.
     """
-    calls = [(e.key.block, e.key.call) for e in events if e.key.number == 0 and e.key.block]
+    in_each = [
+        [(e.key.block, e.key.call) for e in events if e.key.number == 0 and e.key.block]
+        for events in recordings
+    ]
+    calls = reduce(_merged, in_each)
     if not calls:
         raise CutError(
-            "the model's forward calls none of its blocks, or calls them where that is not seen: "
-            "as Kind.forward(block, x), or by a method stored earlier. Call them as block(x)"
+            "the model's forward calls none of its blocks, in training or in evaluation, or calls "
+            "them where that is not seen: as Kind.forward(block, x), or by a method stored "
+            "earlier. Call them as block(x)"
         )
     return calls
+
+
+def _merged(first: list[Call], second: list[Call]) -> list[Call]:
+    """Put two orders together: what one mode leaves out stays where the other has it."""
+    merged, known = list(first), set(first)
+    for place, call in enumerate(second):
+        if call not in known:
+            before = second[place - 1] if place else None
+            merged.insert(merged.index(before) + 1 if before in merged else 0, call)
+            known.add(call)
+    return merged
 
 
 def stages_of_calls(calls: Sequence[Call], partition: Sequence[int]) -> dict[Call, int]:
