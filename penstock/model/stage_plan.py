@@ -94,6 +94,7 @@ class StagePlan:
             parameters.
         draws_between: whether the code between layers draws from Python's or NumPy's global
             generator, on each stage the same.
+        differentiates: whether the code between layers computes gradients in the forward.
     """
 
     index: int
@@ -110,6 +111,7 @@ class StagePlan:
     shares_input: bool = False
     decides: bool = False
     draws_between: bool = False
+    differentiates: bool = False
 
 
 def run_steps(

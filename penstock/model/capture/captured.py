@@ -77,7 +77,8 @@ class Captured:
     `calls` are the block calls in the order of their execution.  `inputs` says whether the model's
     inputs are given to the first stage only, and travel, or to every stage.  With
     `draws_between`, code between blocks draws from Python's or NumPy's global generator; with
-    `decides`, it does so or has looked at values, and the model may take other ways.
+    `decides`, it does so or has looked at values, and the model may take other ways; with
+    `differentiates`, it computes gradients of what it made itself.
     """
 
     model: nn.Module
@@ -87,6 +88,7 @@ class Captured:
     inputs: str
     decides: bool
     draws_between: bool
+    differentiates: bool
     needs_all: bool
     warnings: tuple[str, ...]
     parameters: Mapping[str, str]
@@ -282,6 +284,7 @@ def _captured(
         or draws
         or any(r.has_lists or any(e.decides for e in r.events) for r in found),
         draws_between=draws,
+        differentiates=any(recording.differentiates for recording in found),
         needs_all=any(recording.needs_all for recording in found),
         warnings=tuple(_warnings(found, choice)),
         parameters=first_names(model.named_parameters(remove_duplicate=False)),

@@ -102,6 +102,7 @@ class Recording(Pass):
         self._wrote_outside: CutError | None = None
         self._given_in: tuple[frozenset[int], EventKey] = (frozenset(), START)
         self._outer_state, self.draws_between = _random_states(), False
+        self.differentiates = False
         self._read_inside: dict[str, None] = {}
         """Names of parameters that the event has read by other ways than its block's own."""
         self._order = {START: (0, 0)}
@@ -277,6 +278,7 @@ class Recording(Pass):
             sources = ghosts_in(args[1:2], kwargs.get("inputs"))
             if not sources or any(g.info.value.event[:2] != key[:2] for g in sources):
                 raise differentiates(operation)
+            self.differentiates = True
         for ghost in ghosts:
             source, writer = self._written.get(storage_id(self.real(ghost)), (START, START))
             given = self._order.get(ghost.info.value.event, (0, 0))

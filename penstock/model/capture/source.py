@@ -137,6 +137,7 @@ class CapturedForward(Source):
             shares_input=not routed and last > 0,
             decides=captured.decides,
             draws_between=captured.draws_between,
+            differentiates=captured.differentiates,
         )
 
     def _run_stage(

@@ -24,21 +24,30 @@ from penstock.runtime.stage.tape import Seen, Tape
 from penstock.runtime.stage.weights import Weights
 from penstock.torch_private import buffers_of, version_counter
 
+from .slots import Slots
+
 
 class Repeatable(Guard):
     """Lets the layers of a stage run again as they ran in a forward that kept no graph.
 
-    `stateful` are the modules whose buffers and tensor attributes have to be as they were.
+    `stateful` are the modules whose buffers and tensor attributes have to be as they were.  Where
+    the code between layers `differentiates`, graphs are kept until it has run.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], stateful: Sequence[nn.Module], weights: Weights
+        self,
+        modules: Sequence[nn.Module],
+        stateful: Sequence[nn.Module],
+        weights: Weights,
+        *,
+        differentiates: bool = False,
     ) -> None:
         self._modules = modules
         self._stateful = stateful
         self._state = ChangingState(stateful)
         self._weights = weights
         self._compares = True
+        self._drops = _dropping_late if differentiates else _dropping
 
     def around_forward(self, run: Run, tape: Tape) -> Context | None:
         """Note what the layers see, where a recompute will follow; keep no graph, or all but what
@@ -53,7 +62,7 @@ class Repeatable(Guard):
         seen = Seen({}, modes, self._weights.shown, versions)
         is_new = modes != self._state.known_in
         before = self._state.look(modes) if is_new or self._holds_state() else {}
-        with saved_tensors_hooks(_drop, _never) if tape.graph_dropped else nullcontext():
+        with self._drops() if tape.graph_dropped else nullcontext():
             yield
         if is_new or self._holds_state():
             seen.state = self._state.changed(before, modes)
@@ -120,6 +129,22 @@ class Repeatable(Guard):
     def _set_modes(self, wanted: list[bool]) -> None:
         for module, training in zip(self._modules, wanted, strict=True):
             module.training = training
+
+
+def _dropping() -> Context:
+    """Let autograd save nothing."""
+    return saved_tensors_hooks(_drop, _never)
+
+
+@contextmanager
+def _dropping_late() -> Iterator[None]:
+    """Let autograd save, and drop it all in the end."""
+    slots = Slots(())
+    try:
+        with slots.hooks():
+            yield
+    finally:
+        slots.empty(slice(None))
 
 
 def _drop(tensor: Tensor) -> None:

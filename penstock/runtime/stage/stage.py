@@ -105,7 +105,7 @@ class Stage:
         stateful = [module for module in everyone if module not in norms]
         guards: list[Guard] = [
             *([self._slotting, self._recompute] if self._slotting else []),
-            Repeatable(everyone, stateful, self.weights),
+            Repeatable(everyone, stateful, self.weights, differentiates=plan.differentiates),
             self._changes,
             self._drawing,
             BackwardState(plan.index, stateful),

@@ -34,3 +34,42 @@ def test_blocks_that_one_mode_leaves_out_are_found_in_another(kind: type[Chain])
         model, num_stages=2, num_microbatches=1, example_inputs=inputs(), loss=nn.MSELoss()
     ) as pipe:
         assert torch.equal(pipe.eval_step(inputs()), whole(inputs()))
+
+
+class Penalised(Chain):
+    """Adds, between its blocks, the gradient of a penalty on a value that is cut off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1:
+                with torch.enable_grad():
+                    apart = x.detach().requires_grad_()
+                    (gradient,) = torch.autograd.grad(apart.square().sum(), apart)
+                x = x + gradient
+        return x
+
+
+@pytest.mark.parametrize(
+    "recompute", [Recompute.NEVER, Recompute.STAGE, Recompute.layers(1)], ids=str
+)
+@pytest.mark.parametrize("partition", [[2, 1], [1, 2]])
+def test_gradients_between_blocks_are_computed_whatever_is_recomputed(
+    recompute: Any, partition: list[int]
+) -> None:
+    model = Penalised()
+    whole = copy.deepcopy(model)
+    x = inputs()
+    with penstock.Pipeline(
+        *(model,),
+        partition=partition,
+        num_microbatches=1,
+        example_inputs=x,
+        loss=nn.MSELoss(),
+        recompute=recompute,
+    ) as pipe:
+        pipe.train_step(x, torch.zeros_like(whole(x)))
+    nn.MSELoss()(y := whole(x), torch.zeros_like(y)).backward()
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs if b.grad is not None)  # type: ignore[arg-type]
+    assert any(b.grad is not None and b.grad.any() for b in whole.parameters())
