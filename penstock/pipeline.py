@@ -368,7 +368,7 @@ class Pipeline(AbstractMovable):
 
     def _outputs_with_gradients(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Run the forwards of a step whose backwards come when the outputs' gradients do."""
-        if self.mesh.is_distributed:
+        if self.mesh.world_size > 1:
             raise ConfigError(
                 "pipe(inputs) with gradients needs all stages in this process, and they are in "
                 "several; use train_step with loss=, or eval_step for outputs"
@@ -407,7 +407,7 @@ class Pipeline(AbstractMovable):
             self._engine.drive(run, Mode.EVAL)
             return run
 
-        is_several = self.mesh.is_distributed
+        is_several = self.mesh.world_size > 1
         try:
             with rewound_default_generators(self.devices):
                 return forwards(trusting=not (is_several or others_may_draw()))
@@ -454,7 +454,7 @@ class Pipeline(AbstractMovable):
             self,
             self.original,
             self._layers.elsewhere(self._engine.holds),
-            is_part=self.mesh.is_distributed,
+            is_part=self.mesh.world_size > 1,
         )
 
     @property

@@ -64,7 +64,7 @@ def save_checkpoint(
     """
     target = Path(path).absolute()
     content = _collect(target, module, optimizer, state, copy=False)
-    if content.mesh.is_distributed:
+    if content.mesh.world_size > 1:
         begin_together(content.mesh, target, content.tensors, content.facts).wait()
     else:
         write_folder(target, content.tensors, content.facts)
@@ -90,7 +90,7 @@ def async_save_checkpoint(
     """
     target = Path(path).absolute()  # the process may go elsewhere meanwhile
     content = _collect(target, module, optimizer, state, copy=True)
-    if content.mesh.is_distributed:
+    if content.mesh.world_size > 1:
         return begin_together(content.mesh, target, content.tensors, content.facts)
     write = partial(write_folder, target, content.tensors, content.facts)
     return Saving(target, in_thread(write, "penstock-save", daemon=False).result)
@@ -109,7 +109,7 @@ class _Content:
     @property
     def files(self) -> dict[str, list[str]]:
         """The files that this process writes, with the tensors of each."""
-        if self.mesh.is_distributed:
+        if self.mesh.world_size > 1:
             return shard_names(self.mesh.rank, self.tensors)
         return {file: list(names) for file, names in self.tensors.items()}
 
@@ -130,7 +130,7 @@ def _collect(
     mesh, held = begin("save_checkpoint", module), held_of(module)
     is_first_replica = mesh.replica == 0  # which writes what all replicas hold
     of_model, of_optimizer = (
-        (MODEL_FOLDER, OPTIMIZER_FOLDER) if mesh.is_distributed else (MODEL, OPTIMIZER)
+        (MODEL_FOLDER, OPTIMIZER_FOLDER) if mesh.world_size > 1 else (MODEL, OPTIMIZER)
     )
 
     def own() -> _Content:

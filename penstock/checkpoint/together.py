@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
-from penstock.mesh.group import AbstractGroup
+from penstock.mesh.control import Control
 
 from .files import SUFFIX, digest_and_force, finish_folder, make_unfinished, refuse_existing
 from .saving import Saving
@@ -73,7 +73,7 @@ def write_together(
     """
     what = f"for all to write the checkpoint {path}"
 
-    def write(world: AbstractGroup) -> None:
+    def write(world: Control) -> None:
         world.from_first(refuse, what)
         unfinished, error = world.from_first(partial(_try, world, begin), what)
         parts: list[tuple[Digests | None, str | None]] = [({}, error)]
@@ -98,7 +98,7 @@ def write_together(
     return Saving(path, mesh.begin_save(write, what))
 
 
-def _try(world: AbstractGroup, job: Callable[[], Any]) -> tuple[Any, str | None]:
+def _try(world: Control, job: Callable[[], Any]) -> tuple[Any, str | None]:
     """Return the result of a job, or what went wrong, to be told to the other processes."""
     try:
         return job(), None

@@ -187,7 +187,7 @@ def _follow(line: _Line) -> None:
 
 def _sum_s(mesh: Mesh, tensor: torch.Tensor) -> float:
     began = time.perf_counter()
-    mesh.world.sum(tensor, "for the others to take part in an all-reduce")
+    mesh.world.tensors.all_reduce(tensor, "for the others to take part in an all-reduce")
     return time.perf_counter() - began
 
 

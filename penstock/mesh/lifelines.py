@@ -24,7 +24,7 @@ from weakref import WeakSet
 
 from .addresses import listen, own_host
 from .background import WAIT_FAILURES
-from .process_group import ProcessGroup
+from .control import Control
 from .threads import THREAD_PREFIX
 
 _ASK_AFTER_S, _ASK_EVERY_S, _ASK_TIMES = 1, 1, 5
@@ -42,14 +42,14 @@ _OPEN: "WeakSet[socket.socket]" = WeakSet()
 class Lifelines:
     """The connections of one process to rank 0, or of rank 0 to all others."""
 
-    def __init__(self, world: ProcessGroup) -> None:
+    def __init__(self, world: Control) -> None:
         """Connect, and begin to look; call on every process.
 
         Raises:
             WaitTimeout: a process does not connect in time.
             PeerError: a process has failed, or is gone.
         """
-        background = world.background
+        background = world.waits.background
         self._watch = background.watch
         try:
             self._lines = _connected(world)
@@ -126,9 +126,9 @@ class _Failure:
             raise TimeoutError
 
 
-def _connected(world: ProcessGroup) -> dict[int, socket.socket]:
+def _connected(world: Control) -> dict[int, socket.socket]:
     """Learn where all are, and connect; return the connections by rank."""
-    watch, failure = world.background.watch, _Failure()
+    watch, failure = world.waits.background.watch, _Failure()
     host, interface = own_host()
     mine, listener = _Address(socket.gethostname(), host, 0, b""), None
     if world.rank == 0:
@@ -138,7 +138,7 @@ def _connected(world: ProcessGroup) -> dict[int, socket.socket]:
     told = world.gather(tuple(mine), "for the others' addresses")
     addresses = [_Address(*address) for address in told]
     watch.name_hosts([f"{a.name} ({a.host})" for a in addresses])
-    deadline = time.monotonic() + world.background.timeout_s
+    deadline = time.monotonic() + world.waits.background.timeout_s
     watch.wake_on_failure(failure)
     try:
         if listener is None:

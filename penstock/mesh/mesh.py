@@ -1,4 +1,4 @@
-"""The mesh: K stages by D replicas, one process for each place, or all in one process."""
+"""The mesh: a process for each rank of a placement, or all ranks in one process."""
 
 import atexit
 import sys
@@ -12,34 +12,33 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from penstock.errors import ConfigError, check_count
+from penstock.errors import ConfigError, check_count, check_kind
 from penstock.launcher import end_with_launcher
 from penstock.planner.checks import check_timeout
-from penstock.planner.placement import REPLICA, STAGE, Placement
+from penstock.planner.placement import REPLICA, SHARD, STAGE, Placement
 from penstock.trace.units import count_text
+from penstock.types import Transport
 
 from .backends import check_backends, process_device
 from .background import Background
-from .group import AbstractGroup, Alone
+from .collectives import Waits
+from .control import Control, told_by_first
 from .lifelines import Lifelines
 from .meet import join, meeting
 from .point_to_point import PointToPoint
-from .process_group import ProcessGroup, told_by_first
 from .start import num_processes
 from .threads import end_now, in_thread, never_destroy
 from .watch import Watch
 
 DEFAULT_TIMEOUT_S = 600.0
-_CPU, _NOBODY_ELSE = torch.device("cpu"), Alone()
+_CPU, _NOBODY_ELSE = torch.device("cpu"), Control()
 
 
 @dataclass(slots=True, eq=False)
 class Processes:
     """What holds the processes of a mesh together; `point_to_point` is made when it is wanted."""
 
-    device_mesh: DeviceMesh
     watch: Watch
     background: Background
     lifelines: Lifelines
@@ -57,16 +56,18 @@ class Mesh:
 
     `placement` says where each place along the stages is.  Where a schedule runs several stages
     on each rank, `num_stages` counts ranks.  `world` are all processes that take part, `stages`
-    those of this replica, `replicas` those that run the same stages; where all stages run in this
-    process, in threads, it is alone in each, and there are no `processes`.
+    those of this replica and shard, `replicas` those that run the same stages on other samples,
+    `shards` those that share this one's stages; where all stages run in this process, in threads,
+    it is alone in each, and there are no `processes`.
     """
 
     placement: Placement
     timeout_s: float = DEFAULT_TIMEOUT_S
     device: torch.device = _CPU
-    world: AbstractGroup = _NOBODY_ELSE
-    stages: AbstractGroup = _NOBODY_ELSE
-    replicas: AbstractGroup = _NOBODY_ELSE
+    world: Control = _NOBODY_ELSE
+    stages: Control = _NOBODY_ELSE
+    replicas: Control = _NOBODY_ELSE
+    shards: Control = _NOBODY_ELSE
     processes: Processes | None = None
 
     @classmethod
@@ -75,13 +76,21 @@ class Mesh:
         return cls(Placement.of(range(num_stages)), timeout_s)
 
     @property
-    def is_distributed(self) -> bool:
-        """Whether the stages are in several processes."""
-        return self.processes is not None
+    def own_device(self) -> torch.device | None:
+        """What all stages of this process compute on; None where the plan says so for each, since
+        all of them are here.
+        """
+        return None if self.processes is None else self.device
+
+    @property
+    def transports(self) -> tuple[Transport, ...]:
+        """What can carry values between its stages, the usual one first."""
+        are_several = self.processes is not None
+        return tuple(t for t in Transport if t.is_between_processes == are_several)
 
     @property
     def num_stages(self) -> int:
-        """K: ranks of a replica."""
+        """K: ranks of a replica, or the meshes that share a stage each."""
         return self.placement.num_stages
 
     @property
@@ -116,7 +125,7 @@ class Mesh:
 
     def processes_of(self, placement: Placement) -> Placement:
         """Say which process runs each stage; one that is alone runs those of all ranks."""
-        return placement if self.is_distributed else Placement.of([0] * placement.num_stages)
+        return placement if self.processes else Placement.of([0] * placement.num_stages)
 
     def reporting(self) -> AbstractContextManager[None]:
         """Tell all processes of whatever is raised inside, so that none waits for this one."""
@@ -138,16 +147,11 @@ class Mesh:
         return processes.point_to_point
 
     @property
-    def device_mesh(self) -> DeviceMesh:
-        """Torch's mesh of the processes, with the axes `replica` and `stage`."""
-        return self._processes.device_mesh
-
-    @property
     def _processes(self) -> Processes:
         assert self.processes is not None, "there is one process only"
         return self.processes
 
-    def begin_save(self, job: Callable[[AbstractGroup], None], what: str) -> Callable[[], None]:
+    def begin_save(self, job: Callable[[Control], None], what: str) -> Callable[[], None]:
         """Run a job beside the training, one after the other, in every process alike; the process
         does not end before it has.
 
@@ -160,16 +164,11 @@ class Mesh:
             return in_thread(lambda: job(self.world), "penstock-save", daemon=False).result
         return self.background.begin_save(partial(job, self._saves()), what)
 
-    def _saves(self) -> AbstractGroup:
+    def _saves(self) -> Control:
         background, world = self.background, self.world
-        assert isinstance(world, ProcessGroup)
-        return replace(
-            world,
-            controls=background.saves_controls,
-            long=background.saves_long,
-            group=background.saving_group(),
-            blames=False,
-        )
+        waits = Waits(background=background, controls=background.saves_controls, blames=False)
+        tensors = replace(world.tensors, waits=waits, group=background.saving_group())
+        return replace(world, tensors=tensors, long=background.saves_long)
 
     def close(self) -> None:
         """Leave the mesh: end its threads and process groups; also done when the process ends."""
@@ -193,18 +192,20 @@ class Mesh:
         self.close()
 
     def __repr__(self) -> str:
-        place = f"rank {self.rank} of {self.world_size}: stage {self.stage}"
-        if self.num_replicas > 1:
-            place += f" of replica {self.replica}"
-        where = place if self.is_distributed else "all in this process"
-        stages = count_text(self.num_stages, "stage")
-        return f"Mesh({stages} x {count_text(self.num_replicas, 'replica')}, {where})"
+        where = "all in this process"
+        if self.processes:
+            where = f"rank {self.rank} of {self.world_size}: {self.placement.name_of(self.rank)}"
+        meshes = (f"{len(mesh)} x {len(mesh[0])}" for mesh in self.placement.meshes)
+        each = ", ".join(dict.fromkeys(meshes))
+        return f"Mesh({count_text(self.num_stages, 'stage')} of {each}, {where})"
 
 
 def init_mesh(
     num_stages: int | None = None,
     num_replicas: int = 1,
+    num_shards: int = 1,
     *,
+    placement: Placement | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     device: torch.device | str | None = None,
 ) -> Mesh:
@@ -218,26 +219,33 @@ def init_mesh(
             says so; default: as many as processes divided by `num_replicas`, or 1 without
             torchrun.
         num_replicas: D, copies of the pipeline that share each mini-batch's samples.
+        num_shards: processes that share each stage of a replica.
+        placement: which ranks run each stage, where stages have meshes of their own: instead of
+            these three.
         timeout_s: deadline of every wait between processes, in seconds; at most a year.
         device: what this process computes on, between processes; default: the CPU.  Of a kind
             ("cuda"), each process has the device of its number on its host (LOCAL_RANK).
             Agreements go by gloo, tensors by the device's own backend.
 
     Raises:
-        ConfigError: the number of processes is not K x D, an argument or a variable of the
-            environment cannot work, or the processes were given different arguments or run
+        ConfigError: the number of processes is not K x D x shards, an argument or a variable of
+            the environment cannot work, or the processes were given different arguments or run
             different versions of Python, torch or Penstock.
         MeshError: the processes do not find each other in time.
     """
     end_with_launcher()
-    _check_counts(num_stages, num_replicas)
+    counts = {"num_stages": num_stages, "num_replicas": num_replicas, "num_shards": num_shards}
+    _check_counts(counts, placement)
     timeout_s = check_timeout(timeout_s)
     if not dist.is_initialized() and num_processes() == 1:
-        if num_replicas != 1:
+        needed = num_replicas * num_shards if placement is None else placement.num_ranks
+        if needed != 1:
+            named = {**counts, "num_stages": None, "placement": placement}
+            words = [f"{name}={x}" for name, x in named.items() if x not in (None, 1)]
             raise ConfigError(
-                f"num_replicas={num_replicas}, but this is a single process; replicas are "
+                f"{', '.join(words)}, but this is a single process; replicas and shards are "
                 "processes: start the script with torchrun --nproc-per-node "
-                f"{num_replicas * (num_stages or 1)}"
+                f"{needed * (num_stages or 1)}"
             )
         return Mesh.of_one_process(num_stages or 1, timeout_s)
     backends, place = check_backends(device), process_device(device)
@@ -248,39 +256,50 @@ def init_mesh(
         attempt = told_by_first(uuid.uuid4().hex)
     rank, size = dist.get_rank(), dist.get_world_size()
     watch = Watch.start(rank, size, timeout_s, attempt)
-    world = ProcessGroup.of_all(Background(watch, timeout_s))
-    world.require_same("init_mesh", _facts(place, num_stages, num_replicas, timeout_s))
-    stages = num_stages if num_stages is not None else size // num_replicas
-    _check_world(stages, num_replicas, size)
-    mesh = _joined(world, Placement.of(range(stages), num_replicas), place)
+    world = Control.of_all(Background(watch, timeout_s))
+    given: dict[str, Any] = {**counts, "placement": placement, "timeout_s": timeout_s}
+    world.require_same("init_mesh", {**given, **_facts(place)})
+    if placement is None:
+        stages = num_stages if num_stages is not None else size // (num_replicas * num_shards)
+        _check_world({**counts, "num_stages": stages}, size)
+        placement = Placement.of(range(stages), num_replicas, num_shards=num_shards)
+    elif placement.num_ranks != size:
+        raise ConfigError(
+            f"the placement has {count_text(placement.num_ranks, 'rank')}, but {size} processes "
+            "were started; start as many, or change the placement"
+        )
+    mesh = _joined(world, placement, place)
     atexit.register(_leave, mesh)
     return mesh
 
 
-def _joined(world: ProcessGroup, placement: Placement, device: torch.device) -> Mesh:
+def _joined(world: Control, placement: Placement, device: torch.device) -> Mesh:
     """Make the mesh of processes that agree on it."""
-    background, rank = world.background, world.rank
+    background = world.waits.background
     with world.reporting(placement.names):
-        shape = (placement.num_replicas, placement.num_stages)
-        device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=(REPLICA, STAGE))
-        processes = Processes(device_mesh, background.watch, background, Lifelines(world))
-    along = {}
-    for axis in (STAGE, REPLICA):
-        ranks = placement.peers(rank, axis)
-        along[axis] = (
-            replace(world, rank=ranks.index(rank), ranks=ranks, group=device_mesh.get_group(axis))
-            if len(ranks) > 1
-            else Alone()
+        return Mesh(
+            placement,
+            background.timeout_s,
+            device,
+            world,
+            stages=_along(STAGE, world, placement),
+            replicas=_along(REPLICA, world, placement),
+            shards=_along(SHARD, world, placement),
+            processes=Processes(background.watch, background, Lifelines(world)),
         )
-    return Mesh(
-        placement,
-        background.timeout_s,
-        device,
-        world,
-        along[STAGE],
-        along[REPLICA],
-        processes,
-    )
+
+
+def _along(axis: str, world: Control, placement: Placement) -> Control:
+    """Make the groups along an axis, all of them in every process, and return this one's."""
+    found = Control()
+    for ranks in placement.groups(axis):
+        if len(ranks) == 1:
+            continue
+        group = dist.new_group(ranks)
+        if world.rank in ranks:
+            own = replace(world.tensors, rank=ranks.index(world.rank), ranks=ranks, group=group)
+            found = replace(world, tensors=own)
+    return found
 
 
 def _leave(mesh: Mesh) -> None:
@@ -294,30 +313,33 @@ def _leave(mesh: Mesh) -> None:
         end_now(1)
 
 
-def _check_world(num_stages: int, num_replicas: int, world_size: int) -> None:
-    needed = num_stages * num_replicas
+def _check_world(counts: dict[str, int | None], world_size: int) -> None:
+    stages, replicas, shards = (counts[f"num_{name}s"] or 1 for name in (STAGE, REPLICA, SHARD))
+    needed = stages * replicas * shards
     if needed != world_size:
+        words = [count_text(stages, "stage"), count_text(replicas, "replica")]
+        words += [count_text(shards, "shard")] if shards > 1 else []
         raise ConfigError(
-            f"{count_text(num_stages, 'stage')} x {count_text(num_replicas, 'replica')} are "
-            f"{count_text(needed, 'process')}, but {world_size} were started; start {needed} "
-            "(torchrun --nnodes N --nproc-per-node P with N x P as many), or change num_stages or "
-            "num_replicas"
+            f"{' x '.join(words)} are {count_text(needed, 'process')}, but {world_size} were "
+            f"started; start {needed} (torchrun --nnodes N --nproc-per-node P with N x P as "
+            "many), or change num_stages or num_replicas"
         )
 
 
-def _check_counts(num_stages: int | None, num_replicas: int) -> None:
-    for name, value in (("num_stages", num_stages), ("num_replicas", num_replicas)):
+def _check_counts(counts: dict[str, int | None], placement: Placement | None) -> None:
+    for name, value in counts.items():
         if value is not None:
             check_count(name, value)
+    check_kind("placement", placement, (Placement, type(None)), "a penstock Placement, or None")
+    if placement is not None and set(counts.values()) - {None, 1}:
+        given = [f"{name}={value}" for name, value in counts.items() if value not in (None, 1)]
+        raise ConfigError(
+            f"placement= says who runs what, and {', '.join(given)} is given too; leave one out"
+        )
 
 
-def _facts(
-    place: torch.device, num_stages: int | None, num_replicas: int, timeout_s: float
-) -> dict[str, Any]:
+def _facts(place: torch.device) -> dict[str, Any]:
     return {
-        "num_stages": num_stages,
-        "num_replicas": num_replicas,
-        "timeout_s": timeout_s,
         "kind of device": place.type,
         "version of torch": torch.__version__,
         "version of Penstock": _version(),

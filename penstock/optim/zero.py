@@ -190,7 +190,7 @@ class ShardedOptimizer(Optimizer):
             flat = torch.cat([parameter.reshape(-1) for parameter in parameters])
         else:
             flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-        self._mesh.replicas.copy_from(
+        self._mesh.replicas.tensors.broadcast(
             replica, flat, "for the parameters that the other replicas step"
         )
         if not is_mine:

@@ -69,9 +69,10 @@ class Arguments:
 class Resources:
     """What a pipeline may use.
 
-    `num_places` is how many ranks one replica has on a mesh; None without a mesh.  With
-    `is_distributed` each rank is a process, else a thread of this one.  `devices` are the
-    accelerators of this process, `num_threads` those that torch uses here.
+    `num_places` is how many ranks one replica has on a mesh; None without a mesh.  `transports`
+    are those that can carry values here, the usual one first: between processes each rank is one,
+    else a thread of this one.  `devices` are the accelerators of this process, `num_threads` those
+    that torch uses here.
     """
 
     num_threads: int
@@ -79,7 +80,7 @@ class Resources:
     devices: tuple[str, ...]
     num_places: int | None = None
     num_replicas: int = 1
-    is_distributed: bool = False
+    transports: tuple[Transport, ...] = (Transport.THREADS, Transport.LOOPBACK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +279,8 @@ def resolve_threads(asked: int | None, places: Sequence[int], resources: Resourc
         ConfigError: `threads_per_stage` is no whole number of at least 1.
     """
     if asked is None:
-        in_process = 1 if resources.is_distributed else 1 + max(places)
+        between = resources.transports[0].is_between_processes
+        in_process = 1 if between else 1 + max(places)
         return max(1, resources.num_threads // in_process)
     cores = resources.num_cores
     if check_count("threads_per_stage", asked) > cores:
@@ -294,7 +296,7 @@ def resolve_threads(asked: int | None, places: Sequence[int], resources: Resourc
 
 def resolve_transport(asked: Transport | None, resources: Resources) -> Transport:
     """Return what carries values here: as asked, if that can, else the first that can."""
-    able = [t for t in Transport if t.is_between_processes == resources.is_distributed]
+    able = resources.transports
     if asked is None or (isinstance(asked, Transport) and asked not in able):
         return able[0]
     return asked  # a plan refuses what is no transport

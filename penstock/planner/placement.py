@@ -4,7 +4,12 @@
                                                       replica 0    0   1   2
                                                       replica 1    3   4   5
 
-Stages that talk to each other are neighbours in rank, and so mostly on one host.
+Stages that talk to each other are neighbours in rank, and so mostly on one host.  Each stage has a
+mesh of its own, replica x shard; stages may have unlike ones, as 2 x 2 + 1 x 4:
+
+                       stage 0      stage 1
+                       0   1        4  5  6  7
+                       2   3
 """
 
 from collections.abc import Sequence
@@ -21,6 +26,7 @@ class Placement:
     """The ranks that run each stage, by axis, and the device of each stage.
 
     `ranks[stage][replica][shard]` is a rank: a process, or a thread where one process runs all.
+    A rank may run several stages; these have the same mesh.
     `devices[stage]` names a device as torch does; between processes its kind counts, and each
     process uses its own device of that kind.
 
@@ -36,13 +42,16 @@ class Placement:
         """Refuse ranks that no job could have.
 
         Raises:
-            PlanError: stages differ in their replicas, or ranks are left out or mixed up.
+            PlanError: a stage's mesh has rows of unlike length, or a rank is in several meshes.
         """
-        if not self.ranks or not self.ranks[0]:
-            raise PlanError("a placement needs at least one stage, and a replica of it")
-        shapes = {tuple(map(len, of_stage)) for of_stage in self.ranks}
-        if len(shapes) > 1 or 0 in min(shapes) or len(set(min(shapes))) > 1:
-            raise PlanError("in a placement every stage has as many replicas and shards")
+        if not self.ranks or not all(of_stage and of_stage[0] for of_stage in self.ranks):
+            raise PlanError("a placement needs at least one stage, and a rank for each")
+        for stage, of_stage in enumerate(self.ranks):
+            if len(set(map(len, of_stage))) > 1:
+                raise PlanError(
+                    f"the replicas of stage {stage} of a placement have "
+                    f"{list(map(len, of_stage))} shards; give each as many"
+                )
         if len(self.devices) != len(self.ranks):
             raise PlanError(
                 f"{len(self.devices)} devices for {len(self.ranks)} stages; give one per stage"
@@ -52,27 +61,46 @@ class Placement:
                 f"a placement of {self.num_ranks} ranks has cluster_places for "
                 f"{len(self.cluster_places)}; give one for each rank, or none"
             )
-        of_replicas = [self.peers_in(replica) for replica in range(self.num_replicas)]
-        every = {rank for ranks in of_replicas for rank in ranks}
-        if min(every) < 0 or len(every) != sum(map(len, of_replicas)):
+        every = [rank for mesh in self.meshes for row in mesh for rank in row]
+        if min(every) < 0 or len(every) != len(set(every)):
             raise PlanError(
                 f"a placement has ranks {sorted(every)}; they count from 0, and each belongs to "
-                "one replica"
+                "one replica and one shard of the stages that it runs"
             )
 
     @classmethod
     def of(
-        cls, places: Sequence[int], num_replicas: int = 1, devices: Sequence[str] = ()
+        cls,
+        places: Sequence[int],
+        num_replicas: int = 1,
+        devices: Sequence[str] = (),
+        num_shards: int = 1,
     ) -> "Placement":
-        """Place stages: `places[stage]` is the rank of a stage in replica 0, the next replica
-        begins where that ends, and so on.
+        """Place stages that have meshes alike: `places[stage]` says with which others one is, and
+        which these are along the pipeline.  A replica begins where the one before ends, and so
+        does a place in it, of as many ranks as shards.
         """
-        width = 1 + max(places)
+        width = (1 + max(places)) * num_shards
         ranks = tuple(
-            tuple((replica * width + place,) for replica in range(num_replicas))
+            tuple(
+                tuple(replica * width + place * num_shards + shard for shard in range(num_shards))
+                for replica in range(num_replicas)
+            )
             for place in places
         )
         return cls(ranks, tuple(devices) or ("cpu",) * len(ranks))
+
+    @property
+    def meshes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """The meshes that stages have, [replica][shard], each once: in order of their first ranks,
+        as they stand along the pipeline.
+        """
+        return tuple(sorted(set(self.ranks)))
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether all stages have as many replicas and shards."""
+        return len({(len(mesh), len(mesh[0])) for mesh in self.meshes}) == 1
 
     @property
     def num_stages(self) -> int:
@@ -81,23 +109,44 @@ class Placement:
 
     @property
     def num_replicas(self) -> int:
-        """D."""
-        return len(self.ranks[0])
+        """D: replicas of the stages, of which all have as many.
+
+        Raises:
+            PlanError: some have more than others.
+        """
+        numbers = {len(mesh) for mesh in self.meshes}
+        if len(numbers) > 1:
+            raise PlanError(f"stages of this placement have {sorted(numbers)} replicas")
+        return numbers.pop()
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share a stage of a replica, of which all have as many.
+
+        Raises:
+            PlanError: some have more than others.
+        """
+        numbers = {len(mesh[0]) for mesh in self.meshes}
+        if len(numbers) > 1:
+            raise PlanError(f"stages of this placement have {sorted(numbers)} shards")
+        return numbers.pop()
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all replicas together."""
-        return 1 + max(rank for of_stage in self.ranks for row in of_stage for rank in row)
+        """Ranks of all stages together."""
+        return 1 + max(rank for mesh in self.meshes for row in mesh for rank in row)
 
     @property
     def num_places(self) -> int:
-        """Ranks of one replica."""
+        """Meshes along the pipeline: ranks of a replica, where each is one."""
         return 1 + max(self.places)
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The place of each stage among the ranks of a replica: its rank in a schedule."""
-        return tuple(of_stage[0][0] for of_stage in self.ranks)
+        """The place of each stage along the pipeline: its rank in a schedule."""
+        if self.is_regular:  # a rank that no stage is on counts
+            return tuple(of_stage[0][0] // self.num_shards for of_stage in self.ranks)
+        return tuple(self.meshes.index(of_stage) for of_stage in self.ranks)
 
     def rank_of(self, stage: int, replica: int = 0, shard: int = 0) -> int:
         """Return the rank that runs `stage`."""
@@ -113,28 +162,42 @@ class Placement:
 
     def replica_of(self, rank: int) -> int:
         """Return the replica that `rank` belongs to."""
-        replicas = range(self.num_replicas)
-        return next(r for r in replicas if any(rank in of_stage[r] for of_stage in self.ranks))
+        mesh = self._mesh_of(rank)
+        return next(number for number, row in enumerate(mesh) if rank in row)
+
+    def shard_of(self, rank: int) -> int:
+        """Return which of the ranks that share its stages `rank` is."""
+        return self._mesh_of(rank)[self.replica_of(rank)].index(rank)
 
     def place_of(self, rank: int) -> int:
-        """Return the place of `rank` among the ranks of its replica: its rank in a schedule."""
+        """Return the place of `rank` along the pipeline: its rank in a schedule."""
         return self.places[self.stages_of(rank)[0]]
 
     def peers_in(self, replica: int) -> tuple[int, ...]:
         """Return the ranks of a replica, in order."""
-        found = {rank for of_stage in self.ranks for rank in of_stage[replica]}
-        return tuple(sorted(found))
+        return tuple(sorted(rank for mesh in self.meshes for rank in mesh[replica]))
 
     def peers(self, rank: int, axis: str) -> tuple[int, ...]:
-        """Return the ranks along an axis through `rank`, itself included, in order."""
-        replica = self.replica_of(rank)
-        if axis == STAGE:
-            return self.peers_in(replica)
-        of_stage = self.ranks[self.stages_of(rank)[0]]
+        """Return the ranks along an axis through `rank`, itself included, in order.
+
+        Along the stages these are the ranks of the same replica and shard; all ranks, where stages
+        have unlike meshes.
+        """
+        mesh, replica, shard = self._mesh_of(rank), self.replica_of(rank), self.shard_of(rank)
+        if axis == REPLICA:
+            return tuple(row[shard] for row in mesh)
         if axis == SHARD:
-            return of_stage[replica]
-        shard = of_stage[replica].index(rank)
-        return tuple(row[shard] for row in of_stage)
+            return mesh[replica]
+        if self.is_regular:
+            return tuple(sorted(each[replica][shard] for each in self.meshes))
+        return tuple(range(self.num_ranks))
+
+    def groups(self, axis: str) -> list[tuple[int, ...]]:
+        """Return the ranks along an axis, for all ranks, each group once, in order."""
+        return sorted({self.peers(rank, axis) for rank in range(self.num_ranks)})
+
+    def _mesh_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        return next(mesh for mesh in self.meshes if any(rank in row for row in mesh))
 
     @property
     def names(self) -> list[str]:
@@ -144,5 +207,7 @@ class Placement:
     def name_of(self, rank: int) -> str:
         """Name what `rank` runs, for messages: "stages 0 and 2 of replica 1"."""
         stages = self.stages_of(rank)
-        which = f" of replica {self.replica_of(rank)}" if self.num_replicas > 1 else ""
+        mesh = self._mesh_of(rank)
+        which = f" of replica {self.replica_of(rank)}" if len(mesh) > 1 else ""
+        which += f", shard {self.shard_of(rank)}" if len(mesh[0]) > 1 else ""
         return f"stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))}{which}"

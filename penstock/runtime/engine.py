@@ -350,8 +350,11 @@ class _Lasting:
             mesh.processes_of(plan.placement),
             CallerDriver(plan.threads_per_stage),
         )
+        replicas = None
+        if mesh.num_replicas > 1:
+            replicas = Replicas(mesh.replicas.tensors, pools_statistics=pools)
         driver: AbstractDriver = in_caller
-        if mesh.is_distributed:
+        if plan.transport.is_between_processes:
             driver = ProcessDriver(mesh, plan)
         elif plan.transport is not Transport.LOOPBACK:
             driver = ThreadDriver(plan.threads_per_stage, plan.timeout_s)
@@ -359,10 +362,10 @@ class _Lasting:
             processes,
             processes.names,
             Splitter(mesh, processes),
-            Replicas(mesh.replicas, pools_statistics=pools) if mesh.num_replicas > 1 else None,
+            replicas,
             driver,
             in_caller,
-            _Turn(is_connected=mesh.is_distributed),
+            _Turn(is_connected=plan.transport.is_between_processes),
         )
 
     def driver_for(self, caller: CallerContext, *, in_caller: bool) -> AbstractDriver:

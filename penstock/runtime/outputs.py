@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BoundaryError, OutputWarning
-from penstock.mesh.group import AbstractGroup
+from penstock.mesh.control import Control
 from penstock.mesh.plain_data import Kind
 from penstock.mesh.user_classes import user_codec
 from penstock.model.compare import first_difference, is_object, leaf_paths
@@ -56,7 +56,7 @@ def gather(parts: Sequence[Any], sizes: Sequence[int], weights: Callable[[], lis
     return unflatten(structure, joined)
 
 
-def share(stages: AbstractGroup, last: int, outputs: Any, device: torch.device) -> Any:
+def share(stages: Control, last: int, outputs: Any, device: torch.device) -> Any:
     """Return the outputs of the last stage, which `last` of the stages' processes runs, on all."""
     if stages.size == 1:
         return outputs
@@ -72,7 +72,7 @@ def share(stages: AbstractGroup, last: int, outputs: Any, device: torch.device) 
         if is_last:
             received = to_bytes(leaves[n], kind)
         if kind.num_bytes:
-            stages.copy_from(last, received, what)
+            stages.tensors.broadcast(last, received, what)
         found.append(leaves[n] if is_last else fill(tensor, received, kind))
     return unflatten(from_template(form), found)
 

@@ -169,7 +169,7 @@ def agree(
         ConfigError: the processes make different pipelines, or in another order.
     """
     limits = plan.memory_limit_bytes is not None
-    if not mesh.is_distributed:
+    if mesh.world_size == 1:
         return plan, 0, balances and (plan.num_stages > 1 or limits)
     same = {
         "number of pipelines made before": mesh.world.num_pipelines,
@@ -234,8 +234,8 @@ def device_names(devices: Devices, mesh: Mesh | None) -> tuple[str, ...] | str |
     check_kind("mesh", mesh, (Mesh, type(None)), "what penstock.init_mesh(...) returns")
     if devices is None:
         return None
-    if mesh is not None and mesh.is_distributed:
-        return device_of_process(devices, mesh.device)
+    if mesh is not None and mesh.own_device is not None:
+        return device_of_process(devices, mesh.own_device)
     for device in _listed(devices):
         reason = why_missing(device)
         if reason:
@@ -270,16 +270,17 @@ def device_of_process(devices: Devices, own: torch.device) -> str:
 
 def stage_devices(plan: Plan, mesh: Mesh) -> tuple[torch.device, ...]:
     """Return the device of each stage: between processes, this one's for all."""
-    if mesh.is_distributed:
-        return (mesh.device,) * plan.num_stages
+    if mesh.own_device is not None:
+        return (mesh.own_device,) * plan.num_stages
     return tuple(map(torch.device, plan.placement.devices))
 
 
 def _check_device(stage: int, name: str, mesh: Mesh | None) -> None:
-    if mesh is None or not mesh.is_distributed:
+    own = None if mesh is None else mesh.own_device
+    if own is None:
         reason = why_missing(name)
-    elif name.partition(":")[0] != mesh.device.type:
-        reason = f"this process computes on {mesh.device}"
+    elif name.partition(":")[0] != own.type:
+        reason = f"this process computes on {own}"
     else:
         return
     if reason:
@@ -290,13 +291,24 @@ def _check_device(stage: int, name: str, mesh: Mesh | None) -> None:
 
 
 def _resources(mesh: Mesh | None) -> Resources:
-    is_distributed = mesh is not None and mesh.is_distributed
+    """Say what a pipeline may use.
+
+    Raises:
+        ConfigError: a stage of the mesh has several devices.
+    """
+    every = mesh or Mesh.of_one_process()
+    if not every.placement.is_regular or every.placement.num_shards > 1:
+        raise ConfigError(
+            "the mesh has stages that several processes share (num_shards, or a placement with "
+            "unlike meshes), and a pipeline's stages run on one device each; make the mesh with "
+            "init_mesh(num_stages=, num_replicas=)"
+        )
     gpus = tuple(f"cuda:{n}" for n in range(torch.cuda.device_count()))
     return Resources(
         num_threads=torch.get_num_threads(),
         num_cores=num_cores(),
-        devices=(mesh.device.type,) if mesh is not None and is_distributed else gpus,
+        devices=gpus if every.own_device is None else (every.own_device.type,),
         num_places=mesh.num_stages if mesh is not None else None,
-        num_replicas=mesh.num_replicas if mesh is not None else 1,
-        is_distributed=is_distributed,
+        num_replicas=every.num_replicas,
+        transports=every.transports,
     )

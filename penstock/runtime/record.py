@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 
-from penstock.mesh.group import AbstractGroup
+from penstock.mesh.control import Control
 from penstock.mesh.plain_data import Codec, Kind, record
 from penstock.schedules.ir import Schedule, sent_message
 from penstock.trace.timeline import MemoryKind, MemorySample, Span, Timeline
@@ -74,7 +74,7 @@ class Record:
             yield Span(rank, instruction, start_s, end_s, num_bytes)
 
 
-def gather_noted(stages: AbstractGroup, recorded: Recorded, agreed_s: float) -> Noted:
+def gather_noted(stages: Control, recorded: Recorded, agreed_s: float) -> Noted:
     """Return what a traced run noted on all stages of this replica."""
     times_s, sent_bytes, memory = recorded.times_s, recorded.sent_bytes, recorded.memory
     mine = Noted(clock_name(), agreed_s, times_s, sent_bytes, memory)

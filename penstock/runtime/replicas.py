@@ -6,13 +6,12 @@ has run, and is awaited where the step ends.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.mesh.group import AbstractGroup
+from penstock.mesh.collectives import Begun, Collectives
 from penstock.torch_private import AnyBatchNorm
 
 from .batch_norm import pooled
@@ -26,13 +25,13 @@ class _Bucket:
     parameters: list[Tensor]
     flat: Tensor
     has_gradient: Tensor
-    sums: list[Any]
+    sums: list[Begun]
 
 
 class Replicas:
     """This process's stages and their twins in the other replicas."""
 
-    def __init__(self, group: AbstractGroup, *, pools_statistics: bool) -> None:
+    def __init__(self, group: Collectives, *, pools_statistics: bool) -> None:
         self._group = group
         self.pools_statistics = pools_statistics
         self._buckets: list[_Bucket] = []
@@ -48,7 +47,7 @@ class Replicas:
         with torch.no_grad():
             for tensor in tensors:
                 values = tensor.detach().contiguous()
-                self._group.copy_from(0, values, "for the first replica's parameters and buffers")
+                self._group.broadcast(0, values, "for the first replica's parameters and buffers")
                 tensor.copy_(values)
 
     def set_aside(self, parameters: Sequence[Tensor]) -> None:
@@ -68,7 +67,7 @@ class Replicas:
             has_gradient = torch.tensor([p.grad is not None for p in bucket], dtype=torch.float32)
             has_gradient = has_gradient.to(bucket[0].device)
             flat = torch.cat([_flat_gradient(p) for p in bucket])
-            sums = [self._group.begin_sum(tensor) for tensor in (flat, has_gradient)]
+            sums = [self._group.begin_all_reduce(tensor) for tensor in (flat, has_gradient)]
             self._buckets.append(_Bucket(bucket, flat, has_gradient, sums))
 
     def finish(self) -> None:
@@ -90,7 +89,7 @@ class Replicas:
         """
         mine = [pooled(moments[m]) if m in moments else None for m in modules]
         sent = torch.cat([_as_row(m, of) for m, of in zip(modules, mine, strict=True)])
-        rows = self._group.stack(sent, "for the BatchNorm moments of the other replicas")
+        rows = self._group.all_gather(sent, "for the BatchNorm moments of the other replicas")
         found: MomentsByModule = {}
         widths = [1 + 2 * module.num_features for module in modules]
         for row in rows:

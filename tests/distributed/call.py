@@ -1,6 +1,6 @@
 """Call one function in every process of a mesh; give what it returned on each rank.
 
-    python -m tests.distributed.call MODULE FUNCTION STAGES REPLICAS ARGUMENTS.json FOLDER
+    python -m tests.distributed.call MODULE FUNCTION LAYOUT ARGUMENTS.json FOLDER
 
 `function(mesh, **arguments)` stands at the top of an importable module; arguments are JSON,
 results whatever torch.save takes.
@@ -18,40 +18,46 @@ import numpy
 import torch
 
 import penstock
+from penstock.planner.placement import Placement
 from tests.distributed.launch import run, start
 
 
 def call(
     function: Callable[..., Any],
-    layout: tuple[int, int],
+    layout: tuple[int, int] | Placement,
     folder: Path,
     *,
     ends_well: bool = True,
     timeout_s: float = 100.0,
     **arguments: Any,
 ) -> list[Any]:
-    """Call `function` in (stages, replicas) processes; give the results by rank.
+    """Call `function` in (stages, replicas) processes, or those of a placement; give the results
+    by rank.
 
     Not `ends_well`: the processes fail on purpose, and have results all the same.
     """
-    stages, replicas = layout
+    placement = (
+        layout if isinstance(layout, Placement) else Placement.of(range(layout[0]), layout[1])
+    )
     (folder / "arguments.json").write_text(json.dumps(arguments))
-    where = [function.__module__, function.__name__, str(stages), str(replicas)]
+    where = [function.__module__, function.__name__, json.dumps(placement.ranks)]
     told = ["-m", "tests.distributed.call", *where, str(folder / "arguments.json"), str(folder)]
     if ends_well:
-        run(stages * replicas, told, timeout_s)
+        run(placement.num_ranks, told, timeout_s)
     else:
-        start(stages * replicas, told).wait(timeout_s)
-    files = [folder / f"{rank}.pt" for rank in range(stages * replicas)]
+        start(placement.num_ranks, told).wait(timeout_s)
+    files = [folder / f"{rank}.pt" for rank in range(placement.num_ranks)]
     return [torch.load(file, weights_only=False) for file in files]
 
 
 def main() -> None:
     """Do what is asked for."""
-    module, name, stages, replicas, arguments, folder = sys.argv[1:7]
+    module, name, ranks, arguments, folder = sys.argv[1:6]
     function = getattr(importlib.import_module(module), name)
     torch.set_num_threads(1)
-    with penstock.init_mesh(int(stages), int(replicas), timeout_s=60.0, device="cpu") as mesh:
+    meshes = tuple(tuple(map(tuple, of_stage)) for of_stage in json.loads(ranks))
+    placement = Placement(meshes, ("cpu",) * len(meshes))
+    with penstock.init_mesh(placement=placement, timeout_s=60.0, device="cpu") as mesh:
         random.seed(mesh.rank)  # torch's begins with a seed of its own
         numpy.random.seed(mesh.rank)
         found = function(mesh, **json.loads(Path(arguments).read_text()))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import penstock
 from penstock.cli.main import main
-from penstock.mesh.process_group import ProcessGroup
+from penstock.mesh.control import Control
 from penstock.train.display import Display
 from penstock.train.loop import Trainer
 from penstock.train.run_folder import RunFolder
@@ -63,16 +63,16 @@ def inject(action: str, step: int) -> None:
 
 def inject_late(agreement: int) -> None:
     """Let this process get the signal during the agreement of that number."""
-    highest = ProcessGroup.highest
+    highest = Control.highest
     left = iter([*[False] * agreement, True])
 
-    def late(self: ProcessGroup, value: int, what: str) -> int:
+    def late(self: Control, value: int, what: str) -> int:
         found = highest(self, value, what)
         if what == "for the others to finish their step" and next(left, False):
             go_wrong("term")
         return found
 
-    ProcessGroup.highest = late  # type: ignore[method-assign]
+    Control.highest = late  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -35,8 +35,9 @@ def test_ranks_may_run_several_stages() -> None:
     ("ranks", "words"),
     [
         ((), "at least one stage"),
-        ((((0,),), ((1,), (2,))), "as many replicas"),
-        ((((0,), ()), ((1,), ())), "as many replicas"),
+        ((((0,), ()), ((1,), ())), r"replicas of stage 0 .* \[1, 0\] shards"),
+        ((((0, 1), (2,)),), r"replicas of stage 0 .* \[2, 1\] shards"),
+        ((((0, 1),), ((1, 2),)), "one shard of the stages"),
         ((((-1,),), ((2,),)), "count from 0"),
         ((((0,), (0,)),), "belongs to one replica"),
     ],
@@ -49,3 +50,29 @@ def test_ranks_that_no_job_could_have_are_refused(ranks: object, words: str) -> 
 def test_there_is_one_device_for_each_stage() -> None:
     with pytest.raises(PlanError, match="1 devices for 2 stages"):
         Placement.of((0, 1), devices=["cpu"])
+
+
+def test_ranks_that_share_a_stage_follow_one_another() -> None:
+    placement = Placement.of((0, 1), num_replicas=2, num_shards=2)
+    assert placement.ranks == (((0, 1), (4, 5)), ((2, 3), (6, 7)))
+    assert (placement.places, placement.num_places, placement.num_ranks) == ((0, 1), 2, 8)
+    assert placement.peers(5, SHARD) == (4, 5)
+    assert placement.peers(5, REPLICA) == (1, 5)
+    assert placement.peers(5, STAGE) == (5, 7)
+    assert placement.name_of(5) == "stage 0 of replica 1, shard 1"
+    for axis, number in ((STAGE, 4), (REPLICA, 4), (SHARD, 4)):
+        groups = placement.groups(axis)
+        assert len(groups) == number
+        assert sorted(rank for group in groups for rank in group) == list(range(8))
+
+
+def test_stages_may_have_unlike_meshes() -> None:
+    placement = Placement((((0, 1), (2, 3)), ((4, 5, 6, 7),), ((8,),)), ("cpu",) * 3)
+    assert not placement.is_regular
+    assert (placement.places, placement.num_places, placement.num_ranks) == ((0, 1, 2), 3, 9)
+    assert (placement.peers(3, SHARD), placement.peers(3, REPLICA)) == ((2, 3), (1, 3))
+    assert (placement.peers(6, SHARD), placement.peers(6, REPLICA)) == ((4, 5, 6, 7), (6,))
+    assert placement.peers(8, STAGE) == tuple(range(9))
+    assert placement.name_of(6) == "stage 1, shard 2"
+    with pytest.raises(PlanError, match=r"have \[1, 2\] replicas"):
+        assert placement.num_replicas

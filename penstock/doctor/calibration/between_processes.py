@@ -149,7 +149,7 @@ def _gather(mesh: Mesh, numbers: list[float]) -> list[list[float]]:
     """Return the numbers of both ranks."""
     both = torch.zeros(2, len(numbers), dtype=torch.float64)
     both[mesh.rank] = torch.tensor(numbers, dtype=torch.float64)
-    mesh.world.sum(both, "for the other process to tell what it measured")
+    mesh.world.tensors.all_reduce(both, "for the other process to tell what it measured")
     return [[float(x) for x in row] for row in both]
 
 

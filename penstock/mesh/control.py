@@ -1,9 +1,13 @@
-"""A group over a process group of torch: plain data on gloo, tensors where they are."""
+"""What the processes of an axis say to each other: a few small agreed values, with a deadline.
+
+All of them make the same calls in the same order; a process that is alone says nothing to nobody.
+`what` completes the message "rank 1 (stage 1) waited ...".  Tensors go by `tensors`.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty
 from typing import Any
@@ -16,8 +20,10 @@ from penstock.errors import PeerError, PenstockError
 
 from .agreement import ROW_WIDTH, check_same_kind, digest, kind_of_call, name_difference
 from .background import Background, Slot, Worker
-from .group import AbstractGroup, Row
+from .collectives import Collectives, Waits
 from .plain_data import HEAD, PLAIN, Codec, body_bytes
+
+Row = Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,99 +86,188 @@ _FIRST_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ProcessGroup(AbstractGroup):
-    """The processes with these `ranks` among all; `pipelines` describes those made on the mesh.
+class Control:
+    """The processes of an axis; `tensors` are the collectives of the same ones.
 
-    `controls` waits for the network, `long` runs what takes long.  With `blames`, a wait that
-    fails says who is to blame, and tells all; without, it raises what came, for the thread that
-    waits for this one.
+    `pipelines` describes those made on the mesh, `long` runs what takes long.
+
+    Raises:
+        PeerError: by every call: another process failed, or is gone.
+        WaitTimeout: by every call: the others do not come to it within the deadline.
     """
 
-    rank: int
-    ranks: Sequence[int]
-    background: Background
-    controls: Worker
-    long: Worker
-    pipelines: list[str]
-    group: Any = None
-    blames: bool = True
-
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        """How many they are."""
-        return len(self.ranks)
+    tensors: Collectives = field(default_factory=Collectives)
+    long: Worker | None = None
+    pipelines: list[str] = field(default_factory=list)
 
     @classmethod
-    def of_all(cls, background: Background) -> "ProcessGroup":
-        """Return the group of all processes that have met."""
-        return cls(
+    def of_all(cls, background: Background) -> "Control":
+        """Return the control of all processes that have met."""
+        tensors = Collectives(
             rank=dist.get_rank(),
             ranks=range(dist.get_world_size()),
-            background=background,
-            controls=background.controls,
-            long=background.long,
-            pipelines=[],
+            waits=Waits(background=background, controls=background.controls),
         )
+        return cls(tensors=tensors, long=background.long)
+
+    @property
+    def rank(self) -> int:
+        """This process's number among them."""
+        return self.tensors.rank
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return self.tensors.size
+
+    @property
+    def waits(self) -> Waits:
+        """How this process waits for the others."""
+        assert self.tensors.waits is not None, "there is one process only"
+        return self.tensors.waits
 
     def reporting(self, names: Sequence[str] = ()) -> AbstractContextManager[None]:
+        """Tell all processes of whatever is raised inside, so that none waits for this one.
+
+        `names` say what each rank runs, for messages.
+        """
+        if self.tensors.waits is None:
+            return nullcontext()
         if names:
-            self.background.watch.name_ranks(names)
-        return self.background.watch.reporting()
+            self.waits.background.watch.name_ranks(names)
+        return self.waits.background.watch.reporting()
 
     # -- plain data -------------------------------------------------------------------------------
 
     def gather(self, value: Any, what: str, codec: Codec = PLAIN) -> list[Any]:
-        job = partial(gather_messages, codec.encode(value), self.size, self.group)
-        return list(map(codec.decode, self._run(job, what)))
+        """Return the values of all, in the order of ranks."""
+        if self.size == 1:
+            return [value]
+        job = partial(gather_messages, codec.encode(value), self.size, self.tensors.group)
+        return list(map(codec.decode, self.waits.run(job, what)))
 
     def broadcast(self, value: Any, source: int, what: str, codec: Codec = PLAIN) -> Any:
+        """Return the value that rank `source` gives."""
+        if self.size == 1:
+            return value
         message = codec.encode(value) if self.rank == source else b""
-        job = partial(broadcast_message, message, self.ranks[source], self.group)
-        return codec.decode(self._run(job, what))
+        rank, group = self.tensors.ranks[source], self.tensors.group
+        return codec.decode(self.waits.run(partial(broadcast_message, message, rank, group), what))
 
     @property
-    def num_pipelines(self) -> int:  # type: ignore[override]
-        """How many pipelines were made so far."""
+    def num_pipelines(self) -> int:
+        """How many pipelines were made so far that others have to make alike."""
         return len(self.pipelines)
 
     def number_pipeline(self, what: str) -> int:
+        """Number a pipeline that all have made alike; `what` describes it in messages.
+
+        Calls name it by this number, so that those for one pipeline never meet those for another.
+        """
+        if self.size == 1:
+            return 0
         self.pipelines.append(f"pipeline {len(self.pipelines)} ({what})")
         return len(self.pipelines) - 1
 
     def exchange(self, kind: str, pipeline: int, row: Row) -> list[Row]:
+        """Begin a call together with all others: one of `agreement.CALLS`, for one pipeline.
+
+        Returns:
+            The rows of all, in the order of ranks.
+
+        Raises:
+            MeshError: they begin different kinds of calls, or for different pipelines.
+        """
+        if self.size == 1:
+            return [row]
         full = [kind_of_call(kind), float(pipeline), *row]
         sent = torch.tensor(full + [0.0] * (ROW_WIDTH - len(full)), dtype=torch.float64)
-        rows = [r.tolist() for r in self.stack(sent, "for the others to begin the same call")]
+        found = self.tensors.all_gather(sent, "for the others to begin the same call")
+        rows = [each.tolist() for each in found]
         check_same_kind(rows, self.pipelines)
-        return [found[2 : 2 + len(row)] for found in rows]
+        return [each[2 : 2 + len(row)] for each in rows]
+
+    def begin_call(self, kind: str, pipeline: int) -> None:
+        """Compare that all make a call of this kind, for one pipeline.
+
+        Raises:
+            MeshError: they do not.
+        """
+        with self.reporting():
+            self.exchange(kind, pipeline, ())
 
     def require_same(self, where: str, facts: dict[str, Any]) -> None:
+        """Compare what all were given.
+
+        Raises:
+            ConfigError: on every process alike; names the first that differs, with each value.
+        """
+        if self.size == 1:
+            return
         what = f"for the others to be given the same by {where}"
         mine = {name: repr(value) for name, value in facts.items()}
         words = digest(mine)
         both = torch.cat([words, -words])
         highest = both.clone()  # few bytes, however many processes
-        self._reduce(highest, dist.ReduceOp.MAX, what)
+        self.tensors.all_reduce(highest, what, dist.ReduceOp.MAX)
         if not torch.equal(highest, both):
             name_difference(where, self.gather(mine, what))
 
     def highest(self, value: int, what: str) -> int:
+        """Return the highest of all values; a cheaper `gather`."""
         found = torch.tensor(value)
-        self._reduce(found, dist.ReduceOp.MAX, what)
+        self.tensors.all_reduce(found, what, dist.ReduceOp.MAX)
         return int(found)
+
+    def barrier(self, what: str) -> None:
+        """Return when all have come here."""
+        self.highest(0, what)
+
+    def sum_scalars(self, scalar: Tensor | None, what: str) -> Tensor:
+        """Return the sum of the scalars of those that have one, in their type."""
+        if self.size == 1:
+            assert scalar is not None
+            return scalar
+        values_and_counts = torch.zeros(2, len(_SCALARS), dtype=torch.float64)
+        if scalar is not None:
+            values_and_counts[:, _SCALARS.index(scalar.dtype)] = torch.stack(
+                [scalar.double().cpu(), torch.ones((), dtype=torch.float64)]
+            )
+        self.tensors.all_reduce(values_and_counts, what)
+        values, counts = values_and_counts
+        total: Tensor = values.sum().to(_SCALARS[int(counts.argmax())])
+        return total
 
     # -- work -------------------------------------------------------------------------------------
 
     def work(self, job: Callable[[], Any], what: str) -> Any:
+        """Run a job in every process that may take long, and return when all have ended theirs.
+
+        No deadline runs on it: those that have ended theirs ask the others time and again whether
+        they are still at work, in exchanges that are short.  What a job raises is raised when all
+        have ended.
+        """
+        if self.size == 1:
+            return job()
+        assert self.long is not None
         slot, outcome = self.long.submit(lambda: outcome_of(job)), None
         while True:
             if outcome is None:
-                patience_s = min(_LOOK_S, self.background.timeout_s / 4)
+                patience_s = min(_LOOK_S, self.waits.background.timeout_s / 4)
                 outcome = self._look(slot, patience_s, what)
             if not self.highest(int(outcome is None), what):
                 return outcome.result() if outcome is not None else None
 
     def from_first(self, job: Callable[[], Any], what: str) -> Any:
+        """Run a job that may take long on rank 0 only; return its result on all processes, or
+        raise its error on all.
+
+        Raises:
+            PenstockError: what `job` raised.
+            PeerError: on the others, where it raised something else.
+        """
+        if self.size == 1:
+            return job()
         mine = self.work(lambda: outcome_of(job) if self.rank == 0 else None, what)
         told = self.broadcast(None if mine is None else mine.told(), 0, what)
         return result_of(told, "rank 0") if mine is None else mine.result()
@@ -184,74 +279,9 @@ class ProcessGroup(AbstractGroup):
         except Empty:
             return None
         except PeerError as error:
-            if not self.blames:
+            if not self.waits.blames:
                 raise
-            raise self.background.blame(error, what, None) from error
-
-    # -- tensors ----------------------------------------------------------------------------------
-
-    def copy_from(self, source: int, tensor: Tensor, what: str) -> None:
-        as_bytes = tensor.reshape(-1).view(torch.uint8)  # gloo does not know all types
-        rank = self.ranks[source]
-        self._collect(
-            partial(dist.broadcast, as_bytes, src=rank, group=self.group, async_op=True),
-            tensor,
-            what,
-        )
-
-    def stack(self, tensor: Tensor, what: str) -> list[Tensor]:
-        rows = [torch.empty_like(tensor) for _ in self.ranks]
-        start = partial(dist.all_gather, rows, tensor, group=self.group, async_op=True)
-        self._collect(start, tensor, what)
-        return rows
-
-    def sum(self, tensor: Tensor, what: str) -> None:
-        self._reduce(tensor, dist.ReduceOp.SUM, what)
-
-    def sum_scalars(self, scalar: Tensor | None, what: str) -> Tensor:
-        values_and_counts = torch.zeros(2, len(_SCALARS), dtype=torch.float64)
-        if scalar is not None:
-            values_and_counts[:, _SCALARS.index(scalar.dtype)] = torch.stack(
-                [scalar.double().cpu(), torch.ones((), dtype=torch.float64)]
-            )
-        self.sum(values_and_counts, what)
-        values, counts = values_and_counts
-        total: Tensor = values.sum().to(_SCALARS[int(counts.argmax())])
-        return total
-
-    def begin_sum(self, tensor: Tensor) -> Any:
-        return partial(_end, dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
-
-    def finish(self, begun: Sequence[Any], what: str) -> None:
-        if begun:
-            self._run(lambda: [end() for end in begun], what)
-
-    def _reduce(self, tensor: Tensor, by: Any, what: str) -> None:
-        start = partial(dist.all_reduce, tensor, by, group=self.group, async_op=True)
-        self._collect(start, tensor, what)
-
-    def _collect(self, start: Callable[[], Any], tensor: Tensor, what: str) -> None:
-        """Run a collective on a tensor, and wait for it.
-
-        On an accelerator it begins behind what this thread has given that to do.
-        """
-        if tensor.is_cpu:
-            self._run(lambda: _end(start(), tensor), what)
-        else:
-            self._run(partial(_end, start(), tensor), what)
-
-    def _run(self, job: Callable[[], Any], what: str) -> Any:
-        slot = self.controls.submit(job)
-        if self.blames:
-            return self.background.wait(slot, what)
-        return slot.get(self.background.timeout_s)
-
-
-def _end(work: Any, tensor: Tensor) -> None:
-    """Wait for a collective; on an accelerator its end is only in line when `wait` returns."""
-    work.wait()
-    if not tensor.is_cpu:
-        torch.accelerator.synchronize(tensor.device)
+            raise self.waits.background.blame(error, what, None) from error
 
 
 def gather_messages(message: bytes, size: int, group: Any = None) -> list[bytes]:
