@@ -98,7 +98,7 @@ def _calibrate(budget_s: float, save: Path | None, as_json: bool) -> int:
     """Measure this machine, write what was found, and save it."""
     require_torch()
     from penstock.doctor.calibration import calibrate
-    from penstock.doctor.calibration.show import as_line, calibration_lines, comment_of
+    from penstock.doctor.calibration.figures import as_line, calibration_lines, comment_of
 
     if save is not None:
         _refuse_unwritable(save)
@@ -134,7 +134,7 @@ def _refuse_unwritable(path: Path) -> None:
 
 def _write(report: "Report", as_json: bool) -> None:
     """Write the report on rank 0; elsewhere, the findings that rank 0 cannot write."""
-    from penstock.doctor.show import show_report
+    from penstock.doctor.report import show_report
 
     if report.rank == 0 and as_json:
         click.echo(report.to_json())

@@ -57,9 +57,8 @@ def _wrong_figures(where: str, host: Host) -> Iterator[str]:
     for name in ("count", "cards"):
         if getattr(host, name) < 1:
             yield f"{where}.{name} is {getattr(host, name)}; give a whole number from 1"
-    for name in ("memory_bytes", "process_bytes"):
-        if getattr(host, name) is not None:
-            yield from _wrong_number(f"{where}.{name}", getattr(host, name), more_than_zero=True)
+    if host.memory_bytes is not None:
+        yield from _wrong_number(f"{where}.memory_bytes", host.memory_bytes, more_than_zero=True)
     for name in ("busy_speed", "busy_issue"):
         for n, share in enumerate(getattr(host, name)):
             if not 0 < least(share) <= most(share) <= 1:

@@ -30,8 +30,6 @@ def cluster_lines(
         if host.busy_speed:
             shares = ", ".join(quantity_text(share, percent_text) for share in host.busy_speed)
             yield f"speed of each rank of hosts[{n}] while 1, 2, ... compute: {shares}"
-        if host.process_bytes is not None:
-            yield f"a process of hosts[{n}] without a model: {bytes_text(host.process_bytes)}"
 
 
 def rate_text(per_s: float, unit: str) -> str:

@@ -32,8 +32,7 @@ class Host:
     its host; `processes` is the one where each rank is a process of its own, if that is another
     (`Cluster.between_processes`).  `groups` are numbers of devices behind one switch or socket;
     those of different groups talk over the `uplink` of each.  `network` is the link to other
-    hosts: each host has `cards` of it, shared by its devices evenly, in order.  `process_bytes` is
-    what a process takes of `memory_bytes` before it has a model: torch, Penstock, operators.
+    hosts: each host has `cards` of it, shared by its devices evenly, in order.
 
     `busy_speed[n - 1]` is how fast one of its ranks computes, as a share of one that is alone,
     while n of them do; `busy_issue[n - 1]` how fast a thread issues operators while n threads of
@@ -50,7 +49,6 @@ class Host:
     network: str | None = None
     cards: int = 1
     memory_bytes: int | None = None
-    process_bytes: int | None = None
     busy_speed: tuple[Quantity, ...] = ()
     busy_issue: tuple[Quantity, ...] = ()
 

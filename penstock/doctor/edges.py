@@ -5,10 +5,10 @@ the mesh's deadline.
 
     source                      target
     a number: 0, ping       ──►
-                            ◄── its clock
+                            ◄── a number: 0
     a number: bytes to come ──►
     that many bytes         ──►
-                            ◄── its clock
+                            ◄── a number: 0
     a number: -1, the end   ──►
 """
 
@@ -28,7 +28,7 @@ from penstock.mesh.point_to_point import PointToPoint
 
 ALL_PAIRS_UP_TO = 8
 """Beyond so many ranks, only neighbours and the closing pair of the ring are measured."""
-_NUMBER, _CLOCK = struct.Struct("!q"), struct.Struct("!d")
+_NUMBER = struct.Struct("!q")
 _TAG = 1
 _PINGS, _PINGS_S = 20, 0.3
 _SIZES = tuple(4**n * 64 * 1024 for n in range(4))
@@ -42,23 +42,13 @@ class Edge:
     """What one direction between two ranks gave.
 
     `latency_s` is half of a small message's way there and back, `bytes_per_s` that of a message of
-    `num_bytes`; `clock_s` is how far the target's clock is ahead of the source's.
+    `num_bytes`.
     """
 
     source: int
     target: int
     latency_s: float
     bytes_per_s: float
-    num_bytes: int
-    clock_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class AllReduce:
-    """What a sum over all ranks takes: of one number, and of `num_bytes`."""
-
-    small_s: float
-    large_s: float
     num_bytes: int
 
 
@@ -94,24 +84,6 @@ def measure_edges(mesh: Mesh) -> tuple[Edge, ...]:
     return tuple(sorted((e for of_rank in everyone for e in of_rank), key=_by_ends))
 
 
-def measure_all_reduce(mesh: Mesh, slowest_bytes_per_s: float) -> AllReduce:
-    """Time sums over all ranks, of as many bytes as the slowest edge carries in a short while."""
-    affordable = int(slowest_bytes_per_s * _LARGE_S)
-    num_bytes = max(_LEAST_BYTES, min(_SIZES[-1], affordable)) // 4 * 4
-    small, large = (torch.zeros(n // 4) for n in (4, num_bytes))
-    times = [[_sum_s(mesh, tensor) for _ in range(_LARGE_TIMES)] for tensor in (small, large)]
-    return AllReduce(median(times[0]), median(times[1]), num_bytes)
-
-
-def clocks_s(edges: tuple[Edge, ...], world_size: int) -> tuple[float, ...]:
-    """Compute how far each rank's clock is ahead of rank 0's, from neighbour to neighbour."""
-    step_s = {e.source: e.clock_s for e in edges if e.target == e.source + 1}
-    ahead = [0.0]
-    for rank in range(world_size - 1):
-        ahead.append(ahead[-1] + step_s[rank])
-    return tuple(ahead)
-
-
 class _Line:
     """Both directions to one peer, as messages of training go."""
 
@@ -135,26 +107,25 @@ class _Line:
 def _lead(line: _Line) -> Edge:
     """Do the source's part, and measure."""
     pings = list(_pings(line))
-    latency_s = median(took_s for took_s, _ in pings) / 2
+    latency_s = median(pings) / 2
     times_s: list[float] = []
     num_bytes = 0
     began = time.perf_counter()
     for num_bytes in _SIZES:
-        times_s = [_exchange(line, bytes(num_bytes))[0]]
+        times_s = [_exchange(line, bytes(num_bytes))]
         if times_s[0] > _LARGE_S:
             break
     payload = bytes(num_bytes)
     while len(times_s) < _LARGE_TIMES and time.perf_counter() - began < _ALL_LARGE_S:
-        times_s.append(_exchange(line, payload)[0])
+        times_s.append(_exchange(line, payload))
     line.send(_NUMBER.pack(-1))
     took_s = median(times_s)
     on_the_way_s = max(took_s - 2 * latency_s, took_s / 10)
-    _, clock_s = min(pings)
-    return Edge(line.rank, line.peer, latency_s, num_bytes / on_the_way_s, num_bytes, clock_s)
+    return Edge(line.rank, line.peer, latency_s, num_bytes / on_the_way_s, num_bytes)
 
 
-def _pings(line: _Line) -> Iterator[tuple[float, float]]:
-    """Send small messages; yields the seconds there and back, and the peer's clock."""
+def _pings(line: _Line) -> Iterator[float]:
+    """Send small messages; yields the seconds there and back."""
     nothing = b""
     _exchange(line, nothing)  # the first one may have to connect
     began = time.perf_counter()
@@ -164,17 +135,14 @@ def _pings(line: _Line) -> Iterator[tuple[float, float]]:
         yield _exchange(line, nothing)
 
 
-def _exchange(line: _Line, payload: bytes) -> tuple[float, float]:
-    """Send a message and wait for the answer; gives the seconds, and how far the peer's clock is
-    ahead, in seconds.
-    """
-    clock_s, began = time.time(), time.perf_counter()
+def _exchange(line: _Line, payload: bytes) -> float:
+    """Send a message and wait for the answer; return the seconds."""
+    began = time.perf_counter()
     line.send(_NUMBER.pack(len(payload)))
     if payload:
         line.send(payload)
-    (peers_clock_s,) = _CLOCK.unpack(line.receive(bytearray(_CLOCK.size)))
-    took_s = time.perf_counter() - began
-    return took_s, peers_clock_s - (clock_s + took_s / 2)
+    line.receive(bytearray(_NUMBER.size))
+    return time.perf_counter() - began
 
 
 def _follow(line: _Line) -> None:
@@ -182,13 +150,7 @@ def _follow(line: _Line) -> None:
     while (num_bytes := _NUMBER.unpack(line.receive(bytearray(_NUMBER.size)))[0]) >= 0:
         if num_bytes:
             line.receive(bytearray(num_bytes))
-        line.send(_CLOCK.pack(time.time()))
-
-
-def _sum_s(mesh: Mesh, tensor: torch.Tensor) -> float:
-    began = time.perf_counter()
-    mesh.world.tensors.all_reduce(tensor, "for the others to take part in an all-reduce")
-    return time.perf_counter() - began
+        line.send(_NUMBER.pack(0))
 
 
 def _by_ends(edge: Edge) -> tuple[int, int]:

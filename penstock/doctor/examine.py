@@ -15,10 +15,9 @@ from penstock.errors import ConfigError, MeshError, PenstockError
 from penstock.mesh import Mesh, init_mesh
 from penstock.trace.units import bytes_text
 
-from .edges import clocks_s, measure_all_reduce, measure_edges
-from .facts import RankFacts, gather_facts
+from .edges import measure_edges
+from .facts import RankFacts, gather_facts, this_host
 from .finding import Finding, error, has_error, merged, softened, warning
-from .host import this_host
 from .meeting import Meeting
 from .report import Report, check_edges
 from .self_test import run_alone, run_together
@@ -29,10 +28,10 @@ from .settings import (
     check_place,
     check_start,
     check_threads,
+    check_together,
     gloo_address,
     read_place,
 )
-from .together import check_clocks, check_together
 
 LITTLE_BYTES = 2**30
 """Less free space than this is worth a warning."""
@@ -173,10 +172,6 @@ def _examine_mesh(mesh: Mesh, results: _Results) -> None:
     with mesh.reporting():
         edges = results.measured["edges"] = measure_edges(mesh)
         results.findings += check_edges(edges)
-        clocks = results.measured["clocks_s"] = clocks_s(edges, mesh.world_size)
-        results.findings += check_clocks(clocks)
-        slowest = min(edge.bytes_per_s for edge in edges)
-        results.measured["all_reduce"] = measure_all_reduce(mesh, slowest)
         test, wrong = run_together(mesh)
         results.measured["self_tests"] = (test,)
         results.findings += wrong

@@ -1,10 +1,16 @@
-"""Wrong settings, explained: functions from environment variables and a machine to findings."""
+"""Wrong settings, explained: functions from environment variables and a machine to findings; and
+what shows only side by side: versions that differ, hosts that cannot reach each other, cores that
+are shared by too many.
+"""
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import TypeVar
 
-from .finding import Finding, error, warning
-from .host import Host, is_loopback
+from .facts import Host, RankFacts, is_loopback
+from .finding import Finding, Severity, error, named, warning
 
 Environment = Mapping[str, str]
 
@@ -205,3 +211,91 @@ def _known(host: Host) -> str:
 
 def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+_T = TypeVar("_T")
+_MUST_AGREE = {"Python": "python", "torch": "torch", "Penstock": "penstock"}
+_MUCH_S = 1.0
+"""Clocks that are further apart are worth a warning."""
+
+
+def check_together(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """Compare the processes of a job; with an error among the findings they make no mesh."""
+    return [
+        *_check_versions(ranks),
+        *_check_addresses(ranks),
+        *_check_cores(ranks),
+        *_check_devices(ranks),
+    ]
+
+
+def _check_versions(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    for name, field in _MUST_AGREE.items():
+        versions = _by(ranks, attrgetter(field))
+        if len(versions) > 1:
+            yield error(
+                f"{name} is {_spelled(versions)}",
+                "the processes exchange what one version writes and another one might not read",
+                f"Install the same version of {name} on every host",
+            )
+    versions = _by(ranks, lambda facts: facts.safetensors)
+    if len(versions) > 1:
+        yield warning(
+            f"safetensors is {_spelled(versions)}",
+            "a checkpoint is written by all processes, and read by any",
+            "Install the same version on every host",
+        )
+
+
+def _check_addresses(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    if len({facts.network for facts in ranks}) == 1:
+        return
+    for address, who in _by(ranks, lambda facts: facts.address).items():
+        if is_loopback(address):
+            hosts = sorted({facts.host for facts in ranks if facts.rank in who})
+            yield error(
+                f"gloo on {named(who)} ({', '.join(hosts)}) would listen at {address}",
+                "that is what the name of the machine stands for there, and the job has other "
+                "hosts, which cannot reach it",
+                "Set GLOO_SOCKET_IFNAME to the network interface between the hosts, or correct "
+                "the name's line in /etc/hosts",
+            )
+
+
+def _check_cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    for (_, cores), who in _by(ranks, lambda facts: (facts.machine, facts.cores)).items():
+        here = [facts for facts in ranks if facts.rank in who]
+        threads = sum(facts.num_threads for facts in here)
+        if threads <= len(cores):
+            continue
+        hosts = ", ".join(sorted({facts.host for facts in here}))
+        fitting = len(cores) // len(here)
+        yield warning(
+            f"{named(who)} on {hosts} run {threads} threads on {len(cores)} cores",
+            "threads that share a core slow each other, and the slowest stage sets the pace",
+            f"Set OMP_NUM_THREADS={fitting}"
+            if fitting
+            else f"Start at most {len(cores)} processes on this host",
+        )
+
+
+def _check_devices(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    having = [facts.rank for facts in ranks if facts.gpus]
+    if having and len(ranks) > 1:
+        yield Finding(
+            severity=Severity.INFO,
+            what=f"{named(having)} of {len(ranks)} have GPUs",
+            why="several processes compute on CPUs unless they are told otherwise",
+            change='Give init_mesh(device="cuda"), or start one process, without torchrun',
+        )
+
+
+def _by(ranks: Sequence[RankFacts], key: Callable[[RankFacts], _T]) -> dict[_T, list[int]]:
+    groups: dict[_T, list[int]] = defaultdict(list)
+    for facts in ranks:
+        groups[key(facts)].append(facts.rank)
+    return dict(groups)
+
+
+def _spelled(versions: dict[str, list[int]]) -> str:
+    return ", ".join(f"{version} on {named(who)}" for version, who in versions.items())

@@ -4,7 +4,6 @@ All of them make the same calls in the same order; a process that is alone says 
 `what` completes the message "rank 1 (stage 1) waited ...".  Tensors go by `tensors`.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -16,73 +15,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import PeerError, PenstockError
+from penstock.errors import PeerError
 
-from .agreement import ROW_WIDTH, check_same_kind, digest, kind_of_call, name_difference
+from .agreement import (
+    ROW_WIDTH,
+    broadcast_message,
+    check_same_kind,
+    digest,
+    gather_messages,
+    kind_of_call,
+    name_difference,
+    outcome_of,
+    result_of,
+)
 from .background import Background, Slot, Worker
 from .collectives import Collectives, Waits
-from .plain_data import HEAD, PLAIN, Codec, body_bytes
+from .plain_data import PLAIN, Codec
 
 Row = Sequence[float]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a job returned, or raised in this process."""
-
-    value: Any = None
-    error: Exception | None = None
-
-    def result(self) -> Any:
-        """Return what the job returned, or raise what it raised."""
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-    def told(self) -> tuple[str, Any]:
-        """Return it as plain data: the class of the error, "" for none, and what it says."""
-        if self.error is None:
-            return "", self.value
-        text = str(self.error)
-        notes = [text, *getattr(self.error, "__notes__", [])]
-        return type(self.error).__name__, notes
-
-
-def outcome_of(job: Callable[[], Any]) -> Outcome:
-    """Run a job and keep what came of it."""
-    try:
-        return Outcome(job())
-    except Exception as error:
-        return Outcome(error=error)
-
-
-def result_of(told: tuple[str, Any], teller: str) -> Any:
-    """Return the result that another process told of, or raise its error.
-
-    Raises:
-        PenstockError: the job raised one like this there.
-        PeerError: it raised something else.
-    """
-    name, said = told
-    if not name:
-        return said
-    text, *notes = said
-    kind = vars(sys.modules[PenstockError.__module__]).get(name)
-    if not (isinstance(kind, type) and issubclass(kind, PenstockError)):
-        raise PeerError(
-            f"{teller} failed: {'; '.join([f'{name}: {text}', *notes])}", complete=True
-        )
-    error = kind.__new__(kind)
-    error.args = (text,)
-    error.__notes__ = notes
-    raise error
 
 
 _LOOK_S = 5.0
 """How often processes that have ended their work ask whether the others have."""
 _SCALARS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_FIRST_BYTES = 256
-"""What of a message goes in the first exchange; most need no second one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -118,7 +73,7 @@ class Control:
     @property
     def size(self) -> int:
         """How many they are."""
-        return self.tensors.size
+        return len(self.tensors.ranks)
 
     @property
     def waits(self) -> Waits:
@@ -282,41 +237,3 @@ class Control:
             if not self.waits.blames:
                 raise
             raise self.waits.background.blame(error, what, None) from error
-
-
-def gather_messages(message: bytes, size: int, group: Any = None) -> list[bytes]:
-    """Return the messages of all `size` processes of a group of torch."""
-    firsts = _gather_rows(message[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"), size, group)
-    sizes = [HEAD.size + body_bytes(first) for first in firsts]
-    rests = [b""] * size
-    if (longest := max(sizes) - _FIRST_BYTES) > 0:
-        rests = _gather_rows(message[_FIRST_BYTES:].ljust(longest, b"\0"), size, group)
-    return [(a + b)[:n] for a, b, n in zip(firsts, rests, sizes, strict=True)]
-
-
-def _gather_rows(row: bytes, size: int, group: Any) -> list[bytes]:
-    sent = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-    rows = [torch.empty_like(sent) for _ in range(size)]
-    dist.all_gather(rows, sent, group=group)
-    return [found.numpy().tobytes() for found in rows]
-
-
-def broadcast_message(message: bytes, source: int, group: Any = None) -> bytes:
-    """Return the message of the process with rank `source`, to all of a group of torch."""
-    first = _broadcast_row(message[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"), source, group)
-    size = HEAD.size + body_bytes(first)
-    rest = b""
-    if (more := size - _FIRST_BYTES) > 0:
-        rest = _broadcast_row(message[_FIRST_BYTES:].ljust(more, b"\0"), source, group)
-    return (first + rest)[:size]
-
-
-def _broadcast_row(row: bytes, source: int, group: Any) -> bytes:
-    sent = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-    dist.broadcast(sent, src=source, group=group)
-    return sent.numpy().tobytes()
-
-
-def told_by_first(value: Any) -> Any:
-    """Return rank 0's value to all processes that have met; for before there is a mesh."""
-    return PLAIN.decode(broadcast_message(PLAIN.encode(value), 0))

@@ -20,10 +20,11 @@ from penstock.planner.placement import REPLICA, SHARD, STAGE, Placement
 from penstock.trace.units import count_text
 from penstock.types import Transport
 
+from .agreement import told_by_first
 from .backends import check_backends, process_device
 from .background import Background
 from .collectives import Waits
-from .control import Control, told_by_first
+from .control import Control
 from .lifelines import Lifelines
 from .meet import join, meeting
 from .point_to_point import PointToPoint

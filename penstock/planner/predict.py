@@ -29,7 +29,6 @@ from penstock.trace.units import count_text
 from .checks import check_costs
 from .plan import Plan
 from .pricing import Pricing, commit_seconds, update_seconds, weights_together
-from .process_bytes import process_bytes
 from .shared_cores import shared_cores
 from .stage_bytes import Message, StageBytes
 from .stage_work import made
@@ -92,16 +91,6 @@ class Foretold:
         timeline = simulate_schedule(self.schedule, self.costs, sharing=self.sharing)
         memory = memory_of(timeline, self.kept, self.weights, self.sharing.num_bytes)
         return replace(timeline, memory=memory)
-
-    def process_bytes(self, *, with_optimizer: bool = True) -> tuple[int, ...] | None:
-        """Foretell the most bytes of host memory that each process needs at once.
-
-        With threads it is one process with all ranks, else one for each rank, in order; each holds
-        what its stages read of the batch.  `with_optimizer`: what it keeps counts.  None where
-        ranks are not on CPUs, or the cluster does not say what a process takes
-        (`Host.process_bytes`).
-        """
-        return process_bytes(self, with_optimizer=with_optimizer)
 
     @property
     def step_s(self) -> float:

@@ -21,7 +21,7 @@ from rich.console import Console
 from penstock.doctor.facts import gather_facts
 from penstock.errors import RecipeError, RunFolderError
 from penstock.mesh import Mesh
-from penstock.mesh.control import told_by_first
+from penstock.mesh.agreement import told_by_first
 from penstock.mesh.meet import join, meeting
 from penstock.mesh.start import num_processes
 from penstock.planner.make_plan import prediction_path

@@ -117,7 +117,7 @@ FAULTS = (
     ),
     Fault(
         "a call does not say which pipeline it is for",
-        "penstock/mesh/process_group.py",
+        "penstock/mesh/control.py",
         "kind_of_call(kind), float(pipeline), *row]",
         "kind_of_call(kind), 0.0, *row]",
         "tests/distributed/test_crossing.py",
@@ -213,9 +213,9 @@ FAULTS = (
     ),
     Fault(
         "a process that works for long does not say so to those that wait for it",
-        "penstock/mesh/process_group.py",
+        "penstock/mesh/control.py",
         "return slot.get(patience_s)",
-        "return slot.get(self.background.timeout_s * 99)",
+        "return slot.get(self.waits.background.timeout_s * 99)",
         "tests/distributed/test_checkpoint_processes.py",
         "without_a_deadline",
     ),

@@ -167,7 +167,7 @@ def test_a_device_that_is_not_there_is_refused(number: int) -> None:
 
 
 def test_a_cluster_prints_as_tables() -> None:
-    other = host(1, name="g", port=None, network="net", memory_bytes=2**34, process_bytes=2**28)
+    other = host(1, name="g", port=None, network="net", memory_bytes=2**34)
     made = host(4, network="net", cards=2, processes="half", busy_speed=(1.0, 0.75))
     unsure = Link(bytes_per_s=Interval(1e9, 2.5e9))
     text = str(cluster_of(made, other, links={**LINKS, "unsure": unsure}))
@@ -175,5 +175,4 @@ def test_a_cluster_prints_as_tables() -> None:
     assert "4 x a" in text
     assert "bus (processes: half)" in text
     assert "1 GB/s to 2.5 GB/s" in text
-    assert "a process of hosts[1] without a model: 256 MiB" in text
     assert "hosts[0] while 1, 2, ... compute: 100.0%, 75.0%" in text

@@ -29,8 +29,6 @@ def test_three_processes_measure_every_edge_and_train_a_step_together() -> None:
     assert all(e["latency_s"] > 0 and e["bytes_per_s"] > 0 for e in edges.values())
     least = min(edges, key=lambda ends: edges[ends]["bytes_per_s"])
     assert tuple(found["slowest"]) == least
-    assert found["all_reduce"]["num_bytes"] > 0
-    assert len(found["clocks_s"]) == 3
     (test,) = found["self_tests"]
     assert test["equal"] and "3 processes" in test["text"]
     assert not [f for f in found["findings"] if f["severity"] == "error"]
@@ -39,7 +37,7 @@ def test_three_processes_measure_every_edge_and_train_a_step_together() -> None:
 def test_the_report_is_tables_and_lines_of_rank_0() -> None:
     first, second = run(2, [*DOCTOR])
     assert second.output == ""
-    for words in ("processes", "versions", "edges", "slowest edge: rank ", "all-reduce: "):
+    for words in ("processes", "versions", "edges", "slowest edge: rank "):
         assert words in first.output
     assert "self-test: EQUAL: 2 processes" in first.output
     assert "training can work" in first.output.splitlines()[-1]

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from penstock.cli.main import run
-from penstock.doctor.edges import Edge, clocks_s, pairs
+from penstock.doctor.edges import Edge, pairs
 from penstock.doctor.examine import check_folder
 from penstock.doctor.facts import RankFacts, gather_facts
 from penstock.doctor.finding import Finding, Severity, has_error
 from penstock.doctor.report import Report, check_edges
 from penstock.doctor.self_test import Outcome, SelfTest, judge
-from penstock.doctor.together import check_clocks, check_together
+from penstock.doctor.settings import check_together
 
 ERROR, WARNING = Severity.ERROR, Severity.WARNING
 Captured = pytest.CaptureFixture[str]
@@ -48,7 +48,7 @@ def line(findings: list[Finding], severity: Severity) -> str:
 
 
 def edge(source: int, target: int, bytes_per_s: float, **other: float) -> Edge:
-    whole = {"latency_s": 1e-4, "clock_s": 0.0, **other}
+    whole = {"latency_s": 1e-4, **other}
     return Edge(source, target, bytes_per_s=bytes_per_s, num_bytes=2**22, **whole)
 
 
@@ -112,14 +112,6 @@ def test_slow_uneven_and_far_edges_are_named() -> None:
     far = [edge(0, n, 1e9, latency_s=n * 1e-2) for n in range(1, 6)]
     text = line(list(check_edges(far)), WARNING)
     assert "rank 0 ──► 1, 0 ──► 2, 0 ──► 3 and 2 more carry" in text and "50 ms" in text
-
-
-def test_clocks_add_up_from_neighbour_to_neighbour_and_are_compared() -> None:
-    edges = (edge(0, 1, 1e9, clock_s=2.0), edge(1, 0, 1e9, clock_s=-2), edge(1, 2, 1e9, clock_s=1))
-    assert clocks_s(edges, 3) == (0.0, 2.0, 3.0)
-    text = line(list(check_clocks((0.0, 2.0, 3.0))), WARNING)
-    assert "the clock of rank 2 is 3.0 s ahead of that of rank 0" in text
-    assert list(check_clocks((0.0, 0.1))) == []
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_and_one_to_be_made_is_not(

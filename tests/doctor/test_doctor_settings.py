@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.doctor.facts import Host, this_host
 from penstock.doctor.finding import Finding, Severity, merged
-from penstock.doctor.host import Host, this_host
 from penstock.doctor.settings import (
     Place,
     check_gloo,

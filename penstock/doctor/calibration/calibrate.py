@@ -16,15 +16,12 @@ import torch
 
 from penstock.costs.cluster import Cluster, Host, Link
 from penstock.costs.device import Device
-from penstock.doctor.host import memory_bytes, this_host
+from penstock.doctor.facts import memory_bytes, this_host
 
-from .between_processes import measure_processes
-from .between_threads import measure_threads
-from .crowd import shares_alone
 from .device import DeviceFacts, MeasuredDevice, measure_device
 from .figures import Figure, MeasuredLink, Spread, rounded, seconds_of
-from .process_bytes import measure_process_bytes
-from .work import USUAL, Run, Sizes, copy_work, gemm_work, issue_work, mixed_work
+from .links import measure_processes, measure_threads
+from .work import USUAL, Run, Sizes, copy_work, gemm_work, issue_work, mixed_work, shares_alone
 
 _SMALL_BYTES = 64
 
@@ -164,7 +161,6 @@ def _cores(budget_s: float, sizes: Sizes) -> Calibration:
         port="threads",
         processes="processes",
         memory_bytes=memory_bytes(),
-        process_bytes=measure_process_bytes(),
         busy_speed=tuple(rounded(spread.middle) for spread in shares["mixed work"]),
         busy_issue=tuple(rounded(spread.middle) for spread in shares["issuing"]),
     )
