@@ -13,10 +13,9 @@ from penstock.checkpoint.pretrained.load import load_and_tell
 from penstock.errors import ConfigError, RandomnessError, check_count, check_kind
 from penstock.mesh import Mesh
 from penstock.model.capture.capture import resolve_layers
-from penstock.model.held import Held
 from penstock.model.layer_list import Layer
 from penstock.model.layers import Layers
-from penstock.model.state import in_evaluation
+from penstock.model.state import Held, in_evaluation
 from penstock.planner.arguments import Arguments
 from penstock.planner.plan import Plan
 from penstock.runtime.asynchronous import (

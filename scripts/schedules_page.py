@@ -12,8 +12,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from penstock.schedules import Family, Forward, Schedule, ir, one_f_one_b, searched
+from penstock.schedules.memory import num_versions
 from penstock.schedules.names import ASYNCHRONOUS_SCHEDULES, SYNCHRONOUS_FAMILIES, by_default
-from penstock.schedules.versions import num_versions
 from penstock.simulator import Costs, simulate
 from penstock.trace.grid import render_grid
 

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 from penstock.costs.cluster import Cluster, Device, Host, Link
 from penstock.costs.layer_facts import LayerFacts
-from penstock.costs.operators import Operator, Part
 from penstock.costs.profile import (
     AtSize,
     LayerKind,
     LayerSeconds,
     LayerWeights,
+    Operator,
+    Part,
     Profile,
     Value,
 )

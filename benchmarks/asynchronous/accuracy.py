@@ -16,7 +16,7 @@ from rich.console import Console
 from benchmarks.report import progress
 from penstock.train.command import Request, start_run
 from penstock.train.interrupt import Interrupt
-from penstock.train.summary import Summary
+from penstock.train.scalars import Summary
 
 
 class Task(NamedTuple):

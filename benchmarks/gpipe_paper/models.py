@@ -11,10 +11,9 @@ from torch.nn.functional import cross_entropy
 
 import penstock
 from penstock import Profile
-from penstock.costs.operators import Part
-from penstock.costs.profile import AtSize
+from penstock.costs.profile import AtSize, Part
 from penstock.zoo.amoebanet import amoebanet_d
-from penstock.zoo.scaling_model import transformer_lm
+from penstock.zoo.gpt_family import transformer_lm
 
 LENGTH = 1024
 IMAGE, NUM_CLASSES = 224, 1001

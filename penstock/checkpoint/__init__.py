@@ -3,7 +3,7 @@
 from .load import load_checkpoint
 from .pretrained.save import load_pretrained, save_pretrained
 from .save import async_save_checkpoint, export_model, save_checkpoint
-from .saving import Saving
+from .together import Saving
 
 __all__ = [
     "Saving",

@@ -7,7 +7,7 @@ from torch import nn
 
 from penstock.errors import CheckpointError, PeerError, WaitTimeout
 from penstock.mesh import Mesh
-from penstock.model.held import Held
+from penstock.model.state import Held
 from penstock.runtime.engine import is_pipeline
 
 ALONE = Mesh.of_one_process()

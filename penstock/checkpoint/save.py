@@ -32,8 +32,7 @@ from .files import (
 )
 from .optimizer_state import merge_optimizers, pack_optimizer
 from .processes import agreed, begin, held_of
-from .saving import Saving
-from .together import MODEL_FOLDER, OPTIMIZER_FOLDER, begin_together, shard_names
+from .together import MODEL_FOLDER, OPTIMIZER_FOLDER, Saving, begin_together, shard_names
 
 
 def save_checkpoint(

@@ -143,8 +143,7 @@ def plan(  # noqa: PLR0913 - one for each option
 
 def _check_page(path: Path) -> None:
     """See that a page can be written, before anything takes long."""
-    from penstock.trace.page.render import check_renderable
-    from penstock.trace.page.written import check_replaceable
+    from penstock.trace.page.render import check_renderable, check_replaceable
 
     check_renderable()
     check_replaceable(path)

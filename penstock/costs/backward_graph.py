@@ -15,7 +15,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from penstock.torch_private import node_number
 
 from .operator_log import BackwardLog, Edge, OperatorLog
-from .operators import Operator, Part
+from .profile import Operator, Part
 
 _LEAF = "torch::autograd::AccumulateGrad"
 

@@ -10,7 +10,7 @@ from torch.utils import flop_counter
 
 from penstock.torch_private import arguments_of, storage_id
 
-from .operators import Operator, Part
+from .profile import Operator, Part
 
 
 def described(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Operator, ...]:

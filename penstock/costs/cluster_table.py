@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 
 from penstock.interval import Interval, Quantity
-from penstock.trace.table import columns
-from penstock.trace.units import bytes_text, count_text, percent_text, time_text
+from penstock.trace.units import bytes_text, columns, count_text, percent_text, time_text
 
 from .device import Device
 from .hosts import Host, Link

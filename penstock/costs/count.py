@@ -24,15 +24,76 @@ from penstock.model.batch import batch_size
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, tree_map
 from penstock.model.stage_plan import Crossing, Step
-from penstock.torch_private import NEVER_COMPUTES, storage_id
+from penstock.model.state import ABSENT, attributes, put_state, read_state
+from penstock.torch_private import NEVER_COMPUTES, parameters_of, storage_id
 
 from .backward_graph import BackwardGraph
 from .fused_kernels import Kernels
-from .kinds import kind_of
-from .meta_model import inputs_on_meta, on_meta
+from .layer_run import kind_of
 from .operator_log import NeedsValues, OperatorLog
-from .operators import Operator
-from .profile import AtSize, LayerKind, Value
+from .profile import AtSize, LayerKind, Operator, Value
+
+
+@contextmanager
+def on_meta(modules: Iterable[nn.Module]) -> Iterator[dict[int, Tensor]]:
+    """Have the modules' parameters, buffers and tensor attributes on the meta device.
+
+    Tensors that are one stay one.  All are the modules' own again afterwards, with what they held.
+
+    Yields:
+        What stands for each tensor, by the id of that one.
+    """
+    parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
+    own = [
+        (part, name, parameter)
+        for part in parts
+        for name, parameter in parameters_of(part).items()
+        if parameter is not None
+    ]
+    state = read_state(parts, attributes(parts))
+    lent: dict[int, Tensor] = {}
+    try:
+        for part, name, parameter in own:
+            _put_parameter(part, name, _lent(parameter, lent))
+        put_state({at: None if t is None else _lent(t, lent) for at, t in state.items()})
+        yield lent
+    finally:
+        after = read_state(parts, attributes(parts))
+        put_state({place: state.get(place, ABSENT) for place in after.keys() | state.keys()})
+        for part, name, parameter in own:
+            _put_parameter(part, name, parameter)
+
+
+def inputs_on_meta(inputs: Any) -> Any:
+    """Return a value with meta tensors for its tensors."""
+    return tree_map(lambda tensor: _bare(tensor).requires_grad_(tensor.requires_grad), inputs)
+
+
+def _put_parameter(module: nn.Module, name: str, parameter: Any) -> None:
+    if isinstance(module, nn.RNNBase):  # keeps a list of them beside
+        setattr(module, name, parameter)
+    else:
+        parameters_of(module)[name] = parameter
+
+
+def _lent(tensor: Tensor, lent: dict[int, Tensor]) -> Tensor:
+    if id(tensor) not in lent:
+        lent[id(tensor)] = _stand_in(tensor)
+    return lent[id(tensor)]
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(_bare(tensor), requires_grad=tensor.requires_grad)
+    return _bare(tensor).requires_grad_(tensor.requires_grad)
+
+
+def _bare(tensor: Tensor) -> Tensor:
+    bare = torch.empty_like(tensor.detach(), device="meta")
+    if tensor.layout is not torch.strided or bare.stride() == tensor.stride():
+        return bare
+    return torch.empty_strided(bare.shape, tensor.stride(), dtype=bare.dtype, device="meta")
+
 
 Left = Callable[[nn.Module, list[Tensor]], int]
 """Counts what half a backward leaves of a layer, from the graph of what it gave."""

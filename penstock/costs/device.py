@@ -15,7 +15,7 @@ class Device:
     and adds is 2 n FLOPs), `bytes_per_s` what a copy in its memory reaches, read and written bytes
     added up: measured, not the data sheet's.  `efficiency` is the share of the peak (products and
     convolutions) or of the copy (all else) that a class of operators reaches, by the names in
-    `penstock.costs.operators`; "conv3x3.weight" for one part of a backward and
+    `penstock.costs.profile`; "conv3x3.weight" for one part of a backward and
     "gemm.bfloat16" for one dtype count before "gemm".  What is not named has the usual value.
     A kernel takes at least `floor_s`, and `gap_s` lie between two; a host needs `issue_s` to issue
     one operator.  `tile` are rows and columns of the result that one of its `units` computes at

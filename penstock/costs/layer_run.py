@@ -1,18 +1,25 @@
-"""Run the layers of a model one by one, each with a graph of its own."""
+"""Run the layers of a model one by one, each with a graph of its own, and leave them as they were;
+tell which are alike.
+"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.model.capture.watch import original_class
 from penstock.model.entries import Entry, make_entry
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, tree_map
 from penstock.model.stage_plan import Step
-from penstock.torch_private import next_node_number
+from penstock.model.state import ABSENT, attributes, keeping_values, put_state, read_state
+from penstock.torch_private import NEVER_COMPUTES, gradient_hooks, next_node_number, saving_hooks
 
 
 class LayerRun(NamedTuple):
@@ -94,3 +101,110 @@ def _device_of(module: nn.Module) -> torch.device | None:
 
 def _tensors_of(module: nn.Module) -> chain[Tensor]:
     return chain(module.parameters(), module.buffers())
+
+
+_OWN_PLACE = "its place in a list"
+
+
+def kind_of(step: Step, arguments: Any) -> Hashable:
+    """Return a value that is equal for layers of the same classes, sizes, settings and inputs.
+
+    A layer's own number in a list and how often it drops something (unless never) do not count.
+    Objects of other classes count by their class only.
+    """
+    places = frozenset(int(part) for part in step.name.split(".") if part.isdigit())
+    parts = tuple(
+        (path, original_class(part), _settings(part, places))
+        for path, part in step.module.named_modules()
+    )
+    return parts, _fact(arguments)
+
+
+def _settings(module: nn.Module, places: frozenset[int]) -> Hashable:
+    return tuple((name, _setting(name, value, places)) for name, value in vars(module).items())
+
+
+def _setting(name: str, value: Any, places: frozenset[int]) -> Hashable:
+    if name.endswith("hooks"):
+        return len(value)
+    if type(value) is int and value in places:
+        return _OWN_PLACE
+    if isinstance(value, float) and (name == "p" or "drop" in name):
+        return bool(value)
+    return _fact(value)
+
+
+def _fact(value: Any) -> Hashable:
+    match value:
+        case Tensor():
+            return tuple(value.shape), value.dtype, value.device, value.requires_grad
+        case bool() | int() | float() | str() | None | FunctionType():
+            return value
+        case tuple() | list():
+            return tuple(map(_fact, value))
+        case dict():
+            return tuple((str(key), _fact(entry)) for key, entry in value.items())
+        case _:
+            return id(type(value))
+
+
+@contextmanager
+def untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Put buffers, tensor attributes and random number generators back to what they were."""
+    owners = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
+    before = read_state(owners, attributes(owners))
+    devices = list(range(torch.cuda.device_count()))
+    with keeping_values(tensor for tensor in before.values() if tensor is not None):
+        try:
+            with torch.random.fork_rng(devices=devices), torch.enable_grad(), _saving_as_usual():
+                yield
+        finally:
+            after = read_state(owners, attributes(owners))
+            put_state({place: before.get(place, ABSENT) for place in after.keys() | before.keys()})
+
+
+def _saving_as_usual() -> AbstractContextManager[Any]:
+    """Set hooks aside that would change what autograd saves: the caller may be in a checkpoint."""
+    if saving_hooks() is None:
+        return nullcontext()
+    return saved_tensors_hooks(as_it_is, as_it_is)
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    """Unpack what was saved as it is."""
+    return tensor
+
+
+setattr(as_it_is, NEVER_COMPUTES, True)
+
+
+@contextmanager
+def untouched_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Take the hooks of parameters off; put back afterwards these, gradients and attributes.
+
+    A function's own backward may add to `.grad`, or to a tensor that is an attribute of the
+    parameter (`main_grad`): both have their values back.
+    """
+    parameters = list(parameters)
+    gradients = [parameter.grad for parameter in parameters]
+    attributes = [dict(vars(parameter)) for parameter in parameters]
+    hooks = [(found, dict(found)) for p in parameters for found in gradient_hooks(p) if found]
+    values = [value for held in attributes for value in held.values() if isinstance(value, Tensor)]
+    with keeping_values([*values, *(g for g in gradients if g is not None)]):
+        try:
+            for found, _ in hooks:
+                found.clear()
+            yield
+        finally:
+            for found, before in hooks:
+                found.update(before)
+            for parameter, gradient, held in zip(parameters, gradients, attributes, strict=True):
+                parameter.grad = gradient
+                _put(vars(parameter), held)
+
+
+def _put(held: dict[str, Any], before: dict[str, Any]) -> None:
+    """Put attributes back where any was added, taken away or replaced."""
+    if held.keys() != before.keys() or any(held[name] is not before[name] for name in held):
+        held.clear()
+        held.update(before)

@@ -18,9 +18,9 @@ import torch
 
 from penstock.model.layers import Layers
 
+from .layer_run import untouched
 from .profile import LayerSeconds
 from .step_timer import CallLayer, Look, StepTimer
-from .untouched import untouched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from penstock.model.stage_plan import Step
 from penstock.torch_private import storage_id
 
 from .count import Left, touches, values_of
+from .layer_run import as_it_is, untouched
 from .profile import AtSize, LayerKind
-from .untouched import as_it_is, untouched
 
 
 def measure_bytes(layers: Layers, inputs: Any, left: Left) -> AtSize:

@@ -13,8 +13,7 @@ from penstock.errors import ConfigError, check_count
 from penstock.interval import likely
 
 from .device import Device
-from .operators import Part
-from .profile import AtSize, LayerKind, LayerSeconds, Profile, Value
+from .profile import AtSize, LayerKind, LayerSeconds, Part, Profile, Value
 from .roofline import Known, operators_seconds
 
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from penstock.trace.table import columns
-from penstock.trace.units import bytes_text, count_text, percent_text, time_text
+from penstock.trace.units import bytes_text, columns, count_text, percent_text, time_text
 
 from .prices import LayerPrice, Prices
 from .profile import AtSize, LayerKind, LayerWeights, Profile

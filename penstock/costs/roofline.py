@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 from penstock.interval import Quantity, least, likely, most
 
 from .device import Device
-from .operators import PRODUCTS, Operator, Part
+from .profile import PRODUCTS, Operator, Part
 
 Known = Callable[[Quantity], float]
 """Picks a number from what is known of it: `likely`, `least` or `most`."""

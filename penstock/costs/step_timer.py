@@ -19,10 +19,8 @@ from penstock.model.pytree import flatten
 from penstock.model.stage_plan import Step
 from penstock.torch_private import node_number
 
-from .kinds import kind_of
-from .layer_run import LayerRun, run_alone
+from .layer_run import LayerRun, kind_of, run_alone, untouched_gradients
 from .profile import LayerSeconds
-from .untouched import untouched_gradients
 
 Mark = float | torch.cuda.Event
 """A point in time, on the host or on an accelerator."""

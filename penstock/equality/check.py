@@ -19,8 +19,7 @@ from penstock.torch_private import version_counter
 from penstock.types import Reduction
 
 from .compare import compare
-from .report import CheckReport
-from .result import Result, collect, digests
+from .report import CheckReport, Result, collect, digests
 from .unsplit import run_unsplit
 
 

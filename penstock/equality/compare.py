@@ -4,8 +4,7 @@ from torch import Tensor
 
 from penstock.model.layers import Layers
 
-from .report import CheckReport, CheckRow
-from .result import Result
+from .report import CheckReport, CheckRow, Result
 
 _ROUNDING = 1e-4
 

@@ -21,7 +21,7 @@ from penstock.runtime.random.generators import StreamBetween, kept_outside, seed
 from penstock.runtime.random.streams import BETWEEN, stream_key
 from penstock.types import Reduction
 
-from .result import Result, as_modules, collect, digests
+from .report import Result, as_modules, collect, digests
 from .statistics import ExpectedStatistics
 
 

@@ -21,14 +21,13 @@ from penstock.trace.units import count_text
 from penstock.types import Transport
 
 from .agreement import told_by_first
-from .backends import check_backends, process_device
 from .background import Background
 from .collectives import Waits
 from .control import Control
 from .lifelines import Lifelines
 from .meet import join, meeting
 from .point_to_point import PointToPoint
-from .start import num_processes
+from .start import check_backends, num_processes, process_device
 from .threads import end_now, in_thread, never_destroy
 from .watch import Watch
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from penstock.types import LONGEST_TIMEOUT_S
 
-from .backends import own_backend
 from .background import Background
+from .start import own_backend
 
 _HELLO, _END = 2**31 - 2, 2**31 - 1
 """Tags; those of messages are lower."""

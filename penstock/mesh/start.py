@@ -1,7 +1,12 @@
-"""Check what a process is started with: its place among others, and how long it may wait."""
+"""Check what a process is started with: its place among others, and torch's backends: gloo for
+agreements, and a device's own for the tensors on it.
+"""
 
 import os
 from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
 
 from penstock.errors import ConfigError
 
@@ -76,3 +81,65 @@ def _whole_number(name: str, default: str, least: int) -> int:
 
 def _listed(names: Sequence[str]) -> str:
     return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'}"
+
+
+def process_device(asked: torch.device | str | None) -> torch.device:
+    """Return the device of this process: the one of its number on this host, if none is named.
+
+    Raises:
+        ConfigError: this process sees no such device.
+    """
+    device = torch.device(asked or "cpu")
+    if device.type == "cpu":
+        return device
+    here = torch.accelerator.current_accelerator()
+    count = torch.accelerator.device_count() if here and here.type == device.type else 0
+    index = local_rank() % max(1, count) if device.index is None else device.index
+    if index >= count:
+        raise ConfigError(
+            f"device={str(asked)!r}: this process sees {count} devices of that kind; name one "
+            "that is there, or leave device out, to compute on the CPU"
+        )
+    return torch.device(device.type, index)
+
+
+def check_backends(asked: torch.device | str | None) -> str:
+    """Return the backends for a device, as torch writes them.
+
+    Raises:
+        ConfigError: torch lacks one, or the processes have met already without it.
+    """
+    kind = torch.device(asked or "cpu").type
+    if dist.is_initialized():
+        return _check_met(kind)
+    if kind == "cpu":
+        return "gloo"
+    try:
+        name = dist.get_default_backend_for_device(kind)
+    except ValueError:
+        name = ""
+    if not name or not dist.is_backend_available(name):
+        raise ConfigError(
+            f"device={str(asked)!r}: processes that compute there need torch's backend "
+            f"{name or 'for it'}, and torch {torch.__version__} has none. Install a torch that "
+            "has it, leave device out, to compute on the CPU, or use one process (no torchrun), "
+            "where each stage has a thread"
+        )
+    return f"cpu:gloo,{kind}:{name}"
+
+
+def own_backend(backends: str, device: torch.device) -> str:
+    """Return the one of these backends that is for a device."""
+    return dict(pair.split(":") for pair in backends.split(","))[device.type]
+
+
+def _check_met(kind: str) -> str:
+    met: str = dist.get_backend_config()
+    kinds = {pair.partition(":")[0] for pair in met.split(",")}
+    if absent := [needed for needed in ("cpu", kind) if needed not in kinds]:
+        raise ConfigError(
+            f"torch.distributed was initialized with {met}, which has no backend for "
+            f"{' and '.join(dict.fromkeys(absent))}. Initialize it with cpu:gloo and the backend "
+            "of your device, or let init_mesh do so"
+        )
+    return met

@@ -9,8 +9,7 @@ from torch import nn
 
 from penstock.errors import ConfigError, PartitionError
 from penstock.torch_private import children_of, has_hooks
-from penstock.trace.table import columns
-from penstock.trace.units import count_text
+from penstock.trace.units import columns, count_text
 
 from .layers import Layers, Source
 from .materialize import Made, move_or_make

@@ -11,8 +11,8 @@ import numpy as np
 from penstock.costs.profile import AtSize, LayerSeconds
 from penstock.errors import ConfigError
 from penstock.schedules.costs import UNIT_COSTS
+from penstock.schedules.memory import num_versions
 from penstock.schedules.names import families_for
-from penstock.schedules.versions import num_versions
 
 from .cuts import Spans
 from .fit import NoRoom, Policy, fit, predicted_s

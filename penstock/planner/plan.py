@@ -12,8 +12,7 @@ from penstock.errors import ConfigError, PlanError, UnreadableError, check_count
 from penstock.plain_values import from_json, path_of, to_json
 from penstock.schedules.family import Family
 from penstock.schedules.names import SCHEDULE_NAMES
-from penstock.trace.table import columns
-from penstock.trace.units import count_text, time_text
+from penstock.trace.units import columns, count_text, time_text
 from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport
 
 from .checks import check_bytes, check_foretold, check_partition, check_timeout, check_whole

@@ -6,7 +6,7 @@ from penstock.costs.cluster import Cluster
 from penstock.errors import PlanError
 from penstock.interval import likely
 from penstock.trace.page import Page, Section, Table, Text, render_page
-from penstock.trace.page.written import check_replaceable
+from penstock.trace.page.render import check_replaceable
 from penstock.trace.units import count_text
 
 from .plan import Plan

@@ -20,7 +20,7 @@ from penstock.schedules.memory import Kept
 from penstock.schedules.transfers import Transfer
 from penstock.simulator import Pool, Sharing, Way
 from penstock.simulator import simulate as simulate_schedule
-from penstock.simulator.compiled import Compiled, Edge, compiled
+from penstock.simulator.engine import Compiled, Edge, compiled
 from penstock.simulator.memory import StageWeights, memory_of
 from penstock.simulator.simulate import step_s
 from penstock.trace.timeline import Timeline

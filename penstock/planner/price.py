@@ -20,7 +20,7 @@ import numpy as np
 from penstock.costs.cluster import Route
 from penstock.costs.profile import LayerSeconds, LayerWeights
 from penstock.schedules.family import Family
-from penstock.schedules.versions import num_versions
+from penstock.schedules.memory import num_versions
 from penstock.types import Recompute, RecomputePolicy
 
 from .cuts import EVERYWHERE, Matrix, Setting, Window, between, upto

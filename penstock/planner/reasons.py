@@ -4,8 +4,14 @@ from collections.abc import Callable, Iterator, Mapping
 
 from penstock.costs.cluster import Cluster
 from penstock.trace.rank_times import mean_times, rank_times
-from penstock.trace.table import columns
-from penstock.trace.units import bytes_text, count_text, number_text, percent_text, time_text
+from penstock.trace.units import (
+    bytes_text,
+    columns,
+    count_text,
+    number_text,
+    percent_text,
+    time_text,
+)
 
 from .predict import Foretold
 from .rank import Choices, Found

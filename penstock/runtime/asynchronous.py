@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from penstock.errors import BatchError, ConfigError, check_kind, shown
 from penstock.model.pytree import flatten
 from penstock.schedules.lower import Mode
-from penstock.schedules.versions import uses_of_versions
+from penstock.schedules.memory import uses_of_versions
 
 from .engine import Engine
 from .microbatches import Batch, Call

@@ -23,8 +23,7 @@ from penstock.schedules.ir import (
     SendGradient,
     UpdateWeights,
 )
-from penstock.transport.channels import AbstractChannels, Stopped
-from penstock.transport.payload import Activation, Gradient
+from penstock.transport.channels import AbstractChannels, Activation, Gradient, Stopped
 from penstock.types import Trace
 
 from .devices import Clock, StageDevice

@@ -15,8 +15,7 @@ from penstock.mesh.user_classes import user_codec
 from penstock.model.compare import first_difference, is_object, leaf_paths
 from penstock.model.output_loss import loss_in
 from penstock.model.pytree import constants, flatten, flatten_by, tree_map, unflatten
-from penstock.model.stand_in import StandIn
-from penstock.model.templates import from_template, template
+from penstock.model.templates import StandIn, from_template, template
 from penstock.transport.wire import TENSOR_KIND, TensorKind, fill, room_for, to_bytes
 
 _SHOWN = 60

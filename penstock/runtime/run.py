@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.planner.unsplit import Unsplit
 from penstock.torch_private import AnyBatchNorm
 from penstock.trace.timeline import MemorySample
-from penstock.transport.payload import Activation, Gradient
+from penstock.transport.channels import Activation, Gradient
 from penstock.types import Trace
 
 from .caller import CallerContext

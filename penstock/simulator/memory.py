@@ -8,7 +8,7 @@ from penstock.schedules import ir
 from penstock.schedules.memory import Kept, live_bytes
 from penstock.trace.timeline import MemoryKind, MemorySample, Span, Timeline
 
-from .compiled import Edge
+from .engine import Edge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

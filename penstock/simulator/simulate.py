@@ -14,8 +14,7 @@ from penstock.schedules.transfers import Transfers, chain_transfers
 from penstock.schedules.walk import Run, walk_runs
 from penstock.trace.timeline import Span, Timeline
 
-from .compiled import Compiled, Edge, compiled
-from .engine import Engine, Pool, Way
+from .engine import Compiled, Edge, Engine, Pool, Way, compiled
 
 Watch = Callable[[Iterable[Run], int], Iterable[Run]]
 """Yields on the runs of a walk with so many instructions, to show how far it is."""

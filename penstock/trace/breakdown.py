@@ -1,16 +1,29 @@
-"""Where the time of a step went: work, waiting for messages, and bubble, stage by stage."""
+"""Where the time of a step went: work, waiting for messages, and bubble, stage by stage; and the
+longest chain of work that its order and messages allow.
+"""
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from fractions import Fraction
 from numbers import Rational
 from typing import cast
 
 from penstock.schedules.collection import collection_paused
-from penstock.schedules.ir import Receive, Send, sent_message
+from penstock.schedules.ir import (
+    Compute,
+    Instruction,
+    Message,
+    Receive,
+    Schedule,
+    Send,
+    UpdateWeights,
+    awaited_message,
+    sent_message,
+)
+from penstock.schedules.walk import walk
 
-from .chain import longest_chain_s, works_s
 from .looks import look_of
 from .timeline import Span, Timeline
 from .units import percent_text, unit_for
@@ -176,3 +189,39 @@ def share(part: float, whole: float) -> float:
     if isinstance(part, Rational) and isinstance(whole, Rational):
         return cast(float, Fraction(part, whole))
     return part / whole
+
+
+def works_s(timeline: Timeline) -> tuple[float, ...]:
+    """Return, for each span, the seconds in which layers ran or the optimizer: 0 of all others."""
+    return tuple(
+        span.duration_s if isinstance(span.instruction, Compute | UpdateWeights) else 0
+        for span in timeline.spans
+    )
+
+
+def longest_chain_s(timeline: Timeline, durations_s: Sequence[float]) -> float:
+    """Compute the seconds that the programs take if each span takes what `durations_s` says.
+
+    Each instruction begins as soon as the one before it on its rank and the message that it takes
+    in allow; messages take no time.  A receive whose send the timeline lacks waits for nothing.
+    """
+    num_ranks = timeline.num_ranks
+    programs: list[list[Instruction]] = [[] for _ in range(num_ranks)]
+    of_ranks: list[list[float]] = [[] for _ in range(num_ranks)]
+    sent = {None, *(sent_message(span.instruction) for span in timeline.spans)}
+    for span, duration_s in zip(timeline.spans, durations_s, strict=True):
+        if awaited_message(span.instruction) in sent:
+            programs[span.rank].append(span.instruction)
+            of_ranks[span.rank].append(duration_s)
+    next_s = [iter(of_rank) for of_rank in of_ranks]
+    arrival_s: dict[Message, float] = {}
+    free_s: list[float] = [0] * num_ranks
+    for rank, instruction in walk(Schedule(tuple(map(tuple, programs)))):
+        awaited = awaited_message(instruction)
+        if awaited is not None:
+            free_s[rank] = max(free_s[rank], arrival_s.pop(awaited))
+        free_s[rank] += next(next_s[rank])
+        message = sent_message(instruction)
+        if message is not None:
+            arrival_s[message] = free_s[rank]
+    return max(free_s, default=0)

@@ -7,8 +7,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from penstock.schedules import ir
 from penstock.schedules.collection import collection_paused
 
-from .breakdown import share, waits_s
-from .chain import longest_chain_s, works_s
+from .breakdown import longest_chain_s, share, waits_s, works_s
 from .timeline import Timeline
 
 _FIELDS: dict[type[ir.Instruction], str] = {

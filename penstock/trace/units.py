@@ -1,5 +1,6 @@
-"""Which unit a person reads a time, a share or a size in."""
+"""Write times, shares and sizes in the unit that a person reads them in, and tables as text."""
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -47,3 +48,21 @@ def count_text(number: int, noun: str) -> str:
 def number_text(number: float) -> str:
     """Write a number with four significant digits, or all before the point."""
     return f"{number:,.0f}" if number >= 999.95 else f"{number:.4g}"
+
+
+def columns(rows: Sequence[Sequence[str]], num_left: int | None = None) -> Iterator[str]:
+    """Lay out rows of cells: the first `num_left` columns left-aligned, the others right-aligned.
+
+    Without `num_left`, a column is right-aligned whose last cell is a number.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    is_right = [
+        cell.replace(",", "").isdigit() if num_left is None else n >= num_left
+        for n, cell in enumerate(rows[-1])
+    ]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, is_right, strict=True)
+        ]
+        yield "  ".join(cells).rstrip()

@@ -47,8 +47,7 @@ from .run_folder import (
     numbered,
     open_existing,
 )
-from .scalars import check_scalars
-from .summary import Summary
+from .scalars import Summary, check_scalars
 
 _CPU_INFO = Path("/proc/cpuinfo")
 

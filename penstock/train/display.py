@@ -9,9 +9,9 @@ from rich.table import Table
 from penstock.trace.units import bytes_text, percent_text
 
 from .meter import Meter
-from .position import Position
 from .run_files import SKIPPED
-from .summary import Summary
+from .scalars import Summary
+from .start import Position
 from .tasks.task import Task
 
 _FIELDS = ("loss", "score", "speed", "bubble")

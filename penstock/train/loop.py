@@ -28,20 +28,26 @@ from .build import (
     names_of,
 )
 from .display import Display
-from .evaluate import scores_of
 from .interrupt import Interrupt
 from .layout import make_mesh, replica_share
 from .learning_rate import Rates
 from .meter import Meter
-from .position import Position
-from .resume import check_state, way_out
 from .run_files import DAMAGED_METRICS, SKIPPED
 from .run_folder import RunFolder
 from .scalars import Scalars
-from .start import begun_from, check_start, checkpoint_of, note_start, start_from
+from .start import (
+    Position,
+    begun_from,
+    check_start,
+    check_state,
+    checkpoint_of,
+    note_start,
+    start_from,
+    way_out,
+)
 from .tasks import build_task
 from .tasks.task import Batch
-from .weight_update import WeightUpdate, Windows
+from .weight_update import WeightUpdate, Windows, scores_of
 
 
 class Trainer:

@@ -13,7 +13,7 @@ from .loop import Trainer
 from .run_files import MEMORY, REPORT, STEP, SUMMARY, TIMELINE
 from .run_folder import RunFolder
 from .run_page import write_page
-from .summary import StageMemory, Summary
+from .scalars import StageMemory, Summary
 
 
 def summarise(trainer: Trainer, folder: RunFolder, seconds: float) -> Summary:

@@ -9,7 +9,7 @@ from penstock.errors import PenstockError, RunFolderError
 from penstock.planner.plan import Plan
 from penstock.planner.plan_page import plan_section, plan_subtitle
 from penstock.trace.page import Fact, Page, Section, Table, Text, render_page
-from penstock.trace.page.written import check_replaceable
+from penstock.trace.page.render import check_replaceable
 from penstock.trace.timeline import Timeline
 from penstock.trace.units import bytes_text
 

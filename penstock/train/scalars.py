@@ -1,6 +1,8 @@
-"""Write the metrics of a run for TensorBoard, too."""
+"""What a run came to: the values of its end as JSON, and its metrics for TensorBoard."""
 
+import json
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,3 +48,45 @@ class Scalars:
     def close(self) -> None:
         """Write what is left, and end the writer's thread."""
         self._writer.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """What one stage kept at most for its backward passes."""
+
+    stage: int
+    layers: tuple[str, ...]
+    peak_bytes: int | None
+    """Measured in one step; None if there were too few steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A run, finished or interrupted.  Shares are from 0 to 1; None where nothing was measured."""
+
+    run_folder: str
+    finished: bool
+    epochs: int
+    steps: int
+    scores: Mapping[str, float]
+    """After the last full epoch, by name, such as `test_accuracy`; in the JSON beside the rest."""
+    shown: Mapping[str, str]
+    """The same as texts, by title."""
+    unit: str
+    """What `samples_per_s` counts: samples, or words."""
+    num_skipped: int
+    """What could not be read of the data; skipped.txt names it."""
+    result: str
+    """What the task makes of a finished run."""
+    seconds: float
+    """Of this process, from the first step to the last evaluation."""
+    samples_per_s: float
+    bubble: float | None
+    share_of_ideal: float | None
+    stages: tuple[StageMemory, ...]
+
+    def to_json(self) -> str:
+        """Write the summary as one line of JSON."""
+        facts = asdict(self)
+        del facts["shown"]
+        return json.dumps({**facts.pop("scores"), **facts})

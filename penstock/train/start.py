@@ -1,14 +1,18 @@
-"""Weights to start from: those of another run, but for the layers that begin anew."""
+"""Where a run begins: from which checkpoint it may go on, what a resumed run has to know, and
+weights of another run, but for the layers that begin anew.
+"""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from penstock.checkpoint.files import digest_of_checkpoint
+from penstock.checkpoint.files import digest_of_checkpoint, read_facts, read_state
 from penstock.checkpoint.weights import Names, SavedWeights
 from penstock.errors import CheckpointError, RecipeError
 from penstock.pipeline import Pipeline
-from penstock.recipe.read import read_recipe
+from penstock.recipe.read import check_same_run, read_recipe
 from penstock.recipe.recipe import Recipe, Start
 from penstock.recipe.section import Mark
 
@@ -162,3 +166,77 @@ def _check_new(start: Start, names: list[str]) -> None:
 
 def _is_in(name: str, layers: tuple[str, ...]) -> bool:
     return any(name == layer or name.startswith(f"{layer}.") for layer in layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """The next batch to train on, the steps done, and the sums of the epoch under way.
+
+    Saved in every checkpoint.  The order of the samples follows from the epoch alone.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    loss_sum: float = 0.0
+    """Sum over the samples (or words) of this epoch of the loss of their batch."""
+    num_samples: int = 0
+    """Samples (or words) of this epoch that were trained on."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """After the last full epoch, by the names of the task's measures."""
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean loss over the samples of this epoch so far."""
+        return self.loss_sum / self.num_samples if self.num_samples else 0.0
+
+    def after_batch(self, loss: float, num_samples: int) -> "Position":
+        """Count one more step."""
+        return replace(
+            self,
+            batch=self.batch + 1,
+            step=self.step + 1,
+            loss_sum=self.loss_sum + loss * num_samples,
+            num_samples=self.num_samples + num_samples,
+        )
+
+    def after_epoch(self, scores: Mapping[str, float]) -> "Position":
+        """Stand at the start of the next epoch."""
+        return Position(epoch=self.epoch + 1, step=self.step, scores=scores)
+
+
+def check_state(checkpoint: Path, recipe: Recipe) -> None:
+    """Refuse a checkpoint of another run before anything is loaded.
+
+    Raises:
+        CheckpointError: it is damaged, or was not saved by a run.
+        RunFolderError: it was saved by a run of another recipe.
+    """
+    state = read_state(checkpoint)[0]["state"]
+    missing = [name for name in ("position", "recipe", "scaler") if name not in state]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint} was not saved by `penstock train`: it has no {missing[0]}"
+        )
+    check_same_run(state["recipe"], recipe, checkpoint)
+
+
+def way_out(folder: RunFolder) -> str:
+    """Say what can be done about a newest checkpoint that cannot be loaded."""
+    *before, newest = folder.checkpoints()
+    number = next((n for n in reversed(range(len(before))) if _is_sound(before[n])), None)
+    if number is None:
+        return (
+            f"No other checkpoint in {folder.path} is sound. If there is a copy of this one, put "
+            f"it back; else the run can only begin again at step 0, which deleting {newest} does"
+        )
+    doomed = ", ".join(str(path) for path in (*before[number + 1 :], newest))
+    return f"To resume from {before[number]}, delete {doomed}"
+
+
+def _is_sound(checkpoint: Path) -> bool:
+    try:
+        read_facts(checkpoint)
+    except CheckpointError:
+        return False
+    return True

@@ -18,7 +18,7 @@ from penstock.model.entries import version_of
 from penstock.model.pytree import Structure
 from penstock.model.templates import from_template, is_plain, template
 
-from .payload import Activation, Gradient
+from .channels import Activation, Gradient
 from .wire import TENSOR_KIND, TensorKind
 
 _MOST_KNOWN = 256

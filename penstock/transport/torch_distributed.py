@@ -24,8 +24,8 @@ from penstock.mesh.background import Slot
 from penstock.mesh.plain_data import MOST_BYTES
 from penstock.model.entries import version_of
 
+from .channels import check_still_as_sent
 from .headers import HeaderReader, HeaderWriter, Payload
-from .payload import check_still_as_sent
 from .wire import TensorKind, fill, memory_of, room_for, to_bytes
 
 _FIRST = struct.Struct("!IIqI")

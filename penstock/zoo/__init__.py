@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from .drop_path import set_drop_path_progress as set_drop_path_progress
     from .gpt_family import GPT_SIZES as GPT_SIZES
     from .gpt_family import gpt as gpt
+    from .gpt_family import transformer_lm as transformer_lm
     from .gshard import GSHARD_SIZES as GSHARD_SIZES
     from .gshard import gshard_moe as gshard_moe
     from .layer_table import Summary as Summary
     from .layer_table import summary as summary
-    from .residual import residual_network as residual_network
     from .resnet import WIDE_RESNET_SIZES as WIDE_RESNET_SIZES
     from .resnet import bottleneck_resnet as bottleneck_resnet
+    from .resnet import residual_network as residual_network
     from .resnet import resnet50 as resnet50
     from .resnet import resnet101 as resnet101
     from .resnet import wide_resnet as wide_resnet
-    from .scaling_model import transformer_lm as transformer_lm
     from .translation.beam import Translations as Translations
     from .translation.beam import beam_search as beam_search
     from .translation.model import Tied as Tied
@@ -48,14 +48,14 @@ _HOME = {
     "bottleneck_resnet": "penstock.zoo.resnet",
     "gpt": "penstock.zoo.gpt_family",
     "gshard_moe": "penstock.zoo.gshard",
-    "residual_network": "penstock.zoo.residual",
+    "residual_network": "penstock.zoo.resnet",
     "resnet101": "penstock.zoo.resnet",
     "resnet50": "penstock.zoo.resnet",
     "set_drop_path_progress": "penstock.zoo.drop_path",
     "shift_right": "penstock.zoo.translation.model",
     "smoothed_cross_entropy": "penstock.zoo.translation.model",
     "summary": "penstock.zoo.layer_table",
-    "transformer_lm": "penstock.zoo.scaling_model",
+    "transformer_lm": "penstock.zoo.gpt_family",
     "translation_transformer": "penstock.zoo.translation.model",
     "unet": "penstock.zoo.u_net",
     "wide_resnet": "penstock.zoo.resnet",

@@ -9,8 +9,13 @@ from penstock.errors import ConfigError
 from .attention import BlockShape, CausalAttention, CausalBlock
 from .drawn import Draws, Linear, normal, xavier
 from .mixture import Mixture, MixtureShape
-from .sizes import require_at_least, require_share
-from .transformer_sizes import require_even, require_positive, sizes_of
+from .transformer_sizes import (
+    require_at_least,
+    require_even,
+    require_positive,
+    require_share,
+    sizes_of,
+)
 from .words import SinusoidalEmbedding
 
 GSHARD_SIZES = {

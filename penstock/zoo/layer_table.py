@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.errors import ConfigError
 from penstock.torch_private import data_dependent_errors, fake_tensors, tree_map_only
 
-from .sizes import require_at_least
+from .transformer_sizes import require_at_least
 
 OWN = "(own)"
 """The name of the row for what the model has and computes itself, outside the layers shown."""

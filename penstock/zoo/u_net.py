@@ -10,7 +10,7 @@ from math import gcd, sqrt
 import torch
 from torch import Tensor, nn
 
-from .sizes import require_at_least, require_one_of, require_share
+from .transformer_sizes import require_at_least, require_one_of, require_share
 
 NORMS = ("batch", "group")
 MOST_GROUPS = 32

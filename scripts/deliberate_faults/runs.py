@@ -101,7 +101,7 @@ FAULTS = (
     ),
     Fault(
         "the ideal step forgets that ranks recompute while they wait",
-        "penstock/trace/chain.py",
+        "penstock/trace/breakdown.py",
         "if isinstance(span.instruction, Compute | UpdateWeights) else 0",
         "if isinstance(span.instruction, Forward | Backward) else 0",
         "tests/trace/test_trace_breakdown.py",
@@ -133,7 +133,7 @@ FAULTS = (
     ),
     Fault(
         "lanes are drawn of ranks whose spans were left out",
-        "penstock/trace/page/boxes.py",
+        "penstock/trace/page/lane_chart.py",
         "ranks = tuple(ranks[n] for n in spread(len(ranks), _LANES_OF_MANY))",
         "ranks = spread(timeline.num_ranks, _LANES_OF_MANY)",
         "tests/trace/page/test_page.py",
@@ -197,7 +197,7 @@ FAULTS = (
     ),
     Fault(
         "the way out of a damaged checkpoint is one that is damaged too",
-        "penstock/train/resume.py",
+        "penstock/train/start.py",
         "    except CheckpointError:\n        return False",
         "    except CheckpointError:\n        return True",
         "tests/laws/test_train_resume.py",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.checkpoint.weights import mean_weights, tensor_names
 from penstock.errors import CheckpointError
-from penstock.zoo.residual import residual_network
+from penstock.zoo.resnet import residual_network
 from tests.model_parts import Masters, Noted, Noting, noted_pipeline
 
 Damage = Callable[[Path], Any]

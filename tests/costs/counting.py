@@ -7,8 +7,7 @@ from torch import nn
 
 from penstock import Layers, capture
 from penstock.costs.count import count_layers
-from penstock.costs.operators import Operator, Part
-from penstock.costs.profile import AtSize, LayerKind
+from penstock.costs.profile import AtSize, LayerKind, Operator, Part
 from penstock.model.layer_list import as_layers, is_plain_chain
 
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.costs.count import count_layers
-from penstock.costs.operators import Part
+from penstock.costs.profile import Part
 from penstock.errors import ConfigError
 from penstock.model.layer_list import as_layers
 from penstock.model.pytree import flatten

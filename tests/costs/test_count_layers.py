@@ -13,8 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock import Layer, Layers, capture
 from penstock.costs.count import count_layers
 from penstock.costs.measure_bytes import measure_bytes
-from penstock.costs.operators import Part
-from penstock.costs.profile import Value
+from penstock.costs.profile import Part, Value
 from penstock.errors import BatchError, ConfigError
 from penstock.model.layer_list import as_layers
 from penstock.model.pytree import flatten

@@ -7,8 +7,8 @@ import pytest
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.device_presets import device_preset, device_preset_names
-from penstock.costs.operators import PRODUCTS, Operator, Part
 from penstock.costs.preset_files import preset_names, preset_text
+from penstock.costs.profile import PRODUCTS, Operator, Part
 from penstock.costs.roofline import operator_seconds
 from penstock.errors import ConfigError
 from penstock.interval import least, likely, most

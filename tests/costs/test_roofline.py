@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.costs.device import Device
-from penstock.costs.operators import CLASSES, Operator, Part
+from penstock.costs.profile import CLASSES, Operator, Part
 from penstock.costs.roofline import USUAL, operator_seconds, operators_seconds
 from penstock.errors import ConfigError
 from penstock.interval import Interval, least, likely, most

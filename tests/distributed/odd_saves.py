@@ -10,8 +10,7 @@ from torch import nn
 
 import penstock
 from penstock.checkpoint.files import make_unfinished, put_in_place
-from penstock.checkpoint.saving import Saving
-from penstock.checkpoint.together import write_together
+from penstock.checkpoint.together import Saving, write_together
 from penstock.mesh import background
 from tests.model_parts import Masters, Noted, noted_pipeline
 from tests.side_by_side import same_bits

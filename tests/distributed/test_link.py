@@ -12,7 +12,7 @@ import torch
 import penstock
 from penstock.mesh.point_to_point import PointToPoint
 from penstock.model.pytree import flatten
-from penstock.transport.payload import Activation, Gradient
+from penstock.transport.channels import Activation, Gradient
 from penstock.transport.torch_distributed import Incoming, Outgoing
 from tests.distributed.call import call
 

@@ -22,8 +22,8 @@ from penstock.train.command import Request, resume_run, start_run
 from penstock.train.display import Display
 from penstock.train.interrupt import Interrupt
 from penstock.train.loop import Trainer
-from penstock.train.position import Position
 from penstock.train.run_folder import RunFolder, create
+from penstock.train.start import Position
 from tests.digits import DIGITS, NUM_STEPS, TWO_EPOCHS
 from tests.quiet import quiet
 

@@ -25,10 +25,9 @@ from penstock.schedules import (
     zb_h2,
 )
 from penstock.schedules.family import Family
-from penstock.schedules.memory import Sizes, live_bytes, peak_bytes
+from penstock.schedules.memory import Sizes, live_bytes, num_versions, peak_bytes
 from penstock.schedules.names import ASYNCHRONOUS_SCHEDULES
 from penstock.schedules.passes import add_offload, add_recompute
-from penstock.schedules.versions import num_versions
 from penstock.types import Recompute, RecomputePolicy
 from tests.planner.at_sizes import drawn
 from tests.planner.plans import plan

@@ -16,9 +16,8 @@ from penstock.planner.stage_bytes import StageBytes
 from penstock.planner.stage_work import steady
 from penstock.schedules import gpipe, one_f_one_b, pipedream, zb_h1
 from penstock.schedules.family import Family
-from penstock.schedules.memory import peak_bytes
+from penstock.schedules.memory import peak_bytes, version_bytes
 from penstock.schedules.passes import add_recompute
-from penstock.schedules.versions import version_bytes
 from penstock.types import Recompute
 from tests.planner.at_sizes import chain, drawn
 

@@ -18,10 +18,10 @@ from penstock.schedules import pipedream as pipedream_of
 from penstock.schedules.ir import ADDS_GRADIENTS
 from penstock.schedules.laws import ASYNCHRONOUS
 from penstock.schedules.lower import Lowering, Mode, lower
+from penstock.schedules.memory import num_versions, version_bytes
 from penstock.schedules.names import ASYNCHRONOUS_SCHEDULES, family_named
 from penstock.schedules.transfers import chain_transfers
 from penstock.schedules.verify import verify
-from penstock.schedules.versions import num_versions, version_bytes
 from penstock.simulator import Costs, simulate
 
 SIZES = [(p, m, w) for p in (1, 2, 3, 5) for m in (1, 2, 3, 8) for w in (1, 2, 5)]

@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.schedules import Schedule, ir
 from penstock.simulator import Pool, Way
-from penstock.simulator.compiled import Edge
+from penstock.simulator.engine import Edge
 
 
 class EventByEvent:

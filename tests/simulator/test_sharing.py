@@ -23,7 +23,7 @@ from penstock.schedules import (
 from penstock.schedules.passes import add_communication, add_recompute, add_reductions
 from penstock.schedules.transfers import Transfer, Transfers, chain_transfers
 from penstock.simulator import UNIT_COSTS, Costs, Pool, Sharing, Way, simulate
-from penstock.simulator.compiled import Edge, compiled
+from penstock.simulator.engine import Edge, compiled
 from penstock.simulator.simulate import step_s
 from tests.simulator.event_by_event import EventByEvent
 

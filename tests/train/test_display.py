@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from penstock.train.display import show_summary
-from penstock.train.summary import StageMemory, Summary
+from penstock.train.scalars import StageMemory, Summary
 
 SUMMARY = Summary(
     run_folder="runs/digits-1",

@@ -10,8 +10,8 @@ import torch
 from penstock.errors import MeshError
 from penstock.mesh.plain_data import HEAD
 from penstock.model.pytree import flatten
+from penstock.transport.channels import Activation, Gradient
 from penstock.transport.headers import Again, Header, HeaderReader, HeaderWriter
-from penstock.transport.payload import Activation, Gradient
 from penstock.transport.wire import TensorKind
 from tests.side_by_side import same_bits
 

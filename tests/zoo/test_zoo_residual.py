@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.zoo.residual import residual_network
+from penstock.zoo.resnet import residual_network
 
 
 @pytest.mark.parametrize("size", [2, 8, 11])

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from penstock.checkpoint.processes import agreed, refuse_foreign
 from penstock.mesh import Mesh
 from penstock.model.extra_state import extra_faults, set_extra
-from penstock.model.held import Held
 from penstock.model.materialize import may_be_absent
+from penstock.model.state import Held
 
 from .folder import Folder, Read, Source, as_it_is
 from .library import as_loaded

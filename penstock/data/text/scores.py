@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from penstock.errors import ConfigError
-from penstock.trace.table import columns
+from penstock.trace.units import columns
 
 from .corpus import TextPart
 from .optional import optional_library

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from penstock.costs.device import Device
-from penstock.costs.operators import Part
+from penstock.costs.profile import Part
 from penstock.interval import Interval, Quantity
 
 from .figures import Figure, rounded, seconds_of

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.costs.cluster import Link
 from penstock.costs.cluster_table import rate_text
 from penstock.plain_values import to_json
-from penstock.trace.table import columns
-from penstock.trace.units import percent_text, time_text
+from penstock.trace.units import columns, percent_text, time_text
 
 if TYPE_CHECKING:
     from .calibrate import Calibration

@@ -25,8 +25,8 @@ from penstock.errors import MeshError
 from penstock.mesh import Mesh, init_mesh
 from penstock.schedules.ir import Forward, Message
 from penstock.schedules.transfers import chain_transfers
+from penstock.transport.channels import Gradient
 from penstock.transport.headers import Payload
-from penstock.transport.payload import Gradient
 from penstock.transport.threads import QueueChannels
 from penstock.transport.torch_distributed import Incoming, Outgoing
 

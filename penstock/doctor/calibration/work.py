@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.costs.operators import Part
+from penstock.costs.profile import Part
 
 from .figures import Spread
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from penstock.errors import CutError
 from penstock.model.pytree import Constant, Leaf, Node, Structure, flatten, opaque_values
-from penstock.model.stand_in import StandIn
-from penstock.model.templates import from_template, template
+from penstock.model.templates import StandIn, from_template, template
 
 
 class EventKey(NamedTuple):

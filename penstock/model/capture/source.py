@@ -14,8 +14,7 @@ from penstock.model.layers import Layers, Source
 from penstock.model.pytree import flatten
 from penstock.model.stage_plan import MODEL_INPUT, Crossing, Perform, StagePlan, Step, Value
 from penstock.schedules.transfers import Transfer
-from penstock.trace.table import columns
-from penstock.trace.units import count_text
+from penstock.trace.units import columns, count_text
 
 from .captured import Captured
 from .crossings import run_noting

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 from penstock.errors import BoundaryError, PartitionError, RecomputeError
 from penstock.model.entries import version_of
 from penstock.runtime.run import Run
-from penstock.transport.payload import check_still_as_sent
+from penstock.transport.channels import check_still_as_sent
 
 from .tape import FROM_CALLER, Given, Tape
 

@@ -31,7 +31,7 @@ from penstock.runtime.devices import Event, StageDevice
 from penstock.runtime.random.drawing import Drawing, LayerCall
 from penstock.runtime.run import Run, StageRun
 from penstock.torch_private import has_tensor_hooks
-from penstock.transport.payload import Activation, Gradient, check_still_as_sent
+from penstock.transport.channels import Activation, Gradient, check_still_as_sent
 
 from .boundary import check_classes, check_leaving, check_loss, check_routes, find_aliases
 from .guards import Changes

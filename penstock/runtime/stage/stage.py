@@ -34,7 +34,7 @@ from penstock.runtime.run import Run, StageRun
 from penstock.runtime.unsplit import why_stage_unsplit
 from penstock.runtime.window import changed_in_forward
 from penstock.torch_private import AnyBatchNorm, next_node_number
-from penstock.transport.payload import Activation
+from penstock.transport.channels import Activation
 
 from .guards import Changes, Claims, Guard, Hooks, within
 from .handover import Handover, once

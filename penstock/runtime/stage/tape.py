@@ -19,7 +19,7 @@ from penstock.model.entries import Entry
 from penstock.model.stage_plan import Step
 from penstock.model.state import Place
 from penstock.runtime.devices import Event
-from penstock.transport.payload import Activation
+from penstock.transport.channels import Activation
 
 from .split_backward import Division, SplitBackward, divide, split
 

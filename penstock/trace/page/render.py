@@ -1,22 +1,22 @@
 """Put a page together: head, charts, tables, texts, and the library that draws the charts."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from string import Template
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, RunFolderError
 from penstock.trace.breakdown import Breakdown
 from penstock.trace.rank_times import rank_times
 from penstock.trace.timeline import MemoryKind, Timeline
 from penstock.trace.units import percent_text, time_text
 
-from .curves import curves
-from .differences import difference_table, differences
-from .figure import Figure
 from .lane_chart import lane_chart
 from .markup import (
+    Figure,
     chart_html,
     data_html,
     fact_html,
@@ -25,9 +25,9 @@ from .markup import (
     section_html,
     table_html,
 )
-from .memory_chart import memory_chart
+from .memory_chart import curves, memory_chart
 from .page import Fact, Page
-from .time_chart import Times, time_chart, time_table
+from .time_chart import Times, difference_table, differences, time_chart, time_table
 
 SIGNATURE = '<meta name="generator" content="penstock">'
 """Stands near the top of every page, so that a page of ours can be told from other files."""
@@ -188,3 +188,23 @@ def _memory(page: Page, figures: dict[str, Figure]) -> str:
         words = f"{title}: {'kept for backward passes' if kept_only else 'all memory'}"
         charts.append(chart_html(f"memory-{title}", words.capitalize(), figure.note))
     return "".join(charts)
+
+
+_HEAD_CHARACTERS = 500
+"""Of a page, in which its signature stands."""
+
+
+def check_replaceable(output: Path) -> None:
+    """See that there is no file at `output`, or a page of ours.
+
+    Raises:
+        RunFolderError: there is something else.
+    """
+    if not output.exists():
+        return
+    with suppress(OSError), output.open(encoding="utf-8", errors="replace") as file:
+        if SIGNATURE in file.read(_HEAD_CHARACTERS):
+            return
+    raise RunFolderError(
+        f"{output} exists already and is no report; choose another name, or move it away"
+    )

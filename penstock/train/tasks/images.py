@@ -17,7 +17,7 @@ from penstock.recipe.recipe import Recipe
 from penstock.train.layout import num_batches, smallest_microbatch
 from penstock.train.run_files import SKIPPED
 from penstock.zoo import amoebanet_b, amoebanet_d, set_drop_path_progress
-from penstock.zoo.residual import residual_network
+from penstock.zoo.resnet import residual_network
 
 from .task import Batch, Measure, Part, Share, Task
 

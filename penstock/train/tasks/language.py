@@ -21,7 +21,7 @@ from penstock.data.text import (
     text_windows,
     train_text_vocabulary,
 )
-from penstock.errors import RecipeError
+from penstock.errors import CheckpointError, RecipeError
 from penstock.recipe.data_sections import Text
 from penstock.recipe.model_sections import Gpt
 from penstock.recipe.recipe import Recipe
@@ -29,7 +29,6 @@ from penstock.train.layout import num_batches, smallest_microbatch
 from penstock.train.run_files import replace_text
 from penstock.zoo import gpt
 
-from .kept_vocabulary import VOCABULARY, check_vocabulary
 from .task import Batch, Measure, Part, Share, Task
 
 SAMPLE = "sample.txt"
@@ -150,3 +149,22 @@ def _any_text(num_tokens: int) -> TextSplit:
     """Return so many characters to learn from, and as many to be judged by."""
     text = (string.printable * (num_tokens // len(string.printable) + 1))[:num_tokens]
     return TextSplit(text, text)
+
+
+VOCABULARY = "vocabulary.json"
+
+
+def check_vocabulary(vocabulary: Vocabulary, folder: Path) -> None:
+    """See that the weights of the run in `folder` are of this vocabulary.
+
+    Raises:
+        CheckpointError: they are of another one, or of nobody knows which.
+    """
+    kept = folder / VOCABULARY
+    if not kept.is_file():
+        raise CheckpointError(
+            f"{kept} is not there, so that nobody knows what the weights' tokens mean; put the "
+            "vocabulary of that run beside its checkpoints"
+        )
+    other = Vocabulary.load(kept)
+    vocabulary.check_fits(size=other.size, digest=other.digest)

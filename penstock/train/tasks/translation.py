@@ -33,7 +33,7 @@ from penstock.recipe.recipe import Recipe
 from penstock.zoo import smoothed_cross_entropy, translation_transformer
 from penstock.zoo.translation.model import TranslationTransformer as Translator
 
-from .kept_vocabulary import VOCABULARY, check_vocabulary
+from .language import VOCABULARY, check_vocabulary
 from .task import Batch, Measure, Part, Share, Task
 from .translated import SCORES, judge, require_metrics, translate
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.zoo.sizes import require_at_least
+from penstock.zoo.transformer_sizes import require_at_least
 from penstock.zoo.words import check_length
 
 from .model import DecodingState, TranslationTransformer

@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 from penstock.zoo.attention import BlockShape
 from penstock.zoo.drawn import Draws, Linear, normal, xavier
-from penstock.zoo.sizes import require_at_least, require_share
-from penstock.zoo.transformer_sizes import require_even, require_positive
+from penstock.zoo.transformer_sizes import (
+    require_at_least,
+    require_even,
+    require_positive,
+    require_share,
+)
 from penstock.zoo.words import SinusoidalEmbedding
 
 from .blocks import BlockCache, BlockDraws, DecoderBlock, EncoderBlock

@@ -12,10 +12,9 @@ import pytest
 
 from penstock.schedules import Forward
 from penstock.trace.page import Page, render_page
-from penstock.trace.page.boxes import MOST_BOXES, lanes_of
-from penstock.trace.page.curves import curves
-from penstock.trace.page.differences import differences
-from penstock.trace.page.memory_chart import memory_chart, memory_series
+from penstock.trace.page.lane_chart import MOST_BOXES, lanes_of
+from penstock.trace.page.memory_chart import curves, memory_chart, memory_series
+from penstock.trace.page.time_chart import differences
 from penstock.trace.rank_times import rank_times
 from penstock.trace.timeline import MemoryKind, MemorySample, Span, Timeline
 from penstock.trace.units import time_text
