@@ -25,26 +25,34 @@ State = list[tuple[str, Tensor | None]]
 
 
 def state_of(modules: Sequence[nn.Module]) -> State:
-    """List every gradient, parameter and buffer."""
+    """List every gradient, parameter and buffer that is not of another process."""
     found: State = []
     for number, module in enumerate(modules):
         for name, parameter in module.named_parameters():
-            found.append((f"gradient of {number}.{name}", parameter.grad))
-            found.append((f"parameter {number}.{name}", parameter))
-        found += [(f"buffer {number}.{name}", buffer) for name, buffer in module.named_buffers()]
+            if not parameter.is_meta:
+                found.append((f"gradient of {number}.{name}", parameter.grad))
+                found.append((f"parameter {number}.{name}", parameter))
+        own = ((name, buffer) for name, buffer in module.named_buffers() if not buffer.is_meta)
+        found += [(f"buffer {number}.{name}", buffer) for name, buffer in own]
     return found
 
 
-def differing(ours: State, unsplit: State) -> list[str]:
-    """Name what differs between the states of two copies of a model."""
-    assert [name for name, _ in ours] == [name for name, _ in unsplit]
-    pairs = zip(ours, unsplit, strict=True)
+def differing(ours: State, unsplit: State, *, is_part: bool = False) -> list[str]:
+    """Name what differs between the states of two copies of a model, the first of which may be in
+    part in other processes.
+    """
+    names = [name for name, _ in ours]
+    wanted = [(name, b) for name, b in unsplit if not is_part or name in names]
+    assert names == [name for name, _ in wanted]
+    pairs = zip(ours, wanted, strict=True)
     return [said for (name, a), (_, b) in pairs for said in _differ(name, a, b)]
 
 
-def differences(ours: Sequence[nn.Module], unsplit: Sequence[nn.Module]) -> list[str]:
+def differences(
+    ours: Sequence[nn.Module], unsplit: Sequence[nn.Module], *, is_part: bool = False
+) -> list[str]:
     """Name every gradient, parameter and buffer in which two copies of a model differ."""
-    return differing(state_of(ours), state_of(unsplit))
+    return differing(state_of(ours), state_of(unsplit), is_part=is_part)
 
 
 def autocast(enabled: bool) -> AbstractContextManager[Any]:

@@ -1,5 +1,6 @@
 """What cannot work is refused in one clear error, with its remedy, before any gradient."""
 
+import copy
 import dataclasses
 import math
 import re
@@ -28,8 +29,9 @@ from penstock.errors import (
 from penstock.planner.candidates import Wishes
 from penstock.runtime.devices import num_cores
 from penstock.runtime.planning import device_of_process
-from penstock.schedules import ALL_SCHEDULES, Backward, Forward, gpipe, pipedream, pipedream_2bw
+from penstock.schedules import Backward, Forward, gpipe, pipedream, pipedream_2bw
 from penstock.schedules.ir import Schedule
+from tests.every_schedule import IN_TWO_PARTS
 from tests.profiles import at_size, cluster, profile
 from tests.ways import IN_ONE_PROCESS
 
@@ -47,120 +49,12 @@ def make(modules: Any = None, **options: Any) -> penstock.Pipeline:
     return penstock.Pipeline(layers() if modules is None else modules, **options)
 
 
-def refused_step(
-    kind: type[Exception] | tuple[type[Exception], ...],
-    message: str,
-    modules: list[nn.Module] | None = None,
-    x: Any = None,
-    y: Any = None,
-    **options: Any,
-) -> Exception:
-    """Check that a pipeline or its step is refused, and that no parameter has a gradient then."""
-    modules = layers() if modules is None else modules
-    x = torch.randn(4, 6) if x is None else x
-    y = torch.randn(4, 3) if y is None else y
-    with pytest.raises(kind, match=message) as caught, make(modules, **options) as pipe:
-        pipe.train_step(x, y)
-    assert all(p.grad is None for module in modules for p in module.parameters())
-    return caught.value
-
-
-@pytest.mark.parametrize("count", (0, -1, 1.5, "2", True))
-def test_less_than_one_micro_batch(count: Any) -> None:
-    with pytest.raises(ConfigError, match=f"num_microbatches={count!r}.*at least 1"):
-        make(num_microbatches=count)
-
-
-@pytest.mark.parametrize("count", (0, -1, 1.5, "2", True))
-def test_less_than_one_thread(count: Any) -> None:
-    with pytest.raises(ConfigError, match=f"threads_per_stage={count!r}.*at least 1"):
-        make(threads_per_stage=count)
-
-
 def test_more_threads_than_cores_are_cut_down_with_a_warning() -> None:
     cores = num_cores()
     with pytest.warns(ExecutionWarning, match=f"threads_per_stage=100000, .* {cores} cores"):
         pipe = make(threads_per_stage=100_000)
     assert pipe.threads_per_stage == cores
     assert make(threads_per_stage=cores).threads_per_stage == cores
-
-
-@pytest.mark.parametrize("count", (0, -3, 2.0))
-def test_less_than_one_stage(count: Any) -> None:
-    with pytest.raises(ConfigError, match=f"num_stages={count!r}.*at least 1"):
-        make(num_stages=count)
-
-
-def test_more_stages_than_layers() -> None:
-    with pytest.raises(PartitionError, match=r"num_stages=6.*5 layers.*at most 5"):
-        make(num_stages=6)
-
-
-def test_neither_stages_nor_partition() -> None:
-    with pytest.raises(PartitionError, match=r"num_stages=.*partition="):
-        make(num_stages=None)
-
-
-@pytest.mark.parametrize("partition, total", [((2, 2), 4), ((3, 3), 6), ((5, 5, 5), 15)])
-def test_partition_that_does_not_sum_to_the_layers(partition: tuple[int, ...], total: int) -> None:
-    message = rf"partition={re.escape(str(list(partition)))}.*{total} layers.*has 5.*sum to 5"
-    with pytest.raises(PartitionError, match=message):
-        make(partition=partition)
-
-
-@pytest.mark.parametrize("partition", [(0, 5), (6, -1), (5, 0), (2.5, 2.5), ()])
-def test_partition_with_an_empty_stage(partition: tuple[Any, ...]) -> None:
-    with pytest.raises(PartitionError, match="at least one layer"):
-        make(partition=partition)
-
-
-def test_stages_and_partition_that_disagree() -> None:
-    with pytest.raises(PartitionError, match=r"num_stages=3.*partition=\[2, 3\].*2 stages"):
-        make(num_stages=3, partition=(2, 3))
-
-
-@pytest.mark.parametrize("model", ([], nn.Sequential()))
-def test_a_model_without_layers(model: Any) -> None:
-    with pytest.raises(ConfigError, match="at least one"):
-        make(model, num_stages=1)
-
-
-def test_a_model_that_is_no_list_of_layers() -> None:
-    with pytest.raises(ConfigError, match=r"Linear is no plain nn\.Sequential: give"):
-        make(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match=r"or a list of modules, got int"):
-        make(3)
-
-
-def test_a_layer_that_is_no_module() -> None:
-    with pytest.raises(ConfigError, match=r"layer 1 .*not an nn.Module"):
-        make([nn.Linear(6, 6), torch.tanh])
-
-
-def test_a_value_that_no_layer_gives() -> None:
-    model = [
-        penstock.Layer(nn.Linear(6, 6), outputs="a"),
-        penstock.Layer(nn.Linear(6, 3), inputs="b"),
-    ]
-    with pytest.raises(ConfigError, match=r"'b'.*known here: input, a"):
-        make(model)
-
-
-def test_a_layer_that_returns_fewer_values_than_it_names() -> None:
-    first = nn.Linear(6, 6)
-    model = [
-        penstock.Layer(first, outputs=("a", "b")),
-        penstock.Layer(nn.Linear(6, 3), inputs="a"),
-    ]
-    with make(model) as pipe, pytest.raises(ConfigError, match=r"names 2 outputs.*Tensor"):
-        pipe.train_step(torch.randn(4, 6), torch.randn(4, 3))
-    assert first.weight.grad is None
-
-
-@pytest.mark.parametrize("count", (1, 3))
-def test_a_wrong_number_of_devices(count: int) -> None:
-    with pytest.raises(ConfigError, match=rf"{count} devices.*2 stages"):
-        make(devices=["cpu"] * count)
 
 
 @pytest.mark.parametrize("devices", ("cuda:1", ["cpu", "cuda:0"], [0, 1]))
@@ -171,13 +65,6 @@ def test_devices_of_a_mesh_of_processes_are_those_of_its_processes(devices: Any)
     of_processes: tuple[Any, ...] = ("cpu", ["cpu", own])
     for same in of_processes:
         assert device_of_process(same, own) == "cpu"
-
-
-@pytest.mark.parametrize("timeout_s", (0, -1.0, 1e10, math.inf, math.nan, "60", True))
-def test_a_deadline_that_no_wait_can_have(timeout_s: Any) -> None:
-    for refused in (partial(make, timeout_s=timeout_s), partial(penstock.init_mesh, 2)):
-        with pytest.raises(ConfigError, match=r"timeout_s=.*above 0 and at most 31,536,000"):
-            refused(timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize(
@@ -214,70 +101,11 @@ def test_a_device_that_processes_cannot_compute_on(
         penstock.init_mesh(2, timeout_s=5.0, device=device)
 
 
-def test_an_empty_batch() -> None:
-    refused_step(BatchError, r"empty batch.*\(0, 6\)", x=torch.randn(0, 6), y=torch.randn(0, 3))
-    for call in ("eval_step", "forward"):
-        with make() as pipe, pytest.raises(BatchError, match="empty batch"):
-            getattr(pipe, call)(torch.randn(0, 6))
-
-
-def test_inputs_and_targets_of_different_batch_size() -> None:
-    refused_step(BatchError, r"4.*5", x=torch.randn(4, 6), y=torch.randn(5, 3))
-
-
-def test_inputs_of_different_batch_sizes() -> None:
-    refused_step(BatchError, r"\[4, 5\]", x=(torch.randn(4, 6), torch.randn(5, 6)))
-
-
-def test_inputs_without_a_batch() -> None:
-    refused_step(BatchError, "no tensor", x=3)
-    refused_step(BatchError, "without dimensions", x=torch.tensor(1.0))
-
-
-@pytest.mark.parametrize(
-    "loss, got",
-    [
-        pytest.param(lambda o, t: ((o - t) ** 2).mean(1), r"shape \(2,\)", id="one per sample"),
-        pytest.param(lambda o, t: (o - t).mean().reshape(1), r"shape \(1,\)", id="one-element"),
-        pytest.param(lambda o, t: 1.5, "float", id="number"),
-        pytest.param(lambda o, t: None, "NoneType", id="nothing"),
-        pytest.param(lambda o, t: (o.mean(), t.mean()), "tuple", id="tuple"),
-    ],
-)
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=lambda s: s.name)
-def test_a_loss_that_is_no_scalar(loss: Callable[..., Any], got: str, schedule: Any) -> None:
-    refused_step(ConfigError, got + r".*(?s:.)*one number", loss=loss, schedule=schedule)
-
-
-def test_a_step_without_a_loss() -> None:
-    refused_step(ConfigError, r"needs a loss.*loss=", loss=None)
-
-
-def test_a_loss_of_which_nothing_depends() -> None:
-    modules = [module.requires_grad_(False) for module in layers()]
-    refused_step(ConfigError, "requires grad", modules)
-
-
-def test_a_step_without_gradients() -> None:
-    with make() as pipe, torch.no_grad(), pytest.raises(ConfigError, match="no_grad"):
-        pipe.train_step(torch.randn(4, 6), torch.randn(4, 3))
-
-
 class Summed(nn.Module):
     """Reduce over the batch: what is left has no batch dimension."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.sum()
-
-
-@pytest.mark.parametrize("transport", IN_ONE_PROCESS)
-def test_a_value_without_dimensions_at_a_boundary(transport: penstock.Transport) -> None:
-    modules = [nn.Linear(6, 6), Summed(), nn.Tanh()]
-    error = refused_step(
-        BoundaryError, "batch dimension.*one value", modules, partition=(2, 1), transport=transport
-    )
-    assert "stage 0" in " ".join([str(error), *error.__notes__])
-    assert "Summed" in " ".join([str(error), *error.__notes__])
 
 
 def ragged(x: Tensor) -> Tensor:
@@ -315,37 +143,10 @@ def local_class(x: Tensor) -> Tensor:
     return x.as_subclass(Local)
 
 
-@pytest.mark.parametrize("make_it", (ragged, Labelled.of, local_class))
-@pytest.mark.parametrize("transport", IN_ONE_PROCESS)
-def test_a_tensor_that_holds_more_than_values_at_a_boundary(
-    transport: penstock.Transport, make_it: Callable[[Tensor], Any]
-) -> None:
-    modules = [nn.Linear(6, 6), Giving(make_it), nn.Tanh()]
-    refused_step(
-        BoundaryError,
-        "leaves stage 0.*Return plain tensors",
-        modules,
-        partition=(2, 1),
-        transport=transport,
-    )
-    with make(modules[:2]) as pipe, pytest.raises(BoundaryError, match="leaves the last stage"):
-        pipe.eval_step(torch.randn(4, 6))
-
-
 def test_a_value_without_dimensions_inside_a_stage_is_the_models_business() -> None:
     modules = [nn.Linear(6, 6), Summed(), nn.Tanh()]
     with make(modules, partition=(1, 2), loss=lambda output, target: output) as pipe:
         assert pipe.train_step(torch.randn(4, 6)).dim() == 0
-
-
-@pytest.mark.parametrize("module", (Summed(), nn.Flatten(0)))
-def test_an_output_without_a_batch_cannot_be_put_together(module: nn.Module) -> None:
-    for call in ("eval_step", "forward"):
-        with (
-            make([nn.Linear(6, 6), module]) as pipe,
-            pytest.raises(BoundaryError, match=r"shape \("),
-        ):
-            getattr(pipe, call)(torch.randn(4, 6))
 
 
 def tied(kind: str) -> list[nn.Module]:
@@ -360,16 +161,6 @@ def tied(kind: str) -> list[nn.Module]:
         modules[0].register_buffer("shared", shared)
         modules[2].register_buffer("shared", shared)
     return modules
-
-
-@pytest.mark.parametrize("kind", ("weight", "module", "buffer"))
-def test_layers_that_share_across_stages_are_refused_with_a_partition_that_works(
-    kind: str,
-) -> None:
-    with pytest.raises(
-        PartitionError, match=r"stage 0.*stage 1.*share.*layers 0 to 2 on one stage"
-    ):
-        make(tied(kind), partition=(1, 2))
 
 
 @pytest.mark.parametrize("kind", ("weight", "module", "buffer"))
@@ -402,48 +193,6 @@ def test_layers_that_share_are_never_balanced_apart() -> None:
             assert all(p.grad is None for m in modules for p in m.parameters())
 
 
-@pytest.mark.parametrize(
-    "broken, message",
-    [
-        pytest.param(
-            lambda k, m: Schedule(gpipe(k, m).programs[:1]),
-            "2 stages.*gave 1",
-            id="a stage missing",
-        ),
-        pytest.param(
-            lambda k, m: gpipe(k, m - 1),
-            "2 micro-batches.*gave 2 and 1",
-            id="a micro-batch missing",
-        ),
-        pytest.param(lambda k, m: gpipe(k + 1, m), "2 stages.*gave 3", id="a stage too many"),
-        pytest.param(
-            lambda k, m: Schedule(
-                tuple(
-                    tuple(x for i in range(m) for x in (Backward(s, i), Forward(s, i)))
-                    for s in range(k)
-                )
-            ),
-            "rank 0",
-            id="backward first",
-        ),
-        pytest.param(
-            lambda k, m: Schedule(tuple(p[::-1] for p in gpipe(k, m).programs)),
-            "rank 0",
-            id="reversed",
-        ),
-        pytest.param(
-            lambda k, m: Schedule(
-                tuple(p[:m] + p[:m:-1] + p[m : m + 1] for p in gpipe(k, m).programs)
-            ),
-            "micro-batch",
-            id="backwards not ascending",
-        ),
-    ],
-)
-def test_a_schedule_that_is_not_one_for_this_pipeline(broken: Any, message: str) -> None:
-    refused_step((ConfigError, ScheduleError), message, schedule=broken)
-
-
 def _first_three(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output[:, :3], target)
 
@@ -451,21 +200,6 @@ def _first_three(output: Tensor, target: Tensor) -> Tensor:
 def _grad(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
-
-
-@pytest.mark.parametrize("schedule", (gpipe, pipedream_2bw))
-@pytest.mark.parametrize(
-    "batches, message",
-    (
-        ([], "given no batches"),
-        (3, "given a int as batches; give a list"),
-        ([torch.zeros(4, 6)], "batch 0 of train_steps, a Tensor, is no pair"),
-        ([(torch.zeros(4, 6),)], "a tuple, is 1 values; give .inputs, targets. for each"),
-    ),
-)
-def test_batches_that_are_no_pairs(schedule: Any, batches: Any, message: str) -> None:
-    with make(schedule=schedule) as pipe, pytest.raises(ConfigError, match=message):
-        pipe.train_steps(batches, torch.optim.SGD(pipe.parameters(), 0.1))
 
 
 @pytest.mark.parametrize("schedule", (gpipe, pipedream_2bw))
@@ -522,39 +256,6 @@ def test_what_looks_at_all_gradients_has_none_where_stages_update_by_themselves(
         assert float(penstock.clip_grad_norm_(pipe, 1.0)) > 0  # a step of its own has gradients
 
 
-@pytest.mark.parametrize(
-    ("schedule", "rank"),
-    [(pipedream(), 0), (pipedream(vertical_sync=True), 1), (pipedream_2bw, 1)],
-)
-def test_versions_of_weights_beyond_the_memory_stated(schedule: Any, rank: int) -> None:
-    limits = [10**6, 10**6]
-    limits[rank] = 10
-    of_stage = (6 * 8 + 8, 8 * 8 + 8 + 8 * 3 + 3)[rank] * 4
-    told = rf"on rank {rank}: {of_stage - 10} bytes too few for weights alone; .* keeps 2 versions"
-    with make(schedule=schedule, partition=(2, 3), memory_limit_bytes=limits) as pipe:
-        optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
-        with pytest.raises(ConfigError, match=told):
-            pipe.train_steps([(torch.randn(4, 6), torch.randn(4, 3))], optimizer)
-        assert all(parameter.grad is None for parameter in pipe.parameters())
-
-
-def test_a_search_without_an_answer_and_costs_that_do_not_fit() -> None:
-    costs, sizes = schedules.Costs(forward_s=1, backward_s=2), schedules.Sizes(kept_bytes=10)
-    limit = schedules.AtMostBytes(sizes, (100, 7))
-    told = "limit of rank 1: it needs 10 bytes .*, 3 more than limit_bytes=7; raise that to 10"
-    refused_step(ConfigError, told, schedule=schedules.searched(costs, limit))
-    of_three = schedules.Costs(forward_s=(1, 2, 3), backward_s=2)
-    for family in (schedules.searched(of_three), schedules.zb_h1(of_three)):
-        refused_step(ConfigError, "3 .*stages", schedule=family)
-    with pytest.raises(ConfigError, match="backward_s is -1: no instruction takes less than 0"):
-        schedules.Costs(forward_s=1, backward_s=-1)
-
-
-def test_a_schedule_in_csv_with_an_action_missing() -> None:
-    with pytest.raises(ScheduleError, match=r"line r \+ 1: rank 1, 1B1: stage 1 has 0 Forward"):
-        make(schedule=schedules.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1B1"))
-
-
 X, Y = torch.zeros(4, 6), torch.zeros(4, 3)
 MEASURED = profile(at_size(1), at_size(8))
 HERE = cluster(4)
@@ -579,17 +280,251 @@ def adam(parameters: Any = None) -> torch.optim.Optimizer:
     return torch.optim.AdamW(nn.Linear(2, 2).parameters() if parameters is None else parameters)
 
 
-def told(call: Callable[..., Any], words: str, kind: type[Exception] = ConfigError) -> Any:
+Kind = type[Exception] | tuple[type[Exception], ...]
+
+
+def told(
+    call: Callable[..., Any],
+    words: str,
+    kind: Kind = ConfigError,
+    model: Callable[[], Any] = layers,
+) -> Any:
     """Make a case of a call with the layers of a model, and of what its refusal says."""
-    return pytest.param(call, kind, words, id=words[:40])
+    return pytest.param(call, kind, words, model, id=words[:40])
 
 
-def made(words: str, kind: type[Exception] = ConfigError, **options: Any) -> Any:
+def made(
+    words: str, kind: Kind = ConfigError, model: Callable[[], Any] = layers, **options: Any
+) -> Any:
     """Make a case of a pipeline with these options."""
-    return told(partial(make, **options), words, kind)
+    return told(partial(make, **options), words, kind, model)
+
+
+def stepped(
+    words: str,
+    kind: Kind = ConfigError,
+    model: Callable[[], Any] = layers,
+    *,
+    given: tuple[Any, ...] = (X, Y),
+    call: str = "train_step",
+    **options: Any,
+) -> Any:
+    """Make a case of a call of a pipeline with these options."""
+
+    def step(modules: Any) -> None:
+        with make(modules, **options) as pipe:
+            getattr(pipe, call)(*given)
+
+    return told(step, words, kind, model)
+
+
+def trained(words: str, batches: Any, **options: Any) -> Any:
+    """Make a case of training on these batches."""
+
+    def train(modules: Any) -> None:
+        with make(modules, **options) as pipe:
+            pipe.train_steps(batches, torch.optim.SGD(pipe.parameters(), 0.1))
+
+    return told(train, words)
+
+
+def after(first: nn.Module, *more: nn.Module) -> Callable[[], list[nn.Module]]:
+    """Give how to make layers, of which the first one has weights."""
+    return lambda: [nn.Linear(6, 6), first, *more]
+
+
+def named(outputs: Any, inputs: str) -> Callable[[], Any]:
+    """Give how to make two layers that name what they give, and take."""
+    return lambda: [
+        penstock.Layer(nn.Linear(6, 6), outputs=outputs),
+        penstock.Layer(nn.Linear(6, 3), inputs=inputs),
+    ]
+
+
+def without_grad(modules: list[nn.Module]) -> None:
+    with make(modules) as pipe, torch.no_grad():
+        pipe.train_step(X, Y)
+
+
+def backward_first(k: int, m: int) -> Schedule:
+    program = [
+        tuple(x for i in range(m) for x in (Backward(s, i), Forward(s, i))) for s in range(k)
+    ]
+    return Schedule(tuple(program))
+
+
+def descending(k: int, m: int) -> Schedule:
+    return Schedule(tuple(p[:m] + p[:m:-1] + p[m : m + 1] for p in gpipe(k, m).programs))
+
+
+def loss_of(word: str) -> Callable[..., Any]:
+    """Give a loss that is no number."""
+    return {
+        r"shape \(2,\)": lambda o, t: ((o - t) ** 2).mean(1),
+        r"shape \(1,\)": lambda o, t: (o - t).mean().reshape(1),
+        "float": lambda o, t: 1.5,
+        "NoneType": lambda o, t: None,
+        "tuple": lambda o, t: (o.mean(), t.mean()),
+    }[word]
+
+
+COSTS = schedules.Costs(forward_s=1, backward_s=2)
+OF_THREE = schedules.Costs(forward_s=(1, 2, 3), backward_s=2)
+LIMIT = schedules.AtMostBytes(schedules.Sizes(kept_bytes=10), (100, 7))
+COUNTS: tuple[Any, ...] = (0, -1, 1.5, "2", True)
+NO_DEADLINES: tuple[Any, ...] = (0, -1.0, 1e10, math.inf, math.nan, "60", True)
 
 
 REFUSED = [
+    *(made(f"num_microbatches={n!r}.*at least 1", num_microbatches=n) for n in COUNTS),
+    *(made(f"threads_per_stage={n!r}.*at least 1", threads_per_stage=n) for n in COUNTS),
+    *(made(f"num_stages={n!r}.*at least 1", num_stages=n) for n in (0, -3, 2.0)),
+    made(r"num_stages=6.*5 layers.*at most 5", PartitionError, num_stages=6),
+    made(r"num_stages=.*partition=", PartitionError, num_stages=None),
+    *(
+        made(
+            rf"partition={re.escape(str([*given]))}.*{sum(given)} layers.*has 5.*sum to 5",
+            PartitionError,
+            partition=given,
+        )
+        for given in ((2, 2), (3, 3), (5, 5, 5))
+    ),
+    *(
+        made("partition=.*at least one layer", PartitionError, partition=given)
+        for given in ((0, 5), (6, -1), (5, 0), (2.5, 2.5), ())
+    ),
+    made(
+        r"num_stages=3.*partition=\[2, 3\].*2 stages",
+        PartitionError,
+        num_stages=3,
+        partition=(2, 3),
+    ),
+    *(made("at least one", model=kind, num_stages=1) for kind in (list, nn.Sequential)),
+    made(r"Linear is no plain nn\.Sequential: give", model=lambda: nn.Linear(2, 2)),
+    made(r"or a list of modules, got int", model=lambda: 3),
+    made(r"layer 1 .*not an nn.Module", model=lambda: [nn.Linear(6, 6), torch.tanh]),
+    made(r"'b'.*known here: input, a", model=named("a", "b")),
+    stepped(r"names 2 outputs.*Tensor", model=named(("a", "b"), "a")),
+    *(made(rf"{n} devices.*2 stages", devices=["cpu"] * n) for n in (1, 3)),
+    *(
+        told(partial(call, timeout_s=value), "timeout_s=.*above 0 and at most 31,536,000")
+        for value in NO_DEADLINES
+        for call in (make, lambda m, timeout_s: penstock.init_mesh(2, timeout_s=timeout_s))
+    ),
+    stepped(r"empty batch.*\(0, 6\)", BatchError, given=(X[:0], Y[:0])),
+    *(
+        stepped("empty batch", BatchError, given=(X[:0],), call=call)
+        for call in ("eval_step", "forward")
+    ),
+    stepped("4.*5", BatchError, given=(X, torch.zeros(5, 3))),
+    stepped(r"\[4, 5\]", BatchError, given=((X, torch.zeros(5, 6)), Y)),
+    stepped("no tensor", BatchError, given=(3, Y)),
+    stepped("without dimensions", BatchError, given=(torch.tensor(1.0), Y)),
+    *(
+        stepped(got + r".*(?s:.)*one number", loss=loss_of(got), schedule=schedule)
+        for got in (r"shape \(2,\)", r"shape \(1,\)", "float", "NoneType", "tuple")
+        for schedule in (gpipe, IN_TWO_PARTS)
+    ),
+    stepped("needs a loss.*loss=", loss=None),
+    stepped("requires grad", model=lambda: [m.requires_grad_(False) for m in layers()]),
+    told(without_grad, "no_grad"),
+    *(
+        stepped(
+            "(?s)(?=.*batch dimension.*one value)(?=.*stage 0).*Summed",
+            BoundaryError,
+            after(Summed(), nn.Tanh()),
+            partition=(2, 1),
+            transport=transport,
+        )
+        for transport in IN_ONE_PROCESS
+    ),
+    *(
+        stepped(
+            "leaves stage 0.*Return plain tensors",
+            BoundaryError,
+            after(Giving(kind), nn.Tanh()),
+            partition=(2, 1),
+            transport=transport,
+        )
+        for kind in (ragged, Labelled.of, local_class)
+        for transport in IN_ONE_PROCESS
+    ),
+    *(
+        stepped(
+            "leaves the last stage",
+            BoundaryError,
+            after(Giving(kind)),
+            given=(X,),
+            call="eval_step",
+        )
+        for kind in (ragged, Labelled.of, local_class)
+    ),
+    *(
+        stepped(r"shape \(", BoundaryError, after(last), given=(X,), call=call)
+        for last in (Summed(), nn.Flatten(0))
+        for call in ("eval_step", "forward")
+    ),
+    *(
+        made(
+            r"stage 0.*stage 1.*share.*layers 0 to 2 on one stage",
+            PartitionError,
+            partial(tied, kind),
+            partition=(1, 2),
+        )
+        for kind in ("weight", "module", "buffer")
+    ),
+    *(
+        stepped(words, (ConfigError, ScheduleError), schedule=schedule)
+        for words, schedule in (
+            ("2 stages.*gave 1", lambda k, m: Schedule(gpipe(k, m).programs[:1])),
+            ("2 micro-batches.*gave 2 and 1", lambda k, m: gpipe(k, m - 1)),
+            ("2 stages.*gave 3", lambda k, m: gpipe(k + 1, m)),
+            ("rank 0", backward_first),
+            ("rank 0", lambda k, m: Schedule(tuple(p[::-1] for p in gpipe(k, m).programs))),
+            ("micro-batch", descending),
+        )
+    ),
+    *(
+        trained(words, batches, schedule=schedule)
+        for schedule in (gpipe, pipedream_2bw)
+        for words, batches in (
+            ("given no batches", []),
+            ("given a int as batches; give a list", 3),
+            ("batch 0 of train_steps, a Tensor, is no pair", [X]),
+            ("a tuple, is 1 values; give .inputs, targets. for each", [(X,)]),
+        )
+    ),
+    *(
+        trained(
+            rf"on rank {rank}: {too_few} bytes too few for weights alone; .* keeps 2 versions",
+            [(X, Y)],
+            schedule=schedule,
+            partition=(2, 3),
+            memory_limit_bytes=limits,
+        )
+        for schedule, rank, too_few, limits in (
+            (pipedream(), 0, (6 * 8 + 8) * 4 - 10, [10, 10**6]),
+            (pipedream(vertical_sync=True), 1, (8 * 8 + 8 + 8 * 3 + 3) * 4 - 10, [10**6, 10]),
+            (pipedream_2bw, 1, (8 * 8 + 8 + 8 * 3 + 3) * 4 - 10, [10**6, 10]),
+        )
+    ),
+    stepped(
+        "limit of rank 1: it needs 10 bytes .*, 3 more than limit_bytes=7; raise that to 10",
+        schedule=schedules.searched(COSTS, LIMIT),
+    ),
+    *(
+        stepped("3 .*stages", schedule=kind(OF_THREE))
+        for kind in (schedules.searched, schedules.zb_h1)
+    ),
+    told(
+        lambda m: schedules.Costs(forward_s=1, backward_s=-1),
+        "backward_s is -1: no instruction takes less than 0",
+    ),
+    told(
+        lambda m: make(m, schedule=schedules.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1B1")),
+        r"line r \+ 1: rank 1, 1B1: stage 1 has 0 Forward",
+        ScheduleError,
+    ),
     *(
         made(r"partition=.*; give a list of whole numbers.*\[3, 2\]", PartitionError, partition=x)
         for x in (5, "23", (n for n in (2, 3)), torch.tensor([2, 3]), {2: 3})
@@ -746,6 +681,13 @@ REFUSED = [
 ]
 
 
+def modules_in(given: Any) -> list[nn.Module]:
+    """List the modules of what a pipeline is given."""
+    entries = given if isinstance(given, list) else []
+    found = [getattr(entry, "module", entry) for entry in entries]
+    return [module for module in found if isinstance(module, nn.Module)]
+
+
 def on_device(modules: list[nn.Module], name: str) -> penstock.Plan:
     """Give a plan that has the second stage on another device."""
     with make(modules) as pipe:
@@ -753,20 +695,23 @@ def on_device(modules: list[nn.Module], name: str) -> penstock.Plan:
     return replace(plan, placement=replace(plan.placement, devices=("cpu", name)))
 
 
-@pytest.mark.parametrize(("call", "kind", "words"), REFUSED)
+@pytest.mark.parametrize(("call", "kind", "words", "model"), REFUSED)
 def test_what_cannot_work_is_refused_in_a_line_before_anything_changes(
-    call: Callable[[list[nn.Module]], Any],
-    kind: type[Exception],
+    call: Callable[[Any], Any],
+    kind: Kind,
     words: str,
+    model: Callable[[], Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    modules = layers()
-    before = [p.detach().clone() for module in modules for p in module.parameters()]
+    given = model()
+    held = given if isinstance(given, nn.Module) else nn.ModuleList(modules_in(given))
+    before = copy.deepcopy(held)
     with pytest.raises(kind, match=words) as caught:
-        call(modules)
-    assert "\n" not in str(caught.value)
-    after = [p for module in modules for p in module.parameters()]
-    assert all(p.grad is None and torch.equal(p, b) for p, b in zip(after, before, strict=True))
+        call(given)
+    _, *drawn = str(caught.value).split("\n")
+    assert all(re.match(r"\s*rank \d+ \|", line) for line in drawn), "more than a schedule"
+    pairs = zip(held.parameters(), before.parameters(), strict=True)
+    assert all(p.grad is None and torch.equal(p, b) for p, b in pairs)
     assert not list(tmp_path.iterdir())

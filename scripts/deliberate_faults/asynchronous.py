@@ -50,8 +50,8 @@ FAULTS = (
         "penstock/runtime/stage/handover.py",
         "tuple(versions), lasting=frozenset()",
         "tuple(versions)",
-        "tests/distributed/test_asynchronous_processes.py",
-        "same_bits",
+        LAW,
+        "processes",
     ),
     Fault(
         "asynchronous: all updates of a window have the first one's learning rate",

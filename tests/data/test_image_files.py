@@ -120,55 +120,60 @@ def test_an_image_that_is_gone_is_no_damaged_one(tree: Path) -> None:
         train.read(0)
 
 
-def test_missing_folders_are_named(tree: Path) -> None:
-    with pytest.raises(ConfigError, match="the data folder /nowhere does not exist; images are"):
-        image_folders("/nowhere")
-    (tree / "val").rename(tree / "other")
-    with pytest.raises(ConfigError, match="neither a folder val nor a folder test; put"):
-        image_folders(tree)
-    (tree / "train").rename(tree / "val")
-    with pytest.raises(ConfigError, match=r"the folder of training images .*train does not exist"):
-        image_folders(tree)
+CLASSES = {part: {"zebra": "0.png", "ant": "0.png"} for part in ("train", "val")}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"train": CLASSES["train"]}, "neither a folder val nor a folder test; put"),
+    ({"val": CLASSES["val"]}, "the folder of training images .*train does not exist"),
+    (
+        {"train": CLASSES["train"], "val": "ILSVRC2012_val_00000001.JPEG"},
+        "val has no class folders; give each class a folder",
+    ),
+    (
+        {"train": {"photos": "ant.png"}, "val": {"photos": "ant.png"}},
+        "train has 1 class, 'photos', and a model needs",
+    ),
+    (
+        {"train": {"photos": CLASSES["train"]}, "val": CLASSES["val"]},
+        "class, 'photos', .* one folder too deep, or too shal",
+    ),
+    (
+        CLASSES | {"train": {**CLASSES["train"], "bee": "0.gif"}},
+        r"1 classes of .*train have no images \(.*\): bee\. ",
+    ),
+    (
+        CLASSES | {"train": {**CLASSES["train"], "bee": "empty.jpg"}},
+        r"bee; 1 files there are no images: .*bee/empty\.jpg\.",
+    ),
+    (
+        CLASSES | {"val": CLASSES["val"] | {f"new{n}": "0.png" for n in range(7)}},
+        "val has 7 classes that .*train lacks: new0, .* and 2",
+    ),
+]
 
 
-def test_images_without_class_folders_are_refused(tree: Path) -> None:
-    for folder in (tree / "val").iterdir():
-        folder.rename(tree / folder.name)
-    save(tree / "val" / "ILSVRC2012_val_00000001.JPEG")
-    with pytest.raises(ConfigError, match=r"val has no class folders; give each class a folder"):
-        image_folders(tree)
+def plant(folder: Path, content: Any) -> None:
+    """Make folders, and an image for each name of one; "empty" is none."""
+    if isinstance(content, str):
+        save(folder / content)
+        if "empty" in content or content.endswith(".gif"):
+            (folder / content).write_text("")
+        return
+    for name, inside in content.items():
+        plant(folder / name, inside)
 
 
-def test_a_single_class_is_refused(tmp_path: Path) -> None:
-    for part in ("train", "val"):
-        save(tmp_path / part / "photos" / "ant.png")
-    with pytest.raises(ConfigError, match="train has 1 class, 'photos', and a model needs"):
+@pytest.mark.parametrize(("content", "words"), REFUSED)
+def test_what_is_no_folder_of_images_is_refused(
+    tmp_path: Path, content: dict[str, Any], words: str
+) -> None:
+    plant(tmp_path, content)
+    with pytest.raises(ConfigError, match=words):
         image_folders(tmp_path)
 
 
-def test_class_folders_that_are_one_folder_too_deep_are_refused(tree: Path) -> None:
-    (tree / "train").rename(tree / "photos")
-    (tree / "train").mkdir()
-    (tree / "photos").rename(tree / "train" / "photos")
-    with pytest.raises(ConfigError, match=r"class, 'photos', .* one folder too deep, or too shal"):
-        image_folders(tree)
-
-
-def test_empty_classes_are_named_with_what_was_found_instead(tree: Path) -> None:
-    (tree / "train" / "bee").mkdir()
-    (tree / "train" / "bee" / "0.gif").write_text("")
-    with pytest.raises(ConfigError, match=r"1 classes of .*train have no images \(.*\): bee\. "):
-        image_folders(tree)
-    (tree / "train" / "bee" / "0.jpg").write_text("")
-    with pytest.raises(ConfigError, match=r"bee; 1 files there are no images: .*bee/0\.jpg\."):
-        image_folders(tree)
-
-
-def test_classes_that_cannot_be_learned_are_named(tree: Path) -> None:
-    for number in range(7):
-        save(tree / "val" / f"new{number}" / "0.png")
-    with pytest.raises(ConfigError, match=r"val has 7 classes that .*train lacks: new0, .* and 2"):
-        image_folders(tree)
+def test_a_missing_folder_is_named() -> None:
+    with pytest.raises(ConfigError, match="the data folder /nowhere does not exist; images are"):
+        image_folders("/nowhere")
 
 
 def test_a_test_folder_may_lack_classes(tree: Path) -> None:

@@ -16,13 +16,14 @@ from torch.utils._pytree import tree_leaves
 import penstock
 from penstock.schedules import ALL_SCHEDULES
 from penstock.schedules.family import Build
-from penstock.types import Recompute
+from penstock.types import Recompute, Reduction
 from tests.distributed import odd_types
 from tests.distributed.call import call
 from tests.every_schedule import Dealt, families
-from tests.models import ALL_MODELS, Built, Model, vectors
-from tests.reference import Unsplit, split
-from tests.side_by_side import same_bits
+from tests.laws.test_accumulation import MOVED_BY_EVALUATION
+from tests.models import ALL_MODELS, Model, vectors
+from tests.reference import Unsplit, mean, split, total
+from tests.side_by_side import same_bits, state_of
 
 
 class Widen(nn.Module):
@@ -94,6 +95,7 @@ class Case:
     stages_per_rank: int = 1
     ranks: tuple[int, ...] = ()
     offload: bool = False
+    reduction: str = "mean"
 
     @property
     def schedule_function(self) -> Build:
@@ -125,23 +127,6 @@ def batches_of(case: Case, model: Model, replica: int) -> list[Any]:
     return shares
 
 
-def results(built: Built, losses: list[Tensor]) -> dict[str, Any]:
-    """Gather what a process is left with, by layer number and name."""
-    found: dict[str, Any] = {"losses": losses, "outputs": None}
-    for number, module in enumerate(built.modules):
-        if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
-            continue
-        _gather(found, number, module)
-    return found
-
-
-def _gather(found: dict[str, Any], number: int, module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        found[f"gradient {number}.{name}"] = parameter.grad
-    for name, buffer in module.named_buffers():
-        found[f"buffer {number}.{name}"] = buffer
-
-
 def train(case: Case, mesh: penstock.Mesh) -> dict[str, Any]:
     """Accumulate the gradients of several mini-batches."""
     model = BY_NAME[case.model]
@@ -160,13 +145,18 @@ def train(case: Case, mesh: penstock.Mesh) -> dict[str, Any]:
         if case.recompute == "layers"
         else Recompute(case.recompute),
         offload=case.offload,
+        reduction=Reduction(case.reduction),
         threads_per_stage=1,
         batch_norm_over_replicas=case.num_replicas > 1,
     )
     shares = batches_of(case, model, mesh.replica)
-    losses = [pipe.train_step(*batch) for batch in shares]
-    norm = penstock.clip_grad_norm_(pipe, 0.5)
-    found = results(built, losses) | {"norm": norm}
+    losses = []
+    for batch in shares:
+        losses.append(pipe.train_step(*batch))
+        if model.quiet_in_eval and model.name not in MOVED_BY_EVALUATION:
+            pipe.eval_step(shares[0][0])
+    found: dict[str, Any] = {"losses": losses, "norm": penstock.clip_grad_norm_(pipe, 0.5)}
+    found.update(state_of(built.modules))
     if model.quiet_in_eval:
         found["outputs"] = pipe.eval_step(shares[0][0])
     return found
@@ -192,10 +182,11 @@ RECOMPUTE = [kind.value for kind in Recompute]
 def cases(num_stages: int, num_replicas: int, names: tuple[str, ...]) -> list[Case]:
     """Return cases of each model with three schedules; all factors take turns."""
     return [
-        Case(name, schedule.name, recompute, 7, 3, num_stages, num_replicas)
+        Case(name, schedule.name, recompute, 7, 3, num_stages, num_replicas, reduction=reduction)
         for (number, name), turn in product(enumerate(names), range(3))
         for schedule in (ALL_SCHEDULES[(3 * number + turn) % len(ALL_SCHEDULES)],)
         for recompute in (RECOMPUTE[(number + num_stages + turn) % len(RECOMPUTE)],)
+        for reduction in (("mean", "sum")[(number + turn) % 2],)
     ]
 
 
@@ -221,14 +212,20 @@ def unsplit(case: Case) -> dict[str, Any]:
     """Train the same with plain torch, all replicas' micro-batches one after the other."""
     model = BY_NAME[case.model]
     built = model.build()
-    reference = Unsplit(built.modules, built.forward, case.num_microbatches * case.num_replicas)
+    weigh = {"mean": mean, "sum": total}[case.reduction]
+    num_microbatches = case.num_microbatches * case.num_replicas
+    reference = Unsplit(built.modules, built.forward, num_microbatches, weigh)
     whole = model.batches(case.num_samples * case.num_replicas, case.steps)
     losses = [reference.train_step(x, y, model.loss) for x, y in whole]
     gradients = [p.grad for m in built.modules for p in m.parameters() if p.grad is not None]
     norm = torch.stack([g.norm(dtype=torch.float64) for g in gradients]).norm()
     for gradient in gradients:
         gradient.mul_(min(1.0, 0.5 / (float(norm) + 1e-6)))
-    found = results(built, losses) | {"norm": norm.float()}
+    found: dict[str, Any] = {
+        "losses": losses,
+        "norm": norm.float(),
+        **dict(state_of(built.modules)),
+    }
     if model.quiet_in_eval:
         found["outputs"] = reference.evaluate(whole[0][0])
     return found

@@ -5,6 +5,7 @@ micro-batch after micro-batch.
 import copy
 from collections.abc import Callable
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import penstock
 from penstock.errors import BatchError, ConfigError, StateError
 from penstock.schedules import Family, gpipe, one_f_one_b, pipedream, pipedream_2bw
 from tests import delayed
+from tests.distributed.call import call
 from tests.models import ALL_MODELS, Model
 from tests.reference import Unsplit
 from tests.side_by_side import autocast, differences, pipeline, same_bits
@@ -51,6 +53,7 @@ def assert_keeps_the_law(  # noqa: PLR0913 - what a window may vary in
     windows: tuple[int, ...],
     rates: Callable[[torch.optim.Optimizer], Any] | None = None,
     bf16: bool = False,
+    mesh: penstock.Mesh | None = None,
     **options: Any,
 ) -> None:
     """Train in windows of so many mini-batches; all bits must agree at the end of each."""
@@ -70,6 +73,7 @@ def assert_keeps_the_law(  # noqa: PLR0913 - what a window may vary in
         partition=partition,
         num_microbatches=num_microbatches,
         schedule=family,
+        mesh=mesh,
         **options,
     ) as pipe:
         ours = OPTIMIZERS[optimizer](list(pipe.parameters()))
@@ -80,18 +84,24 @@ def assert_keeps_the_law(  # noqa: PLR0913 - what a window may vary in
                 losses = pipe.train_steps(window, ours, lr_scheduler=our_rates)
                 wanted = reference.train(window, their_rates.step if their_rates else None)
             assert same_bits(losses, wanted), f"losses {losses}, and {wanted}"
-            found = differences(built.modules, twin.modules)
+            found = differences(built.modules, twin.modules, is_part=mesh is not None)
             assert not found, "; ".join(found)
-            assert_same_state(ours, theirs)
+            earlier = [] if mesh is None else twin.modules[: ends[mesh.stage]]
+            first = len([*nn.ModuleList(earlier).parameters()])
+            assert_same_state(ours, theirs, None if mesh is None else first)
 
 
-def assert_same_state(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
+def assert_same_state(
+    ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer, first: int | None = None
+) -> None:
+    """Compare optimizers; `ours` may have some of the parameters alone, from the `first` on."""
     mine, wanted = ours.state_dict(), theirs.state_dict()
-    assert mine["param_groups"] == wanted["param_groups"]
-    assert mine["state"].keys() == wanted["state"].keys()
-    for place, state in wanted["state"].items():
-        for name, value in state.items():
-            found = mine["state"][place][name]
+    if first is None:
+        assert mine["param_groups"] == wanted["param_groups"]
+        assert mine["state"].keys() == wanted["state"].keys()
+    for place, state in mine["state"].items():
+        for name, found in state.items():
+            value = wanted["state"][place + (first or 0)][name]
             same = same_bits(found, value) if isinstance(value, torch.Tensor) else found == value
             assert same, f"{name} of parameter {place}"
 
@@ -206,13 +216,24 @@ class TiedModules(Tied):
 def test_a_tied_weight_lags_everywhere_as_on_its_home_stage(
     family: Family, tied: Any, kind: type[Tied], partition: list[int]
 ) -> None:
+    check_tied(family, tied, kind, partition)
+
+
+def check_tied(
+    family: Family,
+    tied: Any,
+    kind: type[Tied],
+    partition: list[int],
+    mesh: penstock.Mesh | None = None,
+) -> None:
     torch.manual_seed(0)
     model = kind()
     twin = copy.deepcopy(model)
     g = torch.Generator().manual_seed(1)
     batches = [(torch.randn(6, 4, generator=g), torch.randn(6, 8, generator=g)) for _ in range(6)]
     captured = penstock.capture(model, batches[0][0])
-    with pipe_of(family, layers=captured, partition=partition, tied_gradients=tied) as pipe:
+    options = {"partition": partition, "tied_gradients": tied, "mesh": mesh}
+    with pipe_of(family, layers=captured, **options) as pipe:
         ours = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
         found = pipe.train_steps(batches, ours)
     theirs = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
@@ -223,7 +244,38 @@ def test_a_tied_weight_lags_everywhere_as_on_its_home_stage(
     )
     wanted = reference.train(batches, None)
     assert same_bits(found, wanted)
-    assert not differences([model], [twin])
+    assert not differences([model], [twin], is_part=mesh is not None)
+
+
+def keep_the_law(mesh: penstock.Mesh) -> None:
+    """See that a process and its peers train with delays."""
+    for family in FAMILIES:
+        for name, partition in (("transformer", (2, 3)), ("convolutions", (3, 6))):
+            told: dict[str, Any] = {"partition": partition, "num_microbatches": 2, "mesh": mesh}
+            assert_keeps_the_law(BY_NAME[name], family, "adamw", windows=(3, 2), **told)
+        for tied in penstock.TiedGradients:
+            check_tied(family, tied, TiedModules, [1, 2], mesh)
+
+
+def test_processes_keep_the_law(tmp_path: Path) -> None:
+    call(keep_the_law, (2, 1), tmp_path)
+
+
+def refused(mesh: penstock.Mesh) -> list[str]:
+    """Say what is refused of replicas, and of processes that give different numbers of batches."""
+    pipe = pipe_of(pipedream_2bw, None, mesh=mesh)
+    said = []
+    for count in (2, 2 + mesh.rank):
+        with pytest.raises(ConfigError) as caught:
+            pipe.train_steps(batches_of(count), adamw(pipe))
+        said.append(str(caught.value))
+    return said
+
+
+def test_replicas_are_refused_on_every_process(tmp_path: Path) -> None:
+    for said in call(refused, (1, 2), tmp_path):
+        assert "wait for the gradients of all 2 replicas" in said[0]
+        assert "number of batches" in said[1]
 
 
 def test_versions_of_a_tied_weight_count_on_its_home_stage_alone() -> None:
@@ -251,7 +303,9 @@ def batches_of(count: int, size: int = 6) -> list[tuple[torch.Tensor, torch.Tens
     ]
 
 
-def pipe_of(schedule: Any, num_stages: int = 2, num_microbatches: int = 2, **options: Any) -> Any:
+def pipe_of(
+    schedule: Any, num_stages: int | None = 2, num_microbatches: int = 2, **options: Any
+) -> Any:
     layers = options.pop("layers", None) or layers_of()
     return penstock.Pipeline(
         layers,

@@ -15,7 +15,6 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.errors import CutError
 from penstock.model.capture import checked_before
 from penstock.model.capture.captured import record_model
 from penstock.model.capture.check import prove
@@ -77,128 +76,6 @@ def test_a_parametrization_of_a_block_may_be_removed_after_capture() -> None:
     assert type(copy.deepcopy(model).blocks[1]) is nn.Linear
 
 
-class Sizing(Chain):
-    """Keeps the size of what it is given: the same one with the example as before."""
-
-    size: int | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.size = len(x)
-        for block in self.blocks:
-            x = block(x) / self.size
-        return x
-
-
-class Forgetting(Sizing):
-    """Leaves nothing that could be compared."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        self.size = None
-        return x
-
-
-class Telling(Chain):
-    """Writes to its blocks before it calls them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            block.size = len(x)  # type: ignore[assignment]  # no module, no tensor
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("kind", [Sizing, Forgetting])
-def test_what_is_written_outside_blocks_is_refused_also_if_it_is_the_same(
-    kind: type[Chain],
-) -> None:
-    model = kind()
-    model(inputs())
-    with pytest.raises(CutError, match="the model itself changes its 'size', and it is no block"):
-        record_model(model, inputs())
-
-
-def test_what_is_written_to_a_block_from_outside_is_refused() -> None:
-    with pytest.raises(CutError, match=r"changes the 'size' of 'blocks\.0'"):
-        record_model(Telling(), inputs())
-
-
-class Gated(nn.Linear):
-    """Keeps a tensor on itself while it runs."""
-
-    gate: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.gate = x.mean(1, keepdim=True)
-        return super().forward(x) * self.gate.sigmoid()
-
-
-class Counted(nn.Linear):
-    size = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.size = len(x)
-        return super().forward(x) / self.size
-
-
-class Again(Chain):
-    """Calls one block three times."""
-
-    def __init__(self, kind: type[nn.Linear]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([kind(WIDTH, WIDTH)] * 3)
-
-
-@pytest.mark.parametrize(("kind", "name"), [(Gated, "gate"), (Counted, "size")])
-def test_what_a_block_of_several_stages_keeps_is_refused(kind: type[nn.Linear], name: str) -> None:
-    model = Again(kind)
-    model(inputs())
-    with pytest.raises(CutError, match=rf"3 calls of .* write '{name}' of 'blocks\.0'"):
-        record_model(model, inputs())
-    assert len(record_model(model, inputs(), together=["blocks.0"]).calls) == 3
-    chain = Chain()
-    chain.blocks[1] = kind(WIDTH, WIDTH)
-    assert len(record_model(chain, inputs()).calls) == 3
-
-
-class Seeding(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        torch.manual_seed(7)
-        return super().forward(x) + torch.randn(WIDTH)
-
-
-class SeedingInside(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1] = Seeding(WIDTH, WIDTH)
-
-
-class SeedingBetween(Chain):
-    def between(self, x: Tensor, _number: int) -> Tensor:
-        with torch.random.fork_rng(devices=[]):
-            return x + torch.randn_like(x)
-
-
-class Restoring(Chain):
-    def between(self, x: Tensor, _number: int) -> Tensor:
-        torch.set_rng_state(torch.get_rng_state())
-        return x
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        (SeedingInside, "manual_seed"),
-        (SeedingBetween, "fork_rng"),
-        (Restoring, "set_rng_state"),
-    ],
-)
-def test_a_model_that_seeds_is_refused(kind: type[Chain], name: str) -> None:
-    before = torch.manual_seed, torch.random.fork_rng, nn.Module.__setattr__
-    with pytest.raises(CutError, match=rf"torch's {name} \(.*test_easily_overlooked\.py"):
-        record_model(kind(), inputs())
-    assert before == (torch.manual_seed, torch.random.fork_rng, nn.Module.__setattr__)
-
-
 def test_torchs_own_code_may_set_the_random_state() -> None:
     class Dropping(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -236,9 +113,7 @@ class Dropping(nn.Linear):
 
 
 class DroppingAll(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Dropping(WIDTH, WIDTH) for _ in range(3))
+    kinds = (Dropping,) * 3
 
 
 MODEL_AND_HELPER = {

@@ -4,7 +4,9 @@ import copy
 import random
 import threading
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import penstock
 from penstock.errors import CutError, GlueError, RouteError
 from penstock.model.capture.captured import Captured, record_model
 from penstock.model.capture.source import captured_layers
-from tests.model.capture.any_models.chain import WIDTH, Chain, inputs
+from tests.model.capture.any_models.chain import WIDTH, Chain, between, inputs, of_blocks
 from tests.model.capture.any_models.lists import REFUSED
 from tests.model.capture.any_models.odd import WithToken
 from tests.model.capture.any_models.refused import Refused
@@ -49,9 +51,7 @@ class WithCache(nn.Linear):
 
 
 class UsesCache(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0] = WithCache(WIDTH, WIDTH)
+    kinds = (WithCache, nn.Linear, nn.Linear)
 
     def forward(self, x: Tensor) -> Tensor:
         x, cache = self.blocks[0](x)
@@ -74,16 +74,6 @@ def test_too_few_blocks_are_named() -> None:
         penstock.Pipeline(captured_layers(record_model(Chain(), inputs())), num_stages=4)
 
 
-def test_a_pattern_that_fits_nothing_is_named() -> None:
-    with pytest.raises(CutError, match=r"no module of Chain is called 'layers\.\*'; there are"):
-        record_model(Chain(), inputs(), blocks=["layers.*"])
-
-
-def test_blocks_inside_each_other_are_refused() -> None:
-    with pytest.raises(CutError, match=r"'blocks' and 'blocks\.0' inside it"):
-        record_model(Chain(), inputs(), blocks=["blocks", "blocks.*"])
-
-
 def test_code_that_goes_another_way_on_another_stage_is_refused() -> None:
     with pipeline(ByThread()) as pipe, pytest.raises(GlueError, match=r"test_errors\.py"):
         pipe.train_step(inputs(), inputs())
@@ -102,8 +92,7 @@ def test_what_would_be_wrong_is_refused_and_left_as_it_was(refused: Refused) -> 
 
 
 def test_random_numbers_inside_a_block_may_be_pythons() -> None:
-    inside = Chain()
-    inside.blocks[1] = DrawingInside(WIDTH, WIDTH)
+    inside = of_blocks(nn.Linear, DrawingInside, nn.Linear)
     state = random.getstate()
     assert len(record_model(inside, inputs()).calls) == 3
     assert random.getstate() == state
@@ -114,17 +103,6 @@ def test_an_object_that_a_later_stage_uses_is_refused_there() -> None:
     assert any("returns a Cache" in warning for warning in record_model(model, inputs()).warnings)
     with pipeline(model) as pipe, pytest.raises(CutError, match="gave a Cache, which a later"):
         pipe.train_step(inputs(), inputs())
-
-
-def test_without_values_a_branch_on_them_is_refused() -> None:
-    class Deciding(Chain):
-        def between(self, x: Tensor, _number: int) -> Tensor:
-            return x if x.sum().item() > 0 else -x
-
-    with torch.device("meta"):
-        model = Deciding()
-    with pytest.raises(GlueError, match=r"asks for values at test_errors\.py"):
-        record_model(model, inputs())
 
 
 class LateHook(Chain):
@@ -164,11 +142,6 @@ class NothingToDifferentiate(Chain):
         return checkpoint(super().forward, x, use_reentrant=True)
 
 
-def test_a_reentrant_checkpoint_without_gradients_is_refused() -> None:
-    with pytest.raises(CutError, match="nothing that requires a grad"):
-        record_model(NothingToDifferentiate(), inputs())
-
-
 class Shaking(torch.autograd.Function):
     """Draws where nobody can know."""
 
@@ -179,27 +152,6 @@ class Shaking(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, gradient: Tensor) -> Any:
         return gradient
-
-
-def test_what_draws_between_blocks_and_is_not_known_to_is_refused() -> None:
-    class Shaken(Chain):
-        def between(self, x: Tensor, _number: int) -> Tensor:
-            return Shaking.apply(x)
-
-    with pytest.raises(CutError, match=r"'Shaking\.apply' draws random numbers between blocks"):
-        record_model(Shaken(), inputs())
-
-
-def test_a_value_of_another_forward_is_refused() -> None:
-    kept: list[Tensor] = []
-
-    class Enclosing(Chain):
-        def between(self, x: Tensor, number: int) -> Tensor:
-            kept.append(x)
-            return x + kept[number]
-
-    with pytest.raises(GlueError, match="of another micro-batch is read"):
-        record_model(Enclosing(), inputs())
 
 
 def test_a_cache_in_the_output_is_not_there_to_use() -> None:
@@ -330,26 +282,6 @@ def test_a_model_without_values_is_captured_at_once() -> None:
     assert captured_layers(captured).parameter_counts() == (WIDTH * (WIDTH + 1),) * 3
 
 
-class Lazy(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1] = nn.LazyLinear(WIDTH)
-
-
-class ScriptedBlock(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        with warnings.catch_warnings():  # it is deprecated, and used all the same
-            warnings.simplefilter("ignore")
-            self.blocks[1] = torch.jit.script(nn.Linear(WIDTH, WIDTH))
-
-
-class InThreads(Chain):
-    def between(self, x: Tensor, _number: int) -> Tensor:
-        with ThreadPoolExecutor(1) as threads:
-            return threads.submit(x.tanh).result()
-
-
 class BlocksInThreads(Chain):
     def forward(self, x: Tensor) -> Tensor:
         with ThreadPoolExecutor(2) as threads:
@@ -373,22 +305,189 @@ class Unseen(Chain):
         return x
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (Unseen, r"calls none of its blocks, .* Call them as block\(x\)"),
-        (Lazy, r"'blocks\.1' is lazy: .* Call the model once"),
-        (ScriptedBlock, r"'blocks\.1' is a TorchScript module"),
-        (InThreads, "given it to another thread"),
-        (BlocksInThreads, r"for the input 'x' is used .* another thread.*threads work inside a"),
-        (WithOtherWeights, r"'blocks\.0' is called with another tensor in place of its 'weight'"),
-    ],
-)
+class Sizing(Chain):
+    """Keeps the size of what it is given: the same one with the example as before."""
+
+    size: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.size = len(x)
+        for block in self.blocks:
+            x = block(x) / self.size
+        return x
+
+
+class Forgetting(Sizing):
+    """Leaves nothing that could be compared."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.size = None
+        return x
+
+
+class Telling(Chain):
+    """Writes to its blocks before it calls them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.size = len(x)  # type: ignore[assignment]  # no module, no tensor
+        return super().forward(x)
+
+
+class Gated(nn.Linear):
+    """Keeps a tensor on itself while it runs."""
+
+    gate: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gate = x.mean(1, keepdim=True)
+        return super().forward(x) * self.gate.sigmoid()
+
+
+class Counted(nn.Linear):
+    size = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.size = len(x)
+        return super().forward(x) / self.size
+
+
+KEEPING: dict[type[nn.Linear], str] = {Gated: "gate", Counted: "size"}
+
+
+class Again(Chain):
+    """Calls one block three times."""
+
+    def __init__(self, kind: type[nn.Linear]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([kind(WIDTH, WIDTH)] * 3)
+
+
+class Seeding(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        return super().forward(x) + torch.randn(WIDTH)
+
+
+def scripted(width: int, _: int) -> nn.Module:
+    with warnings.catch_warnings():  # it is deprecated, and used all the same
+        warnings.simplefilter("ignore")
+        return torch.jit.script(nn.Linear(width, width))
+
+
+def in_a_thread(_: Chain, x: Tensor, number: int) -> Tensor:
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(x.tanh).result()
+
+
+def forked(_: Chain, x: Tensor, number: int) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return x + torch.randn_like(x)
+
+
+def restored(_: Chain, x: Tensor, number: int) -> Tensor:
+    torch.set_rng_state(torch.get_rng_state())
+    return x
+
+
+def enclosing() -> Chain:
+    kept: list[Tensor] = []
+
+    def keeping(_: Chain, x: Tensor, number: int) -> Tensor:
+        kept.append(x)
+        return x + kept[number]
+
+    return between(keeping)()
+
+
+def without_values() -> Chain:
+    """Make a model that branches on values, and has none."""
+    with torch.device("meta"):
+        return between(lambda _, x, number: x if x.sum().item() > 0 else -x)()
+
+
+def after_a_run(make: Callable[[], Chain]) -> Callable[[], Chain]:
+    """Run the model once: what it writes is then there already."""
+
+    def made() -> Chain:
+        model = make()
+        model(inputs())
+        return model
+
+    return made
+
+
+def with_hook() -> Chain:
+    model = Chain()
+    model.register_full_backward_hook(lambda *_: None)
+    return model
+
+
+_ITSELF = "the model itself changes its 'size', and it is no block"
+CANNOT: list[tuple[Callable[[], Chain], str, dict[str, Any]]] = [
+    (Chain, r"no module of Chain is called 'layers\.\*'; there are", {"blocks": ["layers.*"]}),
+    (Chain, r"'blocks' and 'blocks\.0' inside it", {"blocks": ["blocks", "blocks.*"]}),
+    (Unseen, r"calls none of its blocks, .* Call them as block\(x\)", {}),
+    (
+        partial(of_blocks, nn.Linear, lambda n, _: nn.LazyLinear(n)),
+        r"'blocks\.1' is lazy: .* Call the model once",
+        {},
+    ),
+    (partial(of_blocks, nn.Linear, scripted), r"'blocks\.1' is a TorchScript module", {}),
+    (between(in_a_thread), "given it to another thread", {}),
+    (BlocksInThreads, "for the input 'x' is used .* another thread.*threads work inside a", {}),
+    (
+        WithOtherWeights,
+        r"'blocks\.0' is called with another tensor in place of its 'weight'",
+        {},
+    ),
+    (without_values, r"asks for values at test_errors\.py", {}),
+    (
+        between(lambda _, x, number: x if x.data_ptr() % 8 == 0 else x.clone()),
+        "asks where in memory a routed value is",
+        {},
+    ),
+    (NothingToDifferentiate, "nothing that requires a grad", {}),
+    (
+        between(lambda _, x, number: Shaking.apply(x)),
+        r"'Shaking\.apply' draws random numbers between blocks",
+        {},
+    ),
+    (enclosing, "of another micro-batch is read", {}),
+    (with_hook, "'Chain' has a hook on its gradients and holds several", {}),
+    (after_a_run(Sizing), _ITSELF, {}),
+    (after_a_run(Forgetting), _ITSELF, {}),
+    (Telling, r"changes the 'size' of 'blocks\.0'", {}),
+    *(
+        (after_a_run(partial(Again, kind)), rf"3 calls of .* write '{name}' of 'blocks\.0'", {})
+        for kind, name in KEEPING.items()
+    ),
+    *(
+        (make, rf"torch's {name} \(.*test_errors\.py", {})
+        for make, name in (
+            (partial(of_blocks, nn.Linear, Seeding, nn.Linear), "manual_seed"),
+            (between(forked), "fork_rng"),
+            (between(restored), "set_rng_state"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "words", "options"), CANNOT)
 def test_what_cannot_be_run_in_stages_is_said_with_its_remedy(
-    kind: type[Chain], message: str
+    make: Callable[[], Chain], words: str, options: dict[str, Any]
 ) -> None:
-    with pytest.raises((CutError, GlueError), match=message):
-        record_model(kind(), inputs())
+    before = torch.manual_seed, torch.random.fork_rng, nn.Module.__setattr__
+    with pytest.raises((CutError, GlueError), match=words):
+        record_model(make(), inputs(), **options)
+    assert before == (torch.manual_seed, torch.random.fork_rng, nn.Module.__setattr__)
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_a_block_of_one_stage_may_keep_what_it_likes(kind: type[nn.Linear]) -> None:
+    assert len(record_model(Again(kind), inputs(), together=["blocks.0"]).calls) == 3
+    assert len(record_model(of_blocks(nn.Linear, kind, nn.Linear), inputs()).calls) == 3
 
 
 def test_a_value_that_a_hook_has_kept_says_what_it_is() -> None:

@@ -11,7 +11,7 @@ import penstock
 from penstock import Pipeline
 from penstock.errors import BatchError, CutError, RecomputeError
 from penstock.torch_private import fake_tensors
-from tests.model.capture.any_models.chain import WIDTH, Chain, inputs
+from tests.model.capture.any_models.chain import WIDTH, Chain, inputs, of_blocks
 
 
 class Force(nn.Linear):
@@ -35,23 +35,17 @@ class Asserting(nn.Linear):
         return super().forward(x)
 
 
-class Made(Chain):
-    def __init__(self, kind: type[nn.Linear]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(kind(WIDTH, WIDTH) for _ in range(3))
-
-
 @pytest.mark.parametrize("kind", [Force, Asserting])
 def test_a_model_that_needs_gradients_in_evaluation_is_told_what_to_do(
     kind: type[nn.Linear],
 ) -> None:
     message = r"Made runs with gradients and not without.*torch\.enable_grad\(\)"
     with pytest.raises(CutError, match=message):
-        penstock.capture(Made(kind), inputs())
+        penstock.capture(of_blocks(kind), inputs())
 
 
 def test_what_it_is_told_to_do_helps() -> None:
-    layers = penstock.capture(Made(ForceAnywhere), inputs())
+    layers = penstock.capture(of_blocks(ForceAnywhere), inputs())
     assert str(layers).endswith("are the model's, to the bit")
 
 

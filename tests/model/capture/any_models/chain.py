@@ -1,5 +1,8 @@
 """Three blocks in a list, and whatever is to happen between them."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -11,11 +14,13 @@ def inputs(batch: int = 3) -> Tensor:
 
 
 class Chain(nn.Module):
-    """Three blocks in a list; subclasses say what happens between them."""
+    """Three blocks in a list; subclasses say of which kinds, and what happens between them."""
+
+    kinds: tuple[Callable[..., nn.Module], ...] = (nn.Linear,) * 3
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.blocks = nn.ModuleList(kind(WIDTH, WIDTH) for kind in self.kinds)
 
     def forward(self, x: Tensor) -> Tensor:
         for number, block in enumerate(self.blocks):
@@ -26,10 +31,21 @@ class Chain(nn.Module):
         return x
 
 
+def between(does: Callable[[Any, Any, int], Any], **attributes: Any) -> type[Chain]:
+    """Make a kind of chain that does this after each block: does(model, x, number)."""
+    return type("Between", (Chain,), {"between": does, **attributes})
+
+
+def of_blocks(*kinds: Callable[..., nn.Module]) -> Chain:
+    """Make a chain of blocks of these kinds, or three of one."""
+    made: Chain = type("Made", (Chain,), {"kinds": kinds * (3 if len(kinds) == 1 else 1)})()
+    return made
+
+
 class TwoWays(nn.Module):
     """Uses what it is given twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, *_: int) -> None:
         super().__init__()
         self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
@@ -40,6 +56,4 @@ class TwoWays(nn.Module):
 class UsedTwice(Chain):
     """Autocast would cast a leaf once for both uses, and does not what another block gave."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(TwoWays() for _ in range(3))
+    kinds = (TwoWays,) * 3

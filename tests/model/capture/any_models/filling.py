@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 from torch.utils.checkpoint import checkpoint
 
-from .chain import WIDTH, Chain, inputs
+from .chain import Chain, inputs
 from .handwritten import Convolved
 from .made import AnyModel, pixels
 
@@ -31,9 +31,7 @@ class Fill(nn.Linear):
 class Filling(Chain):
     """Goes on with the list as its blocks leave it; what they return is that very list."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Fill(WIDTH, WIDTH) for _ in range(4))
+    kinds = (Fill,) * 4
 
     def forward(self, x: Tensor) -> Tensor:
         xs, penalties = [x, x * 2], [x.mean()]
@@ -60,9 +58,7 @@ class Collect(nn.Linear):
 class Collecting(Chain):
     """Gives a deque to its blocks; each is in a checkpoint, which runs it twice."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Collect(WIDTH, WIDTH) for _ in range(3))
+    kinds = (Collect,) * 3
 
     def forward(self, x: Tensor) -> Tensor:
         found: deque[Tensor] = deque(maxlen=2)
@@ -87,9 +83,7 @@ class Sharing(nn.Linear):
 
 
 class SharingPairs(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Sharing(WIDTH, WIDTH) for _ in range(4))
+    kinds = (Sharing,) * 4
 
     def forward(self, x: Tensor) -> Tensor:
         shared = Shared()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from .chain import WIDTH, Chain, UsedTwice, inputs
+from .chain import WIDTH, Chain, UsedTwice, between, inputs
 from .filling import FILLING
 from .handwritten import EXPERTS
 from .made import (
@@ -43,9 +43,7 @@ class PairBlock(nn.Linear):
 
 
 class Pairs(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(PairBlock(WIDTH, WIDTH) for _ in range(3))
+    kinds = (PairBlock,) * 3
 
     def forward(self, x: Tensor) -> Tensor:
         pair = Pair(x, 2.0)
@@ -110,34 +108,6 @@ class Double(torch.autograd.Function):
         return gradient * 3
 
 
-class OwnFunction(Chain):
-    def between(self, x: Tensor, _number: int) -> Tensor:
-        return Double.apply(x)
-
-
-class Hooked(Chain):
-    """Has a hook that changes what a block gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0].register_forward_hook(lambda _module, _inputs, output: output * 2)
-
-
-class HookedTwice(Hooked):
-    """The block with the hook is called on two stages, at once."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
-            x = x + block(x).tanh()
-        return x
-
-
-class Frozen(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0].requires_grad_(False)
-
-
 class Picking(Chain):
     """Takes as many rows as the values say."""
 
@@ -163,13 +133,6 @@ class WithToken(Chain):
         token = self.token.exp().expand(len(x), -1)
         x = x + token * (2.0 if self.training else 1.0)
         return x * self.scale.exp() + self.offset
-
-
-class Compiled(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.compile(backend="eager")
 
 
 class Checkpoints(Chain):
@@ -250,18 +213,47 @@ def _keep_factor(ctx: Any, inputs: Any, output: Tensor) -> None:
 scaled.register_autograd(_scaled_backward, setup_context=_keep_factor)
 
 
-class LibraryOperator(Chain):
-    def between(self, x: Tensor, number: int) -> Tensor:
-        return scaled(x, 1.5) if number else torch.ops.penstock_tests.scaled(x, 0.5)
+def by_library(_: Chain, x: Tensor, number: int) -> Tensor:
+    return scaled(x, 1.5) if number else torch.ops.penstock_tests.scaled(x, 0.5)
 
 
-class Reshaping(Chain):
-    """Splits, turns and joins axes, as einops does."""
+def reshaped(_: Chain, x: Tensor, number: int) -> Tensor:
+    """Split, turn and join axes, as einops does."""
+    pairs = x.reshape(len(x), 2, WIDTH // 2).permute(0, 2, 1)
+    repeated = pairs[:, :, None].expand(-1, -1, 3, -1).mean(2)
+    return torch.einsum("bij->bji", repeated).reshape(len(x), WIDTH)
 
-    def between(self, x: Tensor, _number: int) -> Tensor:
-        pairs = x.reshape(len(x), 2, WIDTH // 2).permute(0, 2, 1)
-        repeated = pairs[:, :, None].expand(-1, -1, 3, -1).mean(2)
-        return torch.einsum("bij->bji", repeated).reshape(len(x), WIDTH)
+
+def masked_by_sign(_: Chain, x: Tensor, number: int) -> Tensor:
+    mask = torch.ones(x.shape)
+    mask[x < 0] = 0.1
+    return x * mask
+
+
+def typed(_: Chain, x: Tensor, number: int) -> Tensor:
+    """Ask for types, and for other ones."""
+    assert x.type() == "torch.FloatTensor"
+    return x.type(torch.float64).exp().type_as(x)
+
+
+def hooked(kind: type[Chain] = Chain) -> Chain:
+    """Give a chain with a hook that changes what a block gives."""
+    made = kind()
+    made.blocks[0].register_forward_hook(lambda _module, _inputs, output: output * 2)
+    return made
+
+
+def compiled() -> Chain:
+    made = Chain()
+    for block in made.blocks:
+        block.compile(backend="eager")
+    return made
+
+
+def frozen() -> Chain:
+    made = Chain()
+    made.blocks[0].requires_grad_(False)
+    return made
 
 
 class TensorHook(Chain):
@@ -364,14 +356,6 @@ class Adapted(nn.Module):
         return self.frozen(x) + self.up(self.down(x)) * 0.5
 
 
-class Typed(Chain):
-    """Asks for types, and for other ones."""
-
-    def between(self, x: Tensor, _number: int) -> Tensor:
-        assert x.type() == "torch.FloatTensor"
-        return x.type(torch.float64).exp().type_as(x)
-
-
 class Drawing(Chain):
     """Draws between blocks, in many ways; where it does not train, in none."""
 
@@ -400,9 +384,7 @@ class Shaken(nn.Linear):
 class DrawingOutside(Chain):
     """Draws Python's and NumPy's random numbers between blocks, of which the second does too."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1] = Shaken(WIDTH, WIDTH)
+    kinds = (nn.Linear, Shaken, nn.Linear)
 
     def between(self, x: Tensor, number: int) -> Tensor:
         if not self.training:
@@ -481,13 +463,6 @@ class Collecting(Chain):
             x = block(x)
             found[:, number] = x
         return found.sum(1)
-
-
-class Masking(Chain):
-    def between(self, x: Tensor, _number: int) -> Tensor:
-        mask = torch.ones(x.shape)
-        mask[x < 0] = 0.1
-        return x * mask
 
 
 class IntoOut(Chain):
@@ -607,9 +582,9 @@ CHAINS = (
     AnyModel("a reentrant one of two", checkpoints(reentrant=True, together=True)),
     AnyModel("a checkpoint around a tied block", chain(TiedCheckpoints)),
     AnyModel("a checkpoint around dropout", chain(DroppingCheckpoints)),
-    AnyModel("own autograd function", chain(OwnFunction)),
-    AnyModel("hook on a block", chain(Hooked)),
-    AnyModel("hook on a block of two stages", chain(HookedTwice)),
+    AnyModel("own autograd function", chain(between(lambda _, x, number: Double.apply(x)))),
+    AnyModel("hook on a block", chain(hooked)),
+    AnyModel("hook on a block of two stages", chain(partial(hooked, Twice))),
     AnyModel("hook on a gradient", chain(TensorHook)),
     AnyModel("branches on gradients", chain(ByGradient)),
     AnyModel("settings made in the first forward", chain(Settling)),
@@ -620,13 +595,16 @@ CHAINS = (
     AnyModel("dataclass between blocks", chain(Pairs)),
     AnyModel("input that requires a gradient", needing_gradient, routed=True),
     AnyModel("block used twice", chain(Twice)),
-    AnyModel("operator of torch.library", chain(LibraryOperator)),
-    AnyModel("axes split and joined", chain(Reshaping)),
+    AnyModel("operator of torch.library", chain(between(by_library))),
+    AnyModel("axes split and joined", chain(between(reshaped))),
     AnyModel("a value without dimensions", chain(Scaled)),
     AnyModel("writes in place", chain(InPlace)),
     AnyModel("writes in place, used much later", chain(Shifting)),
     AnyModel("results gathered in a tensor of zeros", chain(Collecting)),
-    AnyModel("a mask made between blocks", chain(Masking)),
+    AnyModel(
+        "a mask made between blocks",
+        chain(between(masked_by_sign)),
+    ),
     AnyModel("out= between blocks", chain(IntoOut)),
     AnyModel("rows written one by one", chain(Numbering)),
     AnyModel("a block with and without gradients", chain(OnceWithout)),
@@ -635,8 +613,8 @@ CHAINS = (
     AnyModel("a weight handed to another block", chain(Handed)),
     *EXPERTS,
     AnyModel("parameters between blocks", chain(WithToken)),
-    AnyModel("frozen block", chain(Frozen)),
-    AnyModel("types asked and changed", chain(Typed)),
+    AnyModel("frozen block", chain(frozen)),
+    AnyModel("types asked and changed", chain(between(typed))),
     AnyModel("random numbers between blocks", chain(Drawing)),
     AnyModel("Python's and NumPy's random numbers between blocks", chain(DrawingOutside)),
     AnyModel(
@@ -675,7 +653,7 @@ ODD = (
     ),
     AnyModel("frozen start", frozen_start),
     AnyModel("adapters beside frozen layers", adapted),
-    AnyModel("compiled blocks", chain(Compiled)),
+    AnyModel("compiled blocks", chain(compiled)),
     AnyModel("checkpointing of transformers", checkpointed(reentrant=False)),
     AnyModel("the same, reentrant", checkpointed(reentrant=True)),
     AnyModel("the same, with dropout inside", checkpointed(reentrant=False, dropout=0.2)),

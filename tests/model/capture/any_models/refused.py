@@ -1,15 +1,18 @@
 """What capture refuses, with what it says: it would be wrong, or cannot be followed."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import CaptureError, CutError, GlueError
 
-from .chain import WIDTH, Chain
+from .chain import WIDTH, Chain, between
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +20,7 @@ class Refused:
     """A model by name, and the error that it gets; `message` is a regular expression."""
 
     name: str
-    build: type[Chain]
+    build: Callable[[], Chain]
     error: type[CaptureError]
     message: str
 
@@ -44,11 +47,6 @@ class Sideways(Chain):
     def forward(self, x: Tensor) -> Tensor:
         self.blocks[0].memory.clear()  # type: ignore[operator,union-attr]  # as above
         return super().forward(x)
-
-
-class Mapped(Chain):
-    def between(self, x: Tensor, _number: int) -> Tensor:
-        return torch.vmap(torch.sin)(x)
 
 
 class Rescaling(Chain):
@@ -86,30 +84,20 @@ class SettingAgain(Chain):
         return getattr(torch, self.settings.kind)(x)
 
 
-class CountingElsewhere(Chain):
-    """Counts its calls in an object that is no module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state = SimpleNamespace(counts=[SimpleNamespace(calls=0)])
-
-    def between(self, x: Tensor, _number: int) -> Tensor:
-        self.state.counts[0].calls += 1
-        return x
-
-
 @dataclass(slots=True)
 class Slotted:
     calls: int = 0
 
 
-class CountingInSlots(Chain):
-    def __init__(self) -> None:
+class CountingElsewhere(Chain):
+    """Counts its calls in an object that is no module."""
+
+    def __init__(self, made: Callable[[], Any] = Slotted) -> None:
         super().__init__()
-        self.state = Slotted()
+        self.state = [made()]
 
     def between(self, x: Tensor, _number: int) -> Tensor:
-        self.state.calls += 1
+        self.state[0].calls += 1
         return x
 
 
@@ -219,15 +207,10 @@ def sine(x: Tensor) -> Tensor:
     return x.sin() * 2
 
 
-class Scripted(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        with warnings.catch_warnings():  # it is deprecated, and used all the same
-            warnings.simplefilter("ignore")
-            self.sine = torch.jit.script(sine)
-
-    def between(self, x: Tensor, _number: int) -> Tensor:
-        return self.sine(x)
+with warnings.catch_warnings():  # it is deprecated, and used all the same
+    warnings.simplefilter("ignore")
+    SINE = torch.jit.script(sine)
+SCRIPTED = between(lambda _, x, number: SINE(x))
 
 
 _GLOBAL: list[Tensor] = []
@@ -243,9 +226,7 @@ class ThroughAGlobal(nn.Linear):
 
 
 class Globally(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(ThroughAGlobal(WIDTH, WIDTH) for _ in range(3))
+    kinds = (ThroughAGlobal,) * 3
 
 
 _WRITES = r"writes a routed value into a tensor .*new_zeros"
@@ -265,11 +246,16 @@ REFUSED = (
     ),
     Refused(
         "vmap between blocks",
-        Mapped,
+        between(lambda _, x, number: torch.vmap(torch.sin)(x)),
         GlueError,
         r"inside jit\.script, vmap or C\+\+, after 'blocks\.0'",
     ),
-    Refused("jit.script between blocks", Scripted, GlueError, r"jit\.script"),
+    Refused(
+        "jit.script between blocks",
+        between(lambda _, x, number: SINE(x)),
+        GlueError,
+        r"jit\.script",
+    ),
     Refused(
         "weights of blocks changed between blocks",
         Rescaling,
@@ -289,9 +275,14 @@ REFUSED = (
         r"'grad', .* computes gradients in the model's forward \(refused\.py:\d+\).*blocks=",
     ),
     Refused("a counter of the model's own", Counting, CutError, _CHANGES),
-    Refused("a counter in an object of the model's", CountingElsewhere, CutError, _CHANGES),
+    Refused(
+        "a counter in an object of the model's",
+        partial(CountingElsewhere, lambda: SimpleNamespace(calls=0)),
+        CutError,
+        _CHANGES,
+    ),
     Refused("a setting made in every forward", SettingAgain, CutError, _CHANGES),
-    Refused("a counter in slots of an object", CountingInSlots, CutError, _CHANGES),
+    Refused("a counter in slots of an object", CountingElsewhere, CutError, _CHANGES),
     Refused("a counter in a global variable", CountingGlobally, CutError, _CHANGES),
     Refused("a counter of the model's class", CountingByClass, CutError, _CHANGES),
     Refused("a tensor kept by the model itself", Keeping, CutError, _CHANGES),
