@@ -1,4 +1,4 @@
-"""What stages take, from traced steps: for the simulator to foretell other schedules from."""
+"""What stages take, from traced steps: for the simulator to predict other schedules from."""
 
 from dataclasses import replace
 

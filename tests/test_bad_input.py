@@ -26,7 +26,7 @@ from penstock.errors import (
     PlanError,
     ScheduleError,
 )
-from penstock.planner.candidates import Wishes
+from penstock.planner.candidates import Constraints
 from penstock.runtime.devices import num_cores
 from penstock.runtime.planning import device_of_process
 from penstock.schedules import Backward, Forward, gpipe, pipedream, pipedream_2bw
@@ -650,12 +650,12 @@ REFUSED = [
     *(
         told(
             partial(
-                lambda m, wishes: penstock.plan(MEASURED, HERE, 16, wishes=wishes),
-                wishes=Wishes(batch_size=16, **odd(wishes)),
+                lambda m, constraints: penstock.plan(MEASURED, HERE, 16, constraints=constraints),
+                constraints=Constraints(batch_size=16, **odd(constraints)),
             ),
             words,
         )
-        for wishes, words in (
+        for constraints, words in (
             ({"num_ranks": 10**6}, r"num_ranks=1000000.*2 stages at most"),
             ({"num_ranks": 3}, r"num_ranks=3.*2 (stages|parts)"),
             ({"num_ranks": 2, "num_replicas": 10**5}, r"num_replicas=100000"),

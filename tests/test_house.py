@@ -47,7 +47,7 @@ Imports for types only, under `if TYPE_CHECKING:`, are aside.
        └► schedules               WHEN
              └► plain_values      values in files
              └► trace             SEEN
-                  └► simulator    FORESEE
+                  └► simulator    PREDICT
                        └► model   WHAT IS CUT
     ┌──────────────────────┘
     └► costs                      WHAT IT COSTS

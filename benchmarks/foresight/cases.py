@@ -1,4 +1,4 @@
-"""What is foretold and run: a model, a schedule, sizes, and where the ranks are."""
+"""What is predicted and run: a model, a schedule, sizes, and where the ranks are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from benchmarks.foresight.subjects import Subject
 from penstock import Cluster, Plan, Profile, Recompute, Transport
 from penstock.planner.cuts import cut, sums
 from penstock.planner.placement import Placement
-from penstock.planner.predict import Foretold
+from penstock.planner.predict import Prediction
 from penstock.planner.pricing import Pricing
 from penstock.schedules import Family
 from penstock.schedules.costs import UNIT_COSTS
@@ -68,7 +68,7 @@ class Case:
             )
 
         first = with_schedule(_named(self.family, self.stages_per_rank))
-        told = Foretold(first, profile, cluster).costs
+        told = Prediction(first, profile, cluster).costs
         made = {f.name: f for f in families_for(told, self.stages_per_rank)}
         return with_schedule(made[self.family])
 

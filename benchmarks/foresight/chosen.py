@@ -18,8 +18,8 @@ from benchmarks.foresight.runners import Planned, step_seconds
 from benchmarks.foresight.subjects import SMALLEST, SUBJECTS, Subject
 from benchmarks.report import Column, Load, Report, progress
 from penstock import Cluster, Profile, Recompute
-from penstock.planner.candidates import Wishes
-from penstock.planner.predict import Foretold
+from penstock.planner.candidates import Constraints
+from penstock.planner.predict import Prediction
 from penstock.planner.rank import find_plans
 
 KINDS = ("transformer", "AmoebaNet")
@@ -28,7 +28,7 @@ CHOSEN = "chosen"
 COLUMNS = (
     Column("model", "model"),
     Column("plan", "plan"),
-    Column("foretold: ms", "foretold_ms", ".1f"),
+    Column("predicted: ms", "predicted_ms", ".1f"),
     Column("measured: ms", "measured_ms", ".1f"),
     Column("beside the fastest", "beside", "+.1%"),
 )
@@ -43,29 +43,31 @@ def cases(subject: Subject, num_microbatches: Sequence[int], threads: int) -> It
             yield Case(subject, family, per_rank, 2, count, False, recompute)
 
 
-def foretold(
+def predicted(
     subject: Subject,
     profiles: Sequence[Profile],
     cluster: Cluster,
     num_microbatches: tuple[int, ...],
-) -> dict[str, Foretold]:
-    """Foretell every plan of the space, and the one that is chosen for these micro-batches."""
+) -> dict[str, Prediction]:
+    """Predict every plan of the space, and the one that is chosen for these micro-batches."""
     found = {}
     for profile in profiles:
         for case in cases(subject, num_microbatches, profile.threads):
             plan = replace(case.plan(profile, cluster), threads_per_stage=profile.threads)
             name = f"{case.short}, {profile.threads} threads each"
-            found[name] = Foretold(plan, profile, cluster)
-    wishes = (Wishes(batch_size=subject.batch, num_microbatches=n) for n in num_microbatches)
-    choices = [find_plans(profiles, cluster, each, num_best=1).best[0] for each in wishes]
+            found[name] = Prediction(plan, profile, cluster)
+    constraints = (
+        Constraints(batch_size=subject.batch, num_microbatches=n) for n in num_microbatches
+    )
+    choices = [find_plans(profiles, cluster, each, num_best=1).best[0] for each in constraints]
     best = min(choices, key=lambda choice: choice.step_s)
     plan = best.plan
     name = f"{CHOSEN}: {plan.schedule.name}, K {plan.placement.num_ranks}, M "
     name += f"{plan.num_microbatches}, {plan.threads_per_stage} threads each"
-    return {name: best.foretold, **found}
+    return {name: best.predicted, **found}
 
 
-def measure(subject: Subject, told: dict[str, Foretold], rounds: int) -> list[dict[str, Any]]:
+def measure(subject: Subject, told: dict[str, Prediction], rounds: int) -> list[dict[str, Any]]:
     """Run all plans in turn."""
     found_s = step_seconds({n: Planned(subject, each.plan) for n, each in told.items()}, rounds)
     fastest_s = min(map(median, found_s))
@@ -73,7 +75,7 @@ def measure(subject: Subject, told: dict[str, Foretold], rounds: int) -> list[di
         {
             "model": subject.kind,
             "plan": name,
-            "foretold_ms": each.timeline.step_s * 1e3,
+            "predicted_ms": each.timeline.step_s * 1e3,
             "measured_ms": median(its_s) * 1e3,
             "beside": median(its_s) / fastest_s - 1,
             "seconds": list(its_s),
@@ -86,11 +88,11 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Say of each model how the chosen plan does."""
     for kind in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows if row["model"] == kind]
-        soonest = min(own, key=lambda row: float(row["foretold_ms"]))
+        soonest = min(own, key=lambda row: float(row["predicted_ms"]))
         fastest = min(own, key=lambda row: float(row["measured_ms"]))
         yield (
             f"- {kind}: what was chosen takes {own[0]['beside']:+.1%} of the fastest of "
-            f"{len(own)} plans, which is {fastest['plan']}; the one that was foretold to be the "
+            f"{len(own)} plans, which is {fastest['plan']}; the one that was predicted to be the "
             f"fastest, {soonest['plan']}, {soonest['beside']:+.1%}"
         )
 
@@ -111,7 +113,7 @@ def run(options: argparse.Namespace) -> Report:
                 subject.profile(num_microbatches, busy=not smallest, threads=threads)
                 for threads in range(1, len(cluster.places) + 1)
             ]
-            told = foretold(subject, profiles, cluster, num_microbatches)
+            told = predicted(subject, profiles, cluster, num_microbatches)
             rows += measure(subject, told, rounds)
     settings = {"rounds": rounds, "load before": f"{load.before:.2f}"}
     return Report(COLUMNS, tuple(rows), settings, (*verdicts(rows), *load.notes))

@@ -1,4 +1,4 @@
-"""Foresight: what a step takes and keeps, foretold from layers measured alone, and measured."""
+"""Foresight: what a step takes and keeps, predicted from layers measured alone, and measured."""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from benchmarks.report import Column, Load, Report, counts, parser, progress, pu
 from penstock import Cluster, Profile
 from penstock.doctor.calibration import calibrate
 from penstock.doctor.calibration.work import TINY
-from penstock.planner.predict import Foretold
+from penstock.planner.predict import Prediction
 
 COLUMNS = (
     Column("model", "model"),
@@ -24,12 +24,12 @@ COLUMNS = (
     Column("M", "num_microbatches"),
     Column("ranks are", "where"),
     Column("recompute", "recompute"),
-    Column("foretold: ms", "foretold_ms", ".1f"),
+    Column("predicted: ms", "predicted_ms", ".1f"),
     Column("measured: ms", "measured_ms", ".1f"),
     Column("off by", "off_by", "+.1%"),
-    Column("foretold: KiB", "foretold_kib", ",.0f"),
+    Column("predicted: KiB", "predicted_kib", ",.0f"),
     Column("measured: KiB", "measured_kib", ",.0f"),
-    Column("all stages as foretold", "exact"),
+    Column("all stages as predicted", "exact"),
 )
 GROUPS = ("model", "schedule", "num_ranks", "num_microbatches", "where", "recompute")
 KIB = 1024
@@ -58,11 +58,11 @@ def profiles_of(
 def measure(
     cases: Sequence[Case], profiles: dict[Subject, Profile], cluster: Cluster, rounds: int
 ) -> list[dict[str, Any]]:
-    """Foretell every case, run all of them in turn, and put both side by side."""
-    told: dict[str, Foretold] = {}
+    """Predict every case, run all of them in turn, and put both side by side."""
+    told: dict[str, Prediction] = {}
     for case in cases:
         profile = profiles[case.subject]
-        told[case.name] = Foretold(case.plan(profile, cluster), profile, cluster)
+        told[case.name] = Prediction(case.plan(profile, cluster), profile, cluster)
     planned = {case.name: Planned(case.subject, told[case.name].plan) for case in cases}
     found_s = step_seconds(planned, rounds)
     return [
@@ -71,9 +71,9 @@ def measure(
     ]
 
 
-def _row(case: Case, told: Foretold, found_s: Sequence[float], kept: Peaks) -> dict[str, Any]:
-    foretold_s, measured_s = told.timeline.step_s, median(found_s)
-    foretold_bytes = told.timeline.peak_bytes()
+def _row(case: Case, told: Prediction, found_s: Sequence[float], kept: Peaks) -> dict[str, Any]:
+    predicted_s, measured_s = told.timeline.step_s, median(found_s)
+    predicted_bytes = told.timeline.peak_bytes()
     return {
         "model": case.subject.kind,
         "schedule": case.family,
@@ -81,13 +81,13 @@ def _row(case: Case, told: Foretold, found_s: Sequence[float], kept: Peaks) -> d
         "num_microbatches": case.num_microbatches,
         "where": "processes" if case.processes else "threads",
         "recompute": case.recompute.name,
-        "foretold_ms": foretold_s * 1e3,
+        "predicted_ms": predicted_s * 1e3,
         "measured_ms": measured_s * 1e3,
-        "off_by": foretold_s / measured_s - 1,
-        "foretold_kib": max(foretold_bytes.values()) / KIB,
+        "off_by": predicted_s / measured_s - 1,
+        "predicted_kib": max(predicted_bytes.values()) / KIB,
         "measured_kib": max(kept.values()) / KIB,
-        "exact": "yes" if foretold_bytes == kept else "no",
-        "foretold_bytes": foretold_bytes,
+        "exact": "yes" if predicted_bytes == kept else "no",
+        "predicted_bytes": predicted_bytes,
         "measured_bytes": kept,
         "seconds": list(found_s),
         "plan": told.plan.to_json(),
@@ -113,7 +113,7 @@ def _errors(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Calibrate, profile, foretell and measure."""
+    """Calibrate, profile, predict and measure."""
     load = Load.now()
     torch.set_num_threads(1)
     smallest = options.smallest

@@ -1,4 +1,4 @@
-"""The models that are foretold: stacks of transformer blocks, convolutions, AmoebaNet's cells."""
+"""The models that are predicted: stacks of transformer blocks, convolutions, AmoebaNet's cells."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Uneven work, uneven devices: does the automatic plan gain over equal stages what is foretold?
+"""Uneven work, uneven devices: does the automatic plan gain over equal stages what is predicted?
 
     heavy layer     one block of a transformer is three, so that as many layers in each stage is
                     more work in one of them
@@ -26,8 +26,8 @@ from benchmarks.foresight.subjects import SMALLEST, SUBJECTS, Subject
 from benchmarks.report import Column, Load, Report, interleaved, progress
 from penstock import Cluster, Pipeline, Plan, Profile
 from penstock.interval import likely
-from penstock.planner.candidates import Wishes
-from penstock.planner.predict import Foretold
+from penstock.planner.candidates import Constraints
+from penstock.planner.predict import Prediction
 from penstock.planner.rank import find_plans
 
 NUM_RANKS, NUM_MICROBATCHES = 2, 8
@@ -37,9 +37,9 @@ COLUMNS = (
     Column("setting", "setting"),
     Column("layers of each", "partition"),
     Column("stages", "name"),
-    Column("foretold: ms", "foretold_ms", ".1f"),
+    Column("predicted: ms", "predicted_ms", ".1f"),
     Column("measured: ms", "measured_ms", ".1f"),
-    Column("foretold gain", "foretold_gain", ".3f"),
+    Column("predicted gain", "predicted_gain", ".3f"),
     Column("measured gain", "measured_gain", ".3f"),
     Column("off by", "off_by", "+.1%"),
 )
@@ -80,7 +80,7 @@ class Setting:
 
     def plans(self, profile: Profile) -> dict[str, Plan]:
         """Find the automatic plan; make one with as many layers in each stage."""
-        wishes = Wishes(
+        constraints = Constraints(
             batch_size=self.subject.batch,
             num_ranks=NUM_RANKS,
             num_replicas=1,
@@ -88,7 +88,7 @@ class Setting:
             schedules=("one_f_one_b",),
             stages_per_rank=(1,),
         )
-        found = find_plans([profile], self.cluster, wishes).best[0].plan
+        found = find_plans([profile], self.cluster, constraints).best[0].plan
         least, more = divmod(len(found.layers), NUM_RANKS)
         equal = tuple(least + (stage < more) for stage in range(NUM_RANKS))
         return {"equal": replace(found, partition=equal), "automatic": found}
@@ -153,7 +153,7 @@ def measure(setting: Setting, rounds: int) -> list[dict[str, Any]]:
     progress(setting.name)
     profile = setting.profile()
     plans = setting.plans(profile)
-    told_s = {n: Foretold(p, profile, setting.cluster).timeline.step_s for n, p in plans.items()}
+    told_s = {n: Prediction(p, profile, setting.cluster).timeline.step_s for n, p in plans.items()}
     made = [setting.stepping(plan) for plan in plans.values()]
     steps = [step for _, step in made]
     found_s = interleaved(steps, rounds)
@@ -163,17 +163,17 @@ def measure(setting: Setting, rounds: int) -> list[dict[str, Any]]:
     for (name, plan), its_s in zip(plans.items(), found_s, strict=True):
         pairs = zip(found_s[0], its_s, strict=True)
         measured = median(before / after for before, after in pairs)
-        foretold = told_s["equal"] / told_s[name]
+        predicted = told_s["equal"] / told_s[name]
         rows.append(
             {
                 "setting": setting.name,
                 "partition": "-".join(map(str, plan.partition)),
                 "name": name,
-                "foretold_ms": told_s[name] * 1e3,
+                "predicted_ms": told_s[name] * 1e3,
                 "measured_ms": median(its_s) * 1e3,
-                "foretold_gain": foretold,
+                "predicted_gain": predicted,
                 "measured_gain": measured,
-                "off_by": measured / foretold - 1,
+                "off_by": measured / predicted - 1,
                 "seconds": list(its_s),
             }
         )

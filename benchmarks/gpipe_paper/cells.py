@@ -1,4 +1,4 @@
-"""A cell of a table of the paper, beside what was foretold of it."""
+"""A cell of a table of the paper, beside what was predicted of it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Compared(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """`foretold` is of the setting that the paper's code documents, `others` of those that it
+    """`predicted` is of the setting that the paper's code documents, `others` of those that it
     might have had as well.  Without `published` there is nothing to compare with.
     """
 
@@ -25,7 +25,7 @@ class Cell:
     model: str
     what: str
     published: float | None
-    foretold: float | None
+    predicted: float | None
     others: Sequence[float] = ()
     target: float | None = None
     by: Compared = Compared.BY_RATIO
@@ -33,37 +33,37 @@ class Cell:
 
     @property
     def ratio(self) -> float | None:
-        """Foretold over published."""
-        if not self.published or self.foretold is None:
+        """Predicted over published."""
+        if not self.published or self.predicted is None:
             return None
-        return self.foretold / self.published
+        return self.predicted / self.published
 
     @property
     def verdict(self) -> str:
         """Whether the target is met, where there is one."""
-        if self.target is None or self.published is None or self.foretold is None:
+        if self.target is None or self.published is None or self.predicted is None:
             return NO_TARGET
-        off = abs(self.foretold - self.published)
+        off = abs(self.predicted - self.published)
         if self.by is Compared.BY_RATIO:
             off /= self.published
         return MET if off <= self.target else MISSED
 
     def row(self) -> dict[str, Any]:
         """Return the cell as a row of the report: texts, and the numbers behind them."""
-        every = [x for x in (self.foretold, *self.others) if x is not None]
+        every = [x for x in (self.predicted, *self.others) if x is not None]
         low, high = min(every, default=None), max(every, default=None)
         return {
             "table": self.table,
             "model": self.model,
             "what": self.what,
             "published_text": self._text(self.published),
-            "foretold_text": self._text(self.foretold),
+            "predicted_text": self._text(self.predicted),
             "range": f"{self._text(low)} to {self._text(high)}" if self.others else "",
             "ratio": self.ratio,
             "target_text": self._target_text(),
             "verdict": self.verdict,
             "published": self.published,
-            "foretold": self.foretold,
+            "predicted": self.predicted,
             "low": low,
             "high": high,
         }

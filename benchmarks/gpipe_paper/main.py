@@ -1,4 +1,4 @@
-"""The tables of GPipe's paper, foretold from descriptions of its models and machines."""
+"""The tables of GPipe's paper, predicted from descriptions of its models and machines."""
 
 import argparse
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ COLUMNS = (
     Column("model", "model"),
     Column("cell", "what"),
     Column("published", "published_text"),
-    Column("foretold", "foretold_text"),
+    Column("predicted", "predicted_text"),
     Column("other settings", "range"),
     Column("ratio", "ratio", ".2f"),
     Column("target", "target_text"),
@@ -30,7 +30,7 @@ COLUMNS = (
 
 
 def order_lines(cells: Sequence[Cell]) -> list[str]:
-    """Say what of the orders in tables 2 and 3 was foretold."""
+    """Say what of the orders in tables 2 and 3 was predicted."""
     lines: list[str] = []
     for table in (TABLE_2, TABLE_3):
         by_model: dict[str, list[Cell]] = {}
@@ -52,12 +52,12 @@ def cut_line() -> str:
     gain = other.samples_per_s / step.samples_per_s - 1
     return (
         f"{guess.subject.name} at K = 8, M = 32, cut by time {list(other.setting.partition)} in "
-        f"place of FLOPs {list(step.setting.partition)}: {gain:+.0%} as foretold."
+        f"place of FLOPs {list(step.setting.partition)}: {gain:+.0%} as predicted."
     )
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Foretell every table; with `smallest` only the Transformers."""
+    """Predict every table; with `smallest` only the Transformers."""
     progress("Transformers: tables 1 to 3")
     cells = [*throughput.transformers(), *largest.transformers()]
     progress("the largest Transformer")
@@ -81,7 +81,7 @@ def _as_list(notes: Sequence[str]) -> tuple[str, ...]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Foretell and print."""
+    """Predict and print."""
     chosen = parser(__doc__ or "").parse_args(arguments)
     publish(run(chosen), chosen, Path(__file__).parent)
 

@@ -1,4 +1,4 @@
-"""Which of two cells is greater, in the paper and as foretold: more robust than the numbers."""
+"""Which of two cells is greater, in the paper and as predicted: more robust than the numbers."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -7,13 +7,16 @@ from .cells import Cell
 
 
 def agree(one: Cell, other: Cell) -> bool:
-    """Tell whether two cells are in the same order in the paper and as foretold."""
-    published, foretold = _difference(one, other, "published"), _difference(one, other, "foretold")
-    return published * foretold > 0
+    """Tell whether two cells are in the same order in the paper and as predicted."""
+    published, predicted = (
+        _difference(one, other, "published"),
+        _difference(one, other, "predicted"),
+    )
+    return published * predicted > 0
 
 
 def discordant(cells: Sequence[Cell]) -> list[tuple[Cell, Cell]]:
-    """Return the pairs of cells whose order was foretold wrongly; equal ones are in none."""
+    """Return the pairs of cells whose order was predicted wrongly; equal ones are in none."""
     pairs = combinations(cells, 2)
     return [(a, b) for a, b in pairs if a.published != b.published and not agree(a, b)]
 
@@ -33,14 +36,14 @@ def order_line(cells: Sequence[Cell]) -> str:
 
 
 def crossover_line(one: Sequence[Cell], other: Sequence[Cell]) -> str:
-    """Say in which cells the model that gains more was foretold, of two models."""
+    """Say in which cells the model that gains more was predicted, of two models."""
     pairs = [
         (a, b) for a, b in zip(one, other, strict=True) if (a.published, b.published) != (1, 1)
     ]
     right = [a.what for a, b in pairs if agree(a, b)]
     wrong = [a.what for a, b in pairs if not agree(a, b)]
     return (
-        f"{one[0].table}: which of the two models gains more is foretold as published in "
+        f"{one[0].table}: which of the two models gains more is predicted as published in "
         f"{len(right)} of {len(pairs)} cells" + (f", not at {'; '.join(wrong)}." if wrong else ".")
     )
 

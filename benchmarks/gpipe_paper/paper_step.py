@@ -1,4 +1,4 @@
-"""A step as the paper's code runs it, foretold.
+"""A step as the paper's code runs it, predicted.
 
 All forwards, then all backwards with the last micro-batch first; every stage recomputes every
 micro-batch, the last one too (recurrent.py of tensorflow/lingvo):
@@ -16,7 +16,7 @@ from functools import cached_property
 
 from penstock import Cluster, Plan, Profile, Recompute, Timeline, Transport
 from penstock.planner.placement import Placement
-from penstock.planner.predict import Foretold
+from penstock.planner.predict import Prediction
 from penstock.schedules import gpipe, ir
 from penstock.schedules.costs import per_stage
 from penstock.schedules.ir import Schedule
@@ -78,13 +78,13 @@ class Step:
             placement=Placement.of(range(num_stages)),
             transport=Transport.TORCH_DISTRIBUTED,
         )
-        self._foretold = Foretold(plan, setting.profile, setting.cluster, setting.batch_size)
+        self._predicted = Prediction(plan, setting.profile, setting.cluster, setting.batch_size)
 
     @cached_property
     def timeline(self) -> Timeline:
         """When each instruction runs; the update of the weights comes after it."""
-        foretold, setting = self._foretold, self.setting
-        edges = {(a, b) for gradient, a, b in foretold.sharing.num_bytes if not gradient}
+        predicted, setting = self._predicted, self.setting
+        edges = {(a, b) for gradient, a, b in predicted.sharing.num_bytes if not gradient}
         transfers = [Transfer(producer=a, consumer=b) for a, b in sorted(edges)]
         schedule = paper_schedule(
             len(setting.partition),
@@ -92,7 +92,7 @@ class Step:
             transfers,
             recomputes=setting.recomputes,
         )
-        return simulate(schedule, foretold.costs, sharing=foretold.sharing)
+        return simulate(schedule, predicted.costs, sharing=predicted.sharing)
 
     @property
     def step_s(self) -> float:
@@ -102,7 +102,7 @@ class Step:
     @property
     def update_s(self) -> float:
         """Seconds of the update, after the last backward."""
-        return max(self._foretold.optimizer_s)
+        return max(self._predicted.optimizer_s)
 
     @property
     def samples_per_s(self) -> float:
@@ -112,8 +112,8 @@ class Step:
     @property
     def accumulation_s(self) -> tuple[float, ...]:
         """Seconds that each stage adds up gradients in, of all micro-batches together."""
-        own = self._foretold
-        alone = Foretold(  # has nothing to add to
+        own = self._predicted
+        alone = Prediction(  # has nothing to add to
             replace(own.plan, num_microbatches=1),
             own.profile,
             own.cluster,
@@ -128,7 +128,7 @@ class Step:
     def activation_bytes(self) -> tuple[int, ...]:
         """What each stage keeps for backwards at its fullest."""
         nothing = [StageWeights()] * len(self.setting.partition)
-        memory = memory_of(self.timeline, self._foretold.kept, nothing, {})
+        memory = memory_of(self.timeline, self._predicted.kept, nothing, {})
         peaks = replace(self.timeline, memory=memory).peak_bytes()
         return tuple(peaks[stage] for stage in sorted(peaks))
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from penstock.planner.candidates import Wishes
+from penstock.planner.candidates import Constraints
 from penstock.planner.rank import find_plans
 
 from .cells import Cell
@@ -26,7 +26,7 @@ def planned(num_devices: int) -> Planned:
     """Plan the Transformer of so many devices: as many stages, 32 micro-batches, GPipe."""
     column = next(x for x in LARGEST_TRANSFORMER if x.num_devices == num_devices and x.is_pipeline)
     subject, cluster = transformer(*column.size), cluster_of(num_devices, "tpu-v3-8")
-    wishes = Wishes(
+    constraints = Constraints(
         batch_size=_BATCH,
         num_ranks=num_devices,
         num_replicas=1,
@@ -34,8 +34,8 @@ def planned(num_devices: int) -> Planned:
         schedules=("gpipe",),
         stages_per_rank=(1,),
     )
-    best = find_plans([subject.profile((1,))], cluster, wishes).best[0]
-    timeline, weights = best.foretold.timeline, subject.profile((1,)).weights
+    best = find_plans([subject.profile((1,))], cluster, constraints).best[0]
+    timeline, weights = best.predicted.timeline, subject.profile((1,)).weights
     kept = sum(timeline.peak_bytes().values()) / _GIB
     fullest = max(timeline.peak_bytes_of_ranks()) / _GIB
     has = cluster.device_of(0).memory_bytes / _GIB
@@ -46,14 +46,14 @@ def planned(num_devices: int) -> Planned:
             model=subject.name,
             what="weights, GiB",
             published=column.parameter_memory,
-            foretold=sum(x.total_bytes - x.buffer_bytes for x in weights) / _GIB,
+            predicted=sum(x.total_bytes - x.buffer_bytes for x in weights) / _GIB,
         ),
         Cell(
             table=TABLE,
             model=subject.name,
             what="activations, GiB",
             published=column.activation_memory,
-            foretold=kept,
+            predicted=kept,
             target=0.12,
         ),
         Cell(
@@ -61,14 +61,14 @@ def planned(num_devices: int) -> Planned:
             model=subject.name,
             what="fullest device, GiB",
             published=None,
-            foretold=fullest,
+            predicted=fullest,
         ),
         Cell(
             table=TABLE,
             model=subject.name,
             what="seconds of a step",
             published=None,
-            foretold=best.step_s,
+            predicted=best.step_s,
         ),
     ]
     note = (

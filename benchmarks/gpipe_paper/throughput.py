@@ -35,7 +35,7 @@ class Guess:
     microbatch_size: int = 1
 
     def step(self, key: Key) -> Step:
-        """Foretell a step of K partitions and M micro-batches."""
+        """Predict a step of K partitions and M micro-batches."""
         num_stages, num_microbatches = key
         samples = self.batch_size or self.microbatch_size * num_microbatches
         profile = self.subject.profile(self.counted)
@@ -93,7 +93,7 @@ def amoebanet_guesses_3(cluster: Cluster) -> list[Guess]:
     return with_ends(guess, *others, replace(guess, cut=by_least_variance))
 
 
-Foretold = Sequence[Mapping[Key, float]]
+Predicted = Sequence[Mapping[Key, float]]
 """Samples a second of each guess; the first one's counts."""
 
 
@@ -101,19 +101,19 @@ def cells_of(
     table: str,
     model: str,
     published: Mapping[Key, float],
-    foretold: Foretold,
+    predicted: Predicted,
     targets: Mapping[Key, float],
 ) -> list[Cell]:
     """Return the cells of one model in a table; all count over the first."""
     first = next(iter(published))
-    over = [{key: each[key] / each[first] for key in published} for each in foretold]
+    over = [{key: each[key] / each[first] for key in published} for each in predicted]
     return [
         Cell(
             table=table,
             model=model,
             what=f"K = {key[0]}, M = {key[1]}",
             published=number,
-            foretold=over[0][key],
+            predicted=over[0][key],
             others=() if key == first else [each[key] for each in over[1:]],
             target=targets.get(key),
         )
@@ -127,12 +127,12 @@ def table_2(
     """Return a row of table 2, and what its last line is over K = 2 of that line."""
     model = guesses[0].subject.name
     published = THROUGHPUT_TPU[model]
-    foretold = [guess.throughput(list(published)) for guess in guesses]
+    predicted = [guess.throughput(list(published)) for guess in guesses]
     base = published[2, _M_32]
     last = {key: number / base for key, number in published.items() if key[1] == _M_32}
     return [
-        *cells_of(TABLE_2, model, published, foretold, targets),
-        *cells_of(OVER_K_2, model, last, foretold, dict.fromkeys(list(last)[1:], target_m_32)),
+        *cells_of(TABLE_2, model, published, predicted, targets),
+        *cells_of(OVER_K_2, model, last, predicted, dict.fromkeys(list(last)[1:], target_m_32)),
     ]
 
 
@@ -140,9 +140,9 @@ def table_3(guesses: Sequence[Guess], target: float) -> list[Cell]:
     """Return a row of table 3."""
     model = guesses[0].subject.name
     published = THROUGHPUT_GPU[model]
-    foretold = [guess.throughput(list(published)) for guess in guesses]
+    predicted = [guess.throughput(list(published)) for guess in guesses]
     targets = dict.fromkeys(list(published)[1:], target)
-    return cells_of(TABLE_3, model, published, foretold, targets)
+    return cells_of(TABLE_3, model, published, predicted, targets)
 
 
 def transformers() -> list[Cell]:

@@ -26,7 +26,7 @@ COLUMNS = (
     Column("formula", "never_formula_kib", ",.0f"),
     Column("recompute: KiB", "stage_kib", ",.0f"),
     Column("formula", "stage_formula_kib", ",.0f"),
-    Column("all stages as foretold", "verdict"),
+    Column("all stages as predicted", "verdict"),
     Column("saved", "saved", ".0%"),
 )
 GPU_COLUMNS = (

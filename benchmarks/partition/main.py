@@ -135,7 +135,7 @@ class Profile:
         return max(costs) / fmean(costs)
 
     def step_s(self, work: Work, partition: Sequence[int]) -> float:
-        """Foretell a step: a core for each stage, and messages that take no time."""
+        """Predict a step: a core for each stage, and messages that take no time."""
         with work.pipeline(partition) as pipe:
             return simulate(pipe.schedule_for(), self.costs(partition)).end_s
 
@@ -190,7 +190,7 @@ def make_work(options: argparse.Namespace) -> Work:
 
 
 def measure(work: Work, of_layers: Profile, num_stages: int, rounds: int) -> list[dict[str, Any]]:
-    """Foretell the partitions, and time them where each stage has a core."""
+    """Predict the partitions, and time them where each stage has a core."""
     partitions = {
         EQUAL: work.equal(num_stages),
         "balanced by the profile": balance(of_layers.whole(), num_stages),

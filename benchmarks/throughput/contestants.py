@@ -141,7 +141,7 @@ class Way:
         num_stages = NUM_STAGES * self.stages_per_rank
         return self.family(work.costs[num_microbatches, num_stages])
 
-    def foretold_s(self, work: Work, num_microbatches: int) -> float:
+    def predicted_s(self, work: Work, num_microbatches: int) -> float:
         """Simulate a step of it."""
         num_stages = NUM_STAGES * self.stages_per_rank
         made = self.schedule(work, num_microbatches)(num_stages, num_microbatches)

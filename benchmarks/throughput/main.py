@@ -41,7 +41,7 @@ COLUMNS = (
     Column("speed-up by rounds", "round_speedup", ".2f"),
     Column("share of ideal by rounds", "round_share", ".3f"),
     Column("gain over 1F1B", "gain", ".3f"),
-    Column("foretold", "foretold", ".3f"),
+    Column("predicted", "predicted", ".3f"),
 )
 SMALLEST = Work(dim=16, num_heads=2, batch=4, tokens=4)
 
@@ -166,9 +166,9 @@ def gains(row: dict[str, Any], table: list[dict[str, Any]], work: Work) -> dict[
     first = "one_f_one_b"
     (first_s,) = (r["seconds"] for r in table if r["contestant"] == f"Penstock {first}, {where}")
     count = row["num_microbatches"]
-    foretold = WAYS[first].foretold_s(work, count) / WAYS[name].foretold_s(work, count)
+    predicted = WAYS[first].predicted_s(work, count) / WAYS[name].predicted_s(work, count)
     gain = median(before / after for before, after in zip(first_s, row["seconds"], strict=True))
-    return {"gain": gain, "foretold": foretold}
+    return {"gain": gain, "predicted": predicted}
 
 
 def run(options: argparse.Namespace) -> Report:

@@ -18,8 +18,8 @@ from benchmarks.two_hosts.hosts import ADDRESSES, INTERFACE, NoHosts, TwoHosts, 
 from benchmarks.two_hosts.rank import Work
 from benchmarks.two_hosts.shares import (
     Computed,
-    foretold_in_turn_s,
-    foretold_s,
+    predicted_in_turn_s,
+    predicted_s,
     shares,
 )
 from penstock import schedules
@@ -131,8 +131,8 @@ def row(
         **asdict(shares(schedule, computed, step_s)),
         "mb_there": runs[0]["sent_bytes"] / 1e6,
         "mb_back": runs[1]["sent_bytes"] / 1e6,
-        "simulated_ms": foretold_s(schedule, computed, message_s, latency_s) * 1e3,
-        "in_turn_ms": foretold_in_turn_s(schedule, computed, message_s, latency_s) * 1e3,
+        "simulated_ms": predicted_s(schedule, computed, message_s, latency_s) * 1e3,
+        "in_turn_ms": predicted_in_turn_s(schedule, computed, message_s, latency_s) * 1e3,
         "steps_s": steps_s,
         "computed": [asdict(c) for c in computed],
         "edges": edges,

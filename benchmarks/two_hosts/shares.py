@@ -1,4 +1,4 @@
-"""Where a step's time goes: compute, bubble, communication; and what the simulator foretells."""
+"""Where a step's time goes: compute, bubble, communication; and what the simulator predicts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -59,7 +59,7 @@ def shares(schedule: ir.Schedule, computed: Sequence[Computed], step_s: float) -
     return Shares(compute_s / step_s, (step_s - free_s) / step_s, (free_s - compute_s) / step_s)
 
 
-def foretold_s(
+def predicted_s(
     schedule: ir.Schedule, computed: Sequence[Computed], message_s: float, latency_s: float
 ) -> float:
     """Simulate a step with messages that do not wait for each other on the link, in seconds."""
@@ -67,7 +67,7 @@ def foretold_s(
     return simulate(schedule, costs).step_s
 
 
-def foretold_in_turn_s(
+def predicted_in_turn_s(
     schedule: ir.Schedule, computed: Sequence[Computed], message_s: float, latency_s: float
 ) -> float:
     """Simulate a step over a link that carries one message at a time in each direction."""

@@ -1,4 +1,4 @@
-"""What schedules gain over 1F1B, measured and foretold, on two and four ranks, beside torch's."""
+"""What schedules gain over 1F1B, measured and predicted, on two and four ranks, beside torch's."""
 
 import argparse
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ COLUMNS = (
     Column("ms a step", "ms", ".1f"),
     Column("share of 1F1B's ideal", "share", ".3f"),
     Column("gain over 1F1B", "gain", ".3f"),
-    Column("foretold", "foretold", ".3f"),
+    Column("predicted", "predicted", ".3f"),
     Column("off by", "off_by", "+.1%"),
 )
 
@@ -47,8 +47,8 @@ def measure(
     ]
     check(everyone)
     found_s = interleaved([contestant.step for contestant in everyone], rounds)
-    foretold_s = {
-        name: penstock_processes.foretold_s(name, work, num_microbatches, costs) for name in own
+    predicted_s = {
+        name: penstock_processes.predicted_s(name, work, num_microbatches, costs) for name in own
     }
     ideal_s = work.step_s(num_microbatches)
     rows: list[dict[str, Any]] = []
@@ -64,9 +64,9 @@ def measure(
             "gain": gain,
             "seconds": its_s,
         }
-        if contestant.name in foretold_s:
-            foretold = foretold_s[own[0]] / foretold_s[contestant.name]
-            row |= {"foretold": foretold, "off_by": gain / foretold - 1}
+        if contestant.name in predicted_s:
+            predicted = predicted_s[own[0]] / predicted_s[contestant.name]
+            row |= {"predicted": predicted, "off_by": gain / predicted - 1}
         rows.append(row)
     return rows
 

@@ -30,7 +30,7 @@ TRACED = "Penstock, traced"
 TRACED_MICROBATCHES = 8
 
 
-def foretold_s(name: str, work: Work, num_microbatches: int, costs: Mapping[int, Costs]) -> float:
+def predicted_s(name: str, work: Work, num_microbatches: int, costs: Mapping[int, Costs]) -> float:
     """Simulate a step for the costs of so many stages on each rank."""
     way = WAYS[name]
     num_stages = work.num_ranks * way.stages_per_rank

@@ -98,7 +98,7 @@ def plan(  # noqa: PLR0913 - one for each option
     """Choose how to run RECIPE's model on a cluster: what takes the least time, and fits.
 
     Stages, replicas, micro-batches, the schedule, the layers of each stage, what is recomputed or
-    moved away: everything that was foretold is priced by the simulator, the model uncut too.
+    moved away: everything that was predicted is priced by the simulator, the model uncut too.
     Layers are counted for accelerators and measured for the cores of this machine; a profile that
     was saved needs neither RECIPE nor PyTorch.
 
@@ -110,7 +110,7 @@ def plan(  # noqa: PLR0913 - one for each option
       penstock train recipes/digits.toml --plan plan.json
     """
     from penstock.costs.cluster import Cluster
-    from penstock.planner.candidates import Wishes
+    from penstock.planner.candidates import Constraints
     from penstock.planner.make_plan import choose_plan, save_prediction
     from penstock.planner.reasons import choices_text
 
@@ -120,17 +120,19 @@ def plan(  # noqa: PLR0913 - one for each option
     found, usual_size = _profiles(recipe, overrides, profiles, cluster, sizes)
     if batch_size is None and usual_size is None:
         raise click.UsageError("a profile does not say how large batches are; give --batch-size")
-    wishes = Wishes(
+    asked = Constraints(
         batch_size=batch_size or usual_size or 1,
         offload=not decided.pop("no_offload"),
         schedules=decided.pop("schedules") or None,
         **decided,
     )
     say(f"planning for {cluster.name} ({count_text(len(cluster.places), 'device')})")
-    chosen, choices = choose_plan(found, cluster, wishes.batch_size, wishes=wishes, num_best=best)
+    chosen, choices = choose_plan(
+        found, cluster, asked.batch_size, constraints=asked, num_best=best
+    )
     if save is not None:
         chosen.save(save)
-        save_prediction(save, choices.best[0].foretold.timeline)
+        save_prediction(save, choices.best[0].predicted.timeline)
     if html is not None:
         from penstock.planner.plan_page import write_plan_page
 

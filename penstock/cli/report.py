@@ -31,7 +31,7 @@ def report(run: Path, output: Path | None, predicted: Path | None) -> None:
     \b
     Examples:
       penstock report runs/digits-1
-      penstock report runs/digits-1 --output digits.html --predicted foretold.json
+      penstock report runs/digits-1 --output digits.html --predicted predicted.json
     """
     from penstock.train.run_files import REPORT
     from penstock.train.run_page import write_page

@@ -111,7 +111,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     """
     from penstock.schedules.passes import add_recompute
     from penstock.schedules.torch_csv import read_csv, to_csv
-    from penstock.simulator import simulate as foretell
+    from penstock.simulator import simulate as predict
     from penstock.trace.grid import render_grid
 
     costs = _costs(units)
@@ -127,7 +127,7 @@ def simulate(  # noqa: PLR0913 - one for each option
         program = read_csv(csv)
     if write_csv is not None:
         _write(write_csv, to_csv(program))
-    timeline = foretell(add_recompute(program) if recompute else program, costs, _watched)
+    timeline = predict(add_recompute(program) if recompute else program, costs, _watched)
     _say("adding up where the time goes", len(timeline.spans))
     if as_json:
         breakdown = json.loads(timeline.breakdown().to_json())

@@ -71,20 +71,20 @@ def train(context: click.Context, /, **_: object) -> int:
       penstock train recipes/digits.toml --num-processes 2 --max-restarts 3
       torchrun --nproc-per-node 2 -m penstock train recipes/digits.toml
     """
-    wish = _Wish(**context.params)
-    wish.check()
-    if wish.num_processes is not None:
+    asked = _Asked(**context.params)
+    asked.check()
+    if asked.num_processes is not None:
         require_torch()
         from penstock.train.command import check_resume, check_start
 
-        check = check_resume if wish.resume is not None else check_start
-        check(wish.request, wish.num_processes)
-        return launch(wish.num_processes, wish.max_restarts, wish.as_arguments())
-    return _train(wish)
+        check = check_resume if asked.resume is not None else check_start
+        check(asked.request, asked.num_processes)
+        return launch(asked.num_processes, asked.max_restarts, asked.as_arguments())
+    return _train(asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Wish:
+class _Asked:
     """What the command line says."""
 
     recipe: Path | None
@@ -133,7 +133,7 @@ class _Wish:
         return [*words, *(["--json"] if self.as_json else [])]
 
 
-def _train(wish: _Wish) -> int:
+def _train(asked: _Asked) -> int:
     """Train in this process, which may be one of many; rank 0 speaks for all."""
     end_with_launcher()
     is_one_of_many = os.environ.get("WORLD_SIZE", "1") != "1"  # numbers are checked later
@@ -141,7 +141,7 @@ def _train(wish: _Wish) -> int:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:  # on a terminal only, as the imports take seconds
-        say(f"loading PyTorch, to {'go on with' if wish.resume else 'train'} {wish.subject}")
+        say(f"loading PyTorch, to {'go on with' if asked.resume else 'train'} {asked.subject}")
     with Interrupt(is_one_of_many=is_one_of_many) as interrupt:
         require_torch()  # not before: imports may swallow a KeyboardInterrupt
         from rich.console import Console
@@ -150,9 +150,9 @@ def _train(wish: _Wish) -> int:
         from penstock.train.display import show_summary
 
         console = Console(stderr=True, quiet=not is_first)
-        run = resume_run if wish.resume is not None else start_run
+        run = resume_run if asked.resume is not None else start_run
         try:
-            summary = run(wish.request, console, interrupt)
+            summary = run(asked.request, console, interrupt)
         except KeyboardInterrupt:
             click.echo(
                 "penstock: interrupted; nothing was saved since the last checkpoint", err=True
@@ -160,7 +160,7 @@ def _train(wish: _Wish) -> int:
             return interrupt.exit_code
     if not is_first:
         return 0 if summary.finished else interrupt.exit_code
-    if wish.as_json:
+    if asked.as_json:
         click.echo(summary.to_json())
     else:
         show_summary(Console(), summary)

@@ -21,7 +21,7 @@ _LEAN = ("one_f_one_b", "interleaved_1f1b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class Constraints:
     """What a user has decided already; None is what the planner is to choose.
 
     `memory_share` is how much of a device's memory may be used: allocators need the rest.
@@ -80,7 +80,7 @@ class Size:
         return -(-batch_size // (self.num_replicas * self.num_microbatches))
 
 
-def sizes(wishes: Wishes, cluster: Cluster, threads: int, num_spans: int) -> Iterator[Size]:
+def sizes(asked: Constraints, cluster: Cluster, threads: int, num_spans: int) -> Iterator[Size]:
     """Yield the sizes to look at where each rank has so many threads of its host.
 
     One rank and one stage, the model uncut, is among them unless another number of ranks is asked
@@ -90,26 +90,26 @@ def sizes(wishes: Wishes, cluster: Cluster, threads: int, num_spans: int) -> Ite
         ConfigError: the batch has fewer samples than there are to be replicas.
     """
     num_devices = len(cluster.places) // threads or 1
-    if wishes.num_replicas is not None and wishes.batch_size < wishes.num_replicas:
+    if asked.num_replicas is not None and asked.batch_size < asked.num_replicas:
         raise ConfigError(
-            f"batch_size={wishes.batch_size} for num_replicas={wishes.num_replicas}: each needs a "
+            f"batch_size={asked.batch_size} for num_replicas={asked.num_replicas}: each needs a "
             "sample; give a larger batch or fewer replicas"
         )
-    for num_ranks in _numbers_of_ranks(wishes, num_devices, num_spans):
-        for num_replicas in _numbers_of_replicas(wishes, num_devices // num_ranks):
-            samples = wishes.batch_size // num_replicas
-            per_rank = wishes.stages_per_rank if num_ranks > 1 else (1,)
+    for num_ranks in _numbers_of_ranks(asked, num_devices, num_spans):
+        for num_replicas in _numbers_of_replicas(asked, num_devices // num_ranks):
+            samples = asked.batch_size // num_replicas
+            per_rank = asked.stages_per_rank if num_ranks > 1 else (1,)
             fitting = [v for v in per_rank if num_ranks * v <= num_spans]
-            parts = _numbers_of_microbatches(wishes, num_ranks, samples)
+            parts = _numbers_of_microbatches(asked, num_ranks, samples)
             for stages_per_rank, num_microbatches in product(fitting, parts):
                 yield Size(num_ranks, num_replicas, num_microbatches, stages_per_rank)
 
 
-def why_no_size(wishes: Wishes, cluster: Cluster, threads: int, num_spans: int) -> str:
-    """Say which wish it is that leaves no size to look at, and what to change."""
+def why_no_size(asked: Constraints, cluster: Cluster, threads: int, num_spans: int) -> str:
+    """Say which constraint it is that leaves no size to look at, and what to change."""
     num_devices = len(cluster.places) // threads or 1
-    ranks, replicas = wishes.num_ranks or 1, wishes.num_replicas or 1
-    parts = wishes.num_microbatches or 1
+    ranks, replicas = asked.num_ranks or 1, asked.num_replicas or 1
+    parts = asked.num_microbatches or 1
     if ranks > num_spans:
         return (
             f"num_ranks={ranks}, and the model can be cut into "
@@ -123,24 +123,24 @@ def why_no_size(wishes: Wishes, cluster: Cluster, threads: int, num_spans: int) 
             f"{count_text(threads, 'thread')}; "
             "ask for fewer, or give a larger cluster"
         )
-    if wishes.batch_size < replicas * parts:
+    if asked.batch_size < replicas * parts:
         return (
-            f"batch_size={wishes.batch_size} for num_replicas={replicas} of "
+            f"batch_size={asked.batch_size} for num_replicas={replicas} of "
             f"num_microbatches={parts}: each micro-batch needs a sample; give a batch of at least "
             f"{replicas * parts}, or fewer of them"
         )
     return (
-        f"stages_per_rank={wishes.stages_per_rank} on num_ranks={wishes.num_ranks} with "
-        f"schedules={wishes.schedules}: none of these schedules runs so many stages on a rank, or "
+        f"stages_per_rank={asked.stages_per_rank} on num_ranks={asked.num_ranks} with "
+        f"schedules={asked.schedules}: none of these schedules runs so many stages on a rank, or "
         f"the model, of {num_spans} stages at most, has too few; change one of them"
     )
 
 
-def families(wishes: Wishes, size: Size, costs: Costs) -> Iterator[Family]:
+def families(asked: Constraints, size: Size, costs: Costs) -> Iterator[Family]:
     """Yield the schedule families to look at, made for these costs where they take any; first the
     one that keeps least of those that take none.
     """
-    wanted = [x for x in wishes.schedules or SCHEDULE_NAMES if suits(x, size.stages_per_rank)]
+    wanted = [x for x in asked.schedules or SCHEDULE_NAMES if suits(x, size.stages_per_rank)]
     is_large = size.num_stages * size.num_microbatches > _MOST_FOR_LISTS
     found = families_for(costs, size.stages_per_rank)
     yield from sorted(
@@ -154,15 +154,15 @@ def takes_costs(family: Family) -> bool:
     return "costs" in dict(family.arguments)
 
 
-def can_run(wishes: Wishes, size: Size) -> bool:
+def can_run(asked: Constraints, size: Size) -> bool:
     """Tell whether any schedule that is wanted has so many stages on a rank."""
-    names = wishes.schedules or SCHEDULE_NAMES
+    names = asked.schedules or SCHEDULE_NAMES
     return any(suits(name, size.stages_per_rank) for name in names)
 
 
-def _numbers_of_ranks(wishes: Wishes, num_devices: int, num_spans: int) -> Sequence[int]:
-    if wishes.num_ranks is not None:
-        return (wishes.num_ranks,)
+def _numbers_of_ranks(asked: Constraints, num_devices: int, num_spans: int) -> Sequence[int]:
+    if asked.num_ranks is not None:
+        return (asked.num_ranks,)
     most = min(num_devices, num_spans)
     every = range(1, most + 1)
     if most <= _FEW:
@@ -170,20 +170,20 @@ def _numbers_of_ranks(wishes: Wishes, num_devices: int, num_spans: int) -> Seque
     return [n for n in every if n <= _FEW // 2 or num_devices % n == 0 or n == most]
 
 
-def _numbers_of_replicas(wishes: Wishes, room: int) -> Sequence[int]:
+def _numbers_of_replicas(asked: Constraints, room: int) -> Sequence[int]:
     """Return how many replicas to try where there is room for so many: the most, and the most
     that share the batch out evenly.
     """
-    if wishes.num_replicas is not None:
-        return (wishes.num_replicas,) if wishes.num_replicas <= room else ()
-    most = min(room, wishes.batch_size)
-    evenly = (n for n in range(most, 0, -1) if wishes.batch_size % n == 0)
+    if asked.num_replicas is not None:
+        return (asked.num_replicas,) if asked.num_replicas <= room else ()
+    most = min(room, asked.batch_size)
+    evenly = (n for n in range(most, 0, -1) if asked.batch_size % n == 0)
     return sorted({n for n in (most, next(evenly, 0), 1) if 0 < n <= room})
 
 
-def _numbers_of_microbatches(wishes: Wishes, num_ranks: int, samples: int) -> Sequence[int]:
-    if wishes.num_microbatches is not None:
-        return (wishes.num_microbatches,) if wishes.num_microbatches <= samples else ()
+def _numbers_of_microbatches(asked: Constraints, num_ranks: int, samples: int) -> Sequence[int]:
+    if asked.num_microbatches is not None:
+        return (asked.num_microbatches,) if asked.num_microbatches <= samples else ()
     powers = [2**n for n in range(samples.bit_length())]
     multiples = [num_ranks * times for times in (1, 2, 3, 4, 6, 8, 12, 16)]
     return sorted({n for n in (*powers, *multiples) if n <= samples})

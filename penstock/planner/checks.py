@@ -58,7 +58,7 @@ def check_partition(partition: tuple[int, ...], num_layers: int) -> None:
         )
 
 
-def check_foretold(
+def check_predicted(
     of_stages_s: Sequence[float] | None, step_s: float | None, batch_size: int | None
 ) -> None:
     """Refuse what no step can take, and no batch can have; None is none.

@@ -10,10 +10,10 @@ from penstock.costs.profile import Profile
 from penstock.errors import PlanError
 from penstock.trace.timeline import Timeline
 
-from .candidates import Wishes
+from .candidates import Constraints
 from .checks import check_costs
 from .plan import Plan
-from .rank import Choices, find_plans
+from .rank import Candidates, find_plans
 from .reasons import why_best
 
 
@@ -22,9 +22,9 @@ def plan(
     cluster: Cluster,
     batch_size: int,
     *,
-    wishes: Wishes | None = None,
+    constraints: Constraints | None = None,
 ) -> Plan:
-    """Choose how to run a model on a cluster: what is foretold to take the least time, and fits.
+    """Choose how to run a model on a cluster: what is predicted to take the least time, and fits.
 
         plan = penstock.plan(profile, cluster, batch_size=1024)
         print(plan)
@@ -39,13 +39,13 @@ def plan(
             of threads for a rank.
         cluster: what there is; ranks are put on its devices in order.
         batch_size: the samples of a step, over all replicas.
-        wishes: what is decided already; its `batch_size` is replaced.
+        constraints: what is decided already; its `batch_size` is replaced.
 
     Raises:
         PlanError, ConfigError: the profiles are of different models, or do not fit the cluster;
             nothing fits the memory: says by how much, and what would help.
     """
-    return choose_plan(profile, cluster, batch_size, wishes=wishes)[0]
+    return choose_plan(profile, cluster, batch_size, constraints=constraints)[0]
 
 
 def choose_plan(
@@ -53,27 +53,27 @@ def choose_plan(
     cluster: Cluster,
     batch_size: int,
     *,
-    wishes: Wishes | None = None,
+    constraints: Constraints | None = None,
     num_best: int = 5,
-) -> tuple[Plan, Choices]:
+) -> tuple[Plan, Candidates]:
     """Return the plan that `plan` does, and the candidates that came next."""
     is_list = isinstance(profile, list | tuple) and profile
     profiles: list[Profile] = [*cast(Sequence[Profile], profile if is_list else [profile])]
     for each in profiles:
         check_costs(each, cluster)
-    wishes = replace(wishes or Wishes(batch_size=batch_size), batch_size=batch_size)
-    choices = find_plans(profiles, cluster, wishes, num_best=num_best)
+    constraints = replace(constraints or Constraints(batch_size=batch_size), batch_size=batch_size)
+    choices = find_plans(profiles, cluster, constraints, num_best=num_best)
     best = choices.best[0]
     chosen = replace(
         best.plan,
         why=why_best(choices, cluster),
-        predicted_peak_bytes=tuple(best.foretold.timeline.peak_bytes_of_ranks()),
+        predicted_peak_bytes=tuple(best.predicted.timeline.peak_bytes_of_ranks()),
     )
     return chosen, choices
 
 
 def save_prediction(path: Path, timeline: Timeline) -> None:
-    """Write what was foretold for a plan beside its file.
+    """Write what was predicted for a plan beside its file.
 
     Raises:
         PlanError: the file cannot be written.
@@ -86,5 +86,5 @@ def save_prediction(path: Path, timeline: Timeline) -> None:
 
 
 def prediction_path(path: Path) -> Path:
-    """Return the file beside a plan's that has its foretold timeline."""
+    """Return the file beside a plan's that has its predicted timeline."""
     return path.with_suffix(".predicted.json")

@@ -15,7 +15,7 @@ from penstock.schedules.names import SCHEDULE_NAMES
 from penstock.trace.units import columns, count_text, time_text
 from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport
 
-from .checks import check_bytes, check_foretold, check_partition, check_timeout, check_whole
+from .checks import check_bytes, check_partition, check_predicted, check_timeout, check_whole
 from .placement import Placement
 from .unsplit import Unsplit, check_unsplit, divides_backwards, unsplit_lines
 
@@ -46,7 +46,7 @@ class Plan:
     the layers whose gradients of weights do not wait where a schedule divides backwards: what
     measuring has shown of each alone, and what the first such step has shown of the stages.
     A planner says for which `batch_size`, over all replicas, it made the plan, how long it
-    foretold a step to take, optimizer included, and `why` it chose it, in lines.
+    predicted a step to take, optimizer included, and `why` it chose it, in lines.
 
     `print(plan)` is a table; `save` and `load` write and read JSON; `dataclasses.replace` makes
     another plan of it.
@@ -114,7 +114,7 @@ class Plan:
                     f"a plan of {self.num_stages} stages has {name} for {len(of_stages)}; give "
                     "one entry for each stage"
                 )
-        check_foretold(self.predicted_s, self.predicted_step_s, self.batch_size)
+        check_predicted(self.predicted_s, self.predicted_step_s, self.batch_size)
         check_bytes(self.placement.num_places, {n: getattr(self, n) for n in _OF_RANKS})
         check_unsplit(self.unsplit or (), len(self.layers))
         wanted = self.schedule.ranks(self.num_stages)
@@ -283,7 +283,7 @@ class Plan:
         if self.predicted_s is None:
             return "balanced by parameter counts"
         slowest_s, mean_s = max(self.predicted_s), sum(self.predicted_s) / self.num_stages
-        how = "measured" if self.predicted_step_s is None else "foretold"
+        how = "measured" if self.predicted_step_s is None else "predicted"
         return (
             f"balanced by {how} time: slowest stage {time_text(slowest_s)} a micro-batch, "
             f"{slowest_s / mean_s:.2f} times the mean"

@@ -10,11 +10,11 @@ from penstock.trace.page.render import check_replaceable
 from penstock.trace.units import count_text
 
 from .plan import Plan
-from .rank import Choices
+from .rank import Candidates
 from .reasons import HEADS, choice_rows
 
 
-def write_plan_page(path: Path, plan: Plan, choices: Choices, cluster: Cluster) -> None:
+def write_plan_page(path: Path, plan: Plan, choices: Candidates, cluster: Cluster) -> None:
     """Write the page of a plan that was chosen.
 
     Raises:
@@ -30,9 +30,9 @@ def write_plan_page(path: Path, plan: Plan, choices: Choices, cluster: Cluster) 
         raise PlanError(f"cannot write the page {path}: {error.strerror}") from None
 
 
-def plan_page(plan: Plan, choices: Choices, cluster: Cluster) -> Page:
+def plan_page(plan: Plan, choices: Candidates, cluster: Cluster) -> Page:
     """Return the page of a plan that was chosen for a cluster."""
-    best = choices.best[0].foretold
+    best = choices.best[0].predicted
     devices = [cluster.resolved(likely).device_of(place) for place in best.places]
     limits = [devices[rank].memory_bytes for rank in plan.placement.peers_in(0)]
     return Page(

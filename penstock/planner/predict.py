@@ -1,4 +1,4 @@
-"""Foretell a step: a plan, what its layers cost and what it runs on -> when, and with how much.
+"""Predict a step: a plan, what its layers cost and what it runs on -> when, and with how much.
 
 The schedule is the one that the executor would run, lowered by the same function.  One replica is
 simulated; the others run alike beside it, and what they share with it, cores and links, counts.
@@ -37,7 +37,7 @@ from .stage_work import made
 def simulate(
     plan: Plan, profile: Profile, cluster: Cluster, *, batch_size: int | None = None
 ) -> Timeline:
-    """Foretell one training step: when each instruction runs, and what memory holds.
+    """Predict one training step: when each instruction runs, and what memory holds.
 
     Rank r of the plan runs on device r of the cluster; on a host whose ranks share cores
     (`busy_speed`), ranks beyond its devices begin with the first again.  `batch_size` are the
@@ -45,7 +45,7 @@ def simulate(
     the cluster count with their middle: simulate with both of `cluster.ends()` to see how much
     they matter.
 
-    The optimizer's own time is not in the timeline: `Foretold(...).optimizer_s` tells.
+    The optimizer's own time is not in the timeline: `Prediction(...).optimizer_s` tells.
 
     Raises:
         PlanError: the plan is of another model than the profile; names the first layer.
@@ -53,12 +53,12 @@ def simulate(
     """
     check_kind("plan", plan, Plan, "a plan, such as penstock.Plan.load(path)")
     check_costs(profile, cluster)
-    return Foretold(plan, profile, cluster, batch_size).timeline
+    return Prediction(plan, profile, cluster, batch_size).timeline
 
 
 @dataclass(frozen=True)
-class Foretold:
-    """A step that was foretold, and what it was foretold from; see `simulate`."""
+class Prediction:
+    """A step that was predicted, and what it was predicted from; see `simulate`."""
 
     plan: Plan
     profile: Profile

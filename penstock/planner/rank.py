@@ -1,7 +1,7 @@
-"""Find the plan that takes the least time: every candidate is foretold, or shown to be slower.
+"""Find the plan that takes the least time: every candidate is predicted, or shown to be slower.
 
 Candidates come in the order of what they take at least; one whose least is more than what another
-was foretold to take needs no schedule and no simulation.
+was predicted to take needs no schedule and no simulation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,8 @@ from penstock.schedules.family import Family
 from penstock.trace.units import bytes_text, count_text
 
 from .candidates import (
+    Constraints,
     Size,
-    Wishes,
     can_run,
     families,
     is_long,
@@ -28,7 +28,7 @@ from .candidates import (
     why_no_size,
 )
 from .plan import Plan
-from .predict import Foretold
+from .predict import Prediction
 from .search import Evaluator, Excess
 
 _MARGIN = 1.1
@@ -44,14 +44,14 @@ _REFINED = 6
 
 @dataclass(frozen=True)
 class Found:
-    """A candidate that was foretold: its plan, and what that was foretold from."""
+    """A candidate that was predicted: its plan, and what that was predicted from."""
 
     size: Size
-    foretold: Foretold
+    predicted: Prediction
 
     @property
     def plan(self) -> Plan:
-        return self.foretold.plan
+        return self.predicted.plan
 
     @property
     def step_s(self) -> float:
@@ -66,16 +66,16 @@ class Found:
 
     def step_s_on(self, cluster: Cluster) -> float:
         """Seconds of a step on the same cluster with other figures."""
-        own = self.foretold
-        return Foretold(own.plan, own.profile, cluster, own.batch_size).quick_step_s
+        own = self.predicted
+        return Prediction(own.plan, own.profile, cluster, own.batch_size).quick_step_s
 
 
 @dataclass(frozen=True)
-class Choices:
+class Candidates:
     """What was found: the best candidates, first the one that is chosen, then the fastest first,
     and the model uncut.
 
-    `uncut` is None where that does not fit, or the wishes left it out: `allows_uncut` tells.
+    `uncut` is None where that does not fit, or the asked left it out: `allows_uncut` tells.
     `num_looked_at` counts the plans that were made.
     """
 
@@ -86,9 +86,9 @@ class Choices:
 
 
 def find_plans(
-    profiles: Sequence[Profile], cluster: Cluster, wishes: Wishes, *, num_best: int = 5
-) -> Choices:
-    """Foretell what may be fastest of all candidates; the same input gives the same answer.
+    profiles: Sequence[Profile], cluster: Cluster, asked: Constraints, *, num_best: int = 5
+) -> Candidates:
+    """Predict what may be fastest of all candidates; the same input gives the same answer.
 
     `profiles` are of one model, each with another number of threads for a rank.  Among the best,
     each has other numbers of ranks, replicas or threads than those before it.
@@ -100,8 +100,8 @@ def find_plans(
     for profile in profiles[1:]:
         profile.check_model(profiles[0].layers)
     here = cluster.resolved(likely)
-    evaluators = [Evaluator(each, here, wishes) for each in profiles]
-    search = _Search(evaluators, wishes, max(num_best, _LEAST_KEPT))
+    evaluators = [Evaluator(each, here, asked) for each in profiles]
+    search = _Search(evaluators, asked, max(num_best, _LEAST_KEPT))
     search.run()
     found = search.choices()
     chosen = _fewest_devices(found.best, cluster)
@@ -129,8 +129,8 @@ def _fewest_devices(found: Sequence[Found], cluster: Cluster) -> Found:
 class _Search:
     """Candidates that were looked at, the fastest of each kind."""
 
-    def __init__(self, evaluators: Sequence[Evaluator], wishes: Wishes, num_best: int) -> None:
-        self._evaluators, self._wishes, self._num_best = evaluators, wishes, num_best
+    def __init__(self, evaluators: Sequence[Evaluator], asked: Constraints, num_best: int) -> None:
+        self._evaluators, self._asked, self._num_best = evaluators, asked, num_best
         self._best: dict[tuple[int, int, int], Found] = {}
         self._too_large: list[tuple[Evaluator, Size, Family, bool]] = []
         self._num_plans = 0
@@ -163,9 +163,9 @@ class _Search:
                 self._look_at(self._evaluators[n], size, is_wanted=True)
         fastest = sorted(self._plain.items(), key=lambda item: (item[1].step_s, item[0]))
         for (n, size), found in fastest[:_REFINED]:
-            self._refine(self._evaluators[n], size, found.foretold)
+            self._refine(self._evaluators[n], size, found.predicted)
 
-    def choices(self) -> Choices:
+    def choices(self) -> Candidates:
         """Return what was found.
 
         Raises:
@@ -176,12 +176,12 @@ class _Search:
             raise ConfigError(self._nothing_fits())
         uncut = next((each for each in found if each.size.num_stages == 1), None)
         best = tuple(found[: self._num_best])
-        return Choices(best, uncut, self._num_plans, self._allows_uncut)
+        return Candidates(best, uncut, self._num_plans, self._allows_uncut)
 
     def _sizes(self, evaluator: Evaluator) -> Iterator[Size]:
         spans = len(evaluator.profile.spans)
-        found = sizes(self._wishes, evaluator.cluster, evaluator.threads, spans)
-        return (size for size in found if can_run(self._wishes, size))
+        found = sizes(self._asked, evaluator.cluster, evaluator.threads, spans)
+        return (size for size in found if can_run(self._asked, size))
 
     def _limit_s(self) -> float:
         """Return what a candidate has to be faster than."""
@@ -198,36 +198,36 @@ class _Search:
         return size.num_ranks, size.num_replicas, evaluator.threads
 
     def _look_at(self, evaluator: Evaluator, size: Size, *, is_wanted: bool = False) -> None:
-        """Foretell one size with every schedule that is made for no costs; where only others are
+        """Predict one size with every schedule that is made for no costs; where only others are
         wanted, with those, made for unit costs so far.
         """
         number = self._evaluators.index(evaluator)
-        wanted = list(families(self._wishes, size, UNIT_COSTS))
+        wanted = list(families(self._asked, size, UNIT_COSTS))
         for family in [x for x in wanted if not takes_costs(x)] or wanted:
-            foretold = self._planned(evaluator, size, family)
-            if foretold is None:
+            predicted = self._planned(evaluator, size, family)
+            if predicted is None:
                 return  # the others keep no less
             may_lose = size.num_stages == 1 or is_wanted
-            if not may_lose and self._soonest_s(foretold) >= self._limit_s():
+            if not may_lose and self._soonest_s(predicted) >= self._limit_s():
                 return  # other schedules have the same work to do
-            found = self._keep(evaluator, size, foretold)
+            found = self._keep(evaluator, size, predicted)
             if found is not None:
                 before = self._plain.get((number, size), found)
                 self._plain[number, size] = min(before, found, key=lambda each: each.step_s)
 
-    def _refine(self, evaluator: Evaluator, size: Size, like: Foretold) -> None:
-        """Foretell one size with the schedules that are made for costs: those of a plan of it, and
+    def _refine(self, evaluator: Evaluator, size: Size, like: Prediction) -> None:
+        """Predict one size with the schedules that are made for costs: those of a plan of it, and
         then those of the plan that this leads to.
         """
         if self._soonest_s(like) >= self._best_s():
             return
-        for family in filter(takes_costs, families(self._wishes, size, like.costs)):
-            foretold = self._planned(evaluator, size, family)
-            if foretold is None:
+        for family in filter(takes_costs, families(self._asked, size, like.costs)):
+            predicted = self._planned(evaluator, size, family)
+            if predicted is None:
                 continue
-            self._keep(evaluator, size, foretold)
-            if foretold.costs != like.costs:
-                own = families(self._wishes, size, foretold.costs)
+            self._keep(evaluator, size, predicted)
+            if predicted.costs != like.costs:
+                own = families(self._asked, size, predicted.costs)
                 again = next(each for each in own if each.name == family.name)
                 anew = self._planned(evaluator, size, again)
                 if anew is not None:
@@ -235,22 +235,22 @@ class _Search:
 
     def _planned(
         self, evaluator: Evaluator, size: Size, family: Family, *, with_messages: bool = False
-    ) -> Foretold | None:
+    ) -> Prediction | None:
         self._num_plans += 1
         plan = evaluator.plan_of(size, family, with_messages=with_messages)
         if plan is None:
             self._too_large.append((evaluator, size, family, with_messages))
             return None
-        return Foretold(
+        return Prediction(
             plan, evaluator.profile, evaluator.cluster, plan.batch_size, evaluator.pricing
         )
 
     @staticmethod
-    def _soonest_s(foretold: Foretold) -> float:
+    def _soonest_s(predicted: Prediction) -> float:
         """Return seconds that no schedule of a plan's size can take less than: the first forward
         gets to a rank, and then it does all its work.
         """
-        plan, forward_s = foretold.plan, foretold.costs.forward_s
+        plan, forward_s = predicted.plan, predicted.costs.forward_s
         assert plan.predicted_s is not None and isinstance(forward_s, tuple)
         before_s = accumulate(forward_s, initial=0)
         first_s: dict[int, float] = {}
@@ -260,19 +260,19 @@ class _Search:
         ):
             first_s.setdefault(place, float(start_s))
             work_s[place] = work_s.get(place, 0.0) + seconds * plan.num_microbatches
-        return max(first_s[p] + work_s[p] for p in work_s) + foretold.update_s
+        return max(first_s[p] + work_s[p] for p in work_s) + predicted.update_s
 
-    def _keep(self, evaluator: Evaluator, size: Size, foretold: Foretold) -> Found | None:
-        """Foretell how long a plan takes, and keep it if it is the fastest of its kind that fits;
+    def _keep(self, evaluator: Evaluator, size: Size, predicted: Prediction) -> Found | None:
+        """Predict how long a plan takes, and keep it if it is the fastest of its kind that fits;
         one whose messages do not fit is made again, with room for them.  None if none fits.
         """
-        found = _found(size, foretold)
+        found = _found(size, predicted)
         kind = self._kind(evaluator, size)
         fastest = self._best.get(kind)
         if fastest is not None and fastest.step_s <= found.step_s:
             return found
-        if not evaluator.fits(size, foretold):
-            family = foretold.plan.schedule
+        if not evaluator.fits(size, predicted):
+            family = predicted.plan.schedule
             again = self._planned(evaluator, size, family, with_messages=True)
             if again is None:
                 return None
@@ -299,14 +299,14 @@ class _Search:
         if not self._too_large:
             own = min(self._evaluators, key=lambda each: each.threads)
             spans = len(own.profile.spans)
-            why = why_no_size(self._wishes, own.cluster, own.threads, spans)
+            why = why_no_size(self._asked, own.cluster, own.threads, spans)
             return f"no plan is possible: {why}"
         excess, size = self._nearest()
         moves = any(evaluator.may_offload(size) for evaluator in self._evaluators)
         remedies = ["devices with more memory", "an optimizer that keeps less"]
         if not moves:
             remedies.insert(0, "offload (host_bytes_per_s of the devices)")
-        if size.microbatch_size(self._wishes.batch_size) > 1:
+        if size.microbatch_size(self._asked.batch_size) > 1:
             remedies.insert(0, "smaller micro-batches (a larger num_microbatches)")
         return (
             f"the model fits nowhere: the nearest plan, {count_text(size.num_stages, 'stage')} on "
@@ -319,6 +319,6 @@ class _Search:
         )
 
 
-def _found(size: Size, foretold: Foretold) -> Found:
-    plan = replace(foretold.plan, predicted_step_s=foretold.quick_step_s)
-    return Found(size, replace(foretold, plan=plan))
+def _found(size: Size, predicted: Prediction) -> Found:
+    plan = replace(predicted.plan, predicted_step_s=predicted.quick_step_s)
+    return Found(size, replace(predicted, plan=plan))

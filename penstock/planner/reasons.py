@@ -1,4 +1,4 @@
-"""Why a plan is the best of those that were foretold, and why each of the others is not."""
+"""Why a plan is the best of those that were predicted, and why each of the others is not."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -13,8 +13,8 @@ from penstock.trace.units import (
     time_text,
 )
 
-from .predict import Foretold
-from .rank import Choices, Found
+from .predict import Prediction
+from .rank import Candidates, Found
 
 HEADS = (
     *("stages", "replicas", "micro-batches", "schedule", "recomputed", "step", "samples/s"),
@@ -34,12 +34,12 @@ _LITTLE = "a little of everything"
 _WORK = ("forward_s", "backward_s", "weight_s")
 
 
-def choices_text(choices: Choices) -> str:
+def choices_text(choices: Candidates) -> str:
     """Return the best candidates as a table, and the model uncut with them."""
     return "\n".join(columns([HEADS, *choice_rows(choices)], num_left=len(HEADS))) + "\n"
 
 
-def choice_rows(choices: Choices) -> Iterator[tuple[str, ...]]:
+def choice_rows(choices: Candidates) -> Iterator[tuple[str, ...]]:
     """Yield a row for each of the best, and for the model uncut if that is not among them."""
     best = choices.best[0]
     why_slower = slower_than(best)
@@ -59,7 +59,7 @@ def choice_rows(choices: Choices) -> Iterator[tuple[str, ...]]:
             f"{len(plan.recomputing)} of {plan.num_stages}",
             time_text(found.step_s),
             number_text(plan.batch_size / found.step_s),
-            bytes_text(max(found.foretold.timeline.peak_bytes_of_ranks())),
+            bytes_text(max(found.predicted.timeline.peak_bytes_of_ranks())),
             "" if found is best else why_slower(found),
         )
 
@@ -68,10 +68,10 @@ def slower_than(best: Found) -> Callable[[Found], str]:
     """Return what says of a candidate on what it spends more or less, as shares of the best one's
     step: all that is worth a line, so that they add up to the difference.
     """
-    others = _kinds(best.foretold)
+    others = _kinds(best.predicted)
 
     def why(found: Found) -> str:
-        own = _kinds(found.foretold)
+        own = _kinds(found.predicted)
         more = {_WORDS[name]: (own[name] - others[name]) / best.step_s for name in own}
         named = {name: share for name, share in more.items() if abs(share) >= _WORTH_A_WORD}
         rest = sum(more.values()) - sum(named.values())
@@ -94,12 +94,12 @@ def _than(slower: float) -> str:
     return f"{percent_text(abs(slower))} {'slower' if slower > 0 else 'faster'}"
 
 
-def why_best(choices: Choices, cluster: Cluster) -> tuple[str, ...]:
+def why_best(choices: Candidates, cluster: Cluster) -> tuple[str, ...]:
     """Return lines that say why the first of the choices was chosen."""
     best = choices.best[0]
     why_slower = slower_than(best)
     lines = [
-        f"foretold: a step of {time_text(best.step_s)} on {cluster.name}, {_least(choices)} of "
+        f"predicted: a step of {time_text(best.step_s)} on {cluster.name}, {_least(choices)} of "
         f"{count_text(choices.num_looked_at, 'plan')}",
         *_range(best, cluster),
         *(f"next: {_name(other)}, {why_slower(other)}" for other in choices.best[1:2]),
@@ -109,7 +109,7 @@ def why_best(choices: Choices, cluster: Cluster) -> tuple[str, ...]:
         cause = "fits no device" if choices.allows_uncut else "is not what was asked for"
         lines.append(f"the model uncut {cause}")
     elif uncut is best:
-        lines.append("the model is not cut: no cut was foretold to be faster")
+        lines.append("the model is not cut: no cut was predicted to be faster")
     else:
         lines.append(f"uncut: {_name(uncut)}, {why_slower(uncut)}")
     return tuple(lines)
@@ -124,7 +124,7 @@ def _name(found: Found) -> str:
     )
 
 
-def _least(choices: Choices) -> str:
+def _least(choices: Candidates) -> str:
     """Say that the first of the choices takes least, or about that on fewer devices."""
     is_least = choices.best[0].step_s <= min(found.step_s for found in choices.best)
     return "the least" if is_least else "as good as the least, on fewer devices,"
@@ -145,10 +145,10 @@ def _range(found: Found, cluster: Cluster) -> Iterator[str]:
     )
 
 
-def _kinds(foretold: Foretold) -> dict[str, float]:
+def _kinds(predicted: Prediction) -> dict[str, float]:
     """Return the mean seconds of a rank by kind; forward and backward are one."""
-    found = mean_times(rank_times(foretold.timeline))
+    found = mean_times(rank_times(predicted.timeline))
     kinds = {name: seconds for name, seconds in found.items() if name in _WORDS}
     kinds["work"] = sum(found[name] for name in _WORK)
-    kinds["optimizer_s"] += foretold.update_s
+    kinds["optimizer_s"] += predicted.update_s
     return kinds

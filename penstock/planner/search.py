@@ -17,12 +17,12 @@ from penstock.interval import likely
 from penstock.schedules.family import Family
 from penstock.types import Transport
 
-from .candidates import Size, Wishes
+from .candidates import Constraints, Size
 from .cuts import Setting, Spans, Window, cut, windows
 from .fit import Fitted, fit, predicted_s
 from .placement import Placement
 from .plan import BalancedBy, Plan
-from .predict import Foretold
+from .predict import Prediction
 from .price import Neighbours, OnDevice, StagePrices, lasting_bytes
 from .pricing import Pricing, bytes_of
 from .stage_work import Tables, most_on_way, work_of
@@ -57,8 +57,8 @@ _CLOSE_BYTES = 2**20
 class Evaluator:
     """Makes plans of one profile for one cluster, whose figures are numbers; see `plan_of`."""
 
-    def __init__(self, profile: Profile, cluster: Cluster, wishes: Wishes) -> None:
-        self.profile, self.cluster, self.wishes = profile, cluster, wishes
+    def __init__(self, profile: Profile, cluster: Cluster, constraints: Constraints) -> None:
+        self.profile, self.cluster, self.constraints = profile, cluster, constraints
         is_cpu = all(device.torch_type == "cpu" for device in cluster.devices.values())
         self.threads = profile.threads if is_cpu else 1  # an accelerator is a rank's alone
         self.pricing = Pricing(profile, cluster)
@@ -98,13 +98,13 @@ class Evaluator:
         assert partition is not None, "no cost is infinite"
         return Excess(prices.missing_bytes(partition), min(self.limits_of(size)))
 
-    def fits(self, size: Size, foretold: Foretold) -> bool:
+    def fits(self, size: Size, predicted: Prediction) -> bool:
         """Tell whether a plan keeps within each rank's memory, messages on their way included:
         it does if as many come as ever can, else its timeline tells.
         """
         limits = self.limits_of(size)
-        return all(map(le, most_bytes_of_ranks(foretold), limits)) or all(
-            map(le, foretold.timeline.peak_bytes_of_ranks(), limits)
+        return all(map(le, most_bytes_of_ranks(predicted), limits)) or all(
+            map(le, predicted.timeline.peak_bytes_of_ranks(), limits)
         )
 
     def plan_of(self, size: Size, family: Family, *, with_messages: bool = False) -> Plan | None:
@@ -136,7 +136,7 @@ class Evaluator:
             transport=self._transport(size),
             balanced_by=BalancedBy.TIME,
             predicted_s=predicted_s(prices, partition, fitted.policy),
-            batch_size=self.wishes.batch_size,
+            batch_size=self.constraints.batch_size,
             batch_norm_over_replicas=size.num_replicas > 1,  # as the unsplit model's
         )
 
@@ -148,7 +148,7 @@ class Evaluator:
 
     def limit_bytes(self, place: int) -> float:
         """Return what a rank on a device may use of its memory."""
-        share = self.wishes.memory_share * self.threads
+        share = self.constraints.memory_share * self.threads
         return share * self.cluster.device_of(place).memory_bytes
 
     def limits_of(self, size: Size) -> tuple[float, ...]:
@@ -208,7 +208,7 @@ class Evaluator:
         """Tell whether every device can move what a stage keeps to its host, and is allowed to."""
         devices = (self.cluster.device_of(place) for place in self.places_of(size))
         can = all(device.host_bytes_per_s is not None for device in devices)
-        return self.wishes.offload and can
+        return self.constraints.offload and can
 
     @cached_property
     def _first_of(self) -> dict[str, int]:
@@ -234,12 +234,12 @@ class Evaluator:
         return windows(self._least_bytes(self._each(size)[0]), limits, edges)
 
     def _each(self, size: Size) -> tuple[int, int]:
-        return size.microbatch_size(self.wishes.batch_size), size.num_microbatches
+        return size.microbatch_size(self.constraints.batch_size), size.num_microbatches
 
     def _transport(self, size: Size) -> Transport:
         """Return how stages talk: in one process where that is a host of CPUs, else between."""
-        if self.wishes.transport is not None:
-            return self.wishes.transport
+        if self.constraints.transport is not None:
+            return self.constraints.transport
         on = self.places_of(size)
         if self.cluster.device_of(on[0]).torch_type != "cpu":
             return Transport.TORCH_DISTRIBUTED
@@ -258,11 +258,11 @@ class Evaluator:
         return replace(found, cluster_places=None if is_in_order else on)
 
 
-def most_bytes_of_ranks(foretold: Foretold) -> list[float]:
+def most_bytes_of_ranks(predicted: Prediction) -> list[float]:
     """Return what each rank keeps at the very most, whatever the times: all of its stages at
     their fullest at once, and as many messages on their way as there can be.
     """
-    plan, num_bytes = foretold.plan, foretold.sharing.num_bytes
+    plan, num_bytes = predicted.plan, predicted.sharing.num_bytes
     work = work_of(
         *(plan.schedule, plan.num_stages, plan.num_microbatches, plan.recomputing),
         plan.offloading,
@@ -272,7 +272,7 @@ def most_bytes_of_ranks(foretold: Foretold) -> list[float]:
         arriving[stage][is_gradient] += size
     most = [0.0] * plan.placement.num_places
     for stage, on_way in enumerate(most_on_way(work, plan.num_microbatches)):
-        kept, own = foretold.kept[stage], foretold.weights[stage]
+        kept, own = predicted.kept[stage], predicted.weights[stage]
         sizes = Tables(*map(np.array, (kept.graph, kept.inputs, kept.weights, kept.stays)))
         most[plan.placement.places[stage]] += (
             float(work[stage].peak_bytes(sizes))

@@ -1,4 +1,4 @@
-"""FORESEE: a schedule and what its instructions cost -> the Timeline that will be."""
+"""PREDICT: a schedule and what its instructions cost -> the Timeline that will be."""
 
 from penstock.schedules.costs import UNIT_COSTS, Costs
 

@@ -1,4 +1,4 @@
-"""Foretell what each stage holds in memory over time, by kind."""
+"""Predict what each stage holds in memory over time, by kind."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

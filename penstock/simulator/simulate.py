@@ -1,4 +1,4 @@
-"""Foretell when each instruction of a schedule runs, from what each costs."""
+"""Predict when each instruction of a schedule runs, from what each costs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

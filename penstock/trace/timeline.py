@@ -1,4 +1,4 @@
-"""What happened when: one value for what the executor measured and the simulator foretold."""
+"""What happened when: one value for what the executor measured and the simulator predicted."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -71,7 +71,7 @@ def most_bytes(memory: Sequence[MemorySample], stages: Collection[int]) -> int:
 class Timeline:
     """The spans of one step, in order of rank and start, and how many bytes each stage kept.
 
-    `memory` is empty unless the step was traced with Trace.MEMORY, or foretold.
+    `memory` is empty unless the step was traced with Trace.MEMORY, or predicted.
     """
 
     spans: tuple[Span, ...]

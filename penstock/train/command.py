@@ -363,7 +363,7 @@ def _as_layout(old: Recipe, new: Recipe) -> str:
 
 
 def _keep_prediction(request: Request, folder: RunFolder) -> None:
-    """Copy what was foretold for the plan, if it lies beside it, for the report."""
+    """Copy what was predicted for the plan, if it lies beside it, for the report."""
     if request.plan_path is None:
         return
     with suppress(OSError, UnicodeDecodeError):

@@ -13,7 +13,7 @@ environment.json        with what the run was made last: versions, machines, pro
 timeline.json, .svg, .png, .chrome.json     one traced step
 memory.json             the step whose memory was traced, as a timeline
 step.json               seconds of the traced step, and of what lies outside of its timeline
-predicted.json          what was foretold of a step, as a timeline; put there by hand
+predicted.json          what was predicted of a step, as a timeline; put there by hand
 summary.json            what the run came to
 report.html             all that as a page
 tensorboard/            the metrics for TensorBoard, if the recipe wants them

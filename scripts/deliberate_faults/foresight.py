@@ -1,4 +1,4 @@
-"""Faults of what is foretold: links and cores that ranks share, memory, plans."""
+"""Faults of what is predicted: links and cores that ranks share, memory, plans."""
 
 from .fault import Fault
 
@@ -30,7 +30,7 @@ FAULTS = (
         "slow_each_other_down",
     ),
     Fault(
-        "threads beyond the cores are foretold to run all at once",
+        "threads beyond the cores are predicted to run all at once",
         "penstock/simulator/engine.py",
         "len(pool.ranks) if pool.turns is None else pool.turns",
         "len(pool.ranks)",
@@ -38,11 +38,11 @@ FAULTS = (
         "keeps_its_turn",
     ),
     Fault(
-        "processes are foretold to wait for Python's lock",
+        "processes are predicted to wait for Python's lock",
         "penstock/planner/shared_cores.py",
         "measured = max(busy, known[at_once - 1])",
         "measured = busy",
-        "tests/planner/test_foretell.py",
+        "tests/planner/test_predict.py",
         "say_themselves",
     ),
     Fault(
@@ -54,7 +54,7 @@ FAULTS = (
         "sums_over_replicas",
     ),
     Fault(
-        "gradients are foretold to be there from the start",
+        "gradients are predicted to be there from the start",
         "penstock/simulator/memory.py",
         "yield MemorySample(stage, span.start_s, size, MemoryKind.GRADIENTS)",
         "yield MemorySample(stage, start_s, size, MemoryKind.GRADIENTS)",
@@ -62,19 +62,19 @@ FAULTS = (
         "come_and_go",
     ),
     Fault(
-        "replicas are foretold as if each had the host for itself",
+        "replicas are predicted as if each had the host for itself",
         "penstock/planner/shared_cores.py",
         "round(n * share)",
         "n",
-        "tests/planner/test_foretell.py",
+        "tests/planner/test_predict.py",
         "replicas_slow_each_other",
     ),
     Fault(
-        "sums over replicas are foretold to take nothing",
+        "sums over replicas are predicted to take nothing",
         "penstock/planner/predict.py",
         "if len(group) < 2 or not own.gradient_bytes:",
         "if True:",
-        "tests/planner/test_foretell.py",
+        "tests/planner/test_predict.py",
         "replicas_add_their_gradients",
     ),
     Fault(
@@ -88,15 +88,15 @@ FAULTS = (
     Fault(
         "a plan may use more memory than there is",
         "penstock/planner/search.py",
-        "share = self.wishes.memory_share * self.threads",
-        "share = 9 * self.wishes.memory_share * self.threads",
+        "share = self.constraints.memory_share * self.threads",
+        "share = 9 * self.constraints.memory_share * self.threads",
         "tests/planner/test_choose.py",
         "does_not_fit_is_recomputed",
     ),
     Fault(
         "messages on their way are not counted where a plan is to fit",
         "penstock/planner/rank.py",
-        "if not evaluator.fits(size, foretold):",
+        "if not evaluator.fits(size, predicted):",
         "if False:",
         "tests/planner/test_choose.py",
         "above_its_limit",

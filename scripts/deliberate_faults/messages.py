@@ -25,7 +25,7 @@ FAULTS = (
         "above, below = (False, *apart), (*apart, False)",
         "below, above = (False, *apart), (*apart, False)",
         "tests/schedules/test_list_scheduling.py",
-        "that_it_foretold",
+        "that_it_predicted",
     ),
     Fault(
         "a message on its way is counted among those that lay there",

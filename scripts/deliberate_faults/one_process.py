@@ -352,7 +352,7 @@ FAULTS = (
         "forward",
     ),
     Fault(
-        "the decoder sees the word that it is to foretell",
+        "the decoder sees the word that it is to predict",
         "penstock/zoo/attention.py",
         "is_causal=causal",
         "is_causal=False",

@@ -1,4 +1,4 @@
-"""What of the paper's tables is foretold, and the parts that foretell it."""
+"""What of the paper's tables is predicted, and the parts that predict it."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -84,13 +84,13 @@ def test_blocks_are_dealt_out_as_in_the_published_configuration() -> None:
     assert headless.sizes[0].loss is None
 
 
-def test_table_1_of_transformers_is_foretold() -> None:
+def test_table_1_of_transformers_is_predicted() -> None:
     cells = largest.transformers()
     assert not missed(cells)
     assert sum(cell.verdict == MET for cell in cells) == 5 + 4
 
 
-def test_tables_2_and_3_are_foretold_of_transformers_where_their_settings_are_known() -> None:
+def test_tables_2_and_3_are_predicted_of_transformers_where_their_settings_are_known() -> None:
     cells = transformers()
     assert not missed(cells)
     assert [(c.table, c.what) for c in cells if c.verdict == MET] == [
@@ -115,10 +115,10 @@ def test_no_batch_lets_a_pipeline_exceed_its_bound_as_the_paper_has_it_at_m_4() 
         assert cell.published > bound
 
 
-def test_computation_is_foretold_within_its_target() -> None:
+def test_computation_is_predicted_within_its_target() -> None:
     cells = breakdown.breakdown(has_amoebanet=False)
     assert cells[0].verdict == MET
-    shares = [c.foretold for c in cells if c.what != breakdown.RATIO and c.foretold is not None]
+    shares = [c.predicted for c in cells if c.what != breakdown.RATIO and c.predicted is not None]
     assert sum(shares) == pytest.approx(1)
 
 
@@ -126,8 +126,8 @@ def test_the_transformer_of_8_devices_fits_as_planned() -> None:
     found = planned(8)
     assert not missed(found.cells)
     fullest = next(cell for cell in found.cells if cell.what == "fullest device, GiB")
-    assert fullest.foretold is not None
-    assert fullest.foretold < 16
+    assert fullest.predicted is not None
+    assert fullest.predicted < 16
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_the_transformer_of_128_devices_fits_as_planned() -> None:
 
 
 @pytest.mark.slow
-def test_amoebanets_are_foretold_where_micro_batches_are_many() -> None:
+def test_amoebanets_are_predicted_where_micro_batches_are_many() -> None:
     cells = amoebanets()
     assert not missed(cells)
     assert sum(cell.verdict == MET for cell in cells) == 4
@@ -145,7 +145,7 @@ def test_amoebanets_are_foretold_where_micro_batches_are_many() -> None:
 
 
 @pytest.mark.slow
-def test_which_model_gains_more_is_foretold_with_many_micro_batches() -> None:
+def test_which_model_gains_more_is_predicted_with_many_micro_batches() -> None:
     for table, wanted in ((TABLE_2, "6 of 8"), (TABLE_3, "2 of 2")):
         both = [of_table(cells, table) for cells in (amoebanets(), transformers())]
         assert wanted in crossover_line(*both)
@@ -169,11 +169,11 @@ def test_an_amoebanet_is_cut_by_flops_with_all_its_layers() -> None:
     assert len(step.activation_bytes) == len(partition)
 
 
-def cell(published: float, foretold: float, **others: float) -> Cell:
+def cell(published: float, predicted: float, **others: float) -> Cell:
     """Give a cell with a target of 10 % unless it is given."""
     target = others.get("target", 0.1)
     return Cell(
-        table="t", model="m", what="w", published=published, foretold=foretold, target=target
+        table="t", model="m", what="w", published=published, predicted=predicted, target=target
     )
 
 
@@ -189,7 +189,7 @@ def test_a_difference_is_compared_as_such() -> None:
         model="m",
         what="w",
         published=0.5,
-        foretold=0.57,
+        predicted=0.57,
         target=0.08,
         by=Compared.BY_DIFFERENCE,
     )

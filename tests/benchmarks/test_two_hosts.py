@@ -14,9 +14,9 @@ from benchmarks.two_hosts.hosts import INTERFACE, TwoHosts, two_hosts, why_not
 from benchmarks.two_hosts.shares import (
     Computed,
     costs_of,
-    foretold_in_turn_s,
-    foretold_s,
     link_as_ranks,
+    predicted_in_turn_s,
+    predicted_s,
     shares,
 )
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b, parse
@@ -79,23 +79,23 @@ def test_the_link_becomes_two_ranks_that_carry_messages() -> None:
 @pytest.mark.parametrize("function", (gpipe, one_f_one_b, eager_1f1b))
 def test_a_link_that_takes_no_time_changes_nothing(function) -> None:
     schedule = lowered(function, 4)
-    assert foretold_s(schedule, EQUAL, 0.0, 0.0) == pytest.approx(15.0)
-    assert foretold_in_turn_s(schedule, EQUAL, 0.0, 0.0) == pytest.approx(15.0)
+    assert predicted_s(schedule, EQUAL, 0.0, 0.0) == pytest.approx(15.0)
+    assert predicted_in_turn_s(schedule, EQUAL, 0.0, 0.0) == pytest.approx(15.0)
 
 
 def test_messages_wait_for_each_other_on_a_slow_link() -> None:
     schedule = lowered(gpipe, 4)
     # Forwards: 1 + 4 messages of 3 + 1; backwards: 2 + 4 messages of 3 + 2.
-    assert foretold_in_turn_s(schedule, EQUAL, 3.0, 0.0) == pytest.approx(14 + 16)
-    assert foretold_in_turn_s(schedule, EQUAL, 3.0, 0.5) == pytest.approx(14 + 16 + 1)
+    assert predicted_in_turn_s(schedule, EQUAL, 3.0, 0.0) == pytest.approx(14 + 16)
+    assert predicted_in_turn_s(schedule, EQUAL, 3.0, 0.5) == pytest.approx(14 + 16 + 1)
     # Side by side, only the first one is waited for.
-    assert foretold_s(schedule, EQUAL, 3.0, 0.0) == pytest.approx(15 + 6)
+    assert predicted_s(schedule, EQUAL, 3.0, 0.0) == pytest.approx(15 + 6)
 
 
 def test_both_directions_are_carried_at_once() -> None:
     schedule = lowered(one_f_one_b, 8)
     twice = tuple(Computed(8.0, 0.0, 16.0) for _ in range(2))
-    there_and_back = foretold_in_turn_s(schedule, twice, 1.5, 0.0)
+    there_and_back = predicted_in_turn_s(schedule, twice, 1.5, 0.0)
     assert there_and_back <= 27 + 8 * 3.0
     assert there_and_back >= 27 + 3.0
 

@@ -34,7 +34,7 @@ def test_a_table_says_why_each_candidate_loses(files: tuple[str, ...], capsys: C
     assert "slower: " in said
 
 
-def test_a_plan_that_is_saved_can_be_read_and_was_foretold(
+def test_a_plan_that_is_saved_can_be_read_and_was_predicted(
     files: tuple[str, ...], capsys: Captured
 ) -> None:
     assert run((*files, "--save", "plan.json", "--json")) == 0

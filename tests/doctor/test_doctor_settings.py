@@ -122,7 +122,7 @@ def test_a_machine_whose_name_is_not_its_own_is_named(name: str, word: str) -> N
     assert list(check_gloo({"GLOO_SOCKET_IFNAME": "eth0"}, host)) == []
 
 
-def test_where_gloo_listens_is_foretold() -> None:
+def test_where_gloo_listens_is_predicted() -> None:
     assert gloo_address({}, HOST) == "10.0.0.1"
     assert gloo_address({"GLOO_SOCKET_IFNAME": "lo"}, HOST) == "127.0.0.1"
     assert gloo_address({}, replace(HOST, name="there")) == "127.0.0.1"

@@ -10,10 +10,10 @@ from penstock.costs.cluster import Cluster
 from penstock.costs.profile import Profile, Value
 from penstock.errors import ConfigError
 from penstock.interval import Interval
-from penstock.planner.candidates import Size, Wishes, families, sizes
+from penstock.planner.candidates import Constraints, Size, families, sizes
 from penstock.planner.make_plan import choose_plan, plan
 from penstock.planner.plan import Plan
-from penstock.planner.predict import Foretold, simulate
+from penstock.planner.predict import Prediction, simulate
 from penstock.planner.rank import find_plans
 from penstock.planner.reasons import choices_text, slower_than
 from penstock.planner.search import Evaluator
@@ -23,7 +23,7 @@ from penstock.types import Recompute
 from tests.profiles import chain, cluster
 
 PLAIN = ("gpipe", "one_f_one_b", "eager_1f1b", "interleaved_1f1b", "breadth_first")
-"""Schedules that are made for no costs: every one of them is foretold below."""
+"""Schedules that are made for no costs: every one of them is predicted below."""
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -40,16 +40,16 @@ def test_no_plan_of_the_whole_space_is_faster_than_the_one_chosen(seed: int) -> 
         memory_bytes=10**9 if seed % 2 else 10**5 + 5 * found.weights[0].total_bytes,
         busy_speed=random.choice(((), (1.0, 0.9, 0.8, 0.7))),
     )
-    wishes = Wishes(batch_size=8, schedules=PLAIN)
-    evaluator = Evaluator(found, here, wishes)
+    constraints = Constraints(batch_size=8, schedules=PLAIN)
+    evaluator = Evaluator(found, here, constraints)
     steps_s = []
-    for size in sizes(wishes, here, 1, 6):
-        for family in families(wishes, size, UNIT_COSTS):
+    for size in sizes(constraints, here, 1, 6):
+        for family in families(constraints, size, UNIT_COSTS):
             made = evaluator.plan_of(size, family)
             if made is not None:
-                steps_s.append(Foretold(made, found, here, 8).quick_step_s)
+                steps_s.append(Prediction(made, found, here, 8).quick_step_s)
                 assert steps_s[-1] >= evaluator.least_s(size) * (1 - 1e-9)
-    assert find_plans([found], here, wishes).best[0].step_s == min(steps_s)
+    assert find_plans([found], here, constraints).best[0].step_s == min(steps_s)
 
 
 def test_the_same_input_gives_the_same_plan() -> None:
@@ -77,24 +77,26 @@ def test_the_model_uncut_on_all_cores_may_win_and_is_always_compared() -> None:
 def test_a_rank_has_an_accelerator_whatever_threads_its_host_has() -> None:
     here = cluster(4)
     devices = {name: replace(each, torch_type="cuda") for name, each in here.devices.items()}
-    wishes = Wishes(batch_size=8, num_ranks=4)
-    chosen = plan(chain([1.0] * 6, threads=2), replace(here, devices=devices), 8, wishes=wishes)
+    constraints = Constraints(batch_size=8, num_ranks=4)
+    chosen = plan(
+        chain([1.0] * 6, threads=2), replace(here, devices=devices), 8, constraints=constraints
+    )
     assert (chosen.num_stages >= 4, chosen.threads_per_stage) == (True, 1)
     assert chosen.placement.cluster_places in (None, (0, 1, 2, 3))
 
 
 def test_the_model_uncut_is_always_compared_however_slow_it_is() -> None:
-    wishes = Wishes(batch_size=8, num_replicas=1)
-    choices = find_plans([chain([1.0] * 8)], cluster(4), wishes, num_best=1)
+    constraints = Constraints(batch_size=8, num_replicas=1)
+    choices = find_plans([chain([1.0] * 8)], cluster(4), constraints, num_best=1)
     assert choices.best[0].size.num_ranks == 4
     assert choices.uncut is not None
     assert choices.uncut.step_s > 3 * choices.best[0].step_s
 
 
 def test_the_model_uncut_that_fits_nowhere_is_told_from_one_that_was_not_asked_for() -> None:
-    wishes = Wishes(batch_size=8, num_ranks=2, num_replicas=1)
+    constraints = Constraints(batch_size=8, num_ranks=2, num_replicas=1)
     model = chain([1.0] * 4, weight_bytes=10**6)
-    asked = plan(model, cluster(2), 8, wishes=wishes)
+    asked = plan(model, cluster(2), 8, constraints=constraints)
     assert "the model uncut is not what was asked for" in asked.why
     memory_bytes = sum(each.total_bytes for each in model.weights) * 8 // 10
     tight = plan(model, cluster(2, memory_bytes=memory_bytes), 8)
@@ -105,24 +107,24 @@ def test_a_model_that_is_not_cut_keeps_one_micro_batch_and_recomputes_nothing() 
     model = chain([1.0] * 4, inner_bytes=10**6)
     weights = sum(w.total_bytes for w in model.weights)
     here = cluster(2, memory_bytes=round((weights + 4.5 * 10**6) / 0.9))  # one micro-batch fits
-    wishes = Wishes(batch_size=8, num_ranks=1, num_microbatches=4)
-    chosen = plan(model, here, 8, wishes=wishes)
+    constraints = Constraints(batch_size=8, num_ranks=1, num_microbatches=4)
+    chosen = plan(model, here, 8, constraints=constraints)
     assert (chosen.schedule.name, chosen.recompute) == ("one_f_one_b", (Recompute.NEVER,))
     assert chosen.predicted_s == pytest.approx((12.0,), rel=1e-5)
-    asked = plan(model, here, 8, wishes=replace(wishes, schedules=("gpipe",)))
+    asked = plan(model, here, 8, constraints=replace(constraints, schedules=("gpipe",)))
     assert (asked.schedule.name, asked.recompute) == ("gpipe", (Recompute.STAGE,))
 
 
 @pytest.mark.parametrize("name", ("one_f_one_b", "gpipe", "zb_h1"))
 def test_a_schedule_that_was_asked_for_is_that_of_one_stage_too(name: str) -> None:
-    wishes = Wishes(batch_size=8, num_ranks=1, schedules=(name,))
-    assert plan(chain([1.0] * 4), cluster(1), 8, wishes=wishes).schedule.name == name
+    constraints = Constraints(batch_size=8, num_ranks=1, schedules=(name,))
+    assert plan(chain([1.0] * 4), cluster(1), 8, constraints=constraints).schedule.name == name
 
 
 def test_a_schedule_of_several_stages_on_a_rank_never_stands_for_one_of_one() -> None:
-    found = families(Wishes(batch_size=8), Size(2, 1, 4), UNIT_COSTS)
+    found = families(Constraints(batch_size=8), Size(2, 1, 4), UNIT_COSTS)
     assert all(("stages_per_rank", 1) not in family.arguments for family in found)
-    only = Wishes(batch_size=8, num_ranks=1, schedules=("interleaved_1f1b",))
+    only = Constraints(batch_size=8, num_ranks=1, schedules=("interleaved_1f1b",))
     with pytest.raises(ConfigError, match=r"no plan is possible.*none of these schedules runs"):
         find_plans([chain([1.0] * 4)], cluster(1), only)
 
@@ -130,14 +132,14 @@ def test_a_schedule_of_several_stages_on_a_rank_never_stands_for_one_of_one() ->
 def test_of_plans_that_are_as_fast_the_one_on_fewest_devices_is_chosen() -> None:
     slow = cluster(4, bytes_per_s=1e9, latency_s=0.0)
     model = chain([1.0, 100.0], inner_bytes=10)  # nothing is gained by a second device
-    wishes = Wishes(batch_size=1)
-    choices = find_plans([model], slow, wishes)
+    constraints = Constraints(batch_size=1)
+    choices = find_plans([model], slow, constraints)
     assert choices.best[0].num_devices == 1
     assert plan(model, slow, 1).num_stages == 1
     (link,) = slow.links.values()
     unsure = replace(slow, links={"link": replace(link, latency_s=Interval(0.0, 9.0))})
     model = chain([1.0] * 4, inner_bytes=10)
-    assert find_plans([model], unsure, Wishes(batch_size=8)).best[0].num_devices > 1
+    assert find_plans([model], unsure, Constraints(batch_size=8)).best[0].num_devices > 1
 
 
 def test_the_plan_is_the_same_however_many_others_are_listed() -> None:
@@ -147,7 +149,7 @@ def test_the_plan_is_the_same_however_many_others_are_listed() -> None:
 
 
 def test_what_a_candidate_spends_more_and_less_adds_up_to_how_much_slower_it_is() -> None:
-    choices = find_plans([chain([1.0, 2.0] * 3)], cluster(4), Wishes(batch_size=8))
+    choices = find_plans([chain([1.0, 2.0] * 3)], cluster(4), Constraints(batch_size=8))
     why_slower, several = slower_than(choices.best[0]), 0
     for found in choices.best[1:]:
         told = why_slower(found)
@@ -161,11 +163,11 @@ def test_what_a_candidate_spends_more_and_less_adds_up_to_how_much_slower_it_is(
 def test_what_does_not_fit_is_recomputed_and_the_table_says_so() -> None:
     big = chain([1.0] * 4, inner_bytes=10**6)
     weights = sum(w.total_bytes for w in big.weights)
-    roomy = plan(big, cluster(1), 4, wishes=Wishes(batch_size=4, num_microbatches=4))
+    roomy = plan(big, cluster(1), 4, constraints=Constraints(batch_size=4, num_microbatches=4))
     assert roomy.recompute == (Recompute.NEVER,)
     small = cluster(1, memory_bytes=round((weights + 4.5 * 10**6) / 0.9))
-    tight = plan(big, small, 4, wishes=Wishes(batch_size=4, num_microbatches=4))
-    told = Foretold(tight, big, small, 4).timeline
+    tight = plan(big, small, 4, constraints=Constraints(batch_size=4, num_microbatches=4))
+    told = Prediction(tight, big, small, 4).timeline
     assert max(told.peak_bytes_of_ranks()) <= 0.9 * small.devices["a"].memory_bytes
 
 
@@ -177,23 +179,23 @@ def test_no_plan_of_the_list_is_above_its_limit_of_memory_by_its_own_simulation(
 ) -> None:
     num_tight = 0
     for seed in seeds:
-        found, here, wishes = drawn(Random(seed))
+        found, here, constraints = drawn(Random(seed))
         try:
-            choices = find_plans([found], here, wishes)
+            choices = find_plans([found], here, constraints)
         except ConfigError as error:
             assert "lacks -" not in str(error)
             continue
         for each in (*choices.best, *filter(None, [choices.uncut])):
             peaks = simulate(each.plan, found, here).peak_bytes_of_ranks()
             for rank, peak in enumerate(peaks):
-                devices = [here.device_of(place) for place in each.foretold.places]
+                devices = [here.device_of(place) for place in each.predicted.places]
                 room = min(x.memory_bytes for x in devices[rank :: len(peaks)])
                 assert peak <= 0.9 * room, (seed, each.plan.choices)
                 num_tight += peak > 0.8 * room
     assert num_tight > len(seeds) / 8  # else the limits are none
 
 
-def drawn(random: Random) -> tuple[Profile, Cluster, Wishes]:
+def drawn(random: Random) -> tuple[Profile, Cluster, Constraints]:
     """Draw a model with messages of any size, devices that it may just fit, and a batch."""
     count = random.randint(2, 6)
     inner_bytes, message_bytes = random.choice(((1000, 100), (1000, 3000), (10, 3000)))
@@ -224,12 +226,12 @@ def drawn(random: Random) -> tuple[Profile, Cluster, Wishes]:
         hosts=(replace(host, devices=names),),
     )
     limited = random.random() < 0.5
-    wishes = Wishes(
+    constraints = Constraints(
         batch_size=random.choice((4, 8)),
         num_microbatches=random.choice((None, 2, 4)),
         schedules=(random.choice(PLAIN),) if limited else None,
     )
-    return found, here, wishes
+    return found, here, constraints
 
 
 def test_what_fits_no_other_way_moves_to_the_host_where_the_device_says_how_fast() -> None:
@@ -239,13 +241,20 @@ def test_what_fits_no_other_way_moves_to_the_host_where_the_device_says_how_fast
     model = replace(model, sizes=(replace(at, values=(small_input, *at.values[1:])),))
     here = cluster(2, memory_bytes=2000)
     devices = {"a": replace(here.devices["a"], host_bytes_per_s=1e5)}
-    wishes = Wishes(batch_size=32, num_ranks=2, num_microbatches=32, schedules=("gpipe",))
+    constraints = Constraints(
+        batch_size=32, num_ranks=2, num_microbatches=32, schedules=("gpipe",)
+    )
     with pytest.raises(ConfigError, match="would help: offload"):
-        plan(model, here, 32, wishes=wishes)
-    chosen = plan(model, replace(here, devices=devices), 32, wishes=wishes)
+        plan(model, here, 32, constraints=constraints)
+    chosen = plan(model, replace(here, devices=devices), 32, constraints=constraints)
     assert any(chosen.offload)
     with pytest.raises(ConfigError, match="fits nowhere"):
-        plan(model, replace(here, devices=devices), 32, wishes=replace(wishes, offload=False))
+        plan(
+            model,
+            replace(here, devices=devices),
+            32,
+            constraints=replace(constraints, offload=False),
+        )
 
 
 def test_what_fits_nowhere_says_by_how_much_and_what_would_help() -> None:
@@ -255,20 +264,20 @@ def test_what_fits_nowhere_says_by_how_much_and_what_would_help() -> None:
 
 def test_what_is_said_to_be_missing_is_the_least_of_all_candidates() -> None:
     found, here = chain([1.0] * 6, inner_bytes=5000), cluster(3, memory_bytes=4000)
-    wishes = Wishes(batch_size=8, schedules=PLAIN)
-    evaluator, missing = Evaluator(found, here, wishes), []
-    for size in sizes(wishes, here, 1, 6):
-        family = next(families(wishes, size, UNIT_COSTS), None)
+    constraints = Constraints(batch_size=8, schedules=PLAIN)
+    evaluator, missing = Evaluator(found, here, constraints), []
+    for size in sizes(constraints, here, 1, 6):
+        family = next(families(constraints, size, UNIT_COSTS), None)
         if family is not None:
             missing.append(evaluator.excess_of(size, family).num_bytes)
             assert evaluator.least_excess(size) <= missing[-1]
     with pytest.raises(ConfigError, match=f"lacks {bytes_text(round(min(missing)))} on its full"):
-        find_plans([found], here, wishes)
+        find_plans([found], here, constraints)
 
 
-def test_wishes_are_kept() -> None:
-    wishes = Wishes(batch_size=8, num_ranks=3, num_replicas=1, num_microbatches=4)
-    chosen = plan(chain([1.0] * 6), cluster(4), 8, wishes=wishes)
+def test_constraints_are_kept() -> None:
+    constraints = Constraints(batch_size=8, num_ranks=3, num_replicas=1, num_microbatches=4)
+    chosen = plan(chain([1.0] * 6), cluster(4), 8, constraints=constraints)
     assert chosen.placement.num_places == 3
     assert (chosen.num_microbatches, chosen.batch_size) == (4, 8)
 
@@ -284,10 +293,10 @@ def test_wishes_are_kept() -> None:
         ({"num_ranks": 5}, "no plan is possible"),
     ),
 )
-def test_wishes_that_cannot_be_are_refused(change: dict[str, object], words: str) -> None:
+def test_constraints_that_cannot_be_are_refused(change: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        wishes = Wishes(**{"batch_size": 8, **change})  # type: ignore[arg-type]
-        find_plans([chain([1.0] * 6)], cluster(4), wishes)
+        constraints = Constraints(**{"batch_size": 8, **change})  # type: ignore[arg-type]
+        find_plans([chain([1.0] * 6)], cluster(4), constraints)
 
 
 def test_profiles_of_different_models_are_refused() -> None:
@@ -296,7 +305,7 @@ def test_profiles_of_different_models_are_refused() -> None:
 
 
 def test_every_number_of_ranks_replicas_and_micro_batches_is_looked_at_on_few_devices() -> None:
-    found = set(sizes(Wishes(batch_size=8), cluster(4), 1, 6))
+    found = set(sizes(Constraints(batch_size=8), cluster(4), 1, 6))
     assert {s.num_ranks for s in found} == {1, 2, 3, 4}
     assert all(s.num_ranks * s.num_replicas <= 4 for s in found)
     assert Size(1, 4, 1) in found and Size(4, 1, 8, 1) in found

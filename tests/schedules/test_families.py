@@ -98,7 +98,7 @@ def idle(schedule: Schedule) -> Iterator[float]:
 
 
 def check_laws(family: Family, num_ranks: int, num_microbatches: int) -> None:
-    """See that a schedule is complete and ends, and runs as foretold."""
+    """See that a schedule is complete and ends, and runs as predicted."""
     schedule = made(family, num_ranks, num_microbatches)
     chain = chain_transfers(schedule.num_stages)
     lowered = add_communication(schedule, chain)
@@ -113,7 +113,7 @@ def check_laws(family: Family, num_ranks: int, num_microbatches: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_every_size_is_complete_and_ends_and_runs_in_the_order_that_was_foretold(
+def test_every_size_is_complete_and_ends_and_runs_in_the_order_that_was_predicted(
     family: Family,
 ) -> None:
     for num_ranks, num_microbatches in SIZES:

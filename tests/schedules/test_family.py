@@ -42,7 +42,7 @@ FAMILIES = (
 
 
 @pytest.mark.parametrize("family", (*FAMILIES, *EVERY_SCHEDULE), ids=str)
-def test_a_family_foretells_the_ranks_that_its_schedules_have(family: Family) -> None:
+def test_a_family_predicts_the_ranks_that_its_schedules_have(family: Family) -> None:
     for num_ranks in range(1, 5):
         num_stages = num_ranks * family.stages_per_rank
         for m in (1, 2, 5):

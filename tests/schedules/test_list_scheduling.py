@@ -93,7 +93,7 @@ def runs(draw: st.DrawFn) -> Run:
 
 
 @given(runs())
-def test_what_it_makes_is_proved_and_takes_the_time_that_it_foretold(run: Run) -> None:
+def test_what_it_makes_is_proved_and_takes_the_time_that_it_predicted(run: Run) -> None:
     problem, policy, costs, memory, recompute = run
     made = built(problem, policy)
     assert made is not None

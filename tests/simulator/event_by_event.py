@@ -10,7 +10,7 @@ from penstock.simulator.engine import Edge
 
 
 class EventByEvent:
-    """Foretells when each instruction of each rank ends: `ends`, after `run()`."""
+    """Predicts when each instruction of each rank ends: `ends`, after `run()`."""
 
     def __init__(
         self,

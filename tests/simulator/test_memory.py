@@ -19,7 +19,7 @@ def held(timeline: Timeline, stage: int, kind: MemoryKind) -> list[tuple[float, 
     ]
 
 
-def foretold(schedule: ir.Schedule, weights: StageWeights, sizes: Sizes) -> Timeline:
+def predicted(schedule: ir.Schedule, weights: StageWeights, sizes: Sizes) -> Timeline:
     timeline = simulate(schedule, COSTS)
     num_stages = schedule.num_stages
     edges = {(g, a, b): 10 for g in (False, True) for a in range(9) for b in range(9)}
@@ -34,7 +34,7 @@ WEIGHTS = StageWeights(
 
 
 def test_activations_of_two_microbatches_come_and_go() -> None:
-    found = foretold(gpipe(1, 2), WEIGHTS, SIZES)
+    found = predicted(gpipe(1, 2), WEIGHTS, SIZES)
     assert held(found, 0, MemoryKind.ACTIVATIONS) == [(1, 100), (2, 200), (4, 100), (6, 0)]
     assert held(found, 0, MemoryKind.WEIGHTS) == [(0, 1000)]
     assert held(found, 0, MemoryKind.OPTIMIZER) == [(0, 2000)]
@@ -43,7 +43,7 @@ def test_activations_of_two_microbatches_come_and_go() -> None:
 
 
 def test_a_message_counts_at_its_receiver_while_it_is_on_its_way() -> None:
-    found = foretold(gpipe(2, 1), WEIGHTS, SIZES)
+    found = predicted(gpipe(2, 1), WEIGHTS, SIZES)
     assert held(found, 1, MemoryKind.BOUNDARIES) == [(1, 10), (4, 0)]
     assert held(found, 0, MemoryKind.BOUNDARIES) == [(7, 10), (10, 0)]
 
@@ -57,12 +57,12 @@ def test_the_peak_of_activations_is_the_one_the_program_says(
     if recompute:
         schedule = add_offload(add_recompute(schedule, (0, 2)), (1,))
     schedule = add_communication(schedule, chain_transfers(4))
-    found = foretold(schedule, WEIGHTS, SIZES)
+    found = predicted(schedule, WEIGHTS, SIZES)
     assert tuple(found.peak_bytes().values()) == peak_bytes(schedule, SIZES)
 
 
 def test_an_older_version_stays_until_its_last_backward() -> None:
-    found = foretold(pipedream_2bw(2, 2, 3), WEIGHTS, SIZES)
+    found = predicted(pipedream_2bw(2, 2, 3), WEIGHTS, SIZES)
     of_first = held(found, 0, MemoryKind.VERSIONS)
     assert max(size for _, size in of_first) == 1000
     assert of_first[-1][1] == 0

@@ -1,4 +1,4 @@
-"""The simulator foretells exactly when each instruction runs."""
+"""The simulator predicts exactly when each instruction runs."""
 
 from fractions import Fraction
 

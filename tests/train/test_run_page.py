@@ -102,13 +102,13 @@ def test_a_run_without_a_timed_step_has_a_report_that_says_so(copied: Path) -> N
     write_page(copied, copied / "report.html")
 
 
-def test_what_was_foretold_is_shown_above(copied: Path, tmp_path: Path) -> None:
-    foretold = simulate(gpipe(2, 8), UNIT_COSTS)
-    (tmp_path / "foretold.json").write_text(foretold.to_json())
+def test_what_was_predicted_is_shown_above(copied: Path, tmp_path: Path) -> None:
+    predicted = simulate(gpipe(2, 8), UNIT_COSTS)
+    (tmp_path / "predicted.json").write_text(predicted.to_json())
     assert page_of(copied).predicted is None
-    assert page_of(copied, tmp_path / "foretold.json").predicted == foretold
-    (copied / "predicted.json").write_text(foretold.to_json())
-    assert page_of(copied).predicted == foretold
+    assert page_of(copied, tmp_path / "predicted.json").predicted == predicted
+    (copied / "predicted.json").write_text(predicted.to_json())
+    assert page_of(copied).predicted == predicted
     with pytest.raises(RunFolderError, match=r"--predicted: .*recipe\.toml is damaged.*; give"):
         page_of(copied, copied / "recipe.toml")
 

@@ -1,6 +1,6 @@
 """Measure this machine: its devices alone and all at once, and the links between them.
 
-Nothing of it is measured with a pipeline: what a pipeline does is foretold from these figures.
+Nothing of it is measured with a pipeline: what a pipeline does is predicted from these figures.
 """
 
 import platform

@@ -43,7 +43,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A step, foretold or measured or both, and what is known of the run that it is from.
+    """A step, predicted or measured or both, and what is known of the run that it is from.
 
     What is None or empty is left out of the page.
     """

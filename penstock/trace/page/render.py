@@ -104,23 +104,23 @@ def _with_rest(page: Page, times: Times) -> Times:
 
 
 def _step_facts(page: Page, breakdowns: Mapping[str, Breakdown]) -> Iterator[Fact]:
-    """Yield the figures of the measured step, or of the one that was foretold."""
+    """Yield the figures of the measured step, or of the one that was predicted."""
     for title, name in (("measured", "timed step"), ("predicted", "predicted step")):
         if title in breakdowns:
             parts = breakdowns[title]
-            foretold = breakdowns.get("predicted") if title == "measured" else None
+            predicted = breakdowns.get("predicted") if title == "measured" else None
             step_s = parts.step_s if title == "measured" else parts.step_s + page.optimizer_s
-            yield Fact(name, time_text(step_s), _step_remark(page, parts, foretold))
+            yield Fact(name, time_text(step_s), _step_remark(page, parts, predicted))
             ideal = percent_text(1 - parts.ideal_utilisation)
             yield Fact("bubble", percent_text(parts.bubble), f"{ideal} without messages")
             return
 
 
-def _step_remark(page: Page, parts: Breakdown, foretold: Breakdown | None) -> str:
-    """Say what was foretold of the measured step; else what lies outside of its timeline."""
-    if foretold is not None:
-        missed = float(parts.step_s / foretold.step_s) - 1
-        return f"{time_text(foretold.step_s)} predicted, {missed:+.1%}"
+def _step_remark(page: Page, parts: Breakdown, predicted: Breakdown | None) -> str:
+    """Say what was predicted of the measured step; else what lies outside of its timeline."""
+    if predicted is not None:
+        missed = float(parts.step_s / predicted.step_s) - 1
+        return f"{time_text(predicted.step_s)} predicted, {missed:+.1%}"
     if page.measured is None:
         return f"{time_text(page.optimizer_s)} of it the optimizer" if page.optimizer_s else ""
     more_s = page.optimizer_s + page.set_up_s
@@ -174,7 +174,7 @@ def _time(times: Times, figures: dict[str, Figure]) -> str:
 
 
 def _memory(page: Page, figures: dict[str, Figure]) -> str:
-    """Draw what was foretold of memory, and what was measured, with its limits."""
+    """Draw what was predicted of memory, and what was measured, with its limits."""
     charts = []
     for title, timeline in (
         ("predicted", page.predicted),

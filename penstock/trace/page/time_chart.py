@@ -107,7 +107,7 @@ def _share(rank: RankTimes, kind: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Seconds of one thing, foretold and measured."""
+    """Seconds of one thing, predicted and measured."""
 
     name: str
     predicted_s: float
@@ -115,7 +115,7 @@ class Difference:
 
     @property
     def missed_s(self) -> float:
-        """How much longer it took than foretold."""
+        """How much longer it took than predicted."""
         return self.measured_s - self.predicted_s
 
 
@@ -128,22 +128,22 @@ def differences(
     weights and are in both timelines, the one that was missed by most is named.
     """
     found = [Difference("step", predicted.step_s, measured.step_s)]
-    foretold, seen = mean_times(times["predicted"]), mean_times(times["measured"])
+    told, seen = mean_times(times["predicted"]), mean_times(times["measured"])
     found += [
-        Difference(f"{PARTS[kind].name}, mean of the ranks", foretold[kind], seen[kind])
+        Difference(f"{PARTS[kind].name}, mean of the ranks", told[kind], seen[kind])
         for kind in KINDS
-        if foretold[kind] or seen[kind]
+        if told[kind] or seen[kind]
     ]
     return (*found, *_largest(predicted, measured))
 
 
 def _largest(predicted: Timeline, measured: Timeline) -> tuple[Difference, ...]:
     """Return the instruction whose duration was missed by most, if the two have one in common."""
-    foretold = {(span.rank, str(span.instruction)): span for span in _of_work(predicted)}
+    told = {(span.rank, str(span.instruction)): span for span in _of_work(predicted)}
     pairs = [
-        Difference(_name(span), foretold[key].duration_s, span.duration_s)
+        Difference(_name(span), told[key].duration_s, span.duration_s)
         for span in _of_work(measured)
-        if (key := (span.rank, str(span.instruction))) in foretold
+        if (key := (span.rank, str(span.instruction))) in told
     ]
     return (max(pairs, key=lambda pair: abs(pair.missed_s)),) if pairs else ()
 
@@ -160,7 +160,7 @@ def _name(span: Span) -> str:
 
 
 def difference_table(found: Sequence[Difference]) -> Table:
-    """Write what was compared, and how much longer it took than foretold."""
+    """Write what was compared, and how much longer it took than predicted."""
     return Table(
         ("", "predicted", "measured", "difference", ""),
         tuple(

@@ -1,4 +1,4 @@
-"""Foretell the next token of a text."""
+"""Predict the next token of a text."""
 
 import hashlib
 import math

@@ -15,7 +15,7 @@ SLOWER = replace(COSTS, forward_s=(0.01, 0.013, 0.01))
 
 
 def timeline(num_stages: int = 3, num_microbatches: int = 6, costs: Costs = COSTS) -> Timeline:
-    """Foretell a step whose memory is known by kind."""
+    """Predict a step whose memory is known by kind."""
     found = simulate(one_f_one_b(num_stages, num_microbatches), costs)
     memory = [
         MemorySample(stage, time_s, num_bytes, kind)

@@ -232,5 +232,7 @@ def test_the_code_in_the_guide_makes_a_page(
     monkeypatch.chdir(tmp_path)
     code = "\n".join(re.findall(r"```python\n(.*?)```", guide, re.DOTALL))
     exec(compile(code, "report.md", "exec"), {})
-    assert Reader((tmp_path / "foretold.html").read_text(encoding="utf-8")).titles[0] == "Timeline"
-    assert timeline().from_json((tmp_path / "foretold.json").read_text()).num_ranks == 2
+    assert (
+        Reader((tmp_path / "predicted.html").read_text(encoding="utf-8")).titles[0] == "Timeline"
+    )
+    assert timeline().from_json((tmp_path / "predicted.json").read_text()).num_ranks == 2

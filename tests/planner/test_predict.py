@@ -1,4 +1,4 @@
-"""A plan is foretold from what its layers cost and what it runs on."""
+"""A plan is predicted from what its layers cost and what it runs on."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from penstock.costs.profile import LayerSeconds
 from penstock.errors import ConfigError, PlanError
 from penstock.planner.placement import Placement
 from penstock.planner.plan import Plan
-from penstock.planner.predict import Foretold, simulate
+from penstock.planner.predict import Prediction, simulate
 from penstock.schedules import Family, gpipe, interleaved_1f1b, one_f_one_b, zb_v
 from penstock.trace import MemoryKind
 from penstock.types import Recompute, Transport
@@ -46,8 +46,8 @@ def test_a_step_has_the_samples_that_the_plan_was_made_for() -> None:
     at = SECOND.sizes[0]
     several = replace(SECOND, sizes=(at, replace(at, microbatch_size=2)))
     plan = planned(gpipe, (4, 4), 3)
-    assert Foretold(plan, several, cluster(2)).microbatch_size == 1
-    assert Foretold(plan, several, cluster(2), 6).microbatch_size == 2
+    assert Prediction(plan, several, cluster(2)).microbatch_size == 1
+    assert Prediction(plan, several, cluster(2), 6).microbatch_size == 2
     with pytest.raises(ConfigError, match="batch_size is not known"):
         simulate(replace(plan, batch_size=None), several, cluster(2))
 
@@ -57,7 +57,7 @@ def test_a_measured_backward_adds_gradients_but_for_the_first_micro_batch(
     num_microbatches: int,
 ) -> None:
     heavy = chain([1.0] * 8, weight_bytes=10**8)
-    costs = Foretold(planned(gpipe, (8,), num_microbatches), heavy, cluster(1)).costs
+    costs = Prediction(planned(gpipe, (8,), num_microbatches), heavy, cluster(1)).costs
     sum_s = 3 * 10**8 / 1e9
     assert costs.backward_s == pytest.approx((8 * (2 - sum_s / num_microbatches),))
     assert costs.backward_weight_s == pytest.approx((8 * (1 - sum_s / num_microbatches),))
@@ -80,7 +80,7 @@ def test_running_statistics_move_once_a_step_in_small_operators() -> None:
     plan = planned(gpipe, (8,), 8)
     plain, moving = (simulate(plan, each, here).step_s for each in (SECOND, with_norms))
     assert moving == pytest.approx(plain + 2 * 36 * 0.1)
-    told = Foretold(plan, with_norms, here)
+    told = Prediction(plan, with_norms, here)
     assert told.quick_step_s == pytest.approx(told.step_s)
 
 
@@ -96,13 +96,13 @@ def test_ranks_beyond_the_cores_of_a_host_share_them() -> None:
 def test_threads_that_are_more_than_the_cores_take_turns_and_processes_share_them() -> None:
     free = chain([1.0] * 8, weight_bytes=0)
     plan = planned(gpipe, (2, 2, 2, 2), 1)
-    sharing = Foretold(plan, free, cluster(2, busy_speed=(1.0, 0.9, 0.5))).sharing
+    sharing = Prediction(plan, free, cluster(2, busy_speed=(1.0, 0.9, 0.5))).sharing
     (pool,) = sharing.pools
     assert (pool.turns, pool.turn_s, pool.speed(2)) == (2, 0.01, 0.9)
     between = replace(plan, transport=Transport.TORCH_DISTRIBUTED)
-    told = Foretold(between, free, cluster(2, busy_speed=(1.0, 0.9, 0.5)))
+    told = Prediction(between, free, cluster(2, busy_speed=(1.0, 0.9, 0.5)))
     assert [each.turns for each in told.sharing.pools] == [None]
-    enough = Foretold(plan, free, cluster(4, busy_speed=(1.0, 0.9, 0.5)))
+    enough = Prediction(plan, free, cluster(4, busy_speed=(1.0, 0.9, 0.5)))
     assert [each.turns for each in enough.sharing.pools] == [None]
 
 
@@ -118,15 +118,15 @@ def test_layers_that_were_measured_on_busy_cores_say_themselves_how_slow_these_a
     measured = replace(SECOND, sizes=(replace(at, kinds=kinds),))
     here = cluster(2, busy_speed=(1.0, 0.6))
     plan = planned(gpipe, (4, 4), 1)
-    (pool,) = Foretold(plan, measured, here).sharing.pools
+    (pool,) = Prediction(plan, measured, here).sharing.pools
     assert pool.speeds == pytest.approx((1.0, 0.8))
-    (pool,) = Foretold(plan, SECOND, here).sharing.pools
+    (pool,) = Prediction(plan, SECOND, here).sharing.pools
     assert pool.speeds == pytest.approx((1.0, 0.6))
-    (pool,) = Foretold(plan, measured, cluster(2, busy_speed=(1.0, 1.0))).sharing.pools
+    (pool,) = Prediction(plan, measured, cluster(2, busy_speed=(1.0, 1.0))).sharing.pools
     assert pool.speeds == pytest.approx((1.0, 0.8))  # it is Python's lock alone
     between = replace(plan, transport=Transport.TORCH_DISTRIBUTED)
     for known, expected in ((0.6, 0.8), (0.9, 0.9)):  # these do not wait for Python's lock
-        (pool,) = Foretold(between, measured, cluster(2, busy_speed=(1.0, known))).sharing.pools
+        (pool,) = Prediction(between, measured, cluster(2, busy_speed=(1.0, known))).sharing.pools
         assert pool.speeds == pytest.approx((1.0, expected))
 
 
@@ -147,7 +147,7 @@ def test_the_quick_way_finds_the_same_step_to_the_last_digit(
     uneven = chain([0.1 * n + 0.7 for n in range(8)])
     plan = planned(family, (1, 3, 2, 2), 5, num_replicas, recompute)
     for here in (cluster(8), cluster(4, busy_speed=(1.0, 0.9, 0.6)), cluster(8, num_hosts=2)):
-        found = Foretold(plan, uneven, here)
+        found = Prediction(plan, uneven, here)
         assert found.quick_step_s == found.step_s
 
 
@@ -186,9 +186,9 @@ def test_processes_post_receives_and_use_the_hosts_other_link() -> None:
 
 
 def test_processes_update_their_weights_at_once_and_threads_one_stage_after_the_other() -> None:
-    threads = Foretold(planned(gpipe, (5, 3), 3), SECOND, cluster(2))
+    threads = Prediction(planned(gpipe, (5, 3), 3), SECOND, cluster(2))
     apart = replace(threads.plan, transport=Transport.TORCH_DISTRIBUTED)
-    processes = Foretold(apart, SECOND, cluster(2))
+    processes = Prediction(apart, SECOND, cluster(2))
     assert threads.optimizer_s == processes.optimizer_s
     assert threads.update_s == pytest.approx(sum(threads.optimizer_s))
     assert processes.update_s == processes.optimizer_s[0] > processes.optimizer_s[1]

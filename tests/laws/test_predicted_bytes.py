@@ -1,4 +1,4 @@
-"""What a stage keeps is foretold to the byte, from a profile that has seen no pipeline."""
+"""What a stage keeps is predicted to the byte, from a profile that has seen no pipeline."""
 
 from functools import cache
 from typing import Any
@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import penstock
 from benchmarks.blocks import conv_net, transformer
 from penstock import Pipeline, Profile, Recompute, Trace, Transport, capture
-from penstock.planner.predict import Foretold
+from penstock.planner.predict import Prediction
 from penstock.schedules import Family
 from penstock.zoo import amoebanet_d
 from tests.every_schedule import families
@@ -69,20 +69,20 @@ def check(name: str, num_stages: int, family: Family, recompute: Any) -> None:
     ) as pipe:
         for _ in range(2):  # the first step copies each input, to see who changes it in place
             pipe.train_step(x, y)
-        told = Foretold(pipe.plan, profiled(name), cluster(num_stages), len(x))
+        told = Prediction(pipe.plan, profiled(name), cluster(num_stages), len(x))
         assert pipe.last_timeline is not None
         assert told.timeline.peak_bytes() == pipe.last_timeline.peak_bytes()
 
 
 @pytest.mark.parametrize("num_stages", (1, 2, 4))
 @pytest.mark.parametrize("name", ("transformer", "convolutions", "dropout"))
-def test_the_peak_of_every_stage_is_foretold(name: str, num_stages: int) -> None:
+def test_the_peak_of_every_stage_is_predicted(name: str, num_stages: int) -> None:
     for n, family in enumerate(FAMILIES):
         if num_stages % family.stages_per_rank == 0:
             check(name, num_stages, family, POLICIES[(n + num_stages) % 3])
 
 
 @pytest.mark.parametrize("recompute", POLICIES, ids=lambda policy: policy.name)
-def test_the_peak_of_a_captured_model_with_skips_is_foretold(recompute: Any) -> None:
+def test_the_peak_of_a_captured_model_with_skips_is_predicted(recompute: Any) -> None:
     for family in (FAMILIES[0], FAMILIES[3]):
         check("amoebanet", 2, family, recompute)
