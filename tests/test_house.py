@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from pathlib import Path
 from typing import TypeGuard
@@ -200,6 +200,62 @@ def test_imports_point_one_way() -> None:
         assert any(importer in parts for parts in LAYERS), f"{importer} has no place in LAYERS yet"
         imported = imported_parts(path.read_text(), module_name(path))
         assert [part for part in sorted(imported) if not may_import(importer, part)] == [], path
+
+
+def imported_files(path: Path, files: Set[str]) -> set[str]:
+    """Return which of our files one imports, in functions too, but for types only."""
+    package = list(path.relative_to(ROOT).with_suffix("").parts[:-1])
+    found: set[str] = set()
+
+    def look(node: ast.AST) -> None:
+        for part in ast.iter_child_nodes(node):
+            if isinstance(part, ast.ImportFrom):
+                base = package[: len(package) - part.level + 1] if part.level else []
+                module = ".".join([*base, *([part.module] if part.module else [])])
+                names = {f"{module}.{alias.name}" for alias in part.names}
+                found.update(names & files or {module})
+            elif isinstance(part, ast.Import):
+                found.update(alias.name for alias in part.names)
+            elif not is_for_types(part):
+                look(part)
+
+    look(ast.parse(path.read_text()))
+    return found & files
+
+
+def circles(imports: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return the groups of files that import each other, by whatever way."""
+    reached: dict[str, set[str]] = {}
+    for name in imports:
+        waiting, seen = [name], set[str]()
+        while waiting:
+            new = imports[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        reached[name] = seen
+    groups = {tuple(sorted(b for b in reached[a] if a in reached[b])) for a in imports}
+    return sorted(list(group) for group in groups if len(group) > 1)
+
+
+PRINTED = [
+    ["costs.prices", "costs.profile", "costs.profile_table", "costs.roofline"],
+    ["schedules.ir", "schedules.text"],
+    ["schedules.names", "schedules.searched"],
+    ["trace.breakdown", "trace.looks", "trace.timeline"],
+]
+"""Values that know how they are written or taken apart: that is imported when it is asked for."""
+
+
+def test_no_files_import_each_other() -> None:
+    paths = {module_name(path): path for path in MODULES}
+    imports = {name: imported_files(path, paths.keys()) - {name} for name, path in paths.items()}
+    found = [[name.partition(".")[2] for name in circle] for circle in circles(imports)]
+    assert found == PRINTED
+
+
+def test_a_circle_of_imports_is_found_however_long() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
 
 
 def test_no_module_stands_loose_at_the_top() -> None:
