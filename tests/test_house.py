@@ -238,7 +238,7 @@ def circles(imports: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 PRINTED = [
-    ["costs.prices", "costs.profile", "costs.profile_table", "costs.roofline"],
+    ["costs.profile", "costs.profile_table"],
     ["schedules.ir", "schedules.text"],
     ["schedules.names", "schedules.searched"],
     ["trace.breakdown", "trace.looks", "trace.timeline"],

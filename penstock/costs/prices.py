@@ -5,7 +5,7 @@ Sizes that were not looked at lie on the line through the two nearest ones that 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,44 +15,6 @@ from penstock.interval import likely
 from .device import Device
 from .profile import AtSize, LayerKind, LayerSeconds, Part, Profile, Value
 from .roofline import Known, operators_seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerPrice:
-    """What one layer costs for one micro-batch.
-
-    Seconds are those of `LayerSeconds`, bytes those of `LayerKind`.  A host issues
-    `forward_operators` for a forward, and `backward_operators` for a whole backward.  With
-    `adds_gradients` seconds are measured ones, in which those of weights are added to others.
-    """
-
-    forward_s: float = 0.0
-    recompute_s: float = 0.0
-    backward_s: float = 0.0
-    input_s: float = 0.0
-    weight_s: float = 0.0
-    forward_operators: int = 0
-    backward_operators: int = 0
-    inner_bytes: int = 0
-    left_bytes: int = 0
-    adds_gradients: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prices:
-    """What the layers of a model cost on one device, for one micro-batch of so many samples.
-
-    `values`, `saved`, `loss_saved` and `target_bytes` are those of `AtSize`; `loss` costs nothing
-    where the profile has none.
-    """
-
-    microbatch_size: int
-    layers: tuple[LayerPrice, ...]
-    values: tuple[Value, ...]
-    saved: tuple[tuple[int, ...], ...]
-    loss: LayerPrice
-    loss_saved: tuple[int, ...] = ()
-    target_bytes: int = 0
 
 
 class _How(NamedTuple):
@@ -93,7 +55,7 @@ def prices(
     *,
     busy: bool = False,
     like: Device | None = None,
-) -> Prices:
+) -> AtSize:
     """Return what each layer costs on a device for one micro-batch of so many samples.
 
     Measured seconds count where the profile was measured on a device of this name, or no device
@@ -129,7 +91,7 @@ def _nearest(sizes: Sequence[AtSize], wanted: int) -> tuple[AtSize, AtSize]:
     return next((pair for pair in pairs if wanted < pair[1].microbatch_size), pairs[-1])
 
 
-def _at(profile: Profile, size: AtSize, how: _How) -> Prices:
+def _at(profile: Profile, size: AtSize, how: _How) -> AtSize:
     """Return the prices at a size that was looked at."""
     device = how.device
     kinds = [*size.kinds, *([] if size.loss is None else [size.loss])]
@@ -144,20 +106,16 @@ def _at(profile: Profile, size: AtSize, how: _How) -> Prices:
             f"the profile of {profile.name} was measured on {profile.measured_on}, and its "
             f"operators were not counted, so nothing is known of another device; measure it there"
         )
-    found = []
-    for kind in kinds:
+
+    def priced(kind: LayerKind) -> LayerKind:
         measured = (kind.busy_seconds if how.busy else None) or kind.seconds
         seconds = measured if is_measured else _as_on(measured, kind, how)
-        price = _price(kind, seconds or _by_operators(kind, device, how.choose))
-        found.append(replace(price, adds_gradients=seconds is not None))
-    return Prices(
-        microbatch_size=size.microbatch_size,
-        layers=tuple(found[kind] for kind in size.kind_of),
-        values=size.values,
-        saved=size.saved,
-        loss=LayerPrice() if size.loss is None else found[-1],
-        loss_saved=size.loss_saved,
-        target_bytes=size.target_bytes,
+        return replace(kind, seconds=seconds or _by_operators(kind, device, how.choose))
+
+    return replace(
+        size,
+        kinds=tuple(map(priced, size.kinds)),
+        loss=None if size.loss is None else priced(size.loss),
     )
 
 
@@ -172,8 +130,7 @@ def _as_on(measured: LayerSeconds | None, kind: LayerKind, how: _How) -> LayerSe
         known: float = getattr(there, name)
         return seconds * getattr(here, name) / known if known else seconds
 
-    names = (field.name for field in fields(LayerSeconds) if field.name.endswith("_s"))
-    return replace(measured, **{name: scaled(name) for name in names})
+    return replace(measured, **{name: scaled(name) for name in _SECONDS})  # type: ignore[arg-type]
 
 
 def _by_operators(kind: LayerKind, device: Device | None, choose: Known) -> LayerSeconds:
@@ -188,43 +145,27 @@ def _by_operators(kind: LayerKind, device: Device | None, choose: Known) -> Laye
         backward_s=input_s + weight_s,
         input_s=input_s,
         weight_s=weight_s,
+        is_measured=False,
     )
 
 
-def _price(kind: LayerKind, seconds: LayerSeconds) -> LayerPrice:
-    forwards = sum(x.count for x in kind.operators if x.part is Part.FORWARD)
-    return LayerPrice(
-        forward_s=seconds.forward_s,
-        recompute_s=seconds.recompute_s,
-        backward_s=seconds.backward_s,
-        input_s=seconds.input_s,
-        weight_s=seconds.weight_s,
-        forward_operators=forwards,
-        backward_operators=sum(x.count for x in kind.operators) - forwards,
-        inner_bytes=kind.inner_bytes,
-        left_bytes=kind.left_bytes,
-    )
-
-
-def _proportional(found: Prices, wanted: int) -> Prices:
+def _proportional(found: AtSize, wanted: int) -> AtSize:
     """Return the prices at another size than the only one that is known: they grow with it."""
     empty = replace(
         found,
         microbatch_size=0,
-        layers=tuple(_of_nothing(layer) for layer in found.layers),
+        kinds=tuple(map(_of_nothing, found.kinds)),
         values=tuple(replace(value, num_bytes=_lasting(value)) for value in found.values),
-        loss=_of_nothing(found.loss),
+        loss=None if found.loss is None else _of_nothing(found.loss),
         target_bytes=0,
     )
     return _between(empty, found, wanted)
 
 
-def _of_nothing(layer: LayerPrice) -> LayerPrice:
-    return LayerPrice(
-        forward_operators=layer.forward_operators,
-        backward_operators=layer.backward_operators,
-        adds_gradients=layer.adds_gradients,
-    )
+def _of_nothing(kind: LayerKind) -> LayerKind:
+    none = dict.fromkeys(_SECONDS, 0.0)
+    seconds = None if kind.seconds is None else replace(kind.seconds, **none)  # type: ignore[arg-type]
+    return replace(kind, inner_bytes=0, left_bytes=0, seconds=seconds)
 
 
 def _lasting(value: Value) -> int:
@@ -232,7 +173,7 @@ def _lasting(value: Value) -> int:
     return value.num_bytes if value.is_weight else 0
 
 
-def _between(low: Prices, high: Prices, wanted: int) -> Prices:
+def _between(low: AtSize, high: AtSize, wanted: int) -> AtSize:
     """Return the prices on the line through two sizes."""
     if not _are_alike(low, high):
         raise ConfigError(
@@ -243,31 +184,41 @@ def _between(low: Prices, high: Prices, wanted: int) -> Prices:
     distance = high.microbatch_size - low.microbatch_size
     nearest = low if wanted < low.microbatch_size else high
     line = _Line((wanted - low.microbatch_size) / distance, wanted / nearest.microbatch_size)
-    return Prices(
+    pairs = list(zip(low.kind_of, high.kind_of, strict=True))
+    kinds = {pair: n for n, pair in enumerate(dict.fromkeys(pairs))}
+    return replace(
+        high,
         microbatch_size=wanted,
-        layers=tuple(_priced(a, b, line) for a, b in zip(low.layers, high.layers, strict=True)),
+        kinds=tuple(_priced(low.kinds[a], high.kinds[b], line) for a, b in kinds),
+        kind_of=tuple(kinds[pair] for pair in pairs),
         values=tuple(
             replace(a, num_bytes=round(line.at(a.num_bytes, b.num_bytes)))
             for a, b in zip(low.values, high.values, strict=True)
         ),
-        saved=high.saved,
-        loss=_priced(low.loss, high.loss, line),
-        loss_saved=high.loss_saved,
+        loss=None if not low.loss or not high.loss else _priced(low.loss, high.loss, line),
         target_bytes=round(line.at(low.target_bytes, high.target_bytes)),
     )
 
 
-def _are_alike(low: Prices, high: Prices) -> bool:
+def _are_alike(low: AtSize, high: AtSize) -> bool:
     """Tell whether the same values go between the same layers."""
 
-    def ways(found: Prices) -> list[tuple[int, tuple[int, ...]]]:
+    def ways(found: AtSize) -> list[tuple[int, tuple[int, ...]]]:
         return [(value.producer, value.consumers) for value in found.values]
 
     return ways(low) == ways(high)
 
 
-def _priced(low: LayerPrice, high: LayerPrice, line: _Line) -> LayerPrice:
-    names = (field.name for field in fields(low) if field.name != "adds_gradients")
-    found = {name: line.at(getattr(low, name), getattr(high, name)) for name in names}
-    numbers = {n: x if n.endswith("_s") else round(x) for n, x in found.items()}
-    return replace(high, **numbers)  # type: ignore[arg-type]  # by name
+def _priced(low: LayerKind, high: LayerKind, line: _Line) -> LayerKind:
+    assert low.seconds is not None and high.seconds is not None, "both are priced"
+    one, other = low.seconds, high.seconds
+    seconds = {name: line.at(getattr(one, name), getattr(other, name)) for name in _SECONDS}
+    return replace(
+        high,
+        inner_bytes=round(line.at(low.inner_bytes, high.inner_bytes)),
+        left_bytes=round(line.at(low.left_bytes, high.left_bytes)),
+        seconds=replace(other, **seconds),  # type: ignore[arg-type]  # by name
+    )
+
+
+_SECONDS = tuple(field.name for field in fields(LayerSeconds) if field.name.endswith("_s"))

@@ -55,11 +55,12 @@ class Operator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSeconds:
-    """Seconds of one layer for one micro-batch, measured: medians over repeats.
+    """Seconds of one layer for one micro-batch, measured (medians over repeats) or by a roofline.
 
     `backward_s` is a whole backward; `input_s` and `weight_s` are one in two parts, which cost
-    a little more together.  `spread` is half the distance between the quartiles of forward plus
-    backward, as a share of their median.
+    a little more together.  In measured ones gradients of weights are added to others.
+    `spread` is half the distance between the quartiles of forward plus backward, as a share of
+    their median.
     """
 
     forward_s: float
@@ -68,6 +69,7 @@ class LayerSeconds:
     input_s: float
     weight_s: float
     spread: float = 0.0
+    is_measured: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +86,19 @@ class LayerKind:
     draws: bool = False
     """Whether it draws random numbers."""
     seconds: LayerSeconds | None = None
-    """What was measured; None where it was only counted."""
+    """What was measured, or what a device's prices are; None where it was only counted."""
     busy_seconds: LayerSeconds | None = None
     """The same with all cores of the host busy with such work."""
+
+    @property
+    def num_forward(self) -> int:
+        """Operators of its forward."""
+        return sum(x.count for x in self.operators if x.part is Part.FORWARD)
+
+    @property
+    def num_backward(self) -> int:
+        """Operators of a whole backward."""
+        return sum(x.count for x in self.operators) - self.num_forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +142,12 @@ class AtSize:
     def layer(self, number: int) -> LayerKind:
         """Return what is known of a layer."""
         return self.kinds[self.kind_of[number]]
+
+    def seconds(self, number: int) -> LayerSeconds:
+        """Return the seconds of a layer, where they are known."""
+        found = self.layer(number).seconds
+        assert found is not None, "it was measured, or is priced for a device"
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 from penstock.trace.units import bytes_text, columns, count_text, percent_text, time_text
 
-from .prices import LayerPrice, Prices
 from .profile import AtSize, LayerKind, LayerWeights, Profile
 
 _HEAD = ("layer", "kind", "draws")
@@ -12,7 +11,7 @@ _COUNTED = ("GFLOPs", "kept", "boundary", "parameters")
 _TIMES = ("F", "B", "W", "recompute")
 
 
-def profile_lines(profile: Profile, priced: Sequence[Prices] = ()) -> Iterator[str]:
+def profile_lines(profile: Profile, priced: Sequence[AtSize] = ()) -> Iterator[str]:
     """Yield a table for each micro-batch size: with seconds of each layer where these were
     measured, or `priced` for the sizes.
 
@@ -22,42 +21,38 @@ def profile_lines(profile: Profile, priced: Sequence[Prices] = ()) -> Iterator[s
     measured = f", measured on {profile.measured_on}" if profile.measured_on else ", counted"
     threads = f" with {count_text(profile.threads, 'thread')}" if profile.measured_on else ""
     yield f"{profile.name}: {count_text(len(profile.layers), 'layer')}{measured}{threads}"
-    for n, size in enumerate(profile.sizes):
+    for size in priced or profile.sizes:
         yield ""
-        prices = priced[n] if priced else None
         yield f"a micro-batch of {count_text(size.microbatch_size, 'sample')}:"
-        yield from columns(list(_rows(profile, size, prices)), num_left=len(_HEAD))
+        yield from columns(list(_rows(profile, size, is_priced=bool(priced))), num_left=len(_HEAD))
 
 
-def _rows(profile: Profile, size: AtSize, prices: Prices | None) -> Iterator[tuple[str, ...]]:
-    has_times = prices is not None or profile.measured_on is not None
-    spread = ("spread",) if has_times and prices is None else ()
+def _rows(profile: Profile, size: AtSize, *, is_priced: bool) -> Iterator[tuple[str, ...]]:
+    has_times = is_priced or profile.measured_on is not None
+    spread = ("spread",) if has_times and not is_priced else ()
     yield (*_HEAD, *(_TIMES if has_times else ()), *spread, *_COUNTED)
     kept, boundaries = kept_bytes(size), boundary_bytes(size)
     for n, facts in enumerate(profile.layers):
         kind = size.layer(n)
-        price = None if prices is None else prices.layers[n]
         yield (
             facts.name,
             facts.kind,
             "yes" if kind.draws else "",
-            *(_times(kind, price) if has_times else ()),
+            *(_times(kind, has_spread=bool(spread)) if has_times else ()),
             *_counted(kind, kept[n], boundaries[n], profile.weights[n]),
         )
     if size.loss is not None and size.loss.operators:
-        price = None if prices is None else prices.loss
-        times = _times(size.loss, price) if has_times else ()
+        times = _times(size.loss, has_spread=bool(spread)) if has_times else ()
         none = LayerWeights(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0)
         yield ("loss", "", "", *times, *_counted(size.loss, size.loss.inner_bytes, 0, none))
 
 
-def _times(kind: LayerKind, price: LayerPrice | None) -> tuple[str, ...]:
-    found = kind.seconds if price is None else price
+def _times(kind: LayerKind, *, has_spread: bool) -> tuple[str, ...]:
+    found = kind.seconds
     if found is None:
-        return ("-",) * (len(_TIMES) + 1)
+        return ("-",) * (len(_TIMES) + has_spread)
     seconds = (found.forward_s, found.backward_s, found.weight_s, found.recompute_s)
-    spread = () if kind.seconds is None or price is not None else (kind.seconds.spread,)
-    return (*map(time_text, seconds), *map(percent_text, spread))
+    return (*map(time_text, seconds), *([percent_text(found.spread)] if has_spread else []))
 
 
 def _counted(kind: LayerKind, kept: int, boundary: int, weights: LayerWeights) -> tuple[str, ...]:

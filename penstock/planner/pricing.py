@@ -7,12 +7,13 @@ works on earlier ones: what takes longer counts.  The loss counts with the last 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.collectives import all_reduce_s
 from penstock.costs.device import Device
-from penstock.costs.prices import LayerPrice, Prices, prices
+from penstock.costs.prices import prices
 from penstock.costs.profile import AtSize, LayerKind, LayerSeconds, LayerWeights, Profile
 from penstock.interval import likely
 
@@ -41,7 +42,7 @@ class Pricing:
             self.between_processes if processes else self.cluster, group, num_bytes
         )
 
-    def _prices(self, kind: str, microbatch_size: int) -> Prices:
+    def _prices(self, kind: str, microbatch_size: int) -> AtSize:
         devices, measured_on = self.cluster.devices, self.profile.measured_on
         like = next((each for each in devices.values() if each.name == measured_on), None)
         return prices(self.profile, devices[kind], microbatch_size, like=like)
@@ -56,7 +57,10 @@ class Pricing:
         if measured_on not in known or any(kind.busy_seconds is None for kind in kinds):
             return None
         alone_s, busy_s = (
-            sum(layer.forward_s + layer.backward_s for layer in found.layers)
+            sum(
+                found.seconds(n).forward_s + found.seconds(n).backward_s
+                for n in range(len(found.kind_of))
+            )
             for found in (
                 prices(self.profile, None, microbatch_size, busy=busy) for busy in (False, True)
             )
@@ -72,8 +76,7 @@ class Pricing:
     def _bytes(
         self, kind: str, microbatch_size: int, *, copies_weights: bool = True
     ) -> StageBytes:
-        found = bytes_of(self.prices(kind, microbatch_size))
-        return StageBytes(found, copies_weights=copies_weights)
+        return StageBytes(self.prices(kind, microbatch_size), copies_weights=copies_weights)
 
 
 _OPERATORS_OF_A_COMMIT = 28
@@ -83,7 +86,7 @@ _PASSES_TO_ADD = 3
 
 
 def layer_seconds(
-    prices: Prices,
+    at: AtSize,
     weights: Sequence[LayerWeights],
     device: Device,
     num_microbatches: int,
@@ -96,15 +99,14 @@ def layer_seconds(
     rate = likely(device.bytes_per_s)
     adding = (num_microbatches - 1) / num_microbatches
     issue_s = 0.0 if device.torch_type == "cpu" else likely(device.issue_s) / issue_speed
-    found = [
-        _seconds(
-            price,
-            issue_s,
-            (adding - price.adds_gradients) * _PASSES_TO_ADD * own.gradient_bytes / rate,
-        )
-        for price, own in zip(prices.layers, weights, strict=True)
-    ]
-    return (*found[:-1], _together(found[-1], _seconds(prices.loss, issue_s, 0.0)))
+    issued = [_issued(kind, issue_s) for kind in at.kinds]
+    found = []
+    for kind, own in zip(at.kind_of, weights, strict=True):
+        times = adding - issued[kind].is_measured
+        found.append(_adding(issued[kind], times * _PASSES_TO_ADD * own.gradient_bytes / rate))
+    if at.loss is None:
+        return tuple(found)
+    return (*found[:-1], _together(found[-1], _issued(at.loss, issue_s)))
 
 
 def commit_seconds(num_norms: int, device: Device, num_microbatches: int) -> float:
@@ -126,15 +128,29 @@ def update_seconds(weights: Sequence[LayerWeights], device: Device) -> tuple[flo
     )
 
 
-def _seconds(price: LayerPrice, issue_s: float, adding_s: float) -> LayerSeconds:
-    forward_issue_s = price.forward_operators * issue_s
-    backward_issue_s = price.backward_operators * issue_s
-    return LayerSeconds(
+def _issued(kind: LayerKind, issue_s: float) -> LayerSeconds:
+    """Return the seconds of a layer whose operators the host issues one by one."""
+    price = kind.seconds
+    assert price is not None, "it is priced"
+    if not issue_s:
+        return price
+    forward_issue_s, backward_issue_s = kind.num_forward * issue_s, kind.num_backward * issue_s
+    return replace(
+        price,
         forward_s=max(price.forward_s, forward_issue_s),
         recompute_s=max(price.recompute_s, forward_issue_s),
-        backward_s=max(0.0, max(price.backward_s, backward_issue_s) + adding_s),
+        backward_s=max(price.backward_s, backward_issue_s),
         input_s=max(price.input_s, backward_issue_s / 2),
-        weight_s=max(0.0, max(price.weight_s, backward_issue_s / 2) + adding_s),
+        weight_s=max(price.weight_s, backward_issue_s / 2),
+    )
+
+
+def _adding(seconds: LayerSeconds, adding_s: float) -> LayerSeconds:
+    """Return the seconds where what is added to gradients takes so much more, or less."""
+    return replace(
+        seconds,
+        backward_s=max(0.0, seconds.backward_s + adding_s),
+        weight_s=max(0.0, seconds.weight_s + adding_s),
     )
 
 
@@ -145,24 +161,6 @@ def _together(one: LayerSeconds, other: LayerSeconds) -> LayerSeconds:
         backward_s=one.backward_s + other.backward_s,
         input_s=one.input_s + other.input_s,
         weight_s=one.weight_s + other.weight_s,
-    )
-
-
-def bytes_of(prices: Prices) -> AtSize:
-    """Return the bytes of prices as a profile has them."""
-    *layers, loss = (
-        LayerKind(operators=(), inner_bytes=each.inner_bytes, left_bytes=each.left_bytes)
-        for each in (*prices.layers, prices.loss)
-    )
-    return AtSize(
-        microbatch_size=prices.microbatch_size,
-        kinds=tuple(layers),
-        kind_of=tuple(range(len(layers))),
-        values=prices.values,
-        saved=prices.saved,
-        loss=loss,
-        loss_saved=prices.loss_saved,
-        target_bytes=prices.target_bytes,
     )
 
 

@@ -24,7 +24,7 @@ from .placement import Placement
 from .plan import BalancedBy, Plan
 from .predict import Prediction
 from .price import Neighbours, OnDevice, StagePrices, lasting_bytes
-from .pricing import Pricing, bytes_of
+from .pricing import Pricing
 from .stage_work import Tables, most_on_way, work_of
 
 
@@ -219,7 +219,7 @@ class Evaluator:
         """Return what each layer keeps wherever it is: its weights, and for a backward at least
         what it saves inside.
         """
-        at = bytes_of(self.pricing.prices(self.cluster.places[0].kind, microbatch_size))
+        at = self.pricing.prices(self.cluster.places[0].kind, microbatch_size)
         every = enumerate(self.profile.weights)
         return [lasting_bytes(weights) + at.layer(n).inner_bytes for n, weights in every]
 
