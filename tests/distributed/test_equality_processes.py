@@ -151,10 +151,12 @@ def train(case: Case, mesh: penstock.Mesh) -> dict[str, Any]:
     )
     shares = batches_of(case, model, mesh.replica)
     losses = []
+    scaler = penstock.GradScaler(pipe, init_scale=2.0**16, enabled=not case.autocast)
     for batch in shares:
-        losses.append(pipe.train_step(*batch))
+        losses.append(pipe.train_step(*batch, loss_scale=scaler.get_scale()))
         if model.quiet_in_eval and model.name not in MOVED_BY_EVALUATION:
             pipe.eval_step(shares[0][0])
+    scaler.unscale_(torch.optim.SGD([{"params": list(pipe.parameters())}]))
     found: dict[str, Any] = {"losses": losses, "norm": penstock.clip_grad_norm_(pipe, 0.5)}
     found.update(state_of(built.modules))
     if model.quiet_in_eval:
