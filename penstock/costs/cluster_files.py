@@ -135,7 +135,16 @@ def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _host(where: str, host: Any) -> Any:
-    """Write out how many devices of each kind a host has."""
+    """Write out how many devices of each kind a host has.
+
+    Raises:
+        UnreadableError: it has a key that is read no more.
+    """
+    if isinstance(host, dict) and "process_bytes" in host:
+        raise UnreadableError(
+            f"{where}.process_bytes is read no more, as the memory of whole processes is not "
+            "predicted; remove that line"
+        )
     if not isinstance(host, dict) or not isinstance(host.get("devices"), dict):
         return host
     kinds: list[str] = []
