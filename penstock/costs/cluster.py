@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Self
 
 from penstock.errors import ConfigError
-from penstock.interval import least, likely, most
+from penstock.interval import has_intervals, least, likely, most, resolved
 from penstock.plain_values import from_plain
 
-from . import ends
 from .cluster_checks import wrong_in_cluster
 from .cluster_files import read_file, read_text, write_text
 from .cluster_table import cluster_lines
@@ -146,14 +145,14 @@ class Cluster:
     @cached_property
     def has_intervals(self) -> bool:
         """Whether any figure is not known exactly."""
-        return ends.has_intervals(self)
+        return has_intervals(self)
 
     def resolved(self, choose: Choose = likely) -> Self:
         """Return the cluster with numbers in the place of intervals.
 
         With `choose=least` it is the fastest that it may be, with `most` the slowest.
         """
-        found: Self = ends.resolved(self, choose)
+        found: Self = resolved(self, choose)
         return found
 
     def ends(self) -> tuple[Self, Self]:

@@ -4,9 +4,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from penstock.interval import Quantity
+from penstock.interval import Quantity, opposite_of
 
-from .ends import opposite_of
 from .hosts import Host, Link
 
 Choose = Callable[[Quantity], float]

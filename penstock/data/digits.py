@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.data import keyed_generator
 from penstock.errors import ConfigError
-
-from .sampler import keyed_generator
 
 
 @dataclass(frozen=True, slots=True)

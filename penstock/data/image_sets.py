@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.data import batch_indices, epoch_order, keyed_generator, num_batches
+
 from .digits import Samples, Split, load_digits, of_each_class
 from .images import EvaluationView, ImageLoader, ImageSplit, TrainingView, ViewedImages
-from .sampler import batch_indices, epoch_order, keyed_generator, num_batches
 
 
 def epoch_shifts(num_samples: int, seed: int, epoch: int, max_shift: int) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock.costs.profile import AtSize, LayerSeconds
+from penstock.costs.profile import AtSize, LayerKind, LayerSeconds
 from penstock.errors import ConfigError
 from penstock.schedules.costs import UNIT_COSTS
 from penstock.schedules.memory import num_versions
@@ -95,8 +95,13 @@ def _prices(plan: Plan, measured: Measured) -> StagePrices:
 
 
 def _keeping_nothing(num_layers: int) -> AtSize:
+    """Return layers of which nothing was looked at but their seconds."""
     return AtSize(
-        microbatch_size=1, kinds=(), kind_of=(0,) * num_layers, values=(), saved=((),) * num_layers
+        microbatch_size=1,
+        kinds=(LayerKind(operators=(), inner_bytes=0, left_bytes=0),),
+        kind_of=(0,) * num_layers,
+        values=(),
+        saved=((),) * num_layers,
     )
 
 

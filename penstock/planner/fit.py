@@ -60,6 +60,9 @@ def fit(prices: StagePrices, partition: Sequence[int]) -> Fitted | NoRoom:
     chosen = Policy(decided, nothing if prices.recompute is None else moves)
     runs, peaks = runs_of(partition), []
     for rank, stages in enumerate(prices.stages_of_ranks):
+        if not stages:
+            peaks.append(0)
+            continue
         limit = prices.devices[prices.kinds[stages[0]]].memory_bytes
         weights = sum(float(prices.used_bytes(stage, only(runs[stage]))[0, 0]) for stage in stages)
         tried = []

@@ -197,7 +197,9 @@ class Placement:
         return sorted({self.peers(rank, axis) for rank in range(self.num_ranks)})
 
     def _mesh_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        return next(mesh for mesh in self.meshes if any(rank in row for row in mesh))
+        """Return the mesh of a rank; one that no stage is on is a mesh of its own."""
+        own = (mesh for mesh in self.meshes if any(rank in row for row in mesh))
+        return next(own, ((rank,),))
 
     @property
     def names(self) -> list[str]:
@@ -207,6 +209,8 @@ class Placement:
     def name_of(self, rank: int) -> str:
         """Name what `rank` runs, for messages: "stages 0 and 2 of replica 1"."""
         stages = self.stages_of(rank)
+        if not stages:
+            return "no stage"
         mesh = self._mesh_of(rank)
         which = f" of replica {self.replica_of(rank)}" if len(mesh) > 1 else ""
         which += f", shard {self.shard_of(rank)}" if len(mesh[0]) > 1 else ""

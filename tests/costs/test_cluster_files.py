@@ -107,7 +107,11 @@ def test_kinds_in_turn_are_written_one_by_one() -> None:
         ('network = "net"', 'network = "net"\nmemory_bytes = 0', r"hosts\[0\].memory_bytes is 0"),
         ('network = "net"', 'network = "net"\nbusy_speed = [1, 1.5]', r"\[0\].busy_speed\[1\]"),
         ('network = "net"', 'network = "net"\nbusy_issue = [0]', r"\[0\].busy_issue\[0\] is 0"),
-        ('network = "net"', 'network = "net"\nprocess_bytes = 9', r"\[0\].process_bytes is read no"),
+        (
+            'network = "net"',
+            'network = "net"\nprocess_bytes = 9',
+            r"\[0\].process_bytes is read no",
+        ),
         ("a = 2, b = 1", "", r"hosts\[0\].devices is empty"),
         ("a = 2, b = 1", "a = 2, c = 1", r"hosts\[0\].devices\[2\] is 'c', .* in devices"),
         (

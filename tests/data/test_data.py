@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.data import batch_indices, epoch_order, num_batches
 from penstock.data.digits import Split, load_digits
 from penstock.data.image_sets import epoch_shifts, shift_images
-from penstock.data.sampler import batch_indices, epoch_order, num_batches
 from penstock.errors import ConfigError
 
 

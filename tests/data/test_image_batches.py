@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from penstock.data import epoch_order
 from penstock.data.images import (
     EvaluationView,
     ImageLoader,
@@ -17,7 +18,6 @@ from penstock.data.images import (
     image_folders,
 )
 from penstock.data.images.batches import Batch
-from penstock.data.sampler import epoch_order
 from penstock.errors import ConfigError
 
 VIEW = TrainingView(size=8, policy="randaugment", colour=0.5, cutout=0.3)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data.sampler import batch_indices, epoch_order
+from penstock.data import batch_indices, epoch_order
 from penstock.data.text import (
     ByteVocabulary,
     TextVocabulary,

@@ -66,6 +66,12 @@ def test_ranks_that_share_a_stage_follow_one_another() -> None:
         assert sorted(rank for group in groups for rank in group) == list(range(8))
 
 
+def test_a_rank_that_no_stage_is_on_counts() -> None:
+    placement = Placement.of((0, 0, 2))
+    assert (placement.places, placement.num_places, placement.num_ranks) == ((0, 0, 2), 3, 3)
+    assert placement.names == ["stages 0 and 1", "no stage", "stage 2"]
+
+
 def test_stages_may_have_unlike_meshes() -> None:
     placement = Placement((((0, 1), (2, 3)), ((4, 5, 6, 7),), ((8,),)), ("cpu",) * 3)
     assert not placement.is_regular

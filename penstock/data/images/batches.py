@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from penstock.data.sampler import batch_indices, epoch_order, num_batches
+from penstock.data import batch_indices, epoch_order, num_batches
 from penstock.errors import ConfigError
 
 from .source import Images

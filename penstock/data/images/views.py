@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.data.sampler import keyed_generator
+from penstock.data import keyed_generator
 from penstock.errors import ConfigError
 
 from .source import pillow, require_extra

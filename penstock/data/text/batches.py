@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.data.sampler import keyed_generator
+from penstock.data import keyed_generator
 from penstock.errors import ConfigError
 
 from .sampling import FOLLOW_UPS_TEMPERATURE, check_temperature, epoch_samples

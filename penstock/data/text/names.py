@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from penstock.data.sampler import keyed_generator
+from penstock.data import keyed_generator
 from penstock.errors import ConfigError
 
 from .corpus import ParallelCorpus, PartName, TextPairs, check_languages
 from .held_out import HoldOut, check_hold_out, check_shares, group_of, held_out_part
-from .optional import optional_library
+from .vocabulary import optional_library
 
 TARGET = "en"
 NAME_KINDS = ("territories", "languages", "currencies", "units")

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.data.sampler import keyed_generator
+from penstock.data import keyed_generator
 from penstock.errors import ConfigError
 
 FOLLOW_UPS_TEMPERATURE = 5.0

@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 from penstock.trace.units import columns
 
 from .corpus import TextPart
-from .optional import optional_library
+from .vocabulary import optional_library
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

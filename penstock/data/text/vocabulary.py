@@ -15,6 +15,7 @@ text, for a language model, is left as it is: tokens give back its very characte
 """
 
 import hashlib
+import importlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,8 +27,24 @@ import torch
 from penstock.errors import CheckpointError, ConfigError
 
 from .corpus import TextPart, check_languages
-from .optional import optional_library
 from .sampling import FOLLOW_UPS_TEMPERATURE, epoch_samples
+
+
+def optional_library(module: str, what_for: str) -> Any:
+    """Import `module`, which belongs to the extra "translation".
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        library = module.partition(".")[0]
+        raise ConfigError(
+            f"{what_for} needs {library}, which is not installed; "
+            "install it with: pip install 'penstock[translation]'"
+        ) from error
+
 
 PAD, BOS, EOS, UNK = range(4)
 SPECIAL_TOKENS = ("<|pad|>", "<|begin|>", "<|end|>", "<|unknown|>")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.checkpoint.weights import Weights, fill
-from penstock.data.sampler import batch_indices, epoch_order, keyed_generator
+from penstock.data import batch_indices, epoch_order, keyed_generator
 from penstock.data.text import (
     ByteVocabulary,
     TextSplit,

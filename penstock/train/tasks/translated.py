@@ -23,7 +23,7 @@ from penstock.data.text import (
     parts_by_length,
     score_translations,
 )
-from penstock.data.text.optional import optional_library
+from penstock.data.text.vocabulary import optional_library
 from penstock.train.run_files import replace_text
 from penstock.zoo import beam_search
 from penstock.zoo.translation.model import TranslationTransformer

@@ -6,7 +6,6 @@ Huang et al. 2019 (GPipe, arXiv 1811.06965), table 1 and section 4; Real et al. 
 AmoebaNet-B (18, 512) exactly, and its five AmoebaNet-D to within 0.4 %.
 """
 
-from .build import amoebanet_b, amoebanet_d
-from .model import AmoebaNet
+from .model import AmoebaNet, amoebanet_b, amoebanet_d
 
 __all__ = ["AmoebaNet", "amoebanet_b", "amoebanet_d"]
