@@ -62,13 +62,14 @@ class Constraints:
 @dataclass(frozen=True, slots=True, order=True)
 class Size:
     """How many ranks a replica has, how many replicas there are, how many micro-batches each runs,
-    and how many stages a rank has.
+    how many stages a rank has, and which of the cluster's devices each rank is on; none: in order.
     """
 
     num_ranks: int
     num_replicas: int
     num_microbatches: int
     stages_per_rank: int = 1
+    places: tuple[int, ...] = ()
 
     @property
     def num_stages(self) -> int:

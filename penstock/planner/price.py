@@ -62,7 +62,8 @@ class Neighbours(NamedTuple):
     after: Route | None = None
 
 
-def _no_messages(setting: Setting) -> Neighbours:
+def no_messages(setting: Setting) -> Neighbours:
+    """Return that messages cost nothing anywhere."""
     return Neighbours()
 
 
@@ -88,7 +89,7 @@ class StagePrices:
     versioned: Sequence[int] | None = None
     recompute: tuple[RecomputePolicy, ...] | None = None
     may_offload: Collection[int] = ()
-    neighbours: Callable[[Setting], Neighbours] = _no_messages
+    neighbours: Callable[[Setting], Neighbours] = no_messages
     room_for_messages: bool = False
     windows: Sequence[Window] | None = None
 

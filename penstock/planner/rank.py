@@ -180,8 +180,11 @@ class _Search:
 
     def _sizes(self, evaluator: Evaluator) -> Iterator[Size]:
         spans = len(evaluator.profile.spans)
-        found = sizes(self._asked, evaluator.cluster, evaluator.threads, spans)
-        return (size for size in found if can_run(self._asked, size))
+        for size in sizes(self._asked, evaluator.cluster, evaluator.threads, spans):
+            if can_run(self._asked, size):
+                yield size
+                anew = evaluator.reordered(size)
+                yield from [] if anew is None else [anew]
 
     def _limit_s(self) -> float:
         """Return what a candidate has to be faster than."""

@@ -2,11 +2,12 @@
 pipeline whose size and schedule are decided, and of each candidate of a planner.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
-from math import inf
+from math import inf, prod
 from operator import le, mul
 
 import numpy as np
@@ -15,15 +16,16 @@ from penstock.costs.cluster import Cluster
 from penstock.costs.profile import Profile
 from penstock.interval import likely
 from penstock.schedules.family import Family
+from penstock.schedules.one_f_one_b import one_f_one_b
 from penstock.types import Transport
 
 from .candidates import Constraints, Size
-from .cuts import Setting, Spans, Window, cut, windows
+from .cuts import Setting, Spans, Window, cut, cut_over_devices, windows
 from .fit import Fitted, fit, predicted_s
 from .placement import Placement
 from .plan import BalancedBy, Plan
 from .predict import Prediction
-from .price import Neighbours, OnDevice, StagePrices, lasting_bytes
+from .price import Neighbours, OnDevice, StagePrices, lasting_bytes, no_messages
 from .pricing import Pricing
 from .stage_work import Tables, most_on_way, work_of
 
@@ -50,6 +52,8 @@ class Excess:
     limit_bytes: float
 
 
+_MOST_STATES = 256
+"""Numbers of devices of each kind in use, up to which all orders of unlike ones are searched."""
 _CLOSE_BYTES = 2**20
 """How well it is known how much more memory would do, before cuts are looked at."""
 
@@ -144,7 +148,40 @@ class Evaluator:
         """Return the device of the cluster that each rank is on; one with several threads is on
         the first of its cores.
         """
-        return tuple(n * self.threads for n in range(size.num_ranks * size.num_replicas))
+        return size.places or tuple(
+            n * self.threads for n in range(size.num_ranks * size.num_replicas)
+        )
+
+    def reordered(self, size: Size) -> Size | None:
+        """Return the size with its ranks on those devices, and in that order, that make the
+        slowest stage of 1F1B fastest; None where devices are alike, or there are many orders.
+        """
+        every = [place.kind for place in self.cluster.places]
+        counts = {kind: every.count(kind) for kind in dict.fromkeys(every)}
+        num_states = prod(count + 1 for count in counts.values())
+        is_plain = size.num_replicas == size.stages_per_rank == self.threads == 1
+        if len(counts) == 1 or num_states > _MOST_STATES or not is_plain:
+            return None
+        firsts = [self._first_of[kind] for kind in counts]
+        in_order = self.prices(size, one_f_one_b, None)
+        prices = replace(
+            in_order,
+            devices=[self._on_device(size, at, self.limit_bytes(at)) for at in firsts],
+            neighbours=no_messages,
+        )
+        found = cut_over_devices(
+            *(list(counts.values()), size.num_stages, prices.seconds, self.profile.spans)
+        )
+        if found is None:
+            return None
+        names, taken = list(counts), Counter[str]()
+        places = []
+        for kind in (names[number] for number in found.kinds):
+            of_kind = [n for n, each in enumerate(every) if each == kind]
+            places.append(of_kind[taken[kind]])
+            taken[kind] += 1
+        anew = replace(size, places=tuple(places))
+        return anew if anew.places != self.places_of(size) else None
 
     def limit_bytes(self, place: int) -> float:
         """Return what a rank on a device may use of its memory."""

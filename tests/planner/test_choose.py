@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.profile import Profile, Value
+from penstock.costs.profile import LayerKind, Operator, Part, Profile, Value
 from penstock.errors import ConfigError
-from penstock.interval import Interval
+from penstock.interval import Interval, likely
 from penstock.planner.candidates import Constraints, Size, families, sizes
 from penstock.planner.make_plan import choose_plan, plan
 from penstock.planner.plan import Plan
@@ -309,3 +309,50 @@ def test_every_number_of_ranks_replicas_and_micro_batches_is_looked_at_on_few_de
     assert {s.num_ranks for s in found} == {1, 2, 3, 4}
     assert all(s.num_ranks * s.num_replicas <= 4 for s in found)
     assert Size(1, 4, 1) in found and Size(4, 1, 8, 1) in found
+
+
+def unlike(*kinds: str) -> Cluster:
+    """Return a host with devices of unlike speed: of "slow" ones half that of "fast" ones."""
+    here = cluster(len(kinds))
+    (device,) = here.devices.values()
+    slow = replace(
+        device,
+        name="slow",
+        flops_per_s={dtype: likely(rate) / 2 for dtype, rate in device.flops_per_s.items()},
+        bytes_per_s=likely(device.bytes_per_s) / 2,
+    )
+    host = replace(here.hosts[0], devices=kinds)
+    return replace(here, devices={"fast": device, "slow": slow}, hosts=(host,))
+
+
+def with_operators(model: Profile) -> Profile:
+    """Return the same with the operators of its layers, so that other devices have a price."""
+    (at,) = model.sizes
+    parts = (Part.FORWARD, Part.INPUT, Part.WEIGHT)
+
+    def counted(kind: LayerKind) -> LayerKind:
+        assert kind.seconds is not None
+        flops = round(kind.seconds.forward_s * 10**9)
+        each = (Operator(name="gemm", part=part, flops=flops, num_bytes=0) for part in parts)
+        return replace(kind, operators=tuple(each))
+
+    return replace(model, sizes=(replace(at, kinds=tuple(map(counted, at.kinds))),))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "places"),
+    [
+        (("slow", "slow", "fast", "fast"), (2, 3)),
+        (("slow", "fast"), (1, 0)),
+        (("fast", "slow"), None),
+    ],
+)
+def test_ranks_are_on_the_devices_and_in_the_order_that_are_fastest(
+    kinds: tuple[str, ...], places: tuple[int, ...] | None
+) -> None:
+    model = with_operators(chain([3.0, 1.0, 1.0, 1.0], weight_bytes=0))
+    asked = Constraints(batch_size=8, num_ranks=2, num_replicas=1, stages_per_rank=(1,))
+    found = plan(model, unlike(*kinds), 8, constraints=asked)
+    assert found.placement.cluster_places == places
+    if len(kinds) == 2:
+        assert found.partition == (2, 2)
