@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.costs.cluster import Route
-from penstock.costs.profile import LayerSeconds, LayerWeights
+from penstock.costs.profile import LayerSeconds
 from penstock.schedules.family import Family
 from penstock.schedules.memory import num_versions
 from penstock.types import Recompute, RecomputePolicy
@@ -26,12 +26,6 @@ from penstock.types import Recompute, RecomputePolicy
 from .cuts import EVERYWHERE, Matrix, Setting, Window, between, upto
 from .stage_bytes import StageBytes
 from .stage_work import OnWay, StageWork, Tables, most_on_way, steady, work_of
-
-
-def lasting_bytes(weights: LayerWeights) -> int:
-    """Return what is there of a layer's weights all the time."""
-    of_updates = weights.gradient_bytes + weights.optimizer_bytes
-    return weights.parameter_bytes + of_updates + weights.buffer_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +205,8 @@ class StagePrices:
         """Return what stages have in common that cost the same by an option."""
         return (
             *(option.recompute[stage], option.work[stage], stage in option.offload),
-            *(self.kinds[stage], self._share(stage), self._on_way[stage], self._versions[stage]),
+            *(self.kinds[stage], self._num_beside[stage]),
+            *(self._on_way[stage], self._versions[stage]),
             self._ends(Setting(stage, self.kinds[stage])),
         )
 
@@ -223,12 +218,9 @@ class StagePrices:
             for x in routes
         )
 
-    def _share(self, stage: int) -> int:
-        """Return among how many stages the memory of a stage's rank is divided."""
-        return self._num_beside[stage]
-
     @cached_property
     def _num_beside(self) -> dict[int, int]:
+        """Among how many stages the memory of each stage's rank is divided."""
         return {n: len(stages) for stages in self.stages_of_ranks for n in stages}
 
     def _option_s(self, setting: Setting, option: Option, window: Window) -> Matrix:
@@ -279,7 +271,7 @@ class StagePrices:
         own = self.of_stages
         tables = Tables(own.graph.table, own.incoming.table, own.left.table, own.given.table)
         kept = option.work[stage].peak_bytes(tables.within(window))
-        found: Matrix = kept + self.used_bytes(stage, window) - memory / self._share(stage)
+        found: Matrix = kept + self.used_bytes(stage, window) - memory / self._num_beside[stage]
         return found
 
     def used_bytes(self, stage: int, window: Window) -> Matrix:

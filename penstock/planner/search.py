@@ -25,7 +25,7 @@ from .fit import Fitted, fit, predicted_s
 from .placement import Placement
 from .plan import BalancedBy, Plan
 from .predict import Prediction
-from .price import Neighbours, OnDevice, StagePrices, lasting_bytes, no_messages
+from .price import Neighbours, OnDevice, StagePrices, no_messages
 from .pricing import Pricing
 from .stage_work import Tables, most_on_way, work_of
 
@@ -225,7 +225,7 @@ class Evaluator:
             of_stages=self.pricing.bytes(
                 *(self.cluster.places[0].kind, self._each(size)[0]), copies_weights=is_between
             ),
-            lasting=[lasting_bytes(weights) for weights in self.profile.weights],
+            lasting=[weights.total_bytes for weights in self.profile.weights],
             may_offload=range(size.num_stages if self.may_offload(size) else 0),
             neighbours=neighbours,
             room_for_messages=with_messages,
@@ -258,7 +258,7 @@ class Evaluator:
         """
         at = self.pricing.prices(self.cluster.places[0].kind, microbatch_size)
         every = enumerate(self.profile.weights)
-        return [lasting_bytes(weights) + at.layer(n).inner_bytes for n, weights in every]
+        return [weights.total_bytes + at.layer(n).inner_bytes for n, weights in every]
 
     def _windows(self, size: Size, family: Family, more: float = 0.0) -> list[Window] | None:
         """Return what each stage may have in the memory there is and so many bytes more, if a

@@ -346,10 +346,8 @@ class _Lasting:
         cache_weights_per_thread()
         pools = plan.batch_norm_over_replicas
         warn_of_unpooled(_with_loss([step.module for step in layers], loss), over_replicas=pools)
-        processes, in_caller = (
-            mesh.processes_of(plan.placement),
-            CallerDriver(plan.threads_per_stage),
-        )
+        processes = mesh.processes_of(plan.placement)
+        in_caller = CallerDriver(plan.threads_per_stage)
         replicas = None
         if mesh.num_replicas > 1:
             replicas = Replicas(mesh.replicas.tensors, pools_statistics=pools)

@@ -11,7 +11,7 @@ from penstock.costs.cluster import Route
 from penstock.costs.profile import AtSize, LayerSeconds, LayerWeights
 from penstock.planner.cuts import Setting, cut_over_devices, each_layer
 from penstock.planner.fit import Fitted, fit
-from penstock.planner.price import Neighbours, OnDevice, StagePrices, lasting_bytes
+from penstock.planner.price import Neighbours, OnDevice, StagePrices
 from penstock.planner.stage_bytes import StageBytes
 from penstock.planner.stage_work import steady
 from penstock.schedules import gpipe, one_f_one_b, pipedream, zb_h1
@@ -60,7 +60,7 @@ def test_a_stage_fits_where_the_peak_of_its_rank_does(family: Family) -> None:
             devices=[OnDevice(seconds=[layer(1.0)] * num_layers, memory_bytes=limit)],
             kinds=[0] * num_stages,
             of_stages=of_stages,
-            lasting=list(map(lasting_bytes, weights)),
+            lasting=[each.total_bytes for each in weights],
             versioned=[each.parameter_bytes for each in weights],
         )
         schedule = steady(family, num_stages, 4)
@@ -72,7 +72,7 @@ def test_a_stage_fits_where_the_peak_of_its_rank_does(family: Family) -> None:
             of_cut = of_stages.sizes(sizes, (policy,) * num_stages)
             peaks = peak_bytes(add_recompute(schedule, twice), of_cut)
             for stage, bounds in enumerate(pairwise(ends)):
-                there = sum(map(lasting_bytes, weights[slice(*bounds)]))
+                there = sum(each.total_bytes for each in weights[slice(*bounds)])
                 fits[stage] |= peaks[stage] + there + older[stage] <= limit
         for stage, bounds in enumerate(pairwise(ends)):
             assert isfinite(prices.least_s(stage)[bounds]) == fits[stage]
