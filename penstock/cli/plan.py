@@ -14,6 +14,7 @@ from .options import require_torch, set_option
 if TYPE_CHECKING:
     from penstock.costs.cluster import Cluster
     from penstock.costs.profile import Profile
+    from penstock.planner.placement import Placement
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _COUNT = click.IntRange(min=1)
@@ -106,7 +107,7 @@ def plan(  # noqa: PLR0913 - one for each option
     Examples:
       penstock plan recipes/gpt_small.toml --cluster h100
       penstock plan --profile gpt.json --cluster '4 x dgx-h100' --batch-size 1024 --html plan.html
-      penstock plan recipes/digits.toml --cluster here.toml --save plan.json
+      penstock plan recipes/digits.toml --cluster here.toml --num-replicas 1 --save plan.json
       penstock train recipes/digits.toml --plan plan.json
     """
     from penstock.costs.cluster import Cluster
@@ -133,6 +134,8 @@ def plan(  # noqa: PLR0913 - one for each option
     if save is not None:
         chosen.save(save)
         save_prediction(save, choices.best[0].predicted.timeline)
+        run = _run_command(recipe, save, chosen.placement)
+        click.echo(f"{save} is written; it is run by: {run}", err=True)
     if html is not None:
         from penstock.planner.plan_page import write_plan_page
 
@@ -141,6 +144,14 @@ def plan(  # noqa: PLR0913 - one for each option
         click.echo(chosen.to_json(), nl=False)
         return
     click.echo(f"{chosen}\n\n{choices_text(choices)}", nl=False)
+
+
+def _run_command(recipe: Path | None, plan: Path, placement: "Placement") -> str:
+    """Say how a plan is run: replicas are processes, stages can be threads of one."""
+    train = f"penstock train {recipe or 'RECIPE'} --plan {plan}"
+    if placement.num_replicas == 1:
+        return train
+    return f"torchrun, in {count_text(placement.num_ranks, 'process')}: -m {train}"
 
 
 def _check_page(path: Path) -> None:

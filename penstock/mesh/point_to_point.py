@@ -140,9 +140,10 @@ class PointToPoint:
         """End all waits, now and later, with `error`; called by the watch."""
         self._error = error
         for group in (self._up, self._down):
-            with suppress(RuntimeError):  # that its time is over is what it is for
-                room, other = torch.empty(1), self._ranks.index(self._others[0])
-                group.recv([room], other, _END).wait(_AT_ONCE)
+            for other in self._others:  # one whose connection is broken already ends no wait
+                with suppress(RuntimeError):  # that its time is over is what it is for
+                    room = torch.empty(1)
+                    group.recv([room], self._ranks.index(other), _END).wait(_AT_ONCE)
         for group in self._of_tag.values():
             with suppress(RuntimeError):
                 group.abort()

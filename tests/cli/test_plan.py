@@ -45,6 +45,20 @@ def test_a_plan_that_is_saved_can_be_read_and_was_predicted(
     assert 0 < told.step_s <= plan.predicted_step_s
 
 
+@pytest.mark.parametrize(
+    ("num_replicas", "how"),
+    [
+        ("1", "by: penstock train RECIPE --plan plan.json"),
+        ("2", "by: torchrun, in 2 processes: -m penstock train RECIPE --plan plan.json"),
+    ],
+)
+def test_a_plan_that_is_saved_says_how_it_is_run(
+    files: tuple[str, ...], capsys: Captured, num_replicas: str, how: str
+) -> None:
+    assert run((*files, "--num-replicas", num_replicas, "--save", "plan.json")) == 0
+    assert f"plan.json is written; it is run {how}\n" in capsys.readouterr().err
+
+
 def test_a_page_shows_the_timeline_without_a_run(files: tuple[str, ...]) -> None:
     assert run((*files, "--html", "plan.html")) == 0
     page = Path("plan.html").read_text()

@@ -50,6 +50,36 @@ def test_a_lost_host_is_named_by_all_processes_on_both_sides_of_the_link() -> No
             assert re.search(rf"PeerError: rank {lost} \(stage {lost}\) failed", process.said)
 
 
+STOPPED = """
+import os, signal, threading, torch
+from torch import nn
+import penstock
+torch.set_num_threads(1)
+mesh = penstock.init_mesh(timeout_s=3600.0)
+processes = mesh.world.gather(os.getpid(), "for the others' ids")
+layers = [nn.Linear(2, 2) for _ in range(3)]
+pipe = penstock.Pipeline(layers, mesh=mesh, loss=nn.MSELoss())
+pipe.train_step(torch.ones(2, 2), torch.zeros(2, 2))
+if mesh.rank == 0:
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+if mesh.rank == 2:
+    layers[2].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+try:
+    pipe.train_step(torch.ones(2, 2), torch.zeros(2, 2))
+except penstock.PenstockError as error:
+    print(f"ENDED {type(error).__name__}: {error}", flush=True)
+os.kill(processes[2], signal.SIGKILL)
+"""
+
+
+def test_a_wait_for_a_stopped_process_ends_when_another_one_is_killed() -> None:
+    killed, waited, _ = start(3, ["-c", STOPPED]).wait(60.0)
+    assert killed.code == -9
+    assert waited.code is not None, waited.output
+    assert "ENDED PeerError: rank 0 (stage 0) failed" in waited.output
+    assert "rank 1 (stage 1) waited at 1B0<2 for the gradient" in waited.output
+
+
 LOSE = """
 import os, signal, sys, weakref
 import penstock, torch.distributed as dist
