@@ -2,11 +2,12 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,16 +15,67 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from penstock.torch_private import node_number
 
-from .operator_log import BackwardLog, Edge, OperatorLog
+from .classify import dtype_name
 from .profile import Operator, Part
+from .recorder import Recorder
 
 _LEAF = "torch::autograd::AccumulateGrad"
+Edge = tuple[int, int]
+"""(number of a node of the graph, place among the gradients that it is given)."""
+
+
+class Logged(NamedTuple):
+    """An operator of a backward: `key` is the same where it runs again in another backward."""
+
+    key: Hashable
+    operator: Operator
+
+
+@dataclass(slots=True)
+class BackwardLog:
+    """Notes the operators of one backward, by the node of the graph that runs them.
+
+    Where several gradients of one value meet, the engine adds them up; these sums are noted at the
+    node that is given the sum.
+    """
+
+    edges: Sequence[Sequence[Edge | None]]
+    """Where the gradients of each node go."""
+    logged: dict[int, list[Logged]] = field(default_factory=dict)
+    ran: set[int] = field(default_factory=set)
+    arrived: Counter[Edge] = field(default_factory=Counter)
+    current: int | None = None
+
+    def note(self, func: Any, operators: Sequence[Operator]) -> None:
+        """Note operators of the node that runs now; none runs while the engine adds up."""
+        if self.current is None:
+            return
+        name = str(func.overloadpacket)
+        for operator in operators:
+            # a norm's backward is one operator, whatever of its gradients is asked for
+            key = (name, None if operator.name == "norm" else operator)
+            self.logged.setdefault(self.current, []).append(Logged(key, operator))
+
+    def enter(self, node: int, gradients: Any) -> None:
+        """Note that a node begins."""
+        self.current = node
+        self.ran.add(node)
+
+    def leave(self, node: int, gradients: Any, given: Any) -> None:
+        """Note that a node has ended, and count where its gradients go."""
+        self.current = None
+        for edge, gradient in zip(self.edges[node], gradients, strict=False):
+            if edge is None or gradient is None:
+                continue
+            self.arrived[edge] += 1
+            if self.arrived[edge] > 1:
+                self.logged.setdefault(edge[0], []).append(Logged(("sum", edge), _sum(gradient)))
 
 
 class BackwardGraph:
-    """The nodes behind some tensors, each of the layer that made it.
+    """The nodes behind some tensors, each of the call that made it.
 
-    `marks` are numbers of nodes and layers: from each number on nodes are of the layer.
+    `marks` are numbers of nodes and calls: from each number on nodes are of the call.
     """
 
     def __init__(self, roots: Sequence[Tensor], marks: Sequence[tuple[int, int]]) -> None:
@@ -32,7 +84,7 @@ class BackwardGraph:
         self._numbers = dict[Node, int]()
         self.edges: list[list[Edge | None]] = []
         self._walk([node for node, _ in self._starts])
-        self.layers = [_layer_of(node, marks) for node in self._numbers]
+        self.calls = [_call_of(node, marks) for node in self._numbers]
         self._place_leaves()
 
     def free(self) -> None:
@@ -66,35 +118,35 @@ class BackwardGraph:
         self.edges = [found[n] for n in range(len(found))]
 
     def _place_leaves(self) -> None:
-        """Let a parameter be of the first layer that uses it."""
+        """Let a parameter be of the first call that uses it."""
         leaves = {n for node, n in self._numbers.items() if node.name() == _LEAF}
         users: dict[int, int] = {}
         for n, edges in enumerate(self.edges):
             for edge in edges:
                 if edge is not None and edge[0] in leaves:
-                    users[edge[0]] = min(users.get(edge[0], self.layers[n]), self.layers[n])
+                    users[edge[0]] = min(users.get(edge[0], self.calls[n]), self.calls[n])
         for leaf in leaves:
-            self.layers[leaf] = users.get(leaf, 0)
+            self.calls[leaf] = users.get(leaf, 0)
 
     def run(
-        self, log: OperatorLog, boundaries: Sequence[Tensor], weights: Sequence[Tensor]
+        self, recorder: Recorder, boundaries: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> dict[int, list[Operator]]:
-        """Return the operators of each layer's backward, with the part that each belongs to.
+        """Return the operators of each call's backward, with the part that each belongs to.
 
         Those of the input part run also where only gradients of `boundaries` are asked for.
         """
-        inputs = self._logged(log, boundaries, keeps=True)
-        every = self._logged(log, [*boundaries, *weights], keeps=False)
+        inputs = self._logged(recorder, boundaries, keeps=True)
+        every = self._logged(recorder, [*boundaries, *weights], keeps=False)
         found: dict[int, list[Operator]] = {}
         for node, logged in sorted(every.logged.items(), reverse=True):
             known = Counter(each.key for each in inputs.logged.get(node, ()))
             for key, operator in logged:
                 known[key] -= 1
                 part = Part.INPUT if known[key] >= 0 else Part.WEIGHT
-                found.setdefault(self.layers[node], []).append(replace(operator, part=part))
+                found.setdefault(self.calls[node], []).append(replace(operator, part=part))
         return found
 
-    def _logged(self, log: OperatorLog, wanted: Sequence[Tensor], *, keeps: bool) -> BackwardLog:
+    def _logged(self, recorder: Recorder, wanted: Sequence[Tensor], *, keeps: bool) -> BackwardLog:
         """Run one backward; keep the graph for another one or not."""
         backward = BackwardLog(self.edges)
         ends = [(tensor, _edge_of(tensor)[0]) for tensor in wanted]
@@ -103,8 +155,7 @@ class BackwardGraph:
             return backward
         backward.arrived.update((self._numbers[node], place) for node, place in self._starts)
         seeds = [torch.empty_like(root) for root in self._roots]
-        with self._hooked(backward):
-            log.backward = backward
+        with self._hooked(backward), recorder.backward(backward.note):
             try:
                 torch.autograd.grad(
                     self._roots,
@@ -115,10 +166,8 @@ class BackwardGraph:
                 )
             except Exception:
                 if backward.current is not None:
-                    log.layer = self.layers[backward.current]
+                    recorder.blame(self.calls[backward.current])
                 raise
-            finally:
-                log.backward = None
         needed = backward.ran | {number for _, number in known}
         for node in backward.logged.keys() - needed:  # sums that the engine leaves out
             del backward.logged[node]
@@ -142,6 +191,17 @@ def _edge_of(tensor: Tensor) -> tuple[Node, int]:
     return edge.node, edge.output_nr
 
 
-def _layer_of(node: Node, marks: Sequence[tuple[int, int]]) -> int:
+def _call_of(node: Node, marks: Sequence[tuple[int, int]]) -> int:
     place = bisect_right(marks, node_number(node) or 0, key=itemgetter(0)) - 1
     return marks[max(place, 0)][1]
+
+
+def _sum(gradient: Tensor) -> Operator:
+    """Describe the sum of two gradients."""
+    return Operator(
+        name="elementwise",
+        part=Part.INPUT,
+        flops=0,
+        num_bytes=3 * gradient.numel() * gradient.element_size(),
+        dtype=dtype_name(gradient.dtype),
+    )

@@ -7,7 +7,6 @@
 The forward and the backward are torch's own; the model is as it was afterwards.
 """
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import BatchError, ConfigError, shown
 from penstock.model.batch import batch_size
@@ -25,13 +23,13 @@ from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, tree_map
 from penstock.model.stage_plan import Crossing, Step
 from penstock.model.state import ABSENT, attributes, put_state, read_state
-from penstock.torch_private import NEVER_COMPUTES, parameters_of, storage_id
+from penstock.torch_private import parameters_of, storage_id
 
 from .backward_graph import BackwardGraph
-from .fused_kernels import Kernels
+from .graph import Graph
 from .layer_run import kind_of
-from .operator_log import NeedsValues, OperatorLog
 from .profile import AtSize, LayerKind, Operator, Value
+from .recorder import NeedsValues, Recorder
 
 
 @contextmanager
@@ -131,18 +129,30 @@ def count_layers(  # noqa: PLR0913 - the front door: each a keyword with a defau
         BatchError: a layer, or the loss, does not take the shapes that reach it; names it.
     """
     size = _samples(example_inputs) if microbatch_size is None else microbatch_size
-    modules = [step.module for step in layers]
-    if layers.model is not None:
-        modules.append(layers.model)
     count = _Count(layers, left, inputs_on_meta(targets))
-    random = torch.random.fork_rng(devices=[])
-    with on_meta(modules) as lent, random, torch.enable_grad(), count.explained(example_inputs):
-        count.run(inputs_on_meta(example_inputs), torch_type, loss)
-        weights = (tensor for tensor in lent.values() if isinstance(tensor, nn.Parameter))
-        count.run_backward([weight for weight in weights if weight.requires_grad])
+    with count.counted(example_inputs, torch_type, loss) as lent:
         separate = {id(tensor) for tensor in own}
         lasting = {storage_id(tensor) for n, tensor in lent.items() if n not in separate}
         found = count.found(lasting, size)
+    count.free()
+    return found
+
+
+def record_graph(
+    layers: Layers,
+    example_inputs: Any,
+    *,
+    loss: Loss | None = None,
+    targets: Any = None,
+    torch_type: str = "cuda",
+) -> Graph:
+    """Return the calls of torch's functions that the layers make, with all that each costs.
+
+    Arguments and errors are those of `count_layers`; the loss is of a layer after the last.
+    """
+    count = _Count(layers, None, inputs_on_meta(targets))
+    with count.counted(example_inputs, torch_type, loss) as lent:
+        found = count.graph({storage_id(tensor) for tensor in lent.values()})
     count.free()
     return found
 
@@ -159,9 +169,7 @@ class _Count:
 
     def __init__(self, layers: Layers, left: Left | None, targets: Any) -> None:
         self._layers, self._left_of, self._targets = layers, left, targets
-        self._log = OperatorLog()
-        self._packed: list[tuple[int, weakref.ref[Tensor]]] = []
-        self._saved: dict[int, dict[int, int]] = {}
+        self._recorder = Recorder({}, "")
         self._has_loss = False
         self._left: dict[int, int] = {}
         self._left_of_kind: dict[Hashable, int] = {}
@@ -170,17 +178,32 @@ class _Count:
         self._graph: BackwardGraph | None = None
         self._operators: dict[int, list[Operator]] = {}
 
-    def run(self, inputs: Any, torch_type: str, loss: Loss | None) -> None:
+    @contextmanager
+    def counted(
+        self, inputs: Any, torch_type: str, loss: Loss | None
+    ) -> Iterator[dict[int, Tensor]]:
+        """Run the model forward and backward; yield what stands for its tensors, by their ids."""
+        modules = [step.module for step in self._layers]
+        if self._layers.model is not None:
+            modules.append(self._layers.model)
+        random = torch.random.fork_rng(devices=[])
+        with on_meta(modules) as lent, random, torch.enable_grad(), self.explained(inputs):
+            self._recorder = Recorder(_names(self._layers), torch_type)
+            self.run(inputs_on_meta(inputs), loss)
+            weights = (tensor for tensor in lent.values() if isinstance(tensor, nn.Parameter))
+            self.run_backward([weight for weight in weights if weight.requires_grad])
+            yield lent
+
+    def run(self, inputs: Any, loss: Loss | None) -> None:
         """Run the model forward."""
-        log, layers = self._log, self._layers
-        log.begin(0)
-        with saved_tensors_hooks(self._pack, _as_it_is), Kernels(torch_type), log:
+        recorder, layers = self._recorder, self._layers
+        recorder.begin(0)
+        with recorder.forward():
             output, self._crossings = layers.source.run_noting(inputs, self._perform)
-            log.begin(len(layers))
+            recorder.begin(len(layers))
             self._has_loss = loss is not None
             if loss is not None:
                 output = loss(output, self._targets)
-        self._note_saved()
         self._roots = [tensor for tensor in flatten(output)[0] if tensor.requires_grad]
 
     def run_backward(self, weights: list[Tensor]) -> None:
@@ -189,9 +212,8 @@ class _Count:
         crossed = {id(tensor): tensor for tensors in crossing for tensor in tensors}
         boundaries = [tensor for tensor in crossed.values() if tensor.requires_grad]
         if self._roots:
-            self._graph = BackwardGraph(self._roots, self._log.marks)
-            with self._log:
-                self._operators = self._graph.run(self._log, boundaries, weights)
+            self._graph = BackwardGraph(self._roots, self._recorder.marks)
+            self._operators = self._graph.run(self._recorder, boundaries, weights)
 
     def free(self) -> None:
         """Let go of all tensors, and of the graph behind them, however deep it is."""
@@ -202,7 +224,7 @@ class _Count:
     def _perform(self, step: Step, function: Any) -> Any:
         if step.index >= len(self._layers):  # a random operation between layers
             return function()
-        self._log.begin(step.index)
+        self._recorder.begin(step.index)
         result = function()
         if self._left_of is not None:
             self._note_left(step, function, self._left_of)
@@ -212,24 +234,15 @@ class _Count:
         """Run a layer of each kind again, with a graph of its own."""
         kind = kind_of(step, (function.args, function.keywords))
         if kind not in self._left_of_kind:
-            with self._log.paused(), saved_tensors_hooks(_as_it_is, _as_it_is):
+            with self._recorder.paused():
                 args, kwargs = tree_map(_alone, (function.args, function.keywords))
                 results = flatten(function.func(*args, **kwargs))[0]
             self._left_of_kind[kind] = left_of(step.module, results)
         self._left[step.index] = self._left_of_kind[kind]
 
-    def _pack(self, tensor: Tensor) -> Tensor:
-        kept = tensor.detach()
-        self._packed.append((self._log.layer, weakref.ref(kept)))
-        return kept
-
-    def _note_saved(self) -> None:
-        """Count what the graph keeps, and not what was saved for results that nobody uses."""
-        for layer, packed in self._packed:
-            kept = packed()
-            if kept is not None:
-                of_layer = self._saved.setdefault(layer, {})
-                of_layer[storage_id(kept)] = kept.untyped_storage().nbytes()
+    def graph(self, lasting: set[int]) -> Graph:
+        """Return the graph; `lasting` are storages of parameters and buffers."""
+        return self._recorder.graph(self._operators, lasting)
 
     def found(self, lasting: set[int], microbatch_size: int) -> AtSize:
         """Return what was seen; `lasting` are storages of parameters and buffers."""
@@ -237,26 +250,27 @@ class _Count:
         targets = [tensor for tensor in flatten(self._targets)[0] if self._has_loss]
         lasting = lasting | {storage_id(tensor) for tensor in targets}
         kinds: dict[LayerKind, int] = {}
+        graph, of_layers = self.graph(lasting), self._recorder.saved_of_layers()
         kind_numbers: list[int] = []
         saved: list[tuple[int, ...]] = []
         for n in range(len(self._layers) + 1):
-            own = self._saved.get(n, {})
+            calls, own = graph.of_layer(n), of_layers.get(n, {})
             touched = [p for p, v in enumerate(values) if touches(n, v, len(self._layers))]
             at_boundary = {storages[place] for place in touched}
             kind = LayerKind(
-                operators=_merged([*self._log.forward.get(n, ()), *self._operators.get(n, ())]),
+                operators=_merged(operator for call in calls for operator in call.operators),
                 inner_bytes=sum(own[s] for s in own.keys() - lasting - at_boundary),
                 left_bytes=self._left.get(n, 0),
-                draws=n in self._log.draws,
+                draws=any(call.draws for call in calls),
             )
             kind_numbers.append(kinds.setdefault(kind, len(kinds)))
             saved.append(tuple(p for p in touched if storages[p] in own.keys() - lasting))
-        *of_layers, of_loss = kind_numbers
+        *kinds_of_layers, of_loss = kind_numbers
         every = list(kinds)
         return AtSize(
             microbatch_size=microbatch_size,
             kinds=tuple(every),
-            kind_of=tuple(of_layers),
+            kind_of=tuple(kinds_of_layers),
             values=values,
             saved=tuple(saved[:-1]),
             loss_saved=saved[-1],
@@ -295,7 +309,7 @@ class _Count:
             ) from error
 
     def _where(self) -> str:
-        layer, steps = self._log.layer, self._layers.steps
+        layer, steps = self._recorder.layer, self._layers.steps
         return f"layer {steps[layer].label}" if layer < len(steps) else "the loss"
 
 
@@ -348,14 +362,17 @@ def _merged(operators: Iterable[Operator]) -> tuple[Operator, ...]:
     return tuple(replace(operator, count=count) for operator, count in counts.items())
 
 
+def _names(layers: Layers) -> dict[int, str]:
+    """Return the model's names of parameters and buffers, by the id of the tensor."""
+    found: dict[int, str] = {}
+    for step in layers:
+        of_step = (*step.module.named_parameters(), *step.module.named_buffers())
+        for name, tensor in of_step:
+            found.setdefault(id(tensor), f"{step.path}.{name}")
+    return found
+
+
 def _alone(tensor: Tensor) -> Tensor:
     """Return a tensor that wants a gradient where this one does, and comes from nowhere."""
     copy = torch.empty_like(tensor.detach(), device="meta")
     return copy.requires_grad_().clone() if tensor.requires_grad else copy
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-setattr(_as_it_is, NEVER_COMPUTES, True)

@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 _FLASH = "_scaled_dot_product_flash_attention"
 _EFFICIENT = "_scaled_dot_product_efficient_attention"
 _OF_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 """Operators of torch by their names; one that it lacks is put together from small ones."""
 _DROPOUT = (F.dropout, torch.dropout)
-_PLAIN = (Tensor, nn.Parameter)
 _HALF = (torch.float16, torch.bfloat16)
 _ATTENTION = F.scaled_dot_product_attention
 
@@ -34,66 +32,56 @@ def _looked_into(function: Any) -> Any:
     return found
 
 
-_LOOKED_INTO = _looked_into(F.multi_head_attention_forward)
+LOOKED_INTO = _looked_into(F.multi_head_attention_forward)
 
 
-class Kernels(TorchFunctionMode):
-    """Runs attention and dropout as on devices of `torch_type`: "cuda", "cpu", or as put together
-    from small operators on all others.
+def run_as_on(torch_type: str, function: Any, args: Any, kwargs: Any) -> Any:
+    """Run a function of torch as on devices of `torch_type`.
+
+    On "cuda" and "cpu" attention and dropout are one kernel, on others many small operators.
     """
+    result = None
+    if function is _ATTENTION:
+        result = _attention(torch_type, *args, **kwargs)
+    elif function in _DROPOUT and torch_type == "cuda":
+        result = _dropout(*args, **kwargs)
+    return function(*args, **kwargs) if result is None else result
 
-    def __init__(self, torch_type: str) -> None:
-        super().__init__()
-        self._torch_type = torch_type
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if all(kind in _PLAIN for kind in types):
-            result = None
-            if func is _ATTENTION:
-                result = self._attention(*args, **kwargs)
-            elif func is F.multi_head_attention_forward:
-                with self:
-                    return _LOOKED_INTO(*args, **kwargs)
-            elif func in _DROPOUT and self._torch_type == "cuda":
-                result = _dropout(*args, **kwargs)
-            if result is not None:
-                return result
-        return func(*args, **kwargs)
+def _attention(  # noqa: PLR0913 - as torch's own
+    torch_type: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Run one kernel; None where there is none for such arguments."""
+    if enable_gqa or not _are_alike(query, key, value):
+        return None
+    kernel = _kernel_on(torch_type, query, attn_mask, dropout_p)
+    operator = getattr(torch.ops.aten, kernel, None) if kernel else None
+    if operator is None:
+        return None
+    if kernel == _FLASH:
+        return operator(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    bias = _as_numbers(attn_mask, query)
+    if kernel == _OF_CPU:
+        return operator(query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale)[0]
+    if bias is not None:
+        bias = bias.expand(*query.shape[:3], key.shape[2])
+    return operator(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
 
-    def _attention(  # noqa: PLR0913 - as torch's own
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Any:
-        """Run one kernel; None where there is none for such arguments."""
-        if enable_gqa or not _are_alike(query, key, value):
-            return None
-        kernel = self._kernel(query, attn_mask, dropout_p)
-        operator = getattr(torch.ops.aten, kernel, None) if kernel else None
-        if operator is None:
-            return None
-        if kernel == _FLASH:
-            return operator(query, key, value, dropout_p, is_causal, scale=scale)[0]
-        bias = _as_numbers(attn_mask, query)
-        if kernel == _OF_CPU:
-            return operator(query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale)[0]
-        if bias is not None:
-            bias = bias.expand(*query.shape[:3], key.shape[2])
-        return operator(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
 
-    def _kernel(self, query: Tensor, mask: Tensor | None, dropout_p: float) -> str:
-        """Name the operator that torch chooses on the device; "" where it chooses none."""
-        if self._torch_type == "cuda":
-            return _FLASH if query.dtype in _HALF and mask is None else _EFFICIENT
-        learned = mask is not None and mask.requires_grad
-        return _OF_CPU if self._torch_type == "cpu" and not dropout_p and not learned else ""
+def _kernel_on(torch_type: str, query: Tensor, mask: Tensor | None, dropout_p: float) -> str:
+    """Name the operator that torch chooses on the device; "" where it chooses none."""
+    if torch_type == "cuda":
+        return _FLASH if query.dtype in _HALF and mask is None else _EFFICIENT
+    learned = mask is not None and mask.requires_grad
+    return _OF_CPU if torch_type == "cpu" and not dropout_p and not learned else ""
 
 
 def _are_alike(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -1,0 +1,125 @@
+"""The forward of a model as a graph: calls of torch's functions, and the tensors between them.
+
+    x ──► linear ──► gelu ──► linear ──► add ──► layer_norm     each call has the operators that
+          w, b                w, b       ▲       w, b           torch ran for it, forward and
+    x ───────────────────────────────────┘                      backward, and what it saves
+
+A profile is sums over it; whoever divides operators among devices needs its edges.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
+
+from .profile import Operator
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The place of tensor number `tensor` among the arguments of a call."""
+
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """A tensor of the graph.
+
+    `maker` is the call that gave it; None for inputs of the model, parameters and buffers, of
+    which the last two have the model's own `name`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    wants_gradient: bool
+    maker: int | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a function of torch, made by a layer.
+
+    `function` is its full name, such as "torch.nn.functional.linear"; "" stands for what a layer
+    ran that no function showed: code in C++ or in a custom autograd function.
+    """
+
+    layer: int
+    function: str = ""
+    arguments: tuple[Any, ...] = ()
+    """Positional arguments, then (name, value) of the others, with a `Ref` for each tensor."""
+    gives: tuple[int, ...] = ()
+    """Numbers of the tensors of its result; one that is changed in place gets a new number."""
+    operators: tuple[Operator, ...] = ()
+    """What torch ran for it, forward and backward."""
+    saved: tuple[int, ...] = ()
+    """Numbers of the tensors that it saves for its backward."""
+    inner_bytes: int = 0
+    """Bytes of what else it saves."""
+    draws: bool = False
+    """Whether it draws random numbers."""
+
+    @property
+    def takes(self) -> tuple[int, ...]:
+        """Numbers of the tensors that it is given, in order of first sight."""
+        return tuple(dict.fromkeys(_refs(self.arguments)))
+
+
+@dataclass(frozen=True)
+class Graph:
+    """All calls of one forward, in order, and all tensors by number."""
+
+    tensors: tuple[TensorSpec, ...]
+    calls: tuple[Call, ...]
+
+    def of_layer(self, layer: int) -> list[Call]:
+        """Return the calls of one layer, in order."""
+        return self._by_layer.get(layer, [])
+
+    @cached_property
+    def _by_layer(self) -> dict[int, list[Call]]:
+        found: dict[int, list[Call]] = {}
+        for call in self.calls:
+            found.setdefault(call.layer, []).append(call)
+        return found
+
+    def signature(self, layer: int) -> str:
+        """Return a text that is equal for layers that do the same to tensors of the same sizes.
+
+        Names of parameters and the numbers of tensors do not count.
+        """
+        numbers: dict[int, int] = {}
+        facts = []
+        for call in self.of_layer(layer):
+            seen = (*call.takes, *call.gives)
+            for tensor in seen:
+                numbers.setdefault(tensor, len(numbers))
+            own = [
+                (
+                    numbers[t],
+                    replace(
+                        self.tensors[t], maker=None, name="named" * bool(self.tensors[t].name)
+                    ),
+                )
+                for t in seen
+            ]
+            facts.append((call.function, _renumbered(call.arguments, numbers), own))
+        return sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def _refs(value: Any) -> Iterator[int]:
+    if isinstance(value, Ref):
+        yield value.tensor
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _refs(part)
+
+
+def _renumbered(value: Any, numbers: dict[int, int]) -> Any:
+    if isinstance(value, Ref):
+        return Ref(numbers[value.tensor])
+    if isinstance(value, tuple):
+        return tuple(_renumbered(part, numbers) for part in value)
+    return value
