@@ -26,7 +26,6 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from penstock.model.capture.ghost import QUESTIONS, Ghost
 from penstock.torch_private import (
-    NEVER_COMPUTES,
     TorchDispatchMode,
     arguments_of,
     next_node_number,
@@ -37,6 +36,7 @@ from penstock.torch_private import (
 from .classify import described, dtype_name, tensors_in
 from .fused_kernels import LOOKED_INTO, run_as_on
 from .graph import Call, Graph, Ref, TensorSpec
+from .layer_run import as_it_is
 from .meta_results import MetaResults
 from .profile import Operator
 
@@ -266,14 +266,6 @@ def _alive(draft: _Draft) -> dict[int, int]:
     """Return bytes of what the graph keeps for a call, by storage."""
     kept = (packed() for packed in draft.packed)
     return {storage_id(t): t.untyped_storage().nbytes() for t in kept if t is not None}
-
-
-def as_it_is(tensor: Tensor) -> Tensor:
-    """Unpack what was saved as it is."""
-    return tensor
-
-
-setattr(as_it_is, NEVER_COMPUTES, True)
 
 
 class _Functions(TorchFunctionMode):
