@@ -59,13 +59,12 @@ def _wrong_figures(where: str, host: Host) -> Iterator[str]:
             yield f"{where}.{name} is {getattr(host, name)}; give a whole number from 1"
     if host.memory_bytes is not None:
         yield from _wrong_number(f"{where}.memory_bytes", host.memory_bytes, more_than_zero=True)
-    for name in ("busy_speed", "busy_issue"):
-        for n, share in enumerate(getattr(host, name)):
-            if not 0 < least(share) <= most(share) <= 1:
-                yield (
-                    f"{where}.{name}[{n}] is {share}; give the share of what one reaches alone, "
-                    "above 0 and at most 1"
-                )
+    for n, share in enumerate(host.busy_speed):
+        if not 0 < least(share) <= most(share) <= 1:
+            yield (
+                f"{where}.busy_speed[{n}] is {share}; give the share of what one reaches alone, "
+                "above 0 and at most 1"
+            )
 
 
 def _wrong_groups(where: str, host: Host) -> Iterator[str]:

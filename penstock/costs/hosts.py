@@ -35,8 +35,7 @@ class Host:
     hosts: each host has `cards` of it, shared by its devices evenly, in order.
 
     `busy_speed[n - 1]` is how fast one of its ranks computes, as a share of one that is alone,
-    while n of them do; `busy_issue[n - 1]` how fast a thread issues operators while n threads of
-    one process do.  Beyond the last entry, ranks share what that many get together.
+    while n of them do; beyond the last entry, ranks share what that many get together.
     """
 
     name: str
@@ -50,7 +49,6 @@ class Host:
     cards: int = 1
     memory_bytes: int | None = None
     busy_speed: tuple[Quantity, ...] = ()
-    busy_issue: tuple[Quantity, ...] = ()
 
     def group_of(self, number: int) -> int | None:
         """Return the place in `groups` of the one with device `number`; None without groups."""

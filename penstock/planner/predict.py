@@ -296,17 +296,7 @@ class Prediction:
             self.cluster.places[place].kind,
             self.microbatch_size,
             self.plan.num_microbatches,
-            self._issue_speed(place),
         )
-
-    def _issue_speed(self, place: int) -> float:
-        """Return how fast a rank's thread issues operators beside those of its process."""
-        shares = self.cluster.host_of(place).busy_issue
-        if self.plan.transport.is_between_processes or not shares:
-            return 1.0
-        host = self.cluster.places[place].host
-        threads = sum(self.cluster.places[p].host == host for p in self.places)
-        return Pool((), tuple(map(likely, shares))).speed(threads)
 
     def _reduce_s(self, stage: int) -> float:
         group = sorted(set(self._places_of(stage)))

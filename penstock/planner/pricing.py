@@ -68,10 +68,10 @@ class Pricing:
         return min(1.0, alone_s / busy_s) if busy_s else None
 
     def _seconds(
-        self, kind: str, microbatch_size: int, num_microbatches: int, issue_speed: float = 1.0
+        self, kind: str, microbatch_size: int, num_microbatches: int
     ) -> tuple[LayerSeconds, ...]:
         found, device = self.prices(kind, microbatch_size), self.cluster.devices[kind]
-        return layer_seconds(found, self.profile.weights, device, num_microbatches, issue_speed)
+        return layer_seconds(found, self.profile.weights, device, num_microbatches)
 
     def _bytes(
         self, kind: str, microbatch_size: int, *, copies_weights: bool = True
@@ -90,15 +90,11 @@ def layer_seconds(
     weights: Sequence[LayerWeights],
     device: Device,
     num_microbatches: int,
-    issue_speed: float = 1.0,
 ) -> tuple[LayerSeconds, ...]:
-    """Return the seconds of each layer on a device, in a step of so many micro-batches.
-
-    `issue_speed` is how fast the rank's thread issues operators, as a share of one that is alone.
-    """
+    """Return the seconds of each layer on a device, in a step of so many micro-batches."""
     rate = likely(device.bytes_per_s)
     adding = (num_microbatches - 1) / num_microbatches
-    issue_s = 0.0 if device.torch_type == "cpu" else likely(device.issue_s) / issue_speed
+    issue_s = 0.0 if device.torch_type == "cpu" else likely(device.issue_s)
     issued = [_issued(kind, issue_s) for kind in at.kinds]
     found = []
     for kind, own in zip(at.kind_of, weights, strict=True):

@@ -4,8 +4,9 @@ Candidates come in the order of what they take at least; one whose least is more
 was predicted to take needs no schedule and no simulation.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from math import inf
 
@@ -134,33 +135,38 @@ class _Search:
         self._best: dict[tuple[int, int, int], Found] = {}
         self._too_large: list[tuple[Evaluator, Size, Family, bool]] = []
         self._num_plans = 0
-        self._allows_uncut = False
         self._plain: dict[tuple[int, Size], Found] = {}
+        self._in_order = [
+            [
+                size
+                for size in sizes(asked, each.cluster, each.threads, len(each.profile.spans))
+                if can_run(asked, size)
+            ]
+            for each in evaluators
+        ]
 
     def run(self) -> None:
         """Look at every candidate that could be among the best, and at the model uncut; then at
         the schedules that are made for costs, for the sizes that were fastest without.
         """
-        waiting = sorted(
-            (is_long(size), evaluator.least_s(size), n, size)
-            for n, evaluator in enumerate(self._evaluators)
-            for size in self._sizes(evaluator)
-        )
-        self._allows_uncut = any(size.num_stages == 1 for *_, size in waiting)
         has_uncut: set[int] = set()
-        for is_last, least_s, n, size in waiting:
-            if is_last and self._best:
-                break
+
+        def may_win(n: int, size: Size, least_s: float) -> bool:
+            if is_long(size) and self._best:
+                return False
             is_first_uncut = size.num_stages == 1 and n not in has_uncut
-            if least_s < self._limit_s() or is_first_uncut:
-                self._look_at(self._evaluators[n], size)
-                fits = self._kind(self._evaluators[n], size) in self._best
-                has_uncut.update({n} if size.num_stages == 1 and fits else ())
-        for _, _, n, size in waiting:  # others, to compare with
-            if len(self._best) >= self._num_best:
-                break
-            if self._kind(self._evaluators[n], size) not in self._best and not is_long(size):
-                self._look_at(self._evaluators[n], size, is_wanted=True)
+            return is_first_uncut or least_s < self._limit_s()
+
+        def is_another(n: int, size: Size, least_s: float) -> bool:
+            is_known = self._kind(self._evaluators[n], size) in self._best
+            return len(self._best) < self._num_best and not is_known and not is_long(size)
+
+        for n, size in self._sizes(may_win):
+            self._look_at(self._evaluators[n], size)
+            fits = self._kind(self._evaluators[n], size) in self._best
+            has_uncut.update({n} if size.num_stages == 1 and fits else ())
+        for n, size in self._sizes(is_another):  # to compare with
+            self._look_at(self._evaluators[n], size, is_wanted=True)
         fastest = sorted(self._plain.items(), key=lambda item: (item[1].step_s, item[0]))
         for (n, size), found in fastest[:_REFINED]:
             self._refine(self._evaluators[n], size, found.predicted)
@@ -176,15 +182,30 @@ class _Search:
             raise ConfigError(self._nothing_fits())
         uncut = next((each for each in found if each.size.num_stages == 1), None)
         best = tuple(found[: self._num_best])
-        return Candidates(best, uncut, self._num_plans, self._allows_uncut)
+        allows_uncut = any(size.num_stages == 1 for own in self._in_order for size in own)
+        return Candidates(best, uncut, self._num_plans, allows_uncut)
 
-    def _sizes(self, evaluator: Evaluator) -> Iterator[Size]:
-        spans = len(evaluator.profile.spans)
-        for size in sizes(self._asked, evaluator.cluster, evaluator.threads, spans):
-            if can_run(self._asked, size):
-                yield size
-                anew = evaluator.reordered(size)
-                yield from [] if anew is None else [anew]
+    def _sizes(self, matters: Callable[[int, Size, float], bool]) -> Iterator[tuple[int, Size]]:
+        """Yield the sizes that matter when it is their turn, each after the number of its
+        evaluator, in the order of what they take at least.  A search for the best order of unlike
+        devices takes long: it has its own turn, and is left out where no order matters.
+        """
+        waiting = [
+            (is_long(size), evaluator.least_s(size, in_any_order=is_open), n, size, is_open)
+            for n, evaluator in enumerate(self._evaluators)
+            for size in self._in_order[n]
+            for is_open in ((False, True) if evaluator.may_reorder(size) else (False,))
+        ]
+        heapify(waiting)
+        while waiting:
+            is_last, least_s, n, size, is_open = heappop(waiting)
+            if not matters(n, size, least_s):
+                continue
+            if not is_open:
+                yield n, size
+            elif (anew := self._evaluators[n].reordered(size)) is not None:
+                anew_s = self._evaluators[n].least_s(anew)
+                heappush(waiting, (is_last, anew_s, n, anew, False))
 
     def _limit_s(self) -> float:
         """Return what a candidate has to be faster than."""

@@ -5,7 +5,7 @@ pipeline whose size and schedule are decided, and of each candidate of a planner
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 from math import inf, prod
 from operator import le, mul
@@ -54,6 +54,8 @@ class Excess:
 
 _MOST_STATES = 256
 """Numbers of devices of each kind in use, up to which all orders of unlike ones are searched."""
+_MOST_COSTS = 64
+"""What so many stages on a kind of device cost is kept: a search asks for it three times."""
 _CLOSE_BYTES = 2**20
 """How well it is known how much more memory would do, before cuts are looked at."""
 
@@ -67,10 +69,14 @@ class Evaluator:
         self.threads = profile.threads if is_cpu else 1  # an accelerator is a rank's alone
         self.pricing = Pricing(profile, cluster)
         self._least_bytes = cache(self._counted_least_bytes)
+        self.reordered = cache(self._reordered)
 
-    def least_s(self, size: Size) -> float:
-        """Return seconds that no plan of this size can take less than."""
-        kinds = dict.fromkeys(self.cluster.places[p].kind for p in self.places_of(size))
+    def least_s(self, size: Size, *, in_any_order: bool = False) -> float:
+        """Return seconds that no plan of this size can take less than: with its ranks on their
+        devices, or `in_any_order` on whichever.
+        """
+        own = dict.fromkeys(self.cluster.places[p].kind for p in self.places_of(size))
+        kinds = self._counts if in_any_order else own
         every = [self.pricing.seconds(kind, *self._each(size)) for kind in kinds]
         layers_s = [
             min(x.forward_s + min(x.backward_s, x.input_s + x.weight_s) for x in of_layer)
@@ -152,16 +158,17 @@ class Evaluator:
             n * self.threads for n in range(size.num_ranks * size.num_replicas)
         )
 
-    def reordered(self, size: Size) -> Size | None:
-        """Return the size with its ranks on those devices, and in that order, that make the
-        slowest stage of 1F1B fastest; None where devices are alike, or there are many orders.
-        """
-        every = [place.kind for place in self.cluster.places]
-        counts = {kind: every.count(kind) for kind in dict.fromkeys(every)}
-        num_states = prod(count + 1 for count in counts.values())
+    def may_reorder(self, size: Size) -> bool:
+        """Tell whether `reordered` searches: not where devices are alike, or orders are many."""
+        num_states = prod(count + 1 for count in self._counts.values())
         is_plain = size.num_replicas == size.stages_per_rank == self.threads == 1
-        if len(counts) == 1 or num_states > _MOST_STATES or not is_plain:
-            return None
+        return len(self._counts) > 1 and num_states <= _MOST_STATES and is_plain
+
+    def _reordered(self, size: Size) -> Size | None:
+        """Return the size with its ranks on those devices, and in that order, that make the
+        slowest stage of 1F1B fastest; None where these are those that it has.
+        """
+        every, counts = [place.kind for place in self.cluster.places], self._counts
         firsts = [self._first_of[kind] for kind in counts]
         in_order = self.prices(size, one_f_one_b, None)
         prices = replace(
@@ -169,9 +176,8 @@ class Evaluator:
             devices=[self._on_device(size, at, self.limit_bytes(at)) for at in firsts],
             neighbours=no_messages,
         )
-        found = cut_over_devices(
-            *(list(counts.values()), size.num_stages, prices.seconds, self.profile.spans)
-        )
+        cost = lru_cache(_MOST_COSTS)(prices.seconds)
+        found = cut_over_devices(list(counts.values()), size.num_stages, cost, self.profile.spans)
         if found is None:
             return None
         names, taken = list(counts), Counter[str]()
@@ -246,6 +252,11 @@ class Evaluator:
         devices = (self.cluster.device_of(place) for place in self.places_of(size))
         can = all(device.host_bytes_per_s is not None for device in devices)
         return self.constraints.offload and can
+
+    @cached_property
+    def _counts(self) -> Counter[str]:
+        """How many devices of each kind there are."""
+        return Counter(place.kind for place in self.cluster.places)
 
     @cached_property
     def _first_of(self) -> dict[str, int]:

@@ -1,8 +1,4 @@
-"""The cores that ranks share: how much slower each is beside others, and whose turn it is.
-
-Threads of one process take turns where they are more than cores, as the executor makes them;
-between processes all run at once, and the system shares the cores out.
-"""
+"""The cores that ranks share: how fast each computes beside others."""
 
 from collections.abc import Sequence
 
@@ -34,28 +30,21 @@ def shared_cores(
         if not mine or not host.busy_speed:
             continue
         at_once = max(1, len(host.devices) // (plan.threads_per_stage or 1))
-        known = [likely(speed) for speed in host.busy_speed]
-        measured = busy
-        if plan.transport.is_between_processes and busy is not None and at_once <= len(known):
-            measured = max(busy, known[at_once - 1])
-        speeds = Pool((), _speeds(known, at_once, measured))
+        known = tuple(likely(speed) for speed in host.busy_speed)
+        if busy is not None and 1 < at_once <= len(known):
+            at_least = known[at_once - 1] if plan.transport.is_between_processes else 0
+            known = _scaled(known[:at_once], max(busy, at_least))
+        speeds = Pool((), known)
         share = len(ranks) / len(mine)
         beside = (max(1, round(n * share)) for n in range(1, len(mine) + 1))
-        takes_turns = len(ranks) > at_once and not plan.transport.is_between_processes
-        turns = at_once if takes_turns else None
-        turn_s = 0.0 if turns is None else cluster.route(places[0], places[-1]).latency_s
-        found.append(Pool(mine, tuple(map(speeds.speed, beside)), turns, turn_s))
+        found.append(Pool(mine, tuple(map(speeds.speed, beside))))
     return tuple(found)
 
 
-def _speeds(known: Sequence[float], at_once: int, busy: float | None) -> tuple[float, ...]:
-    """Return how fast each of 1, 2, ... ranks is: as the host says, or, with `busy`, so much
-    faster or slower that those who can run at once are as fast as was measured; by even steps
-    where the host slows none of them down.
+def _scaled(known: Sequence[float], last: float) -> tuple[float, ...]:
+    """Return how fast each of 1, 2, ... ranks is if the last number is as fast as was measured:
+    what they lose grows as the host says, and by even steps where it says that they lose nothing.
     """
-    if busy is None or at_once < 2 or len(known) < at_once:
-        return tuple(known)
-    if known[at_once - 1] >= 1:
-        return tuple(1 - (1 - busy) * n / (at_once - 1) for n in range(at_once))
-    ratio = (1 - busy) / (1 - known[at_once - 1])
-    return tuple(1 - (1 - speed) * ratio for speed in known[:at_once])
+    lost = [1 - speed for speed in known]
+    shape: Sequence[float] = lost if lost[-1] > 0 else range(len(known))
+    return tuple(1 - (1 - last) * each / shape[-1] for each in shape)

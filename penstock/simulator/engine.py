@@ -6,8 +6,7 @@ lower rank first where times are equal:
     lanes    of links: a message holds all of its lanes until its last byte has left, and waits
              where one is taken: first come, first served
     pools    of ranks on the same cores: n of them that compute at a time are each as fast as n
-             let them be; where fewer may run at a time than there are, each keeps its turn until
-             it has to wait: first come, first served
+             let them be
 
 Where nothing is shared ranks run on until they have to wait, in any order: the times are the same.
 
@@ -19,7 +18,6 @@ instruction is an integer, its code:
     -2 m - 2      receives message m
 """
 
-from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -104,15 +102,10 @@ class Way(NamedTuple):
 class Pool:
     """Ranks that share cores: `speeds[n - 1]` is how fast each computes, beside being alone, while
     n of them do; more than there are entries share what that many get.
-
-    With `turns` only so many run at a time.  A rank keeps its turn until it has to wait for a
-    message; the one that has waited longest for a turn has it `turn_s` later.
     """
 
     ranks: tuple[int, ...]
     speeds: tuple[float, ...]
-    turns: int | None = None
-    turn_s: float = 0
 
     def speed(self, num_busy: int) -> float:
         """Return how fast each of so many ranks computes."""
@@ -135,38 +128,12 @@ class _Shared:
         self._done: float = 0
         self._busy: list[tuple[float, int]] = []
         self.version = 0
-        self.has_turns = pool.turns is not None
-        self.turn_s = pool.turn_s
-        self._free = len(pool.ranks) if pool.turns is None else pool.turns
-        self._running: set[int] = set()
-        self._queue: deque[int] = deque()
 
     def _advance(self, now_s: float) -> None:
         if self._busy:
             self._done += (now_s - self._since_s) * self._pool.speed(len(self._busy))
         self._since_s = now_s
         self.version += 1
-
-    def has_turn(self, rank: int) -> bool:
-        """Tell whether a rank may run; one that may not is waiting for its turn from now on."""
-        if rank in self._running:
-            return True
-        if self._free:
-            self._free -= 1
-            self._running.add(rank)
-            return True
-        self._queue.append(rank)
-        return False
-
-    def next_turn(self, rank: int) -> int | None:
-        """Take a rank's turn from it; return the one that has it next, if one waits."""
-        self._running.remove(rank)
-        if not self._queue:
-            self._free += 1
-            return None
-        following = self._queue.popleft()
-        self._running.add(following)
-        return following
 
     def begin(self, rank: int, now_s: float, work_s: float) -> None:
         """Let a rank begin so many seconds of work."""
@@ -227,8 +194,7 @@ class Engine:
             now_s, who, version = heappop(ready)
             if who < num_ranks:
                 start = self.position[who]
-                advance = self._advance if self._pool_of[who] < 0 else self._advance_in_pool
-                advance(who, now_s)
+                self._advance(who, now_s)
                 if self.position[who] > start:
                     yield who, start, self.position[who]
                 continue
@@ -242,11 +208,16 @@ class Engine:
                 self._schedule_end(who - num_ranks, now_s)
 
     def _advance(self, rank: int, now_s: float) -> None:
-        """Run a rank of its own cores until it has to wait, or another one is to go first."""
-        seconds, ends_s = self._seconds, self.ends_s[rank]
+        """Run a rank until it has to wait, has begun to compute on cores that it shares, or
+        another one is to go first.
+        """
+        seconds, ends_s, number = self._seconds, self.ends_s[rank], self._pool_of[rank]
         add = ends_s.append
         for code in self._rest[rank]:
             if code >= 0:
+                if number >= 0 and seconds[code]:
+                    self._begin(rank, code, now_s, number)
+                    break
                 now_s += seconds[code]
             else:
                 after_s = self._communicate(rank, code, now_s)
@@ -257,65 +228,18 @@ class Engine:
             add(now_s)
         self.position[rank] = len(ends_s) - 1
 
-    def _advance_in_pool(self, rank: int, now_s: float) -> None:
-        """Run a rank that shares cores until it has begun to compute, or has to wait."""
-        ends_s, number = self.ends_s[rank], self._pool_of[rank]
-        pool = self._pools[number]
-        if not pool.has_turn(rank):
+    def _begin(self, rank: int, code: int, now_s: float, number: int) -> None:
+        """Begin to compute on the cores of a pool, or after what is to happen before."""
+        if self._is_early(rank, now_s):
+            heappush(self._ready, (now_s, rank, 0))
+            self._hold(rank, code)
             return
-        for code in self._rest[rank]:
-            works = code >= 0 and self._seconds[code] > 0
-            waits = self._has_to_wait(code, now_s)
-            if (works or waits or pool.has_turns) and self._is_early(rank, now_s):
-                heappush(self._ready, (now_s, rank, 0))
-                self._hold(rank, code)
-                break
-            if works:
-                pool.begin(rank, now_s, self._seconds[code])
-                self._schedule_end(number, now_s)
-                break
-            if waits:
-                self._await(rank, code, now_s)
-                self._pass_turn(pool, rank, now_s)
-                break
-            after_s = now_s if code >= 0 else self._communicate(rank, code, now_s)
-            if after_s is None:
-                self._hold(rank, code)
-                break
-            now_s = after_s
-            ends_s.append(now_s)
-        else:
-            if self._is_early(rank, now_s):
-                heappush(self._ready, (now_s, rank, 0))
-            else:
-                self._pass_turn(pool, rank, now_s)
-        self.position[rank] = len(ends_s) - 1
+        self._pools[number].begin(rank, now_s, self._seconds[code])
+        self._schedule_end(number, now_s)
 
     def _is_early(self, rank: int, now_s: float) -> bool:
         """Tell whether something else is to happen before a rank goes on."""
         return bool(self._ready) and self._ready[0] < (now_s, rank, 0)
-
-    def _has_to_wait(self, code: int, now_s: float) -> bool:
-        """Tell whether an instruction is a receive whose message is not there."""
-        if code >= 0 or code & 1:
-            return False
-        came_s = self._arrival_s[~code >> 1]
-        return came_s is None or came_s > now_s
-
-    def _await(self, rank: int, code: int, now_s: float) -> None:
-        """Let a rank go on when its message is there."""
-        self._hold(rank, code)
-        message = ~code >> 1
-        came_s = self._arrival_s[message]
-        if came_s is None:
-            self._waiting[message] = now_s, rank
-        else:
-            heappush(self._ready, (came_s, rank, 0))
-
-    def _pass_turn(self, pool: _Shared, rank: int, now_s: float) -> None:
-        following = pool.next_turn(rank)
-        if following is not None:
-            heappush(self._ready, (now_s + pool.turn_s, following, 0))
 
     def _hold(self, rank: int, code: int) -> None:
         """Let a rank begin with this instruction when it goes on."""

@@ -106,7 +106,7 @@ def test_kinds_in_turn_are_written_one_by_one() -> None:
         ('network = "net"', 'network = "net"\ncount = 1000000', "hosts have 3,000,001 devices"),
         ('network = "net"', 'network = "net"\nmemory_bytes = 0', r"hosts\[0\].memory_bytes is 0"),
         ('network = "net"', 'network = "net"\nbusy_speed = [1, 1.5]', r"\[0\].busy_speed\[1\]"),
-        ('network = "net"', 'network = "net"\nbusy_issue = [0]', r"\[0\].busy_issue\[0\] is 0"),
+        ('network = "net"', 'network = "net"\nbusy_speed = [0]', r"\[0\].busy_speed\[0\] is 0"),
         (
             'network = "net"',
             'network = "net"\nprocess_bytes = 9',

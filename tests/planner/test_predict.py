@@ -93,19 +93,6 @@ def test_ranks_beyond_the_cores_of_a_host_share_them() -> None:
     assert 12 * 4 * 6 / 2 <= shared < alone * 2
 
 
-def test_threads_that_are_more_than_the_cores_take_turns_and_processes_share_them() -> None:
-    free = chain([1.0] * 8, weight_bytes=0)
-    plan = planned(gpipe, (2, 2, 2, 2), 1)
-    sharing = Prediction(plan, free, cluster(2, busy_speed=(1.0, 0.9, 0.5))).sharing
-    (pool,) = sharing.pools
-    assert (pool.turns, pool.turn_s, pool.speed(2)) == (2, 0.01, 0.9)
-    between = replace(plan, transport=Transport.TORCH_DISTRIBUTED)
-    told = Prediction(between, free, cluster(2, busy_speed=(1.0, 0.9, 0.5)))
-    assert [each.turns for each in told.sharing.pools] == [None]
-    enough = Prediction(plan, free, cluster(4, busy_speed=(1.0, 0.9, 0.5)))
-    assert [each.turns for each in enough.sharing.pools] == [None]
-
-
 def test_layers_that_were_measured_on_busy_cores_say_themselves_how_slow_these_are() -> None:
     def busy(seconds: LayerSeconds | None) -> LayerSeconds:
         assert seconds is not None

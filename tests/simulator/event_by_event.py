@@ -25,10 +25,6 @@ class EventByEvent:
         self.arrival: dict[ir.Message, Any] = {}
         self.free: dict[Any, Any] = {}
         self.ends: list[list[Any]] = [[] for _ in schedule.programs]
-        self.limited = {rank: p for p in pools if p.turns is not None for rank in p.ranks}
-        self.running: list[int] = []
-        self.queues: dict[Pool, list[int]] = {pool: [] for pool in pools}
-        self.waits: set[int] = set()
 
     def run(self) -> list[list[Any]]:
         while events := list(self.events()):
@@ -36,8 +32,6 @@ class EventByEvent:
             self.compute_until(now)
             if is_end:
                 del self.left[rank]
-            elif self.turn_changes(rank, now):
-                continue
             elif self.begins_to_compute(rank):
                 self.clock[rank] = now
                 continue
@@ -61,9 +55,7 @@ class EventByEvent:
         """Yield when each rank could do something next, those that end a compute last."""
         for rank in range(self.schedule.num_ranks):
             x = self.next_of(rank)
-            if rank in self.limited and (rank not in self.running or self.would_wait(rank)):
-                yield from self.turn_events(rank)
-            elif rank in self.left:
+            if rank in self.left:
                 speed = next(self.speed(pool) for pool in self.pools if rank in pool.ranks)
                 yield self.clock[rank] + self.left[rank] / Fraction(speed), True, rank
             elif isinstance(x, ir.Receive):
@@ -71,45 +63,6 @@ class EventByEvent:
                     yield max(self.clock[rank], self.arrival[x.message]), False, rank
             elif x is not None:
                 yield self.clock[rank], False, rank
-
-    def would_wait(self, rank: int) -> bool:
-        x, now = self.next_of(rank), self.clock[rank]
-        if isinstance(x, ir.Receive):
-            return x.message not in self.arrival or self.arrival[x.message] > now
-        return x is None
-
-    def turn_events(self, rank: int) -> Iterator[tuple[Any, bool, int]]:
-        """Yield when a rank asks for its turn, or gives it away."""
-        x = self.next_of(rank)
-        if rank in self.queues[self.limited[rank]]:
-            return
-        if rank not in self.waits:
-            yield self.clock[rank], False, rank
-        elif isinstance(x, ir.Receive) and x.message in self.arrival:
-            yield max(self.clock[rank], self.arrival[x.message]), False, rank
-
-    def turn_changes(self, rank: int, now: Any) -> bool:
-        """Let a rank ask for its turn, or give it away; say whether it was about that."""
-        pool = self.limited.get(rank)
-        if pool is None or (rank in self.running and not self.would_wait(rank)):
-            return False
-        queue = self.queues[pool]
-        self.clock[rank] = now
-        if rank in self.running:
-            self.running.remove(rank)
-            self.waits.add(rank)
-            if queue:
-                following = queue.pop(0)
-                self.running.append(following)
-                self.clock[following] = now + pool.turn_s
-        else:
-            self.waits.discard(rank)
-            assert pool.turns is not None
-            if sum(other in self.running for other in pool.ranks) < pool.turns:
-                self.running.append(rank)
-            else:
-                queue.append(rank)
-        return True
 
     def compute_until(self, now: Any) -> None:
         speeds = {rank: self.speed(p) for p in self.pools for rank in p.ranks if rank in self.left}

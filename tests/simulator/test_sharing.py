@@ -100,14 +100,6 @@ def test_a_rank_that_waits_slows_nobody_down() -> None:
     assert found["0B0"] == (4, 6)
 
 
-def test_a_rank_keeps_its_turn_until_it_waits_for_a_message() -> None:
-    schedule = parse("rank 0 | 0F0 0F1\nrank 1 | 1F0 1F1\nrank 2 | 2F0 2F1")
-    costs = Costs(forward_s=(1, 2, 3), backward_s=1)
-    taking_turns = sharing(Way(), Pool((0, 1, 2), (1, HALF), 1, 10))
-    ends = {x: end for x, (_, end) in times(schedule, costs, taking_turns, ()).items()}
-    assert ends == {"0F0": 1, "0F1": 2, "1F0": 14, "1F1": 16, "2F0": 29, "2F1": 32}
-
-
 def test_sums_over_replicas_run_beside_the_rest_and_one_after_the_other() -> None:
     schedule = parse("rank 0 | 0F0 0B0 0G 1F0 1B0 1G")
     costs = Costs(forward_s=1, backward_s=2, reduce_s=(10, 5))
@@ -191,8 +183,7 @@ def test_times_are_those_of_a_simulator_that_looks_at_every_rank_each_time(
                 (),
                 (Pool(everyone, (ONE, HALF)),),
                 (Pool((0, 1), (ONE, ONE, HALF)),),
-                (Pool(everyone, (ONE, HALF), 2, data.draw(SMALL)),),
-                (Pool((0, 1), (ONE,), 1), Pool(everyone[2:], (ONE, HALF), 1, HALF)),
+                (Pool((0, 1), (ONE,)), Pool(everyone[2:], (ONE, HALF))),
             ]
         )
     )

@@ -21,7 +21,7 @@ from penstock.doctor.facts import memory_bytes, this_host
 from .device import DeviceFacts, MeasuredDevice, measure_device
 from .figures import Figure, MeasuredLink, Spread, rounded, seconds_of
 from .links import measure_processes, measure_threads
-from .work import USUAL, Run, Sizes, copy_work, gemm_work, issue_work, mixed_work, shares_alone
+from .work import USUAL, Run, Sizes, copy_work, gemm_work, mixed_work, shares_alone
 
 _SMALL_BYTES = 64
 
@@ -141,7 +141,6 @@ def _cores(budget_s: float, sizes: Sizes) -> Calibration:
         ("copies", lambda: copy_work(cpu, sizes.copy_bytes // 4).run, num_cores),
         ("products", lambda: gemm_work(cpu, sizes.gemm[0] // 2, torch.float32).run, num_cores),
         ("mixed work", partial(mixed_work, cpu, sizes), 2 * num_cores),
-        ("issuing", partial(issue_work, cpu), 2 * num_cores),
     ]
     part_s = budget_s * _OF_CROWDS / len(work)
     shares = {name: shares_alone(make, most, part_s) for name, make, most in work}
@@ -162,7 +161,6 @@ def _cores(budget_s: float, sizes: Sizes) -> Calibration:
         processes="processes",
         memory_bytes=memory_bytes(),
         busy_speed=tuple(rounded(spread.middle) for spread in shares["mixed work"]),
-        busy_issue=tuple(rounded(spread.middle) for spread in shares["issuing"]),
     )
     cluster = _cluster(host, {"core": core.device}, _links(measured))
     return Calibration(cluster=cluster, figures=tuple(figures), had_core=had_core)
