@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     "--budget",
     "budget_s",
     type=click.FloatRange(min=1),
-    default=28.0,
+    default=16.0,
     show_default=True,
     metavar="SECONDS",
     help="With --calibrate: about how long to measure.",

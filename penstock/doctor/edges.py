@@ -14,7 +14,7 @@ the mesh's deadline.
 
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -25,6 +25,9 @@ import torch
 from penstock.mesh import Mesh
 from penstock.mesh.plain_data import Codec, record
 from penstock.mesh.point_to_point import PointToPoint
+from penstock.trace.units import time_text
+
+from .finding import Finding, warning
 
 ALL_PAIRS_UP_TO = 8
 """Beyond so many ranks, only neighbours and the closing pair of the ring are measured."""
@@ -155,3 +158,57 @@ def _follow(line: _Line) -> None:
 
 def _by_ends(edge: Edge) -> tuple[int, int]:
     return edge.source, edge.target
+
+
+_SLOW_BYTES_PER_S, _FAR_S = 100e6 / 8, 5e-3
+_OUTLIER = 3
+"""An edge that has less than this fraction of the median bandwidth stands out."""
+_MESSAGE_BYTES = 2**20
+_NAMED = 3
+"""So many edges are named; the others are counted."""
+
+
+def check_edges(edges: Sequence[Edge]) -> Iterator[Finding]:
+    """Name edges that are slow, slower than the others, or far."""
+    typical = median(edge.bytes_per_s for edge in edges)
+    slow = [e for e in edges if e.bytes_per_s < _SLOW_BYTES_PER_S]
+    if slow:
+        least = min(edge.bytes_per_s for edge in slow)
+        yield warning(
+            f"{_named(slow)} less than {rate_text(_SLOW_BYTES_PER_S)} ({rate_text(least)})",
+            f"a message of 1 MiB takes up to {time_text(_MESSAGE_BYTES / least)}",
+            "Use a faster network (GLOO_SOCKET_IFNAME chooses the interface), or cut the model "
+            "where little crosses",
+        )
+    uneven = [e for e in edges if e.bytes_per_s * _OUTLIER < typical and e not in slow]
+    if uneven:
+        least = min(edge.bytes_per_s for edge in uneven)
+        yield warning(
+            f"{_named(uneven)} less than a third of the median edge's {rate_text(typical)} "
+            f"({rate_text(least)})",
+            "a pipeline waits for its slowest edge",
+            "See what lies between these hosts, or put neighbouring ranks on one host",
+        )
+    far = [e for e in edges if e.latency_s > _FAR_S]
+    if far:
+        most = max(edge.latency_s for edge in far)
+        yield warning(
+            f"{_named(far)} messages with a latency of up to {time_text(most)}",
+            "each micro-batch waits that long there",
+            "Use hosts that are closer to each other, or fewer and larger micro-batches",
+        )
+
+
+def _named(edges: Sequence[Edge]) -> str:
+    """Begin a sentence about edges: "rank 0 ──► 1 and 3 more carry"."""
+    names = [f"{edge.source} ──► {edge.target}" for edge in edges[:_NAMED]]
+    more = [f"{len(edges) - _NAMED} more"] if len(edges) > _NAMED else []
+    listed = [*names, *more]
+    text = listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"
+    return f"rank {text} {'carries' if len(edges) == 1 else 'carry'}"
+
+
+def rate_text(bytes_per_s: float) -> str:
+    """Write a bandwidth as networks are sold: in bits a second, with three digits."""
+    rate = bytes_per_s * 8 / 1e6
+    return f"{rate / 1e3:.3g} Gbit/s" if rate >= 999.5 else f"{rate:.3g} Mbit/s"

@@ -1,25 +1,24 @@
-"""The examination, in its order: settings, meeting, mesh, edges, a step.  Stops where going on
-would only hang.
+"""The examination, in its order: settings, mesh, edges, a step.  Stops where going on would only
+hang.
 """
 
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock.errors import ConfigError, MeshError, PenstockError
+from penstock.errors import PenstockError
 from penstock.mesh import Mesh, init_mesh
 from penstock.trace.units import bytes_text
 
-from .edges import measure_edges
-from .facts import RankFacts, gather_facts, this_host
+from .edges import check_edges, measure_edges
+from .facts import Host, RankFacts, gather_facts, this_host
 from .finding import Finding, error, has_error, merged, softened, warning
-from .meeting import Meeting
-from .report import Report, check_edges
+from .report import Report
 from .self_test import run_alone, run_together
 from .settings import (
     Environment,
@@ -75,34 +74,28 @@ def examine(environment: Environment, timeout_s: float, show: Show) -> int:
 
     Returns:
         The exit code: 0 if training can work, 1 if it cannot, 2 if the job was started wrongly.
-
-    Raises:
-        ConfigError: the processes were given different options.
     """
     found = check_start(environment)
     if has_error(found):
         return _stop(found, show)
-    place = read_place(environment)
+    place, host = read_place(environment), this_host()
     if place is None:
-        return _examine_alone(environment, found, show)
-    host = this_host()
-    found += check_place(place, environment, host)
+        return _examine_alone(environment, host, found, show)
+    found += [
+        *check_place(place, environment, host),
+        *check_gloo(environment, host),
+        *check_threads(environment, host),
+    ]
     if has_error(found):
         return _stop(found, show, place)
-    found += [*check_gloo(environment, host), *check_threads(environment, host)]
-    mine = gather_facts(place.rank, gloo_address(environment, host), found, _check_folders())
     try:
-        meeting = Meeting(place, timeout_s)
-        ranks = meeting.exchange(mine)
-    except MeshError as failure:
-        return _stop([*found, _of(failure, "the meeting of the processes")], show, place)
-    report = _examine_job(place, ranks, timeout_s)
-    if place.rank == 0:
-        show(report)
-        meeting.leave()
-    else:
-        show(replace(report, is_said=meeting.leave()))
-    return report.exit_code
+        mesh = init_mesh(timeout_s=timeout_s)
+    except (PenstockError, RuntimeError) as failure:
+        return _stop([*found, _of(failure, "the processes make no mesh")], show, place)
+    with mesh:
+        found += _check_folders()
+        mine = gather_facts(mesh.rank, gloo_address(environment, host), found)
+        return _examine_job(mesh, mine, show)
 
 
 def _stop(found: Sequence[Finding], show: Show, place: Place | None = None) -> int:
@@ -113,11 +106,10 @@ def _stop(found: Sequence[Finding], show: Show, place: Place | None = None) -> i
     return report.exit_code
 
 
-def _examine_alone(environment: Environment, found: list[Finding], show: Show) -> int:
-    host = this_host()
+def _examine_alone(environment: Environment, host: Host, found: list[Finding], show: Show) -> int:
     found += [*softened(check_gloo(environment, host)), *check_threads(environment, host)]
-    mine = gather_facts(0, gloo_address(environment, host), found, _check_folders())
-    found += [*mine.others, *check_together([mine])]
+    mine = gather_facts(0, gloo_address(environment, host), [*found, *_check_folders()])
+    found = [*mine.findings, *check_together([mine])]
     tests = []
     for device in ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]:
         test, wrong = run_alone(device)
@@ -134,56 +126,36 @@ def _check_folders() -> list[Finding]:
     return list(check_folders(Path("runs"), Path(tempfile.gettempdir())))
 
 
-def _examine_job(place: Place, ranks: tuple[RankFacts, ...], timeout_s: float) -> Report:
-    """Go on with everyone's facts, which are the same on all ranks."""
-    before = [*_findings(ranks, "settings"), *check_together(ranks)]
-    found = [*before, *_findings(ranks, "others")]
-    results = _Results()
-    if not has_error(before):
-        try:
-            with init_mesh(timeout_s=timeout_s) as mesh:
-                _examine_mesh(mesh, results)
-        except ConfigError:
-            raise
-        except (PenstockError, RuntimeError) as failure:
-            what = "the job broke off" if results.has_begun else "gloo connects no processes"
-            results.findings.append(_of(failure, what))
-    return Report(
-        rank=place.rank,
-        world_size=place.world_size,
-        findings=merged([*found, *results.findings]),
-        ranks=ranks,
-        stopped=not results.has_begun,
-        **results.measured,
-    )
+def _examine_job(mesh: Mesh, mine: RankFacts, show: Show) -> int:
+    """Go on with all processes; rank 0 says what they found, unless they lost each other."""
+    found, measured = list(mine.findings), dict[str, Any]()
+    broke_off = False
+    try:
+        with mesh.reporting():
+            everyone = mesh.world.gather(mine.to_dict(), "for what the others run with")
+            ranks = measured["ranks"] = tuple(map(RankFacts.from_dict, everyone))
+            found = [*_findings(ranks), *check_together(ranks)]
+            edges = measured["edges"] = measure_edges(mesh)
+            found += check_edges(edges)
+            test, wrong = run_together(mesh)
+            measured["self_tests"] = (test,)
+            found += wrong
+    except (PenstockError, RuntimeError) as failure:
+        found.append(_of(failure, "the job broke off"))
+        broke_off = True
+    report = Report(rank=mesh.rank, world_size=mesh.world_size, findings=merged(found), **measured)
+    if mesh.is_first_rank:
+        show(report)
+    if not broke_off:  # torchrun ends all when one ends with an error, so rank 0 writes first
+        mesh.world.barrier("for rank 0 to write the report")
+    if not mesh.is_first_rank:
+        show(replace(report, is_said=not broke_off))
+    return report.exit_code
 
 
-@dataclass(slots=True)
-class _Results:
-    """What the mesh gave so far; it may break at any point."""
-
-    has_begun: bool = False
-    findings: list[Finding] = field(default_factory=list)
-    measured: dict[str, Any] = field(default_factory=dict)
-
-
-def _examine_mesh(mesh: Mesh, results: _Results) -> None:
-    results.has_begun = True
-    with mesh.reporting():
-        edges = results.measured["edges"] = measure_edges(mesh)
-        results.findings += check_edges(edges)
-        test, wrong = run_together(mesh)
-        results.measured["self_tests"] = (test,)
-        results.findings += wrong
-
-
-def _findings(ranks: Sequence[RankFacts], which: str) -> list[Finding]:
+def _findings(ranks: Sequence[RankFacts]) -> list[Finding]:
     """Collect the findings of all ranks, each with the rank that has it."""
-    return [
-        replace(finding, ranks=(facts.rank,))
-        for facts in ranks
-        for finding in getattr(facts, which)
-    ]
+    return [replace(finding, ranks=(facts.rank,)) for facts in ranks for finding in facts.findings]
 
 
 def _of(failure: Exception, what: str) -> Finding:

@@ -4,7 +4,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -63,13 +63,6 @@ def machine_id() -> str:
     """Return what processes on one machine have in common, in containers too."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else socket.gethostname()
-
-
-def network_id() -> str:
-    """Return what processes that reach each other by 127.0.0.1 have in common."""
-    path = Path("/proc/self/ns/net")
-    inode = path.stat().st_ino if path.exists() else 0
-    return f"{machine_id()}/{inode}"
 
 
 def memory_bytes() -> int:
@@ -149,15 +142,14 @@ class Gpu:
 class RankFacts:
     """One process: what it runs with, and where.
 
-    Processes with the same `machine` share cores, those with the same `network` reach each other
-    by 127.0.0.1.  `address` is where gloo lets others connect to this one.
+    Processes with the same `machine` share cores.  `address` is where gloo lets others connect to
+    this one.
     """
 
     rank: int
     host: str
     pid: int
     machine: str
-    network: str
     address: str
     python: str
     torch: str
@@ -168,8 +160,7 @@ class RankFacts:
     num_threads: int
     memory_bytes: int
     gpus: tuple[Gpu, ...]
-    settings: tuple[Finding, ...] = ()
-    others: tuple[Finding, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `from_dict` reads, as JSON knows it."""
@@ -182,10 +173,8 @@ class RankFacts:
         return TypeAdapter(RankFacts).validate_python(data)
 
 
-def gather_facts(
-    rank: int, address: str, settings: list[Finding], others: list[Finding]
-) -> RankFacts:
-    """Look at this process and its machine."""
+def gather_facts(rank: int, address: str, findings: Iterable[Finding] = ()) -> RankFacts:
+    """Look at this process and its machine; `findings` are those that it has already."""
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     package = sys.modules[__name__.partition(".")[0]]
     return RankFacts(
@@ -193,7 +182,6 @@ def gather_facts(
         host=socket.gethostname(),
         pid=os.getpid(),
         machine=machine_id(),
-        network=network_id(),
         address=address,
         python=platform.python_version(),
         torch=torch.__version__,
@@ -204,8 +192,7 @@ def gather_facts(
         num_threads=torch.get_num_threads(),
         memory_bytes=memory_bytes(),
         gpus=tuple(Gpu(gpu.name, gpu.total_memory) for gpu in gpus),
-        settings=tuple(settings),
-        others=(*others, *_check_gpus(len(gpus)), *_check_packages()),
+        findings=(*findings, *_check_gpus(len(gpus)), *_check_packages()),
     )
 
 

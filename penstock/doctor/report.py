@@ -1,10 +1,8 @@
 """All that the doctor found, as one value: as JSON for machines, as tables for people."""
 
 import json
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from statistics import median
 
 from pydantic import TypeAdapter
 from rich.console import Console
@@ -12,17 +10,10 @@ from rich.table import Table
 
 from penstock.trace.units import bytes_text, time_text
 
-from .edges import Edge
+from .edges import Edge, rate_text
 from .facts import RankFacts
-from .finding import Finding, Severity, has_error, warning
+from .finding import Finding, Severity, has_error
 from .self_test import SelfTest
-
-_SLOW_BYTES_PER_S, _FAR_S = 100e6 / 8, 5e-3
-_OUTLIER = 3
-"""An edge that has less than this fraction of the median bandwidth stands out."""
-_MESSAGE_BYTES = 2**20
-_NAMED = 3
-"""So many edges are named; the others are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,58 +48,12 @@ class Report:
 
     def to_json(self) -> str:
         """Write it all as one line of JSON; times in seconds, sizes in bytes."""
-        hidden = {"settings", "others"}  # they are among the findings
+        hidden = {"findings"}  # they are among those of the report
         found = TypeAdapter(Report).dump_python(
             self, mode="json", exclude={"ranks": {"__all__": hidden}}
         )
         slowest = None if self.slowest is None else [self.slowest.source, self.slowest.target]
         return json.dumps(found | {"slowest": slowest, "exit_code": self.exit_code})
-
-
-def check_edges(edges: Sequence[Edge]) -> Iterator[Finding]:
-    """Name edges that are slow, slower than the others, or far."""
-    typical = median(edge.bytes_per_s for edge in edges)
-    slow = [e for e in edges if e.bytes_per_s < _SLOW_BYTES_PER_S]
-    if slow:
-        least = min(edge.bytes_per_s for edge in slow)
-        yield warning(
-            f"{_named(slow)} less than {rate_text(_SLOW_BYTES_PER_S)} ({rate_text(least)})",
-            f"a message of 1 MiB takes up to {time_text(_MESSAGE_BYTES / least)}",
-            "Use a faster network (GLOO_SOCKET_IFNAME chooses the interface), or cut the model "
-            "where little crosses",
-        )
-    uneven = [e for e in edges if e.bytes_per_s * _OUTLIER < typical and e not in slow]
-    if uneven:
-        least = min(edge.bytes_per_s for edge in uneven)
-        yield warning(
-            f"{_named(uneven)} less than a third of the median edge's {rate_text(typical)} "
-            f"({rate_text(least)})",
-            "a pipeline waits for its slowest edge",
-            "See what lies between these hosts, or put neighbouring ranks on one host",
-        )
-    far = [e for e in edges if e.latency_s > _FAR_S]
-    if far:
-        most = max(edge.latency_s for edge in far)
-        yield warning(
-            f"{_named(far)} messages with a latency of up to {time_text(most)}",
-            "each micro-batch waits that long there",
-            "Use hosts that are closer to each other, or fewer and larger micro-batches",
-        )
-
-
-def _named(edges: Sequence[Edge]) -> str:
-    """Begin a sentence about edges: "rank 0 ──► 1 and 3 more carry"."""
-    names = [f"{edge.source} ──► {edge.target}" for edge in edges[:_NAMED]]
-    more = [f"{len(edges) - _NAMED} more"] if len(edges) > _NAMED else []
-    listed = [*names, *more]
-    text = listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"
-    return f"rank {text} {'carries' if len(edges) == 1 else 'carry'}"
-
-
-def rate_text(bytes_per_s: float) -> str:
-    """Write a bandwidth as networks are sold: in bits a second, with three digits."""
-    rate = bytes_per_s * 8 / 1e6
-    return f"{rate / 1e3:.3g} Gbit/s" if rate >= 999.5 else f"{rate:.3g} Mbit/s"
 
 
 _COLORS = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}

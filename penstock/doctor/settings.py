@@ -1,12 +1,13 @@
 """Wrong settings, explained: functions from environment variables and a machine to findings; and
-what shows only side by side: versions that differ, hosts that cannot reach each other, cores that
-are shared by too many.
+what shows only side by side: cores that are shared by too many, versions of files that differ.
+
+What makes it impossible to meet is found before, by each process itself, so that it is said in
+place of a wait that ends by its deadline; what `init_mesh` compares is not compared here.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TypeVar
 
 from .facts import Host, RankFacts, is_loopback
@@ -65,12 +66,11 @@ def check_place(place: Place, environment: Environment, host: Host) -> Iterator[
             "Give the IP address of the host of rank 0, or put the name into DNS or /etc/hosts",
         )
         return
-    here = environment.get("LOCAL_WORLD_SIZE", "")
-    if here.isdigit() and int(here) < place.world_size and all(map(is_loopback, addresses)):
+    if _has_other_hosts(environment) and all(map(is_loopback, addresses)):
         yield error(
             what,
-            f"{here} of {place.world_size} processes are on this host, and each host would look "
-            "for rank 0 on itself",
+            f"{environment['LOCAL_WORLD_SIZE']} of {place.world_size} processes are on this host, "
+            "and each host would look for rank 0 on itself",
             "Give the address of the host of rank 0 as the others see it",
         )
     if not place.keeps_store:
@@ -98,7 +98,16 @@ def check_gloo(environment: Environment, host: Host) -> Iterator[Finding]:
         yield from _check_interfaces(wanted, host)
         return
     addresses = host.resolve(host.name)
-    if not any(map(host.is_own, addresses)):
+    address = gloo_address(environment, host)
+    if is_loopback(address) and _has_other_hosts(environment):
+        yield error(
+            f"gloo on {host.name} would listen at {address}",
+            "that is what the name of the machine stands for there, and the job has other hosts, "
+            "which cannot reach it",
+            f"Set GLOO_SOCKET_IFNAME to the network interface between the hosts, one of "
+            f"{_known(host)}, or correct the name's line in /etc/hosts",
+        )
+    elif not any(map(host.is_own, addresses)):
         found = f"has the address {addresses[0]}" if addresses else "has no address"
         yield warning(
             f"the name of this machine, {host.name!r}, {found}",
@@ -114,6 +123,12 @@ def gloo_address(environment: Environment, host: Host) -> str:
         return host.interfaces.get(wanted.split(",")[0]) or ""
     own = [address for address in host.resolve(host.name) if host.is_own(address)]
     return own[0] if own else "127.0.0.1"
+
+
+def _has_other_hosts(environment: Environment) -> bool:
+    """Tell whether torchrun says that other processes of the job are on other hosts."""
+    here = environment.get("LOCAL_WORLD_SIZE", "")
+    return here.isdigit() and int(here) < int(environment.get("WORLD_SIZE", "1"))
 
 
 def check_threads(environment: Environment, host: Host) -> Iterator[Finding]:
@@ -214,52 +229,22 @@ def _listed(names: list[str]) -> str:
 
 
 _T = TypeVar("_T")
-_MUST_AGREE = {"Python": "python", "torch": "torch", "Penstock": "penstock"}
-_MUCH_S = 1.0
-"""Clocks that are further apart are worth a warning."""
 
 
 def check_together(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """Compare the processes of a job; with an error among the findings they make no mesh."""
-    return [
-        *_check_versions(ranks),
-        *_check_addresses(ranks),
-        *_check_cores(ranks),
-        *_check_devices(ranks),
-    ]
+    """Compare the processes of a job, beyond what they must have in common to make a mesh."""
+    return [*_check_versions(ranks), *_check_cores(ranks), *_check_devices(ranks)]
 
 
 def _check_versions(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    for name, field in _MUST_AGREE.items():
-        versions = _by(ranks, attrgetter(field))
-        if len(versions) > 1:
-            yield error(
-                f"{name} is {_spelled(versions)}",
-                "the processes exchange what one version writes and another one might not read",
-                f"Install the same version of {name} on every host",
-            )
     versions = _by(ranks, lambda facts: facts.safetensors)
     if len(versions) > 1:
+        said = (f"{version} on {named(who)}" for version, who in versions.items())
         yield warning(
-            f"safetensors is {_spelled(versions)}",
+            f"safetensors is {', '.join(said)}",
             "a checkpoint is written by all processes, and read by any",
             "Install the same version on every host",
         )
-
-
-def _check_addresses(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    if len({facts.network for facts in ranks}) == 1:
-        return
-    for address, who in _by(ranks, lambda facts: facts.address).items():
-        if is_loopback(address):
-            hosts = sorted({facts.host for facts in ranks if facts.rank in who})
-            yield error(
-                f"gloo on {named(who)} ({', '.join(hosts)}) would listen at {address}",
-                "that is what the name of the machine stands for there, and the job has other "
-                "hosts, which cannot reach it",
-                "Set GLOO_SOCKET_IFNAME to the network interface between the hosts, or correct "
-                "the name's line in /etc/hosts",
-            )
 
 
 def _check_cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -295,7 +280,3 @@ def _by(ranks: Sequence[RankFacts], key: Callable[[RankFacts], _T]) -> dict[_T, 
     for facts in ranks:
         groups[key(facts)].append(facts.rank)
     return dict(groups)
-
-
-def _spelled(versions: dict[str, list[int]]) -> str:
-    return ", ".join(f"{version} on {named(who)}" for version, who in versions.items())

@@ -1,8 +1,8 @@
 """How the processes of a job meet: torch.distributed's rendezvous, with an answer to restarts.
 
-torchrun's own process keeps the store that all of them meet at, and keeps it when it starts them
-again; addresses that an earlier attempt left there would be taken for this one's.  So rank 0 first
-gives the attempt a name:
+torchrun's own process keeps the store that all of them meet at (without torchrun, rank 0 does),
+and keeps it when it starts them again; addresses that an earlier attempt left there would be taken
+for this one's.  So rank 0 first gives the attempt a name, and says which ranks do not come for it:
 
     hello/<rank>   each process: a word that nobody used before
     echo/<word>    rank 0: the name of the attempt, to whoever said that word
@@ -50,27 +50,25 @@ def join(timeout_s: float, backends: str = "gloo") -> None:
         note_failure()
         raise MeshError(
             f"rank {rank} of {world_size} did not find the others at {address}:{port} within "
-            f"{timeout_s:g} s: {first_line(error)}. See that all "
-            "processes run, that this host reaches that address (MASTER_ADDR, firewall), that the "
-            "port is free on it (MASTER_PORT), and that GLOO_SOCKET_IFNAME names the right "
-            "interface"
+            f"{timeout_s:g} s: {first_line(error).rstrip('.')}. See that all "
+            "processes run, each with a RANK of its own, that this host reaches that address "
+            "(MASTER_ADDR, firewall), that the port is free on it (MASTER_PORT), and that "
+            "GLOO_SOCKET_IFNAME names the right interface"
         ) from error
 
 
 def _meet(timeout_s: float, backends: str) -> None:
     limit = timedelta(seconds=timeout_s)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        _meet_at_torchrun(timeout_s, limit, backends)
-    else:
-        dist.init_process_group(backends, timeout=limit)
-    dist.all_reduce(
-        torch.zeros(())
-    )  # gloo that connects at first use has not yet waited for anybody
-
-
-def _meet_at_torchrun(timeout_s: float, limit: timedelta, backends: str) -> None:
     rank, world_size, (address, port) = process_rank(), num_processes(), meeting_place()
-    store = TCPStore(address, port, is_master=False, timeout=limit)
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = TCPStore(
+        address,
+        port,
+        is_master=rank == 0 and not by_torchrun,
+        wait_for_workers=False,  # those that do not come are named below
+        multi_tenant=True,
+        timeout=limit,
+    )
     attempt = name_attempt(PrefixStore("penstock/meeting", store), rank, world_size, timeout_s)
     dist.init_process_group(
         backends,
@@ -79,6 +77,7 @@ def _meet_at_torchrun(timeout_s: float, limit: timedelta, backends: str) -> None
         world_size=world_size,
         timeout=limit,
     )
+    dist.all_reduce(torch.zeros(()))  # gloo connects at first use: it waited for nobody so far
 
 
 def _within(seconds: float, job: Callable[[], None]) -> None:
@@ -125,8 +124,9 @@ def _name_for_all(store: Any, others: Sequence[int], deadline: float) -> str:
             store.multi_set([f"echo/{word}" for word in words], [name] * len(words))
             answered |= words
         if time.monotonic() > deadline:
-            missing = [r for r in others if _read(store, [f"ready/{r}"]) != [name]]
-            some = ", ".join(map(str, missing[:_MOST_NAMED]))
+            absent = [r for r in others if not store.check([f"hello/{r}"])]
+            silent = [r for r in others if _read(store, [f"ready/{r}"]) != [name]]
+            some = ", ".join(map(str, (absent or silent)[:_MOST_NAMED]))
             raise RuntimeError(f"rank {some} did not come")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -54,7 +54,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 def environment_of(mesh: Mesh) -> str:
     """Write what each process runs with, and where, as JSON; all processes call it alike."""
-    facts = {**gather_facts(mesh.rank, "", [], []).to_dict(), "processor": _processor()}
+    facts = {**gather_facts(mesh.rank, "").to_dict(), "processor": _processor()}
     everyone = mesh.world.gather(facts, "for what the others run with")
     common: dict[str, Any] = {
         "system": platform.platform(),

@@ -2,12 +2,14 @@
 
 python -m tests.distributed.doctor_job dies RANK SECONDS      killed before the training step
 python -m tests.distributed.doctor_job as RANK,RANK,... SECONDS    with these ranks instead
+python -m tests.distributed.doctor_job version RANK SECONDS   of another version of Penstock
 """
 
 import os
 import signal
 import sys
 
+import penstock
 from penstock.cli.main import main
 from penstock.doctor import examine
 
@@ -22,6 +24,8 @@ if __name__ == "__main__":
     rank = os.environ["RANK"]
     if how == "as":
         os.environ["RANK"] = who.split(",")[int(rank)]
+    elif how == "version":
+        penstock.__version__ = f"0.0.{int(rank == who)}"
     elif rank == who:
         sys.modules[examine.__module__].run_together = die  # type: ignore[attr-defined]
     main(["doctor", "--timeout", timeout_s, "--json"])

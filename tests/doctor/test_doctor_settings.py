@@ -88,8 +88,8 @@ def test_a_master_without_address_is_named() -> None:
 
 def test_a_master_at_127_0_0_1_is_for_one_host_only() -> None:
     local = replace(PLACE, address="localhost")
-    assert list(check_place(local, {"LOCAL_WORLD_SIZE": "4"}, HOST)) == []
-    found = list(check_place(local, {"LOCAL_WORLD_SIZE": "2"}, HOST))
+    assert list(check_place(local, {**GOOD, "LOCAL_WORLD_SIZE": "4"}, HOST)) == []
+    found = list(check_place(local, {**GOOD, "LOCAL_WORLD_SIZE": "2"}, HOST))
     said(found, ERROR, "MASTER_ADDR=localhost", "2 of 4 processes", "rank 0 on itself")
 
 
@@ -120,6 +120,15 @@ def test_a_machine_whose_name_is_not_its_own_is_named(name: str, word: str) -> N
     host = replace(HOST, name=name)
     said(list(check_gloo({}, host)), WARNING, repr(name), word, "GLOO_SOCKET_IFNAME", "127.0.0.1")
     assert list(check_gloo({"GLOO_SOCKET_IFNAME": "eth0"}, host)) == []
+
+
+def test_a_machine_whose_name_means_127_0_1_1_is_an_error_between_hosts() -> None:
+    host = replace(HOST, name="local", resolve=lambda _: ("127.0.1.1",))
+    job = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    found = list(check_gloo(job, host))
+    said(found, ERROR, "gloo on local would listen at 127.0.1.1", "eth0 (10.0.0.1)", "/etc/hosts")
+    assert list(check_gloo({**job, "LOCAL_WORLD_SIZE": "4"}, host)) == []
+    assert list(check_gloo({**job, "GLOO_SOCKET_IFNAME": "eth0"}, host)) == []
 
 
 def test_where_gloo_listens_is_predicted() -> None:

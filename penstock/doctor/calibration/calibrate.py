@@ -5,80 +5,47 @@ Nothing of it is measured with a pipeline: what a pipeline does is predicted fro
 
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from penstock.costs.cluster import Cluster, Host, Link
+from penstock.costs.cluster import Cluster, Host
 from penstock.costs.device import Device
 from penstock.doctor.facts import memory_bytes, this_host
 
-from .device import DeviceFacts, MeasuredDevice, measure_device
-from .figures import Figure, MeasuredLink, Spread, rounded, seconds_of
-from .links import measure_processes, measure_threads
-from .work import USUAL, Run, Sizes, copy_work, gemm_work, mixed_work, shares_alone
+from .figures import Figure, Spread, rounded, seconds_of
+from .links import MeasuredLink, measure_gpus, measure_processes, measure_threads
+from .work import (
+    CHAIN,
+    USUAL,
+    Sizes,
+    copy_work,
+    gemm_work,
+    issue_work,
+    mixed_work,
+    share_at,
+    shares_alone,
+)
 
-_SMALL_BYTES = 64
-
-
-def measure_gpus(devices: list[torch.device], num_bytes: int, budget_s: float) -> MeasuredLink:
-    """Measure the first two devices, and all neighbours both ways at once."""
-    pairs = [pair for a, b in pairwise(devices) for pair in ((a, b), (b, a))]
-    part_s = budget_s / 4
-    small_s = _copies_s(pairs[:1], _SMALL_BYTES, part_s)
-    large_s = _copies_s(pairs[:1], num_bytes, part_s)
-    crossing_s = _copies_s(pairs, num_bytes, part_s)
-    begun_s = _copies_s(pairs[:1], _SMALL_BYTES, part_s, until_done=False)
-    return MeasuredLink(num_bytes, small_s, large_s, crossing_s, begun_s, begun_s)
-
-
-def _copies_s(
-    pairs: list[tuple[torch.device, torch.device]],
-    num_bytes: int,
-    budget_s: float,
-    *,
-    until_done: bool = True,
-) -> Spread:
-    """Time copies that are begun together."""
-    copies = [
-        (torch.ones(num_bytes // 4, device=a), torch.empty(num_bytes // 4, device=b))
-        for a, b in pairs
-    ]
-    streams = [torch.cuda.Stream(a) for a, _ in pairs]
-    ends = {device for pair in pairs for device in pair}
-    for device in ends:
-        torch.cuda.synchronize(device)
-
-    def run() -> None:
-        for (source, target), stream in zip(copies, streams, strict=True):
-            with torch.cuda.stream(stream):
-                target.copy_(source, non_blocking=True)
-
-    def wait() -> None:
-        for device in ends:
-            torch.cuda.synchronize(device)
-
-    found = seconds_of(run, budget_s, wait if until_done else lambda: None)
-    wait()
-    return found
-
-
-BUDGET_S = 28.0
+BUDGET_S = 16.0
 """About how long measuring takes; starting two processes comes on top."""
+_OF_DEVICES, _OF_CROWDS, _OF_LINKS = 0.25, 0.5, 0.25
+"""Shares of the budget."""
 _MESSAGE_BYTES = 1 << 20
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_TOO_SLOW, _TRIED = 10, 192
+"""A dtype that is so many times slower than float32, for a product of this size, is left out."""
 _QUIET = 0.95
 """What is left to others on a machine that does nothing else."""
 _UNSTEADY = 2.0
 """Quartiles of one figure that are so many times apart: repeats of it did not agree."""
 _NAMED = 3
 """How many of them a warning names, the worst first."""
-_OF_DEVICES, _OF_CROWDS, _OF_LINKS = 0.4, 0.4, 0.2
-"""Shares of the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,106 +94,134 @@ def calibrate(budget_s: float = BUDGET_S, sizes: Sizes = USUAL) -> Calibration:
 
 
 def _cores(budget_s: float, sizes: Sizes) -> Calibration:
-    num_cores = _num_cores()
+    host = this_host()
+    num_cores = max(1, min(host.num_cores, int(host.quota_cores or host.num_cores)))
     cpu = torch.device("cpu")
+    facts = DeviceFacts("core", memory_bytes() // num_cores, _source(_cpu_name()))
     began_s, used_s = time.perf_counter(), time.thread_time()
-    core = measure_device(
-        cpu,
-        DeviceFacts("core", memory_bytes() // num_cores, "cpu", _source(_cpu_name())),
-        sizes,
-        budget_s * _OF_DEVICES,
-    )
+    core, figures = measure_device(cpu, facts, sizes, budget_s * _OF_DEVICES)
     had_core = (time.thread_time() - used_s) / (time.perf_counter() - began_s)
-    work: list[tuple[str, Callable[[], Run], int]] = [
-        ("copies", lambda: copy_work(cpu, sizes.copy_bytes // 4).run, num_cores),
-        ("products", lambda: gemm_work(cpu, sizes.gemm[0] // 2, torch.float32).run, num_cores),
-        ("mixed work", partial(mixed_work, cpu, sizes), 2 * num_cores),
-    ]
-    part_s = budget_s * _OF_CROWDS / len(work)
-    shares = {name: shares_alone(make, most, part_s) for name, make, most in work}
+    mixed = shares_alone(partial(mixed_work, sizes), num_cores, budget_s * _OF_CROWDS)
     part_s = budget_s * _OF_LINKS / 2
-    measured = {
+    links = {
         "threads": measure_threads(_MESSAGE_BYTES, part_s),
         "processes": measure_processes(_MESSAGE_BYTES, part_s),
     }
-    figures = [
-        *core.figures,
-        *(f for name, spreads in shares.items() for f in _crowd_figures(name, spreads)),
-        *(figure for name, link in measured.items() for figure in link.figures(name)),
-    ]
-    host = Host(
+    described = Host(
         name=platform.node() or "host",
         devices=("core",) * num_cores,
         port="threads",
         processes="processes",
         memory_bytes=memory_bytes(),
-        busy_speed=tuple(rounded(spread.middle) for spread in shares["mixed work"]),
+        busy_speed=_for_each(mixed, num_cores),
     )
-    cluster = _cluster(host, {"core": core.device}, _links(measured))
-    return Calibration(cluster=cluster, figures=tuple(figures), had_core=had_core)
+    figures += _crowd_figures("mixed work", mixed)
+    return _calibration(described, {"core": core}, links, figures, had_core)
 
 
 def _gpus(budget_s: float, sizes: Sizes) -> Calibration:
-    count = torch.cuda.device_count()
-    devices = [torch.device("cuda", n) for n in range(count)]
-    share_s = budget_s * (_OF_DEVICES + _OF_CROWDS) / count
-    measured = [measure_device(each, _gpu_facts(each), sizes, share_s) for each in devices]
+    gpus = [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
+    devices: dict[str, Device] = {}
+    figures: list[Figure] = []
+    for n, gpu in enumerate(gpus):
+        known = torch.cuda.get_device_properties(gpu)
+        facts = DeviceFacts(known.name, known.total_memory, _source(known.name))
+        kind, share_s = f"gpu{n}", budget_s * _OF_DEVICES / len(gpus)
+        devices[kind], found = measure_device(gpu, facts, sizes, share_s)
+        figures += [Figure(f"{kind}: {f.name}", f.unit, f.spread) for f in found]
     links: dict[str, MeasuredLink] = {}
-    if count > 1:
-        links["peers"] = measure_gpus(devices, 64 * _MESSAGE_BYTES, budget_s * _OF_LINKS)
-    kinds = [f"gpu{n}" for n in range(count)]
+    if len(gpus) > 1:
+        links["peers"] = measure_gpus(gpus[0], gpus[1], budget_s * _OF_LINKS)
     host = Host(
         name=platform.node() or "host",
-        devices=tuple(kinds),
-        port="peers" if count > 1 else None,
+        devices=tuple(devices),
+        port="peers" if links else None,
         memory_bytes=memory_bytes(),
     )
-    figures = [
-        *(f for kind, each in zip(kinds, measured, strict=True) for f in _of_kind(kind, each)),
-        *(figure for name, link in links.items() for figure in link.figures(name)),
-    ]
-    described = {kind: each.device for kind, each in zip(kinds, measured, strict=True)}
-    return Calibration(cluster=_cluster(host, described, _links(links)), figures=tuple(figures))
+    return _calibration(host, devices, links, figures)
 
 
-def _num_cores() -> int:
-    """Return how many cores this process may use: those it sees, or its container's quota."""
-    host = this_host()
-    return max(1, min(host.num_cores, int(host.quota_cores or host.num_cores)))
+class DeviceFacts(NamedTuple):
+    """What is read, not measured."""
+
+    name: str
+    memory_bytes: int
+    source: str
 
 
-def _cluster(host: Host, devices: dict[str, Device], links: dict[str, Link]) -> Cluster:
-    source = _source(platform.node() or "this machine")
-    return Cluster(name=host.name, devices=devices, hosts=(host,), links=links, source=source)
+def measure_device(
+    device: torch.device, facts: DeviceFacts, sizes: Sizes, budget_s: float
+) -> tuple[Device, list[Figure]]:
+    """Measure a device alone: what it copies, the peak of each dtype, what issuing takes."""
+    is_cpu = device.type == "cpu"
+
+    def wait() -> None:
+        if not is_cpu:
+            torch.cuda.synchronize(device)
+
+    part_s = budget_s / 4
+    copy = seconds_of(copy_work(device, sizes.copy_bytes), part_s, wait).per(sizes.copy_bytes)
+    figures = [Figure("copy", "B/s", copy)]
+    peaks: dict[str, float] = {}
+    for name, dtype in _DTYPES.items():
+        if peaks:
+            tried = seconds_of(gemm_work(device, _TRIED, dtype), 0.0, wait).per(2 * _TRIED**3)
+            if tried.middle < peaks["float32"] / _TOO_SLOW:
+                continue
+        product = seconds_of(gemm_work(device, sizes.gemm, dtype), part_s, wait)
+        figures.append(Figure(f"product {name}", "FLOP/s", product.per(2 * sizes.gemm**3)))
+        peaks[name] = rounded(figures[-1].spread.middle)
+    issue = seconds_of(issue_work(device), part_s).times(1 / (2 * CHAIN))
+    wait()
+    figures.append(Figure("an operator is issued", "s", issue))
+    described = Device(
+        name=facts.name,
+        flops_per_s=peaks,
+        bytes_per_s=rounded(copy.middle),
+        memory_bytes=facts.memory_bytes,
+        torch_type=device.type,
+        efficiency={"gemm": 1.0},  # the peak is what a product reached
+        source=facts.source,
+        issue_s=rounded(issue.middle),
+        gap_s=rounded(issue.middle) if is_cpu else 0.0,  # a core issues what it computes
+    )
+    return described, figures
 
 
-def _links(measured: dict[str, MeasuredLink]) -> dict[str, Link]:
-    return {name: link.link(_source(name)) for name, link in measured.items()}
+def _calibration(
+    host: Host,
+    devices: Mapping[str, Device],
+    links: Mapping[str, MeasuredLink],
+    figures: Sequence[Figure],
+    had_core: float = 1.0,
+) -> Calibration:
+    cluster = Cluster(
+        name=host.name,
+        devices=devices,
+        hosts=(host,),
+        links={name: link.link(_source(name)) for name, link in links.items()},
+        source=_source(host.name),
+    )
+    of_links = (figure for name, link in links.items() for figure in link.figures(name))
+    return Calibration(cluster=cluster, figures=(*figures, *of_links), had_core=had_core)
 
 
-def _gpu_facts(device: torch.device) -> DeviceFacts:
-    gpu = torch.cuda.get_device_properties(device)
-    return DeviceFacts(gpu.name, gpu.total_memory, "cuda", _source(gpu.name))
-
-
-def _of_kind(kind: str, measured: MeasuredDevice) -> list[Figure]:
-    return [Figure(f"{kind}: {f.name}", f.unit, f.spread) for f in measured.figures]
-
-
-def _crowd_figures(name: str, shares: tuple[Spread, ...]) -> list[Figure]:
+def _crowd_figures(name: str, shares: Mapping[int, Spread]) -> list[Figure]:
     return [
         Figure(f"{name}, {n} threads at once", "of one alone", spread)
-        for n, spread in enumerate(shares, start=1)
+        for n, spread in shares.items()
         if n > 1
     ]
 
 
+def _for_each(shares: Mapping[int, Spread], most: int) -> tuple[float, ...]:
+    """Return the share of each of 1, 2, 3, ... threads."""
+    return tuple(rounded(share_at(shares, n)) for n in range(1, most + 1))
+
+
 def _source(what: str) -> str:
-    return f"{what}: measured by penstock doctor --calibrate, {date.today()}, torch {_torch()}"
-
-
-def _torch() -> str:
-    return str(torch.__version__)
+    measured = f"measured by penstock doctor --calibrate, {date.today()}"
+    return f"{what}: {measured}, torch {torch.__version__}"
 
 
 def _cpu_name() -> str:

@@ -1,10 +1,10 @@
-"""What a message from one process, or thread, to another of this host takes, as in training.
+"""What a message from one thread, process or GPU to another of this host takes, as in training.
 
 Two processes are started by torchrun, each with one thread:
 
     rank 0 and rank 1 in turn    a message there and one back, small and large
     both at once                 each sends a large one, then receives
-    rank 0, then rank 1          a send while nobody receives; a receive of what is there already
+    rank 0, then rank 1          a send while nobody receives; a receive of what was sent
 """
 
 import json
@@ -14,13 +14,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from penstock.costs.cluster import Link
 from penstock.errors import MeshError
 from penstock.mesh import Mesh, init_mesh
 from penstock.schedules.ir import Forward, Message
@@ -30,180 +32,91 @@ from penstock.transport.headers import Payload
 from penstock.transport.threads import QueueChannels
 from penstock.transport.torch_distributed import Incoming, Outgoing
 
-from .figures import LEAST_TIMES, MeasuredLink, Spread, seconds_of
+from .figures import LEAST_TIMES, Figure, Spread, rounded, seconds_of
 
 _SMALL_BYTES = 64
 _TIMEOUT_S = 60.0
-_WARM, _LEAST_TIMES, _MOST_TIMES = 5, 5, 2000
-_CHANNELS = 2
+_WARM, _MOST_TIMES = 5, 2000
+_HALF_WAY = 0.75
+"""Of what one direction reaches alone; a duplex link has all of it both ways, another one half."""
 _FOR_A_PROCESS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def measure_processes(num_bytes: int, budget_s: float) -> MeasuredLink:
-    """Measure two processes of this host that send each other tensors of so many bytes.
+class MeasuredLink(NamedTuple):
+    """Seconds that messages take, of a few bytes and of `num_bytes`.
 
-    Raises:
-        MeshError: they failed, or took too long.
+    `small_s` and `large_s` are from the begin of a send to the end of a receive that waited;
+    `overhead_s` is for how long either end is busy with a small message, `busy_s` with a large
+    one, None where nobody copies it.  `crossing_s` is as `large_s` while another message comes the
+    other way, None where both are known not to meet.
     """
-    environment = {k: v for k, v in os.environ.items() if k not in _FOR_A_PROCESS}
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        words = [str(num_bytes), str(budget_s), str(result)]
-        started = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        _run_apart(
-            [sys.executable, "-m", *started, "-m", __name__, *words],
-            "two processes of this host",
-            _TIMEOUT_S + budget_s,
-            {**environment, "OMP_NUM_THREADS": "1"},
+
+    num_bytes: int
+    small_s: Spread
+    large_s: Spread
+    overhead_s: Spread
+    busy_s: Spread | None = None
+    crossing_s: Spread | None = None
+
+    @property
+    def travel_s(self) -> float:
+        """What the bytes themselves take; at least what the measurement can tell from nothing."""
+        noise_s = (self.large_s.high - self.large_s.low) / 2
+        return max(self.large_s.middle - self.small_s.middle, noise_s, 1e-9)
+
+    def link(self, source: str) -> Link:
+        """Return what a simulation needs of it."""
+        overhead_s, both = self.overhead_s.middle, self.crossing_s
+        copying_s = 0.0 if self.busy_s is None else self.busy_s.middle - overhead_s
+        copies = copying_s > self.travel_s / 10
+        return Link(
+            bytes_per_s=rounded(self.num_bytes / self.travel_s),
+            latency_s=rounded(max(0.0, self.small_s.middle - 2 * overhead_s)),
+            duplex=both is None or self.large_s.middle / both.middle > _HALF_WAY,
+            overhead_s=rounded(overhead_s),
+            copy_bytes_per_s=rounded(self.num_bytes / copying_s) if copies else None,
+            source=source,
         )
-        spreads = json.loads(result.read_text())
-    return MeasuredLink(num_bytes, *(Spread(*spread) for spread in spreads))
+
+    def figures(self, name: str) -> list[Figure]:
+        """Return what was measured, as lines of a table."""
+        size = f"{self.num_bytes >> 10} KiB"
+        found = {
+            "a small message": self.small_s,
+            size: self.large_s,
+            "either end busy, small": self.overhead_s,
+            f"either end busy, {size}": self.busy_s,
+            f"{size}, both ways at once": self.crossing_s,
+        }
+        return [Figure(f"{name}: {what}", "s", s) for what, s in found.items() if s is not None]
 
 
-class _Ends:
-    """Both directions to the other process, on each of a few connections."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        peer = 1 - mesh.rank
-        mine = [_CHANNELS * mesh.rank + n for n in range(_CHANNELS)]
-        theirs = [_CHANNELS * peer + n for n in range(_CHANNELS)]
-        self._out = [Outgoing(mesh, mesh.rank, peer, channel) for channel in mine]
-        self._in = [Incoming(mesh, peer, channel) for channel in theirs]
-
-    def send(self, payload: Payload, channel: int = 0) -> float:
-        """Send, and return for how long that took."""
-        start_s = time.perf_counter()
-        self._out[channel].send(payload, 0)
-        return time.perf_counter() - start_s
-
-    def receive(self, channel: int = 0) -> float:
-        """Receive, and return for how long that took."""
-        start_s = time.perf_counter()
-        self._in[channel].receive(0, _TIMEOUT_S)
-        return time.perf_counter() - start_s
-
-    def finish(self) -> None:
-        """Wait until all that was sent has left."""
-        for out in self._out:
-            out.finish(_TIMEOUT_S)
+# -- between GPUs ---------------------------------------------------------------------------------
 
 
-def _there_and_back(ends: _Ends, leads: bool, payload: Payload) -> float:
-    start_s = time.perf_counter()
-    if leads:
-        ends.send(payload)
-        ends.receive()
-    else:
-        ends.receive()
-        ends.send(payload)
-    ends.finish()
-    return (time.perf_counter() - start_s) / 2
+def measure_gpus(source: torch.device, target: torch.device, budget_s: float) -> MeasuredLink:
+    """Measure copies from one GPU to another."""
+    num_bytes = 1 << 26
 
+    def wait() -> None:
+        torch.cuda.synchronize(source)
+        torch.cuda.synchronize(target)
 
-def _crossing(ends: _Ends, leads: bool, payload: Payload) -> float:
-    small = _payload(_SMALL_BYTES)
-    if leads:  # both are to begin together
-        ends.send(small, 1)
-        ends.receive(1)
-    else:
-        ends.receive(1)
-        ends.send(small, 1)
-    start_s = time.perf_counter()
-    ends.send(payload)
-    ends.receive()
-    ends.finish()
-    return time.perf_counter() - start_s
-
-
-def _busy(ends: _Ends, leads: bool, payload: Payload) -> float:
-    """Send while nobody receives, and receive what is there; return the longer of the two."""
-    small = _payload(_SMALL_BYTES)
-    if leads:
-        sent_s = ends.send(payload)
-        ends.send(small, 1)
-        ends.receive(1)
-        ends.finish()
-        return sent_s
-    ends.receive(1)
-    received_s = ends.receive()
-    ends.send(small, 1)
-    ends.finish()
-    return received_s
-
-
-_Step = Callable[[_Ends, bool, Payload], float]
-
-
-def _measure(mesh: Mesh, ends: _Ends, step: _Step, num_bytes: int, budget_s: float) -> Spread:
-    """Repeat a step as often on both ranks; return the longer medians of both."""
-    payload, leads = _payload(num_bytes), mesh.rank == 0
-    warm_s = [step(ends, leads, payload) for _ in range(_WARM)]
-    mine = int(budget_s / max(sorted(warm_s)[_WARM // 2], 1e-7))
-    times = max(_LEAST_TIMES, min(_MOST_TIMES, _of_first(mesh, mine)))
-    spread = Spread.of([step(ends, leads, payload) for _ in range(times)])
-    return max(Spread(*found) for found in _gather(mesh, list(spread)))
-
-
-def _payload(num_bytes: int) -> Payload:
-    return Gradient((torch.zeros(num_bytes // 4),))
-
-
-def _of_first(mesh: Mesh, number: int) -> int:
-    return int(_gather(mesh, [float(number)])[0][0])
-
-
-def _gather(mesh: Mesh, numbers: list[float]) -> list[list[float]]:
-    """Return the numbers of both ranks."""
-    both = torch.zeros(2, len(numbers), dtype=torch.float64)
-    both[mesh.rank] = torch.tensor(numbers, dtype=torch.float64)
-    mesh.world.tensors.all_reduce(both, "for the other process to tell what it measured")
-    return [[float(x) for x in row] for row in both]
-
-
-def main() -> None:
-    """Measure as one of the two processes; rank 0 writes the result."""
-    num_bytes, budget_s, result = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
-    with init_mesh(2, timeout_s=_TIMEOUT_S, device="cpu") as mesh:
-        ends = _Ends(mesh)
-        steps: list[tuple[_Step, int]] = [
-            (_there_and_back, _SMALL_BYTES),
-            (_there_and_back, num_bytes),
-            (_crossing, num_bytes),
-            (_busy, _SMALL_BYTES),
-            (_busy, num_bytes),
-        ]
-        part_s = budget_s / len(steps)
-        spreads = [_measure(mesh, ends, step, size, part_s) for step, size in steps]
-        if mesh.rank == 0:
-            result.write_text(json.dumps(spreads))
-
-
-def _run_apart(
-    command: Sequence[str],
-    who: str,
-    timeout_s: float,
-    environment: Mapping[str, str] | None = None,
-) -> str:
-    """Run a command, and return what it wrote.
-
-    Raises:
-        MeshError: it failed, or took too long.
-    """
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=True
+    def copies_s(num_bytes: int, wait_for_end: Callable[[], None]) -> Spread:
+        value = torch.ones(num_bytes // 4, device=source)
+        into = torch.empty(num_bytes // 4, device=target)
+        found = seconds_of(
+            lambda: into.copy_(value, non_blocking=True), budget_s / 3, wait_for_end
         )
-    except subprocess.TimeoutExpired:
-        raise MeshError(
-            f"{who} took more than {timeout_s:.0f} s to be measured: the machine is busy with "
-            "other work. Stop that, and calibrate again"
-        ) from None
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.strip().splitlines() or ["no word was written"]
-        raise MeshError(f"{who} could not be measured: {lines[-1]}") from None
-    return done.stdout
+        wait()
+        return found
 
+    begun_s = copies_s(_SMALL_BYTES, lambda: None)
+    small_s, large_s = (copies_s(each, wait) for each in (_SMALL_BYTES, num_bytes))
+    return MeasuredLink(num_bytes, small_s, large_s, begun_s)
+
+
+# -- between threads ------------------------------------------------------------------------------
 
 _INSTRUCTION = Forward(0, 0)
 _AT_ONCE = 100
@@ -212,8 +125,7 @@ _AT_ONCE = 100
 def measure_threads(num_bytes: int, budget_s: float) -> MeasuredLink:
     """Measure two threads that pass a tensor to each other, and read and write all of it.
 
-    What reading and writing takes one thread alone is not counted.  Nothing is copied, so that
-    messages of both ways do not meet.
+    What reading and writing takes one thread alone is not counted.
     """
     tensor = torch.zeros(num_bytes // 4)
     part_s = budget_s / 4
@@ -221,8 +133,7 @@ def measure_threads(num_bytes: int, budget_s: float) -> MeasuredLink:
     passed_s = _one_way_s(lambda: tensor.add_(1), part_s)
     alone_s = seconds_of(lambda: tensor.add_(1), part_s).middle
     large_s = Spread(*(max(0.0, seconds - alone_s) for seconds in passed_s))
-    overhead_s = _overhead_s(part_s)
-    return MeasuredLink(num_bytes, small_s, large_s, large_s, overhead_s, overhead_s)
+    return MeasuredLink(num_bytes, small_s, large_s, _overhead_s(part_s))
 
 
 def _one_way_s(touch: Callable[[], Any], budget_s: float) -> Spread:
@@ -272,6 +183,132 @@ def _there(microbatch: int) -> Message:
 
 def _back(microbatch: int) -> Message:
     return True, 1, 0, microbatch
+
+
+# -- between processes ----------------------------------------------------------------------------
+
+
+def measure_processes(num_bytes: int, budget_s: float) -> MeasuredLink:
+    """Measure two processes of this host that send each other tensors of so many bytes.
+
+    Raises:
+        MeshError: they failed, or took too long.
+    """
+    environment = {k: v for k, v in os.environ.items() if k not in _FOR_A_PROCESS}
+    timeout_s = _TIMEOUT_S + budget_s
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        started = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        words = ["-m", __name__, str(num_bytes), str(budget_s), str(result)]
+        try:
+            subprocess.run(
+                [sys.executable, "-m", *started, *words],
+                env={**environment, "OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                check=True,
+            )
+        except subprocess.TimeoutExpired:
+            raise MeshError(
+                f"two processes of this host took more than {timeout_s:.0f} s to be measured: the "
+                "machine is busy with other work. Stop that, and calibrate again"
+            ) from None
+        except subprocess.CalledProcessError as error:
+            lines = error.stderr.strip().splitlines() or ["no word was written"]
+            raise MeshError(
+                f"two processes of this host could not be measured: {lines[-1]}"
+            ) from None
+        spreads = json.loads(result.read_text())
+    return MeasuredLink(num_bytes, *(Spread(*spread) for spread in spreads))
+
+
+class _Ends:
+    """Both directions to the other process, and another connection to say whose turn it is."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        mine, theirs = mesh.rank, 1 - mesh.rank
+        self._leads = mesh.is_first_rank
+        self._out, self._turn_out = (Outgoing(mesh, mine, theirs, mine + n) for n in (0, 2))
+        self._in, self._turn_in = (Incoming(mesh, theirs, theirs + n) for n in (0, 2))
+
+    def there_and_back(self, payload: Payload) -> float:
+        """Return half of what a message there and one back take."""
+        start_s = time.perf_counter()
+        if self._leads:
+            self._out.send(payload, 0)
+        self._in.receive(0, _TIMEOUT_S)
+        if not self._leads:
+            self._out.send(payload, 0)
+        self._out.finish(_TIMEOUT_S)
+        return (time.perf_counter() - start_s) / 2
+
+    def crossing(self, payload: Payload) -> float:
+        """Return what a message takes while another one comes the other way."""
+        self._pass_turn(to_first=False)
+        self._pass_turn(to_first=True)
+        start_s = time.perf_counter()
+        self._out.send(payload, 0)
+        self._in.receive(0, _TIMEOUT_S)
+        self._out.finish(_TIMEOUT_S)
+        return time.perf_counter() - start_s
+
+    def busy(self, payload: Payload) -> float:
+        """Send while nobody receives, and receive what was sent; return this rank's seconds."""
+        if not self._leads:
+            self._pass_turn(to_first=False)
+        start_s = time.perf_counter()
+        if self._leads:
+            self._out.send(payload, 0)
+        else:
+            self._in.receive(0, _TIMEOUT_S)
+        took_s = time.perf_counter() - start_s
+        if self._leads:
+            self._pass_turn(to_first=False)
+        self._pass_turn(to_first=True)
+        self._out.finish(_TIMEOUT_S)
+        return took_s
+
+    def _pass_turn(self, *, to_first: bool) -> None:
+        """Let one process wait for the other, by a small message."""
+        if self._leads == to_first:
+            self._turn_in.receive(0, _TIMEOUT_S)
+        else:
+            self._turn_out.send(_payload(_SMALL_BYTES), 0)
+            self._turn_out.finish(_TIMEOUT_S)
+
+
+def _payload(num_bytes: int) -> Payload:
+    return Gradient((torch.zeros(num_bytes // 4),))
+
+
+def _measure(mesh: Mesh, step: Callable[[], float], budget_s: float) -> Spread:
+    """Repeat a step as often on both ranks; return the longer medians of both."""
+    what = "for the other process to tell what it measured"
+    warm_s = sorted(step() for _ in range(_WARM))[_WARM // 2]
+    wanted = mesh.world.highest(int(budget_s / max(warm_s, 1e-7)), what)
+    times = max(LEAST_TIMES, min(_MOST_TIMES, wanted))
+    spread = Spread.of([step() for _ in range(times)])
+    return max(Spread(*found) for found in mesh.world.gather(tuple(spread), what))
+
+
+def main() -> None:
+    """Measure as one of the two processes; rank 0 writes the result."""
+    num_bytes, budget_s, result = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    with init_mesh(2, timeout_s=_TIMEOUT_S, device="cpu") as mesh:
+        ends = _Ends(mesh)
+        steps = [
+            (ends.there_and_back, _SMALL_BYTES),
+            (ends.there_and_back, num_bytes),
+            (ends.busy, _SMALL_BYTES),
+            (ends.busy, num_bytes),
+            (ends.crossing, num_bytes),
+        ]
+        part_s = budget_s / len(steps)
+        spreads = [_measure(mesh, partial(step, _payload(size)), part_s) for step, size in steps]
+        if mesh.is_first_rank:
+            result.write_text(json.dumps(spreads))
 
 
 if __name__ == "__main__":
