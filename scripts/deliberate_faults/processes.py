@@ -65,7 +65,7 @@ FAULTS = (
         "return tensor if kind.type is Tensor else tensor.as_subclass(kind.type)",
         "return tensor",
         "tests/distributed/test_equality_processes.py",
-        "unsplit_models_bits and a_turn and 2",
+        "unsplit_models_bits and apart",
     ),
     Fault(
         "a tensor of a subclass loses its gradient where it crosses",

@@ -246,8 +246,8 @@ class GradientsOff(nn.Module):
 
 
 def test_what_a_stage_leaves_off_is_on_again_for_its_next_micro_batch() -> None:
-    parts = {"num_microbatches": 4, "partition": [1, 1, 1, 1]}
-    assert_trains_as_whole(GradientsOff(), torch.randn(4, 4), **parts)
+    x = torch.randn(4, 4)
+    assert_trains_as_whole(GradientsOff(), x, num_microbatches=4, partition=[1, 1, 1, 1])
 
 
 def test_arguments_are_known_by_their_names() -> None:
