@@ -57,7 +57,7 @@ FAULTS = (
         "torch.empty_strided(kind.shape, kind.strides, dtype=kind.dtype, device=device)",
         "torch.empty(kind.shape, dtype=kind.dtype, device=device)",
         "tests/distributed/test_equality_processes.py",
-        "unsplit_models_bits and 2",
+        "unsplit_models_bits and a_turn and 2",
     ),
     Fault(
         "a tensor arrives in another process without its class",
@@ -65,7 +65,7 @@ FAULTS = (
         "return tensor if kind.type is Tensor else tensor.as_subclass(kind.type)",
         "return tensor",
         "tests/distributed/test_equality_processes.py",
-        "unsplit_models_bits and 2",
+        "unsplit_models_bits and apart",
     ),
     Fault(
         "a tensor of a subclass loses its gradient where it crosses",
@@ -257,7 +257,7 @@ FAULTS = (
         "return (source << 16) + target",
         "return int(source > target)",
         "tests/distributed/test_equality_processes.py",
-        "any_rank and ranks0",
+        "unsplit_models_bits and apart",
     ),
     Fault(
         "a process that fails tells nobody",

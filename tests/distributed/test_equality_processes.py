@@ -1,8 +1,8 @@
 """Processes instead of threads change no bit; replicas change rounding only."""
 
 import random
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import penstock
-from penstock.schedules import ALL_SCHEDULES
-from penstock.schedules.family import Build
+from penstock.schedules import ALL_SCHEDULES, gpipe
 from penstock.types import Recompute, Reduction
 from tests.distributed import odd_types
 from tests.distributed.call import call
@@ -23,7 +22,7 @@ from tests.every_schedule import Dealt, families
 from tests.laws.test_accumulation import MOVED_BY_EVALUATION
 from tests.models import ALL_MODELS, Model, vectors
 from tests.reference import Unsplit, mean, split, total
-from tests.side_by_side import same_bits, state_of
+from tests.side_by_side import pipeline, same_bits, state_of
 
 
 class Widen(nn.Module):
@@ -77,165 +76,228 @@ BY_NAME = {model.name: model for model in (*ALL_MODELS, LARGE, OUTSIDE)}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One training run; `num_samples` and `num_microbatches` are of one replica.
+    """One training run; the seven samples and the micro-batches are of one replica."""
 
-    `num_stages` counts processes; `stages_per_rank` of the stages run in each, or those that
-    `ranks` gives it, in the schedule "dealt".
-    """
-
-    model: str
-    schedule: str
-    recompute: str
-    num_samples: int
-    num_microbatches: int
-    num_stages: int
+    model: Model
+    schedule: Any
+    recompute: Any = Recompute.NEVER
     num_replicas: int = 1
-    steps: int = 3
-    autocast: str = ""
-    stages_per_rank: int = 1
-    ranks: tuple[int, ...] = ()
+    num_microbatches: int = 3
+    reduction: Reduction = Reduction.MEAN
+    autocast: torch.dtype | None = None
     offload: bool = False
-    reduction: str = "mean"
 
-    @property
-    def schedule_function(self) -> Build:
-        """What the pipeline takes."""
-        if self.schedule == "dealt":
-            return Dealt(tuple(self.ranks))
-        return next(f for f in families(self.stages_per_rank) if f.name == self.schedule)
+    def batches(self) -> list[Any]:
+        """Return three mini-batches of all replicas."""
+        return self.model.batches(7 * self.num_replicas, 3)
 
-    @property
-    def precision(self) -> AbstractContextManager[Any]:
-        """What to train under: autocast to the type of that name, or nothing."""
-        if not self.autocast:
-            return nullcontext()
-        return torch.autocast("cpu", getattr(torch, self.autocast))
+    def precision(self) -> torch.autocast:
+        """Return what to train under."""
+        return torch.autocast("cpu", self.autocast, enabled=self.autocast is not None)
 
 
-def batches_of(case: Case, model: Model, replica: int) -> list[Any]:
+def batches_of(case: Case, replica: int) -> list[Any]:
     """Give a replica's share of the mini-batches: its micro-batches of those of all replicas."""
-    whole = model.batches(case.num_samples * case.num_replicas, case.steps)
     if case.num_replicas == 1:
-        return whole
-    first = case.num_microbatches * replica
-    shares = []
-    for x, y in whole:
-        parts, _ = split(x, case.num_microbatches * case.num_replicas)
-        wanted, _ = split(y, case.num_microbatches * case.num_replicas)
-        mine = slice(first, first + case.num_microbatches)
-        shares.append((torch.cat(parts[mine]), torch.cat(wanted[mine])))
-    return shares
+        return case.batches()
+    mine = slice(case.num_microbatches * replica, case.num_microbatches * (replica + 1))
+    pieces = case.num_microbatches * case.num_replicas
+    return [
+        tuple(torch.cat(split(side, pieces)[0][mine]) for side in batch)
+        for batch in case.batches()
+    ]
 
 
-def train(case: Case, mesh: penstock.Mesh) -> dict[str, Any]:
+def train(mesh: penstock.Mesh, case: Case) -> dict[str, Any]:
     """Accumulate the gradients of several mini-batches."""
-    model = BY_NAME[case.model]
+    model = case.model
     built = model.build()
     if mesh.replica > 0:  # the pipeline must start all replicas equal
         for parameter in nn.ModuleList(built.modules).parameters():
             parameter.data += 1.0
-    pipe = penstock.Pipeline(
-        built.layers,
-        num_stages=len(case.ranks) or None,
+    pipe = pipeline(
+        model,
+        built,
+        num_stages=len(case.schedule.ranks) if isinstance(case.schedule, Dealt) else None,
         mesh=mesh,
         num_microbatches=case.num_microbatches,
-        loss=model.loss,
-        schedule=case.schedule_function,
-        recompute=Recompute.layers(*range(1, len(built.layers), 2))
-        if case.recompute == "layers"
-        else Recompute(case.recompute),
+        schedule=case.schedule,
+        recompute=case.recompute,
         offload=case.offload,
-        reduction=Reduction(case.reduction),
-        threads_per_stage=1,
+        reduction=case.reduction,
         batch_norm_over_replicas=case.num_replicas > 1,
     )
-    shares = batches_of(case, model, mesh.replica)
+    shares = batches_of(case, mesh.replica)
     losses = []
-    scaler = penstock.GradScaler(pipe, init_scale=2.0**16, enabled=not case.autocast)
+    scaler = penstock.GradScaler(pipe, init_scale=2.0**16, enabled=case.autocast is None)
     for batch in shares:
         losses.append(pipe.train_step(*batch, loss_scale=scaler.get_scale()))
         if model.quiet_in_eval and model.name not in MOVED_BY_EVALUATION:
             pipe.eval_step(shares[0][0])
     scaler.unscale_(torch.optim.SGD([{"params": list(pipe.parameters())}]))
-    found: dict[str, Any] = {"losses": losses, "norm": penstock.clip_grad_norm_(pipe, 0.5)}
-    found.update(state_of(built.modules))
-    if model.quiet_in_eval:
-        found["outputs"] = pipe.eval_step(shares[0][0])
-    return found
-
-
-def work(mesh: penstock.Mesh, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Train every case that is asked for."""
-    found = []
-    for case in (Case(**fields) for fields in cases):
-        with case.precision:
-            found.append(train(case, mesh))
-    return found
-
-
-FEW = (
-    *("transformer", "structures", "fan_out", "batch_norms", "changing_buffers", "channels_last"),
-    *("odd_addresses", "randomness", "frozen_middle", "large_messages"),
-    "randomness_outside",
-)
-RECOMPUTE = [kind.value for kind in Recompute]
-
-
-def cases(num_stages: int, num_replicas: int, names: tuple[str, ...]) -> list[Case]:
-    """Return cases of each model with three schedules; all factors take turns."""
-    return [
-        Case(name, schedule.name, recompute, 7, 3, num_stages, num_replicas, reduction=reduction)
-        for (number, name), turn in product(enumerate(names), range(3))
-        for schedule in (ALL_SCHEDULES[(3 * number + turn) % len(ALL_SCHEDULES)],)
-        for recompute in (RECOMPUTE[(number + num_stages + turn) % len(RECOMPUTE)],)
-        for reduction in (("mean", "sum")[(number + turn) % 2],)
-    ]
-
-
-def several_cases(
-    num_ranks: int, stages_per_rank: int, num_replicas: int, names: tuple[str, ...]
-) -> list[Case]:
-    """Return cases of several stages in each process; schedules take turns."""
-    fitting = families(stages_per_rank)
-    case = Case("", "", "", 7, 3, num_ranks, num_replicas, stages_per_rank=stages_per_rank)
-    return [
-        replace(case, model=name, recompute=recompute, schedule=fitting[n % len(fitting)].name)
-        for n, (name, recompute) in enumerate(product(names, RECOMPUTE))
-    ]
-
-
-def trained(world: list[Case], tmp_path: Path) -> list[list[dict[str, Any]]]:
-    """Run the cases in processes; give the results by rank and case."""
-    layout = (world[0].num_stages, world[0].num_replicas)
-    return call(work, layout, tmp_path, cases=list(map(asdict, world)))
+    found = {"losses": losses, "norm": penstock.clip_grad_norm_(pipe, 0.5)}
+    found |= state_of(built.modules)
+    return found | ({"outputs": pipe.eval_step(shares[0][0])} if model.quiet_in_eval else {})
 
 
 def unsplit(case: Case) -> dict[str, Any]:
     """Train the same with plain torch, all replicas' micro-batches one after the other."""
-    model = BY_NAME[case.model]
+    model, whole = case.model, case.batches()
     built = model.build()
-    weigh = {"mean": mean, "sum": total}[case.reduction]
+    weigh = {Reduction.MEAN: mean, Reduction.SUM: total}[case.reduction]
     num_microbatches = case.num_microbatches * case.num_replicas
     reference = Unsplit(built.modules, built.forward, num_microbatches, weigh)
-    whole = model.batches(case.num_samples * case.num_replicas, case.steps)
     losses = [reference.train_step(x, y, model.loss) for x, y in whole]
     gradients = [p.grad for m in built.modules for p in m.parameters() if p.grad is not None]
     norm = torch.stack([g.norm(dtype=torch.float64) for g in gradients]).norm()
     for gradient in gradients:
         gradient.mul_(min(1.0, 0.5 / (float(norm) + 1e-6)))
-    found: dict[str, Any] = {
-        "losses": losses,
-        "norm": norm.float(),
-        **dict(state_of(built.modules)),
-    }
-    if model.quiet_in_eval:
-        found["outputs"] = reference.evaluate(whole[0][0])
+    found = {"losses": losses, "norm": norm.float(), **dict(state_of(built.modules))}
+    return found | ({"outputs": reference.evaluate(whole[0][0])} if model.quiet_in_eval else {})
+
+
+def models(*names: str) -> list[Model]:
+    return [BY_NAME[name] for name in names]
+
+
+FEW = models(
+    *("transformer", "structures", "fan_out", "batch_norms", "changing_buffers", "channels_last"),
+    *("odd_addresses", "randomness", "frozen_middle", "large_messages"),
+    "randomness_outside",
+)
+DEALT = models("transformer", "structures", "fan_out", "batch_norms", "large_messages")
+MOVED = models("transformer", "batch_norms", "fan_out")
+CAST = models("mlp", "convolutions", "transformer", "fan_out", "changing_buffers")
+REPLICATED = models(
+    "transformer", "batch_norms", "randomness", "randomness_outside", "frozen_middle"
+)
+REPLICAS = ("one_in_each_process", "two_in_each_process")
+
+
+def in_turns(chosen: list[Model], num_stages: int, turns: Iterable[int] = range(3)) -> list[Case]:
+    """Return cases of each model with a schedule for each turn; all factors take turns."""
+    return [
+        Case(
+            model,
+            ALL_SCHEDULES[(3 * number + turn) % len(ALL_SCHEDULES)],
+            list(Recompute)[(number + num_stages + turn) % len(Recompute)],
+            reduction=list(Reduction)[(number + turn) % 2],
+        )
+        for (number, model), turn in product(enumerate(chosen), turns)
+    ]
+
+
+def several(chosen: list[Model], num_ranks: int, per_rank: int) -> list[Case]:
+    """Return cases of several stages in each process; schedules take turns."""
+    fitting = families(per_rank)
+    large = [model for model in chosen if len(model.layers()) >= num_ranks * per_rank]
+    return [
+        Case(model, fitting[n % len(fitting)], recompute)
+        for n, (model, recompute) in enumerate(product(large, Recompute))
+    ]
+
+
+def dealt(*ranks: int) -> list[Case]:
+    """Return cases of stages on these ranks."""
+    return [Case(m, Dealt(ranks), r) for m, r in product(DEALT, Recompute)]
+
+
+CASES: dict[str, Callable[[int], list[Case]]] = {
+    "a_turn": lambda k: in_turns(FEW, k, [k % 3]),
+    "all_turns": lambda k: in_turns(FEW, k),
+    "autocast": lambda k: [
+        replace(case, autocast=kind)
+        for kind, case in product((torch.bfloat16, torch.float16), in_turns(CAST, k))
+    ],
+    "2_in_each_process": lambda k: several(FEW, k, 2),
+    "3_in_each_process": lambda k: several(FEW, k, 3),
+    "apart": lambda _: dealt(0, 1, 0, 1, 0),
+    "neighbours": lambda _: dealt(0, 1, 1, 0),
+    "offloaded": lambda _: [
+        Case(model, gpipe, recompute, num_microbatches=4, offload=True)
+        for model in MOVED
+        for recompute in (*Recompute, Recompute.layers(*range(1, len(model.layers()), 2)))
+    ],
+    REPLICAS[0]: lambda k: [replace(c, num_replicas=2) for c in in_turns(REPLICATED, k)],
+    REPLICAS[1]: lambda k: [replace(c, num_replicas=2) for c in several(REPLICATED, k, 2)],
+}
+"""What is trained, by name, for so many processes in each replica."""
+
+
+def work(mesh: penstock.Mesh, which: str) -> list[dict[str, Any]]:
+    """Train every case that is asked for."""
+    found = []
+    for case in CASES[which](mesh.num_stages):
+        with case.precision():
+            found.append(train(mesh, case))
     return found
 
 
-@pytest.mark.parametrize("num_stages", (1, 2, 3, pytest.param(4, marks=pytest.mark.slow)))
-def test_processes_give_the_unsplit_models_bits(num_stages: int, tmp_path: Path) -> None:
-    check_bits(cases(num_stages, 1, FEW), tmp_path)
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("which", "num_ranks"),
+    (
+        *(("a_turn", k) for k in (1, 2, 3)),
+        *(slow("all_turns", k) for k in (1, 2, 3, 4)),
+        slow("autocast", 2),
+        ("2_in_each_process", 2),
+        *(slow(f"{n}_in_each_process", k) for n, k in ((3, 1), (3, 2), (2, 3))),
+        ("apart", 2),
+        slow("neighbours", 2),
+        ("offloaded", 2),
+    ),
+)
+def test_processes_give_the_unsplit_models_bits(
+    which: str, num_ranks: int, tmp_path: Path
+) -> None:
+    """Also where the first stage and the last one are of the same process, or neighbours are."""
+    results = call(work, (num_ranks, 1), tmp_path, which=which)
+    for case, *by_rank in zip(CASES[which](num_ranks), *results, strict=True):
+        with case.precision():
+            expected = unsplit(case)
+        assert set().union(*by_rank) == expected.keys()
+        for found in by_rank:
+            assert not unlike(found, expected, found), f"{case}"
+
+
+def unlike(ours: dict[str, Any], theirs: dict[str, Any], names: Iterable[str]) -> list[str]:
+    """Name what differs in a bit."""
+    pairs = {name: (tree_leaves(ours[name]), tree_leaves(theirs[name])) for name in names}
+    return [
+        name for name, (a, b) in pairs.items() if len(a) != len(b) or not all(map(same_bits, a, b))
+    ]
+
+
+OWN = "buffer 5."  # of an InstanceNorm: each replica's are of its own samples, as outputs are
+
+
+@pytest.mark.parametrize(
+    ("which", "num_stages"),
+    ((REPLICAS[0], 1), *(slow(REPLICAS[0], k) for k in (2, 3, 4)), slow(REPLICAS[1], 2)),
+)
+def test_two_replicas_give_one_pipelines_gradients_but_for_rounding(
+    which: str, num_stages: int, tmp_path: Path
+) -> None:
+    results = call(work, (num_stages, 2), tmp_path, which=which)
+    for case, *by_rank in zip(CASES[which](num_stages), *results, strict=True):
+        expected = unsplit(case)
+        for rank, found in enumerate(by_rank):
+            names = [n for n in found if n != "outputs" and not n.startswith(OWN)]
+            assert_close(found, expected, names, str(case))
+            twin = by_rank[(rank + num_stages) % len(by_rank)]
+            assert not unlike(found, twin, names), f"{case}: the replicas"
+
+
+def assert_close(
+    found: dict[str, Any], expected: dict[str, Any], names: Iterable[str], case: str
+) -> None:
+    for name in names:
+        for a, b in zip(tree_leaves(found[name]), tree_leaves(expected[name]), strict=True):
+            assert (a is None) == (b is None), f"{case}: {name}"
+            assert a is None or torch.allclose(a, b, rtol=1e-5, atol=1e-6), f"{case}: {name}"
 
 
 def test_replicas_start_equal_in_every_type_of_number(tmp_path: Path) -> None:
@@ -246,95 +308,3 @@ def test_replicas_start_equal_in_every_type_of_number(tmp_path: Path) -> None:
         same_bits(tensor.to(torch.complex64), second[name].to(torch.complex64))
         for name, tensor in first.items()
     )
-
-
-@pytest.mark.slow
-def test_processes_give_the_unsplit_models_bits_under_autocast(tmp_path: Path) -> None:
-    names = ("mlp", "convolutions", "transformer", "fan_out", "changing_buffers")
-    pairs = product(("bfloat16", "float16"), cases(2, 1, names))
-    check_bits([replace(case, autocast=kind) for kind, case in pairs], tmp_path)
-
-
-@pytest.mark.parametrize(
-    "num_ranks, stages_per_rank",
-    ((2, 2), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((1, 3), (2, 3), (3, 2)))),
-)
-def test_several_stages_in_each_process_give_the_unsplit_models_bits(
-    num_ranks: int, stages_per_rank: int, tmp_path: Path
-) -> None:
-    names = [n for n in FEW if len(BY_NAME[n].layers()) >= num_ranks * stages_per_rank]
-    check_bits(several_cases(num_ranks, stages_per_rank, 1, tuple(names)), tmp_path)
-
-
-@pytest.mark.parametrize(
-    "ranks", ((0, 1, 0, 1, 0), pytest.param((0, 1, 1, 0), marks=pytest.mark.slow))
-)
-def test_any_stages_may_run_on_any_rank(ranks: tuple[int, ...], tmp_path: Path) -> None:
-    """Also the first and the last one on the same rank, and neighbours."""
-    names = ("transformer", "structures", "fan_out", "batch_norms", "large_messages")
-    chosen = [
-        Case(name, "dealt", recompute, 7, 3, num_stages=2, ranks=ranks)
-        for name, recompute in product(names, RECOMPUTE)
-    ]
-    check_bits(chosen, tmp_path)
-
-
-def test_processes_move_what_they_keep_away_and_back(tmp_path: Path) -> None:
-    names = ("transformer", "batch_norms", "fan_out")
-    chosen = [
-        Case(name, "gpipe", recompute, 7, 4, num_stages=2, offload=True)
-        for name, recompute in product(names, ("layers", *RECOMPUTE))
-    ]
-    check_bits(chosen, tmp_path)
-
-
-def check_bits(chosen: list[Case], tmp_path: Path) -> None:
-    for case, *by_rank in zip(chosen, *trained(chosen, tmp_path), strict=True):
-        with case.precision:
-            expected = unsplit(case)
-        assert set().union(*by_rank) == expected.keys()
-        for name, value in (item for found in by_rank for item in found.items()):
-            ours, theirs = tree_leaves(value), tree_leaves(expected[name])
-            assert len(ours) == len(theirs), f"{case}: {name}"
-            assert all(map(same_bits, ours, theirs)), f"{case}: {name}"
-
-
-OWN = "buffer 5."  # of an InstanceNorm: each replica's are of its own samples, as outputs are
-REPLICATED = ("transformer", "batch_norms", "randomness", "randomness_outside", "frozen_middle")
-
-
-@pytest.mark.parametrize(
-    "num_stages", (1, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 3, 4)))
-)
-def test_two_replicas_give_one_pipelines_gradients_but_for_rounding(
-    num_stages: int, tmp_path: Path
-) -> None:
-    check_replicas(cases(num_stages, 2, REPLICATED), tmp_path)
-
-
-@pytest.mark.slow
-def test_two_replicas_of_several_stages_in_each_process(tmp_path: Path) -> None:
-    check_replicas(several_cases(2, 2, 2, REPLICATED), tmp_path)
-
-
-def check_replicas(chosen: list[Case], tmp_path: Path) -> None:
-    num_stages = chosen[0].num_stages
-    for case, *by_rank in zip(chosen, *trained(chosen, tmp_path), strict=True):
-        expected = unsplit(case)
-        for rank, found in enumerate(by_rank):
-            assert_close(found, expected, str(case))
-            twin = by_rank[(rank + num_stages) % len(by_rank)]
-            for name in compared(found):
-                ours, theirs = tree_leaves(found[name]), tree_leaves(twin[name])
-                assert all(map(same_bits, ours, theirs)), f"{case}: {name} of the replicas"
-
-
-def compared(found: dict[str, Any]) -> list[str]:
-    return [name for name in found if name != "outputs" and not name.startswith(OWN)]
-
-
-def assert_close(found: dict[str, Any], expected: dict[str, Any], case: str) -> None:
-    for name in compared(found):
-        for a, b in zip(tree_leaves(found[name]), tree_leaves(expected[name]), strict=True):
-            assert (a is None) == (b is None), f"{case}: {name}"
-            assert a is None or torch.allclose(a, b, rtol=1e-5, atol=1e-6), f"{case}: {name}"

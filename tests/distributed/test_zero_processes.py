@@ -14,6 +14,7 @@ import penstock
 from penstock.errors import ConfigError
 from penstock.optim.zero import is_sharded, share_of
 from tests.distributed.call import call
+from tests.distributed.test_crossing import another
 from tests.side_by_side import same_bits
 
 Make = Callable[..., Optimizer]
@@ -203,6 +204,11 @@ def failing(mesh: penstock.Mesh) -> str:
     return "nothing failed"
 
 
+def errors(mesh: penstock.Mesh) -> tuple[str, str]:
+    """Return what each rank is told of both, each in a mesh of its own."""
+    return differing(mesh), failing(another(mesh))
+
+
 @pytest.fixture(
     scope="module",
     params=[
@@ -274,14 +280,12 @@ def test_groups_may_be_several_and_come_later(by_rank: list[Any]) -> None:
         assert plain == sharded
 
 
-def test_replicas_that_give_other_parameters_are_one_error(tmp_path: Path) -> None:
-    errors = call(differing, (1, 2), tmp_path, ends_well=False)
-    assert len(set(errors)) == 1
-    assert "replica 1 gives it 11" in errors[0]
-
-
-def test_an_optimizer_that_fails_on_one_replica_is_named_by_the_others(tmp_path: Path) -> None:
-    healthy, failed = call(failing, (1, 2), tmp_path, ends_well=False)
+def test_replicas_that_differ_are_one_error_and_one_that_fails_is_named_by_the_others(
+    tmp_path: Path,
+) -> None:
+    (differ, healthy), (twin, failed) = call(errors, (1, 2), tmp_path, ends_well=False)
+    assert differ == twin
+    assert "replica 1 gives it 11" in differ
     assert failed == "RuntimeError: boom"
     assert healthy.startswith("PeerError: rank 1 (stage 0 of replica 1) failed: RuntimeError")
     assert "waited for the parameters that the other replicas step" in healthy

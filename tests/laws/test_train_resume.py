@@ -62,19 +62,19 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("stop", range(1, NUM_STEPS))
-@pytest.mark.parametrize(
-    "changes",
-    [
-        ["pipeline.num_stages=1"],
-        ["pipeline.num_stages=3", "pipeline.schedule=one_f_one_b"],
-        ["pipeline.partition=[1, 7]", "pipeline.recompute=never"],
-    ],
-    ids=" ".join,
+LAYOUTS = (
+    ["pipeline.num_stages=1"],
+    ["pipeline.num_stages=3", "pipeline.schedule=one_f_one_b"],
+    ["pipeline.partition=[1, 7]", "pipeline.recompute=never"],
 )
+
+
+@pytest.mark.parametrize("stop", range(1, NUM_STEPS))
+@pytest.mark.parametrize("turn", (0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))))
 def test_a_resumed_run_is_the_uninterrupted_one_for_any_other_layout(
-    uninterrupted: Path, tmp_path: Path, stop: int, changes: list[str]
+    uninterrupted: Path, tmp_path: Path, stop: int, turn: int
 ) -> None:
+    changes = LAYOUTS[(stop + turn) % len(LAYOUTS)]
     recipe = read_recipe(DIGITS, SMALL)
     folder = create(tmp_path / "run", recipe_to_toml(recipe))
     with Trainer(recipe) as trainer:

@@ -4,6 +4,7 @@ A model is run on batches of three sizes, so that micro-batches are uneven and f
 for outputs, in evaluation mode for gradients, and in training.
 """
 
+import copy
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -187,7 +188,8 @@ def random_cut(num_layers: int, num_stages: int) -> list[int]:
 
 
 def gradients(model: nn.Module) -> Tensors:
-    return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    named = ((name, parameter.grad) for name, parameter in model.named_parameters())
+    return {name: None if g is None else g.clone().to_dense() for name, g in named}
 
 
 def buffers(model: nn.Module) -> Tensors:
@@ -221,6 +223,37 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 def assert_equal(found: Given, expected: Given) -> None:
     assert differing(found, expected) == [], "not the same to the bit"
+
+
+def assert_trains_as_whole(
+    model: nn.Module,
+    x: Tensor,
+    *,
+    whole: nn.Module | None = None,
+    check: bool = True,
+    num_microbatches: int = 1,
+    **options: Any,
+) -> None:
+    """Train a model in stages (three, unless `options` say otherwise), and `whole` or else its
+    copy as it is: the gradients and buffers are the same.
+    """
+    whole = copy.deepcopy(model) if whole is None else whole
+    if "partition" not in options:
+        options.setdefault("num_stages", 3)
+    for part in x.tensor_split(num_microbatches):
+        (loss(whole(part), None) / num_microbatches).backward()
+    with Pipeline(
+        penstock.capture(model, x, check=check),
+        num_microbatches=num_microbatches,
+        loss=loss,
+        threads_per_stage=1,
+        **options,
+    ) as pipe:
+        pipe.train_step(x)
+    expected = gradients(whole)
+    assert any(gradient is not None and gradient.any() for gradient in expected.values())
+    assert_equal(gradients(model), expected)
+    torch.testing.assert_close(buffers(model), buffers(whole))
 
 
 def assert_close(found: Tensors, expected: Tensors) -> None:

@@ -13,7 +13,7 @@ from penstock import Pipeline
 from penstock.errors import CheckError, ConfigError, CutError, PartitionError
 from tests.model.capture.any_models.lists import REQUIRED
 from tests.model.capture.any_models.made import AnyModel
-from tests.model.capture.running import assert_equal, gradients
+from tests.model.capture.running import assert_equal, assert_trains_as_whole, gradients
 
 BY_NAME = {model.name: model for model in REQUIRED}
 WITH_LABELS = ("gpt2", "llama, tied", "bert", "t5")
@@ -246,20 +246,8 @@ class GradientsOff(nn.Module):
 
 
 def test_what_a_stage_leaves_off_is_on_again_for_its_next_micro_batch() -> None:
-    model = GradientsOff()
-    whole = copy.deepcopy(model)
     x = torch.randn(4, 4)
-    for part in x.split(1):
-        (whole(part).square().mean() / 4).backward()
-    with Pipeline(
-        penstock.capture(model, x),
-        partition=[1, 1, 1, 1],
-        num_microbatches=4,
-        loss=lambda y, _: y.square().mean(),
-        threads_per_stage=1,
-    ) as pipe:
-        pipe.train_step(x)
-    assert_equal(gradients(model), gradients(whole))
+    assert_trains_as_whole(GradientsOff(), x, num_microbatches=4, partition=[1, 1, 1, 1])
 
 
 def test_arguments_are_known_by_their_names() -> None:

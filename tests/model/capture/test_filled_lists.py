@@ -19,7 +19,7 @@ from penstock.model.capture.captured import record_model
 from penstock.model.capture.stages import CutModel
 from tests.model.capture.any_models.chain import WIDTH, Chain, inputs
 from tests.model.capture.any_models.filling import Filling
-from tests.model.capture.running import assert_equal, gradients
+from tests.model.capture.running import assert_equal, assert_trains_as_whole
 
 
 def squares(y: Tensor, _target: Any) -> Tensor:
@@ -260,11 +260,8 @@ class RerunInCheckpoint(Rerun):
 def test_a_checkpoint_runs_a_block_again_on_the_list_as_it_was() -> None:
     model, whole = RerunInCheckpoint(), Rerun()
     whole.load_state_dict(model.state_dict())
-    squares(whole(inputs()), None).backward()
-    layers = penstock.capture(model, inputs(), check=False)  # torch alone gives it the changed one
-    with Pipeline(layers, num_stages=2, loss=squares, threads_per_stage=1) as pipe:
-        pipe.train_step(inputs())
-    assert_equal(gradients(model), gradients(whole))
+    check = False  # torch alone gives it the changed list
+    assert_trains_as_whole(model, inputs(), whole=whole, check=check, num_stages=2)
 
 
 def test_other_stages_are_told_of_a_filled_list_in_the_same_words_each_time() -> None:
@@ -321,12 +318,6 @@ class ByForward(Chain):
 
 
 def test_a_block_whose_forward_is_called_directly_runs_on_its_stage_only() -> None:
-    model = ByForward()
-    whole = copy.deepcopy(model)
-    squares(whole(inputs()), None).backward()
-    layers = penstock.capture(model, inputs())
+    layers = penstock.capture(ByForward(), inputs())
     assert [step.name for step in layers] == [f"blocks.{n}" for n in range(3)]
-    with Pipeline(layers, num_stages=3, loss=squares, threads_per_stage=1) as pipe:
-        pipe.train_step(inputs())
-    assert_equal(gradients(model), gradients(whole))
-    torch.testing.assert_close(dict(model.named_buffers()), dict(whole.named_buffers()))
+    assert_trains_as_whole(ByForward(), inputs())

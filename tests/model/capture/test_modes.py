@@ -11,6 +11,7 @@ import penstock
 from penstock import Recompute
 from penstock.model.capture.captured import record_model
 from tests.model.capture.any_models.chain import Chain, inputs
+from tests.model.capture.running import assert_trains_as_whole
 
 
 class OnlyInEvaluation(Chain):
@@ -57,19 +58,4 @@ class Penalised(Chain):
 def test_gradients_between_blocks_are_computed_whatever_is_recomputed(
     recompute: Any, partition: list[int]
 ) -> None:
-    model = Penalised()
-    whole = copy.deepcopy(model)
-    x = inputs()
-    with penstock.Pipeline(
-        *(model,),
-        partition=partition,
-        num_microbatches=1,
-        example_inputs=x,
-        loss=nn.MSELoss(),
-        recompute=recompute,
-    ) as pipe:
-        pipe.train_step(x, torch.zeros_like(whole(x)))
-    nn.MSELoss()(y := whole(x), torch.zeros_like(y)).backward()
-    pairs = zip(model.parameters(), whole.parameters(), strict=True)
-    assert all(torch.equal(a.grad, b.grad) for a, b in pairs if b.grad is not None)  # type: ignore[arg-type]
-    assert any(b.grad is not None and b.grad.any() for b in whole.parameters())
+    assert_trains_as_whole(Penalised(), inputs(), partition=partition, recompute=recompute)

@@ -15,7 +15,7 @@ from penstock.errors import BoundaryError, CutError
 from penstock.model.capture.inputs import EVERYWHERE, ROUTED
 from tests.model.capture.any_models.chain import Chain, inputs
 from tests.model.capture.any_models.made import DECODER, words
-from tests.model.capture.running import assert_equal, gradients, loss
+from tests.model.capture.running import assert_equal, assert_trains_as_whole, gradients, loss
 from tests.side_by_side import same_bits
 
 
@@ -198,18 +198,8 @@ class SparseWords(nn.Module):
 
 @pytest.mark.parametrize("kind", [SharedFunction, SparseWords])
 def test_gradients_of_weights_of_all_kinds_are_the_models(kind: type[nn.Module]) -> None:
-    model = kind()
-    whole = copy.deepcopy(model)
     x = torch.arange(8).view(4, 2) if kind is SparseWords else inputs(4)
-    for part in x.split(2):
-        (loss(whole(part), None) / 2).backward()
-    with Pipeline(
-        model, num_stages=3, num_microbatches=2, example_inputs=x, loss=loss, threads_per_stage=1
-    ) as pipe:
-        pipe.train_step(x, x)
-    for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
-        assert mine.grad is not None and theirs.grad is not None
-        assert torch.equal(mine.grad.to_dense(), theirs.grad.to_dense())
+    assert_trains_as_whole(kind(), x, num_microbatches=2)
 
 
 def detector() -> tuple[nn.Module, dict[str, Any]]:
