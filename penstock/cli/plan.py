@@ -137,9 +137,10 @@ def plan(  # noqa: PLR0913 - one for each option
         run = _run_command(recipe, save, chosen.placement)
         click.echo(f"{save} is written; it is run by: {run}", err=True)
     if html is not None:
-        from penstock.planner.plan_page import write_plan_page
+        from penstock.planner.plan_page import plan_page
+        from penstock.trace.page.page import write_page
 
-        write_plan_page(html, chosen, choices, cluster)
+        write_page(plan_page(chosen, choices, cluster), html)
     if as_json:
         click.echo(chosen.to_json(), nl=False)
         return
@@ -156,7 +157,7 @@ def _run_command(recipe: Path | None, plan: Path, placement: "Placement") -> str
 
 def _check_page(path: Path) -> None:
     """See that a page can be written, before anything takes long."""
-    from penstock.trace.page.render import check_renderable, check_replaceable
+    from penstock.trace.page.page import check_renderable, check_replaceable
 
     check_renderable()
     check_replaceable(path)

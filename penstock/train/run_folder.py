@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from penstock.checkpoint.files import UNFINISHED, remove_folder
 from penstock.errors import RunFolderError
+from penstock.plain_values import replace_text
 
 from .run_files import (
     CHECKPOINTS,
@@ -23,7 +24,6 @@ from .run_files import (
     RECIPE,
     metrics_lines,
     metrics_of,
-    replace_text,
 )
 
 _PREFIX = "step-"
