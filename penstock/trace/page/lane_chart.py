@@ -162,7 +162,7 @@ def lane_chart(
 
 def _grounds(num_lanes: int, width: float, axis: str) -> Iterator[Layout]:
     """Yield the ground behind each lane: idle time."""
-    ground = {"name": "ground", "type": "rect", "layer": "below", "line": {"width": 0}}
+    ground: Layout = {"name": "ground", "type": "rect", "layer": "below", "line": {"width": 0}}
     ground |= {"xref": "x", "yref": axis, "x0": 0, "x1": rounded(width)}
     for lane in range(num_lanes):
         yield {**ground, "y0": lane - _LANE_HEIGHT / 2, "y1": lane + _LANE_HEIGHT / 2}

@@ -83,9 +83,7 @@ def _sections(
         after_s = step.optimizer_s if step.measured is None else 0.0
         lanes = lane_chart(timelines, bubbles, optimizer_s=after_s)
         times = {title: rank_times(timeline) for title, timeline in timelines.items()}
-        compared: tuple[Table, ...] = ()
-        if len(timelines) > 1:
-            compared = (difference_table(differences(step.predicted, step.measured, times)),)
+        compared = [difference_table(differences(timelines, times))] if len(times) > 1 else []
         yield Section("Timeline", (Text(_HINT, "hint"), lanes, *compared))
         own = "predicted" if step.measured is None else "measured"
         if own in times:
@@ -148,13 +146,14 @@ class Difference(NamedTuple):
 
 
 def differences(
-    predicted: Timeline, measured: Timeline, times: Mapping[str, Sequence[RankTimes]]
+    timelines: Mapping[str, Timeline], times: Mapping[str, Sequence[RankTimes]]
 ) -> Iterator[Difference]:
     """Compare the step, the mean over ranks of each kind of time, and the instructions.
 
-    `times` are those of "predicted" and "measured".  Of the instructions that run layers or move
+    There is a "predicted" and a "measured" one.  Of the instructions that run layers or move
     weights and are in both timelines, the one that was missed by most is named.
     """
+    predicted, measured = timelines["predicted"], timelines["measured"]
     yield Difference("step", predicted.step_s, measured.step_s)
     told, seen = mean_times(times["predicted"]), mean_times(times["measured"])
     for kind in KINDS:

@@ -190,8 +190,9 @@ def test_merged_boxes_are_busy_for_as_long_as_the_spans_were() -> None:
 
 def test_differences_are_named_and_the_largest_one_too() -> None:
     predicted, measured = timeline(), timeline(costs=SLOWER)
-    times = {"predicted": rank_times(predicted), "measured": rank_times(measured)}
-    found = {each.name: each for each in differences(predicted, measured, times)}
+    steps = {"predicted": predicted, "measured": measured}
+    times = {title: rank_times(step) for title, step in steps.items()}
+    found = {each.name: each for each in differences(steps, times)}
     assert found["step"].missed_s == pytest.approx(measured.step_s - predicted.step_s)
     assert found["forward, mean of the ranks"].missed_s == pytest.approx(6 * 0.003 / 3)
     assert found["backward, mean of the ranks"].missed_s == pytest.approx(0)
