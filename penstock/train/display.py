@@ -115,10 +115,8 @@ def _say_table(
     """Write a table, or a line for each of its cells where the console is narrower than it."""
     lines = list(columns(rows, num_left))
     if max(map(len, lines)) > console.width:
-        heads, *others = rows
-        lines = [
-            f"{head}: {cell}" for row in others for head, cell in zip(heads, row, strict=True)
-        ]
+        pairs = (pair for row in rows[1:] for pair in zip(rows[0], row, strict=True))
+        lines = [f"{head}: {cell}" for head, cell in pairs]
     say(console, title, *lines)
 
 

@@ -48,7 +48,7 @@ def test_the_tables_of_a_run_are_drawn_where_they_fit() -> None:
 
 
 def test_a_console_that_is_narrower_than_a_table_shows_its_cells_line_by_line() -> None:
-    assert shown(30) == [
+    assert shown(25) == [
         "runs/digits-1 after 12 steps",
         "test accuracy: 50.0%",
         "time: 1.5 s",

@@ -197,7 +197,10 @@ def memory_chart(timeline: Timeline, limits_bytes: Sequence[int], name: str = "m
     for n, rank in enumerate(ranks, start=1):
         layout[f"yaxis{n}"] |= axis_of(sign, 6, nticks=4, range=[0, rounded(1.08 * top / size)])
         if rank in limits:
-            layout["shapes"].append(_limit(limits[rank] / size, f"y{n}"))
+            height, place = rounded(limits[rank] / size), {"xref": "paper", "yref": f"y{n}"}
+            line = {"type": "line", "line": {"width": 1.5, "dash": "dash"}, **place}
+            ends = {"x0": 0, "x1": 1, "y0": height, "y1": height}
+            layout["shapes"].append({"name": "limit", **line, **ends})
         data += _areas(held[rank], timeline.step_s, most, size, f"y{n}")
     layout["showlegend"] = len({trace["name"] for trace in data}) > 1
     said = []
@@ -234,12 +237,6 @@ def _thinned(totals: Sequence[int], most: int) -> list[int]:
         return list(range(len(totals)))
     bounds = [len(totals) * n // most for n in range(most + 1)]
     return [max(range(a, b), key=totals.__getitem__) for a, b in pairwise(bounds)]
-
-
-def _limit(height: float, axis: str) -> Layout:
-    place = {"xref": "paper", "x0": 0, "x1": 1}
-    place |= {"yref": axis, "y0": rounded(height), "y1": rounded(height)}
-    return {"name": "limit", "type": "line", "line": {"width": 1.5, "dash": "dash"}, **place}
 
 
 MOST_POINTS = 3_000

@@ -83,11 +83,6 @@ class Section:
     parts: tuple[Text | Table | Figure, ...]
     is_grid: bool = False
 
-    @property
-    def anchor(self) -> str:
-        """The name by which a link finds the section."""
-        return "section-" + "".join(c if c.isalnum() else "-" for c in self.title.lower())
-
 
 @dataclass(frozen=True, slots=True)
 class Page:
@@ -101,27 +96,14 @@ class Page:
     """What the reader should know of the page itself, such as what could not be read."""
 
 
-def check_renderable() -> None:
-    """See that the library that draws the charts is there.
+def check_page(output: Path) -> None:
+    """See that a page can be written into the file `output`: none is there, or a page of ours.
 
     Raises:
         ConfigError: plotly is not installed.
+        RunFolderError: something else is there.
     """
-    try:
-        import plotly.offline  # noqa: F401 - to see whether it is there
-    except ImportError:
-        raise ConfigError(
-            "the page of a report needs plotly, which is not installed: "
-            "pip install 'penstock[report]'"
-        ) from None
-
-
-def check_replaceable(output: Path) -> None:
-    """See that there is no file at `output`, or a page of ours.
-
-    Raises:
-        RunFolderError: there is something else.
-    """
+    _plotly_js()
     if not output.exists():
         return
     with suppress(OSError), output.open(encoding="utf-8", errors="replace") as file:
@@ -132,6 +114,19 @@ def check_replaceable(output: Path) -> None:
     )
 
 
+def _plotly_js() -> str:
+    """Return the library that draws the charts."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise ConfigError(
+            "the page of a report needs plotly, which is not installed: "
+            "pip install 'penstock[report]'"
+        ) from None
+    text: str = get_plotlyjs()
+    return text
+
+
 def write_page(page: Page, output: Path) -> None:
     """Write a page into the file `output`; renew one of ours.
 
@@ -139,7 +134,7 @@ def write_page(page: Page, output: Path) -> None:
         RunFolderError: another file is in the way, or the page cannot be written.
         ConfigError: plotly is not installed.
     """
-    check_replaceable(output)
+    check_page(output)
     replace_text(output, render_page(page))
 
 
@@ -149,18 +144,12 @@ def render_page(page: Page) -> str:
     Raises:
         ConfigError: plotly is not installed.
     """
-    check_renderable()
     from jinja2 import Environment, FileSystemLoader
-    from plotly.offline import get_plotlyjs
 
     here = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
     )
-    here.policies["json.dumps_kwargs"] = {
-        "separators": (",", ":"),
-        "default": float,
-        "allow_nan": False,
-    }
+    here.policies["json.dumps_kwargs"] = {"default": float, "allow_nan": False}
     parts = (part for section in page.sections for part in section.parts)
     figures = {
         part.name: {"data": part.data, "layout": part.layout}
@@ -168,5 +157,5 @@ def render_page(page: Page) -> str:
         if isinstance(part, Figure)
     }
     return here.get_template("page.html").render(
-        page=page, signature=SIGNATURE, figures=figures, library=get_plotlyjs()
+        page=page, signature=SIGNATURE, figures=figures, library=_plotly_js()
     )
