@@ -198,16 +198,11 @@ def _traces(lanes: Lanes, unit: Unit, axis: str) -> Iterator[Trace]:
             "hovertemplate": f"<b>{look.name}</b>%{{customdata}}<extra></extra>",
         }
         if is_numbered and look.letter:
-            trace["text"] = [_number(box.span, many=many) for box in boxes if box.span]
+            works = [box.span.instruction for box in boxes if box.span]
+            trace["text"] = [f"{work.stage}:" * many + f"{_microbatch(work)}" for work in works]
             trace |= {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
             trace["insidetextfont"] = {"color": look.ink or "#222222", "size": 11}
         yield trace
-
-
-def _number(span: Span, *, many: bool) -> str:
-    """Write the micro-batch, where ranks have `many` stages that one too."""
-    number = _microbatch(span.instruction)
-    return f"{span.instruction.stage}:{number}" if many else f"{number}"
 
 
 def _microbatch(instruction: ir.Instruction) -> int | None:

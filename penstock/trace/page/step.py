@@ -21,9 +21,7 @@ _HINT = (
     "Drag to zoom, shift and drag to move, double-click for the whole step; a click in the legend "
     "hides a kind."
 )
-_IMBALANCE = (
-    "Load imbalance is idle time beyond that of equal stages; bubble is the rest of the idle time."
-)
+_IMBALANCE = "Load imbalance is idle time beyond that of equal stages; bubble is other idle time."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +48,8 @@ def with_step(page: Page, step: Step) -> Page:
     both = {"predicted": step.predicted, "measured": step.measured}
     timelines = {title: t for title, t in both.items() if t is not None and t.step_s}
     breakdowns = {title: timeline.breakdown() for title, timeline in timelines.items()}
-    facts = _facts(step, breakdowns)
-    sections = _sections(step, timelines, breakdowns)
-    return replace(page, facts=(*page.facts, *facts), sections=(*sections, *page.sections))
+    sections = (*_sections(step, timelines, breakdowns), *page.sections)
+    return replace(page, facts=(*page.facts, *_facts(step, breakdowns)), sections=sections)
 
 
 def _facts(step: Step, breakdowns: Mapping[str, Breakdown]) -> Iterator[Fact]:
@@ -107,9 +104,9 @@ def _memory(step: Step) -> Iterator[Figure]:
             continue
         kept_only = {sample.kind for sample in timeline.memory} == {MemoryKind.ACTIVATIONS}
         limits = step.kept_limits_bytes if kept_only else step.memory_limits_bytes
-        words = f"{title}: {'kept for backward passes' if kept_only else 'all memory'}"
-        chart = memory_chart(timeline, limits)
-        yield replace(chart, name=f"memory-{title}", title=words.capitalize())
+        what = "kept for backward passes" if kept_only else "all memory"
+        chart = memory_chart(timeline, limits, f"memory-{title}")
+        yield replace(chart, title=f"{title.capitalize()}: {what}")
 
 
 def time_table(times: Sequence[RankTimes], title: str = "") -> Table:
