@@ -117,7 +117,9 @@ def plan(  # noqa: PLR0913 - one for each option
 
     cluster = Cluster.load(cluster_name)
     if html is not None:
-        _check_page(html)
+        from penstock.trace.page.page import check_page, write_page
+
+        check_page(html)
     found, usual_size = _profiles(recipe, overrides, profiles, cluster, sizes)
     if batch_size is None and usual_size is None:
         raise click.UsageError("a profile does not say how large batches are; give --batch-size")
@@ -137,9 +139,9 @@ def plan(  # noqa: PLR0913 - one for each option
         run = _run_command(recipe, save, chosen.placement)
         click.echo(f"{save} is written; it is run by: {run}", err=True)
     if html is not None:
-        from penstock.planner.plan_page import write_plan_page
+        from penstock.planner.plan_page import plan_page
 
-        write_plan_page(html, chosen, choices, cluster)
+        write_page(plan_page(chosen, choices, cluster), html)
     if as_json:
         click.echo(chosen.to_json(), nl=False)
         return
@@ -152,14 +154,6 @@ def _run_command(recipe: Path | None, plan: Path, placement: "Placement") -> str
     if placement.num_replicas == 1:
         return train
     return f"torchrun, in {count_text(placement.num_ranks, 'process')}: -m {train}"
-
-
-def _check_page(path: Path) -> None:
-    """See that a page can be written, before anything takes long."""
-    from penstock.trace.page.render import check_renderable, check_replaceable
-
-    check_renderable()
-    check_replaceable(path)
 
 
 def _profiles(

@@ -33,9 +33,10 @@ def report(run: Path, output: Path | None, predicted: Path | None) -> None:
       penstock report runs/digits-1
       penstock report runs/digits-1 --output digits.html --predicted predicted.json
     """
+    from penstock.trace.page.page import write_page
     from penstock.train.run_files import REPORT
-    from penstock.train.run_page import write_page
+    from penstock.train.run_page import page_of
 
     target = run / REPORT if output is None else output
-    write_page(run, target, predicted)
+    write_page(page_of(run, predicted), target)
     click.echo(str(target))

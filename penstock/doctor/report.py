@@ -6,9 +6,8 @@ from itertools import groupby
 
 from pydantic import TypeAdapter
 from rich.console import Console
-from rich.table import Table
 
-from penstock.trace.units import bytes_text, time_text
+from penstock.trace.units import bytes_text, columns, time_text
 
 from .edges import Edge, rate_text
 from .facts import RankFacts
@@ -57,20 +56,11 @@ class Report:
 
 
 _COLORS = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
-_WIDTH = 99
-"""Columns where the output is no terminal."""
 
 
 def show_report(report: Report) -> None:
     """Write everything to stdout."""
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)
-    if report.ranks:
-        console.print(_processes(report.ranks))
-        console.print(_versions(report.ranks))
-    if report.edges:
-        console.print(_edges(report.edges))
     for line in _lines(report):
         console.print(line, soft_wrap=True, markup=False)
     for finding in report.findings:
@@ -84,20 +74,10 @@ def show_finding(console: Console, finding: Finding) -> None:
     console.print(str(finding), soft_wrap=True, markup=False)
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column in columns:
-        left = column.startswith("<")
-        table.add_column(column.lstrip("<"), justify="left" if left else "right")
-    return table
-
-
-def _processes(ranks: tuple[RankFacts, ...]) -> Table:
-    table = _table(
-        "processes", "rank", "<host", "<address", "cores", "threads", "memory", "<devices"
-    )
+def _processes(ranks: tuple[RankFacts, ...]) -> Iterator[tuple[str, ...]]:
+    yield "rank", "host", "address", "cores", "threads", "memory", "devices"
     for facts in ranks:
-        table.add_row(
+        yield (
             str(facts.rank),
             facts.host,
             facts.address,
@@ -106,7 +86,6 @@ def _processes(ranks: tuple[RankFacts, ...]) -> Table:
             bytes_text(facts.memory_bytes),
             _devices(facts),
         )
-    return table
 
 
 def _devices(facts: RankFacts) -> str:
@@ -115,45 +94,41 @@ def _devices(facts: RankFacts) -> str:
     return ", ".join(["CPU", *(f"{n} x {name}" if n > 1 else name for name, n in counted)])
 
 
-def _versions(ranks: tuple[RankFacts, ...]) -> Table:
-    table = _table("versions", "<ranks", "<Python", "<torch", "<built for", "<Penstock")
-    table.add_column("safetensors")
+def _versions(ranks: tuple[RankFacts, ...]) -> Iterator[tuple[str, ...]]:
+    yield "ranks", "Python", "torch", "built for", "Penstock", "safetensors"
     rows: dict[tuple[str, ...], list[str]] = {}
     for facts in ranks:
         versions = (facts.python, facts.torch, facts.torch_build, facts.penstock)
         rows.setdefault((*versions, facts.safetensors), []).append(str(facts.rank))
     for row, who in rows.items():
-        table.add_row("all" if len(rows) == 1 else ", ".join(who), *row)
-    return table
+        yield "all" if len(rows) == 1 else ", ".join(who), *row
 
 
-def _edges(edges: tuple[Edge, ...]) -> Table:
-    table = _table("edges", "ranks", "latency ──►", "◄──", "bandwidth ──►", "◄──")
+def _edges(edges: tuple[Edge, ...]) -> Iterator[tuple[str, ...]]:
+    yield "ranks", "latency ──►", "◄──", "bandwidth ──►", "◄──"
     by_ends = {(edge.source, edge.target): edge for edge in edges}
     for (a, b), there in by_ends.items():
         back = by_ends.get((b, a))
-        if back is None or a > b:
-            continue
-        table.add_row(
-            f"{a}, {b}",
-            time_text(there.latency_s),
-            time_text(back.latency_s),
-            rate_text(there.bytes_per_s),
-            rate_text(back.bytes_per_s),
-        )
-    return table
+        if back is not None and a < b:
+            latencies = time_text(there.latency_s), time_text(back.latency_s)
+            rates = rate_text(there.bytes_per_s), rate_text(back.bytes_per_s)
+            yield f"{a}, {b}", *latencies, *rates
 
 
-def _lines(report: Report) -> list[str]:
-    lines = []
+def _lines(report: Report) -> Iterator[str]:
+    """Yield the tables and what else was measured."""
+    if report.ranks:
+        yield from (*columns(list(_processes(report.ranks))), "")
+        yield from (*columns(list(_versions(report.ranks)), num_left=6), "")
+    if report.edges:
+        yield from (*columns(list(_edges(report.edges)), num_left=1), "")
     slowest = report.slowest
     if slowest is not None:
-        lines.append(
+        yield (
             f"slowest edge: rank {slowest.source} ──► rank {slowest.target}, "
             f"{rate_text(slowest.bytes_per_s)}, {time_text(slowest.latency_s)}"
         )
-    lines += [f"self-test: {test.text}" for test in report.self_tests]
-    return lines
+    yield from (f"self-test: {test.text}" for test in report.self_tests)
 
 
 def _verdict(report: Report) -> str:

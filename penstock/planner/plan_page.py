@@ -1,12 +1,8 @@
 """A plan on a page: what was chosen and why, and the table of its stages."""
 
-from pathlib import Path
-
 from penstock.costs.cluster import Cluster
-from penstock.errors import PlanError
 from penstock.interval import likely
-from penstock.trace.page import Page, Section, Table, Text, render_page
-from penstock.trace.page.render import check_replaceable
+from penstock.trace.page import Page, Section, Step, Table, Text, with_step
 from penstock.trace.units import count_text
 
 from .plan import Plan
@@ -14,39 +10,19 @@ from .rank import Candidates
 from .reasons import HEADS, choice_rows
 
 
-def write_plan_page(path: Path, plan: Plan, choices: Candidates, cluster: Cluster) -> None:
-    """Write the page of a plan that was chosen.
-
-    Raises:
-        RunFolderError: another file is in the way.
-        PlanError: the file cannot be written.
-        ConfigError: plotly is not installed.
-    """
-    check_replaceable(path)
-    text = render_page(plan_page(plan, choices, cluster))
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"cannot write the page {path}: {error.strerror}") from None
-
-
 def plan_page(plan: Plan, choices: Candidates, cluster: Cluster) -> Page:
     """Return the page of a plan that was chosen for a cluster."""
     best = choices.best[0].predicted
     devices = [cluster.resolved(likely).device_of(place) for place in best.places]
-    limits = [devices[rank].memory_bytes for rank in plan.placement.peers_in(0)]
-    return Page(
-        title=f"Plan for {cluster.name}",
-        subtitle=plan_subtitle(plan),
-        predicted=best.timeline,
-        optimizer_s=best.update_s,
-        memory_limits_bytes=tuple(limits),
-        sections=(
-            Section("Candidates", (Table(HEADS, tuple(choice_rows(choices))),)),
-            plan_section(plan),
-            Section("Cluster", (Text(str(cluster), is_code=True),)),
-        ),
+    limits = tuple(devices[rank].memory_bytes for rank in plan.placement.peers_in(0))
+    step = Step(predicted=best.timeline, optimizer_s=best.update_s, memory_limits_bytes=limits)
+    sections = (
+        Section("Candidates", (Table(HEADS, tuple(choice_rows(choices))),)),
+        plan_section(plan),
+        Section("Cluster", (Text(str(cluster), "code"),)),
     )
+    page = Page(f"Plan for {cluster.name}", plan_subtitle(plan), sections=sections)
+    return with_step(page, step)
 
 
 def plan_section(plan: Plan) -> Section:
@@ -59,11 +35,6 @@ def plan_section(plan: Plan) -> Section:
 def plan_subtitle(plan: Plan) -> str:
     """Say in a line what a plan runs."""
     replicas, stages = plan.placement.num_replicas, count_text(plan.num_stages, "stage")
-    return ", ".join(
-        (
-            f"{count_text(len(plan.layers), 'layer')} in {stages}",
-            *([f"{replicas} replicas"] if replicas > 1 else []),
-            count_text(plan.num_microbatches, "micro-batch"),
-            str(plan.schedule),
-        )
-    )
+    layers, microbatches = len(plan.layers), count_text(plan.num_microbatches, "micro-batch")
+    many = f", {replicas} replicas" if replicas > 1 else ""
+    return f"{count_text(layers, 'layer')} in {stages}{many}, {microbatches}, {plan.schedule}"

@@ -26,7 +26,7 @@ from penstock.schedules.walk import walk
 
 from .looks import look_of
 from .timeline import Span, Timeline
-from .units import percent_text, unit_for
+from .units import columns, percent_text, unit_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,18 +107,18 @@ class Breakdown:
         unit = unit_for(self.step_s)
         updates = any(stage.update_s for stage in self.stages)
         names = [field.name.removesuffix("_s") for field in fields(StageTimes)]
-        rows = [[f"{name:>9}" for name in names[: None if updates else -1]]]
+        rows = [names[: None if updates else -1]]
         for stage in self.stages:
-            number, rank, *times_s = astuple(stage)[: None if updates else -1]
-            times = (f"{float(time_s * unit.per_s):9.3f}" for time_s in times_s)
-            rows.append([f"{number:9}", f"{rank:9}", *times])
+            number, rank, *times_s = astuple(stage)[: len(rows[0])]
+            times = (f"{float(time_s * unit.per_s):.3f}" for time_s in times_s)
+            rows.append([str(number), str(rank), *times])
         title = f"step {float(self.step_s * unit.per_s):.3f} {unit.sign}; times in {unit.sign}"
         shares = (
             f"bubble {percent_text(self.bubble)}, waiting for messages {percent_text(self.wait)}, "
             f"utilisation {percent_text(self.utilisation)}: {percent_text(self.share_of_ideal)} "
             f"of the ideal {percent_text(self.ideal_utilisation)}"
         )
-        return "\n".join([title, *map(" ".join, rows), shares])
+        return "\n".join([title, *columns(rows, num_left=0), shares])
 
     def to_json(self) -> str:
         """Write the seconds of each stage and the shares as one line of JSON."""

@@ -100,6 +100,11 @@ def mean_times(times: Sequence[RankTimes]) -> dict[str, float]:
     return {name: share(sum(getattr(t, name) for t in times), len(times)) for name in KINDS}
 
 
+def kinds_of(times: Sequence[RankTimes]) -> list[str]:
+    """Return the kinds that any rank has some time of."""
+    return [kind for kind in KINDS if any(getattr(rank, kind) for rank in times)]
+
+
 def _imbalance_s(timeline: Timeline) -> list[float]:
     """Compute how much longer each rank is idle than with equal stages, without messages."""
     own, equal = works_s(timeline), _equal_works_s(timeline)

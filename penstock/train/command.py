@@ -37,7 +37,7 @@ from .interrupt import Interrupt
 from .layout import check_layout, make_mesh, read_plan, refit, with_plan
 from .loop import Trainer
 from .report import summarise, write_report, write_timeline
-from .run_files import ENVIRONMENT, PLAN, PREDICTED
+from .run_files import ENVIRONMENT, PLAN, PREDICTED, RECIPE
 from .run_folder import (
     RunFolder,
     begun_by,
@@ -291,7 +291,7 @@ def _with_layout_of(wanted: Recipe, run: Recipe) -> Recipe:
 
 def _say_how(console: Console, folder: RunFolder, trainer: Trainer, old: Recipe) -> None:
     """Note the recipe as it is run now, and say where the run goes on."""
-    folder.write_recipe(recipe_to_toml(trainer.recipe))
+    folder.write_text(RECIPE, recipe_to_toml(trainer.recipe))
     layout = _as_layout(old, trainer.recipe)
     say(console, f"resuming {folder.path} after step {trainer.position.step}{layout}")
 

@@ -1,12 +1,12 @@
 """What a person sees while training: a progress bar, a line an epoch, and a table at the end."""
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from penstock.trace.units import bytes_text, percent_text
+from penstock.trace.units import bytes_text, columns, percent_text
 
 from .meter import Meter
 from .run_files import SKIPPED
@@ -15,8 +15,6 @@ from .start import Position
 from .tasks.task import Task
 
 _FIELDS = ("loss", "score", "speed", "bubble")
-_UNLIMITED = 10_000
-"""Columns, when a table is measured: more than any table has."""
 
 
 class Display:
@@ -87,29 +85,22 @@ def show_summary(console: Console, summary: Summary) -> None:
         )
     if summary.result:
         say(console, summary.result)
-    titles = (*summary.shown, "time", "throughput", "share of ideal", "bubble")
-    table = _table(f"{summary.run_folder} after {summary.steps} steps", *titles)
-    table.add_row(
+    heads = (*summary.shown, "time", "throughput", "share of ideal", "bubble")
+    values = (
         *summary.shown.values(),
         f"{summary.seconds:.1f} s",
         _speed(summary.samples_per_s, summary.unit),
         _percent(summary.share_of_ideal),
         _percent(summary.bubble),
     )
-    _print_table(console, table)
-    titles = ("stage", "layers", "measured")
-    memory = _table("kept for backward passes, at most", *titles)
-    memory.columns[1].justify = "left"
+    title = f"{summary.run_folder} after {summary.steps} steps"
+    _say_table(console, title, [heads, values], num_left=0)
+    kept = [("stage", "layers", "measured")]
     for stage in summary.stages:
-        first, last = stage.layers[0], stage.layers[-1]
-        span = first if len(stage.layers) == 1 else f"{first} to {last}"
-        measured = stage.peak_bytes
-        memory.add_row(
-            str(stage.stage),
-            span,
-            bytes_text(measured) if measured is not None else "-",
-        )
-    _print_table(console, memory)
+        span = " to ".join(dict.fromkeys((stage.layers[0], stage.layers[-1])))
+        measured = "-" if stage.peak_bytes is None else bytes_text(stage.peak_bytes)
+        kept.append((str(stage.stage), span, measured))
+    _say_table(console, "kept for backward passes, at most", kept, num_left=2)
 
 
 def say(console: Console, *lines: str) -> None:
@@ -118,26 +109,15 @@ def say(console: Console, *lines: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name, justify="right")
-    return table
-
-
-def _print_table(console: Console, table: Table) -> None:
+def _say_table(
+    console: Console, title: str, rows: Sequence[tuple[str, ...]], num_left: int
+) -> None:
     """Write a table, or a line for each of its cells where the console is narrower than it."""
-    unlimited = console.options.update(width=_UNLIMITED)
-    if console.measure(table, options=unlimited).maximum <= console.width:
-        console.print(table)
-        return
-    rows = zip(*(column.cells for column in table.columns), strict=True)
-    lines = [
-        f"{column.header}: {cell}"
-        for row in rows
-        for column, cell in zip(table.columns, row, strict=True)
-    ]
-    say(console, str(table.title), *lines)
+    lines = list(columns(rows, num_left))
+    if max(map(len, lines)) > console.width:
+        pairs = (pair for row in rows[1:] for pair in zip(rows[0], row, strict=True))
+        lines = [f"{head}: {cell}" for head, cell in pairs]
+    say(console, title, *lines)
 
 
 def _percent(share: float | None) -> str:

@@ -6,13 +6,14 @@ from itertools import islice
 
 from penstock.errors import ConfigError, RunFolderError
 from penstock.trace.chrome import to_chrome
+from penstock.trace.page.page import write_page
 from penstock.trace.picture import save_picture
 from penstock.trace.timeline import Timeline
 
 from .loop import Trainer
 from .run_files import MEMORY, REPORT, STEP, SUMMARY, TIMELINE
 from .run_folder import RunFolder
-from .run_page import write_page
+from .run_page import page_of
 from .scalars import StageMemory, Summary
 
 
@@ -63,7 +64,7 @@ def write_report(trainer: Trainer, folder: RunFolder, summary: Summary) -> str:
         if meter.timeline is not None:
             seconds = {"step_s": meter.step_s, "optimizer_s": meter.optimizer_s}
             folder.write_text(STEP, json.dumps(seconds) + "\n")
-        write_page(folder.path, folder.path / REPORT)
+        write_page(page_of(folder.path), folder.path / REPORT)
     except Exception as error:  # the run is done and kept; its report must not lose it
         return f"no report is written: {error}"
     return ""

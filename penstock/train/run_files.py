@@ -21,7 +21,6 @@ tensorboard/            the metrics for TensorBoard, if the recipe wants them
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,6 @@ PREDICTED = "predicted.json"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 TENSORBOARD = "tensorboard"
-_UNFINISHED = ".unfinished"
 
 
 def metrics_lines(path: Path) -> list[bytes]:
@@ -69,20 +67,3 @@ def metrics_of(line: bytes) -> dict[str, Any] | None:
         return None
     is_good = isinstance(metrics, dict) and isinstance(metrics.get("step"), int)
     return metrics if is_good else None
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file in one step: readers see the old text or the new one.
-
-    Raises:
-        RunFolderError: it cannot be written.
-    """
-    unfinished = path.with_name(f".{path.name}{_UNFINISHED}")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except OSError as error:
-        raise RunFolderError(f"cannot write {path}: {error.strerror}") from error

@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from penstock.checkpoint.files import UNFINISHED, remove_folder
 from penstock.errors import RunFolderError
+from penstock.plain_values import replace_text
 
 from .run_files import (
     CHECKPOINTS,
@@ -23,7 +24,6 @@ from .run_files import (
     RECIPE,
     metrics_lines,
     metrics_of,
-    replace_text,
 )
 
 _PREFIX = "step-"
@@ -67,12 +67,8 @@ class RunFolder:
             return None
         return lock
 
-    def write_recipe(self, toml: str) -> None:
-        """Write the recipe copy; a reader sees the old one or the new one, never a part."""
-        self.write_text(RECIPE, toml)
-
     def write_text(self, name: str, text: str) -> None:
-        """Write a file in one step."""
+        """Write a file in one step: a reader sees the old one or the new one, never a part."""
         if self.writes:
             replace_text(self.path / name, text)
 
@@ -206,7 +202,7 @@ def create(path: Path, toml: str, jobs: Iterable[str] = ()) -> RunFolder:
     folder = RunFolder(path)
     if names := list(dict.fromkeys(jobs)):
         folder.write_text(JOB, "\n".join(names) + "\n")
-    folder.write_recipe(toml)
+    folder.write_text(RECIPE, toml)
     return folder
 
 

@@ -127,9 +127,9 @@ def test_nothing_happened_in_an_empty_timeline():
 def test_a_breakdown_prints_as_a_table():
     assert str(simulate(add_recompute(one_f_one_b(2, 4)), UNIT_COSTS).breakdown()) == (
         "step 17.000 s; times in s\n"
-        "    stage      rank   forward recompute  backward      wait    bubble\n"
-        "        0         0     4.000     4.000     8.000     0.000     1.000\n"
-        "        1         1     4.000     0.000     8.000     0.000     5.000\n"
+        "stage  rank  forward  recompute  backward   wait  bubble\n"
+        "    0     0    4.000      4.000     8.000  0.000   1.000\n"
+        "    1     1    4.000      0.000     8.000  0.000   5.000\n"
         "bubble 17.6%, waiting for messages 0.0%, utilisation 82.4%: 100.0% of the ideal 82.4%"
     )
 

@@ -124,7 +124,7 @@ def test_what_an_interrupted_save_left_is_cleared_and_never_listed(folder: RunFo
 
 
 def test_a_new_recipe_replaces_the_old_one_whole(folder: RunFolder) -> None:
-    folder.write_recipe("other")
+    folder.write_text("recipe.toml", "other")
     assert [path.name for path in folder.path.iterdir()] == ["recipe.toml"]
     assert folder.recipe_path.read_text() == "other"
 

@@ -11,10 +11,11 @@ from penstock.cli.main import run
 from penstock.errors import ConfigError, RecipeError, RunFolderError
 from penstock.schedules import gpipe
 from penstock.simulator import UNIT_COSTS, simulate
+from penstock.trace.page.page import Figure, write_page
 from penstock.train.command import Request, resume_run, start_run
 from penstock.train.interrupt import Interrupt
 from penstock.train.run_folder import RunFolder
-from penstock.train.run_page import page_of, write_page
+from penstock.train.run_page import RunReader, page_of
 from tests.digits import DIGITS, TWO_EPOCHS
 from tests.quiet import quiet
 
@@ -51,14 +52,17 @@ def test_a_page_holds_what_the_run_kept(finished: Path) -> None:
     page = page_of(finished)
     facts = {fact.name: fact for fact in page.facts}
     assert facts["trained"].value == "6 steps" and "test accuracy" in facts
-    assert page.measured is not None and page.memory is not None and page.memory.memory
+    step = RunReader(finished).step()
+    assert step.measured is not None and step.memory is not None and step.memory.memory
     step_s = json.loads((finished / "step.json").read_text())["step_s"]
-    assert 0 < page.optimizer_s < step_s
-    assert page.measured.step_s + page.optimizer_s + page.set_up_s == pytest.approx(step_s)
-    assert [line["step"] for line in page.metrics if line["kind"] == "epoch"] == [3, 6]
-    assert all("gradient_norm" in line for line in page.metrics if line["kind"] == "step")
-    titles = [section.title for section in page.sections]
-    assert titles == ["Kept by each stage", "Plan", "Recipe", "Environment"] and not page.notes
+    assert 0 < step.optimizer_s < step_s
+    assert step.measured.step_s + step.optimizer_s + step.set_up_s == pytest.approx(step_s)
+    sections = {section.title: section for section in page.sections}
+    curves = {part.title: part for part in sections["Curves"].parts if isinstance(part, Figure)}
+    assert [trace["x"] for trace in curves["loss"].data] == [[1, 2, 3, 4, 5, 6], [3, 6]]
+    assert len(curves["gradient norm"].data[0]["y"]) == 6
+    titles = ["Curves", "Kept by each stage", "Plan", "Recipe", "Environment"]
+    assert list(sections)[3:] == titles and not page.notes
 
 
 def test_the_command_renews_a_report_and_nothing_else(
@@ -90,7 +94,7 @@ def test_what_is_no_run_folder_is_refused(tmp_path: Path, make: bool, what: str)
 @pytest.mark.parametrize("text", ['{"spans": [[0, "0F', "[]", "7", "\0"])
 def test_what_is_damaged_is_left_out_and_named(copied: Path, name: str, text: str) -> None:
     (copied / name).write_text(text)
-    write_page(copied, copied / "report.html")
+    write_page(page_of(copied), copied / "report.html")
     assert f"{name} is damaged" in (copied / "report.html").read_text()
 
 
@@ -99,16 +103,17 @@ def test_a_run_without_a_timed_step_has_a_report_that_says_so(copied: Path) -> N
         path.unlink()
     page = page_of(copied)
     assert page.notes == ("No step of this run was timed: it has made fewer than three.",)
-    write_page(copied, copied / "report.html")
+    write_page(page_of(copied), copied / "report.html")
 
 
 def test_what_was_predicted_is_shown_above(copied: Path, tmp_path: Path) -> None:
     predicted = simulate(gpipe(2, 8), UNIT_COSTS)
     (tmp_path / "predicted.json").write_text(predicted.to_json())
-    assert page_of(copied).predicted is None
-    assert page_of(copied, tmp_path / "predicted.json").predicted == predicted
+    reader = RunReader(copied)
+    assert reader.step().predicted is None
+    assert reader.step(predicted=tmp_path / "predicted.json").predicted == predicted
     (copied / "predicted.json").write_text(predicted.to_json())
-    assert page_of(copied).predicted == predicted
+    assert reader.step().predicted == predicted
     with pytest.raises(RunFolderError, match=r"--predicted: .*recipe\.toml is damaged.*; give"):
         page_of(copied, copied / "recipe.toml")
 
@@ -118,7 +123,7 @@ def test_without_plotly_the_run_is_kept_and_the_command_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(ConfigError, match=r"needs plotly.*: pip install 'penstock\[report\]'"):
-        write_page(finished, tmp_path / "other.html")
+        write_page(page_of(finished), tmp_path / "other.html")
     request = Request(DIGITS, (*TWO_EPOCHS, "train.epochs=1"), tmp_path / "run")
     console = quiet()
     assert start_run(request, console, Interrupt()).finished

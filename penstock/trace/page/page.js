@@ -27,7 +27,7 @@
     found.hoverlabel = { ...found.hoverlabel, bgcolor: colour("card"), bordercolor: line, font: { color: ink } };
     found.modebar = { bgcolor: "rgba(0,0,0,0)", color: colour("quiet"), activecolor: ink };
     for (const key of axes(found)) {
-      found[key] = { gridcolor: grid, linecolor: line, tickcolor: line, ...found[key] };
+      found[key] = { gridcolor: grid, linecolor: line, tickcolor: line, zeroline: false, ...found[key] };
     }
     for (const shape of found.shapes ?? []) {
       if (shape.name === "ground") shape.fillcolor = colour("ground");
@@ -76,7 +76,6 @@
   });
   dark.addEventListener("change", () => { wear(wanted()); drawAll(); });
   window.addEventListener("beforeprint", () => {
-    document.querySelectorAll("details").forEach((each) => { each.open = true; });
     wear("light");
     const wide = charts.filter((chart) => !chart.closest(".grid"));
     const small = charts.filter((chart) => chart.closest(".grid"));

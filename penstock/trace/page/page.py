@@ -1,10 +1,21 @@
-"""What a page shows, as values."""
+"""A page as values, written as one HTML text that needs no other file and no network."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
-from penstock.trace.timeline import Timeline
+from penstock.errors import ConfigError, RunFolderError
+from penstock.plain_values import replace_text
+
+SIGNATURE = '<meta name="generator" content="penstock">'
+"""Stands near the top of every page, so that a page of ours can be told from other files."""
+_HEAD_CHARACTERS = 500
+"""Of a page, in which its signature stands."""
+_NUMBER = re.compile(r"[-+]?\d[\d,.]*(%| ?(s|ms|µs|bytes|[KMG]iB))?|-|\?|")
+_MANY_LETTERS = 60
+"""Letters of a cell beyond which the words of its column may go on in a second line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +29,12 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A paragraph; or with `is_code`, lines as they are."""
+    """A paragraph of "words", or in small print: a "note", or a "hint" for the screen only; or
+    "code", lines as they are.
+    """
 
     text: str
-    is_code: bool = False
+    kind: str = "words"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,43 +43,119 @@ class Table:
 
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    title: str = ""
+    kind: ClassVar = "table"
+
+    @property
+    def styles(self) -> list[str]:
+        """The class of each column: "number", "words" that may need several lines, or none."""
+        columns = list(zip(*self.rows, strict=True)) or [()] * len(self.heads)
+        return [
+            "number"
+            if n and all(map(_NUMBER.fullmatch, column))
+            else "words" * (max(map(len, column), default=0) > _MANY_LETTERS)
+            for n, column in enumerate(columns)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A chart as data and layout for plotly.js; colours that depend on dark or light are set by
+    the page's script.
+
+    Shapes are named for what they are: "ground" behind a lane, "limit" a line of memory.
+    """
+
+    name: str
+    data: tuple[dict[str, Any], ...]
+    layout: dict[str, Any]
+    note: str = ""
+    """What is left out of it."""
+    title: str = ""
+    kind: ClassVar = "figure"
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Texts and tables under a title; those with `is_folded` are open only when asked for."""
+    """Texts, tables and figures under a title: one below the other, or in a grid."""
 
     title: str
-    parts: tuple[Text | Table, ...]
-    is_folded: bool = False
+    parts: tuple[Text | Table | Figure, ...]
+    is_grid: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Page:
-    """A step, predicted or measured or both, and what is known of the run that it is from.
-
-    What is None or empty is left out of the page.
-    """
+    """A title and sections, with figures above them; what is empty is left out."""
 
     title: str
     subtitle: str = ""
     facts: tuple[Fact, ...] = ()
-    """Figures that the page cannot compute, before those that it can."""
-    predicted: Timeline | None = None
-    measured: Timeline | None = None
-    optimizer_s: float = 0.0
-    """What the step spends on moving weights outside of its timeline: the measured one, or else
-    the predicted one."""
-    set_up_s: float = 0.0
-    """What it spent outside of its timeline on all else."""
-    memory: Timeline | None = None
-    """The step whose memory was measured; without it `measured`."""
-    memory_limits_bytes: tuple[int, ...] = ()
-    """What the device of each rank has."""
-    kept_limits_bytes: tuple[int, ...] = ()
-    """What each rank may keep for backward passes."""
-    metrics: tuple[Mapping[str, Any], ...] = ()
-    """Lines of metrics.jsonl: kind, step, and numbers by name."""
     sections: tuple[Section, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     """What the reader should know of the page itself, such as what could not be read."""
+
+
+def check_page(output: Path) -> None:
+    """See that a page can be written into the file `output`: none is there, or a page of ours.
+
+    Raises:
+        ConfigError: plotly is not installed.
+        RunFolderError: something else is there.
+    """
+    _plotly_js()
+    if not output.exists():
+        return
+    with suppress(OSError), output.open(encoding="utf-8", errors="replace") as file:
+        if SIGNATURE in file.read(_HEAD_CHARACTERS):
+            return
+    raise RunFolderError(
+        f"{output} exists already and is no report; choose another name, or move it away"
+    )
+
+
+def _plotly_js() -> str:
+    """Return the library that draws the charts."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise ConfigError(
+            "the page of a report needs plotly, which is not installed: "
+            "pip install 'penstock[report]'"
+        ) from None
+    text: str = get_plotlyjs()
+    return text
+
+
+def write_page(page: Page, output: Path) -> None:
+    """Write a page into the file `output`; renew one of ours.
+
+    Raises:
+        RunFolderError: another file is in the way, or the page cannot be written.
+        ConfigError: plotly is not installed.
+    """
+    check_page(output)
+    replace_text(output, render_page(page))
+
+
+def render_page(page: Page) -> str:
+    """Write `page` as HTML, with all that it holds escaped.
+
+    Raises:
+        ConfigError: plotly is not installed.
+    """
+    from jinja2 import Environment, FileSystemLoader
+
+    here = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
+    )
+    here.policies["json.dumps_kwargs"] = {"default": float, "allow_nan": False}
+    parts = (part for section in page.sections for part in section.parts)
+    figures = {
+        part.name: {"data": part.data, "layout": part.layout}
+        for part in parts
+        if isinstance(part, Figure)
+    }
+    return here.get_template("page.html").render(
+        page=page, signature=SIGNATURE, figures=figures, library=_plotly_js()
+    )

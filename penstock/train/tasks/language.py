@@ -22,11 +22,11 @@ from penstock.data.text import (
     train_text_vocabulary,
 )
 from penstock.errors import CheckpointError, RecipeError
+from penstock.plain_values import replace_text
 from penstock.recipe.data_sections import Text
 from penstock.recipe.model_sections import Gpt
 from penstock.recipe.recipe import Recipe
 from penstock.train.layout import num_batches, smallest_microbatch
-from penstock.train.run_files import replace_text
 from penstock.zoo import gpt
 
 from .task import Batch, Measure, Part, Share, Task

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from penstock.checkpoint.weights import Weights
 from penstock.errors import ConfigError
+from penstock.plain_values import replace_text
 from penstock.trace.units import percent_text
-from penstock.train.run_files import replace_text
 from penstock.types import Reduction
 
 DIGEST = "data.digest"

@@ -24,7 +24,7 @@ from penstock.data.text import (
     score_translations,
 )
 from penstock.data.text.vocabulary import optional_library
-from penstock.train.run_files import replace_text
+from penstock.plain_values import replace_text
 from penstock.zoo import beam_search
 from penstock.zoo.translation.model import TranslationTransformer
 

@@ -5,7 +5,8 @@ from functools import cache
 
 from penstock.schedules import gpipe, one_f_one_b
 from penstock.simulator import Costs, simulate
-from penstock.trace.page import Fact, Page, Section, Table, Text
+from penstock.trace.page import Fact, Page, Section, Step, Table, Text, with_step
+from penstock.trace.page.charts import curves
 from penstock.trace.timeline import MemoryKind, MemorySample, Timeline
 
 WICKED = "</script><b onclick='x'>\"&"
@@ -34,26 +35,29 @@ def full_page() -> Page:
     measured = replace(timeline(costs=SLOWER), memory=(MemorySample(0, 0.01, 5 << 20),))
     lines = [{"kind": "step", "step": n, "loss": 1 / n, "samples_per_s": 9.5} for n in range(1, 9)]
     lines.append({"kind": "epoch", "step": 8, "train_loss": 0.4, WICKED: 0.5})
-    return Page(
-        title=f"run {WICKED}",
-        subtitle=WICKED,
-        facts=(Fact("accuracy", "98 %", WICKED), Fact(WICKED, WICKED)),
+    step = Step(
         predicted=timeline(),
         measured=measured,
         optimizer_s=0.003,
         set_up_s=0.002,
         memory_limits_bytes=(8 << 20,) * 3,
         kept_limits_bytes=(6 << 20,) * 3,
-        metrics=tuple(lines),
+    )
+    page = Page(
+        title=f"run {WICKED}",
+        subtitle=WICKED,
+        facts=(Fact("accuracy", "98 %", WICKED), Fact(WICKED, WICKED)),
         sections=(
+            Section("Curves", tuple(curves(lines)), is_grid=True),
             Section(
                 f"Plan {WICKED}",
                 (Text(WICKED), Table(("layer", WICKED), ((WICKED, "12"),))),
             ),
-            Section("Recipe", (Text(f"name = {WICKED}\n" * 20, is_code=True),), is_folded=True),
+            Section("Recipe", (Text(f"name = {WICKED}\n" * 20, "code"),)),
         ),
         notes=(WICKED,),
     )
+    return with_step(page, step)
 
 
 @cache

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, sync_playwright
 from playwright.sync_api import Page as Tab
 
-from penstock.trace.page import Page, render_page
+from penstock.trace.page import Page, Step, render_page, with_step
 from tests.trace.page.pages import full_page, large_step
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -161,7 +161,8 @@ def test_it_prints_in_light_colours_and_comes_back(context: BrowserContext, writ
 
 def test_a_thousand_ranks_are_drawn_too(context: BrowserContext, tmp_path: Path) -> None:
     path = tmp_path / "large.html"
-    path.write_text(render_page(Page(title="large", measured=large_step())), encoding="utf-8")
+    page = with_step(Page("large"), Step(measured=large_step()))
+    path.write_text(render_page(page), encoding="utf-8")
     tab, said = opened(context, path)
     assert len(said) == 1
     assert tab.locator("[data-figure=timeline] .bars .point path").count() > 24

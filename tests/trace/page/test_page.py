@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from penstock.schedules import Forward
-from penstock.trace.page import Page, render_page
+from penstock.trace.page import Page, Step, render_page, with_step
+from penstock.trace.page.charts import curves, held_bytes, memory_chart
 from penstock.trace.page.lane_chart import MOST_BOXES, lanes_of
-from penstock.trace.page.memory_chart import curves, memory_chart, memory_series
-from penstock.trace.page.time_chart import differences
+from penstock.trace.page.step import differences
 from penstock.trace.rank_times import rank_times
 from penstock.trace.timeline import MemoryKind, MemorySample, Span, Timeline
 from penstock.trace.units import time_text
@@ -54,6 +54,11 @@ class Reader(HTMLParser):
             self.data += data
         if tag not in ("script", "style"):
             self.text.append(data)
+
+
+def rendered(**step: Any) -> str:
+    """Return the page of a step."""
+    return render_page(with_step(Page("x"), Step(**step)))
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +118,7 @@ def test_a_box_says_what_it_is_and_a_message_how_many_bytes() -> None:
     spans = list(step.spans)
     first = spans[sends[0]]
     spans[sends[0]] = first._replace(end_s=first.end_s + 0.002, num_bytes=2_048)
-    read = Reader(render_page(Page(title="x", measured=replace(step, spans=tuple(spans)))))
+    read = Reader(rendered(measured=replace(step, spans=tuple(spans))))
     charts = json.loads(read.data)
     hovers = [text for trace in charts["timeline"]["data"] for text in trace["customdata"]]
     assert ", stage 0, micro-batch 0<br>rank 0, 10 ms from 0" in hovers
@@ -127,13 +132,13 @@ def test_an_empty_page_is_a_page() -> None:
 def test_a_timeline_of_no_length_is_left_out() -> None:
     step = timeline(1, 1)
     flat = Timeline(tuple(span._replace(start_s=0, end_s=0) for span in step.spans))
-    assert Reader(render_page(Page(title="x", predicted=flat))).titles == []
+    assert Reader(rendered(predicted=flat)).titles == []
 
 
 def test_a_predicted_step_is_one_number_everywhere_with_its_optimizer() -> None:
     step = timeline()
     text = time_text(float(step.step_s) * 2)
-    read = Reader(render_page(Page(title="x", predicted=step, optimizer_s=float(step.step_s))))
+    read = Reader(rendered(predicted=step, optimizer_s=float(step.step_s)))
     assert text in read.text
     headline = json.loads(read.data)["timeline"]["layout"]["annotations"][0]["text"]
     assert f"step {text}, " in headline
@@ -153,7 +158,7 @@ def test_small_spans_between_large_ones_do_not_merge_them() -> None:
 def large() -> Reader:
     step = large_step()
     assert len(step.spans) > 100_000
-    page = render_page(Page(title="large", measured=step))
+    page = rendered(measured=step)
     assert len(page.encode()) < LIMIT_BYTES
     return Reader(page)
 
@@ -185,8 +190,9 @@ def test_merged_boxes_are_busy_for_as_long_as_the_spans_were() -> None:
 
 def test_differences_are_named_and_the_largest_one_too() -> None:
     predicted, measured = timeline(), timeline(costs=SLOWER)
-    times = {"predicted": rank_times(predicted), "measured": rank_times(measured)}
-    found = {each.name: each for each in differences(predicted, measured, times)}
+    steps = {"predicted": predicted, "measured": measured}
+    times = {title: rank_times(step) for title, step in steps.items()}
+    found = {each.name: each for each in differences(steps, times)}
     assert found["step"].missed_s == pytest.approx(measured.step_s - predicted.step_s)
     assert found["forward, mean of the ranks"].missed_s == pytest.approx(6 * 0.003 / 3)
     assert found["backward, mean of the ranks"].missed_s == pytest.approx(0)
@@ -197,9 +203,9 @@ def test_differences_are_named_and_the_largest_one_too() -> None:
 def test_memory_of_a_ranks_stages_adds_up_kind_by_kind() -> None:
     step = timeline(2, 2)
     both = replace(step, spans=tuple(span._replace(rank=0) for span in step.spans))
-    by_kind = {each.look.name: each for each in memory_series(both)}
-    assert by_kind["weights"].num_bytes[-1] == 8 << 20
-    assert max(by_kind["kept for backward passes"].num_bytes) == 6 << 20
+    held = held_bytes(both)[0].num_bytes
+    assert held[MemoryKind.WEIGHTS][-1] == 8 << 20
+    assert max(held[MemoryKind.ACTIVATIONS]) == 6 << 20
 
 
 def test_thinned_memory_keeps_its_peak_and_says_so() -> None:
@@ -218,7 +224,7 @@ def test_thinned_memory_keeps_its_peak_and_says_so() -> None:
 def test_each_number_has_a_curve_and_losses_share_one() -> None:
     lines: list[dict[str, Any]] = [{"step": n, "loss": 1.0, "lr": 0.1} for n in range(7_000)]
     lines.append({"step": 7_000, "train_loss": 2.0, "note": "text", "is_last": True})
-    found = dict(curves(lines))
+    found = {figure.title: figure for figure in curves(lines)}
     assert list(found) == ["loss", "lr"]
     assert [len(trace["y"]) for trace in found["loss"].data] == [2_334, 1]
     assert found["lr"].data[0]["x"][-1] == 6_999

@@ -1,0 +1,301 @@
+"""The charts of a page: bars of where each rank's time went, memory on each rank with its limit,
+and curves of a run, one for each number that its metrics have.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from typing import Any
+
+from penstock.trace.looks import MEMORY, PARTS
+from penstock.trace.rank_times import RankTimes, kinds_of
+from penstock.trace.timeline import MemoryKind, MemorySample, Timeline
+from penstock.trace.units import bytes_text, number_text, percent_text, unit_for
+
+from .page import Figure
+
+Trace = dict[str, Any]
+Layout = dict[str, Any]
+
+
+def rounded(value: float) -> float:
+    """Round to six significant digits, which no chart can show more of."""
+    return float(f"{float(value):.6g}")
+
+
+def spread(number: int, most: int) -> tuple[int, ...]:
+    """Choose at most `most` of so many, evenly, the first and the last among them."""
+    if number <= most:
+        return tuple(range(number))
+    return tuple(round(n * (number - 1) / (most - 1)) for n in range(most))
+
+
+def layout_of(
+    height_px: float, *, left: int = 74, top: int = 34, bottom: int = 50, **more: Any
+) -> Layout:
+    """Return the layout of a chart of so many pixels, with what is the same in all."""
+    place = {"x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"}
+    return {
+        "height": height_px,
+        "margin": {"l": left, "r": 16, "t": top, "b": bottom, "pad": 4},
+        "legend": {"orientation": "h", "traceorder": "normal", **place},
+        "hoverlabel": {"align": "left", "namelength": -1},
+        "bargap": 0,
+        "barmode": "overlay",
+        "hovermode": "closest",
+        **more,
+    }
+
+
+def axis_of(title: str, standoff: int = 12, **more: Any) -> Layout:
+    """Return an axis with its title."""
+    return {"title": {"text": title, "standoff": standoff}, **more}
+
+
+def rows_of(names: Sequence[str]) -> Layout:
+    """Return a vertical axis of rows with names, the first on top."""
+    return {
+        "range": [len(names) - 0.5, -0.5],
+        "tickvals": list(range(len(names))),
+        "ticktext": list(names),
+        "fixedrange": True,
+        "automargin": True,
+        "showgrid": False,
+    }
+
+
+def stacked(parts: Sequence[tuple[str, int]], gap_px: int, step_s: float, **more: Any) -> Layout:
+    """Return the layout of charts one above the other, on one axis of time: yaxis1, yaxis2, ...
+
+    Of each of `parts` there is the caption and the height in pixels.
+    """
+    unit = unit_for(step_s)
+    inner_px = sum(px for _, px in parts) + gap_px * (len(parts) - 1)
+    layout = layout_of(inner_px + 110, top=58, bottom=52, shapes=[], annotations=[], **more)
+    layout["legend"]["y"] = 1 + 26 / inner_px
+    layout["xaxis"] = axis_of(f"time ({unit.sign})", anchor=f"y{len(parts)}")
+    layout["xaxis"]["range"] = [0, rounded(step_s * unit.per_s)]
+    place = {"x": 0, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
+    top_px = inner_px
+    for n, (caption, px) in enumerate(parts, start=1):
+        top, low = top_px / inner_px, max(0.0, (top_px - px) / inner_px)
+        layout[f"yaxis{n}"] = {"domain": [low, top], "fixedrange": True}
+        layout["annotations"].append({"text": caption, "y": top, "showarrow": False, **place})
+        top_px -= px + gap_px
+    return layout
+
+
+def once_in_legend(data: Sequence[Trace]) -> tuple[Trace, ...]:
+    """Let only the first trace of each name stand in the legend."""
+    first = {trace["name"]: n for n, trace in reversed(list(enumerate(data)))}
+    return tuple({**t, "showlegend": first[t["name"]] == n} for n, t in enumerate(data))
+
+
+MOST_BARS = 64
+_BAR_PX = 26
+
+
+def time_chart(times: Mapping[str, Sequence[RankTimes]]) -> Figure:
+    """Draw a stacked bar for each rank, for a predicted step beside that of the measured one."""
+    num_ranks = max(map(len, times.values()))
+    ranks = spread(num_ranks, MOST_BARS // len(times))
+    bars = [
+        (f"rank {n} {title}" if len(times) > 1 else f"rank {n}", of_ranks[n])
+        for n in ranks
+        for title, of_ranks in times.items()
+        if n < len(of_ranks)
+    ]
+    unit = unit_for(max(float(bar.total_s) for _, bar in bars))
+    data: list[Trace] = []
+    for kind in kinds_of([bar for _, bar in bars]):
+        values = [float(getattr(bar, kind) * unit.per_s) for _, bar in bars]
+        shares = (percent_text(getattr(bar, kind) / (bar.total_s or 1)) for _, bar in bars)
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": PARTS[kind].name,
+                "y": list(range(len(bars))),
+                "x": [rounded(value) for value in values],
+                "width": 0.76,
+                "marker": {"color": PARTS[kind].fill, "line": {"width": 0.5}},
+                "customdata": [
+                    f"{name}<br>{number_text(value)} {unit.sign}, {share} of the step"
+                    for (name, _), value, share in zip(bars, values, shares, strict=True)
+                ],
+                "hovertemplate": f"<b>{PARTS[kind].name}</b>, %{{customdata}}<extra></extra>",
+            }
+        )
+    left = 74 if len(times) == 1 else 128
+    layout = layout_of(len(bars) * _BAR_PX + 94, left=left, top=40, barmode="stack")
+    layout |= {"xaxis": axis_of(f"time ({unit.sign})"), "yaxis": rows_of([n for n, _ in bars])}
+    said = f"{len(ranks)} of {num_ranks:,} ranks are drawn, evenly chosen."
+    return Figure("times", tuple(data), layout, said if len(ranks) < num_ranks else "")
+
+
+MOST_STRIPS = 16
+_MOST_POINTS = 40_000
+"""Of all strips together."""
+_STRIP_PX, _GAP_PX = 92, 30
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes that a rank holds: `num_bytes[kind][n]` from `times_s[n]` on, until the next."""
+
+    times_s: tuple[float, ...]
+    num_bytes: Mapping[MemoryKind, tuple[int, ...]]
+
+    @property
+    def totals(self) -> list[int]:
+        """Bytes of all kinds together, at each time."""
+        return list(map(sum, zip(*self.num_bytes.values(), strict=True)))
+
+
+def held_bytes(timeline: Timeline) -> dict[int, Held]:
+    """Return what each rank holds of each kind, all its stages together."""
+    rank_of = {span.instruction.stage: span.rank for span in timeline.spans}
+    of_ranks: dict[int, list[MemorySample]] = defaultdict(list)
+    for sample in sorted(timeline.memory, key=lambda sample: sample.time_s):
+        of_ranks[rank_of.get(sample.stage, sample.stage)].append(sample)
+    return {rank: _held(of_ranks[rank], timeline.start_s) for rank in sorted(of_ranks)}
+
+
+def _held(samples: Sequence[MemorySample], zero_s: float) -> Held:
+    seen = {sample.kind for sample in samples}
+    now = {kind: 0 for kind in MEMORY if kind in seen}
+    last: dict[tuple[int, MemoryKind], int] = defaultdict(int)
+    rows: dict[float, tuple[int, ...]] = {}
+    for sample in samples:
+        key = sample.stage, sample.kind
+        now[sample.kind] += sample.kept_bytes - last[key]
+        last[key] = sample.kept_bytes
+        rows[float(sample.time_s - zero_s)] = tuple(now.values())
+    return Held(tuple(rows), dict(zip(now, zip(*rows.values(), strict=True), strict=True)))
+
+
+def memory_chart(timeline: Timeline, limits_bytes: Sequence[int], name: str = "memory") -> Figure:
+    """Draw a strip for each rank, all to one scale."""
+    held = held_bytes(timeline)
+    peaks = {rank: max(own.totals) for rank, own in held.items()}
+    ranks = sorted(sorted(peaks, key=lambda rank: -peaks[rank])[:MOST_STRIPS])
+    limits = {rank: limits_bytes[rank] for rank in ranks if rank < len(limits_bytes)}
+    top = max([*peaks.values(), *limits.values()]) or 1
+    sign, size = next((unit for unit in _UNITS if top >= unit[1]), _UNITS[-1])
+    limited = {rank: f", limit {bytes_text(limit)}" for rank, limit in limits.items()}
+    heads = (
+        f"<b>rank {rank}</b>   peak {bytes_text(peaks[rank])}{limited.get(rank, '')}"
+        for rank in ranks
+    )
+    parts = [(head, _STRIP_PX) for head in heads]
+    layout = stacked(parts, _GAP_PX, timeline.step_s, hovermode="x unified")
+    most = _MOST_POINTS // sum(len(held[rank].num_bytes) for rank in ranks)
+    data: list[Trace] = []
+    for n, rank in enumerate(ranks, start=1):
+        layout[f"yaxis{n}"] |= axis_of(sign, 6, nticks=4, range=[0, rounded(1.08 * top / size)])
+        if rank in limits:
+            height, place = rounded(limits[rank] / size), {"xref": "paper", "yref": f"y{n}"}
+            line = {"type": "line", "line": {"width": 1.5, "dash": "dash"}, **place}
+            ends = {"x0": 0, "x1": 1, "y0": height, "y1": height}
+            layout["shapes"].append({"name": "limit", **line, **ends})
+        data += _areas(held[rank], timeline.step_s, most, size, f"y{n}")
+    layout["showlegend"] = len({trace["name"] for trace in data}) > 1
+    said = []
+    if len(ranks) < len(peaks):
+        said.append(f"The {len(ranks)} of {len(peaks):,} ranks that keep most are drawn.")
+    if any(len(held[rank].times_s) > most for rank in ranks):
+        said.append(f"Of each line at most {most:,} points are drawn, the highest among them.")
+    return Figure(name, once_in_legend(data), layout, " ".join(said))
+
+
+def _areas(held: Held, step_s: float, most: int, size: int, axis: str) -> Iterator[Trace]:
+    """Yield what a rank holds of each kind, one above the other, in units of `size` bytes."""
+    kept, unit = _thinned(held.totals, most), unit_for(step_s)
+    times_s = [*(held.times_s[n] for n in kept), float(step_s)]
+    for kind, num_bytes in held.num_bytes.items():
+        look = MEMORY[kind]
+        yield {
+            "type": "scatter",
+            "mode": "lines",
+            "name": look.name,
+            "yaxis": axis,
+            "stackgroup": axis,
+            "line": {"shape": "hv", "width": 1, "color": look.fill},
+            "fillcolor": look.fill,
+            "x": [rounded(time_s * unit.per_s) for time_s in times_s],
+            "y": [*(rounded(num_bytes[n] / size) for n in kept), rounded(num_bytes[-1] / size)],
+            "hovertemplate": f"{look.name}: %{{y:.4g}}<extra></extra>",
+        }
+
+
+def _thinned(totals: Sequence[int], most: int) -> list[int]:
+    """Choose points: of each of so many parts the one with the most bytes."""
+    if len(totals) <= most:
+        return list(range(len(totals)))
+    bounds = [len(totals) * n // most for n in range(most + 1)]
+    return [max(range(a, b), key=totals.__getitem__) for a, b in pairwise(bounds)]
+
+
+MOST_POINTS = 3_000
+_FEW_POINTS = 60
+_NO_CURVE = ("kind", "step", "epoch")
+_LOSSES = {"loss": "of a step", "train_loss": "mean of an epoch"}
+_COLOURS = ("#3f74a8", "#e08a1e", "#5f9140", "#8673b0", "#b0594f")
+
+Metrics = Sequence[Mapping[str, Any]]
+
+
+def curves(metrics: Metrics) -> Iterator[Figure]:
+    """Yield a chart for each number, over steps; losses together, first."""
+    names = dict.fromkeys(
+        name
+        for line in metrics
+        for name, value in line.items()
+        if name not in _NO_CURVE and _is_number(value)
+    )
+    losses = [name for name in names if name in _LOSSES or name.endswith("_loss")]
+    if losses:
+        yield _curve(metrics, "loss", losses)
+    for name in names:
+        if name not in losses:
+            yield _curve(metrics, _title(name), [name])
+
+
+def _curve(metrics: Metrics, title: str, names: Sequence[str]) -> Figure:
+    data: list[Trace] = []
+    notes = []
+    for n, name in enumerate(names):
+        points = [(line["step"], line[name]) for line in metrics if _is_number(line.get(name))]
+        every = -(-len(points) // MOST_POINTS)
+        if every > 1:
+            notes.append(f"Of {len(points):,} points, one in {every} is drawn.")
+        points = [*points[:-1:every], points[-1]]
+        shown = escape(_LOSSES.get(name) or _title(name))
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers" if len(points) <= _FEW_POINTS else "lines",
+                "marker": {"size": 4},
+                "name": shown,
+                "line": {"color": _COLOURS[n % len(_COLOURS)], "width": 1.8},
+                "x": [step for step, _ in points],
+                "y": [rounded(value) for _, value in points],
+                "hovertemplate": f"step %{{x:,}}<br><b>%{{y:.5g}}</b> {shown}<extra></extra>",
+            }
+        )
+    several = len(data) > 1
+    layout = layout_of(270, left=58, top=30 if several else 10, showlegend=several)
+    layout["xaxis"] = axis_of("step", 8, rangemode="tozero")
+    layout["yaxis"] = {"nticks": 6, "exponentformat": "power"}
+    return Figure(f"curve {names[0]}", tuple(data), layout, " ".join(notes), title)
+
+
+def _title(name: str) -> str:
+    return name.replace("_per_s", "/s").replace("_", " ")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

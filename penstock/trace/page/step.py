@@ -1,0 +1,194 @@
+"""A step as sections of a page: what each rank did when, where the time went, and memory."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from penstock.schedules.ir import Compute, UpdateWeights
+from penstock.trace.breakdown import Breakdown
+from penstock.trace.looks import PARTS, look_of
+from penstock.trace.rank_times import KINDS, RankTimes, kinds_of, mean_times, rank_times
+from penstock.trace.timeline import MemoryKind, Span, Timeline
+from penstock.trace.units import percent_text, time_text, unit_for
+
+from .charts import memory_chart, spread, time_chart
+from .lane_chart import lane_chart
+from .page import Fact, Figure, Page, Section, Table, Text
+
+MOST_ROWS = 24
+
+_HINT = (
+    "Drag to zoom, shift and drag to move, double-click for the whole step; a click in the legend "
+    "hides a kind."
+)
+_IMBALANCE = "Load imbalance is idle time beyond that of equal stages; bubble is other idle time."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step, predicted or measured or both; what is None or empty is left out of the page."""
+
+    predicted: Timeline | None = None
+    measured: Timeline | None = None
+    optimizer_s: float = 0.0
+    """What the step spends on moving weights outside of its timeline: the measured one, or else
+    the predicted one."""
+    set_up_s: float = 0.0
+    """What it spent outside of its timeline on all else."""
+    memory: Timeline | None = None
+    """The step whose memory was measured; without it `measured`."""
+    memory_limits_bytes: tuple[int, ...] = ()
+    """What the device of each rank has."""
+    kept_limits_bytes: tuple[int, ...] = ()
+    """What each rank may keep for backward passes."""
+
+
+def with_step(page: Page, step: Step) -> Page:
+    """Add a step to a page: its figures after those there, its sections before them."""
+    both = {"predicted": step.predicted, "measured": step.measured}
+    timelines = {title: t for title, t in both.items() if t is not None and t.step_s}
+    breakdowns = {title: timeline.breakdown() for title, timeline in timelines.items()}
+    sections = (*_sections(step, timelines, breakdowns), *page.sections)
+    return replace(page, facts=(*page.facts, *_facts(step, breakdowns)), sections=sections)
+
+
+def _facts(step: Step, breakdowns: Mapping[str, Breakdown]) -> Iterator[Fact]:
+    """Yield the figures of the measured step, or of the one that was predicted."""
+    predicted, measured = breakdowns.get("predicted"), breakdowns.get("measured")
+    parts = measured or predicted
+    if parts is None:
+        return
+    step_s, remark = parts.step_s, ""
+    if measured and predicted:
+        missed = float(step_s / predicted.step_s) - 1
+        remark = f"{time_text(predicted.step_s)} predicted, {missed:+.1%}"
+    elif measured and step.optimizer_s + step.set_up_s:
+        remark = f"and {time_text(step.optimizer_s + step.set_up_s)} for optimizer and set-up"
+    elif not measured and step.optimizer_s:
+        step_s += step.optimizer_s
+        remark = f"{time_text(step.optimizer_s)} of it the optimizer"
+    yield Fact("timed step" if measured else "predicted step", time_text(step_s), remark)
+    ideal = percent_text(1 - parts.ideal_utilisation)
+    yield Fact("bubble", percent_text(parts.bubble), f"{ideal} without messages")
+
+
+def _sections(
+    step: Step, timelines: Mapping[str, Timeline], breakdowns: Mapping[str, Breakdown]
+) -> Iterator[Section]:
+    if timelines:
+        bubbles = {title: parts.bubble for title, parts in breakdowns.items()}
+        after_s = step.optimizer_s if step.measured is None else 0.0
+        lanes = lane_chart(timelines, bubbles, optimizer_s=after_s)
+        times = {title: rank_times(timeline) for title, timeline in timelines.items()}
+        compared = [difference_table(differences(timelines, times))] if len(times) > 1 else []
+        yield Section("Timeline", (Text(_HINT, "hint"), lanes, *compared))
+        own = "predicted" if step.measured is None else "measured"
+        if own in times:
+            rest = {"optimizer_s": step.optimizer_s, "set_up_s": step.set_up_s}
+            times[own] = tuple(rank.with_rest(**rest) for rank in times[own])
+        titles = {title: title.capitalize() if len(times) > 1 else "" for title in times}
+        tables = (time_table(ranks, titles[title]) for title, ranks in times.items())
+        yield Section(
+            "Where the time goes", (time_chart(times), *tables, Text(_IMBALANCE, "note"))
+        )
+    memory = tuple(_memory(step))
+    if memory:
+        yield Section("Memory", memory)
+
+
+def _memory(step: Step) -> Iterator[Figure]:
+    """Draw what was predicted of memory, and what was measured, with its limits."""
+    steps = {"predicted": step.predicted, "measured": step.memory or step.measured}
+    for title, timeline in steps.items():
+        if timeline is None or not timeline.memory:
+            continue
+        kept_only = {sample.kind for sample in timeline.memory} == {MemoryKind.ACTIVATIONS}
+        limits = step.kept_limits_bytes if kept_only else step.memory_limits_bytes
+        what = "kept for backward passes" if kept_only else "all memory"
+        chart = memory_chart(timeline, limits, f"memory-{title}")
+        yield replace(chart, title=f"{title.capitalize()}: {what}")
+
+
+def time_table(times: Sequence[RankTimes], title: str = "") -> Table:
+    """Write the times of ranks, evenly chosen where they are many, and the mean of all."""
+    kinds, mean = kinds_of(times), mean_times(times)
+    unit = unit_for(max(float(rank.total_s) for rank in times))
+    total_s = sum(mean.values())
+
+    def row(name: str, values_s: Sequence[float]) -> tuple[str, ...]:
+        return (name, *(f"{float(value_s * unit.per_s):.2f}" for value_s in values_s))
+
+    rows = [
+        row(f"rank {rank.rank}", [*(getattr(rank, kind) for kind in kinds), rank.total_s])
+        for rank in (times[n] for n in spread(len(times), MOST_ROWS))
+    ]
+    rows.append(row(f"mean of {len(times):,}", [*(mean[kind] for kind in kinds), total_s]))
+    shares = (percent_text(mean[kind] / (total_s or 1)) for kind in kinds)
+    rows.append(("share of the step", *shares, percent_text(1)))
+    names = (PARTS[kind].name for kind in kinds)
+    return Table((f"times in {unit.sign}", *names, "step"), tuple(rows), title)
+
+
+class Difference(NamedTuple):
+    """Seconds of one thing, predicted and measured."""
+
+    name: str
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def missed_s(self) -> float:
+        """How much longer it took than predicted."""
+        return self.measured_s - self.predicted_s
+
+
+def differences(
+    timelines: Mapping[str, Timeline], times: Mapping[str, Sequence[RankTimes]]
+) -> Iterator[Difference]:
+    """Compare the step, the mean over ranks of each kind of time, and the instructions.
+
+    There is a "predicted" and a "measured" one.  Of the instructions that run layers or move
+    weights and are in both timelines, the one that was missed by most is named.
+    """
+    predicted, measured = timelines["predicted"], timelines["measured"]
+    yield Difference("step", predicted.step_s, measured.step_s)
+    told, seen = mean_times(times["predicted"]), mean_times(times["measured"])
+    for kind in KINDS:
+        if told[kind] or seen[kind]:
+            yield Difference(f"{PARTS[kind].name}, mean of the ranks", told[kind], seen[kind])
+    told_s = {(span.rank, span.instruction): span.duration_s for span in _of_work(predicted)}
+    pairs = (
+        Difference(_name(span), told_s[span.rank, span.instruction], span.duration_s)
+        for span in _of_work(measured)
+        if (span.rank, span.instruction) in told_s
+    )
+    most = max(pairs, key=lambda pair: abs(pair.missed_s), default=None)
+    if most is not None:
+        yield most
+
+
+def _of_work(timeline: Timeline) -> list[Span]:
+    return [s for s in timeline.spans if isinstance(s.instruction, Compute | UpdateWeights)]
+
+
+def _name(span: Span) -> str:
+    what = f"most missed: {look_of(span.instruction).name} of stage {span.instruction.stage}"
+    if isinstance(span.instruction, Compute):
+        what += f", micro-batch {span.instruction.microbatch}"
+    return f"{what} on rank {span.rank}"
+
+
+def difference_table(found: Iterator[Difference]) -> Table:
+    """Write what was compared, and how much longer it took than predicted."""
+    rows = (
+        (
+            each.name,
+            time_text(each.predicted_s),
+            time_text(each.measured_s),
+            f"{'-' if each.missed_s < 0 else '+'}{time_text(abs(each.missed_s))}",
+            f"{each.missed_s / each.predicted_s:+.1%}" if each.predicted_s else "-",
+        )
+        for each in found
+    )
+    heads = ("", "predicted", "measured", "difference", "")
+    return Table(heads, tuple(rows), "Predicted and measured")
