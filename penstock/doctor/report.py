@@ -1,6 +1,7 @@
 """All that the doctor found, as one value: as JSON for machines, as tables for people."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -19,9 +20,8 @@ from .self_test import SelfTest
 class Report:
     """What one process found; rank 0 of a job has what all found.
 
-    `stopped` tells that
-    the job was started wrongly, so that nothing could be run; `is_said`, that rank 0 has written
-    this already.
+    `stopped` tells that the job was started wrongly, so that nothing could be run; `is_said`, that
+    rank 0 has written this already.
     """
 
     rank: int
