@@ -21,6 +21,7 @@ LAYERS = (
     {"simulator"},
     {"model"},
     {"costs"},
+    {"sharding"},
     {"planner"},
     {"mesh"},
     {"transport"},
@@ -51,9 +52,10 @@ Imports for types only, under `if TYPE_CHECKING:`, are aside.
                        └► model   WHAT IS CUT
     ┌──────────────────────┘
     └► costs                      WHAT IT COSTS
-          └► planner              WHO
-               └► mesh            WITH WHOM
-    ┌────────────────┘
+          └► sharding             WHO, INSIDE
+               └► planner         WHO
+                    └► mesh       WITH WHOM
+    ┌─────────────────────┘
     └► transport                  HOW IT MOVES
           └► runtime              DO
     ┌──────────┘

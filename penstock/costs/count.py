@@ -204,6 +204,7 @@ class _Count:
             self._has_loss = loss is not None
             if loss is not None:
                 output = loss(output, self._targets)
+        recorder.end(flatten(output)[0])
         self._roots = [tensor for tensor in flatten(output)[0] if tensor.requires_grad]
 
     def run_backward(self, weights: list[Tensor]) -> None:
@@ -226,6 +227,7 @@ class _Count:
             return function()
         self._recorder.begin(step.index)
         result = function()
+        self._recorder.begin(step.index, is_between=True)
         if self._left_of is not None:
             self._note_left(step, function, self._left_of)
         return result

@@ -33,6 +33,7 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: str
+    num_bytes: int
     wants_gradient: bool
     maker: int | None = None
     name: str = ""
@@ -49,9 +50,11 @@ class Call:
     layer: int
     function: str = ""
     arguments: tuple[Any, ...] = ()
-    """Positional arguments, then (name, value) of the others, with a `Ref` for each tensor."""
+    """Positional arguments, with a `Ref` for each tensor."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """The others, by name."""
     gives: tuple[int, ...] = ()
-    """Numbers of the tensors of its result; one that is changed in place gets a new number."""
+    """Numbers of the tensors of its result; one that it was given gets a new number."""
     operators: tuple[Operator, ...] = ()
     """What torch ran for it, forward and backward."""
     saved: tuple[int, ...] = ()
@@ -60,19 +63,28 @@ class Call:
     """Bytes of what else it saves."""
     draws: bool = False
     """Whether it draws random numbers."""
+    is_between: bool = False
+    """Whether it is made after the layer's own call: by the code between a model's blocks."""
 
     @property
     def takes(self) -> tuple[int, ...]:
         """Numbers of the tensors that it is given, in order of first sight."""
-        return tuple(dict.fromkeys(_refs(self.arguments)))
+        return tuple(dict.fromkeys(_refs((self.arguments, self.options))))
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """Return an argument that may be given by its place or by its name."""
+        if place < len(self.arguments):
+            return self.arguments[place]
+        return dict(self.options).get(name, default)
 
 
 @dataclass(frozen=True)
 class Graph:
-    """All calls of one forward, in order, and all tensors by number."""
+    """All calls of one forward, in order, and all tensors by number; `outputs` are the model's."""
 
     tensors: tuple[TensorSpec, ...]
     calls: tuple[Call, ...]
+    outputs: tuple[int, ...] = ()
 
     def of_layer(self, layer: int) -> list[Call]:
         """Return the calls of one layer, in order."""
@@ -105,7 +117,8 @@ class Graph:
                 )
                 for t in seen
             ]
-            facts.append((call.function, _renumbered(call.arguments, numbers), own))
+            given = _renumbered((call.arguments, call.options), numbers)
+            facts.append((call.function, given, own))
         return sha256(repr(facts).encode()).hexdigest()[:16]
 
 

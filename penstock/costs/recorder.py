@@ -24,13 +24,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from penstock.model.capture.ghost import QUESTIONS, Ghost
+from penstock.model.capture.ghost import Ghost, is_question
 from penstock.torch_private import (
     TorchDispatchMode,
     arguments_of,
     next_node_number,
     storage_id,
-    version_counter,
 )
 
 from .classify import described, dtype_name, tensors_in
@@ -54,8 +53,10 @@ class _Draft:
     """A call that is being recorded; `packed` are the tensors that it has saved."""
 
     layer: int
+    is_between: bool = False
     function: str = ""
     arguments: tuple[Any, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
     gives: tuple[int, ...] = ()
     operators: list[Operator] = field(default_factory=list)
     packed: list["weakref.ref[Tensor]"] = field(default_factory=list)
@@ -64,6 +65,10 @@ class _Draft:
     saved: dict[int, int] = field(default_factory=dict)
     """By storage, the numbers of those that it was given or gave."""
     draws: bool = False
+
+    def another(self) -> "_Draft":
+        """Return a call of the same layer, and as this one inside its own call or after it."""
+        return _Draft(self.layer, self.is_between)
 
 
 class Recorder:
@@ -82,6 +87,7 @@ class Recorder:
         self._is_paused = False
         self._specs: list[TensorSpec] = []
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._outputs: tuple[int, ...] = ()
         self._note_backward: NoteBackward | None = None
         self.marks: list[tuple[int, int]] = []
         """Pairs of a node's number and a call: nodes from that number on are of the call."""
@@ -119,11 +125,15 @@ class Recorder:
         finally:
             self._is_paused = False
 
-    def begin(self, layer: int) -> None:
-        """Note that all that follows is of a layer."""
+    def begin(self, layer: int, *, is_between: bool = False) -> None:
+        """Note that all that follows is of a layer: its own call, or the code after it."""
         self._of_layer = len(self._drafts)
-        self._drafts.append(_Draft(layer))
+        self._drafts.append(_Draft(layer, is_between))
         self._go_to(self._of_layer)
+
+    def end(self, output: Any) -> None:
+        """Note what the model gives."""
+        self._outputs = tuple(self._number_of(tensor) for tensor in tensors_in(output))
 
     def blame(self, call: int) -> None:
         """Note that an error comes from the backward of a call."""
@@ -144,7 +154,7 @@ class Recorder:
             spec if spec.maker is None else replace(spec, maker=place[spec.maker])
             for spec in self._specs
         ]
-        return Graph(tuple(tensors), tuple(every[number] for number in kept))
+        return Graph(tuple(tensors), tuple(every[number] for number in kept), self._outputs)
 
     def saved_of_layers(self) -> dict[int, dict[int, int]]:
         """Return bytes of what each layer saves, by storage."""
@@ -157,20 +167,14 @@ class Recorder:
 
     def call(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """Run a function of torch, and note it if it has to do with tensors."""
-        if self._is_paused or function in QUESTIONS:
+        if self._is_paused or is_question(function, args, kwargs):
             return run()
-        number, draft = len(self._drafts), _Draft(self.layer)
-        given = (*args, *kwargs.items())
-        before = {id(tensor): version_counter(tensor) for tensor in tensors_in((args, kwargs))}
-        draft.arguments = tuple(map(self._told, given))
+        number, draft = len(self._drafts), self._drafts[self._now].another()
+        draft.arguments, draft.options = self._told(tuple(args)), self._told(kwargs)
         self._drafts.append(draft)
         self._go_to(number)
         result = run()
-        gives = [
-            tensor
-            for tensor in tensors_in(result)
-            if before.get(id(tensor)) != version_counter(tensor)
-        ]
+        gives = list(tensors_in(result))
         self._go_to(self._of_layer)
         if not gives and not draft.operators and not draft.packed:
             self._drafts.pop()
@@ -195,11 +199,13 @@ class Recorder:
             layer=draft.layer,
             function=draft.function,
             arguments=draft.arguments,
+            options=draft.options,
             gives=draft.gives,
             operators=(*draft.operators, *backward),
             saved=tuple(dict.fromkeys(draft.saved[s] for s in kept if s in draft.saved)),
             inner_bytes=sum(kept[s] for s in kept.keys() - draft.saved.keys() - set(lasting)),
             draws=draft.draws,
+            is_between=draft.is_between,
         )
 
     def _told(self, value: Any) -> Any:
@@ -232,6 +238,7 @@ class Recorder:
             TensorSpec(
                 shape=tuple(tensor.shape),
                 dtype=dtype_name(tensor.dtype),
+                num_bytes=tensor.numel() * tensor.element_size(),
                 wants_gradient=tensor.requires_grad,
                 maker=maker,
                 name=self._names.get(id(tensor), ""),

@@ -1,0 +1,290 @@
+"""Run a layer as its plan divides it: the layer's own Python, on tensors that hold a shard each.
+
+    layer's input, whole ──► ShardedTensor (I) ──► layer's own forward ──► ShardedTensor ──► whole
+                                                       │
+                                    each function of torch: convert what it is given, run it on
+                                    the shards, note the layouts of what it gives
+
+A `ShardedTensor` reports the shape of the whole, so that code that looks at shapes is unchanged.
+Autograd sees the shards and the conversions between them, and nothing else.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import resolve_name
+
+from penstock.errors import PlanError
+from penstock.model.capture.ghost import is_question
+from penstock.model.pytree import tree_map
+from penstock.torch_private import parameters_of, without_torch_dispatch, without_torch_function
+
+from .convert import convert
+from .layouts import I, S, State
+from .plan import LayerSharding, PlannedCall
+from .rules import base_name
+
+if TYPE_CHECKING:
+    from penstock.mesh.collectives import Collectives
+
+
+class ShardedTensor(Tensor):
+    """Stands for a whole tensor of which this device holds `local`, in some state.
+
+    `known` are conversions of it that were made already, by state.
+    """
+
+    local: Tensor
+    state: State
+    run: "LayerRun"
+    known: dict[State, Tensor]
+    __hash__: ClassVar[Any] = Tensor.__hash__
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_question(func, args, kwargs):
+            return _answer(func, args, kwargs)
+        run = next(each.run for each in _sharded((args, kwargs)))
+        with without_torch_function():
+            return run.call(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch types it as an instance's method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        with without_torch_dispatch():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes what is of no use here
+        return f"ShardedTensor({self.state!r}, shape {tuple(self.shape)})"
+
+
+_OF_THE_SHARD = tuple(getattr(Tensor, name).__get__ for name in ("requires_grad", "device"))
+"""Questions whose answer is that of the shard."""
+
+
+def _answer(func: Any, args: Any, kwargs: Any) -> Any:
+    """Answer a question about the whole by its shape, or by the shard where it is the same."""
+    if func in _OF_THE_SHARD:
+        return func(args[0].local)
+    with without_torch_function():
+        return func(*args, **kwargs)
+
+
+@lru_cache(maxsize=4096)
+def _bare(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    with without_torch_function():
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _sharded(value: Any) -> Iterator[ShardedTensor]:
+    if isinstance(value, ShardedTensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _sharded(part)
+    elif isinstance(value, dict):
+        yield from _sharded(tuple(value.values()))
+
+
+class DividedLayer:
+    """A layer that is run in shards along an axis; its weights are at rest as the plan says."""
+
+    def __init__(self, module: nn.Module, plan: LayerSharding, axis: "Collectives") -> None:
+        self._module, self.plan, self.axis = module, plan, axis
+        self._places = [
+            (parameters_of(part), name, plan.weights.get(f"{path}.{name}".lstrip("."), I))
+            for path, part in module.named_modules()
+            for name, parameter in parameters_of(part).items()
+            if parameter is not None
+        ]
+
+    def cut_weights(self) -> None:
+        """Keep this device's shard of each weight only; each parameter stays the same object."""
+        with torch.no_grad():
+            for parameters, name, state in self._places:
+                parameter: Any = parameters[name]
+                parameter.data = convert(parameter.data, I, state, self.axis).clone()
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Return all weights of the layer as they are without shards, by name."""
+        states = self.plan.weights
+        with torch.no_grad():
+            return {
+                name: convert(parameter.detach(), states.get(name, I), I, self.axis)
+                for name, parameter in self._module.named_parameters()
+            }
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of the layer's weights as they are without shards, by name."""
+        states = self.plan.weights
+        return {
+            name: convert(parameter.grad, states.get(name, I), I, self.axis)
+            for name, parameter in self._module.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the layer; what it is given and what it gives is whole."""
+        run = LayerRun(self.plan, self.axis)
+        with self._lent(run):
+            result = function(*tree_map(run.whole, args), **tree_map(run.whole, kwargs))
+        run.check_ended()
+        return tree_map(run.made_whole, result)
+
+    @contextmanager
+    def _lent(self, run: "LayerRun") -> Iterator[None]:
+        """Let the modules have what stands for their weights meanwhile."""
+        own = [(parameters, name, parameters[name]) for parameters, name, _ in self._places]
+        try:
+            for (parameters, name, state), (*_, parameter) in zip(self._places, own, strict=True):
+                parameters[name] = run.wrapped(parameter, state)
+            yield
+        finally:
+            for parameters, name, parameter in own:
+                parameters[name] = parameter
+
+
+class LayerRun:
+    """One call of a divided layer: which of its planned calls comes next."""
+
+    def __init__(self, plan: LayerSharding, axis: "Collectives") -> None:
+        self._plan, self._axis, self._next = plan, axis, 0
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Wrap a tensor that each device has."""
+        return self.wrapped(tensor, I)
+
+    def wrapped(self, local: Tensor, state: State) -> ShardedTensor:
+        """Wrap what this device holds of a tensor."""
+        shape = list(local.shape)
+        if isinstance(state, S):
+            shape[state.dim] *= self._axis.size
+        with without_torch_function():
+            found = _bare(tuple(shape), local.dtype).as_subclass(ShardedTensor)
+        found.local, found.state, found.run, found.known = local, state, self, {state: local}
+        return found
+
+    def made_whole(self, tensor: Tensor) -> Tensor:
+        """Unwrap what a layer gives, as a tensor that each device has."""
+        if not isinstance(tensor, ShardedTensor):
+            return tensor
+        return self._in_state(tensor, I)
+
+    def check_ended(self) -> None:
+        """Refuse a forward that made fewer calls than its plan.
+
+        Raises:
+            PlanError: it took another path.
+        """
+        if self._next != len(self._plan.calls):
+            raise self._other_path("ended")
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function of torch on shards, as planned."""
+        planned = self._planned(func)
+        takes = iter(planned.choice.takes)
+        states: dict[int, State] = {}
+        args, kwargs = tree_map(self._lifted, (args, kwargs))
+        for tensor in _sharded((args, kwargs)):
+            if id(tensor) not in states:
+                states[id(tensor)] = next(takes)
+        local_args, local_kwargs = tree_map(
+            lambda t: self._in_state(t, states[id(t)]), (args, kwargs)
+        )
+        kernel = _KERNELS.get(base_name(planned.function), _run_plainly)
+        result = kernel(func, local_args, local_kwargs, planned.choice.gives, self._axis)
+        gives = iter(planned.choice.gives)
+        return tree_map(lambda local: self.wrapped(local, next(gives)), result)
+
+    def _lifted(self, tensor: Tensor) -> ShardedTensor:
+        return tensor if isinstance(tensor, ShardedTensor) else self.wrapped(tensor, I)
+
+    def _in_state(self, tensor: Any, state: State) -> Tensor:
+        """Return what this device holds of a ShardedTensor that is to be in another state."""
+        known: dict[State, Tensor] = tensor.known
+        if state not in known:
+            known[state] = convert(tensor.local, tensor.state, state, self._axis)
+        return known[state]
+
+    def _planned(self, func: Any) -> PlannedCall:
+        name = resolve_name(func) or getattr(func, "__name__", "")
+        if self._next == len(self._plan.calls):
+            raise self._other_path(f"calls {name}")
+        planned = self._plan.calls[self._next]
+        if base_name(planned.function) != base_name(name):
+            raise self._other_path(f"calls {name}")
+        self._next += 1
+        return planned
+
+    def _other_path(self, does: str) -> PlanError:
+        done, calls = self._next, self._plan.calls
+        wanted = f"calls {calls[done].function}" if done < len(calls) else "ends"
+        return PlanError(
+            f"layer {self._plan.name!r} {does} as its call {done}, where its sharding {wanted}: "
+            "its forward takes another path than on the example inputs. Give example inputs that "
+            "take the same path as training, or keep the layer on one device"
+        )
+
+
+# -- functions that need more than to be run on shards --------------------------------------------
+
+_Kernel = Callable[[Any, Any, Any, Sequence[State], "Collectives"], Any]
+
+
+def _run_plainly(
+    func: Any, args: Any, kwargs: Any, gives: Sequence[State], axis: "Collectives"
+) -> Any:
+    return func(*args, **kwargs)
+
+
+def _view(func: Any, args: Any, kwargs: Any, gives: Sequence[State], axis: "Collectives") -> Any:
+    """Divide the length of the dimension that is cut in the shape that is asked for."""
+    (state,) = gives
+    if not isinstance(state, S):
+        return func(*args, **kwargs)
+    tensor, *shape = args
+    lengths = list(shape[0]) if shape and isinstance(shape[0], tuple | list) else list(shape)
+    if lengths[state.dim] != -1:
+        lengths[state.dim] //= axis.size
+    return func(tensor, tuple(lengths))
+
+
+def _unflatten(
+    func: Any, args: Any, kwargs: Any, gives: Sequence[State], axis: "Collectives"
+) -> Any:
+    (state,) = gives
+    tensor, dim, sizes = args
+    lengths, place = list(sizes), dim % tensor.dim()
+    at = state.dim - place if isinstance(state, S) else -1
+    if 0 <= at < len(lengths) and lengths[at] != -1:
+        lengths[at] //= axis.size
+    return func(tensor, dim, tuple(lengths))
+
+
+def _dropout(
+    func: Any, args: Any, kwargs: Any, gives: Sequence[State], axis: "Collectives"
+) -> Any:
+    """Draw for the whole tensor, so that the numbers are those of one device."""
+    (state,) = gives
+    if not isinstance(state, S):
+        return func(*args, **kwargs)
+    tensor, *rest = args
+    shape = list(tensor.shape)
+    shape[state.dim] *= axis.size
+    drawn: Tensor = F.dropout(torch.ones(shape, dtype=tensor.dtype, device=tensor.device), *rest)
+    return tensor * drawn.tensor_split(axis.size, state.dim)[axis.rank]
+
+
+_KERNELS: dict[str, _Kernel] = {
+    "view": _view,
+    "reshape": _view,
+    "unflatten": _unflatten,
+    "dropout": _dropout,
+}

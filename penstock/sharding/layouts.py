@@ -1,0 +1,135 @@
+"""Layouts: what each device along an axis of a mesh holds of a value, and of its gradient.
+
+    state   value                     gradient                 such as
+    I       the whole, on each        the whole, on each       parameters at rest
+    R       the whole, on each        parts of a sum           what is multiplied by columns
+    P       parts of a sum            the whole, on each       the result of a product by rows
+    S(d)    slices along dimension d  slices along d           a shard
+
+A layout has a state for each axis of the mesh.  A conversion of a value is paired with one of its
+gradient, the other way: `moves` knows all thirteen.  (spmd_types of PyTorch has the same states;
+GSPMD, Xu et al. 2021, has no I, and so no rule that says when gradients are summed.)
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Whole(Enum):
+    """The states in which each device has a tensor of the whole size."""
+
+    I = "I"  # noqa: E741 - the name that it has everywhere
+    R = "R"
+    P = "P"
+
+    def __repr__(self) -> str:
+        """Return its name."""
+        return self.value
+
+
+I, R, P = Whole  # noqa: E741
+
+
+@dataclass(frozen=True, slots=True)
+class S:
+    """Slices along a dimension, in the order of the axis; they may be uneven."""
+
+    dim: int
+
+    def __repr__(self) -> str:
+        """Return it as it is written."""
+        return f"S({self.dim})"
+
+
+State = Whole | S
+Layout = tuple[State, ...]
+"""One state for each axis of a mesh."""
+Sizes = tuple[int, ...]
+"""The lengths of a dimension's slices, in the order of an axis."""
+
+
+class Move(Enum):
+    """What a conversion does to the tensors of an axis."""
+
+    NONE = "none"
+    SLICE = "slice"
+    """Keep the own slice of the whole."""
+    PAD = "pad"
+    """Put the own slice into a whole of zeros."""
+    MASK = "mask"
+    """Keep the whole on the first device, zeros on all others."""
+    ALL_REDUCE = "all-reduce"
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_TO_ALL = "all-to-all"
+
+
+_PAIRS: dict[tuple[Whole | type[S], Whole | type[S]], tuple[Move, Move]] = {
+    (I, R): (Move.NONE, Move.ALL_REDUCE),
+    (I, P): (Move.MASK, Move.NONE),
+    (I, S): (Move.SLICE, Move.ALL_GATHER),
+    (R, I): (Move.NONE, Move.MASK),
+    (R, P): (Move.MASK, Move.MASK),
+    (R, S): (Move.SLICE, Move.PAD),
+    (P, I): (Move.ALL_REDUCE, Move.NONE),
+    (P, R): (Move.ALL_REDUCE, Move.ALL_REDUCE),
+    (P, S): (Move.REDUCE_SCATTER, Move.ALL_GATHER),
+    (S, I): (Move.ALL_GATHER, Move.SLICE),
+    (S, R): (Move.ALL_GATHER, Move.REDUCE_SCATTER),
+    (S, P): (Move.PAD, Move.SLICE),
+    (S, S): (Move.ALL_TO_ALL, Move.ALL_TO_ALL),
+}
+"""(state before, state after) -> (move of the value, move of its gradient)."""
+
+
+def moves(before: State, after: State) -> tuple[Move, Move]:
+    """Return what a conversion does to a value, and to its gradient on the way back."""
+    if before == after:
+        return Move.NONE, Move.NONE
+    return _PAIRS[_kind(before), _kind(after)]
+
+
+def _kind(state: State) -> Whole | type[S]:
+    return S if isinstance(state, S) else state
+
+
+def even(length: int, count: int) -> Sizes:
+    """Return the lengths of `count` slices, the first ones longer by one where it must be."""
+    return tuple(length // count + (n < length % count) for n in range(count))
+
+
+def steps(before: Layout, after: Layout) -> Iterator[tuple[int, State, State]]:
+    """Yield the conversions, axis by axis, that lead from one layout to another.
+
+    Where two axes cut one dimension, the later axis cuts the slices of the earlier one; so it is
+    made whole before the earlier one changes.
+    """
+    current = list(before)
+    for axis, wanted in enumerate(after):
+        if current[axis] == wanted:
+            continue
+        for later in range(axis + 1, len(after)):
+            state = current[later]
+            if isinstance(state, S) and state in (current[axis], wanted):
+                yield later, state, R
+                current[later] = R
+        yield axis, current[axis], wanted
+        current[axis] = wanted
+    for axis, wanted in enumerate(after):
+        if current[axis] != wanted:
+            yield axis, current[axis], wanted
+            current[axis] = wanted
+
+
+def local_shape(
+    shape: Sequence[int], layout: Layout, sizes: Sequence[Sizes | None], place: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the shape of what the device at `place` holds of a tensor."""
+    found = list(shape)
+    for axis, state in enumerate(layout):
+        if isinstance(state, S):
+            lengths = sizes[axis]
+            assert lengths is not None, "a slice has a length"
+            found[state.dim] = lengths[place[axis]]
+    return tuple(found)

@@ -1,0 +1,271 @@
+"""Choose how the calls of a layer are divided: an integer program (Zheng et al. 2022, section 4).
+
+    minimise    bytes moved by conversions, forward and backward
+    variables   one choice for each call                           0 or 1, their sum is 1
+                one state for each weight at rest                  0 or 1, their sum is 1
+                e(use, before, after): how a use converts a value  summed over `after` the maker's
+                                                                   state, over `before` the user's
+                w(value, before, after): a conversion is done      at least e of each use: shared
+
+What enters a layer and what leaves it is whole on all devices.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+from penstock.costs.graph import Call, Graph
+from penstock.errors import PlanError
+
+from .layouts import I, S, State
+from .plan import LayerSharding, PlannedCall, conversion_bytes
+from .rules import Choice, Seen, choices
+
+_EACH_CONVERSION = 1.0
+"""Bytes that a conversion counts for beside what it moves: fewer conversions are better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A call with what may be chosen for it; `weights` says which of what it takes are weights."""
+
+    call: Call
+    seen: Seen
+    weights: tuple[bool, ...]
+    options: tuple[Choice, ...]
+
+
+Allow = Callable[[Site, Choice], bool]
+"""Tells which choices a ready plan leaves to a call."""
+
+
+class _Use(NamedTuple):
+    """A value as number `place` of what a call takes; without a call, as what the layer gives."""
+
+    tensor: int
+    site: int | None
+    place: int = 0
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Linear constraints, row by row."""
+
+    entries: list[tuple[int, int, float]] = field(default_factory=list)
+    lowest: list[float] = field(default_factory=list)
+    highest: list[float] = field(default_factory=list)
+
+    def add(self, terms: Sequence[tuple[int, float]], low: float, high: float) -> None:
+        row = len(self.lowest)
+        self.entries += [(row, variable, factor) for variable, factor in terms]
+        self.lowest.append(low)
+        self.highest.append(high)
+
+
+class LayerProgram:
+    """The program of one layer of a graph, for `count` devices."""
+
+    def __init__(self, graph: Graph, layer: int, count: int, allow: Allow) -> None:
+        self._graph, self._count, self._layer = graph, count, layer
+        calls = routed_calls(graph, layer)
+        self._weights = _own_weights(graph, calls)
+        self.sites = [self._site(call, allow) for call in calls]
+        self._site_of = {n: k for k, site in enumerate(self.sites) for n in site.call.gives}
+        self._costs: list[float] = []
+        self._is_whole: list[bool] = []
+        self._rows = _Rows()
+        self._choice = [self._one_of(len(site.options)) for site in self.sites]
+        self._states = {n: self._weight_states(n) for n in self._weights}
+        self._at_rest = {n: self._one_of(len(states)) for n, states in self._states.items()}
+        self._shared: dict[tuple[int, State, State], int] = {}
+        for use in self._uses():
+            self._convert(use)
+
+    def solve(self) -> tuple[list[Choice], dict[int, State]]:
+        """Return a choice for each call, and the state of each weight by number.
+
+        Raises:
+            PlanError: the solver finds none.
+        """
+        rows, columns, factors = (numpy.array(x) for x in zip(*self._rows.entries, strict=True))
+        shape = len(self._rows.lowest), len(self._costs)
+        found = milp(
+            numpy.array(self._costs),
+            constraints=LinearConstraint(
+                coo_array((factors, (rows, columns)), shape=shape).tocsc(),
+                numpy.array(self._rows.lowest),
+                numpy.array(self._rows.highest),
+            ),
+            integrality=numpy.array(self._is_whole, dtype=int),
+            bounds=Bounds(0, 1),
+        )
+        if found.x is None:
+            raise PlanError(f"no way to divide layer {self._layer} was found: {found.message}")
+        return (
+            [
+                s.options[_chosen(found.x, own)]
+                for s, own in zip(self.sites, self._choice, strict=True)
+            ],
+            {n: self._states[n][_chosen(found.x, own)] for n, own in self._at_rest.items()},
+        )
+
+    # -- what there is to choose ------------------------------------------------------------------
+
+    def _site(self, call: Call, allow: Allow) -> Site:
+        seen = Seen.of(self._graph, call)
+        weights = tuple(n in self._weights for n in call.takes)
+        every = choices(seen, self._count)
+        if set(call.gives) & _changed(self._graph, call):
+            every = every[:1]
+        site = Site(call, seen, weights, tuple(every))
+        kept = tuple(choice for choice in every if allow(site, choice))
+        return Site(call, seen, weights, kept)
+
+    def _weight_states(self, number: int) -> list[State]:
+        shape = self._graph.tensors[number].shape
+        cuts = [S(d) for d, length in enumerate(shape) if length and length % self._count == 0]
+        return [I, *cuts]
+
+    def _uses(self) -> Iterator[_Use]:
+        for k, site in enumerate(self.sites):
+            for place, tensor in enumerate(site.call.takes):
+                yield _Use(tensor, k, place)
+        for tensor in sorted(self._outside() & self._site_of.keys()):
+            yield _Use(tensor, None)
+
+    def _outside(self) -> set[int]:
+        """Return what is used outside the layer."""
+        own = {id(site.call) for site in self.sites}
+        others = (n for call in self._graph.calls if id(call) not in own for n in call.takes)
+        return {*others, *self._graph.outputs}
+
+    # -- variables and rows -----------------------------------------------------------------------
+
+    def _variable(self, cost: float, *, is_whole: bool = False) -> int:
+        self._costs.append(cost)
+        self._is_whole.append(is_whole)
+        return len(self._costs) - 1
+
+    def _one_of(self, count: int) -> list[int]:
+        found = [self._variable(0.0, is_whole=True) for _ in range(count)]
+        self._rows.add([(n, 1.0) for n in found], 1.0, 1.0)
+        return found
+
+    def _before(self, tensor: int) -> dict[State, list[int]]:
+        """Return by state the variables that say that a value is in it; none: it always is."""
+        if tensor in self._at_rest:
+            pairs = zip(self._states[tensor], self._at_rest[tensor], strict=True)
+            return {state: [variable] for state, variable in pairs}
+        if tensor not in self._site_of:
+            return {I: []}
+        k = self._site_of[tensor]
+        place = self.sites[k].call.gives.index(tensor)
+        return _by_state((c.gives[place] for c in self.sites[k].options), self._choice[k])
+
+    def _after(self, use: _Use) -> dict[State, list[int]]:
+        if use.site is None:
+            return {I: []}
+        options = self.sites[use.site].options
+        return _by_state((c.takes[use.place] for c in options), self._choice[use.site])
+
+    def _convert(self, use: _Use) -> None:
+        before, after = self._before(use.tensor), self._after(use)
+        cells = {(b, a): self._variable(0.0) for b in before for a in after}
+        for side, known in ((0, before), (1, after)):
+            for state, variables in known.items():
+                own = [(cell, 1.0) for key, cell in cells.items() if key[side] == state]
+                fixed = 0.0 if variables else 1.0
+                self._rows.add([*own, *((n, -1.0) for n in variables)], fixed, fixed)
+        for (b, a), cell in cells.items():
+            if b != a:
+                self._rows.add([(self._done(use.tensor, b, a), 1.0), (cell, -1.0)], 0.0, 1.0)
+
+    def _done(self, tensor: int, before: State, after: State) -> int:
+        key = tensor, before, after
+        if key not in self._shared:
+            spec = self._graph.tensors[tensor]
+            sent = conversion_bytes(
+                before, after, spec.num_bytes, self._count, has_gradient=spec.wants_gradient
+            )
+            self._shared[key] = self._variable(sum(sent) + _EACH_CONVERSION)
+        return self._shared[key]
+
+
+def plan_layer(graph: Graph, layer: int, name: str, count: int, allow: Allow) -> LayerSharding:
+    """Divide one layer among `count` devices; `name` is its name in the model.
+
+    Raises:
+        PlanError: nothing that is allowed fits together.
+    """
+    program = LayerProgram(graph, layer, count, allow)
+    chosen, at_rest = program.solve()
+    states: dict[int, State] = dict(at_rest)
+    done: set[tuple[int, State, State]] = set()
+    calls = []
+    for site, choice in zip(program.sites, chosen, strict=True):
+        sent = [0, 0]
+        for tensor, after in zip(site.call.takes, choice.takes, strict=True):
+            spec, before = graph.tensors[tensor], states.get(tensor, I)
+            if (tensor, before, after) not in done:
+                done.add((tensor, before, after))
+                moved = conversion_bytes(
+                    before, after, spec.num_bytes, count, has_gradient=spec.wants_gradient
+                )
+                sent = [a + b for a, b in zip(sent, moved, strict=True)]
+        states.update(zip(site.call.gives, choice.gives, strict=True))
+        calls.append(PlannedCall(site.call.function, choice, *sent))
+    prefix = f"{name}."
+    names = {n: graph.tensors[n].name.removeprefix(prefix) for n in at_rest}
+    return LayerSharding(name, tuple(calls), {names[n]: state for n, state in at_rest.items()})
+
+
+def routed_calls(graph: Graph, layer: int) -> list[Call]:
+    """Return the calls inside a layer's own call that work on what it is given or on its weights.
+
+    All others make what they make of nothing, on each device alike.
+    """
+    found: list[Call] = []
+    free: set[int] = set()
+    for call in graph.of_layer(layer):
+        if call.is_between:
+            continue
+        if call.function and set(call.takes) - free:
+            found.append(call)
+        else:
+            free.update(call.gives)
+    return found
+
+
+def _own_weights(graph: Graph, calls: Sequence[Call]) -> list[int]:
+    """Return the parameters that these calls use, and no other ones."""
+    own = {id(call) for call in calls}
+    others = {n for call in graph.calls if id(call) not in own for n in call.takes}
+    return [
+        n
+        for n in dict.fromkeys(n for call in calls for n in call.takes)
+        if graph.tensors[n].name and graph.tensors[n].wants_gradient and n not in others
+    ]
+
+
+def _changed(graph: Graph, call: Call) -> set[int]:
+    """Return what a call gives that it has changed in place."""
+    name = call.function.rpartition(".")[2]
+    is_in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+    return set(call.gives) if is_in_place else set()
+
+
+def _by_state(states: Iterator[State], variables: Sequence[int]) -> dict[State, list[int]]:
+    found: dict[State, list[int]] = {}
+    for state, variable in zip(states, variables, strict=True):
+        found.setdefault(state, []).append(variable)
+    return found
+
+
+def _chosen(
+    values: "numpy.ndarray[tuple[int], numpy.dtype[numpy.float64]]", own: Sequence[int]
+) -> int:
+    return max(range(len(own)), key=lambda n: float(values[own[n]]))

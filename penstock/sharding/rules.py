@@ -1,0 +1,344 @@
+"""Rules: how the calls of torch's functions may be divided along one axis of a mesh.
+
+A rule names the dimensions of what a call takes and gives by letters, as an einsum does:
+
+    linear    "abk,nk,n->abn"    cut along b:  S(1), R, R    -> S(1)
+                                 cut along n:  R, S(0), S(0) -> S(2)    by columns
+                                 cut along k:  S(2), S(1), P -> P       by rows: one adds the bias
+
+One letter is cut at a time: what has it is a shard, of what lacks it each device needs the whole
+(its gradient is a partial sum), and a result that lacks it is a partial sum.  Every call can also
+be done by all devices alike.  What has no rule is done so only, and named in the plan.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from penstock.costs.graph import Call, Graph
+
+from .layouts import I, P, R, S, State
+
+Shape = tuple[int, ...]
+LETTERS = "abcdefghijlmopqrstuvwxyz"
+WHOLE = "."
+"""A dimension that is not cut: of length 1 where others are longer, or needed whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What may be cut in a call: letters for each dimension of what it takes and gives.
+
+    A result is linear in all that it takes together if `is_linear`: of partial sums it gives
+    partial sums.  `bias` is the place of what is added to a product.
+    """
+
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    is_linear: bool = False
+    bias: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to divide a call along an axis: a state for each tensor it takes and gives.
+
+    `cut` is the letter that is cut; "" where all devices do the same.
+    """
+
+    takes: tuple[State, ...]
+    gives: tuple[State, ...]
+    cut: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A call with the shapes of its tensors, as rules look at it."""
+
+    call: Call
+    takes: tuple[Shape, ...]
+    gives: tuple[Shape, ...]
+
+    @classmethod
+    def of(cls, graph: Graph, call: Call) -> "Seen":
+        """Look a call's shapes up."""
+        shapes = [tensor.shape for tensor in graph.tensors]
+        return cls(
+            call, tuple(shapes[n] for n in call.takes), tuple(shapes[n] for n in call.gives)
+        )
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """Return an argument that may be given by its place or by its name."""
+        return self.call.argument(place, name, default)
+
+
+FindRule = Callable[[Seen], Rule | None]
+_RULES: dict[str, FindRule] = {}
+
+
+def rule(*names: str) -> Callable[[FindRule], FindRule]:
+    """Register what finds the rule of functions with these names."""
+
+    def register(find: FindRule) -> FindRule:
+        _RULES.update(dict.fromkeys(names, find))
+        return find
+
+    return register
+
+
+def base_name(function: str) -> str:
+    """Return a function's name without where it lives, and without how it is spelled in code.
+
+    torch.Tensor.__add__, torch.add and torch.Tensor.add_ are one.
+    """
+    name = function.rpartition(".")[2]
+    if name == "__get__":
+        name = function.split(".")[-2]
+    if name.startswith("__") and name.endswith("__"):
+        name = name.strip("_")
+        stripped = name[1:]
+        name = stripped if stripped in _REFLECTED else name
+        return _SPELLED.get(name, name)
+    return _SPELLED.get(name.rstrip("_"), name.rstrip("_"))
+
+
+_REFLECTED = ("add", "sub", "mul", "truediv")
+_SPELLED = {"truediv": "div", "true_divide": "div", "subtract": "sub", "multiply": "mul"} | {
+    "iadd": "add",
+    "isub": "sub",
+    "imul": "mul",
+    "swapaxes": "transpose",
+}
+
+
+def choices(seen: Seen, count: int) -> list[Choice]:
+    """Return all ways to divide a call among `count` devices, those by all alike first."""
+    num_takes, num_gives = len(seen.takes), len(seen.gives)
+    found = [Choice((state,) * num_takes, (state,) * num_gives) for state in (I, R)]
+    own = find(seen)
+    if own is None:
+        return found
+    if own.is_linear and num_takes:
+        found.append(Choice((P,) * num_takes, (P,) * num_gives))
+    letters = dict.fromkeys("".join((*own.takes, *own.gives)))
+    found += [_cut(own, letter) for letter in letters if _can_cut(own, seen, letter, count)]
+    return found
+
+
+def find(seen: Seen) -> Rule | None:
+    """Return the rule of a call; None where there is none."""
+    finder = _RULES.get(base_name(seen.call.function))
+    return None if finder is None else finder(seen)
+
+
+def _can_cut(own: Rule, seen: Seen, letter: str, count: int) -> bool:
+    """Tell whether each device gets as much of a letter's dimensions, and something."""
+    named = (*zip(own.takes, seen.takes, strict=True), *zip(own.gives, seen.gives, strict=True))
+    lengths = {shape[name.index(letter)] for name, shape in named if letter in name}
+    return letter != WHOLE and all(length % count == 0 and length for length in lengths)
+
+
+def _cut(own: Rule, letter: str) -> Choice:
+    gives = tuple(S(name.index(letter)) if letter in name else P for name in own.gives)
+    takes: list[State] = [S(name.index(letter)) if letter in name else R for name in own.takes]
+    if own.bias is not None and letter not in own.takes[own.bias] and P in gives:
+        takes[own.bias] = P
+    return Choice(tuple(takes), gives, letter)
+
+
+# -- the rules ------------------------------------------------------------------------------------
+
+
+def _letters(count: int) -> str:
+    return LETTERS[:count]
+
+
+def _broadcast(seen: Seen) -> Rule:
+    """Name the dimensions of what is combined element by element."""
+    (result,) = {*seen.gives}
+    letters = _letters(len(result))
+    takes = []
+    for shape in seen.takes:
+        ends = letters[len(letters) - len(shape) :]
+        pairs = zip(ends, shape, result[len(result) - len(shape) :], strict=True)
+        takes.append("".join(x if own == full else WHOLE for x, own, full in pairs))
+    return Rule(takes=tuple(takes), gives=(letters,) * len(seen.gives))
+
+
+@rule(
+    *("gelu", "relu", "silu", "tanh", "sigmoid", "exp", "log", "sqrt", "rsqrt", "pow", "abs"),
+    *("where", "lt", "gt", "le", "ge", "eq", "ne", "clamp", "square", "softplus", "erf"),
+    *("masked_fill", "float", "to", "type_as", "long", "bool", "half", "bfloat16", "double"),
+)
+def _elementwise(seen: Seen) -> Rule:
+    return _broadcast(seen)
+
+
+@rule("add", "sub")
+def _sum(seen: Seen) -> Rule:
+    own = _broadcast(seen)
+    is_linear = len(seen.takes) == 2 and len(set(seen.takes)) == 1
+    return Rule(takes=own.takes, gives=own.gives, is_linear=is_linear)
+
+
+@rule("mul", "div")
+def _product(seen: Seen) -> Rule:
+    own = _broadcast(seen)
+    return Rule(takes=own.takes, gives=own.gives, is_linear=len(seen.takes) == 1)
+
+
+@rule("neg", "contiguous", "clone", "dropout")
+def _one_linear(seen: Seen) -> Rule:
+    letters = _letters(len(seen.takes[0]))
+    return Rule(takes=(letters,), gives=(letters,), is_linear=True)
+
+
+@rule("linear")
+def _linear(seen: Seen) -> Rule:
+    rows = _letters(len(seen.takes[0]) - 1)
+    takes = (f"{rows}k", "nk", "n")[: len(seen.takes)]
+    bias = 2 if len(takes) == 3 else None
+    return Rule(takes=takes, gives=(f"{rows}n",), bias=bias)
+
+
+@rule("addmm")
+def _addmm(seen: Seen) -> Rule:
+    return Rule(takes=("n", "ak", "kn"), gives=("an",), bias=0)
+
+
+@rule("matmul", "bmm")
+def _matmul(seen: Seen) -> Rule | None:
+    left, right = seen.takes
+    if len(left) != len(right) or left[:-2] != right[:-2]:
+        return None
+    rows = _letters(len(left) - 2)
+    return Rule(takes=(f"{rows}yk", f"{rows}kn"), gives=(f"{rows}yn",))
+
+
+@rule("layer_norm", "rms_norm")
+def _norm(seen: Seen) -> Rule:
+    shape, normal = seen.takes[0], seen.argument(1, "normalized_shape")
+    letters = _letters(len(shape) - len(normal)) + WHOLE * len(normal)
+    rest = tuple(WHOLE * len(other) for other in seen.takes[1:])
+    return Rule(takes=(letters, *rest), gives=(letters,))
+
+
+@rule("softmax", "log_softmax", "cumsum")
+def _along(seen: Seen) -> Rule:
+    dims = len(seen.takes[0])
+    dim = seen.argument(1, "dim", -1) % dims
+    letters = "".join(WHOLE if n == dim else x for n, x in enumerate(_letters(dims)))
+    return Rule(takes=(letters,), gives=(letters,))
+
+
+@rule("transpose")
+def _transpose(seen: Seen) -> Rule:
+    letters = list(_letters(len(seen.takes[0])))
+    one, other = seen.argument(1, "dim0"), seen.argument(2, "dim1")
+    before = "".join(letters)
+    letters[one], letters[other] = letters[other], letters[one]
+    return Rule(takes=(before,), gives=("".join(letters),), is_linear=True)
+
+
+@rule("permute")
+def _permute(seen: Seen) -> Rule:
+    letters = _letters(len(seen.takes[0]))
+    dims = seen.argument(1, "dims")
+    dims = dims if isinstance(dims, tuple) else seen.call.arguments[1:]
+    return Rule(takes=(letters,), gives=("".join(letters[d] for d in dims),), is_linear=True)
+
+
+@rule("unsqueeze")
+def _unsqueeze(seen: Seen) -> Rule:
+    letters, dims = _letters(len(seen.takes[0])), len(seen.gives[0])
+    dim = seen.argument(1, "dim") % dims
+    return Rule(takes=(letters,), gives=(letters[:dim] + WHOLE + letters[dim:],), is_linear=True)
+
+
+@rule("view", "reshape", "flatten", "unflatten")
+def _view(seen: Seen) -> Rule:
+    """Only the first dimension of a group that is merged or divided keeps its slices whole."""
+    takes, gives = _grouped(seen.takes[0], seen.gives[0])
+    return Rule(takes=(takes,), gives=(gives,), is_linear=True)
+
+
+def _grouped(before: Shape, after: Shape) -> tuple[str, str]:
+    takes, gives = [WHOLE] * len(before), [WHOLE] * len(after)
+    for letter, (i, j) in zip(LETTERS, _group_starts(before, after), strict=False):
+        takes[i] = gives[j] = letter
+    return "".join(takes), "".join(gives)
+
+
+def _group_starts(before: Shape, after: Shape) -> Iterator[tuple[int, int]]:
+    """Yield where groups of dimensions begin that hold the same elements, before and after."""
+    i = j = 0
+    while i < len(before) and j < len(after):
+        yield i, j
+        ends = i + 1, j + 1
+        while prod(before[i : ends[0]]) != prod(after[j : ends[1]]):
+            if prod(before[i : ends[0]]) < prod(after[j : ends[1]]):
+                ends = ends[0] + 1, ends[1]
+            else:
+                ends = ends[0], ends[1] + 1
+        i, j = ends
+
+
+@rule("scaled_dot_product_attention")
+def _attention(seen: Seen) -> Rule | None:
+    """Sequences and heads are each other's affair; weights that are dropped are drawn together."""
+    drops, grouped = (
+        seen.argument(4, "dropout_p", 0.0),
+        seen.argument(7, "enable_gqa", default=False),
+    )
+    if drops or grouped or any(len(shape) != 4 for shape in seen.takes):
+        return None
+    result = seen.gives[0]
+    takes = tuple(
+        "".join(x if n == full else WHOLE for x, n, full in zip("ab", shape, result, strict=False))
+        + WHOLE * 2
+        for shape in seen.takes
+    )
+    return Rule(takes=takes, gives=("ab..",))
+
+
+@rule("embedding")
+def _embedding(seen: Seen) -> Rule:
+    """A table that is cut by rows needs a look-up of its own; by columns it does not."""
+    letters = _letters(len(seen.takes[0]))
+    return Rule(takes=(letters, ".n"), gives=(f"{letters}n",))
+
+
+@rule("__getitem__", "getitem")
+def _getitem(seen: Seen) -> Rule | None:
+    """Dimensions that are taken whole keep their slices."""
+    index = seen.argument(1, "index")
+    index = index if isinstance(index, tuple) else (index,)
+    if len(seen.takes) != 1 or any(isinstance(part, tuple) for part in index):
+        return None
+    used = sum(part is not None and part != "Ellipsis" for part in index)
+    letters = iter(_letters(len(seen.takes[0])))
+    takes, gives = "", ""
+    for part in index:
+        if part is None:
+            gives += WHOLE
+        elif part == "Ellipsis":
+            kept = "".join(next(letters) for _ in range(len(seen.takes[0]) - used))
+            takes, gives = takes + kept, gives + kept
+        elif isinstance(part, int):
+            takes += WHOLE
+            next(letters)
+        else:
+            kept = next(letters)
+            is_whole = part == "slice(None, None, None)"
+            takes, gives = (
+                takes + (kept if is_whole else WHOLE),
+                gives + (kept if is_whole else WHOLE),
+            )
+    rest = "".join(letters)
+    return Rule(takes=(takes + rest,), gives=(gives + rest,), is_linear=True)
+
+
+def unknown(calls: Sequence[Seen]) -> list[str]:
+    """Return the names of functions without a rule, in order of first sight."""
+    return list(dict.fromkeys(s.call.function for s in calls if s.takes and find(s) is None))
