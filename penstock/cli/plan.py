@@ -99,7 +99,7 @@ def plan(  # noqa: PLR0913 - one for each option
     """Choose how to run RECIPE's model on a cluster: what takes the least time, and fits.
 
     Stages, replicas, micro-batches, the schedule, the layers of each stage, what is recomputed or
-    moved away: everything that was predicted is priced by the simulator, the model uncut too.
+    moved away: everything that was predicted is priced by the simulator, the unsplit model too.
     Layers are counted for accelerators and measured for the cores of this machine; a profile that
     was saved needs neither RECIPE nor PyTorch.
 

@@ -84,8 +84,8 @@ class Size:
 def sizes(asked: Constraints, cluster: Cluster, threads: int, num_spans: int) -> Iterator[Size]:
     """Yield the sizes to look at where each rank has so many threads of its host.
 
-    One rank and one stage, the model uncut, is among them unless another number of ranks is asked
-    for, on one device and in as many replicas as fit.
+    One rank and one stage, the unsplit model, is among them unless another number of ranks is
+    asked for, on one device and in as many replicas as fit.
 
     Raises:
         ConfigError: the batch has fewer samples than there are to be replicas.

@@ -74,16 +74,17 @@ class Found:
 @dataclass(frozen=True)
 class Candidates:
     """What was found: the best candidates, first the one that is chosen, then the fastest first,
-    and the model uncut.
+    and the unsplit model.
 
-    `uncut` is None where that does not fit, or the asked left it out: `allows_uncut` tells.
+    `unsplit_model` is None where that does not fit, or is not what was asked for:
+    `allows_unsplit_model` tells which.
     `num_looked_at` counts the plans that were made.
     """
 
     best: tuple[Found, ...]
-    uncut: Found | None
+    unsplit_model: Found | None
     num_looked_at: int
-    allows_uncut: bool = True
+    allows_unsplit_model: bool = True
 
 
 def find_plans(
@@ -146,16 +147,16 @@ class _Search:
         ]
 
     def run(self) -> None:
-        """Look at every candidate that could be among the best, and at the model uncut; then at
+        """Look at every candidate that could be among the best, and at the unsplit model; then at
         the schedules that are made for costs, for the sizes that were fastest without.
         """
-        has_uncut: set[int] = set()
+        has_unsplit: set[int] = set()
 
         def may_win(n: int, size: Size, least_s: float) -> bool:
             if is_long(size) and self._best:
                 return False
-            is_first_uncut = size.num_stages == 1 and n not in has_uncut
-            return is_first_uncut or least_s < self._limit_s()
+            is_first_unsplit = size.num_stages == 1 and n not in has_unsplit
+            return is_first_unsplit or least_s < self._limit_s()
 
         def is_another(n: int, size: Size, least_s: float) -> bool:
             is_known = self._kind(self._evaluators[n], size) in self._best
@@ -164,7 +165,7 @@ class _Search:
         for n, size in self._sizes(may_win):
             self._look_at(self._evaluators[n], size)
             fits = self._kind(self._evaluators[n], size) in self._best
-            has_uncut.update({n} if size.num_stages == 1 and fits else ())
+            has_unsplit.update({n} if size.num_stages == 1 and fits else ())
         for n, size in self._sizes(is_another):  # to compare with
             self._look_at(self._evaluators[n], size, is_wanted=True)
         fastest = sorted(self._plain.items(), key=lambda item: (item[1].step_s, item[0]))
@@ -180,10 +181,10 @@ class _Search:
         found = sorted(self._best.values(), key=lambda each: each.step_s)
         if not found:
             raise ConfigError(self._nothing_fits())
-        uncut = next((each for each in found if each.size.num_stages == 1), None)
+        unsplit = next((each for each in found if each.size.num_stages == 1), None)
         best = tuple(found[: self._num_best])
-        allows_uncut = any(size.num_stages == 1 for own in self._in_order for size in own)
-        return Candidates(best, uncut, self._num_plans, allows_uncut)
+        allows_unsplit_model = any(size.num_stages == 1 for own in self._in_order for size in own)
+        return Candidates(best, unsplit, self._num_plans, allows_unsplit_model)
 
     def _sizes(self, matters: Callable[[int, Size, float], bool]) -> Iterator[tuple[int, Size]]:
         """Yield the sizes that matter when it is their turn, each after the number of its

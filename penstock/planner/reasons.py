@@ -35,16 +35,17 @@ _WORK = ("forward_s", "backward_s", "weight_s")
 
 
 def choices_text(choices: Candidates) -> str:
-    """Return the best candidates as a table, and the model uncut with them."""
+    """Return the best candidates as a table, and the unsplit model with them."""
     return "\n".join(columns([HEADS, *choice_rows(choices)], num_left=len(HEADS))) + "\n"
 
 
 def choice_rows(choices: Candidates) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each of the best, and for the model uncut if that is not among them."""
+    """Yield a row for each of the best, and for the unsplit model if that is not among them."""
     best = choices.best[0]
     why_slower = slower_than(best)
-    uncut = [] if choices.uncut is None or choices.uncut in choices.best else [choices.uncut]
-    for found in (*choices.best, *uncut):
+    own = choices.unsplit_model
+    unsplit = [] if own is None or own in choices.best else [own]
+    for found in (*choices.best, *unsplit):
         plan = found.plan
         assert plan.batch_size is not None
         per_rank = plan.schedule.stages_per_rank
@@ -104,14 +105,14 @@ def why_best(choices: Candidates, cluster: Cluster) -> tuple[str, ...]:
         *_range(best, cluster),
         *(f"next: {_name(other)}, {why_slower(other)}" for other in choices.best[1:2]),
     ]
-    uncut = choices.uncut
-    if uncut is None:
-        cause = "fits no device" if choices.allows_uncut else "is not what was asked for"
-        lines.append(f"the model uncut {cause}")
-    elif uncut is best:
+    unsplit = choices.unsplit_model
+    if unsplit is None:
+        cause = "fits no device" if choices.allows_unsplit_model else "is not what was asked for"
+        lines.append(f"the unsplit model {cause}")
+    elif unsplit is best:
         lines.append("the model is not cut: no cut was predicted to be faster")
     else:
-        lines.append(f"uncut: {_name(uncut)}, {why_slower(uncut)}")
+        lines.append(f"unsplit: {_name(unsplit)}, {why_slower(unsplit)}")
     return tuple(lines)
 
 

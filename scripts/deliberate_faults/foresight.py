@@ -94,10 +94,10 @@ FAULTS = (
         "above_its_limit",
     ),
     Fault(
-        "the model uncut is not compared",
+        "the unsplit model is not compared",
         "penstock/planner/rank.py",
-        "is_first_uncut = size.num_stages == 1 and n not in has_uncut",
-        "is_first_uncut = False",
+        "is_first_unsplit = size.num_stages == 1 and n not in has_unsplit",
+        "is_first_unsplit = False",
         "tests/planner/test_choose.py",
         "always_compared",
     ),

@@ -65,12 +65,12 @@ def test_a_model_is_not_cut_where_messages_cost_more_than_they_save() -> None:
     assert any("the model is not cut" in line for line in chosen.why)
 
 
-def test_the_model_uncut_on_all_cores_may_win_and_is_always_compared() -> None:
+def test_the_unsplit_model_on_all_cores_may_win_and_is_always_compared() -> None:
     alone, together = chain([1.0] * 6), chain([0.4] * 6, threads=2)
     here = cluster(2, busy_speed=(1.0, 0.6))
     chosen, choices = choose_plan([alone, together], here, 8)
     assert (chosen.num_stages, chosen.threads_per_stage) == (1, 2)
-    assert choices.uncut is not None
+    assert choices.unsplit_model is not None
     assert "1, 2 threads" in choices_text(choices)
 
 
@@ -85,22 +85,22 @@ def test_a_rank_has_an_accelerator_whatever_threads_its_host_has() -> None:
     assert chosen.placement.cluster_places in (None, (0, 1, 2, 3))
 
 
-def test_the_model_uncut_is_always_compared_however_slow_it_is() -> None:
+def test_the_unsplit_model_is_always_compared_however_slow_it_is() -> None:
     constraints = Constraints(batch_size=8, num_replicas=1)
     choices = find_plans([chain([1.0] * 8)], cluster(4), constraints, num_best=1)
     assert choices.best[0].size.num_ranks == 4
-    assert choices.uncut is not None
-    assert choices.uncut.step_s > 3 * choices.best[0].step_s
+    assert choices.unsplit_model is not None
+    assert choices.unsplit_model.step_s > 3 * choices.best[0].step_s
 
 
-def test_the_model_uncut_that_fits_nowhere_is_told_from_one_that_was_not_asked_for() -> None:
+def test_the_unsplit_model_that_fits_nowhere_is_told_from_one_that_was_not_asked_for() -> None:
     constraints = Constraints(batch_size=8, num_ranks=2, num_replicas=1)
     model = chain([1.0] * 4, weight_bytes=10**6)
     asked = plan(model, cluster(2), 8, constraints=constraints)
-    assert "the model uncut is not what was asked for" in asked.why
+    assert "the unsplit model is not what was asked for" in asked.why
     memory_bytes = sum(each.total_bytes for each in model.weights) * 8 // 10
     tight = plan(model, cluster(2, memory_bytes=memory_bytes), 8)
-    assert "the model uncut fits no device" in tight.why
+    assert "the unsplit model fits no device" in tight.why
 
 
 def test_a_model_that_is_not_cut_keeps_one_micro_batch_and_recomputes_nothing() -> None:
@@ -185,7 +185,7 @@ def test_no_plan_of_the_list_is_above_its_limit_of_memory_by_its_own_simulation(
         except ConfigError as error:
             assert "lacks -" not in str(error)
             continue
-        for each in (*choices.best, *filter(None, [choices.uncut])):
+        for each in (*choices.best, *filter(None, [choices.unsplit_model])):
             peaks = simulate(each.plan, found, here).peak_bytes_of_ranks()
             for rank, peak in enumerate(peaks):
                 devices = [here.device_of(place) for place in each.predicted.places]
