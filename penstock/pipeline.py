@@ -41,13 +41,22 @@ from penstock.runtime.microbatches import (
 )
 from penstock.runtime.module_form import accumulate_into_inputs, run_as_module
 from penstock.runtime.outputs import gather, share
-from penstock.runtime.planning import Devices, agree, balance, device_names, make_plan
+from penstock.runtime.planning import (
+    Devices,
+    agree,
+    balance,
+    device_names,
+    make_plan,
+    make_sharding,
+)
 from penstock.runtime.random.generators import others_may_draw, rewound_default_generators
 from penstock.runtime.record import Record
 from penstock.runtime.run import Run
 from penstock.schedules.family import Build
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode
+from penstock.sharding.divided import Shards
+from penstock.sharding.plan import Sharding
 from penstock.torch_private import AbstractMovable
 from penstock.trace.timeline import Timeline
 from penstock.trace.units import count_text
@@ -108,10 +117,14 @@ class Pipeline(AbstractMovable):
         weights: a folder to load, as by `load_pretrained`, instead of drawing values.
         tied_gradients: how often the gradient of a weight that several stages use is sent;
             default: PER_MICROBATCH.
+        sharding: how the operators of each stage are divided among the ranks that share it, where
+            the mesh has several (init_mesh(num_shards=T)): "megatron" (Shoeybi et al. 2019) cuts
+            the weights of products by columns and by rows in turn.  Needs `example_inputs`.
+            Parameters are shards then, under their own names; see `sharding`.
         plan: how to run, as another pipeline's `plan` says; instead of num_stages, partition,
             num_microbatches, schedule, memory_limit_bytes, recompute, offload, offload_folder,
-            devices, seed, threads_per_stage, transport, timeout_s, batch_norm_over_replicas and
-            tied_gradients.
+            devices, seed, threads_per_stage, transport, timeout_s, batch_norm_over_replicas,
+            tied_gradients and sharding.
 
     Raises:
         ConfigError: an argument cannot work, or is given beside a plan that decides it.
@@ -146,6 +159,7 @@ class Pipeline(AbstractMovable):
         batch_norm_over_replicas: bool | None = None,
         weights: str | os.PathLike[str] | None = None,
         tied_gradients: TiedGradients | None = None,
+        sharding: str | None = None,
         plan: Plan | None = None,
     ) -> None:
         resolved = resolve_layers(layers, example_inputs)
@@ -165,6 +179,7 @@ class Pipeline(AbstractMovable):
             timeout_s=timeout_s,
             batch_norm_over_replicas=batch_norm_over_replicas,
             tied_gradients=tied_gradients,
+            sharding=sharding,
         )
         check_loss(loss)
         check_reduction(reduction)
@@ -173,9 +188,17 @@ class Pipeline(AbstractMovable):
         plan = make_plan(arguments, plan, resolved, mesh)
         part = first_microbatch(example_inputs, plan.num_microbatches)
         mesh = mesh or Mesh.of_one_process(plan.placement.num_places, plan.timeout_s)
+        divided = make_sharding(plan, resolved, part, mesh)
         with mesh.world.reporting(plan.placement.names):
             plan, number, balances = agree(plan, resolved, mesh, part, balances=balances)
-            engine = Engine(resolved, loss or resolved.own_loss, plan, mesh, draws=weights is None)
+            engine = Engine(
+                resolved,
+                loss or resolved.own_loss,
+                plan,
+                mesh,
+                draws=weights is None,
+                sharding=divided,
+            )
             super().__init__()
             self._layers, self._engine = resolved, engine
             self.__dict__.update(resolved.registered(engine.holds))
@@ -187,6 +210,7 @@ class Pipeline(AbstractMovable):
         self._timeline: Timeline | None = None
         with self._engine.reporting():
             load_and_tell(weights, self.held, self.mesh)
+            self._engine.cut_weights()
         self._balance_by(part)
 
     # -- a training step ------------------------------------------------------------------------
@@ -421,6 +445,19 @@ class Pipeline(AbstractMovable):
     def plan(self) -> Plan:
         """Everything that decides how this pipeline runs."""
         return self._engine.plan
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """How the operators of each layer are divided; None where each stage has one rank.
+
+        `print(pipe.sharding)` is a table: operator, what it takes and gives, bytes sent.
+        """
+        return self._engine.sharding
+
+    @property
+    def shards(self) -> Shards:
+        """What this process holds of weights that are cut."""
+        return Shards(dict(self.named_parameters()), self._engine.divided.values())
 
     @property
     def num_stages(self) -> int:

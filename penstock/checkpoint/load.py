@@ -33,7 +33,7 @@ from .optimizer_state import (
     parameter_names,
     unpack_optimizer,
 )
-from .processes import agreed, begin, held_of, refuse_foreign
+from .processes import agreed, begin, held_of, refuse_foreign, shards_of
 
 
 def load_checkpoint(
@@ -66,11 +66,12 @@ def load_checkpoint(
         for file, rank in _verifiers([sizes for sizes, *_ in told]).items()
         if rank == mesh.rank
     }
-    held = held_of(module)
+    held, shards = held_of(module), shards_of(module)
     here, owners = held.state(), held.owners
 
     def read() -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
         saved, of_optimizer = mesh.world.work(partial(found.read, path, digests), what)
+        saved, of_optimizer = shards.own(saved), shards.own(of_optimizer, of_optimizer=True)
         faults = _model_faults(here, owners, saved)
         of_saved = found.facts["optimizer"]
         if optimizer is not None and of_saved is None:

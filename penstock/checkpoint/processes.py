@@ -9,6 +9,7 @@ from penstock.errors import CheckpointError, PeerError, WaitTimeout
 from penstock.mesh import Mesh
 from penstock.model.state import Held
 from penstock.runtime.engine import is_pipeline
+from penstock.sharding.divided import Shards
 
 ALONE = Mesh.of_one_process()
 
@@ -31,6 +32,25 @@ def begin(call: str, module: nn.Module) -> Mesh:
 def held_of(module: nn.Module) -> Held:
     """Return what this process has of a pipeline, or of any module, which it has whole."""
     return module.held if is_pipeline(module) else Held(module, module)
+
+
+def shards_of(module: nn.Module) -> Shards:
+    """Return what this process has of weights that several processes share."""
+    return module.shards if is_pipeline(module) else Shards({}, ())
+
+
+def check_without_shards(call: str, mesh: Mesh) -> None:
+    """Refuse what works on whole weights only.
+
+    Raises:
+        CheckpointError: the processes of the mesh share weights.
+    """
+    if mesh.shards.size > 1:
+        raise CheckpointError(
+            f"{call} is for whole weights, and this mesh has {mesh.shards.size} shards; use "
+            "save_checkpoint and load_checkpoint, export_model for one file of the model, and "
+            "Pipeline(weights=) to start from a folder"
+        )
 
 
 def agreed(

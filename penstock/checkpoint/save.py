@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from penstock.mesh.threads import in_thread
 from penstock.model.extra_state import read_extra
 from penstock.optim.zero import is_sharded
 from penstock.runtime.engine import is_pipeline
+from penstock.sharding.divided import Shards
 
 from .files import (
     EXTRA,
@@ -31,7 +32,7 @@ from .files import (
     write_folder,
 )
 from .optimizer_state import merge_optimizers, pack_optimizer
-from .processes import agreed, begin, held_of
+from .processes import agreed, begin, held_of, shards_of
 from .together import MODEL_FOLDER, OPTIMIZER_FOLDER, Saving, begin_together, shard_names
 
 
@@ -108,6 +109,8 @@ class _Content:
     @property
     def files(self) -> dict[str, list[str]]:
         """The files that this process writes, with the tensors of each."""
+        if self.mesh.shard > 0:  # the first shard writes what is put together
+            return {}
         if self.mesh.world_size > 1:
             return shard_names(self.mesh.rank, self.tensors)
         return {file: list(names) for file, names in self.tensors.items()}
@@ -128,6 +131,7 @@ def _collect(
     """
     mesh, held = begin("save_checkpoint", module), held_of(module)
     is_first_replica = mesh.replica == 0  # which writes what all replicas hold
+    writes = is_first_replica and mesh.shard == 0  # what is whole, the first shard
     of_model, of_optimizer = (
         (MODEL_FOLDER, OPTIMIZER_FOLDER) if mesh.world_size > 1 else (MODEL, OPTIMIZER)
     )
@@ -135,7 +139,7 @@ def _collect(
     def own() -> _Content:
         if mesh.is_first_rank:
             refuse_existing(target)
-        extra, values = read_extra(held.owners) if is_first_replica else ({}, {})
+        extra, values = read_extra(held.owners) if writes else ({}, {})
         model = {**held.state(), **extra} if is_first_replica else {}
         tensors = {of_model: storable(model, copy=copy)}
         facts = {**_facts(module, state), EXTRA: values}
@@ -152,6 +156,7 @@ def _collect(
         lambda own: (own.facts["optimizer"], own.files, own.facts[EXTRA]),
         "for the others to save the same checkpoint",
     )
+    content = replace(content, tensors=_together(content, shards_of(module)))
     parts = [part for part, *_ in told]
     without = [str(rank) for rank, part in enumerate(parts) if part is None]
     if without and len(without) < len(parts):
@@ -160,11 +165,24 @@ def _collect(
             "on every rank (penstock.zero_optimizer makes one for a stage without parameters too)"
         )
     if optimizer is not None:
-        own_state = parts if is_sharded(optimizer) else parts[: mesh.num_stages]
+        width = mesh.shards.size
+        first = parts[: mesh.num_stages * width : width]
+        own_state = parts if is_sharded(optimizer) else first
         content.facts["optimizer"] = merge_optimizers(own_state)
     content.facts["files"] = {file: names for _, files, _ in told for file, names in files.items()}
     content.facts[EXTRA] = {name: value for *_, part in told for name, value in part.items()}
     return content
+
+
+def _together(content: _Content, shards: Shards) -> dict[str, dict[str, Tensor]]:
+    """Return what this process writes, with weights whole that several share: the first of them
+    writes these.
+    """
+    found = {
+        file: shards.whole(tensors, of_optimizer=file in (OPTIMIZER, OPTIMIZER_FOLDER))
+        for file, tensors in content.tensors.items()
+    }
+    return found if content.mesh.shard == 0 else {file: {} for file in found}
 
 
 def _facts(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:

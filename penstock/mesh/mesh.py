@@ -119,6 +119,11 @@ class Mesh:
         return self.replicas.rank
 
     @property
+    def shard(self) -> int:
+        """Which of the processes that share its stages this one is."""
+        return self.shards.rank
+
+    @property
     def is_first_rank(self) -> bool:
         """Whether this process is the one that logs and saves."""
         return self.rank == 0

@@ -1,6 +1,7 @@
 """Gradient clipping over all stages, wherever they run."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -33,10 +34,7 @@ def clip_grad_norm_(pipe: "Pipeline", max_norm: float) -> Tensor:
     if not max_norm > 0:
         raise ConfigError(f"max_norm={max_norm!r}; it must be above 0")
     gradients = list(_gradients(pipe))
-    norms = [
-        (layer, float(torch.linalg.vector_norm(_values(g), dtype=torch.float64)))
-        for layer, g in gradients
-    ]
+    norms = _whole_norms(pipe, gradients)
     in_order = [norm for _, norm in sorted(_of_all_stages(pipe, norms), key=itemgetter(0))]
     if pipe.plan.schedule.is_asynchronous and not in_order:
         raise ConfigError(
@@ -47,14 +45,15 @@ def clip_grad_norm_(pipe: "Pipeline", max_norm: float) -> Tensor:
     total = torch.linalg.vector_norm(torch.tensor(in_order, dtype=torch.float64))
     share = max_norm / (float(total) + 1e-6)
     if share < 1:
-        for _, gradient in gradients:
-            gradient.mul_(share)
+        for _, parameter in gradients:
+            assert parameter.grad is not None
+            parameter.grad.mul_(share)
     norm: Tensor = total.float()
     return norm
 
 
 def _gradients(pipe: "Pipeline") -> Iterator[tuple[int, Tensor]]:
-    """Yield each gradient that is here, with the number of the first layer that it belongs to.
+    """Yield each parameter here that has a gradient, with the number of its first layer.
 
     What belongs to no layer, as a parameter that a captured model's own code reads, comes last.
     """
@@ -64,10 +63,27 @@ def _gradients(pipe: "Pipeline") -> Iterator[tuple[int, Tensor]]:
         if parameter in here:
             del here[parameter]
             if parameter.grad is not None:
-                yield layer, parameter.grad
+                yield layer, parameter
 
 
-def _values(gradient: Tensor) -> Tensor:
+def _whole_norms(
+    pipe: "Pipeline", gradients: Sequence[tuple[int, Tensor]]
+) -> list[tuple[int, float]]:
+    """Return the norms of gradients, of weights that are cut over all their shards."""
+    own = [float(torch.linalg.vector_norm(_values(p), dtype=torch.float64)) for _, p in gradients]
+    shards, is_cut = pipe.mesh.shards, pipe.shards.are_cut([p for _, p in gradients])
+    if shards.size > 1:
+        everyone = shards.gather(own, "for the gradient norms of the other shards")
+        own = [
+            math.hypot(*norms) if cut else norms[shards.rank]
+            for cut, norms in zip(is_cut, zip(*everyone, strict=True), strict=True)
+        ]
+    return [(layer, norm) for (layer, _), norm in zip(gradients, own, strict=True)]
+
+
+def _values(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 

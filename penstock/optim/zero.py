@@ -67,6 +67,11 @@ def zero_optimizer(
         )
     groups = _as_groups(pipe.parameters() if params is None else params)
     mesh = pipe.mesh
+    if mesh.shards.size > 1:
+        raise ConfigError(
+            f"zero_optimizer shares state out over replicas, and this mesh has {mesh.shards.size} "
+            "shards, which share the weights already; use the optimizer's own class"
+        )
     if mesh.num_replicas == 1:
         return optimizer_class(groups, **options)
     with mesh.reporting():

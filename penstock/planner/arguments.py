@@ -44,6 +44,7 @@ class Arguments:
     timeout_s: float | None = None
     batch_norm_over_replicas: bool | None = None
     tied_gradients: TiedGradients | None = None
+    sharding: str | None = None
 
     @property
     def are_measured(self) -> bool:
@@ -80,6 +81,7 @@ class Resources:
     devices: tuple[str, ...]
     num_places: int | None = None
     num_replicas: int = 1
+    num_shards: int = 1
     transports: tuple[Transport, ...] = (Transport.THREADS, Transport.LOOPBACK)
 
 
@@ -146,7 +148,8 @@ def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Reso
         memory_limit_bytes=None
         if arguments.memory_limit_bytes is None
         else _of_each("memory_limit_bytes", arguments.memory_limit_bytes, 0, 1 + max(places)),
-        placement=Placement.of(places, resources.num_replicas, devices),
+        placement=Placement.of(places, resources.num_replicas, devices, resources.num_shards),
+        sharding=arguments.sharding,
         tied_gradients=_or(arguments.tied_gradients, TiedGradients.PER_MICROBATCH),
         batch_norm_over_replicas=_or(arguments.batch_norm_over_replicas, False),
         seed=_or(arguments.seed, 0),

@@ -41,7 +41,8 @@ class Plan:
     files in `offload_folder` (None: where temporary files go).
     `memory_limit_bytes` is what each rank of a replica may keep for backwards: recompute and
     offload are chosen by it, and `predicted_peak_bytes` is what that predicts.
-    `sharding` is None until stages can be sharded.  `predicted_s` are the seconds of a
+    `sharding` names how the operators of each stage are divided among its ranks, where it has
+    several (`penstock.sharding`).  `predicted_s` are the seconds of a
     micro-batch on each stage, forward and backward, if the layers were measured.  `unsplit` are
     the layers whose gradients of weights do not wait where a schedule divides backwards: what
     measuring has shown of each alone, and what the first such step has shown of the stages.
@@ -63,7 +64,7 @@ class Plan:
     placement: Placement
     offload: tuple[bool, ...] = ()
     offload_folder: str | None = None
-    sharding: None = None
+    sharding: str | None = None
     tied_gradients: TiedGradients = TiedGradients.PER_MICROBATCH
     batch_norm_over_replicas: bool = False
     seed: int = 0
@@ -84,8 +85,7 @@ class Plan:
         for name in (*names, *_OF_RANKS):  # as JSON gives them back
             given = getattr(self, name)
             object.__setattr__(self, name, None if given is None else tuple(given))
-        if self.sharding is not None:
-            raise PlanError(f"sharding={self.sharding!r:.80}; it must be None so far")
+        self._check_sharding()
         check_partition(self.partition, len(self.layers))
         object.__setattr__(self, "offload", self.offload or (False,) * self.num_stages)
         object.__setattr__(self, "recompute", tuple(map(self._numbered, self.recompute)))
@@ -122,6 +122,24 @@ class Plan:
             raise PlanError(
                 f"the schedule {self.schedule.name} runs the stages on ranks {list(wanted)}, and "
                 f"the placement has them on {list(self.placement.places)}; change one of the two"
+            )
+
+    def _check_sharding(self) -> None:
+        """Refuse shards without a way to divide operators, and the other way round.
+
+        Raises:
+            PlanError: only one of the two is there, or weights are updated within a call.
+        """
+        num_shards = max(len(mesh[0]) for mesh in self.placement.meshes)
+        if (num_shards > 1) != (self.sharding is not None):
+            raise PlanError(
+                f"sharding={self.sharding!r}, and a stage has {count_text(num_shards, 'rank')} in "
+                "each replica; give a name of a ready plan with init_mesh(num_shards=), or neither"
+            )
+        if self.sharding is not None and self.schedule.is_asynchronous:
+            raise PlanError(
+                f"sharding={self.sharding!r} with the schedule {self.schedule.name}, which "
+                "updates weights while it runs; use a synchronous schedule"
             )
 
     @property
@@ -304,6 +322,7 @@ class Plan:
             f"{self.choices}, seed {self.seed}, "
             f"{count_text(self.threads_per_stage, 'thread')} per stage",
             f"layers {self.balance}",
+            *([] if self.sharding is None else [f"sharding={self.sharding}"]),
             *self._memory(),
             *self._splitting(),
             *self.why,

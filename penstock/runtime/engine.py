@@ -23,6 +23,8 @@ from penstock.planner.plan import Plan
 from penstock.planner.unsplit import Unsplit, divides_backwards
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Lowering, Mode, lower
+from penstock.sharding.divided import DividedLayer
+from penstock.sharding.plan import Sharding
 from penstock.torch_private import cache_weights_per_thread
 from penstock.types import TiedGradients, Trace, Transport
 
@@ -79,7 +81,7 @@ class Engine:
 
     _lasting: "_Lasting"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a pipeline is made of
         self,
         layers: Layers,
         loss: Any,
@@ -88,11 +90,13 @@ class Engine:
         *,
         draws: bool = True,
         before: "Engine | None" = None,
+        sharding: Sharding | None = None,
     ) -> None:
         layers.check_sharing(stage_of_layers(plan.partition))
         self._layers, self.loss, self.plan, self.mesh = layers, loss, plan, mesh
         lasting = _Lasting.of(layers, loss, plan, mesh) if before is None else before._lasting
         self._lasting = lasting
+        self.sharding: Sharding | None = sharding if before is None else before.sharding
         self.splitter, self.processes = lasting.splitter, lasting.processes
         replicas = lasting.replicas
         self.stage_plans = plans = tuple(layers.plan_stages(plan.partition))
@@ -101,8 +105,19 @@ class Engine:
         here = self.processes.stages_of(mesh.rank)
         mine = [(p, self.devices[p.index]) for p in plans if p.index in here]
         layers.place(mine, plan.seed, draws=draws)
+        self.divided: dict[int, DividedLayer] = (
+            self._divided() if before is None else before.divided
+        )
         self.stages = tuple(
-            Stage(p, device, len(layers), self._loss_of(p), replicas, self._keeping_of(p))
+            Stage(
+                p,
+                device,
+                len(layers),
+                self._loss_of(p),
+                replicas,
+                self._keeping_of(p),
+                self.divided,
+            )
             for p, device in mine
         )
         if replicas is not None:
@@ -119,6 +134,23 @@ class Engine:
         self.is_current = True
         if before is not None:
             before.is_current = False
+
+    def _divided(self) -> dict[int, DividedLayer]:
+        """Return the layers that run here and, in shards, in other processes, by number."""
+        if self.sharding is None:
+            return {}
+        here, axis = self.processes.stages_of(self.mesh.rank), self.mesh.shards.tensors
+        steps = [s for p in self.stage_plans if p.index in here for s in p.steps]
+        return {
+            step.index: DividedLayer(step.module, self.sharding.layers[step.index], axis)
+            for step in steps
+        }
+
+    def cut_weights(self) -> None:
+        """Keep this process's shards of the weights only, once they have their first values."""
+        for layer in self.divided.values():
+            layer.start_equal()
+            layer.cut_weights()
 
     def check_unchanged(self) -> None:
         """See that what the stages were cut from is still there, and nothing else.

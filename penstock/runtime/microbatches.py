@@ -81,7 +81,8 @@ class Splitter:
     def __init__(self, mesh: Mesh, placement: Placement) -> None:
         self._world, self._replica = mesh.world, mesh.replica
         stages, replicas = range(placement.num_stages), range(mesh.num_replicas)
-        self._ranks = [[placement.rank_of(stage, r) for stage in stages] for r in replicas]
+        shard, self._shards = mesh.shard, mesh.shards
+        self._ranks = [[placement.rank_of(stage, r, shard) for stage in stages] for r in replicas]
         own = placement.stages_of(mesh.rank)
         self._is_whole = len(own) == placement.num_stages
         self._ends_here = stages[-1] in own
@@ -107,7 +108,8 @@ class Splitter:
         num_targets = _NONE if targets is None else float(batch_size(targets, "targets", count))
         raw = self._raw_weights(inputs if targets is None else targets, call, count)
         trace = float(_BY_STRENGTH.index(call.trace))
-        numbers = (float(self._calls), num_inputs, num_targets, sum(raw), call.loss_scale, trace)
+        total = sum(raw) if self._counts else 0.0
+        numbers = (float(self._calls), num_inputs, num_targets, total, call.loss_scale, trace)
         kind = "train_step" if call.trains else "eval_step"
         rows = self._world.exchange(kind, self.number, numbers)
         self.agreed_s = time.perf_counter()
@@ -177,7 +179,14 @@ class Splitter:
         mine: Tensor | None = None
         for i in range(len(losses)):
             mine = losses[i] if mine is None else mine + losses[i]
-        return self._world.sum_scalars(mine, "for the loss of the mini-batch")
+        return self._world.sum_scalars(
+            mine if self._counts else None, "for the loss of the mini-batch"
+        )
+
+    @property
+    def _counts(self) -> bool:
+        """Whether what this process knows of a batch counts: its other shards know the same."""
+        return self._shards.rank == 0
 
 
 def _cut(value: Any, sizes: list[int]) -> list[Any]:

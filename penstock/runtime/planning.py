@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.costs.count import record_graph
 from penstock.costs.layer_facts import LayerFacts
 from penstock.costs.measure import measure_layers
 from penstock.costs.measure_bytes import measure_bytes
@@ -29,6 +30,7 @@ from penstock.planner.arguments import (
 from penstock.planner.balance import Measured, balanced
 from penstock.planner.plan import BalancedBy, Plan
 from penstock.planner.unsplit import Unsplit
+from penstock.sharding.plan import Sharding
 from penstock.trace.progress import saying
 from penstock.trace.units import count_text
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
@@ -102,6 +104,27 @@ def make_plan(arguments: Arguments, plan: Plan | None, layers: Layers, mesh: Mes
     threads = resolve_threads(plan.threads_per_stage, plan.placement.places, resources)
     transport = resolve_transport(plan.transport, resources)
     return replace(plan, threads_per_stage=threads, transport=transport)
+
+
+def make_sharding(plan: Plan, layers: Layers, part: Any, mesh: Mesh) -> Sharding | None:
+    """Say how each layer is divided among the ranks of its stage; None where each has one.
+
+    Raises:
+        ConfigError: the example inputs, of which `part` are those of a micro-batch, are missing;
+            nobody knows the plan; or a layer cannot be recorded.
+        PlanError: a layer cannot be divided so.
+    """
+    if plan.sharding is None:
+        return None
+    if part is None:
+        raise ConfigError(
+            f"sharding={plan.sharding!r} needs example_inputs=: the operators of the layers are "
+            "recorded with them"
+        )
+    from penstock.sharding.named import plan_sharding  # SciPy takes a while to import
+
+    names = [step.path for step in layers]
+    return plan_sharding(plan.sharding, record_graph(layers, part), names, mesh.shards.size)
 
 
 def facts_of(layers: Layers) -> tuple[LayerFacts, ...]:
@@ -187,6 +210,7 @@ def agree(
         "recompute of each stage": [kind.name for kind in plan.recompute],
         "offload": plan.offload,
         "memory_limit_bytes": plan.memory_limit_bytes,
+        "sharding": plan.sharding,
     }
     mesh.world.require_same("Pipeline", same)
     modules = [step.module for step in layers]
@@ -294,14 +318,13 @@ def _resources(mesh: Mesh | None) -> Resources:
     """Say what a pipeline may use.
 
     Raises:
-        ConfigError: a stage of the mesh has several devices.
+        ConfigError: stages of the mesh have unlike meshes.
     """
     every = mesh or Mesh.of_one_process()
-    if not every.placement.is_regular or every.placement.num_shards > 1:
+    if not every.placement.is_regular:
         raise ConfigError(
-            "the mesh has stages that several processes share (num_shards, or a placement with "
-            "unlike meshes), and a pipeline's stages run on one device each; make the mesh with "
-            "init_mesh(num_stages=, num_replicas=)"
+            "the stages of the mesh have unlike meshes, and those of a pipeline are all alike; "
+            "make the mesh with init_mesh(num_stages=, num_replicas=, num_shards=)"
         )
     gpus = tuple(f"cuda:{n}" for n in range(torch.cuda.device_count()))
     return Resources(
@@ -310,5 +333,6 @@ def _resources(mesh: Mesh | None) -> Resources:
         devices=gpus if every.own_device is None else (every.own_device.type,),
         num_places=mesh.num_stages if mesh is not None else None,
         num_replicas=every.num_replicas,
+        num_shards=every.placement.num_shards,
         transports=every.transports,
     )

@@ -9,9 +9,9 @@ A `ShardedTensor` reports the shape of the whole, so that code that looks at sha
 Autograd sees the shards and the conversions between them, and nothing else.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -98,43 +98,39 @@ class DividedLayer:
 
     def __init__(self, module: nn.Module, plan: LayerSharding, axis: "Collectives") -> None:
         self._module, self.plan, self.axis = module, plan, axis
+        states = {id(p): plan.weights.get(name, I) for name, p in module.named_parameters()}
         self._places = [
-            (parameters_of(part), name, plan.weights.get(f"{path}.{name}".lstrip("."), I))
-            for path, part in module.named_modules()
+            (parameters_of(part), name, states[id(parameter)])
+            for part in module.modules()
             for name, parameter in parameters_of(part).items()
             if parameter is not None
         ]
 
+    def start_equal(self) -> None:
+        """Set weights and buffers to the values that they have on the first device."""
+        with torch.no_grad():
+            for tensor in (*self._module.parameters(), *self._module.buffers()):
+                values = tensor.detach().contiguous()
+                self.axis.broadcast(0, values, "for the first shard's parameters and buffers")
+                tensor.copy_(values)
+
     def cut_weights(self) -> None:
         """Keep this device's shard of each weight only; each parameter stays the same object."""
         with torch.no_grad():
-            for parameters, name, state in self._places:
-                parameter: Any = parameters[name]
-                parameter.data = convert(parameter.data, I, state, self.axis).clone()
+            for weight, state in self.cut().items():
+                weight.data = convert(weight.data, I, state, self.axis).clone()
 
-    def whole_weights(self) -> dict[str, Tensor]:
-        """Return all weights of the layer as they are without shards, by name."""
-        states = self.plan.weights
-        with torch.no_grad():
-            return {
-                name: convert(parameter.detach(), states.get(name, I), I, self.axis)
-                for name, parameter in self._module.named_parameters()
-            }
+    def cut(self) -> dict[Tensor, S]:
+        """Return the state of each weight that is cut."""
+        found = ((parameters[name], state) for parameters, name, state in self._places)
+        return {w: state for w, state in found if isinstance(state, S) and w is not None}
 
-    def whole_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of the layer's weights as they are without shards, by name."""
-        states = self.plan.weights
-        return {
-            name: convert(parameter.grad, states.get(name, I), I, self.axis)
-            for name, parameter in self._module.named_parameters()
-            if parameter.grad is not None
-        }
-
-    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(self, function: "partial[Any]") -> Any:
         """Call the layer; what it is given and what it gives is whole."""
         run = LayerRun(self.plan, self.axis)
+        args, kwargs = tree_map(run.whole, (function.args, function.keywords))
         with self._lent(run):
-            result = function(*tree_map(run.whole, args), **tree_map(run.whole, kwargs))
+            result = function.func(*args, **kwargs)
         run.check_ended()
         return tree_map(run.made_whole, result)
 
@@ -149,6 +145,58 @@ class DividedLayer:
         finally:
             for parameters, name, parameter in own:
                 parameters[name] = parameter
+
+
+class Shards:
+    """What this process holds of weights that are cut, by the name of each."""
+
+    def __init__(self, named: Mapping[str, Tensor], layers: Iterable[DividedLayer]) -> None:
+        own = {
+            weight: (state, layer.axis)
+            for layer in layers
+            for weight, state in layer.cut().items()
+        }
+        self._weights = own.keys()
+        self._cut = {
+            name: (*own[weight], tuple(weight.shape))
+            for name, weight in named.items()
+            if weight in own
+        }
+
+    def are_cut(self, weights: Iterable[Tensor]) -> list[bool]:
+        """Tell for each weight whether this process has a shard of it only."""
+        return [weight in self._weights for weight in weights]
+
+    def whole(
+        self, tensors: Mapping[str, Tensor], *, of_optimizer: bool = False
+    ) -> dict[str, Tensor]:
+        """Put tensors together that are as large as the own shard of their weight.
+
+        All processes that share the weights call this alike.  Keys are names of weights; those of
+        an optimizer's state end in a dot and what it is.
+        """
+        return {key: self._put_together(key, x, of_optimizer) for key, x in tensors.items()}
+
+    def own(self, tensors: Mapping[str, Any], *, of_optimizer: bool = False) -> dict[str, Any]:
+        """Keep the own shard of tensors that are as large as their whole weight."""
+        return {key: self._take(key, x, of_optimizer) for key, x in tensors.items()}
+
+    def _put_together(self, key: str, tensor: Tensor, of_optimizer: bool) -> Tensor:
+        found = self._cut.get(key.rpartition(".")[0] if of_optimizer else key)
+        if found is None or tuple(tensor.shape) != found[2]:
+            return tensor
+        state, axis, _ = found
+        with torch.no_grad():
+            return convert(tensor, state, I, axis)
+
+    def _take(self, key: str, value: Any, of_optimizer: bool) -> Any:
+        found = self._cut.get(key.rpartition(".")[0] if of_optimizer else key)
+        if found is None or not isinstance(value, Tensor):
+            return value
+        state, axis, shape = found
+        lengths = list(shape)
+        lengths[state.dim] *= axis.size
+        return convert(value, I, state, axis) if list(value.shape) == lengths else value
 
 
 class LayerRun:

@@ -91,6 +91,8 @@ class LayerProgram:
         Raises:
             PlanError: the solver finds none.
         """
+        if not self.sites:
+            return [], {}
         rows, columns, factors = (numpy.array(x) for x in zip(*self._rows.entries, strict=True))
         shape = len(self._rows.lowest), len(self._costs)
         found = milp(

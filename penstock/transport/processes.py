@@ -30,7 +30,7 @@ class ProcessChannels(AbstractChannels):
         self._mesh, self._background = mesh, mesh.background
         # All processes of the replica make it here, together.
         self._wires = mesh.point_to_point if mesh.num_stages > 1 else None
-        self._ranks = [mesh.placement.rank_of(place, mesh.replica) for place in ranks]
+        self._ranks = [mesh.placement.rank_of(place, mesh.replica, mesh.shard) for place in ranks]
         self._incoming: dict[tuple[int, int], Incoming] = {}
         self._outgoing: dict[tuple[int, int], Outgoing] = {}
         self._staying: dict[Message, Payload] = {}

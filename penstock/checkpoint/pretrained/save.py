@@ -21,7 +21,7 @@ from penstock.checkpoint.files import (
 )
 from penstock.checkpoint.pretrained.folder import EXTRA, INDEX, MODEL
 from penstock.checkpoint.pretrained.library import as_saved
-from penstock.checkpoint.processes import begin
+from penstock.checkpoint.processes import begin, check_without_shards
 from penstock.checkpoint.save import storable
 from penstock.checkpoint.together import Digests, write_together
 from penstock.errors import CheckpointError, check_count
@@ -56,7 +56,9 @@ def load_pretrained(folder: str | os.PathLike[str], pipe: "Pipeline") -> tuple[s
         CheckpointError: the folder is none, or is damaged, or holds no safetensors file; lists
             every tensor that is missing or of another shape.  Nothing has changed then.
     """
-    return load(Path(folder), pipe.held, begin("load_pretrained", pipe))
+    mesh = begin("load_pretrained", pipe)
+    check_without_shards("load_pretrained", mesh)
+    return load(Path(folder), pipe.held, mesh)
 
 
 def save_pretrained(
@@ -84,6 +86,7 @@ def save_pretrained(
     target, original = Path(folder).absolute(), pipe.held.original
     most = check_count("max_shard_bytes", max_shard_bytes)
     mesh = begin("save_pretrained", pipe)
+    check_without_shards("save_pretrained", mesh)
     own: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     with mesh.reporting():

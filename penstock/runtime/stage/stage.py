@@ -9,9 +9,10 @@
 a `Tape` holds both; `Guards` watch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from penstock.runtime.replicas import Replicas
 from penstock.runtime.run import Run, StageRun
 from penstock.runtime.unsplit import why_stage_unsplit
 from penstock.runtime.window import changed_in_forward
+from penstock.sharding.divided import DividedLayer
 from penstock.torch_private import AnyBatchNorm, next_node_number
 from penstock.transport.channels import Activation
 
@@ -62,10 +64,11 @@ class Stage:
     """Runs the layers of one stage; what it holds between instructions lives in the `Run`.
 
     `loss` is the user's loss where this stage computes it: as a module it may hold state too.
-    `replicas` are the stage's twins elsewhere, if there are any.
+    `replicas` are the stage's twins elsewhere, if there are any; `divided` are its layers, by
+    number, of which other processes run shards.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a stage is made of
         self,
         plan: StagePlan,
         device: torch.device,
@@ -73,8 +76,9 @@ class Stage:
         loss: Any = None,
         replicas: Replicas | None = None,
         keeping: Keeping = _IN_MEMORY,
+        divided: Mapping[int, DividedLayer] = MappingProxyType({}),
     ) -> None:
-        self.plan, self._replicas = plan, replicas
+        self.plan, self._replicas, self._divided = plan, replicas, divided
         self.device = StageDevice(device)
         layers = [(step.index, step.module) for step in plan.steps]
         if isinstance(loss, nn.Module):
@@ -295,9 +299,11 @@ class Stage:
             return self._recompute.run(tape, step, function, partial(self._call, run, tape))
         return self._call(run, tape, step, function)
 
-    def _call(self, run: Run, tape: Tape, step: Step, function: Callable[[], Any]) -> Any:
+    def _call(self, run: Run, tape: Tape, step: Step, function: Any) -> Any:
         """Run one layer, with random numbers of its own if it draws any."""
         training = step.module.training
+        if (divided := self._divided.get(step.index)) is not None:
+            function = partial(divided.call, function)
         try:
             if (step.index, training) in self._drawing.silent:
                 return function()

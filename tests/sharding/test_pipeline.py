@@ -1,0 +1,154 @@
+"""A pipeline whose stages are divided among processes trains as the unsplit model does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock import Mesh, Pipeline
+from penstock.planner.placement import Placement
+from penstock.zoo import gpt
+from tests.distributed.call import call
+
+Layout = tuple[int, int, int]
+"""K stages, D replicas, T shards."""
+LAYOUTS: list[Layout] = [(1, 1, 2), (2, 1, 2), (1, 2, 2)]
+WORDS = torch.randint(0, 32, (5, 8), generator=torch.Generator().manual_seed(0))
+
+
+def made(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    sizes = {"num_layers": 4, "width": 16, "num_heads": 4, "num_words": 32, "max_length": 8}
+    return gpt(**sizes, dropout=0.1).double()
+
+
+def loss(output: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+def piped(model: Any, **options: Any) -> Pipeline:
+    given = {"num_microbatches": 2, "loss": loss, "example_inputs": WORDS[:3], "seed": 3}
+    return Pipeline(model, **{**given, **options})
+
+
+def two_steps(pipe: Pipeline, words: Tensor, folder: Path | None = None) -> dict[str, Any]:
+    """Train, and save after the first step; return all that there is to compare."""
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    found: dict[str, Any] = {"losses": []}
+    for step in range(2):
+        found["losses"].append(pipe.train_step(words, words))
+        if step == 0 and folder is not None:
+            penstock.save_checkpoint(folder, pipe, optimizer)
+        found["norm"] = penstock.clip_grad_norm_(pipe, 0.5)
+        gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
+        found["gradients"] = pipe.shards.whole(gradients)
+        optimizer.step()
+        optimizer.zero_grad()
+    found["output"] = pipe.eval_step(WORDS)
+    return found
+
+
+def in_shards(mesh: Mesh, where: str) -> dict[str, Any]:
+    words = WORDS.tensor_split(mesh.num_replicas)[mesh.replica]
+    # the others have other weights, and get those of the first shard
+    pipe = piped(made(0 if mesh.shard == 0 else 7), mesh=mesh, sharding="megatron")
+    found = two_steps(pipe, words, Path(where) / "first")
+    shapes = {name: tuple(p.shape) for name, p in pipe.named_parameters()}
+    return found | {"shapes": shapes, "table": str(pipe.sharding), "plan": str(pipe.plan)}
+
+
+def goes_on(mesh: Mesh, where: str) -> Tensor:
+    pipe = piped(made(5), mesh=mesh, sharding="megatron")
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    penstock.load_checkpoint(Path(where), pipe, optimizer)
+    optimizer.step()
+    pipe.train_step(WORDS, WORDS)
+    return pipe.train_step(WORDS, WORDS)
+
+
+def as_one(num_microbatches: int = 2) -> Pipeline:
+    return piped(made(0), partition=[7], num_microbatches=num_microbatches)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shards_train_as_the_unsplit_model_and_their_checkpoint_is_its_own(
+    layout: Layout, tmp_path: Path
+) -> None:
+    stages, replicas, shards = layout
+    placement = Placement.of(range(stages), replicas, num_shards=shards)
+    wanted = two_steps(as_one(num_microbatches=2 * replicas), WORDS)
+    for found in call(in_shards, placement, tmp_path, where=str(tmp_path)):
+        for mine, own in zip(found["losses"], wanted["losses"], strict=True):
+            assert torch.allclose(mine, own, rtol=0, atol=1e-12)
+        assert torch.allclose(found["output"], wanted["output"], rtol=0, atol=1e-12)
+        assert torch.allclose(found["norm"], wanted["norm"])
+        assert found["gradients"]
+        for name, gradient in found["gradients"].items():
+            assert torch.allclose(gradient, wanted["gradients"][name], rtol=0, atol=1e-12), name
+        assert "linear" in found["table"] and "sharding=megatron" in found["plan"]
+        cut = [
+            n for n, p in made(0).named_parameters() if found["shapes"].get(n, p.shape) != p.shape
+        ]
+        assert any(name.endswith("widen.weight") for name in cut)
+    model = made(9)
+    optimizer = torch.optim.AdamW(model.parameters())
+    penstock.load_checkpoint(tmp_path / "first", model, optimizer)
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), made(0).parameters(), strict=True)
+    )
+
+
+def test_a_checkpoint_of_one_process_goes_on_in_shards(tmp_path: Path) -> None:
+    whole = as_one()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    whole.train_step(WORDS, WORDS)
+    optimizer.step()
+    penstock.save_checkpoint(tmp_path / "saved", whole, optimizer)
+    optimizer.zero_grad()
+    optimizer.step()
+    whole.train_step(WORDS, WORDS)
+    wanted = whole.train_step(WORDS, WORDS)
+    placement = Placement.of(range(1), num_shards=2)
+    for found in call(goes_on, placement, tmp_path, where=str(tmp_path / "saved")):
+        assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
+
+
+def refused(mesh: Mesh) -> list[str]:
+    said = []
+    for options, work in (
+        ({}, None),
+        ({"sharding": "alpa"}, None),
+        ({"sharding": "megatron", "example_inputs": None}, None),
+        ({"sharding": "megatron", "schedule": penstock.schedules.pipedream_2bw}, None),
+        ({"sharding": "megatron"}, lambda p: penstock.zero_optimizer(p, torch.optim.AdamW)),
+        ({"sharding": "megatron"}, lambda p: penstock.save_pretrained("there", p)),
+    ):
+        try:
+            pipe = piped(penstock.capture(made(0), WORDS[:3]), mesh=mesh, **options)
+            if work is not None:
+                work(pipe)
+        except penstock.PenstockError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_cannot_work_is_refused_by_all(tmp_path: Path) -> None:
+    for said in call(refused, Placement.of(range(1), num_shards=2), tmp_path):
+        wanted = (
+            "sharding=None, and a stage has 2 ranks",
+            "sharding='alpa': ready plans are 'megatron'",
+            "needs example_inputs=",
+            "updates weights while it runs",
+            "zero_optimizer shares state out over replicas",
+            "save_pretrained is for whole weights",
+        )
+        assert len(said) == len(wanted)
+        assert all(text in own for text, own in zip(wanted, said, strict=True)), said
+
+
+def test_a_way_to_divide_needs_shards() -> None:
+    with pytest.raises(penstock.PenstockError, match="give a name of a ready plan with init_mesh"):
+        piped(made(0), partition=[7], sharding="megatron")

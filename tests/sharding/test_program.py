@@ -1,0 +1,93 @@
+"""The program finds what people divide by hand, and rules say what they may."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.costs.count import record_graph
+from penstock.costs.graph import Graph
+from penstock.errors import ConfigError
+from penstock.model.layer_list import as_layers
+from penstock.sharding.layouts import I, P, R, S
+from penstock.sharding.named import plan_sharding
+from penstock.sharding.rules import Choice, Seen, base_name, choices
+from penstock.zoo import transformer_lm
+from tests.costs.counting import layers_of
+
+
+def graph_of(*modules: nn.Module, shape: tuple[int, ...] = (2, 3, 8)) -> Graph:
+    return record_graph(
+        as_layers([nn.Identity(), *modules]), torch.randn(shape, requires_grad=True)
+    )
+
+
+def choices_of(module: nn.Module, count: int = 2) -> list[Choice]:
+    graph = graph_of(module)
+    (call,) = graph.of_layer(1)
+    return choices(Seen.of(graph, call), count)
+
+
+def test_a_linear_layer_is_cut_along_rows_columns_and_what_it_sums_over() -> None:
+    of_letters = {choice.cut: choice for choice in choices_of(nn.Linear(8, 4)) if choice.cut}
+    assert of_letters["a"] == Choice((S(0), R, R), (S(0),), "a")
+    assert of_letters["n"] == Choice((R, S(0), S(0)), (S(2),), "n")
+    assert of_letters["k"] == Choice((S(2), S(1), P), (P,), "k")
+    assert "b" not in of_letters  # 3 positions are no even number of them
+
+
+def test_what_a_norm_looks_at_together_stays_whole() -> None:
+    assert {choice.cut for choice in choices_of(nn.LayerNorm(8))} == {"", "a"}
+
+
+class Views(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], x.shape[1], 4, 2).transpose(1, 2).flatten(2)
+
+
+def test_the_first_dimension_of_a_group_keeps_its_slices() -> None:
+    graph = graph_of(Views())
+    view, transpose, flatten = (Seen.of(graph, call) for call in graph.of_layer(1))
+    assert Choice((S(2),), (S(2),), "c") in choices(view, 2)
+    assert Choice((S(2),), (S(1),), "c") in choices(transpose, 2)
+    assert all(S(3) not in choice.takes for choice in choices(flatten, 2))
+
+
+def test_a_function_without_a_rule_is_done_by_all_alike_and_named() -> None:
+    class Transformed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.fft(x).real
+
+    graph = graph_of(Transformed())
+    found = plan_sharding("megatron", graph, ["0", "1"], 2)
+    assert found.unknown == ("torch.fft.fft_fft", "torch.Tensor.real.__get__")
+    assert "for want of a rule" in str(found)
+
+
+def test_names_are_one_however_a_function_is_spelled() -> None:
+    spelled = ("torch.add", "torch.Tensor.__add__", "torch.Tensor.__radd__", "torch.Tensor.add_")
+    assert {base_name(function) for function in spelled} == {"add"}
+
+
+def test_the_columns_and_rows_of_megatron_are_found() -> None:
+    words = torch.randint(0, 16, (2, 8))
+    model = transformer_lm(2, width=16, ff_width=32, num_heads=4, num_words=16, dropout=0.0)
+    layers = layers_of(model, words)
+    names = [step.path for step in layers]
+    found = plan_sharding("megatron", record_graph(layers, words), names, 2)
+    block = found.layers[1]
+    weights = {name: state for name, state in block.weights.items() if name.endswith("weight")}
+    assert {
+        name.split(".")[-2]: state for name, state in weights.items() if "norm" not in name
+    } == {
+        **dict.fromkeys(("query", "key", "value", "widen"), S(0)),
+        **dict.fromkeys(("output", "narrow"), S(1)),
+    }
+    assert block.weights["norm.weight"] is I
+    sums = 2 * 2 * 2 * 8 * 16 * 4 // 2  # two all-reduces of what a block adds to, each way
+    assert block.forward_bytes == block.backward_bytes == sums
+    assert "blocks" in str(found) or f"as {names[1]}" in str(found)
+
+
+def test_a_plan_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ready plans are 'megatron'"):
+        plan_sharding("magic", graph_of(nn.Linear(8, 8)), ["0", "1"], 2)
