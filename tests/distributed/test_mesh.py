@@ -61,7 +61,7 @@ def axes(mesh: penstock.Mesh) -> dict[str, Any]:
 
 
 def in_unlike_meshes(mesh: penstock.Mesh) -> Any:
-    with pytest.raises(ConfigError, match=r"unlike meshes.*one device each"):
+    with pytest.raises(ConfigError, match=r"stages of the mesh have unlike meshes"):
         penstock.Pipeline([torch.nn.Linear(2, 2)] * 2, mesh=mesh, loss=torch.nn.MSELoss())
     return axes(mesh), mesh.world.gather(repr(mesh), "for a test")
 

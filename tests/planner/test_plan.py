@@ -38,7 +38,8 @@ ODD = Plan(
     schedule=interleaved_1f1b(2),
     num_microbatches=7,
     recompute=(Recompute.NEVER, Recompute.STAGE, Recompute.layers(2), Recompute.STAGE),
-    placement=Placement.of((0, 1, 0, 1), 3, ["cuda:0", "cuda:1", "cpu", "cuda"]),
+    placement=Placement.of((0, 1, 0, 1), 3, ["cuda:0", "cuda:1", "cpu", "cuda"], num_shards=2),
+    sharding="megatron",
     offload=(True, False, False, True),
     offload_folder="/a folder",
     tied_gradients=TiedGradients.SUMMED,
@@ -56,14 +57,14 @@ ODD = Plan(
     predicted_step_s=0.7,
     why=("it is the fastest",),
 )
-"""A plan with no field at its default, but for sharding, which has no other value yet."""
+"""A plan with no field at its default."""
 
 
 def test_every_field_survives_json() -> None:
     assert Plan.from_json(ODD.to_json()) == ODD
     usual = plan(1, 2)
     same = [f.name for f in fields(Plan) if getattr(usual, f.name) == getattr(ODD, f.name)]
-    assert same == ["sharding"]
+    assert same == []
     assert Plan.from_json(usual.to_json()) == usual
 
 
@@ -122,10 +123,10 @@ def test_lists_are_tuples_in_a_plan_as_they_are_in_its_json() -> None:
     assert made == ODD
 
 
-def test_a_plan_cannot_say_that_stages_are_sharded() -> None:
-    sharding: Any = {"a": 1}
-    with pytest.raises(PlanError, match=r"sharding=\{'a': 1\}; it must be None"):
-        replace(ODD, sharding=sharding)
+def test_a_way_to_divide_stages_and_shards_come_together() -> None:
+    for changes in ({"sharding": None}, {"placement": Placement.of((0, 1, 0, 1), 3)}):
+        with pytest.raises(PlanError, match="give a name of a ready plan with init_mesh"):
+            replace(ODD, **changes)
 
 
 def test_a_file_holds_a_plan(tmp_path: Path) -> None:
@@ -204,7 +205,7 @@ def without(key: str) -> str:
         (changed(recompute=["stage", ["stage"]]), r"recompute\[1\] must be"),
         (changed(recompute=["stage"]), "2 stages has recompute for 1"),
         (changed(predicted_s=[1.0]), "2 stages has predicted_s for 1"),
-        (changed(sharding={}), "sharding must be null"),
+        (changed(sharding={}), "sharding must be a string"),
         (changed(schedule="gpipe"), 'schedule must be an object, and is "gpipe"'),
         (changed(schedule={"name": "gpip", "arguments": {}}), "no schedule 'gpip'; choose one"),
         (changed(schedule={"name": "gpipe", "arguments": {"v": 2}}), "gpipe takes the arguments"),
@@ -279,15 +280,17 @@ def test_the_first_layer_that_differs_is_named(found: tuple[LayerFacts, ...], wo
 def test_a_plan_for_other_ranks_says_how_many_it_is_for() -> None:
     plan(1, 2).check_ranks(1)
     plan(1, 2).check_ranks(2, 2)
-    ODD.check_ranks(6, 2)
+    ODD.check_ranks(12, 2)
     with pytest.raises(
         PlanError, match=r"for 2 ranks, 2 for each replica.*has 4 processes; start"
     ):
         plan(1, 2).check_ranks(4)
-    with pytest.raises(PlanError, match=r"for 6 ranks.*has 1 process; start 6"):
+    with pytest.raises(
+        PlanError, match=r"for 12 ranks, 4 for each replica.*has 1 process; start 12"
+    ):
         ODD.check_ranks(1)
-    with pytest.raises(PlanError, match=r"has 6 processes, with 3 ranks for each replica"):
-        ODD.check_ranks(6, 3)
+    with pytest.raises(PlanError, match=r"has 12 processes, with 3 ranks for each replica"):
+        ODD.check_ranks(12, 3)
 
 
 def test_a_plan_says_which_layers_are_not_split_where_backwards_are_divided() -> None:

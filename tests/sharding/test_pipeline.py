@@ -21,7 +21,13 @@ WORDS = torch.randint(0, 32, (5, 8), generator=torch.Generator().manual_seed(0))
 
 def made(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    sizes = {"num_layers": 4, "width": 16, "num_heads": 4, "num_words": 32, "max_length": 8}
+    sizes: dict[str, Any] = {
+        "num_layers": 4,
+        "width": 16,
+        "num_heads": 4,
+        "num_words": 32,
+        "max_length": 8,
+    }
     return gpt(**sizes, dropout=0.1).double()
 
 
