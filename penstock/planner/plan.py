@@ -223,7 +223,8 @@ class Plan:
         raise PlanError(
             f"the plan is for {count_text(own.num_ranks, 'rank')}, "
             f"{own.num_ranks // own.num_replicas} for each replica, and this job has "
-            f"{there}{mesh}; start {own.num_ranks} (torchrun --nproc-per-node), or make a plan for what is there"
+            f"{there}{mesh}; start {own.num_ranks} (torchrun --nproc-per-node), or make a plan "
+            "for what is there"
         )
 
     def save(self, path: str | Path) -> None:
