@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
 from penstock.torch_private import node_number
@@ -85,6 +86,9 @@ class BackwardGraph:
         self.edges: list[list[Edge | None]] = []
         self._walk([node for node, _ in self._starts])
         self.calls = [_call_of(node, marks) for node in self._numbers]
+        nodes = zip(self._numbers, self.calls, strict=True)
+        self.custom = {call for node, call in nodes if isinstance(node, BackwardCFunction)}
+        """Calls with a node of a custom autograd function."""
         self._place_leaves()
 
     def free(self) -> None:

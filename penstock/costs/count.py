@@ -244,7 +244,8 @@ class _Count:
 
     def graph(self, lasting: set[int]) -> Graph:
         """Return the graph; `lasting` are storages of parameters and buffers."""
-        return self._recorder.graph(self._operators, lasting)
+        custom = set() if self._graph is None else self._graph.custom
+        return self._recorder.graph(self._operators, lasting, custom)
 
     def found(self, lasting: set[int], microbatch_size: int) -> AtSize:
         """Return what was seen; `lasting` are storages of parameters and buffers."""

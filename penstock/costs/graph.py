@@ -55,6 +55,8 @@ class Call:
     """The others, by name."""
     gives: tuple[int, ...] = ()
     """Numbers of the tensors of its result; one that it was given gets a new number."""
+    changes: tuple[int, ...] = ()
+    """Numbers of those tensors that it was given and has changed in place."""
     operators: tuple[Operator, ...] = ()
     """What torch ran for it, forward and backward."""
     saved: tuple[int, ...] = ()

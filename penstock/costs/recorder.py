@@ -30,6 +30,7 @@ from penstock.torch_private import (
     arguments_of,
     next_node_number,
     storage_id,
+    version_counter,
 )
 
 from .classify import described, dtype_name, tensors_in
@@ -58,6 +59,7 @@ class _Draft:
     arguments: tuple[Any, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
     gives: tuple[int, ...] = ()
+    changes: tuple[int, ...] = ()
     operators: list[Operator] = field(default_factory=list)
     packed: list["weakref.ref[Tensor]"] = field(default_factory=list)
     kept: dict[int, int] = field(default_factory=dict)
@@ -139,16 +141,22 @@ class Recorder:
         """Note that an error comes from the backward of a call."""
         self._now = call
 
-    def graph(self, backward: Mapping[int, Sequence[Operator]], lasting: Collection[int]) -> Graph:
+    def graph(
+        self,
+        backward: Mapping[int, Sequence[Operator]],
+        lasting: Collection[int],
+        custom: Collection[int] = (),
+    ) -> Graph:
         """Return what was recorded, with the operators of the backward of each call.
 
-        `lasting` are storages of parameters and buffers, which are there in any case.
+        `lasting` are storages of parameters and buffers, which are there in any case; `custom` are
+        calls with a custom autograd function.
         """
         every = [
             self._finished(draft, backward.get(number, ()), lasting)
             for number, draft in enumerate(self._drafts)
         ]
-        kept = [n for n, call in enumerate(every) if call.function or call.operators]
+        kept = [n for n, c in enumerate(every) if c.function or c.operators or n in custom]
         place = {number: place for place, number in enumerate(kept)}
         tensors = [
             spec if spec.maker is None else replace(spec, maker=place[spec.maker])
@@ -171,10 +179,13 @@ class Recorder:
             return run()
         number, draft = len(self._drafts), self._drafts[self._now].another()
         draft.arguments, draft.options = self._told(tuple(args)), self._told(kwargs)
+        given = [(tensor, version_counter(tensor)) for tensor in tensors_in((args, kwargs))]
         self._drafts.append(draft)
         self._go_to(number)
         result = run()
         gives = list(tensors_in(result))
+        changed = (tensor for tensor, before in given if version_counter(tensor) != before)
+        draft.changes = tuple(self._number_of(tensor) for tensor in changed)
         self._go_to(self._of_layer)
         if not gives and not draft.operators and not draft.packed:
             self._drafts.pop()
@@ -201,6 +212,7 @@ class Recorder:
             arguments=draft.arguments,
             options=draft.options,
             gives=draft.gives,
+            changes=draft.changes,
             operators=(*draft.operators, *backward),
             saved=tuple(dict.fromkeys(draft.saved[s] for s in kept if s in draft.saved)),
             inner_bytes=sum(kept[s] for s in kept.keys() - draft.saved.keys() - set(lasting)),

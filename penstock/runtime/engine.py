@@ -10,7 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import ConfigError, CutError, PenstockError, shown
 from penstock.mesh import Mesh
@@ -36,7 +36,7 @@ from .microbatches import Batch, Splitter
 from .planning import stage_devices
 from .random.generators import guarded_default_generators
 from .record import Record, gather_noted
-from .replicas import Replicas
+from .replicas import Replicas, start_equal
 from .run import Run, Streams
 from .stage.stage import Keeping, Stage
 from .unsplit import together
@@ -121,9 +121,7 @@ class Engine:
             for p, device in mine
         )
         if replicas is not None:
-            replicas.start_equal(
-                [t for s in self.stages for t in (*s.weights.parameters, *s.weights.buffers)]
-            )
+            replicas.start_equal(self._tensors())
         self._with_streams = [s.device for s in self.stages if s.device.is_cuda]
         self._places = layers.places()
         self._programs: dict[_Key, Schedule] = {}
@@ -144,13 +142,20 @@ class Engine:
         return {
             step.index: DividedLayer(step.module, self.sharding.layers[step.index], axis)
             for step in steps
+            if self.sharding.layers[step.index].is_divided
         }
 
     def cut_weights(self) -> None:
         """Keep this process's shards of the weights only, once they have their first values."""
+        if self.sharding is not None:
+            what = "for the first shard's parameters and buffers"
+            start_equal(self.mesh.shards.tensors, self._tensors(), what)
         for layer in self.divided.values():
-            layer.start_equal()
             layer.cut_weights()
+
+    def _tensors(self) -> list[Tensor]:
+        """List the parameters and buffers of the stages that run here."""
+        return [t for s in self.stages for t in (*s.weights.parameters, *s.weights.buffers)]
 
     def check_unchanged(self) -> None:
         """See that what the stages were cut from is still there, and nothing else.

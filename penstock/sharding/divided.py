@@ -106,14 +106,6 @@ class DividedLayer:
             if parameter is not None
         ]
 
-    def start_equal(self) -> None:
-        """Set weights and buffers to the values that they have on the first device."""
-        with torch.no_grad():
-            for tensor in (*self._module.parameters(), *self._module.buffers()):
-                values = tensor.detach().contiguous()
-                self.axis.broadcast(0, values, "for the first shard's parameters and buffers")
-                tensor.copy_(values)
-
     def cut_weights(self) -> None:
         """Keep this device's shard of each weight only; each parameter stays the same object."""
         with torch.no_grad():
@@ -237,19 +229,26 @@ class LayerRun:
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function of torch on shards, as planned."""
         planned = self._planned(func)
-        takes = iter(planned.choice.takes)
-        states: dict[int, State] = {}
         args, kwargs = tree_map(self._lifted, (args, kwargs))
-        for tensor in _sharded((args, kwargs)):
-            if id(tensor) not in states:
-                states[id(tensor)] = next(takes)
+        given = dict.fromkeys(_sharded((args, kwargs)))
+        if len(given) != len(planned.choice.takes):
+            raise self._other_path(f"gives {len(given)} tensors to {planned.function}")
+        states = dict(zip(map(id, given), planned.choice.takes, strict=True))
         local_args, local_kwargs = tree_map(
             lambda t: self._in_state(t, states[id(t)]), (args, kwargs)
         )
         kernel = _KERNELS.get(base_name(planned.function), _run_plainly)
         result = kernel(func, local_args, local_kwargs, planned.choice.gives, self._axis)
         gives = iter(planned.choice.gives)
-        return tree_map(lambda local: self.wrapped(local, next(gives)), result)
+        same = {id(tensor.local): tensor for tensor in given}
+        return tree_map(lambda local: self._given(local, next(gives), same), result)
+
+    def _given(
+        self, local: Tensor, state: State, same: Mapping[int, ShardedTensor]
+    ) -> ShardedTensor:
+        """Wrap a result; a function that gives what it was given gives the same wrapper."""
+        found = same.get(id(local))
+        return found if found is not None and found.state == state else self.wrapped(local, state)
 
     def _lifted(self, tensor: Tensor) -> ShardedTensor:
         return tensor if isinstance(tensor, ShardedTensor) else self.wrapped(tensor, I)

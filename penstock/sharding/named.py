@@ -5,7 +5,7 @@ from penstock.errors import ConfigError
 
 from .layouts import S
 from .plan import LayerSharding, Sharding
-from .program import Allow, Site, plan_layer, routed_calls
+from .program import Allow, Site, plan_layer, routed_calls, why_whole
 from .rules import Choice, Seen, base_name, unknown
 
 _PRODUCTS = ("linear", "addmm", "matmul")
@@ -59,5 +59,7 @@ def plan_sharding(name: str, graph: Graph, layers: "list[str]", num_shards: int)
             known[signature] = plan_layer(graph, n, layer, num_shards, READY[name])
         own = known[signature]
         found.append(LayerSharding(layer, own.calls, own.weights))
-    seen = [Seen.of(graph, c) for n in range(len(layers)) for c in routed_calls(graph, n)]
-    return Sharding(num_shards, tuple(found), tuple(unknown(seen)))
+    numbers = range(len(layers))
+    seen = [Seen.of(graph, call) for n in numbers for call in routed_calls(graph, n)]
+    reasons = dict.fromkeys(filter(None, (why_whole(graph, n) for n in numbers)))
+    return Sharding(num_shards, tuple(found), (*unknown(seen), *reasons))

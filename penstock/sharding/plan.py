@@ -38,6 +38,11 @@ class LayerSharding:
     weights: Mapping[str, State]
 
     @property
+    def is_divided(self) -> bool:
+        """Whether devices do different things; else each runs the layer as it is."""
+        return any(call.choice.cut for call in self.calls)
+
+    @property
     def forward_bytes(self) -> int:
         """Bytes that each device sends in a forward."""
         return sum(call.forward_bytes for call in self.calls)
@@ -55,7 +60,7 @@ class Sharding:
     num_shards: int
     layers: tuple[LayerSharding, ...]
     unknown: tuple[str, ...] = ()
-    """Functions that have no rule, so that all devices do the same."""
+    """Functions that have no rule, and why layers are whole: there all devices do the same."""
 
     def __str__(self) -> str:
         """Print the layers that differ, each with its calls and its weights."""
@@ -78,7 +83,7 @@ def _summary(sharding: Sharding) -> str:
         f"{bytes_text(sent)} sent by each for a micro-batch"
     )
     if sharding.unknown:
-        text += f"; done by all alike, for want of a rule: {', '.join(sharding.unknown)}"
+        text += f"; done by all alike: {', '.join(sharding.unknown)}"
     return text
 
 

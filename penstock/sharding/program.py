@@ -121,8 +121,6 @@ class LayerProgram:
         seen = Seen.of(self._graph, call)
         weights = tuple(n in self._weights for n in call.takes)
         every = choices(seen, self._count)
-        if set(call.gives) & _changed(self._graph, call):
-            every = every[:1]
         site = Site(call, seen, weights, tuple(every))
         kept = tuple(choice for choice in every if allow(site, choice))
         return Site(call, seen, weights, kept)
@@ -203,6 +201,8 @@ def plan_layer(graph: Graph, layer: int, name: str, count: int, allow: Allow) ->
     Raises:
         PlanError: nothing that is allowed fits together.
     """
+    if why_whole(graph, layer):
+        return LayerSharding(name, (), {})
     program = LayerProgram(graph, layer, count, allow)
     chosen, at_rest = program.solve()
     states: dict[int, State] = dict(at_rest)
@@ -253,11 +253,20 @@ def _own_weights(graph: Graph, calls: Sequence[Call]) -> list[int]:
     ]
 
 
-def _changed(graph: Graph, call: Call) -> set[int]:
-    """Return what a call gives that it has changed in place."""
-    name = call.function.rpartition(".")[2]
-    is_in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-    return set(call.gives) if is_in_place else set()
+def why_whole(graph: Graph, layer: int) -> str:
+    """Say why a layer is better done by all devices alike; "" if it may be divided.
+
+    What is changed in place may be seen through another view of it, of which a device may hold
+    another part.
+    """
+    for call in graph.of_layer(layer):
+        if call.is_between:
+            continue
+        if call.changes:
+            return f"{call.function} changes a tensor in place"
+        if not call.function:
+            return "code that no function of torch shows"
+    return ""
 
 
 def _by_state(states: Iterator[State], variables: Sequence[int]) -> dict[State, list[int]]:

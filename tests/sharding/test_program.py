@@ -1,5 +1,7 @@
 """The program finds what people divide by hand, and rules say what they may."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -60,7 +62,34 @@ def test_a_function_without_a_rule_is_done_by_all_alike_and_named() -> None:
     graph = graph_of(Transformed())
     found = plan_sharding("megatron", graph, ["0", "1"], 2)
     assert found.unknown == ("torch.fft.fft", "torch.Tensor.real.__get__")
-    assert "for want of a rule" in str(found)
+    assert "done by all alike: torch.fft.fft, " in str(found)
+
+
+def test_a_layer_that_changes_tensors_in_place_is_done_by_all_alike() -> None:
+    graph = graph_of(nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)))
+    assert [call.changes for call in graph.of_layer(1)][1] == (graph.of_layer(1)[0].gives[0],)
+    found = plan_sharding("megatron", graph, ["0", "1"], 2)
+    assert not found.layers[1].is_divided and not found.layers[1].weights
+    assert "torch.nn.functional.relu changes a tensor in place" in str(found)
+
+
+def test_a_layer_with_code_that_no_function_shows_is_done_by_all_alike() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradients[0]  # nothing is run for it
+
+    class Twice(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return Doubled.apply(super().forward(x))
+
+    found = plan_sharding("megatron", graph_of(Twice(8, 8)), ["0", "1"], 2)
+    assert not found.layers[1].is_divided
+    assert "code that no function of torch shows" in str(found)
 
 
 def test_names_are_one_however_a_function_is_spelled() -> None:
