@@ -55,7 +55,7 @@ from penstock.runtime.run import Run
 from penstock.schedules.family import Build
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode
-from penstock.sharding.divided import Shards
+from penstock.sharding.divided import CutWeights
 from penstock.sharding.plan import Sharding
 from penstock.torch_private import AbstractMovable
 from penstock.trace.timeline import Timeline
@@ -120,7 +120,6 @@ class Pipeline(AbstractMovable):
         sharding: how the operators of each stage are divided among the ranks that share it, where
             the mesh has several (init_mesh(num_shards=T)): "megatron" (Shoeybi et al. 2019) cuts
             the weights of products by columns and by rows in turn.  Needs `example_inputs`.
-            Parameters are shards then, under their own names; see `sharding`.
         plan: how to run, as another pipeline's `plan` says; instead of num_stages, partition,
             num_microbatches, schedule, memory_limit_bytes, recompute, offload, offload_folder,
             devices, seed, threads_per_stage, transport, timeout_s, batch_norm_over_replicas,
@@ -210,7 +209,7 @@ class Pipeline(AbstractMovable):
         self._timeline: Timeline | None = None
         with self._engine.reporting():
             load_and_tell(weights, self.held, self.mesh)
-            self._engine.cut_weights()
+            self._engine.shards.cut_weights(self._engine.tensors())
         self._balance_by(part)
 
     # -- a training step ------------------------------------------------------------------------
@@ -448,16 +447,13 @@ class Pipeline(AbstractMovable):
 
     @property
     def sharding(self) -> Sharding | None:
-        """How the operators of each layer are divided; None where each stage has one rank.
-
-        `print(pipe.sharding)` is a table: operator, what it takes and gives, bytes sent.
-        """
-        return self._engine.sharding
+        """How operators are divided, a table if printed; None where each stage has one rank."""
+        return self._engine.shards.sharding
 
     @property
-    def shards(self) -> Shards:
+    def shards(self) -> CutWeights:
         """What this process holds of weights that are cut."""
-        return Shards(dict(self.named_parameters()), self._engine.divided.values())
+        return self._engine.shards.named(dict(self.named_parameters()))
 
     @property
     def num_stages(self) -> int:

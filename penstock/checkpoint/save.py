@@ -18,7 +18,7 @@ from penstock.mesh.threads import in_thread
 from penstock.model.extra_state import read_extra
 from penstock.optim.zero import is_sharded
 from penstock.runtime.engine import is_pipeline
-from penstock.sharding.divided import Shards
+from penstock.sharding.divided import CutWeights
 
 from .files import (
     EXTRA,
@@ -174,7 +174,7 @@ def _collect(
     return content
 
 
-def _together(content: _Content, shards: Shards) -> dict[str, dict[str, Tensor]]:
+def _together(content: _Content, shards: CutWeights) -> dict[str, dict[str, Tensor]]:
     """Return what this process writes, with weights whole that several share: the first of them
     writes these.
     """

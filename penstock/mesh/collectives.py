@@ -10,7 +10,7 @@ All processes of an axis make the same calls in the same order, with tensors of 
 know; a process that is alone does nothing.  `what` completes "rank 1 (stage 1) waited ...".
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -120,6 +120,14 @@ class Collectives:
         rank = self.ranks[source]
         start = partial(dist.broadcast, as_bytes, src=rank, group=self.group, async_op=True)
         self._collect(start, tensor, what)
+
+    def copy_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
+        """Set tensors to the values that they have on the first process."""
+        with torch.no_grad():
+            for tensor in tensors:
+                values = tensor.detach().contiguous()
+                self.broadcast(0, values, what)
+                tensor.copy_(values)
 
     def begin_all_reduce(self, tensor: Tensor) -> Begun:
         """Begin to put the sum of all into `tensor`."""

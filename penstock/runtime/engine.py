@@ -23,7 +23,7 @@ from penstock.planner.plan import Plan
 from penstock.planner.unsplit import Unsplit, divides_backwards
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Lowering, Mode, lower
-from penstock.sharding.divided import DividedLayer
+from penstock.sharding.divided import Shards
 from penstock.sharding.plan import Sharding
 from penstock.torch_private import cache_weights_per_thread
 from penstock.types import TiedGradients, Trace, Transport
@@ -36,7 +36,7 @@ from .microbatches import Batch, Splitter
 from .planning import stage_devices
 from .random.generators import guarded_default_generators
 from .record import Record, gather_noted
-from .replicas import Replicas, start_equal
+from .replicas import Replicas
 from .run import Run, Streams
 from .stage.stage import Keeping, Stage
 from .unsplit import together
@@ -96,7 +96,6 @@ class Engine:
         self._layers, self.loss, self.plan, self.mesh = layers, loss, plan, mesh
         lasting = _Lasting.of(layers, loss, plan, mesh) if before is None else before._lasting
         self._lasting = lasting
-        self.sharding: Sharding | None = sharding if before is None else before.sharding
         self.splitter, self.processes = lasting.splitter, lasting.processes
         replicas = lasting.replicas
         self.stage_plans = plans = tuple(layers.plan_stages(plan.partition))
@@ -105,23 +104,16 @@ class Engine:
         here = self.processes.stages_of(mesh.rank)
         mine = [(p, self.devices[p.index]) for p in plans if p.index in here]
         layers.place(mine, plan.seed, draws=draws)
-        self.divided: dict[int, DividedLayer] = (
-            self._divided() if before is None else before.divided
-        )
+        steps = (step for p, _ in mine for step in p.steps)
+        own = Shards(sharding, steps, mesh.shards.tensors)
+        self.shards: Shards = own if before is None else before.shards
+        divided = self.shards.layers
         self.stages = tuple(
-            Stage(
-                p,
-                device,
-                len(layers),
-                self._loss_of(p),
-                replicas,
-                self._keeping_of(p),
-                self.divided,
-            )
+            Stage(p, device, len(layers), self._loss_of(p), replicas, self._keeping_of(p), divided)
             for p, device in mine
         )
         if replicas is not None:
-            replicas.start_equal(self._tensors())
+            replicas.start_equal(self.tensors())
         self._with_streams = [s.device for s in self.stages if s.device.is_cuda]
         self._places = layers.places()
         self._programs: dict[_Key, Schedule] = {}
@@ -133,27 +125,7 @@ class Engine:
         if before is not None:
             before.is_current = False
 
-    def _divided(self) -> dict[int, DividedLayer]:
-        """Return the layers that run here and, in shards, in other processes, by number."""
-        if self.sharding is None:
-            return {}
-        here, axis = self.processes.stages_of(self.mesh.rank), self.mesh.shards.tensors
-        steps = [s for p in self.stage_plans if p.index in here for s in p.steps]
-        return {
-            step.index: DividedLayer(step.module, self.sharding.layers[step.index], axis)
-            for step in steps
-            if self.sharding.layers[step.index].is_divided
-        }
-
-    def cut_weights(self) -> None:
-        """Keep this process's shards of the weights only, once they have their first values."""
-        if self.sharding is not None:
-            what = "for the first shard's parameters and buffers"
-            start_equal(self.mesh.shards.tensors, self._tensors(), what)
-        for layer in self.divided.values():
-            layer.cut_weights()
-
-    def _tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """List the parameters and buffers of the stages that run here."""
         return [t for s in self.stages for t in (*s.weights.parameters, *s.weights.buffers)]
 

@@ -4,7 +4,7 @@ Gradients travel in buckets of one type each.  A bucket's sum begins when the st
 has run, and is awaited where the step ends.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +44,7 @@ class Replicas:
             ConfigError: gradients of one could not be added up.
         """
         _check_can_be_summed(tensors)
-        start_equal(self._group, tensors, "for the first replica's parameters and buffers")
+        self._group.copy_from_first(tensors, "for the first replica's parameters and buffers")
 
     def set_aside(self, parameters: Sequence[Tensor]) -> None:
         """Take away gradients of earlier steps, which are sums over all replicas already."""
@@ -94,15 +94,6 @@ class Replicas:
                     mean, variance = part[1:].to(_device_of(module)).split(module.num_features)
                     found.setdefault(module, []).append((int(part[0]), mean, variance))
         return found
-
-
-def start_equal(group: Collectives, tensors: Iterable[Tensor], what: str) -> None:
-    """Set tensors to the values that they have on the first process of a group."""
-    with torch.no_grad():
-        for tensor in tensors:
-            values = tensor.detach().contiguous()
-            group.broadcast(0, values, what)
-            tensor.copy_(values)
 
 
 def _as_row(module: AnyBatchNorm, moments: Moments | None) -> Tensor:

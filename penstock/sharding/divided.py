@@ -22,11 +22,12 @@ from torch.overrides import resolve_name
 from penstock.errors import PlanError
 from penstock.model.capture.ghost import is_question
 from penstock.model.pytree import tree_map
+from penstock.model.stage_plan import Step
 from penstock.torch_private import parameters_of, without_torch_dispatch, without_torch_function
 
 from .convert import convert
 from .layouts import I, S, State
-from .plan import LayerSharding, PlannedCall
+from .plan import LayerSharding, PlannedCall, Sharding
 from .rules import base_name
 
 if TYPE_CHECKING:
@@ -140,20 +141,41 @@ class DividedLayer:
 
 
 class Shards:
+    """The layers of this process that are divided, by number, along an axis."""
+
+    def __init__(
+        self, sharding: Sharding | None, steps: Iterable[Step], axis: "Collectives"
+    ) -> None:
+        self.sharding, self._axis = sharding, axis
+        own = [] if sharding is None else [(s, sharding.layers[s.index]) for s in steps]
+        self.layers = {
+            s.index: DividedLayer(s.module, plan, axis) for s, plan in own if plan.is_divided
+        }
+
+    def cut_weights(self, tensors: Iterable[Tensor]) -> None:
+        """Let all shards have the values of the first one; keep the own shard of what is cut."""
+        if self.sharding is None:
+            return
+        self._axis.copy_from_first(tensors, "for the first shard's parameters and buffers")
+        for layer in self.layers.values():
+            layer.cut_weights()
+
+    def named(self, weights: Mapping[str, Tensor]) -> "CutWeights":
+        """Return what this process holds of weights, by their names."""
+        return CutWeights(weights, self.layers.values())
+
+
+class CutWeights:
     """What this process holds of weights that are cut, by the name of each."""
 
     def __init__(self, named: Mapping[str, Tensor], layers: Iterable[DividedLayer]) -> None:
         own = {
-            weight: (state, layer.axis)
+            weight: (state, layer.axis, tuple(weight.shape))
             for layer in layers
             for weight, state in layer.cut().items()
         }
         self._weights = own.keys()
-        self._cut = {
-            name: (*own[weight], tuple(weight.shape))
-            for name, weight in named.items()
-            if weight in own
-        }
+        self._cut = {name: own[weight] for name, weight in named.items() if weight in own}
 
     def are_cut(self, weights: Iterable[Tensor]) -> list[bool]:
         """Tell for each weight whether this process has a shard of it only."""

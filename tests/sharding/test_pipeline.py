@@ -15,7 +15,7 @@ from tests.distributed.call import call
 
 Layout = tuple[int, int, int]
 """K stages, D replicas, T shards."""
-LAYOUTS: list[Layout] = [(1, 1, 2), (2, 1, 2), (1, 2, 2)]
+LAYOUTS = [(1, 1, 2), (2, 1, 2), pytest.param((1, 2, 2), marks=pytest.mark.slow)]
 WORDS = torch.randint(0, 32, (5, 8), generator=torch.Generator().manual_seed(0))
 
 
@@ -79,7 +79,9 @@ def as_one(num_microbatches: int = 2) -> Pipeline:
     return piped(made(0), partition=[7], num_microbatches=num_microbatches)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=["2 shards", "2 stages of 2 shards", "2 replicas of 2 shards"]
+)
 def test_shards_train_as_the_unsplit_model_and_their_checkpoint_is_its_own(
     layout: Layout, tmp_path: Path
 ) -> None:
