@@ -87,8 +87,8 @@ def test_a_rank_has_an_accelerator_whatever_threads_its_host_has() -> None:
 
 def test_the_unsplit_model_is_always_compared_however_slow_it_is() -> None:
     constraints = Constraints(batch_size=8, num_replicas=1)
-    choices = find_plans([chain([1.0] * 8)], cluster(4), constraints, num_best=1)
-    assert choices.best[0].size.num_ranks == 4
+    choices = find_plans([chain([1.0] * 16)], cluster(8), constraints, num_best=1)
+    assert choices.best[0].size.num_ranks == 8
     assert choices.unsplit_model is not None
     assert choices.unsplit_model.step_s > 3 * choices.best[0].step_s
 
