@@ -236,8 +236,8 @@ FAULTS = (
     Fault(
         "weight backwards may come in any order",
         "penstock/schedules/laws/common.py",
-        "ir.ADDS_GRADIENTS",
-        "ir.GIVES_GRADIENTS",
+        "for kinds in (ir.GIVES_GRADIENTS, ir.ADDS_GRADIENTS):",
+        "for kinds in (ir.GIVES_GRADIENTS,):",
         "tests/schedules/test_verify.py",
         "weight",
     ),
