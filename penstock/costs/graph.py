@@ -71,7 +71,12 @@ class Call:
     @property
     def takes(self) -> tuple[int, ...]:
         """Numbers of the tensors that it is given, in order of first sight."""
-        return tuple(dict.fromkeys(_refs((self.arguments, self.options))))
+        return tuple(dict.fromkeys(self.uses))
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        """Numbers of the tensors that it is given, each as often as it is."""
+        return tuple(_refs((self.arguments, self.options)))
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
         """Return an argument that may be given by its place or by its name."""

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import resolve_name
 
+from penstock.costs.classify import tensors_in
 from penstock.errors import PlanError
 from penstock.model.capture.ghost import is_question
 from penstock.model.pytree import tree_map
@@ -85,13 +86,7 @@ def _bare(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _sharded(value: Any) -> Iterator[ShardedTensor]:
-    if isinstance(value, ShardedTensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _sharded(part)
-    elif isinstance(value, dict):
-        yield from _sharded(tuple(value.values()))
+    return (tensor for tensor in tensors_in(value) if isinstance(tensor, ShardedTensor))
 
 
 class DividedLayer:
@@ -347,7 +342,8 @@ def _dropout(
     tensor, *rest = args
     shape = list(tensor.shape)
     shape[state.dim] *= axis.size
-    drawn: Tensor = F.dropout(torch.ones(shape, dtype=tensor.dtype, device=tensor.device), *rest)
+    ones = torch.ones(shape, dtype=tensor.dtype, device=tensor.device)
+    drawn: Tensor = F.dropout(ones, *rest, **kwargs)
     return tensor * drawn.tensor_split(axis.size, state.dim)[axis.rank]
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from penstock.costs.graph import Call, Graph
+from penstock.costs.graph import Call, Graph, Ref
 
 from .layouts import I, P, R, S, State
 
@@ -104,7 +104,11 @@ def base_name(function: str) -> str:
 
 
 _REFLECTED = ("add", "sub", "mul", "truediv")
-_SPELLED = {"truediv": "div", "true_divide": "div", "subtract": "sub", "multiply": "mul"} | {
+_SPELLED = {
+    "truediv": "div",
+    "true_divide": "div",
+    "subtract": "sub",
+    "multiply": "mul",
     "iadd": "add",
     "isub": "sub",
     "imul": "mul",
@@ -127,9 +131,12 @@ def choices(seen: Seen, count: int) -> list[Choice]:
 
 
 def find(seen: Seen) -> Rule | None:
-    """Return the rule of a call; None where there is none."""
+    """Return the rule of a call; None where there is none, or it is given one tensor twice: rules
+    speak of tensors that differ.
+    """
     finder = _RULES.get(base_name(seen.call.function))
-    return None if finder is None else finder(seen)
+    is_twice = len(seen.call.uses) > len(seen.takes)
+    return None if finder is None or is_twice else finder(seen)
 
 
 def _can_cut(own: Rule, seen: Seen, letter: str, count: int) -> bool:
@@ -184,8 +191,12 @@ def _sum(seen: Seen) -> Rule:
 
 @rule("mul", "div")
 def _product(seen: Seen) -> Rule:
-    own = _broadcast(seen)
-    return Rule(takes=own.takes, gives=own.gives, is_linear=len(seen.takes) == 1)
+    """Scaling by a number is linear; a number divided by a tensor is not, nor what is rounded."""
+    own, call = _broadcast(seen), seen.call
+    divides = "rtruediv" in call.function or "rdiv" in call.function
+    starts = isinstance(call.arguments[0], Ref) if call.arguments else False
+    is_scaled = len(seen.takes) == 1 and starts and not divides and not call.options
+    return Rule(takes=own.takes, gives=own.gives, is_linear=is_scaled)
 
 
 @rule("neg", "contiguous", "clone", "dropout")
@@ -257,8 +268,12 @@ def _unsqueeze(seen: Seen) -> Rule:
 
 
 @rule("view", "reshape", "flatten", "unflatten")
-def _view(seen: Seen) -> Rule:
-    """Only the first dimension of a group that is merged or divided keeps its slices whole."""
+def _view(seen: Seen) -> Rule | None:
+    """Only the first dimension of a group that is merged or divided keeps its slices whole; the
+    same bits as another type are no such view.
+    """
+    if isinstance(seen.argument(1, "dtype"), str):
+        return None
     takes, gives = _grouped(seen.takes[0], seen.gives[0])
     return Rule(takes=(takes,), gives=(gives,), is_linear=True)
 
@@ -309,7 +324,7 @@ def _embedding(seen: Seen) -> Rule:
     return Rule(takes=(letters, ".n"), gives=(f"{letters}n",))
 
 
-@rule("__getitem__", "getitem")
+@rule("getitem")
 def _getitem(seen: Seen) -> Rule | None:
     """Dimensions that are taken whole keep their slices."""
     index = seen.argument(1, "index")

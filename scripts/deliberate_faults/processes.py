@@ -347,4 +347,20 @@ FAULTS = (
         "tests/sharding/test_pipeline.py",
         "test_shards_train and not stages and not replicas",
     ),
+    Fault(
+        "partial sums are multiplied by themselves",
+        "penstock/sharding/rules.py",
+        "is_twice = len(seen.call.uses) > len(seen.takes)",
+        "is_twice = False",
+        "tests/sharding/test_program.py",
+        "only_what_is_linear",
+    ),
+    Fault(
+        "dropout of a shard forgets what it is given by name",
+        "penstock/sharding/divided.py",
+        "F.dropout(ones, *rest, **kwargs)",
+        "F.dropout(ones, *rest)",
+        "tests/sharding/test_pipeline.py",
+        "by_keywords",
+    ),
 )

@@ -124,6 +124,41 @@ def test_a_checkpoint_of_one_process_goes_on_in_shards(tmp_path: Path) -> None:
         assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
 
 
+class Odd(nn.Module):
+    """Drops by keywords between columns and rows; what comes after them is not linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped = nn.functional.dropout(self.up(x).relu(), p=0.3, training=self.training)
+        y = self.down(dropped)
+        return x + y * y + 1 / (y + 7)
+
+
+def odd_step(mesh: Mesh | None) -> dict[str, Any]:
+    torch.manual_seed(0)
+    layers = [Odd().double() for _ in range(2)]
+    inputs = torch.randn(5, 8, dtype=torch.float64)
+    how: dict[str, Any] = {"partition": [2]} if mesh is None else {"sharding": "megatron"}
+    given = {"loss": nn.functional.mse_loss, "example_inputs": inputs}
+    pipe = piped(layers, mesh=mesh, **given, **how)
+    loss = pipe.train_step(inputs, inputs.cos())
+    gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
+    first = next(iter(gradients.values()))
+    return {"loss": loss, **pipe.shards.whole(gradients), "rows": torch.tensor(len(first))}
+
+
+def test_dropout_by_keywords_is_cut_and_what_is_not_linear_is_summed_first(tmp_path: Path) -> None:
+    wanted = odd_step(None)
+    for found in call(odd_step, Placement.of(range(1), num_shards=2), tmp_path):
+        assert found.pop("rows") == 6  # of 12: it is cut
+        assert found.keys() == wanted.keys() - {"rows"}
+        for name, value in found.items():
+            assert torch.allclose(value, wanted[name], rtol=0, atol=1e-12), name
+
+
 def refused(mesh: Mesh) -> list[str]:
     said = []
     for options, work in (

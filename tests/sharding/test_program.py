@@ -1,5 +1,6 @@
 """The program finds what people divide by hand, and rules say what they may."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,6 +40,37 @@ def test_a_linear_layer_is_cut_along_rows_columns_and_what_it_sums_over() -> Non
 
 def test_what_a_norm_looks_at_together_stays_whole() -> None:
     assert {choice.cut for choice in choices_of(nn.LayerNorm(8))} == {"", "a"}
+
+
+class Applied(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "is_linear"),
+    [
+        (lambda x: x * 2, True),
+        (lambda x: x / 2, True),
+        (lambda x: x * x, False),
+        (lambda x: 2 / x, False),
+        (lambda x: torch.div(x, 2, rounding_mode="floor"), False),
+        (lambda x: x @ x, False),
+        (lambda x: x.view(torch.float32), False),
+    ],
+    ids=["x*2", "x/2", "x*x", "2/x", "floor", "x@x", "bits"],
+)
+def test_only_what_is_linear_gives_partial_sums_of_partial_sums(
+    function: Callable[[Tensor], Tensor], is_linear: bool
+) -> None:
+    graph = graph_of(Applied(function), shape=(8, 8))
+    (call,) = graph.of_layer(1)
+    found = choices(Seen.of(graph, call), 2)
+    assert any(P in choice.gives and P in choice.takes for choice in found) == is_linear
 
 
 class Views(nn.Module):
