@@ -71,8 +71,9 @@ def _whole_norms(
 ) -> list[tuple[int, float]]:
     """Return the norms of gradients, of weights that are cut over all their shards."""
     own = [float(torch.linalg.vector_norm(_values(p), dtype=torch.float64)) for _, p in gradients]
-    shards, is_cut = pipe.mesh.shards, pipe.shards.are_cut([p for _, p in gradients])
+    shards = pipe.mesh.shards
     if shards.size > 1:
+        is_cut = pipe.shards.are_cut(p for _, p in gradients)
         everyone = shards.gather(own, "for the gradient norms of the other shards")
         own = [
             math.hypot(*norms) if cut else norms[shards.rank]

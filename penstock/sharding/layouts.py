@@ -11,7 +11,7 @@ gradient, the other way: `moves` knows all thirteen.  (spmd_types of PyTorch has
 GSPMD, Xu et al. 2021, has no I, and so no rule that says when gradients are summed.)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -120,16 +120,3 @@ def steps(before: Layout, after: Layout) -> Iterator[tuple[int, State, State]]:
         if current[axis] != wanted:
             yield axis, current[axis], wanted
             current[axis] = wanted
-
-
-def local_shape(
-    shape: Sequence[int], layout: Layout, sizes: Sequence[Sizes | None], place: Sequence[int]
-) -> tuple[int, ...]:
-    """Return the shape of what the device at `place` holds of a tensor."""
-    found = list(shape)
-    for axis, state in enumerate(layout):
-        if isinstance(state, S):
-            lengths = sizes[axis]
-            assert lengths is not None, "a slice has a length"
-            found[state.dim] = lengths[place[axis]]
-    return tuple(found)

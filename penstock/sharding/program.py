@@ -11,7 +11,7 @@ What enters a layer and what leaves it is whole on all devices.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy
@@ -34,7 +34,6 @@ class Site:
     """A call with what may be chosen for it; `weights` says which of what it takes are weights."""
 
     call: Call
-    seen: Seen
     weights: tuple[bool, ...]
     options: tuple[Choice, ...]
 
@@ -118,12 +117,10 @@ class LayerProgram:
     # -- what there is to choose ------------------------------------------------------------------
 
     def _site(self, call: Call, allow: Allow) -> Site:
-        seen = Seen.of(self._graph, call)
         weights = tuple(n in self._weights for n in call.takes)
-        every = choices(seen, self._count)
-        site = Site(call, seen, weights, tuple(every))
-        kept = tuple(choice for choice in every if allow(site, choice))
-        return Site(call, seen, weights, kept)
+        site = Site(call, weights, tuple(choices(Seen.of(self._graph, call), self._count)))
+        kept = tuple(choice for choice in site.options if allow(site, choice))
+        return replace(site, options=kept)
 
     def _weight_states(self, number: int) -> list[State]:
         shape = self._graph.tensors[number].shape
