@@ -22,7 +22,7 @@ from penstock.types import Transport
 
 from .agreement import told_by_first
 from .background import Background
-from .collectives import Waits
+from .collectives import Collectives, Waits
 from .control import Control
 from .lifelines import Lifelines
 from .meet import join, meeting
@@ -122,6 +122,11 @@ class Mesh:
     def shard(self) -> int:
         """Which of the processes that share its stages this one is."""
         return self.shards.rank
+
+    @property
+    def shard_axes(self) -> tuple[Collectives, ...]:
+        """The axes along which the ranks of a stage of a replica are arranged."""
+        return (self.shards.tensors,)
 
     @property
     def is_first_rank(self) -> bool:

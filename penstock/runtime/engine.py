@@ -105,7 +105,7 @@ class Engine:
         mine = [(p, self.devices[p.index]) for p in plans if p.index in here]
         layers.place(mine, plan.seed, draws=draws)
         steps = (step for p, _ in mine for step in p.steps)
-        own = Shards(sharding, steps, mesh.shards.tensors)
+        own = Shards(sharding, steps, mesh.shard_axes, mesh.shards.tensors)
         self.shards: Shards = own if before is None else before.shards
         divided = self.shards.layers
         self.stages = tuple(

@@ -124,7 +124,8 @@ def make_sharding(plan: Plan, layers: Layers, part: Any, mesh: Mesh) -> Sharding
     from penstock.sharding.named import plan_sharding  # SciPy takes a while to import
 
     names = [step.path for step in layers]
-    return plan_sharding(plan.sharding, record_graph(layers, part), names, mesh.shards.size)
+    axes = [axis.size for axis in mesh.shard_axes]
+    return plan_sharding(plan.sharding, record_graph(layers, part), names, axes)
 
 
 def facts_of(layers: Layers) -> tuple[LayerFacts, ...]:

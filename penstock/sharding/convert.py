@@ -1,12 +1,12 @@
 """Convert what each device holds from one layout to another, and gradients on their way back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .layouts import Move, S, State, moves
+from .layouts import Layout, Move, S, State, moves, steps
 
 if TYPE_CHECKING:
     from penstock.mesh.collectives import Collectives
@@ -23,17 +23,23 @@ class _How(NamedTuple):
     after: State
 
 
-def convert(tensor: Tensor, before: State, after: State, axis: "Collectives") -> Tensor:
-    """Return what this device holds of a value that is to be in another state.
+def convert(
+    tensor: Tensor, before: Layout, after: Layout, axes: "Sequence[Collectives]"
+) -> Tensor:
+    """Return what this device holds of a value that is to be in another layout; slices of both
+    have their sizes.
 
-    Every device of the axis makes the same calls.  The gradient is converted back.
+    Every device of an axis makes the same calls.  The gradient is converted back.
     """
-    if before == after or axis.size == 1:
-        return tensor
-    if tensor.requires_grad and torch.is_grad_enabled():
-        converted: Tensor = _Conversion.apply(tensor, before, after, axis)  # type: ignore[no-untyped-call]
-        return converted
-    return _moved(tensor, _How(axis, moves(before, after)[0], before, after))
+    for number, old, new in steps(before, after):
+        axis = axes[number]
+        if axis.size == 1:
+            continue
+        if tensor.requires_grad and torch.is_grad_enabled():
+            tensor = _Conversion.apply(tensor, old, new, axis)  # type: ignore[no-untyped-call]
+        else:
+            tensor = _moved(tensor, _How(axis, moves(old, new)[0], old, new))
+    return tensor
 
 
 class _Conversion(torch.autograd.Function):
@@ -62,15 +68,15 @@ def _mask(tensor: Tensor, how: _How) -> Tensor:
 
 
 def _slice(tensor: Tensor, how: _How) -> Tensor:
-    return _parts(tensor, how)[how.axis.rank]
+    return _parts(tensor, how)[how.axis.rank].contiguous()
 
 
 def _pad(tensor: Tensor, how: _How) -> Tensor:
-    dim, length = _dim(how.before), tensor.shape[_dim(how.before)]
+    cut, rank = _cut(how.before), how.axis.rank
     shape = list(tensor.shape)
-    shape[dim] *= how.axis.size
+    shape[cut.dim] = sum(cut.sizes)
     whole = tensor.new_zeros(shape)
-    whole.narrow(dim, how.axis.rank * length, length).copy_(tensor)
+    whole.narrow(cut.dim, sum(cut.sizes[:rank]), cut.sizes[rank]).copy_(tensor)
     return whole
 
 
@@ -81,7 +87,9 @@ def _all_reduce(tensor: Tensor, how: _How) -> Tensor:
 
 
 def _all_gather(tensor: Tensor, how: _How) -> Tensor:
-    return torch.cat(how.axis.all_gather(tensor.contiguous(), _WHAT), _dim(how.before))
+    cut = _cut(how.before)
+    shapes = None if len(set(cut.sizes)) == 1 else _shapes(tensor, cut)
+    return torch.cat(how.axis.all_gather(tensor.contiguous(), _WHAT, shapes), cut.dim)
 
 
 def _reduce_scatter(tensor: Tensor, how: _How) -> Tensor:
@@ -89,9 +97,9 @@ def _reduce_scatter(tensor: Tensor, how: _How) -> Tensor:
 
 
 def _all_to_all(tensor: Tensor, how: _How) -> Tensor:
-    parts = _parts(tensor, how)
-    shapes = [parts[how.axis.rank].shape] * how.axis.size
-    return torch.cat(how.axis.all_to_all(parts, shapes, _WHAT), _dim(how.before))
+    parts, cut = _parts(tensor, how), _cut(how.before)
+    shapes = _shapes(parts[how.axis.rank], cut)
+    return torch.cat(how.axis.all_to_all(parts, shapes, _WHAT), cut.dim)
 
 
 _MOVES: dict[Move, Callable[[Tensor, _How], Tensor]] = {
@@ -105,11 +113,19 @@ _MOVES: dict[Move, Callable[[Tensor, _How], Tensor]] = {
 }
 
 
-def _parts(tensor: Tensor, how: _How) -> list[Tensor]:
+def _parts(tensor: Tensor, how: _How) -> Sequence[Tensor]:
     """Cut a tensor as it is to be afterwards."""
-    return [part.contiguous() for part in tensor.tensor_split(how.axis.size, _dim(how.after))]
+    cut = _cut(how.after)
+    parts: Sequence[Tensor] = torch.split(tensor, list(cut.sizes), cut.dim)
+    return parts
 
 
-def _dim(state: State) -> int:
+def _shapes(part: Tensor, cut: S) -> list[list[int]]:
+    """Return the shapes of all slices, of which `part` is one."""
+    shape = list(part.shape)
+    return [[*shape[: cut.dim], length, *shape[cut.dim + 1 :]] for length in cut.sizes]
+
+
+def _cut(state: State) -> S:
     assert isinstance(state, S), state
-    return state.dim
+    return state

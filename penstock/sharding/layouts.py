@@ -31,11 +31,21 @@ class Whole(Enum):
 I, R, P = Whole  # noqa: E741
 
 
+Sizes = tuple[int, ...]
+"""The lengths of a dimension's slices, in the order of an axis."""
+
+
 @dataclass(frozen=True, slots=True)
 class S:
-    """Slices along a dimension, in the order of the axis; they may be uneven."""
+    """Slices along a dimension, in the order of the axis.
+
+    `sizes` are their lengths, which may be uneven, once the tensor is there; a plan knows none.
+    Where an earlier axis cuts the same dimension, they are the lengths into which the slice of
+    this device is cut further.
+    """
 
     dim: int
+    sizes: Sizes = ()
 
     def __repr__(self) -> str:
         """Return it as it is written."""
@@ -45,8 +55,6 @@ class S:
 State = Whole | S
 Layout = tuple[State, ...]
 """One state for each axis of a mesh."""
-Sizes = tuple[int, ...]
-"""The lengths of a dimension's slices, in the order of an axis."""
 
 
 class Move(Enum):
@@ -100,7 +108,7 @@ def even(length: int, count: int) -> Sizes:
 
 
 def steps(before: Layout, after: Layout) -> Iterator[tuple[int, State, State]]:
-    """Yield the conversions, axis by axis, that lead from one layout to another.
+    """Yield the conversions, each along one axis, that lead from one layout to another.
 
     Where two axes cut one dimension, the later axis cuts the slices of the earlier one; so it is
     made whole before the earlier one changes.
@@ -109,14 +117,14 @@ def steps(before: Layout, after: Layout) -> Iterator[tuple[int, State, State]]:
     for axis, wanted in enumerate(after):
         if current[axis] == wanted:
             continue
+        dims = [state.dim for state in (current[axis], wanted) if isinstance(state, S)]
         for later in range(axis + 1, len(after)):
             state = current[later]
-            if isinstance(state, S) and state in (current[axis], wanted):
-                yield later, state, R
-                current[later] = R
+            if isinstance(state, S) and state.dim in dims:
+                yield later, state, I
+                current[later] = I
+        if len(dims) > len(set(dims)):  # other slices of the same dimension
+            yield axis, current[axis], I
+            current[axis] = I
         yield axis, current[axis], wanted
         current[axis] = wanted
-    for axis, wanted in enumerate(after):
-        if current[axis] != wanted:
-            yield axis, current[axis], wanted
-            current[axis] = wanted

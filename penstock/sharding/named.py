@@ -1,5 +1,7 @@
 """Ready plans by name: each leaves some choices to every call, and the program picks of them."""
 
+from collections.abc import Sequence
+
 from penstock.costs.graph import Graph
 from penstock.errors import ConfigError
 
@@ -11,7 +13,7 @@ from .rules import Choice, Seen, base_name, unknown
 _PRODUCTS = ("linear", "addmm", "matmul")
 
 
-def _megatron(site: Site, choice: Choice) -> bool:
+def _megatron(site: Site, axis: int, choice: Choice) -> bool:
     """Cut the weights of products, by columns and by rows in turn, and nothing along samples or
     positions (Shoeybi et al. 2019, section 3).
     """
@@ -27,7 +29,8 @@ def _megatron(site: Site, choice: Choice) -> bool:
 def _can_cut_a_weight(site: Site) -> bool:
     return any(
         isinstance(state, S)
-        for choice in site.options
+        for own in site.by_axis
+        for choice in own
         for state, is_weight in zip(choice.takes, site.weights, strict=True)
         if is_weight
     )
@@ -41,8 +44,9 @@ def _is_inside(site: Site, choice: Choice) -> bool:
 READY: dict[str, Allow] = {"megatron": _megatron}
 
 
-def plan_sharding(name: str, graph: Graph, layers: "list[str]", num_shards: int) -> Sharding:
-    """Return a ready plan for the layers of a model, of these names.
+def plan_sharding(name: str, graph: Graph, layers: Sequence[str], mesh: Sequence[int]) -> Sharding:
+    """Return a ready plan for the layers of a model, of these names, on a mesh with axes of these
+    lengths.
 
     Layers that do the same are planned once.
 
@@ -56,10 +60,10 @@ def plan_sharding(name: str, graph: Graph, layers: "list[str]", num_shards: int)
     for n, layer in enumerate(layers):
         signature = graph.signature(n)
         if signature not in known:
-            known[signature] = plan_layer(graph, n, layer, num_shards, READY[name])
+            known[signature] = plan_layer(graph, n, layer, mesh, READY[name])
         own = known[signature]
         found.append(LayerSharding(layer, own.calls, own.weights))
     numbers = range(len(layers))
     seen = [Seen.of(graph, call) for n in numbers for call in routed_calls(graph, n)]
     reasons = dict.fromkeys(filter(None, (why_whole(graph, n) for n in numbers)))
-    return Sharding(num_shards, tuple(found), (*unknown(seen), *reasons))
+    return Sharding(tuple(mesh), tuple(found), (*unknown(seen), *reasons))

@@ -6,41 +6,55 @@ linear                    R, S(0), S(0)      S(2)     -              1.00 MiB
 ...
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 
 from penstock.trace.units import bytes_text, columns
 
-from .layouts import I, Move, State, moves
+from .layouts import I, Layout, Move, S, moves, steps
 from .rules import Choice, base_name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlannedCall:
-    """One call of a layer: how it is divided, and the bytes that each device sends for it."""
+    """One call of a layer: how it is divided along each axis, and the bytes that each device sends
+    for it.
+    """
 
     function: str
-    choice: Choice
+    choices: tuple[Choice, ...]
     forward_bytes: int = 0
     backward_bytes: int = 0
+
+    @cached_property
+    def takes(self) -> tuple[Layout, ...]:
+        """The layout of each tensor that it takes."""
+        return tuple(zip(*(choice.takes for choice in self.choices), strict=True))
+
+    @cached_property
+    def gives(self) -> tuple[Layout, ...]:
+        """The layout of each tensor that it gives."""
+        return tuple(zip(*(choice.gives for choice in self.choices), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSharding:
-    """How one layer is divided along the axis of shards.
+    """How one layer is divided along the axes of its stage's mesh.
 
-    `weights` are states of its parameters and buffers at rest, by their names in the layer; those
-    that are not there are whole.
+    `weights` are layouts of its parameters at rest, by their names in the layer; those that are
+    not there are whole.
     """
 
     name: str
     calls: tuple[PlannedCall, ...]
-    weights: Mapping[str, State]
+    weights: Mapping[str, Layout]
 
     @property
     def is_divided(self) -> bool:
         """Whether devices do different things; else each runs the layer as it is."""
-        return any(call.choice.cut for call in self.calls)
+        return any(choice.cut for call in self.calls for choice in call.choices)
 
     @property
     def forward_bytes(self) -> int:
@@ -55,9 +69,11 @@ class LayerSharding:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How the layers of a model are divided among the `num_shards` devices of their stages."""
+    """How the layers of a model are divided among the devices of their stages; `mesh` are the
+    lengths of the axes along which.
+    """
 
-    num_shards: int
+    mesh: tuple[int, ...]
     layers: tuple[LayerSharding, ...]
     unknown: tuple[str, ...] = ()
     """Functions that have no rule, and why layers are whole: there all devices do the same."""
@@ -79,7 +95,7 @@ class Sharding:
 def _summary(sharding: Sharding) -> str:
     sent = sum(layer.forward_bytes + layer.backward_bytes for layer in sharding.layers)
     text = (
-        f"{len(sharding.layers)} layers on {sharding.num_shards} shards, "
+        f"{len(sharding.layers)} layers on {' x '.join(map(str, sharding.mesh))} shards, "
         f"{bytes_text(sent)} sent by each for a micro-batch"
     )
     if sharding.unknown:
@@ -91,8 +107,8 @@ def _table(layer: LayerSharding) -> str:
     rows = [
         (
             base_name(call.function),
-            ", ".join(map(repr, call.choice.takes)),
-            ", ".join(map(repr, call.choice.gives)),
+            ", ".join(map(layout_text, call.takes)),
+            ", ".join(map(layout_text, call.gives)),
             bytes_text(call.forward_bytes) if call.forward_bytes else "",
             bytes_text(call.backward_bytes) if call.backward_bytes else "",
         )
@@ -101,7 +117,9 @@ def _table(layer: LayerSharding) -> str:
     title = ("operator", "takes", "gives", "sent forward", "backward")
     lines = "\n".join(columns([title, *rows]))
     held = ", ".join(
-        f"{name} {state!r}" for name, state in layer.weights.items() if state is not I
+        f"{name} {layout_text(layout)}"
+        for name, layout in layer.weights.items()
+        if set(layout) != {I}
     )
     return f"{layer.name}: {held or 'whole weights'}\n{lines}"
 
@@ -115,10 +133,23 @@ def sent_bytes(move: Move, num_bytes: int, count: int) -> float:
 _TIMES = {Move.ALL_REDUCE: 2, Move.ALL_GATHER: 1, Move.REDUCE_SCATTER: 1, Move.ALL_TO_ALL: 1}
 
 
+def layout_text(layout: Layout) -> str:
+    """Return a layout as it is written: the states along all axes."""
+    return "·".join(map(repr, layout))
+
+
 def conversion_bytes(
-    before: State, after: State, num_bytes: int, count: int, *, has_gradient: bool
+    before: Layout, after: Layout, num_bytes: int, mesh: Sequence[int], *, has_gradient: bool
 ) -> tuple[int, int]:
     """Return the bytes that each device sends for a value, and for its gradient."""
-    forward, backward = moves(before, after)
-    back = sent_bytes(backward, num_bytes, count) if has_gradient else 0
-    return round(sent_bytes(forward, num_bytes, count)), round(back)
+    sent, current = [0.0, 0.0], list(before)
+    for axis, old, new in steps(before, after):
+        others = (n for n, state in enumerate(current) if n != axis and isinstance(state, S))
+        own_bytes = num_bytes // prod(mesh[n] for n in others)
+        both = moves(old, new)[: 1 + has_gradient]
+        sent = [
+            a + sent_bytes(move, own_bytes, mesh[axis])
+            for a, move in zip(sent, (*both, Move.NONE), strict=False)
+        ]
+        current[axis] = new
+    return round(sent[0]), round(sent[1])

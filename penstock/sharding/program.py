@@ -10,8 +10,10 @@
 What enters a layer and what leaves it is whole on all devices.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 import numpy
@@ -21,25 +23,32 @@ from scipy.sparse import coo_array
 from penstock.costs.graph import Call, Graph
 from penstock.errors import PlanError
 
-from .layouts import I, S, State
+from .layouts import I, Layout, S, State
 from .plan import LayerSharding, PlannedCall, conversion_bytes
-from .rules import Choice, Seen, choices
+from .rules import Choice, Seen, divisions, fits
 
 _EACH_CONVERSION = 1.0
 """Bytes that a conversion counts for beside what it moves: fewer conversions are better."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Site:
-    """A call with what may be chosen for it; `weights` says which of what it takes are weights."""
+    """A call with what may be chosen for it along each axis; `weights` says which of what it takes
+    are weights.
+    """
 
     call: Call
     weights: tuple[bool, ...]
-    options: tuple[Choice, ...]
+    by_axis: tuple[tuple[Choice, ...], ...]
+
+    @cached_property
+    def options(self) -> list[PlannedCall]:
+        """All that may be chosen: one of each axis."""
+        return [PlannedCall(self.call.function, own) for own in product(*self.by_axis)]
 
 
-Allow = Callable[[Site, Choice], bool]
-"""Tells which choices a ready plan leaves to a call."""
+Allow = Callable[[Site, int, Choice], bool]
+"""Tells which choices a ready plan leaves to a call along an axis."""
 
 
 class _Use(NamedTuple):
@@ -66,10 +75,11 @@ class _Rows:
 
 
 class LayerProgram:
-    """The program of one layer of a graph, for `count` devices."""
+    """The program of one layer of a graph, on a mesh with axes of these lengths."""
 
-    def __init__(self, graph: Graph, layer: int, count: int, allow: Allow) -> None:
-        self._graph, self._count, self._layer = graph, count, layer
+    def __init__(self, graph: Graph, layer: int, mesh: Sequence[int], allow: Allow) -> None:
+        self._graph, self._mesh, self._layer = graph, tuple(mesh), layer
+        self._whole = (I,) * len(mesh)
         calls = routed_calls(graph, layer)
         self._weights = _own_weights(graph, calls)
         self.sites = [self._site(call, allow) for call in calls]
@@ -80,12 +90,12 @@ class LayerProgram:
         self._choice = [self._one_of(len(site.options)) for site in self.sites]
         self._states = {n: self._weight_states(n) for n in self._weights}
         self._at_rest = {n: self._one_of(len(states)) for n, states in self._states.items()}
-        self._shared: dict[tuple[int, State, State], int] = {}
+        self._shared: dict[tuple[int, Layout, Layout], int] = {}
         for use in self._uses():
             self._convert(use)
 
-    def solve(self) -> tuple[list[Choice], dict[int, State]]:
-        """Return a choice for each call, and the state of each weight by number.
+    def solve(self) -> tuple[list[PlannedCall], dict[int, Layout]]:
+        """Return a choice for each call, and the layout of each weight by number.
 
         Raises:
             PlanError: the solver finds none.
@@ -118,14 +128,21 @@ class LayerProgram:
 
     def _site(self, call: Call, allow: Allow) -> Site:
         weights = tuple(n in self._weights for n in call.takes)
-        site = Site(call, weights, tuple(choices(Seen.of(self._graph, call), self._count)))
-        kept = tuple(choice for choice in site.options if allow(site, choice))
-        return replace(site, options=kept)
+        found = divisions(Seen.of(self._graph, call), self._mesh)
+        site = Site(call, weights, found)
+        kept = (
+            tuple(choice for choice in own if allow(site, axis, choice))
+            for axis, own in enumerate(found)
+        )
+        return replace(site, by_axis=tuple(kept))
 
-    def _weight_states(self, number: int) -> list[State]:
+    def _weight_states(self, number: int) -> list[Layout]:
         shape = self._graph.tensors[number].shape
-        cuts = [S(d) for d, length in enumerate(shape) if length and length % self._count == 0]
-        return [I, *cuts]
+        by_axis: list[list[State]] = [
+            [I, *(S(d) for d, length in enumerate(shape) if length >= count)]
+            for count in self._mesh
+        ]
+        return [layout for layout in product(*by_axis) if fits(shape, layout, self._mesh)]
 
     def _uses(self) -> Iterator[_Use]:
         for k, site in enumerate(self.sites):
@@ -152,22 +169,22 @@ class LayerProgram:
         self._rows.add([(n, 1.0) for n in found], 1.0, 1.0)
         return found
 
-    def _before(self, tensor: int) -> dict[State, list[int]]:
+    def _before(self, tensor: int) -> dict[Layout, list[int]]:
         """Return by state the variables that say that a value is in it; none: it always is."""
         if tensor in self._at_rest:
             pairs = zip(self._states[tensor], self._at_rest[tensor], strict=True)
             return {state: [variable] for state, variable in pairs}
         if tensor not in self._site_of:
-            return {I: []}
+            return {self._whole: []}
         k = self._site_of[tensor]
         place = self.sites[k].call.gives.index(tensor)
-        return _by_state((c.gives[place] for c in self.sites[k].options), self._choice[k])
+        return _by_layout((c.gives[place] for c in self.sites[k].options), self._choice[k])
 
-    def _after(self, use: _Use) -> dict[State, list[int]]:
+    def _after(self, use: _Use) -> dict[Layout, list[int]]:
         if use.site is None:
-            return {I: []}
+            return {self._whole: []}
         options = self.sites[use.site].options
-        return _by_state((c.takes[use.place] for c in options), self._choice[use.site])
+        return _by_layout((c.takes[use.place] for c in options), self._choice[use.site])
 
     def _convert(self, use: _Use) -> None:
         before, after = self._before(use.tensor), self._after(use)
@@ -181,45 +198,58 @@ class LayerProgram:
             if b != a:
                 self._rows.add([(self._done(use.tensor, b, a), 1.0), (cell, -1.0)], 0.0, 1.0)
 
-    def _done(self, tensor: int, before: State, after: State) -> int:
+    def _done(self, tensor: int, before: Layout, after: Layout) -> int:
         key = tensor, before, after
         if key not in self._shared:
             spec = self._graph.tensors[tensor]
             sent = conversion_bytes(
-                before, after, spec.num_bytes, self._count, has_gradient=spec.wants_gradient
+                before, after, spec.num_bytes, self._mesh, has_gradient=spec.wants_gradient
             )
             self._shared[key] = self._variable(sum(sent) + _EACH_CONVERSION)
         return self._shared[key]
 
 
-def plan_layer(graph: Graph, layer: int, name: str, count: int, allow: Allow) -> LayerSharding:
-    """Divide one layer among `count` devices; `name` is its name in the model.
+def plan_layer(
+    graph: Graph, layer: int, name: str, mesh: Sequence[int], allow: Allow
+) -> LayerSharding:
+    """Divide one layer along the axes of a mesh; `name` is its name in the model.
 
     Raises:
         PlanError: nothing that is allowed fits together.
     """
     if why_whole(graph, layer):
         return LayerSharding(name, (), {})
-    program = LayerProgram(graph, layer, count, allow)
+    program = LayerProgram(graph, layer, mesh, allow)
     chosen, at_rest = program.solve()
-    states: dict[int, State] = dict(at_rest)
-    done: set[tuple[int, State, State]] = set()
-    calls = []
-    for site, choice in zip(program.sites, chosen, strict=True):
+    return priced(graph, name, mesh, [site.call for site in program.sites], chosen, at_rest)
+
+
+def priced(
+    graph: Graph,
+    name: str,
+    mesh: Sequence[int],
+    calls: Sequence[Call],
+    chosen: Sequence[PlannedCall],
+    at_rest: Mapping[int, Layout],
+) -> LayerSharding:
+    """Count what the calls of a layer send if these are chosen: each conversion once."""
+    layouts, whole = dict(at_rest), (I,) * len(mesh)
+    done: set[tuple[int, Layout, Layout]] = set()
+    found = []
+    for call, planned in zip(calls, chosen, strict=True):
         sent = [0, 0]
-        for tensor, after in zip(site.call.takes, choice.takes, strict=True):
-            spec, before = graph.tensors[tensor], states.get(tensor, I)
+        for tensor, after in zip(call.takes, planned.takes, strict=True):
+            spec, before = graph.tensors[tensor], layouts.get(tensor, whole)
             if (tensor, before, after) not in done:
                 done.add((tensor, before, after))
                 moved = conversion_bytes(
-                    before, after, spec.num_bytes, count, has_gradient=spec.wants_gradient
+                    before, after, spec.num_bytes, mesh, has_gradient=spec.wants_gradient
                 )
                 sent = [a + b for a, b in zip(sent, moved, strict=True)]
-        states.update(zip(site.call.gives, choice.gives, strict=True))
-        calls.append(PlannedCall(site.call.function, choice, *sent))
-    prefix = f"{name}."
-    names = {n: graph.tensors[n].name.removeprefix(prefix) for n in at_rest}
-    return LayerSharding(name, tuple(calls), {names[n]: state for n, state in at_rest.items()})
+        layouts.update(zip(call.gives, planned.gives, strict=True))
+        found.append(replace(planned, forward_bytes=sent[0], backward_bytes=sent[1]))
+    names = {n: graph.tensors[n].name.removeprefix(f"{name}.") for n in at_rest}
+    return LayerSharding(name, tuple(found), {names[n]: own for n, own in at_rest.items()})
 
 
 def routed_calls(graph: Graph, layer: int) -> list[Call]:
@@ -266,8 +296,8 @@ def why_whole(graph: Graph, layer: int) -> str:
     return ""
 
 
-def _by_state(states: Iterator[State], variables: Sequence[int]) -> dict[State, list[int]]:
-    found: dict[State, list[int]] = {}
+def _by_layout(states: Iterator[Layout], variables: Sequence[int]) -> dict[Layout, list[int]]:
+    found: dict[Layout, list[int]] = {}
     for state, variable in zip(states, variables, strict=True):
         found.setdefault(state, []).append(variable)
     return found

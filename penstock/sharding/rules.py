@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.costs.graph import Call, Graph, Ref
 
-from .layouts import I, P, R, S, State
+from .layouts import I, Layout, P, R, S, State
 
 Shape = tuple[int, ...]
 LETTERS = "abcdefghijlmopqrstuvwxyz"
@@ -125,9 +125,32 @@ def choices(seen: Seen, count: int) -> list[Choice]:
         return found
     if own.is_linear and num_takes:
         found.append(Choice((P,) * num_takes, (P,) * num_gives))
-    letters = dict.fromkeys("".join((*own.takes, *own.gives)))
-    found += [_cut(own, letter) for letter in letters if _can_cut(own, seen, letter, count)]
-    return found
+    letters = dict.fromkeys("".join((*own.takes, *own.gives)).replace(WHOLE, ""))
+    found += [_cut(own, letter) for letter in letters]
+    return [choice for choice in found if _is_enough(seen, choice, count)]
+
+
+def divisions(seen: Seen, mesh: Sequence[int]) -> tuple[tuple[Choice, ...], ...]:
+    """Return all ways to divide a call along each axis of a mesh."""
+    return tuple(tuple(choices(seen, count)) for count in mesh)
+
+
+def fits(shape: Shape, layout: Layout, mesh: Sequence[int]) -> bool:
+    """Tell whether each device gets something of a tensor."""
+    return all(
+        length
+        >= prod(n for n, s in zip(mesh, layout, strict=True) if isinstance(s, S) and s.dim == d)
+        for d, length in enumerate(shape)
+    )
+
+
+def _is_enough(seen: Seen, choice: Choice, count: int) -> bool:
+    """Tell whether each device gets something of what is cut."""
+    tensors = (
+        *zip(seen.takes, choice.takes, strict=True),
+        *zip(seen.gives, choice.gives, strict=True),
+    )
+    return all(fits(shape, (state,), (count,)) for shape, state in tensors)
 
 
 def find(seen: Seen) -> Rule | None:
@@ -137,13 +160,6 @@ def find(seen: Seen) -> Rule | None:
     finder = _RULES.get(base_name(seen.call.function))
     is_twice = len(seen.call.uses) > len(seen.takes)
     return None if finder is None or is_twice else finder(seen)
-
-
-def _can_cut(own: Rule, seen: Seen, letter: str, count: int) -> bool:
-    """Tell whether each device gets as much of a letter's dimensions, and something."""
-    named = (*zip(own.takes, seen.takes, strict=True), *zip(own.gives, seen.gives, strict=True))
-    lengths = {shape[name.index(letter)] for name, shape in named if letter in name}
-    return letter != WHOLE and all(length % count == 0 and length for length in lengths)
 
 
 def _cut(own: Rule, letter: str) -> Choice:

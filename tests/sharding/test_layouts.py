@@ -14,7 +14,11 @@ from penstock.sharding.layouts import I, Move, P, R, S, State, even, moves, step
 from tests.distributed.call import call
 
 STATES: list[State] = [I, R, P, S(0), S(1)]
-WHOLE = torch.arange(36.0).reshape(6, 6)
+WHOLE = torch.arange(35.0).reshape(7, 5)
+
+
+def with_sizes(state: State, count: int) -> State:
+    return S(state.dim, even(WHOLE.shape[state.dim], count)) if isinstance(state, S) else state
 
 
 def parts_of(whole: Tensor, count: int) -> list[Tensor]:
@@ -33,8 +37,9 @@ def held(whole: Tensor, state: State, rank: int, count: int, *, is_summed: State
 def all_conversions(mesh: Mesh) -> list[tuple[str, Tensor, Tensor]]:
     axis, found = mesh.shards.tensors, []
     for before, after in product(STATES, STATES):
+        before, after = (with_sizes(state, axis.size) for state in (before, after))
         value = held(WHOLE, before, axis.rank, axis.size, is_summed=P).requires_grad_()
-        converted = convert(value, before, after, axis)
+        converted = convert(value, (before,), (after,), [axis])
         gradient = held(-WHOLE, after, axis.rank, axis.size, is_summed=R)
         (back,) = torch.autograd.grad(converted, value, gradient)
         found.append((f"{before!r} to {after!r}", converted.detach(), back))
@@ -64,8 +69,14 @@ def test_what_moves_forward_and_back_is_a_pair() -> None:
 
 
 def test_a_later_axis_that_cuts_the_same_dimension_is_made_whole_first() -> None:
-    assert list(steps((S(0), S(0)), (I, S(0)))) == [(1, S(0), R), (0, S(0), I), (1, R, S(0))]
+    assert list(steps((S(0), S(0)), (I, S(0)))) == [(1, S(0), I), (0, S(0), I), (1, I, S(0))]
+    assert list(steps((I, S(0)), (S(0), I))) == [(1, S(0), I), (0, I, S(0))]
     assert list(steps((P, S(1)), (I, S(1)))) == [(0, P, I)]
+
+
+def test_other_slices_of_the_same_dimension_come_from_the_whole() -> None:
+    before, after = S(0, (3, 2)), S(0, (2, 3))
+    assert list(steps((before,), (after,))) == [(0, before, I), (0, I, after)]
 
 
 def test_slices_differ_by_one_at_most() -> None:

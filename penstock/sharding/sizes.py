@@ -1,0 +1,106 @@
+"""How long the slices are that a call takes and gives: found anew for tensors of new shapes.
+
+    view (B, T, C) to (B * T, C), cut along B = 5 on two devices, T = 4:
+
+    takes  S(0) of 3 and 2 samples    ──►    gives  S(0) of 12 and 8 rows
+
+All that one letter of a rule cuts is cut alike: as one of its tensors is already, or evenly.
+Every device of an axis finds the same, since it knows the slices of all.
+"""
+
+from collections.abc import Sequence
+from math import gcd
+from typing import TYPE_CHECKING, NamedTuple
+
+from .layouts import Layout, S, Sizes, State, even
+from .plan import PlannedCall
+from .rules import Choice
+
+if TYPE_CHECKING:
+    from penstock.mesh.collectives import Collectives
+
+Shape = tuple[int, ...]
+
+
+class Sized(NamedTuple):
+    """The layouts of what a call takes and gives, with sizes, and the shapes of whole results
+    where dimensions are merged or divided.
+    """
+
+    takes: tuple[Layout, ...]
+    gives: tuple[Layout, ...]
+    shapes: tuple[Shape, ...] | None = None
+
+
+def size(
+    planned: PlannedCall,
+    shapes: Sequence[Shape],
+    before: Sequence[Layout],
+    gives: tuple[Shape, ...] | None,
+    axes: "Sequence[Collectives]",
+) -> Sized:
+    """Say how long the slices are that a call takes and gives, on whole tensors of these shapes
+    that are held as `before`.
+
+    Where dimensions are merged or divided, `gives` are the shapes of the whole results: slices
+    begin where a position of both begins.
+    """
+    takes = [_Growing(shape) for shape in shapes]
+    if gives is None:
+        results = [_Growing(None) for _ in planned.gives]
+    else:
+        results = [_Growing(shape) for shape in gives]
+    for number, (axis, choice) in enumerate(zip(axes, planned.choices, strict=True)):
+        now = [layout[number] for layout in before]
+        units, parts = _parts(choice, takes, results, now, axis.size)
+        for states, growing in ((choice.takes, takes), (choice.gives, results)):
+            for state, own in zip(states, growing, strict=True):
+                own.grow(state, units, parts, axis.rank)
+    return Sized(
+        tuple(tuple(own.layout) for own in takes),
+        tuple(tuple(own.layout) for own in results),
+        gives,
+    )
+
+
+class _Growing:
+    """A layout that grows axis by axis, and how long the dimensions here are as yet.
+
+    Without a shape, the slices of a result are as long as what its call takes.
+    """
+
+    def __init__(self, shape: Shape | None) -> None:
+        self.lengths = None if shape is None else list(shape)
+        self.layout: list[State] = []
+
+    def length(self, state: State) -> int | None:
+        """Return the length of the dimension that is cut; None: it is unknown, or none is."""
+        return self.lengths[state.dim] if isinstance(state, S) and self.lengths else None
+
+    def grow(self, state: State, units: int, parts: Sizes, rank: int) -> None:
+        if isinstance(state, S):
+            length = self.length(state)
+            times = 1 if length is None or not units else length // units
+            state = S(state.dim, tuple(times * part for part in parts))
+            if self.lengths:
+                self.lengths[state.dim] = state.sizes[rank]
+        self.layout.append(state)
+
+
+def _parts(
+    choice: Choice,
+    takes: Sequence[_Growing],
+    results: Sequence[_Growing],
+    now: Sequence[State],
+    count: int,
+) -> tuple[int, Sizes]:
+    """Return how many units may be dealt out to the devices of an axis, and how many each gets."""
+    known = [own.length(state) for state, own in zip(choice.takes, takes, strict=True)]
+    made = [own.length(state) for state, own in zip(choice.gives, results, strict=True)]
+    units = gcd(*(length for length in (*known, *made) if length is not None))
+    for length, wanted, state in zip(known, choice.takes, now, strict=True):
+        if length and isinstance(wanted, S) and isinstance(state, S) and state.dim == wanted.dim:
+            times = length // units
+            if sum(state.sizes) == length and all(n % times == 0 for n in state.sizes):
+                return units, tuple(n // times for n in state.sizes)
+    return units, even(units, count)
