@@ -3,10 +3,11 @@
 import atexit
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from platform import python_version
 from typing import Any
 
@@ -57,8 +58,8 @@ class Mesh:
     `placement` says where each place along the stages is.  Where a schedule runs several stages
     on each rank, `num_stages` counts ranks.  `world` are all processes that take part, `stages`
     those of this replica and shard, `replicas` those that run the same stages on other samples,
-    `shards` those that share this one's stages; where all stages run in this process, in threads,
-    it is alone in each, and there are no `processes`.
+    `shards` those that share this one's stages, arranged along `shard_axes`; where all stages run
+    in this process, in threads, it is alone in each, and there are no `processes`.
     """
 
     placement: Placement
@@ -68,6 +69,7 @@ class Mesh:
     stages: Control = _NOBODY_ELSE
     replicas: Control = _NOBODY_ELSE
     shards: Control = _NOBODY_ELSE
+    shard_axes: tuple[Collectives, ...] = (Collectives(),)
     processes: Processes | None = None
 
     @classmethod
@@ -122,11 +124,6 @@ class Mesh:
     def shard(self) -> int:
         """Which of the processes that share its stages this one is."""
         return self.shards.rank
-
-    @property
-    def shard_axes(self) -> tuple[Collectives, ...]:
-        """The axes along which the ranks of a stage of a replica are arranged."""
-        return (self.shards.tensors,)
 
     @property
     def is_first_rank(self) -> bool:
@@ -213,7 +210,7 @@ class Mesh:
 def init_mesh(
     num_stages: int | None = None,
     num_replicas: int = 1,
-    num_shards: int = 1,
+    num_shards: int | tuple[int, ...] = 1,
     *,
     placement: Placement | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -229,7 +226,8 @@ def init_mesh(
             says so; default: as many as processes divided by `num_replicas`, or 1 without
             torchrun.
         num_replicas: D, copies of the pipeline that share each mini-batch's samples.
-        num_shards: processes that share each stage of a replica.
+        num_shards: processes that share each stage of a replica; several numbers are the lengths
+            of the axes along which these are arranged, the last one between neighbours.
         placement: which ranks run each stage, where stages have meshes of their own: instead of
             these three.
         timeout_s: deadline of every wait between processes, in seconds; at most a year.
@@ -244,11 +242,15 @@ def init_mesh(
         MeshError: the processes do not find each other in time.
     """
     end_with_launcher()
-    counts = {"num_stages": num_stages, "num_replicas": num_replicas, "num_shards": num_shards}
+    shape = num_shards if isinstance(num_shards, tuple) else (num_shards,)
+    for length in shape:
+        check_count("num_shards", length)
+    all_shards = prod(shape)
+    counts = {"num_stages": num_stages, "num_replicas": num_replicas, "num_shards": all_shards}
     _check_counts(counts, placement)
     timeout_s = check_timeout(timeout_s)
     if not dist.is_initialized() and num_processes() == 1:
-        needed = num_replicas * num_shards if placement is None else placement.num_ranks
+        needed = num_replicas * all_shards if placement is None else placement.num_ranks
         if needed != 1:
             named = {**counts, "num_stages": None, "placement": placement}
             words = [f"{name}={x}" for name, x in named.items() if x not in (None, 1)]
@@ -267,10 +269,15 @@ def init_mesh(
     rank, size = dist.get_rank(), dist.get_world_size()
     watch = Watch.start(rank, size, timeout_s, attempt)
     world = Control.of_all(Background(watch, timeout_s))
-    given: dict[str, Any] = {**counts, "placement": placement, "timeout_s": timeout_s}
+    given: dict[str, Any] = {
+        **counts,
+        "num_shards": num_shards,
+        "placement": placement,
+        "timeout_s": timeout_s,
+    }
     world.require_same("init_mesh", {**given, **_facts(place)})
     if placement is None:
-        stages = num_stages if num_stages is not None else size // (num_replicas * num_shards)
+        stages = num_stages if num_stages is not None else size // (num_replicas * all_shards)
         _check_world({**counts, "num_stages": stages}, size)
         placement = Placement.of(range(stages), num_replicas, num_shards=num_shards)
     elif placement.num_ranks != size:
@@ -287,22 +294,28 @@ def _joined(world: Control, placement: Placement, device: torch.device) -> Mesh:
     """Make the mesh of processes that agree on it."""
     background = world.waits.background
     with world.reporting(placement.names):
+        shards = _along(placement.groups(SHARD), world)
+        axes: tuple[Collectives, ...] = (shards.tensors,)
+        if placement.shard_shape is not None:
+            numbers = range(len(placement.shard_shape))
+            axes = tuple(_along(placement.shard_lines(n), world).tensors for n in numbers)
         return Mesh(
             placement,
             background.timeout_s,
             device,
             world,
-            stages=_along(STAGE, world, placement),
-            replicas=_along(REPLICA, world, placement),
-            shards=_along(SHARD, world, placement),
+            stages=_along(placement.groups(STAGE), world),
+            replicas=_along(placement.groups(REPLICA), world),
+            shards=shards,
+            shard_axes=axes,
             processes=Processes(background.watch, background, Lifelines(world)),
         )
 
 
-def _along(axis: str, world: Control, placement: Placement) -> Control:
-    """Make the groups along an axis, all of them in every process, and return this one's."""
+def _along(groups: Sequence[tuple[int, ...]], world: Control) -> Control:
+    """Make these groups of ranks, all of them in every process, and return this one's."""
     found = Control()
-    for ranks in placement.groups(axis):
+    for ranks in groups:
         if len(ranks) == 1:
             continue
         group = dist.new_group(ranks)

@@ -81,7 +81,7 @@ class Resources:
     devices: tuple[str, ...]
     num_places: int | None = None
     num_replicas: int = 1
-    num_shards: int = 1
+    num_shards: int | tuple[int, ...] = 1
     transports: tuple[Transport, ...] = (Transport.THREADS, Transport.LOOPBACK)
 
 

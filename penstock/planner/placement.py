@@ -14,6 +14,7 @@ mesh of its own, replica x shard; stages may have unlike ones, as 2 x 2 + 1 x 4:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from penstock.errors import PlanError
 
@@ -32,11 +33,15 @@ class Placement:
 
     `cluster_places[rank]` is the number of the cluster's device that the rank was planned for:
     start the processes in that order of hosts and devices.  None: rank r is on device r.
+
+    `shard_shape` are the lengths of the axes along which the shards of each stage are arranged,
+    the last one between neighbours in rank.  None: they are in a row.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
     devices: tuple[str, ...]
     cluster_places: tuple[int, ...] | None = None
+    shard_shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Refuse ranks that no job could have.
@@ -61,6 +66,12 @@ class Placement:
                 f"a placement of {self.num_ranks} ranks has cluster_places for "
                 f"{len(self.cluster_places)}; give one for each rank, or none"
             )
+        numbers = {len(mesh[0]) for mesh in self.meshes}
+        if self.shard_shape is not None and numbers != {prod(self.shard_shape)}:
+            raise PlanError(
+                f"shard_shape={self.shard_shape} arranges {prod(self.shard_shape)} shards, and "
+                f"stages have {sorted(numbers)}; give axes whose lengths multiply to that"
+            )
         every = [rank for mesh in self.meshes for row in mesh for rank in row]
         if min(every) < 0 or len(every) != len(set(every)):
             raise PlanError(
@@ -74,12 +85,15 @@ class Placement:
         places: Sequence[int],
         num_replicas: int = 1,
         devices: Sequence[str] = (),
-        num_shards: int = 1,
+        num_shards: int | tuple[int, ...] = 1,
     ) -> "Placement":
         """Place stages that have meshes alike: `places[stage]` says with which others one is, and
         which these are along the pipeline.  A replica begins where the one before ends, and so
-        does a place in it, of as many ranks as shards.
+        does a place in it, of as many ranks as shards; several numbers of shards are the lengths
+        of their axes.
         """
+        shape = num_shards if isinstance(num_shards, tuple) else None
+        num_shards = num_shards if isinstance(num_shards, int) else prod(num_shards)
         width = (1 + max(places)) * num_shards
         ranks = tuple(
             tuple(
@@ -88,7 +102,7 @@ class Placement:
             )
             for place in places
         )
-        return cls(ranks, tuple(devices) or ("cpu",) * len(ranks))
+        return cls(ranks, tuple(devices) or ("cpu",) * len(ranks), shard_shape=shape)
 
     @property
     def meshes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -191,6 +205,25 @@ class Placement:
         if self.is_regular:
             return tuple(sorted(each[replica][shard] for each in self.meshes))
         return tuple(range(self.num_ranks))
+
+    @property
+    def shard_axes(self) -> tuple[int, ...]:
+        """Lengths of the axes along which the shards of each stage are arranged.
+
+        Raises:
+            PlanError: some stages have more shards than others.
+        """
+        return (self.num_shards,) if self.shard_shape is None else self.shard_shape
+
+    def shard_lines(self, axis: int) -> list[tuple[int, ...]]:
+        """Return the ranks along one of the axes of shards, each line of them once, in order."""
+        shape = self.shard_axes
+        inner = prod(shape[axis + 1 :])
+        lines: list[tuple[int, ...]] = []
+        for ranks in self.groups(SHARD):
+            first = (n for n in range(len(ranks)) if n // inner % shape[axis] == 0)
+            lines += [ranks[n : n + inner * shape[axis] : inner] for n in first]
+        return lines
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """Return the ranks along an axis, for all ranks, each group once, in order."""

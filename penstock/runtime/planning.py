@@ -124,7 +124,7 @@ def make_sharding(plan: Plan, layers: Layers, part: Any, mesh: Mesh) -> Sharding
     from penstock.sharding.named import plan_sharding  # SciPy takes a while to import
 
     names = [step.path for step in layers]
-    axes = [axis.size for axis in mesh.shard_axes]
+    axes = plan.placement.shard_axes
     return plan_sharding(plan.sharding, record_graph(layers, part), names, axes)
 
 
@@ -334,6 +334,6 @@ def _resources(mesh: Mesh | None) -> Resources:
         devices=gpus if every.own_device is None else (every.own_device.type,),
         num_places=mesh.num_stages if mesh is not None else None,
         num_replicas=every.num_replicas,
-        num_shards=every.placement.num_shards,
+        num_shards=every.placement.shard_shape or every.placement.num_shards,
         transports=every.transports,
     )

@@ -40,7 +40,11 @@ def call(
         layout if isinstance(layout, Placement) else Placement.of(range(layout[0]), layout[1])
     )
     (folder / "arguments.json").write_text(json.dumps(arguments))
-    where = [function.__module__, function.__name__, json.dumps(placement.ranks)]
+    where = [
+        function.__module__,
+        function.__name__,
+        json.dumps([placement.ranks, placement.shard_shape]),
+    ]
     told = ["-m", "tests.distributed.call", *where, str(folder / "arguments.json"), str(folder)]
     if ends_well:
         run(placement.num_ranks, told, timeout_s)
@@ -55,8 +59,10 @@ def main() -> None:
     module, name, ranks, arguments, folder = sys.argv[1:6]
     function = getattr(importlib.import_module(module), name)
     torch.set_num_threads(1)
-    meshes = tuple(tuple(map(tuple, of_stage)) for of_stage in json.loads(ranks))
-    placement = Placement(meshes, ("cpu",) * len(meshes))
+    every, shape = json.loads(ranks)
+    meshes = tuple(tuple(map(tuple, of_stage)) for of_stage in every)
+    shard_shape = None if shape is None else tuple(shape)
+    placement = Placement(meshes, ("cpu",) * len(meshes), shard_shape=shard_shape)
     with penstock.init_mesh(placement=placement, timeout_s=60.0, device="cpu") as mesh:
         random.seed(mesh.rank)  # torch's begins with a seed of its own
         numpy.random.seed(mesh.rank)

@@ -1,0 +1,135 @@
+"""Run random legal plans of a module beside the module itself: they have to give the same."""
+
+import random
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock import Mesh
+from penstock.costs.count import record_graph
+from penstock.costs.graph import Graph
+from penstock.model.layer_list import as_layers
+from penstock.sharding.convert import convert
+from penstock.sharding.divided import DividedLayer
+from penstock.sharding.layouts import I, Layout, S, State
+from penstock.sharding.plan import LayerSharding, PlannedCall
+from penstock.sharding.program import priced, routed_calls
+from penstock.sharding.rules import Choice, Seen, divisions, fits
+
+Difference = tuple[str, int, str, float]
+"""Which case, which plan, what of it, and how far off."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module, the shape of its input, and other shapes that its plans have to work for."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    others: tuple[tuple[int, ...], ...] = ()
+    num_words: int = 0
+    """Where it is given words, how many there are."""
+
+    def inputs(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Draw an input, of words or of numbers."""
+        if self.num_words:
+            return torch.randint(0, self.num_words, tuple(shape))
+        return torch.randn(tuple(shape), dtype=dtype, requires_grad=True)
+
+
+def random_plan(graph: Graph, mesh: Sequence[int], seed: int) -> LayerSharding:
+    """Choose one of all choices of each call, mostly one that cuts, and any states at rest."""
+    draw = random.Random(seed)
+    calls = routed_calls(graph, 0)
+
+    def one_of(own: Sequence[Choice]) -> Choice:
+        cuts = [choice for choice in own if choice.cut]
+        return draw.choice(cuts if cuts and draw.random() < 0.8 else own)
+
+    chosen = [
+        PlannedCall(call.function, tuple(map(one_of, divisions(Seen.of(graph, call), mesh))))
+        for call in calls
+    ]
+    at_rest: dict[int, Layout] = {}
+    for n in dict.fromkeys(n for call in calls for n in call.takes):
+        spec = graph.tensors[n]
+        if spec.name and spec.wants_gradient:
+            states: list[State] = [I, *map(S, range(len(spec.shape)))]
+            layout = tuple(draw.choice(states) for _ in mesh)
+            at_rest[n] = layout if fits(spec.shape, layout, mesh) else (I,) * len(mesh)
+    return priced(graph, "0", mesh, calls, chosen, at_rest)
+
+
+def differences(
+    mesh: Mesh, case: Case, seeds: Sequence[int], dtype: torch.dtype
+) -> tuple[list[Difference], set[str]]:
+    """Run plans drawn from these seeds; return all that is off, and what was cut."""
+    torch.manual_seed(7)
+    whole = case.make().to(dtype)
+    graph = record_graph(as_layers([whole]), case.inputs(case.shape, dtype))
+    axes = mesh.shard_axes
+    found: list[Difference] = []
+    cut: set[str] = set()
+    for seed in seeds:
+        plan = random_plan(graph, [axis.size for axis in axes], seed)
+        cut |= {c.function for c in plan.calls if any(choice.cut for choice in c.choices)}
+        module = deepcopy(whole)
+        divided = DividedLayer(module, plan, axes)
+        divided.cut_weights()
+        alone = deepcopy(whole)
+        for number, shape in enumerate((case.shape, *case.others)):
+            torch.manual_seed(100 * seed + number)
+            inputs = case.inputs(shape, dtype)
+            wanted = _ran(alone, inputs, alone, {})
+            got = _ran(partial(divided.call, partial(module, inputs)), inputs, module, divided.cut)
+            assert wanted.keys() == got.keys(), (wanted.keys(), got.keys())
+            found += [
+                (case.name, seed, f"{what} of {shape}", off)
+                for what, off in _off(wanted, got).items()
+            ]
+    return found, cut
+
+
+def _ran(call: Any, inputs: Tensor, module: nn.Module, cut: Any) -> dict[str, Tensor]:
+    inputs = inputs.detach().requires_grad_(inputs.requires_grad)
+    torch.manual_seed(3)
+    if isinstance(call, partial):
+        call = partial(call.func, partial(module, inputs))
+        output = call()
+    else:
+        output = call(inputs)
+    found = {"output": output.detach()}
+    torch.manual_seed(4)
+    output.backward(torch.randn(output.shape, dtype=output.dtype))
+    if inputs.grad is not None:
+        found["input"] = inputs.grad
+    for name, weight in module.named_parameters():
+        if weight.grad is not None:
+            own = cut.get(weight)
+            gradient = weight.grad
+            found[name] = (
+                gradient if own is None else convert(gradient, own.layout, own.whole, own.axes)
+            )
+            weight.grad = None
+    found.update({name: buffer.clone() for name, buffer in module.named_buffers()})
+    return found
+
+
+def _off(wanted: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, float]:
+    """Return how far each tensor is off, beside the largest number of all: some should be nothing,
+    as the gradient of a bias before a softmax.
+    """
+    largest = max(float(own.abs().max()) for own in wanted.values() if own.numel())
+    return {
+        name: float((got[name] - own).abs().max()) / largest
+        if got[name].shape == own.shape
+        else float("inf")
+        for name, own in wanted.items()
+        if own.numel()
+    }
