@@ -113,6 +113,7 @@ class Engine:
             for p, device in mine
         )
         if replicas is not None:
+            replicas.partial = self.shards.partial()
             replicas.start_equal(self.tensors())
         self._with_streams = [s.device for s in self.stages if s.device.is_cuda]
         self._places = layers.places()
@@ -357,9 +358,8 @@ class _Lasting:
         warn_of_unpooled(_with_loss([step.module for step in layers], loss), over_replicas=pools)
         processes = mesh.processes_of(plan.placement)
         in_caller = CallerDriver(plan.threads_per_stage)
-        replicas = None
-        if mesh.num_replicas > 1:
-            replicas = Replicas(mesh.replicas.tensors, pools_statistics=pools)
+        sums = mesh.num_replicas > 1 or mesh.shards.size > 1
+        replicas = Replicas(mesh.replicas.tensors, pools_statistics=pools) if sums else None
         driver: AbstractDriver = in_caller
         if plan.transport.is_between_processes:
             driver = ProcessDriver(mesh, plan)

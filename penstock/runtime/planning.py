@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -121,11 +121,14 @@ def make_sharding(plan: Plan, layers: Layers, part: Any, mesh: Mesh) -> Sharding
             f"sharding={plan.sharding!r} needs example_inputs=: the operators of the layers are "
             "recorded with them"
         )
-    from penstock.sharding.named import plan_sharding  # SciPy takes a while to import
+    from penstock.sharding.costs import Costs
+    from penstock.sharding.search import plan_sharding  # SciPy takes a while to import
 
     names = [step.path for step in layers]
-    axes = plan.placement.shard_axes
-    return plan_sharding(plan.sharding, record_graph(layers, part), names, axes)
+    costs = Costs.usual(plan.placement.shard_axes, plan.num_microbatches)
+    ends = [0, *accumulate(plan.partition)]
+    stages = [range(a, b) for a, b in pairwise(ends)]
+    return plan_sharding(plan.sharding, record_graph(layers, part), names, costs, stages)
 
 
 def facts_of(layers: Layers) -> tuple[LayerFacts, ...]:

@@ -1,10 +1,10 @@
 """Replicas of a pipeline: gradients and BatchNorm moments summed over them.
 
 Gradients travel in buckets of one type each.  A bucket's sum begins when the stage's last backward
-has run, and is awaited where the step ends.
+has run, and is awaited where the step ends.  What shards have parts of is summed over them then.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,10 +29,20 @@ class _Bucket:
 
 
 class Replicas:
-    """This process's stages and their twins in the other replicas."""
+    """This process's stages and their twins in the other replicas.
 
-    def __init__(self, group: Collectives, *, pools_statistics: bool) -> None:
-        self._group = group
+    `partial` are, for each axis of shards, the weights of which each shard has a part of the
+    gradient.
+    """
+
+    def __init__(
+        self,
+        group: Collectives,
+        *,
+        pools_statistics: bool,
+        partial: Sequence[tuple[Collectives, Collection[Tensor]]] = (),
+    ) -> None:
+        self._group, self.partial = group, partial
         self.pools_statistics = pools_statistics
         self._buckets: list[_Bucket] = []
         self._before: dict[Tensor, Tensor] = {}
@@ -43,6 +53,8 @@ class Replicas:
         Raises:
             ConfigError: gradients of one could not be added up.
         """
+        if self._group.size == 1:
+            return
         _check_can_be_summed(tensors)
         self._group.copy_from_first(tensors, "for the first replica's parameters and buffers")
 
@@ -58,22 +70,16 @@ class Replicas:
         Raises:
             ConfigError: a gradient is sparse, or of a type that cannot be added up.
         """
-        _check_can_be_summed(parameters)
-        for bucket in cut_into_buckets([p for p in parameters if p.requires_grad]):
-            has_gradient = torch.tensor([p.grad is not None for p in bucket], dtype=torch.float32)
-            has_gradient = has_gradient.to(bucket[0].device)
-            flat = torch.cat([_flat_gradient(p) for p in bucket])
-            sums = [self._group.begin_all_reduce(tensor) for tensor in (flat, has_gradient)]
-            self._buckets.append(_Bucket(bucket, flat, has_gradient, sums))
+        if self._group.size > 1:
+            self._buckets += _begun(self._group, parameters)
 
     def finish(self) -> None:
         """Wait for the sums, and put them where gradients belong; keeps no bucket."""
         buckets, self._buckets = self._buckets, []
         before, self._before = self._before, {}
-        begun = [one for bucket in buckets for one in bucket.sums]
-        self._group.finish(begun, "for the gradients of the other replicas")
-        for bucket in buckets:
-            _put_gradients(bucket)
+        _finish(self._group, buckets, "for the gradients of the other replicas")
+        for axis, weights in self.partial:
+            _finish(axis, _begun(axis, weights), "for the gradients of the other shards")
         for parameter, gradient in before.items():
             now = parameter.grad
             parameter.grad = gradient if now is None else gradient.add_(now)
@@ -94,6 +100,27 @@ class Replicas:
                     mean, variance = part[1:].to(_device_of(module)).split(module.num_features)
                     found.setdefault(module, []).append((int(part[0]), mean, variance))
         return found
+
+
+def _begun(group: Collectives, parameters: Iterable[Tensor]) -> list[_Bucket]:
+    """Begin to sum gradients over a group."""
+    trained = [p for p in parameters if p.requires_grad]
+    _check_can_be_summed(trained)
+    found = []
+    for bucket in cut_into_buckets(trained):
+        has_gradient = torch.tensor([p.grad is not None for p in bucket], dtype=torch.float32)
+        has_gradient = has_gradient.to(bucket[0].device)
+        flat = torch.cat([_flat_gradient(p) for p in bucket])
+        sums = [group.begin_all_reduce(tensor) for tensor in (flat, has_gradient)]
+        found.append(_Bucket(bucket, flat, has_gradient, sums))
+    return found
+
+
+def _finish(group: Collectives, buckets: Sequence[_Bucket], what: str) -> None:
+    """Wait for sums, and put them where gradients belong."""
+    group.finish([one for bucket in buckets for one in bucket.sums], what)
+    for bucket in buckets:
+        _put_gradients(bucket)
 
 
 def _as_row(module: AnyBatchNorm, moments: Moments | None) -> Tensor:

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.model.pytree import tree_map
+from penstock.errors import PlanError
+from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stage_plan import Step
 from penstock.torch_private import parameters_of
+from penstock.trace.units import count_text
 
 from .convert import convert
-from .layouts import I, Layout, S, State, even
+from .layouts import I, Layout, R, S, State, even
 from .plan import LayerSharding, Sharding
-from .run import LayerRun
+from .run import LayerRun, layout_on
 from .sizes import Sized
 
 if TYPE_CHECKING:
@@ -35,6 +37,11 @@ def sized_evenly(layout: Layout, shape: Sequence[int], axes: Axes) -> Layout:
     return tuple(found)
 
 
+def _at_rest(layout: Layout) -> Layout:
+    """Return a weight's layout once its gradient is summed."""
+    return tuple(I if state is R else state for state in layout)
+
+
 class Cut(NamedTuple):
     """A weight that is cut: its layout at rest, along which axes, and its whole shape."""
 
@@ -51,8 +58,8 @@ class Cut(NamedTuple):
 class DividedLayer:
     """A layer that is run in shards along axes; its weights are at rest as the plan says."""
 
-    def __init__(self, module: nn.Module, plan: LayerSharding, axes: Axes) -> None:
-        self._module, self.plan, self._axes = module, plan, axes
+    def __init__(self, index: int, module: nn.Module, plan: LayerSharding, axes: Axes) -> None:
+        self._index, self.plan, self.axes = index, plan, axes
         self._sized: dict[Any, Sized] = {}
         whole = (I,) * len(axes)
         layouts = {
@@ -65,27 +72,49 @@ class DividedLayer:
             for name, parameter in parameters_of(part).items()
             if parameter is not None
         ]
+        held = {parameters[name]: layout for parameters, name, layout in self._places}
         self.cut = {
-            parameters[name]: Cut(layout, axes, tuple(parameters[name].shape))
-            for parameters, name, layout in self._places
-            if layout != whole
+            weight: Cut(_at_rest(layout), axes, tuple(weight.shape))
+            for weight, layout in held.items()
+            if any(isinstance(state, S) for state in layout)
         }
         """The weights that are cut."""
+        self.partial = [
+            {weight for weight, layout in held.items() if layout[n] is R} for n in range(len(axes))
+        ]
+        """The weights whose gradients are parts of a sum along each axis, until a step ends."""
 
     def cut_weights(self) -> None:
         """Keep this device's shard of each weight only; each parameter stays the same object."""
         with torch.no_grad():
             for weight, cut in self.cut.items():
-                weight.data = convert(weight.data, cut.whole, cut.layout, self._axes).clone()
+                weight.data = convert(weight.data, cut.whole, cut.layout, self.axes).clone()
 
-    def call(self, function: "partial[Any]") -> Any:
-        """Call the layer; what it is given and what it gives is whole."""
-        run = LayerRun(self.plan, self._axes, self._sized)
-        args, kwargs = tree_map(run.whole, (function.args, function.keywords))
+    def call(self, function: "partial[Any]", noted: dict[int, tuple[Layout | None, ...]]) -> Any:
+        """Call the layer; what it is given and what it gives is whole, or as the plan says.
+
+        `noted` are layouts of what layers were given, by layer, for when they are called again on
+        the same micro-batch.
+
+        Raises:
+            PlanError: it is given other tensors than those of the plan, or takes another path.
+        """
+        run = LayerRun(self.plan, self.axes, self._sized)
+        leaves, structure = flatten((function.args, function.keywords))
+        layouts = noted.setdefault(self._index, tuple(map(layout_on, leaves)))
+        given = sum(layout is not None for layout in layouts)
+        if given != self.plan.num_entering:
+            raise PlanError(
+                f"layer {self.plan.name!r} is given {count_text(given, 'tensor')} in slices, and "
+                f"its sharding expects {self.plan.num_entering}: something between the layers has "
+                "changed since they were recorded"
+            )
+        wrapped = [run.entered(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)]
+        args, kwargs = unflatten(structure, wrapped)
         with self._lent(run):
             result = function.func(*args, **kwargs)
         run.check_ended()
-        return tree_map(run.made_whole, result)
+        return tree_map(run.left, result)
 
     @contextmanager
     def _lent(self, run: "LayerRun") -> Iterator[None]:
@@ -112,10 +141,12 @@ class Shards:
         axes: Axes,
         everyone: "Collectives",
     ) -> None:
-        self.sharding, self._everyone = sharding, everyone
+        self.sharding, self.axes, self._everyone = sharding, axes, everyone
         own = [] if sharding is None else [(s, sharding.layers[s.index]) for s in steps]
         self.layers = {
-            s.index: DividedLayer(s.module, plan, axes) for s, plan in own if plan.is_divided
+            s.index: DividedLayer(s.index, s.module, plan, axes)
+            for s, plan in own
+            if plan.is_divided
         }
 
     def cut_weights(self, tensors: Iterable[Tensor]) -> None:
@@ -125,6 +156,14 @@ class Shards:
         self._everyone.copy_from_first(tensors, "for the first shard's parameters and buffers")
         for layer in self.layers.values():
             layer.cut_weights()
+
+    def partial(self) -> list[tuple["Collectives", set[Tensor]]]:
+        """Return for each axis the weights whose gradients are to be summed along it."""
+        found = []
+        for n, axis in enumerate(self.axes):
+            own = set[Tensor]().union(*(layer.partial[n] for layer in self.layers.values()))
+            found += [(axis, own)] if own else []
+        return found
 
     def named(self, weights: Mapping[str, Tensor]) -> "CutWeights":
         """Return what this process holds of weights, by their names."""

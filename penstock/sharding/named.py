@@ -1,69 +1,109 @@
-"""Ready plans by name: each leaves some choices to every call, and the program picks of them."""
+"""Ready plans by name: each leaves some choices to calls and weights, and the program picks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from penstock.costs.graph import Graph
-from penstock.errors import ConfigError
+from penstock.costs.graph import TensorSpec
 
-from .layouts import S
-from .plan import LayerSharding, Sharding
-from .program import Allow, Site, plan_layer, routed_calls, why_whole
-from .rules import Choice, Seen, base_name, unknown
+from .layouts import I, R, S, State
+from .program import Allow, Site
+from .rules import Choice, base_name
 
 _PRODUCTS = ("linear", "addmm", "matmul")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """What a plan allows: choices of calls, states of weights at rest, and of what goes from one
+    layer to the next.
+    """
+
+    allow: Allow
+    rests: Callable[[TensorSpec, int], Sequence[State]]
+    borders: tuple[State, ...] = (I,)
+
+
+# -- what weights may be at rest ------------------------------------------------------------------
+
+
+def _whole_or_cut(spec: TensorSpec, axis: int) -> Sequence[State]:
+    return [I, *_cut(spec, axis)]
+
+
+def _cut(spec: TensorSpec, axis: int) -> Sequence[State]:
+    return [S(d) for d in range(len(spec.shape))]
+
+
+def _summed_once(spec: TensorSpec, axis: int) -> Sequence[State]:
+    return [R]
+
+
+def _any(spec: TensorSpec, axis: int) -> Sequence[State]:
+    return [R, *_whole_or_cut(spec, axis)]
+
+
+def _experts(spec: TensorSpec, axis: int) -> Sequence[State]:
+    return [S(0)] if len(spec.shape) > 2 else [R]
+
+
+# -- what calls may do ----------------------------------------------------------------------------
 
 
 def _megatron(site: Site, axis: int, choice: Choice) -> bool:
     """Cut the weights of products, by columns and by rows in turn, and nothing along samples or
     positions (Shoeybi et al. 2019, section 3).
     """
-    pairs = list(zip(choice.takes, site.weights, strict=True))
-    cuts_a_weight = any(isinstance(state, S) for state, is_weight in pairs if is_weight)
     if not any(site.weights):
-        return choice.cut == "" or _is_inside(site, choice)
-    if base_name(site.call.function) in _PRODUCTS and _can_cut_a_weight(site):
-        return cuts_a_weight
-    return choice.cut == "" or cuts_a_weight
+        return choice.cut == "" or not _cuts_samples(choice)
+    return choice.cut == "" if _is_small(site) else _cuts_a_weight(site, choice)
 
 
-def _can_cut_a_weight(site: Site) -> bool:
-    return any(
-        isinstance(state, S)
-        for own in site.by_axis
-        for choice in own
-        for state, is_weight in zip(choice.takes, site.weights, strict=True)
-        if is_weight
-    )
+def _sequence(site: Site, axis: int, choice: Choice) -> bool:
+    """Cut weights of products, and all else along positions (Korthikanti et al. 2022)."""
+    return not _cuts_samples(choice) if _is_small(site) else _cuts_a_weight(site, choice)
 
 
-def _is_inside(site: Site, choice: Choice) -> bool:
-    """Tell whether samples stay together: the first dimension of all is whole."""
-    return S(0) not in (*choice.takes, *choice.gives)
+def _is_small(site: Site) -> bool:
+    """Tell whether a call's weights stay whole: it is no product, or cannot be cut."""
+    is_product = base_name(site.call.function) in _PRODUCTS
+    every = (choice for own in site.by_axis for choice in own)
+    return not is_product or not any(_cuts_a_weight(site, choice) for choice in every)
 
 
-READY: dict[str, Allow] = {"megatron": _megatron}
+def _data(site: Site, axis: int, choice: Choice) -> bool:
+    """Cut samples, and no weight."""
+    return not _cuts_a_weight(site, choice)
 
 
-def plan_sharding(name: str, graph: Graph, layers: Sequence[str], mesh: Sequence[int]) -> Sharding:
-    """Return a ready plan for the layers of a model, of these names, on a mesh with axes of these
-    lengths.
+def _expert(site: Site, axis: int, choice: Choice) -> bool:
+    """Cut samples, and experts where there are some (Lepikhin et al. 2020)."""
+    return not any(isinstance(state, S) and state != S(0) for state in _of_weights(site, choice))
 
-    Layers that do the same are planned once.
 
-    Raises:
-        ConfigError: there is no plan of this name.
-    """
-    if name not in READY:
-        raise ConfigError(f"sharding={name!r}: ready plans are {', '.join(map(repr, READY))}")
-    known: dict[str, LayerSharding] = {}
-    found = []
-    for n, layer in enumerate(layers):
-        signature = graph.signature(n)
-        if signature not in known:
-            known[signature] = plan_layer(graph, n, layer, mesh, READY[name])
-        own = known[signature]
-        found.append(LayerSharding(layer, own.calls, own.weights))
-    numbers = range(len(layers))
-    seen = [Seen.of(graph, call) for n in numbers for call in routed_calls(graph, n)]
-    reasons = dict.fromkeys(filter(None, (why_whole(graph, n) for n in numbers)))
-    return Sharding(tuple(mesh), tuple(found), (*unknown(seen), *reasons))
+def _anything(site: Site, axis: int, choice: Choice) -> bool:
+    return True
+
+
+def _cuts_a_weight(site: Site, choice: Choice) -> bool:
+    return any(isinstance(state, S) for state in _of_weights(site, choice))
+
+
+def _of_weights(site: Site, choice: Choice) -> list[State]:
+    pairs = zip(choice.takes, site.weights, strict=True)
+    return [state for state, is_weight in pairs if is_weight]
+
+
+def _cuts_samples(choice: Choice) -> bool:
+    """Tell whether the first dimension of anything is cut."""
+    return S(0) in (*choice.takes, *choice.gives)
+
+
+READY: dict[str, Ready] = {
+    "auto": Ready(allow=_anything, rests=_any, borders=(I, S(0), S(1))),
+    "megatron": Ready(allow=_megatron, rests=_whole_or_cut),
+    "sequence": Ready(allow=_sequence, rests=_any, borders=(S(1),)),
+    "expert": Ready(allow=_expert, rests=_experts, borders=(S(0),)),
+    "data": Ready(allow=_data, rests=_summed_once, borders=(S(0),)),
+    "zero3": Ready(allow=_data, rests=_cut, borders=(S(0),)),
+}
+"""Plans by name, as `sharding=` takes them."""

@@ -7,7 +7,7 @@ linear                    R, S(0), S(0)      S(2)     -              1.00 MiB
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
@@ -44,17 +44,25 @@ class LayerSharding:
     """How one layer is divided along the axes of its stage's mesh.
 
     `weights` are layouts of its parameters at rest, by their names in the layer; those that are
-    not there are whole.
+    not there are whole.  `leaving` are layouts of what other layers of the stage are given, by
+    (call, place among what it gives), where they are not whole; `num_entering` counts what this
+    layer is given so.
     """
 
     name: str
     calls: tuple[PlannedCall, ...]
     weights: Mapping[str, Layout]
+    leaving: Mapping[tuple[int, int], Layout] = field(default_factory=dict)
+    num_entering: int = 0
 
     @property
     def is_divided(self) -> bool:
-        """Whether devices do different things; else each runs the layer as it is."""
-        return any(choice.cut for call in self.calls for choice in call.choices)
+        """Whether devices do, hold or are given different things; else each runs the layer as it
+        is.
+        """
+        cuts = any(choice.cut for call in self.calls for choice in call.choices)
+        holds = any(isinstance(state, S) for own in self.weights.values() for state in own)
+        return cuts or holds or bool(self.leaving) or self.num_entering > 0
 
     @property
     def forward_bytes(self) -> int:

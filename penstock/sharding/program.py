@@ -1,15 +1,17 @@
 """Choose how the calls of a layer are divided: an integer program (Zheng et al. 2022, section 4).
 
-    minimise    bytes moved by conversions, forward and backward
+    minimise    seconds of calls and of conversions, forward and backward, and of sums of gradients
     variables   one choice for each call                           0 or 1, their sum is 1
                 one state for each weight at rest                  0 or 1, their sum is 1
                 e(use, before, after): how a use converts a value  summed over `after` the maker's
                                                                    state, over `before` the user's
                 w(value, before, after): a conversion is done      at least e of each use: shared
 
-What enters a layer and what leaves it is whole on all devices.
+What enters a layer and what leaves it is whole on all devices, or in a layout that its neighbours
+agree on.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,15 +22,13 @@ import numpy
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from penstock.costs.graph import Call, Graph
+from penstock.costs.graph import Call, Graph, TensorSpec
 from penstock.errors import PlanError
 
-from .layouts import I, Layout, S, State
+from .costs import Costs
+from .layouts import I, Layout, State
 from .plan import LayerSharding, PlannedCall, conversion_bytes
 from .rules import Choice, Seen, divisions, fits
-
-_EACH_CONVERSION = 1.0
-"""Bytes that a conversion counts for beside what it moves: fewer conversions are better."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,43 @@ Allow = Callable[[Site, int, Choice], bool]
 """Tells which choices a ready plan leaves to a call along an axis."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is asked of a program: prices, and what may be chosen.
+
+    `rests` gives the states that a weight of some shape may have at rest along an axis.  A byte
+    that stays on a device counts as much as `byte_s` seconds of a micro-batch.
+    """
+
+    costs: Costs
+    allow: Allow
+    rests: Callable[[TensorSpec, int], Sequence[State]]
+    byte_s: float = 0.0
+
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        """Lengths of the axes."""
+        return self.costs.mesh
+
+
+Borders = Mapping[int, Layout]
+"""By number, tensors that cross from one layer to another in a layout that is not whole."""
+
+
 class _Use(NamedTuple):
     """A value as number `place` of what a call takes; without a call, as what the layer gives."""
 
     tensor: int
     site: int | None
     place: int = 0
+
+
+class Solved(NamedTuple):
+    """A choice for each call, the layout of each weight by number, and what they cost together."""
+
+    calls: list[PlannedCall]
+    weights: dict[int, Layout]
+    cost: float
 
 
 @dataclass(slots=True)
@@ -75,33 +106,39 @@ class _Rows:
 
 
 class LayerProgram:
-    """The program of one layer of a graph, on a mesh with axes of these lengths."""
+    """The program of one layer of a graph."""
 
-    def __init__(self, graph: Graph, layer: int, mesh: Sequence[int], allow: Allow) -> None:
-        self._graph, self._mesh, self._layer = graph, tuple(mesh), layer
-        self._whole = (I,) * len(mesh)
+    def __init__(self, graph: Graph, layer: int, task: Task, borders: Borders) -> None:
+        self._graph, self._task, self._layer, self._borders = graph, task, layer, borders
+        self._mesh = task.mesh
+        self._whole = (I,) * len(self._mesh)
         calls = routed_calls(graph, layer)
         self._weights = _own_weights(graph, calls)
-        self.sites = [self._site(call, allow) for call in calls]
+        self.sites = [self._site(call) for call in calls]
+        self.sites_calls = calls
         self._site_of = {n: k for k, site in enumerate(self.sites) for n in site.call.gives}
         self._costs: list[float] = []
         self._is_whole: list[bool] = []
         self._rows = _Rows()
-        self._choice = [self._one_of(len(site.options)) for site in self.sites]
+        users = Counter(n for call in calls for n in call.saved)
+        self._choice = [self._one_of(self._site_costs(site, users)) for site in self.sites]
         self._states = {n: self._weight_states(n) for n in self._weights}
-        self._at_rest = {n: self._one_of(len(states)) for n, states in self._states.items()}
+        self._at_rest = {
+            n: self._one_of([self._weight_cost(graph.tensors[n], rest) for rest in states])
+            for n, states in self._states.items()
+        }
         self._shared: dict[tuple[int, Layout, Layout], int] = {}
         for use in self._uses():
             self._convert(use)
 
-    def solve(self) -> tuple[list[PlannedCall], dict[int, Layout]]:
-        """Return a choice for each call, and the layout of each weight by number.
+    def solve(self) -> "Solved":
+        """Return a choice for each call, the layout of each weight by number, and the seconds.
 
         Raises:
             PlanError: the solver finds none.
         """
         if not self.sites:
-            return [], {}
+            return Solved([], {}, 0.0)
         rows, columns, factors = (numpy.array(x) for x in zip(*self._rows.entries, strict=True))
         shape = len(self._rows.lowest), len(self._costs)
         found = milp(
@@ -116,33 +153,47 @@ class LayerProgram:
         )
         if found.x is None:
             raise PlanError(f"no way to divide layer {self._layer} was found: {found.message}")
-        return (
+        return Solved(
             [
                 s.options[_chosen(found.x, own)]
                 for s, own in zip(self.sites, self._choice, strict=True)
             ],
             {n: self._states[n][_chosen(found.x, own)] for n, own in self._at_rest.items()},
+            float(found.fun),
         )
 
     # -- what there is to choose ------------------------------------------------------------------
 
-    def _site(self, call: Call, allow: Allow) -> Site:
+    def _site_costs(self, site: Site, users: Mapping[int, int]) -> list[float]:
+        task, graph = self._task, self._graph
+        saved = [
+            task.costs.saved_bytes(graph, site.call, option, users) if task.byte_s else 0.0
+            for option in site.options
+        ]
+        return [
+            task.costs.call_s(site.call, option) + task.byte_s * num_bytes
+            for option, num_bytes in zip(site.options, saved, strict=True)
+        ]
+
+    def _weight_cost(self, spec: TensorSpec, rest: Layout) -> float:
+        costs = self._task.costs
+        return costs.sum_s(spec, rest) + self._task.byte_s * costs.weight_bytes(spec, rest)
+
+    def _site(self, call: Call) -> Site:
         weights = tuple(n in self._weights for n in call.takes)
         found = divisions(Seen.of(self._graph, call), self._mesh)
         site = Site(call, weights, found)
         kept = (
-            tuple(choice for choice in own if allow(site, axis, choice))
+            tuple(choice for choice in own if self._task.allow(site, axis, choice))
             for axis, own in enumerate(found)
         )
         return replace(site, by_axis=tuple(kept))
 
     def _weight_states(self, number: int) -> list[Layout]:
-        shape = self._graph.tensors[number].shape
-        by_axis: list[list[State]] = [
-            [I, *(S(d) for d, length in enumerate(shape) if length >= count)]
-            for count in self._mesh
-        ]
-        return [layout for layout in product(*by_axis) if fits(shape, layout, self._mesh)]
+        spec = self._graph.tensors[number]
+        by_axis = [self._task.rests(spec, axis) for axis in range(len(self._mesh))]
+        found = [own for own in product(*by_axis) if fits(spec.shape, own, self._mesh)]
+        return found or [self._whole]
 
     def _uses(self) -> Iterator[_Use]:
         for k, site in enumerate(self.sites):
@@ -164,8 +215,8 @@ class LayerProgram:
         self._is_whole.append(is_whole)
         return len(self._costs) - 1
 
-    def _one_of(self, count: int) -> list[int]:
-        found = [self._variable(0.0, is_whole=True) for _ in range(count)]
+    def _one_of(self, costs: Sequence[float]) -> list[int]:
+        found = [self._variable(cost, is_whole=True) for cost in costs]
         self._rows.add([(n, 1.0) for n in found], 1.0, 1.0)
         return found
 
@@ -175,14 +226,14 @@ class LayerProgram:
             pairs = zip(self._states[tensor], self._at_rest[tensor], strict=True)
             return {state: [variable] for state, variable in pairs}
         if tensor not in self._site_of:
-            return {self._whole: []}
+            return {self._borders.get(tensor, self._whole): []}
         k = self._site_of[tensor]
         place = self.sites[k].call.gives.index(tensor)
         return _by_layout((c.gives[place] for c in self.sites[k].options), self._choice[k])
 
     def _after(self, use: _Use) -> dict[Layout, list[int]]:
         if use.site is None:
-            return {self._whole: []}
+            return {self._borders.get(use.tensor, self._whole): []}
         options = self.sites[use.site].options
         return _by_layout((c.takes[use.place] for c in options), self._choice[use.site])
 
@@ -201,27 +252,30 @@ class LayerProgram:
     def _done(self, tensor: int, before: Layout, after: Layout) -> int:
         key = tensor, before, after
         if key not in self._shared:
-            spec = self._graph.tensors[tensor]
-            sent = conversion_bytes(
-                before, after, spec.num_bytes, self._mesh, has_gradient=spec.wants_gradient
-            )
-            self._shared[key] = self._variable(sum(sent) + _EACH_CONVERSION)
+            cost = self._task.costs.conversion_s(self._graph.tensors[tensor], before, after)
+            self._shared[key] = self._variable(cost)
         return self._shared[key]
 
 
 def plan_layer(
-    graph: Graph, layer: int, name: str, mesh: Sequence[int], allow: Allow
-) -> LayerSharding:
-    """Divide one layer along the axes of a mesh; `name` is its name in the model.
+    graph: Graph, layer: int, name: str, task: Task, borders: Borders
+) -> tuple[LayerSharding, float]:
+    """Divide one layer, and return what it costs; `name` is its name in the model.
 
     Raises:
         PlanError: nothing that is allowed fits together.
     """
     if why_whole(graph, layer):
-        return LayerSharding(name, (), {})
-    program = LayerProgram(graph, layer, mesh, allow)
-    chosen, at_rest = program.solve()
-    return priced(graph, name, mesh, [site.call for site in program.sites], chosen, at_rest)
+        return LayerSharding(name, (), {}), _whole_s(graph, layer, task.costs)
+    program = LayerProgram(graph, layer, task, borders)
+    solved = program.solve()
+    return priced(graph, name, task.mesh, program.sites_calls, solved, borders), solved.cost
+
+
+def _whole_s(graph: Graph, layer: int, costs: Costs) -> float:
+    alike = (Choice((), ()),) * len(costs.mesh)
+    own = (call for call in graph.of_layer(layer) if not call.is_between)
+    return sum(costs.call_s(call, PlannedCall("", alike)) for call in own)
 
 
 def priced(
@@ -229,27 +283,38 @@ def priced(
     name: str,
     mesh: Sequence[int],
     calls: Sequence[Call],
-    chosen: Sequence[PlannedCall],
-    at_rest: Mapping[int, Layout],
+    solved: Solved,
+    borders: Borders,
 ) -> LayerSharding:
-    """Count what the calls of a layer send if these are chosen: each conversion once."""
-    layouts, whole = dict(at_rest), (I,) * len(mesh)
+    """Count what the calls of a layer send: each conversion once."""
+    layouts, whole = {**borders, **solved.weights}, (I,) * len(mesh)
+    maker = {n: (k, p) for k, call in enumerate(calls) for p, n in enumerate(call.gives)}
     done: set[tuple[int, Layout, Layout]] = set()
     found = []
-    for call, planned in zip(calls, chosen, strict=True):
-        sent = [0, 0]
-        for tensor, after in zip(call.takes, planned.takes, strict=True):
-            spec, before = graph.tensors[tensor], layouts.get(tensor, whole)
-            if (tensor, before, after) not in done:
-                done.add((tensor, before, after))
-                moved = conversion_bytes(
-                    before, after, spec.num_bytes, mesh, has_gradient=spec.wants_gradient
-                )
-                sent = [a + b for a, b in zip(sent, moved, strict=True)]
+
+    def sent(tensor: int, after: Layout) -> tuple[int, int]:
+        spec, before = graph.tensors[tensor], layouts.get(tensor, whole)
+        if (tensor, before, after) in done:
+            return 0, 0
+        done.add((tensor, before, after))
+        return conversion_bytes(
+            before, after, spec.num_bytes, mesh, has_gradient=spec.wants_gradient
+        )
+
+    for call, planned in zip(calls, solved.calls, strict=True):
+        both = [sent(n, after) for n, after in zip(call.takes, planned.takes, strict=True)]
+        forward, backward = (sum(column) for column in zip(*both, strict=True))
         layouts.update(zip(call.gives, planned.gives, strict=True))
-        found.append(replace(planned, forward_bytes=sent[0], backward_bytes=sent[1]))
-    names = {n: graph.tensors[n].name.removeprefix(f"{name}.") for n in at_rest}
-    return LayerSharding(name, tuple(found), {names[n]: own for n, own in at_rest.items()})
+        found.append(replace(planned, forward_bytes=forward, backward_bytes=backward))
+    names = {n: graph.tensors[n].name.removeprefix(f"{name}.") for n in solved.weights}
+    entering = {n for call in calls for n in call.takes if n not in maker and n in borders}
+    return LayerSharding(
+        name,
+        tuple(found),
+        {names[n]: own for n, own in solved.weights.items()},
+        {maker[n]: own for n, own in borders.items() if n in maker},
+        len(entering),
+    )
 
 
 def routed_calls(graph: Graph, layer: int) -> list[Call]:

@@ -28,7 +28,7 @@ from .kernels import KERNELS, Local, shapes_given
 from .layouts import I, Layout, S
 from .plan import LayerSharding, PlannedCall
 from .rules import base_name
-from .sizes import Sized, size
+from .sizes import Sized, size, size_like
 
 if TYPE_CHECKING:
     from penstock.mesh.collectives import Collectives
@@ -39,7 +39,8 @@ Shape = tuple[int, ...]
 class ShardedTensor(Tensor):
     """Stands for a whole tensor of which this device holds `local`: `held` is its layout.
 
-    `known` are conversions of it that were made already, by layout.
+    `known` are conversions of it that were made already, by layout; `made_by` says which call of
+    its layer gave it, and at which place.
     """
 
     local: Tensor
@@ -47,6 +48,7 @@ class ShardedTensor(Tensor):
     whole_shape: Shape
     run: "LayerRun"
     known: dict[Layout, Tensor]
+    made_by: tuple[int, int]
     __hash__: ClassVar[Any] = Tensor.__hash__
 
     @classmethod
@@ -91,6 +93,15 @@ def _sharded(value: Any) -> Iterator[ShardedTensor]:
     return (tensor for tensor in tensors_in(value) if isinstance(tensor, ShardedTensor))
 
 
+_HELD = "penstock_layout"
+
+
+def layout_on(value: Any) -> Layout | None:
+    """Return the layout that stands on what an earlier layer gave; None: it is whole."""
+    found: Layout | None = getattr(value, _HELD, None)
+    return found
+
+
 class LayerRun:
     """One call of a divided layer: which of its planned calls comes next.
 
@@ -102,10 +113,6 @@ class LayerRun:
     ) -> None:
         self._plan, self._axes, self._next, self._sized = plan, axes, 0, sized
         self._whole = (I,) * len(axes)
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        """Wrap a tensor that each device has."""
-        return self.wrapped(tensor, self._whole)
 
     def wrapped(self, local: Tensor, layout: Layout) -> ShardedTensor:
         """Wrap what this device holds of a tensor, in a layout with sizes.
@@ -126,14 +133,26 @@ class LayerRun:
         with without_torch_function():
             found = _bare(whole, local.dtype).as_subclass(ShardedTensor)
         found.local, found.held, found.whole_shape = local, layout, whole
-        found.run, found.known = self, {layout: local}
+        found.run, found.known, found.made_by = self, {layout: local}, (-1, 0)
         return found
 
-    def made_whole(self, tensor: Tensor) -> Tensor:
-        """Unwrap what a layer gives, as a tensor that each device has."""
+    def entered(self, tensor: Tensor, layout: Layout | None) -> ShardedTensor:
+        """Wrap what the layer is given: whole, or in a layout with sizes."""
+        return self.wrapped(tensor, self._whole if layout is None else layout)
+
+    def left(self, tensor: Tensor) -> Tensor:
+        """Unwrap what the layer gives: whole, or in the layout that the next one expects, which
+        then stands on it.
+        """
         if not isinstance(tensor, ShardedTensor):
             return tensor
-        return self._held_as(tensor, self._whole)
+        layout = self._plan.leaving.get(tensor.made_by)
+        if layout is None:
+            return self._held_as(tensor, self._whole)
+        layout = size_like(layout, tensor.whole_shape, tensor.held, self._axes)
+        local = self._held_as(tensor, layout)
+        setattr(local, _HELD, layout)
+        return local
 
     def check_ended(self) -> None:
         """Refuse a forward that made fewer calls than its plan.
@@ -159,9 +178,9 @@ class LayerRun:
             result = func(*local_args, **local_kwargs)
         else:
             result = kernel(func, local_args, local_kwargs, Local(sized, self._axes))
-        gives = iter(sized.gives)
+        gives = iter(enumerate(sized.gives))
         same = {id(tensor.local): tensor for tensor in given}
-        return tree_map(lambda local: self._given(local, next(gives), same), result)
+        return tree_map(lambda local: self._given(local, *next(gives), same), result)
 
     def _sizes(
         self, planned: PlannedCall, given: Sequence[ShardedTensor], how: tuple[Any, Any, Any]
@@ -176,11 +195,14 @@ class LayerRun:
         return self._sized[key]
 
     def _given(
-        self, local: Tensor, layout: Layout, same: Mapping[int, ShardedTensor]
+        self, local: Tensor, place: int, layout: Layout, same: Mapping[int, ShardedTensor]
     ) -> ShardedTensor:
         """Wrap a result; a function that gives what it was given gives the same wrapper."""
         found = same.get(id(local))
-        return found if found is not None and found.held == layout else self.wrapped(local, layout)
+        if found is None or found.held != layout:
+            found = self.wrapped(local, layout)
+        found.made_by = self._next - 1, place
+        return found
 
     def _lifted(self, tensor: Tensor) -> ShardedTensor:
         return tensor if isinstance(tensor, ShardedTensor) else self.wrapped(tensor, self._whole)

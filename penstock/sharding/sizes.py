@@ -63,6 +63,24 @@ def size(
     )
 
 
+def size_like(
+    layout: Layout, shape: Shape, before: Layout, axes: "Sequence[Collectives]"
+) -> Layout:
+    """Say how long the slices of one whole tensor of this shape are: as they are now, where they
+    are so, and even where not.
+    """
+    own, keeps = _Growing(shape), True
+    for axis, state, now in zip(axes, layout, before, strict=True):
+        length = own.length(state) or 0
+        parts = even(length, axis.size)
+        if keeps and isinstance(now, S) and isinstance(state, S) and now.dim == state.dim:
+            parts = now.sizes
+        keeps = keeps and isinstance(now, S) == isinstance(state, S)
+        own.grow(state, length, parts, axis.rank)
+        keeps = keeps and (not isinstance(now, S) or own.layout[-1] == now)
+    return tuple(own.layout)
+
+
 class _Growing:
     """A layout that grows axis by axis, and how long the dimensions here are as yet.
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,9 @@ from penstock.costs.graph import Graph
 from penstock.model.layer_list import as_layers
 from penstock.sharding.convert import convert
 from penstock.sharding.divided import DividedLayer
-from penstock.sharding.layouts import I, Layout, S, State
+from penstock.sharding.layouts import I, Layout, R, S, State
 from penstock.sharding.plan import LayerSharding, PlannedCall
-from penstock.sharding.program import priced, routed_calls
+from penstock.sharding.program import Solved, priced, routed_calls
 from penstock.sharding.rules import Choice, Seen, divisions, fits
 
 Difference = tuple[str, int, str, float]
@@ -60,10 +59,10 @@ def random_plan(graph: Graph, mesh: Sequence[int], seed: int) -> LayerSharding:
     for n in dict.fromkeys(n for call in calls for n in call.takes):
         spec = graph.tensors[n]
         if spec.name and spec.wants_gradient:
-            states: list[State] = [I, *map(S, range(len(spec.shape)))]
+            states: list[State] = [I, R, *map(S, range(len(spec.shape)))]
             layout = tuple(draw.choice(states) for _ in mesh)
             at_rest[n] = layout if fits(spec.shape, layout, mesh) else (I,) * len(mesh)
-    return priced(graph, "0", mesh, calls, chosen, at_rest)
+    return priced(graph, "0", mesh, calls, Solved(chosen, at_rest, 0.0), {})
 
 
 def differences(
@@ -80,14 +79,14 @@ def differences(
         plan = random_plan(graph, [axis.size for axis in axes], seed)
         cut |= {c.function for c in plan.calls if any(choice.cut for choice in c.choices)}
         module = deepcopy(whole)
-        divided = DividedLayer(module, plan, axes)
+        divided = DividedLayer(0, module, plan, axes)
         divided.cut_weights()
         alone = deepcopy(whole)
         for number, shape in enumerate((case.shape, *case.others)):
             torch.manual_seed(100 * seed + number)
             inputs = case.inputs(shape, dtype)
-            wanted = _ran(alone, inputs, alone, {})
-            got = _ran(partial(divided.call, partial(module, inputs)), inputs, module, divided.cut)
+            wanted = _ran(inputs, alone)
+            got = _ran(inputs, module, divided)
             assert wanted.keys() == got.keys(), (wanted.keys(), got.keys())
             found += [
                 (case.name, seed, f"{what} of {shape}", off)
@@ -96,14 +95,12 @@ def differences(
     return found, cut
 
 
-def _ran(call: Any, inputs: Tensor, module: nn.Module, cut: Any) -> dict[str, Tensor]:
+def _ran(
+    inputs: Tensor, module: nn.Module, divided: DividedLayer | None = None
+) -> dict[str, Tensor]:
     inputs = inputs.detach().requires_grad_(inputs.requires_grad)
     torch.manual_seed(3)
-    if isinstance(call, partial):
-        call = partial(call.func, partial(module, inputs))
-        output = call()
-    else:
-        output = call(inputs)
+    output = module(inputs) if divided is None else divided.call(partial(module, inputs), {})
     found = {"output": output.detach()}
     torch.manual_seed(4)
     output.backward(torch.randn(output.shape, dtype=output.dtype))
@@ -111,14 +108,20 @@ def _ran(call: Any, inputs: Tensor, module: nn.Module, cut: Any) -> dict[str, Te
         found["input"] = inputs.grad
     for name, weight in module.named_parameters():
         if weight.grad is not None:
-            own = cut.get(weight)
-            gradient = weight.grad
-            found[name] = (
-                gradient if own is None else convert(gradient, own.layout, own.whole, own.axes)
-            )
+            found[name] = weight.grad if divided is None else _whole_gradient(weight, divided)
             weight.grad = None
     found.update({name: buffer.clone() for name, buffer in module.named_buffers()})
     return found
+
+
+def _whole_gradient(weight: Tensor, divided: DividedLayer) -> Tensor:
+    gradient = weight.grad
+    assert gradient is not None
+    for axis, own in zip(divided.axes, divided.partial, strict=True):
+        if weight in own:
+            axis.all_reduce(gradient, "for a gradient")
+    cut = divided.cut.get(weight)
+    return gradient if cut is None else convert(gradient, cut.layout, cut.whole, cut.axes)
 
 
 def _off(wanted: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, float]:

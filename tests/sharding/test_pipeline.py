@@ -182,7 +182,7 @@ def test_what_cannot_work_is_refused_by_all(tmp_path: Path) -> None:
     for said in call(refused, Placement.of(range(1), num_shards=2), tmp_path):
         wanted = (
             "sharding=None, and a stage has 2 ranks",
-            "sharding='alpa': ready plans are 'megatron'",
+            "sharding='alpa': ready plans are 'auto', 'megatron'",
             "needs example_inputs=",
             "updates weights while it runs",
             "zero_optimizer shares state out over replicas",

@@ -11,9 +11,10 @@ from penstock.costs.count import record_graph
 from penstock.costs.graph import Graph
 from penstock.errors import ConfigError
 from penstock.model.layer_list import as_layers
+from penstock.sharding.costs import Costs
 from penstock.sharding.layouts import I, P, R, S
-from penstock.sharding.named import plan_sharding
 from penstock.sharding.rules import Choice, Seen, base_name, choices
+from penstock.sharding.search import plan_sharding
 from penstock.zoo import transformer_lm
 from tests.costs.counting import layers_of
 
@@ -92,7 +93,7 @@ def test_a_function_without_a_rule_is_done_by_all_alike_and_named() -> None:
             return torch.fft.fft(x).real
 
     graph = graph_of(Transformed())
-    found = plan_sharding("megatron", graph, ["0", "1"], (2,))
+    found = plan_sharding("megatron", graph, ["0", "1"], Costs.usual((2,)))
     assert found.unknown == ("torch.fft.fft", "torch.Tensor.real.__get__")
     assert "done by all alike: torch.fft.fft, " in str(found)
 
@@ -100,7 +101,7 @@ def test_a_function_without_a_rule_is_done_by_all_alike_and_named() -> None:
 def test_a_layer_that_changes_tensors_in_place_is_done_by_all_alike() -> None:
     graph = graph_of(nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)))
     assert [call.changes for call in graph.of_layer(1)][1] == (graph.of_layer(1)[0].gives[0],)
-    found = plan_sharding("megatron", graph, ["0", "1"], (2,))
+    found = plan_sharding("megatron", graph, ["0", "1"], Costs.usual((2,)))
     assert not found.layers[1].is_divided and not found.layers[1].weights
     assert "torch.nn.functional.relu changes a tensor in place" in str(found)
 
@@ -119,7 +120,7 @@ def test_a_layer_with_code_that_no_function_shows_is_done_by_all_alike() -> None
         def forward(self, x: Tensor) -> Any:
             return Doubled.apply(super().forward(x))
 
-    found = plan_sharding("megatron", graph_of(Twice(8, 8)), ["0", "1"], (2,))
+    found = plan_sharding("megatron", graph_of(Twice(8, 8)), ["0", "1"], Costs.usual((2,)))
     assert not found.layers[1].is_divided
     assert "code that no function of torch shows" in str(found)
 
@@ -134,7 +135,7 @@ def test_the_columns_and_rows_of_megatron_are_found() -> None:
     model = transformer_lm(2, width=16, ff_width=32, num_heads=4, num_words=16, dropout=0.0)
     layers = layers_of(model, words)
     names = [step.path for step in layers]
-    found = plan_sharding("megatron", record_graph(layers, words), names, (2,))
+    found = plan_sharding("megatron", record_graph(layers, words), names, Costs.usual((2,)))
     block = found.layers[1]
     weights = {name: state for name, state in block.weights.items() if name.endswith("weight")}
     assert {
@@ -150,5 +151,5 @@ def test_the_columns_and_rows_of_megatron_are_found() -> None:
 
 
 def test_a_plan_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(ConfigError, match="ready plans are 'megatron'"):
-        plan_sharding("magic", graph_of(nn.Linear(8, 8)), ["0", "1"], (2,))
+    with pytest.raises(ConfigError, match="ready plans are 'auto', 'megatron'"):
+        plan_sharding("magic", graph_of(nn.Linear(8, 8)), ["0", "1"], Costs.usual((2,)))

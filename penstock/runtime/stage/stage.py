@@ -303,7 +303,7 @@ class Stage:
         """Run one layer, with random numbers of its own if it draws any."""
         training = step.module.training
         if (divided := self._divided.get(step.index)) is not None:
-            function = partial(divided.call, function)
+            function = partial(divided.call, function, tape.layouts)
         try:
             if (step.index, training) in self._drawing.silent:
                 return function()

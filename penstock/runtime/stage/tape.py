@@ -19,6 +19,7 @@ from penstock.model.entries import Entry
 from penstock.model.stage_plan import Step
 from penstock.model.state import Place
 from penstock.runtime.devices import Event
+from penstock.sharding.layouts import Layout
 from penstock.transport.channels import Activation
 
 from .split_backward import Division, SplitBackward, divide, split
@@ -76,6 +77,8 @@ class Tape:
     `slots` hold what autograd saved, where it is to be moved; `away` is what is elsewhere now, and
     `copied` marks on a GPU when it is back.
 
+    `layouts` say, by layer, what of the given is a shard, and which.
+
     `dropped_layers` drop what they have saved, and `reruns` are those that have, in order.
 
     `tripwires` are on what came with hooks on its gradient, and raise while layers run.
@@ -106,6 +109,7 @@ class Tape:
     reruns: "list[Rerun]" = field(default_factory=list)
     tripwires: list[RemovableHandle] = field(default_factory=list)
     slots: "Slots | None" = None
+    layouts: dict[int, tuple[Layout | None, ...]] = field(default_factory=dict)
     away: "Away | None" = None
     copied: Event | None = None
 

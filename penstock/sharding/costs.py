@@ -1,0 +1,155 @@
+"""What a way to divide a layer costs: seconds of a micro-batch, and bytes that stay on a device.
+
+a call         its operators by the roofline, each a share of the whole where the call is cut
+a conversion   forward and backward collectives along each axis, over the cluster's links
+a weight       its gradient's sum once a step, shared by M micro-batches; weight, gradient and
+               optimizer state in memory
+what is saved  activations of all micro-batches in flight
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from penstock.costs import collectives
+from penstock.costs.cluster import Cluster
+from penstock.costs.graph import Call, Graph, TensorSpec
+from penstock.costs.profile import Operator
+from penstock.costs.roofline import operator_seconds
+from penstock.interval import likely
+
+from .layouts import I, Layout, Move, R, S, State, moves, steps
+from .plan import LayerSharding, PlannedCall
+
+_COLLECTIVES: dict[Move, Callable[[Cluster, Sequence[int], float], float]] = {
+    Move.ALL_REDUCE: collectives.all_reduce_s,
+    Move.ALL_GATHER: collectives.all_gather_s,
+    Move.REDUCE_SCATTER: collectives.reduce_scatter_s,
+    Move.ALL_TO_ALL: collectives.all_to_all_s,
+}
+_EACH_CONVERSION_S = 1e-7
+"""What a conversion counts for beside what it moves: fewer of them are better."""
+USUAL_CLUSTER = "dgx-a100"
+"""What is assumed where nobody says what the devices are: eight that are well connected."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Prices on a mesh whose devices are the first ones of a cluster, neighbours along the last
+    axis.
+
+    `num_microbatches` share a step's sum of gradients, `num_in_flight` of them are kept at once;
+    an optimizer keeps `state_bytes` for each byte of a weight (Adam: 2).
+    """
+
+    mesh: tuple[int, ...]
+    cluster: Cluster
+    num_microbatches: int = 1
+    num_in_flight: int = 1
+    state_bytes: float = 2.0
+
+    @classmethod
+    def usual(cls, mesh: Sequence[int], num_microbatches: int = 1) -> "Costs":
+        """Return prices on what is usually meant."""
+        one = Cluster.load(USUAL_CLUSTER)
+        hosts = -(-prod(mesh) // len(one.places))
+        return cls(tuple(mesh), one.times(hosts) if hosts > 1 else one, num_microbatches)
+
+    def call_s(self, call: Call, planned: PlannedCall) -> float:
+        """Return the seconds of a call, forward and backward."""
+        parts = prod(n for n, choice in zip(self.mesh, planned.choices, strict=True) if choice.cut)
+        return sum(self._operator_s(operator, parts) for operator in call.operators)
+
+    def conversion_s(self, spec: TensorSpec, before: Layout, after: Layout) -> float:
+        """Return the seconds of a conversion of a value, and of its gradient on the way back."""
+        found, current = _EACH_CONVERSION_S, list(before)
+        for axis, old, new in steps(before, after):
+            num_bytes = self.bytes_of(spec, [R if n == axis else s for n, s in enumerate(current)])
+            for move in moves(old, new)[: 1 + spec.wants_gradient]:
+                found += self._move_s(axis, move, num_bytes)
+            current[axis] = new
+        return found
+
+    def sum_s(self, spec: TensorSpec, at_rest: Layout) -> float:
+        """Return a micro-batch's share of the seconds in which a weight's gradient is summed."""
+        num_bytes = self.bytes_of(spec, at_rest)
+        axes = (n for n, state in enumerate(at_rest) if state is R)
+        return (
+            sum(self._move_s(n, Move.ALL_REDUCE, num_bytes) for n in axes) / self.num_microbatches
+        )
+
+    def bytes_of(self, spec: TensorSpec, layout: Sequence[State]) -> float:
+        """Return the bytes of what a device holds of a tensor."""
+        parts = (n for n, state in zip(self.mesh, layout, strict=True) if isinstance(state, S))
+        return spec.num_bytes / prod(parts)
+
+    def weight_bytes(self, spec: TensorSpec, at_rest: Layout) -> float:
+        """Return the bytes of a weight, its gradient and its optimizer state."""
+        return self.bytes_of(spec, at_rest) * (2 + self.state_bytes)
+
+    def saved_bytes(
+        self, graph: Graph, call: Call, planned: PlannedCall, users: Mapping[int, int]
+    ) -> float:
+        """Return the bytes of what a call saves, of all micro-batches in flight.
+
+        What `users` calls save is shared among these.
+        """
+        layouts = dict(zip(call.gives, planned.gives, strict=True))
+        layouts |= dict(zip(call.takes, planned.takes, strict=True))
+        found = call.inner_bytes / prod(
+            n for n, choice in zip(self.mesh, planned.choices, strict=True) if choice.cut
+        )
+        for tensor in call.saved:
+            spec = graph.tensors[tensor]
+            if tensor in layouts and not (spec.name and spec.wants_gradient):
+                found += self.bytes_of(spec, layouts[tensor]) / users.get(tensor, 1)
+        return found * self.num_in_flight
+
+    def layer_bytes(
+        self, graph: Graph, calls: Sequence[Call], name: str, plan: LayerSharding
+    ) -> float:
+        """Return the bytes that stay on a device for a layer: weights, gradients, optimizer state,
+        and what all micro-batches in flight have saved.
+        """
+        users = Counter(n for call in calls for n in call.saved)
+        whole = (I,) * len(self.mesh)
+        specs = [graph.tensors[n] for n in dict.fromkeys(n for c in calls for n in c.takes)]
+        found = sum(
+            self.weight_bytes(spec, plan.weights.get(spec.name.removeprefix(f"{name}."), whole))
+            for spec in specs
+            if spec.name and spec.wants_gradient
+        )
+        pairs = zip(calls, plan.calls, strict=False)  # a layer that is whole has no plan
+        return found + sum(self.saved_bytes(graph, *pair, users) for pair in pairs)
+
+    def _operator_s(self, operator: Operator, parts: int) -> float:
+        device = self.cluster.device_of(0)
+        dtype = operator.dtype if operator.dtype in device.flops_per_s else "float32"
+        share = replace(
+            operator,
+            flops=operator.flops // parts,
+            num_bytes=operator.num_bytes // parts,
+            dtype=dtype,
+        )
+        return operator_seconds(share, device)
+
+    def _move_s(self, axis: int, move: Move, num_bytes: float) -> float:
+        if move is Move.NONE:
+            return 0.0
+        key = axis, move, num_bytes
+        if key not in self._known:
+            inner = prod(self.mesh[axis + 1 :])
+            group = range(0, inner * self.mesh[axis], inner)
+            collective = _COLLECTIVES.get(move)
+            if collective is None:
+                rate = likely(self.cluster.device_of(0).bytes_per_s)
+                self._known[key] = 2 * num_bytes / rate  # read once, written once
+            else:
+                self._known[key] = collective(self.cluster, group, num_bytes)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, Move, float], float]:
+        return {}
