@@ -63,7 +63,7 @@ class DividedLayer:
             (parameters_of(part), name, layouts[id(parameter)])
             for part in module.modules()
             for name, parameter in parameters_of(part).items()
-            if parameter is not None
+            if parameter is not None and parameter.requires_grad
         ]
         self.cut = {
             parameters[name]: Cut(layout, axes, tuple(parameters[name].shape))

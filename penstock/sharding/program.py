@@ -23,6 +23,8 @@ from scipy.sparse import coo_array
 from penstock.costs.graph import Call, Graph
 from penstock.errors import PlanError
 
+from . import rules_vision  # noqa: F401 - its rules register themselves
+from .in_place import may_change
 from .layouts import I, Layout, S, State
 from .plan import LayerSharding, PlannedCall, conversion_bytes
 from .rules import Choice, Seen, divisions, fits
@@ -247,7 +249,10 @@ def priced(
                 )
                 sent = [a + b for a, b in zip(sent, moved, strict=True)]
         layouts.update(zip(call.gives, planned.gives, strict=True))
-        found.append(replace(planned, forward_bytes=sent[0], backward_bytes=sent[1]))
+        changes = tuple(map(call.takes.index, call.changes))
+        found.append(
+            replace(planned, forward_bytes=sent[0], backward_bytes=sent[1], changes=changes)
+        )
     names = {n: graph.tensors[n].name.removeprefix(f"{name}.") for n in at_rest}
     return LayerSharding(name, tuple(found), {names[n]: own for n, own in at_rest.items()})
 
@@ -255,10 +260,10 @@ def priced(
 def routed_calls(graph: Graph, layer: int) -> list[Call]:
     """Return the calls inside a layer's own call that work on what it is given or on its weights.
 
-    All others make what they make of nothing, on each device alike.
+    All others make what they make of nothing, or of buffers, on each device alike.
     """
     found: list[Call] = []
-    free: set[int] = set()
+    free = {n for n, spec in enumerate(graph.tensors) if spec.name and not spec.wants_gradient}
     for call in graph.of_layer(layer):
         if call.is_between:
             continue
@@ -286,10 +291,11 @@ def why_whole(graph: Graph, layer: int) -> str:
     What is changed in place may be seen through another view of it, of which a device may hold
     another part.
     """
+    routed = {id(call) for call in routed_calls(graph, layer)}
     for call in graph.of_layer(layer):
         if call.is_between:
             continue
-        if call.changes:
+        if call.changes and id(call) in routed and not may_change(graph, call):
             return f"{call.function} changes a tensor in place"
         if not call.function:
             return "code that no function of torch shows"

@@ -31,25 +31,29 @@ class Rule:
     """What may be cut in a call: letters for each dimension of what it takes and gives.
 
     A result is linear in all that it takes together if `is_linear`: of partial sums it gives
-    partial sums.  `bias` is the place of what is added to a product.
+    partial sums.  `bias` is the place of what is added to a product.  `pieces` says of letters how
+    long the pieces are, of the first tensor that has one, which are not cut; 1 otherwise.
     """
 
     takes: tuple[str, ...]
     gives: tuple[str, ...]
     is_linear: bool = False
     bias: int | None = None
+    pieces: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One way to divide a call along an axis: a state for each tensor it takes and gives.
 
-    `cut` is the letter that is cut; "" where all devices do the same.
+    `cut` is the letter that is cut; "" where all devices do the same.  Slices of the first tensor
+    that has it are multiples of `piece` long.
     """
 
     takes: tuple[State, ...]
     gives: tuple[State, ...]
     cut: str = ""
+    piece: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +154,10 @@ def _is_enough(seen: Seen, choice: Choice, count: int) -> bool:
         *zip(seen.takes, choice.takes, strict=True),
         *zip(seen.gives, choice.gives, strict=True),
     )
-    return all(fits(shape, (state,), (count,)) for shape, state in tensors)
+    if not all(fits(shape, (state,), (count,)) for shape, state in tensors):
+        return False
+    cut = (shape[s.dim] for shape, s in tensors if isinstance(s, S))
+    return next(cut, count * choice.piece) >= count * choice.piece
 
 
 def find(seen: Seen) -> Rule | None:
@@ -167,7 +174,7 @@ def _cut(own: Rule, letter: str) -> Choice:
     takes: list[State] = [S(name.index(letter)) if letter in name else R for name in own.takes]
     if own.bias is not None and letter not in own.takes[own.bias] and P in gives:
         takes[own.bias] = P
-    return Choice(tuple(takes), gives, letter)
+    return Choice(tuple(takes), gives, letter, dict(own.pieces).get(letter, 1))
 
 
 # -- the rules ------------------------------------------------------------------------------------
@@ -194,7 +201,8 @@ def _broadcast(seen: Seen) -> Rule:
     *("where", "lt", "gt", "le", "ge", "eq", "ne", "clamp", "square", "softplus", "erf"),
     *("masked_fill", "float", "to", "type_as", "long", "bool", "half", "bfloat16", "double"),
 )
-def _elementwise(seen: Seen) -> Rule:
+def elementwise(seen: Seen) -> Rule:
+    """Find the rule of what is done to each element alike, and is not linear."""
     return _broadcast(seen)
 
 
@@ -331,13 +339,6 @@ def _attention(seen: Seen) -> Rule | None:
         for shape in seen.takes
     )
     return Rule(takes=takes, gives=("ab..",))
-
-
-@rule("embedding")
-def _embedding(seen: Seen) -> Rule:
-    """A table that is cut by rows needs a look-up of its own; by columns it does not."""
-    letters = _letters(len(seen.takes[0]))
-    return Rule(takes=(letters, ".n"), gives=(f"{letters}n",))
 
 
 @rule("getitem")

@@ -23,6 +23,7 @@ from penstock.model.capture.ghost import is_question
 from penstock.model.pytree import tree_map
 from penstock.torch_private import without_torch_dispatch, without_torch_function
 
+from . import kernels_vision  # noqa: F401 - its kernels register themselves
 from .convert import convert
 from .kernels import KERNELS, Local, shapes_given
 from .layouts import I, Layout, S
@@ -64,6 +65,10 @@ class ShardedTensor(Tensor):
     ) -> Any:
         with without_torch_dispatch():
             return func(*args, **(kwargs or {}))
+
+    def become(self, local: Tensor, layout: Layout) -> None:
+        """Stand for what it was changed to in place: this part of it, in this layout."""
+        self.local, self.held, self.known = local, layout, {layout: local}
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes what is of no use here
         return f"ShardedTensor({self.held!r}, shape {self.whole_shape})"
@@ -125,8 +130,8 @@ class LayerRun:
         whole = tuple(shape)
         with without_torch_function():
             found = _bare(whole, local.dtype).as_subclass(ShardedTensor)
-        found.local, found.held, found.whole_shape = local, layout, whole
-        found.run, found.known = self, {layout: local}
+        found.run, found.whole_shape = self, whole
+        found.become(local, layout)
         return found
 
     def made_whole(self, tensor: Tensor) -> Tensor:
@@ -153,12 +158,17 @@ class LayerRun:
             raise self._other_path(f"gives {len(given)} tensors to {planned.function}")
         sized = self._sizes(planned, given, (func, args, kwargs))
         locals_ = {id(t): self._held_as(t, to) for t, to in zip(given, sized.takes, strict=True)}
+        for changed in (given[place] for place in planned.changes):
+            if locals_[id(changed)] is not changed.local:
+                locals_[id(changed)] = locals_[id(changed)].clone()
         local_args, local_kwargs = tree_map(lambda t: locals_[id(t)], (args, kwargs))
         kernel = KERNELS.get(base_name(planned.function))
         if kernel is None:
             result = func(*local_args, **local_kwargs)
         else:
             result = kernel(func, local_args, local_kwargs, Local(sized, self._axes))
+        for changed in (given[place] for place in planned.changes):
+            changed.become(result, sized.gives[0])
         gives = iter(sized.gives)
         same = {id(tensor.local): tensor for tensor in given}
         return tree_map(lambda local: self._given(local, next(gives), same), result)
