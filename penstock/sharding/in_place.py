@@ -1,9 +1,9 @@
 """Whether a tensor that a layer changes in place is seen through the layer's own variable only.
 
-    y = norm(x)     new memory          each device may hold another part of y: what stands for
-    y.relu_()       changes it          it is given the part of the result instead
-    z = y.view(-1)  a view of it        of which a device may hold other parts than of y:
-    y.add_(1)       changes both        the layer is not divided
+y = norm(x)     new memory          each device may hold another part of y: what stands for
+y.relu_()       changes it          it is given the part of the result instead
+z = y.view(-1)  a view of it        of which a device may hold other parts than of y:
+y.add_(1)       changes both        the layer is not divided
 """
 
 from penstock.costs.graph import Call, Graph
@@ -14,9 +14,21 @@ _NEW_MEMORY = {
     *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
     *("batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm", "linear", "addmm"),
     *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
-    *("matmul", "bmm", "add", "sub", "mul", "div", "cat", "stack", "softmax", "embedding", "clone"),
+    *(
+        "matmul",
+        "bmm",
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "cat",
+        "stack",
+        "softmax",
+        "embedding",
+        "clone",
+    ),
     *("relu", "relu6", "hardtanh", "leaky_relu", "elu", "silu", "gelu", "sigmoid", "tanh"),
-    *("hardswish", "hardsigmoid", "mean", "amax"),
+    *("hardswish", "hardsigmoid", "mean", "amax", "clone"),
 }
 """Functions whose results share no memory with what they are given, unless they change it."""
 

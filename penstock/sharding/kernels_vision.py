@@ -57,16 +57,16 @@ def _mean(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
         same: Tensor = func(*args, **kwargs)
         return same
     whole = local.whole_shape(tensor.shape, layout)
-    total: Tensor = tensor.sum(*rest, **kwargs)
-    return total / prod(whole[dim] for dim in dims)
+    mean: Tensor = tensor.sum(*rest, **kwargs) / prod(whole[dim] for dim in dims)
+    return mean
 
 
 @kernel("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def _convolution(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Convolve as many groups as there are here."""
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    names = ["input", "weight", "bias", "stride", "padding", "dilation", "groups"]
     if func.__name__.startswith("conv_transpose"):
-        names = (*names[:5], "output_padding", "groups", "dilation")
+        names[5:] = "output_padding", "groups", "dilation"
     given = _Given.of(local, names, args, kwargs)
     groups = given.get("groups", 1)
     if groups == 1:
@@ -86,6 +86,18 @@ def _group_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     groups = given.get("num_groups") * x.shape[1] // channels
     result: Tensor = func(**{**given.values, "num_groups": groups})
     return result
+
+
+@kernel("instance_norm")
+def _instance_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+    """Normalise no samples, too, which torch's function of this name does not."""
+    names = ("input", "running_mean", "running_var", "weight", "bias")
+    given = _Given.of(local, names, args, kwargs)
+    x = given.get("input")
+    if x.numel():
+        same: Tensor = func(*args, **kwargs)
+        return same
+    return F.group_norm(x, x.shape[1], given.get("weight"), given.get("bias"))
 
 
 # -- batch_norm -----------------------------------------------------------------------------------
@@ -114,7 +126,7 @@ def _batch_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     else:
         result = func(**values)
     for whole, part in zip(running, here, strict=True):
-        if training and whole is not None:
+        if training and whole is not None and part is not None:
             whole.copy_(convert(part, own, (I,) * len(own), local.axes))
     return result
 
@@ -156,7 +168,8 @@ def _normalized(values: dict[str, Any], local: Local, layout: Layout) -> Tensor:
         for (running, found), times in zip(moved, (1, count / (count - 1)), strict=True):
             if running is not None:
                 running.lerp_((found * times).to(running.dtype), momentum)
-    return result.to(x.dtype)
+    normalized: Tensor = result.to(x.dtype)
+    return normalized
 
 
 def _summed(part: Tensor, local: Local, layout: Layout) -> Tensor:
@@ -251,7 +264,8 @@ def _of_cut_vocabulary(given: _Given, local: Local, class_dim: int, *, is_log: b
         losses = losses - smoothing / count * scores.sum(class_dim)
     if not is_log:
         losses = losses + _first_has(_log_sum_exp(scores, local, layout, class_dim), local, layout)
-    return losses.masked_fill(target == given.get("ignore_index", -100), 0)
+    counted: Tensor = losses.masked_fill(target == given.get("ignore_index", -100), 0)
+    return counted
 
 
 def _cut_axes(local: Local, layout: Layout, dim: int) -> list[Any]:

@@ -15,9 +15,20 @@ from penstock.costs.graph import Ref
 from .rules import LETTERS, WHOLE, Rule, Seen, base_name, elementwise, rule
 
 rule(
-    *("hardtanh", "relu6", "leaky_relu", "elu", "selu", "celu", "hardswish", "hardsigmoid", "mish"),
-    *("logsigmoid", "softsign", "threshold", "maximum", "minimum", "sign", "sin", "cos", "log1p"),
-    *("expm1", "reciprocal", "floor", "ceil", "round", "logical_and", "logical_or", "logical_not"),
+    *(
+        "hardtanh",
+        "relu6",
+        "leaky_relu",
+        "elu",
+        "selu",
+        "celu",
+        "hardswish",
+        "hardsigmoid",
+        "mish",
+    ),
+    *("logsigmoid", "softsign", "threshold", "maximum", "minimum", "sign", "sin", "cos"),
+    *("log1p", "expm1", "reciprocal", "floor", "ceil", "round", "logical_and", "logical_or"),
+    *("logical_not",),
 )(elementwise)
 
 
@@ -33,7 +44,7 @@ def _places(seen: Seen, *names: str) -> dict[str, int]:
     }
 
 
-def _rule(  # noqa: PLR0913 - the parts of a rule
+def _rule(
     seen: Seen,
     names: Sequence[str],
     letters: Sequence[str],
@@ -110,11 +121,13 @@ def _interpolate(seen: Seen) -> Rule:
 
 @rule("pad")
 def _pad(seen: Seen) -> Rule:
-    """What is padded by zeros, or by what is there, is linear; dimensions that grow are whole."""
+    """What is padded by zeros, or by what is there, is linear.  Dimensions that are padded by
+    nothing are whole too: images of another size may want it.
+    """
     sizes = tuple(seen.argument(1, "pad"))
     dims = len(seen.takes[0])
-    grows = [dims - 1 - n // 2 for n, size in enumerate(sizes) if size]
-    letters = "".join(WHOLE if d in grows else x for d, x in enumerate(LETTERS[:dims]))
+    num_padded = len(sizes) // 2
+    letters = LETTERS[: dims - num_padded] + WHOLE * num_padded
     is_linear = not seen.argument(3, "value")
     return Rule(takes=(letters,), gives=(letters,), is_linear=is_linear)
 
@@ -247,7 +260,7 @@ def _loss(seen: Seen) -> Rule | None:
     """The vocabulary is cut where targets are numbers of words that all weigh as much."""
     names = ("input", "target", "weight")
     places = _places(seen, *names)
-    if len(places) < 2:  # noqa: PLR2004 - scores and targets
+    if len(places) < 2:
         return None
     scores, targets = (seen.takes[places[name]] for name in names[:2])
     is_legacy = seen.argument(3, "size_average") is not None

@@ -40,15 +40,12 @@ class Norms(nn.Module):
         super().__init__()
         self.group = nn.GroupNorm(4, 8)
         self.instance = nn.InstanceNorm2d(8, affine=True)
-        self.old = nn.BatchNorm2d(8).eval()
+        self.old = nn.BatchNorm2d(8)
         self.bare = nn.BatchNorm2d(8, affine=False, track_running_stats=False)
-        self.flat = nn.BatchNorm1d(8, momentum=0.3)
+        self.flat = nn.BatchNorm1d(
+            8, momentum=0.3, eps=0.5
+        )  # of two samples all numbers are 1 or -1 else
         nn.init.normal_(self.group.weight)
-
-    def train(self, mode: bool = True) -> "Norms":
-        super().train(mode)
-        self.old.eval()
-        return self
 
     def forward(self, x: Tensor) -> Tensor:
         self.old.eval()
@@ -65,7 +62,9 @@ class Pools(nn.Module):
         most = F.max_pool2d(one, 2, ceil_mode=True)
         mean = F.avg_pool2d(F.pad(other, (0, 1)), 2, ceil_mode=True)[..., : most.shape[-1]]
         few = F.adaptive_avg_pool2d(torch.cat([most, mean], 1), (2, 2))
-        large = F.interpolate(few, scale_factor=2, mode="bilinear") * few.amax((2, 3), keepdim=True)
+        large = F.interpolate(few, scale_factor=2, mode="bilinear") * few.amax(
+            (2, 3), keepdim=True
+        )
         first, second = torch.stack([large, large.square()]).unbind(0)
         parts = first.split((2, 2), dim=2)
         centred = second - second.mean((0, 2), keepdim=True) + parts[0].sum(1, keepdim=True).mean()
@@ -115,27 +114,32 @@ class AmoebaCell(nn.Module):
 class LanguageHead(nn.Module):
     """Words to the loss of the next ones, with one table for both."""
 
-    def __init__(self, **how: float) -> None:
+    def __init__(self, smoothing: float = 0.0) -> None:
         super().__init__()
         self.table = nn.Embedding(11, 6, padding_idx=-3)
         self.head = nn.Linear(6, 11)
-        self.how = how
+        self.smoothing = smoothing
 
     def forward(self, words: Tensor) -> Tensor:
         x_BTV = self.head(self.table(words[:, :-1]).tanh())
         targets = words[:, 1:]
         mean = F.cross_entropy(
-            x_BTV.flatten(0, 1), targets.flatten(), ignore_index=4, **self.how
+            x_BTV.flatten(0, 1), targets.flatten(), ignore_index=4, label_smoothing=self.smoothing
         )
         logs = x_BTV.transpose(1, 2).log_softmax(1)
         each = F.nll_loss(logs, targets, reduction="none")
-        return mean * 3 + each.sum() + F.nll_loss(logs, targets) + F.cross_entropy(
-            x_BTV.transpose(1, 2), targets, reduction="sum"
+        return (
+            mean * 3
+            + each.sum()
+            + F.nll_loss(logs, targets)
+            + F.cross_entropy(x_BTV.transpose(1, 2), targets, reduction="sum")
         )
 
 
 class Weighed(nn.Module):
     """A classifier's loss, with classes that weigh more, and of shares of classes."""
+
+    weight: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,6 +166,6 @@ CASES = [
     Case("amoebanet-b", partial(AmoebaCell, AMOEBANET_B), (4, 4, 8, 7), ((3, 4, 6, 6),)),
     Case("amoebanet-d", partial(AmoebaCell, AMOEBANET_D), (4, 4, 8, 7), ((3, 4, 6, 6),)),
     Case("language head", LanguageHead, (4, 5), _WORDS, num_words=11),
-    Case("smooth head", partial(LanguageHead, label_smoothing=0.2), (4, 5), _WORDS, num_words=11),
+    Case("smooth head", partial(LanguageHead, smoothing=0.2), (4, 5), _WORDS, num_words=11),
     Case("weighed", Weighed, (4, 6), ((3, 6), (5, 6))),
 ]
