@@ -49,7 +49,7 @@ class Norms(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.old.eval()
-        x = F.normalize(self.instance(self.group(x)) + self.old(x), dim=1)
+        x = F.normalize(self.instance(x) + self.group(x) + self.old(x), dim=1)
         x = self.bare(x)
         return self.flat(x.mean((2, 3))) + self.flat(x.flatten(2)).sum(-1)
 
