@@ -79,6 +79,8 @@ def kernel(*names: str) -> Callable[[Kernel], Kernel]:
 
 RESHAPES = ("view", "reshape", "flatten", "unflatten")
 """Functions that merge and divide dimensions."""
+SHAPED = (*RESHAPES, "expand", "broadcast_to", "repeat_interleave")
+"""Those, and others whose results are longer or shorter than what they are given."""
 
 
 def shapes_given(
@@ -87,7 +89,7 @@ def shapes_given(
     """Return the shapes of whole results of what merges and divides dimensions, or is given a
     shape; None for all else.
     """
-    if name not in RESHAPES and name != "expand":
+    if name not in SHAPED:
         return None
     func, (_, *rest), kwargs = how
     asked = tuple(tuple(x) if isinstance(x, list | tuple) else x for x in rest)
@@ -106,7 +108,7 @@ def _reshape(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     return tensor.reshape(_shape_asked(local))
 
 
-@kernel("expand")
+@kernel("expand", "broadcast_to")
 def _expand(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     tensor: Tensor = args[0]
     return tensor.expand(_shape_asked(local))

@@ -199,7 +199,7 @@ def _broadcast(seen: Seen) -> Rule:
 @rule(
     *("gelu", "relu", "silu", "tanh", "sigmoid", "exp", "log", "sqrt", "rsqrt", "pow", "abs"),
     *("where", "lt", "gt", "le", "ge", "eq", "ne", "clamp", "square", "softplus", "erf"),
-    *("masked_fill", "float", "to", "type_as", "long", "bool", "half", "bfloat16", "double"),
+    *("masked_fill", "float", "long", "bool", "half", "bfloat16", "double"),
 )
 def elementwise(seen: Seen) -> Rule:
     """Find the rule of what is done to each element alike, and is not linear."""
@@ -237,34 +237,12 @@ def _linear(seen: Seen) -> Rule:
     return Rule(takes=takes, gives=(f"{rows}n",), bias=bias)
 
 
-@rule("addmm")
-def _addmm(seen: Seen) -> Rule:
-    return Rule(takes=("n", "ak", "kn"), gives=("an",), bias=0)
-
-
-@rule("matmul", "bmm")
-def _matmul(seen: Seen) -> Rule | None:
-    left, right = seen.takes
-    if len(left) != len(right) or left[:-2] != right[:-2]:
-        return None
-    rows = _letters(len(left) - 2)
-    return Rule(takes=(f"{rows}yk", f"{rows}kn"), gives=(f"{rows}yn",))
-
-
 @rule("layer_norm", "rms_norm")
 def _norm(seen: Seen) -> Rule:
     shape, normal = seen.takes[0], seen.argument(1, "normalized_shape")
     letters = _letters(len(shape) - len(normal)) + WHOLE * len(normal)
     rest = tuple(WHOLE * len(other) for other in seen.takes[1:])
     return Rule(takes=(letters, *rest), gives=(letters,))
-
-
-@rule("softmax", "log_softmax", "cumsum")
-def _along(seen: Seen) -> Rule:
-    dims = len(seen.takes[0])
-    dim = seen.argument(1, "dim", -1) % dims
-    letters = "".join(WHOLE if n == dim else x for n, x in enumerate(_letters(dims)))
-    return Rule(takes=(letters,), gives=(letters,))
 
 
 @rule("transpose")
@@ -321,54 +299,6 @@ def _group_starts(before: Shape, after: Shape) -> Iterator[tuple[int, int]]:
             else:
                 ends = ends[0], ends[1] + 1
         i, j = ends
-
-
-@rule("scaled_dot_product_attention")
-def _attention(seen: Seen) -> Rule | None:
-    """Sequences and heads are each other's affair; weights that are dropped are drawn together."""
-    drops, grouped = (
-        seen.argument(4, "dropout_p", 0.0),
-        seen.argument(7, "enable_gqa", default=False),
-    )
-    if drops or grouped or any(len(shape) != 4 for shape in seen.takes):
-        return None
-    result = seen.gives[0]
-    takes = tuple(
-        "".join(x if n == full else WHOLE for x, n, full in zip("ab", shape, result, strict=False))
-        + WHOLE * 2
-        for shape in seen.takes
-    )
-    return Rule(takes=takes, gives=("ab..",))
-
-
-@rule("getitem")
-def _getitem(seen: Seen) -> Rule | None:
-    """Dimensions that are taken whole keep their slices."""
-    index = seen.argument(1, "index")
-    index = index if isinstance(index, tuple) else (index,)
-    if len(seen.takes) != 1 or any(isinstance(part, tuple) for part in index):
-        return None
-    used = sum(part is not None and part != "Ellipsis" for part in index)
-    letters = iter(_letters(len(seen.takes[0])))
-    takes, gives = "", ""
-    for part in index:
-        if part is None:
-            gives += WHOLE
-        elif part == "Ellipsis":
-            kept = "".join(next(letters) for _ in range(len(seen.takes[0]) - used))
-            takes, gives = takes + kept, gives + kept
-        elif isinstance(part, int):
-            takes += WHOLE
-            next(letters)
-        else:
-            kept = next(letters)
-            is_whole = part == "slice(None, None, None)"
-            takes, gives = (
-                takes + (kept if is_whole else WHOLE),
-                gives + (kept if is_whole else WHOLE),
-            )
-    rest = "".join(letters)
-    return Rule(takes=(takes + rest,), gives=(gives + rest,), is_linear=True)
 
 
 def unknown(calls: Sequence[Seen]) -> list[str]:

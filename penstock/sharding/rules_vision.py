@@ -216,28 +216,30 @@ def _unbind(seen: Seen) -> Rule:
 @rule("sum", "mean")
 def _sum(seen: Seen) -> Rule:
     """What is cut of a dimension that is summed over gives partial sums, of a mean too."""
-    return _reduced(seen, cuts_reduced=True)
+    return reduced(seen, cuts_reduced=True)
 
 
 @rule("amax", "amin", "var", "std", "logsumexp", "prod", "all", "any")
 def _reduction(seen: Seen) -> Rule:
-    return _reduced(seen, cuts_reduced=False)
+    return reduced(seen, cuts_reduced=False)
 
 
-def _reduced(seen: Seen, *, cuts_reduced: bool) -> Rule:
-    dims = seen.argument(1, "dim")
+def reduced(seen: Seen, *, cuts_reduced: bool) -> Rule:
+    """Find the rule of what puts the numbers along some dimensions, or along all, together."""
+    dims = seen.argument(1, "dim", dict(seen.call.options).get("axis"))
+    dims = None if isinstance(dims, bool) else dims  # of another argument of `var`
     num_dims = len(seen.takes[0])
     dims = dims if isinstance(dims, tuple) else tuple(d for d in (dims,) if d is not None)
-    reduced = {d % num_dims for d in dims or range(num_dims)} if num_dims else set()
+    gone = {d % num_dims for d in dims or range(num_dims)} if num_dims else set()
     letters = LETTERS[:num_dims]
-    takes = letters if cuts_reduced else "".join(_kept(letters, reduced, WHOLE))
+    takes = letters if cuts_reduced else "".join(_kept(letters, gone, WHOLE))
     between = WHOLE if len(seen.gives[0]) == num_dims else ""
-    gives = "".join(_kept(letters, reduced, between))
-    return Rule(takes=(takes,), gives=(gives,), is_linear=cuts_reduced)
+    gives = "".join(_kept(letters, gone, between))
+    return Rule(takes=(takes,), gives=(gives,) * len(seen.gives), is_linear=cuts_reduced)
 
 
-def _kept(letters: str, reduced: set[int], instead: str) -> list[str]:
-    return [instead if d in reduced else x for d, x in enumerate(letters)]
+def _kept(letters: str, gone: set[int], instead: str) -> list[str]:
+    return [instead if d in gone else x for d, x in enumerate(letters)]
 
 
 # -- vocabularies ---------------------------------------------------------------------------------
