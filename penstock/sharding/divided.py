@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.costs.opaque_modules import as_functions
 from penstock.model.pytree import tree_map
 from penstock.model.stage_plan import Step
 from penstock.torch_private import parameters_of
@@ -82,7 +83,7 @@ class DividedLayer:
         """Call the layer; what it is given and what it gives is whole."""
         run = LayerRun(self.plan, self._axes, self._sized)
         args, kwargs = tree_map(run.whole, (function.args, function.keywords))
-        with self._lent(run):
+        with self._lent(run), as_functions([self._module]):
             result = function.func(*args, **kwargs)
         run.check_ended()
         return tree_map(run.made_whole, result)

@@ -26,6 +26,8 @@ _NEW_MEMORY = {
         "softmax",
         "embedding",
         "clone",
+        "sum",
+        "topk",
     ),
     *("relu", "relu6", "hardtanh", "leaky_relu", "elu", "silu", "gelu", "sigmoid", "tanh"),
     *("hardswish", "hardsigmoid", "mean", "amax", "clone"),

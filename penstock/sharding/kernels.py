@@ -12,7 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.costs.opaque_modules import OPAQUE
+
 from .layouts import Layout, S
+from .rules import base_name
 from .sizes import Shape, Sized
 
 if TYPE_CHECKING:
@@ -75,6 +78,22 @@ def kernel(*names: str) -> Callable[[Kernel], Kernel]:
         return own
 
     return register
+
+
+def kernel_of(function: str) -> Kernel | None:
+    """Return the kernel of a function or of an opaque module, by its full name."""
+    return _opaque if function in OPAQUE else KERNELS.get(base_name(function))
+
+
+def _opaque(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+    """Tell an opaque module where the slices begin that it is given."""
+    starts = {
+        letter: local.start(layout, dim)
+        for letters, layout in zip(OPAQUE[func.__name__].letters, local.sized.takes, strict=False)
+        for dim, letter in enumerate(letters)
+    }
+    result: Tensor = func(*args, **kwargs, starts=starts)
+    return result
 
 
 RESHAPES = ("view", "reshape", "flatten", "unflatten")

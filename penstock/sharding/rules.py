@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 from penstock.costs.graph import Call, Graph, Ref
+from penstock.costs.opaque_modules import OPAQUE
 
 from .layouts import I, Layout, P, R, S, State
 
@@ -164,9 +165,13 @@ def find(seen: Seen) -> Rule | None:
     """Return the rule of a call; None where there is none, or it is given one tensor twice: rules
     speak of tensors that differ.
     """
+    if len(seen.call.uses) > len(seen.takes):
+        return None
+    opaque = OPAQUE.get(seen.call.function)
+    if opaque is not None:
+        return Rule(takes=opaque.letters, gives=(opaque.gives,))
     finder = _RULES.get(base_name(seen.call.function))
-    is_twice = len(seen.call.uses) > len(seen.takes)
-    return None if finder is None or is_twice else finder(seen)
+    return None if finder is None else finder(seen)
 
 
 def _cut(own: Rule, letter: str) -> Choice:

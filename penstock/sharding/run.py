@@ -25,7 +25,7 @@ from penstock.torch_private import without_torch_dispatch, without_torch_functio
 
 from . import kernels_vision  # noqa: F401 - its kernels register themselves
 from .convert import convert
-from .kernels import KERNELS, Local, shapes_given
+from .kernels import Local, kernel_of, shapes_given
 from .layouts import I, Layout, S
 from .plan import LayerSharding, PlannedCall
 from .rules import base_name
@@ -162,7 +162,7 @@ class LayerRun:
             if locals_[id(changed)] is not changed.local:
                 locals_[id(changed)] = locals_[id(changed)].clone()
         local_args, local_kwargs = tree_map(lambda t: locals_[id(t)], (args, kwargs))
-        kernel = KERNELS.get(base_name(planned.function))
+        kernel = kernel_of(planned.function)
         if kernel is None:
             result = func(*local_args, **local_kwargs)
         else:
