@@ -1,12 +1,14 @@
 """Modules of language networks that the fuzz divides."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.costs.opaque_modules import OPAQUE, opaque_module
 from tests.sharding.fuzz import Case
 
 
@@ -151,6 +153,43 @@ class Mixture(nn.Module):
         return x + torch.einsum("gtec,egcm->gtm", combine, found)
 
 
+class SparseExperts(nn.Module):
+    """Experts that loop over the positions that they are given, as those of Mixtral."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act_fn = nn.SiLU()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 12, 8))
+        self.down_proj = nn.Parameter(torch.randn(4, 8, 6))
+
+    def forward(self, x: Tensor, which: Tensor, shares: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for number in which.unique():
+            token, place = torch.where(which == number)
+            gate, wide = F.linear(x[token], self.gate_up_proj[number]).split(6, -1)
+            found = F.linear(self.act_fn(gate) * wide, self.down_proj[number])
+            result.index_add_(0, token, found * shares[token, place, None])
+        return result
+
+
+_MIXTRAL = OPAQUE["transformers.models.mixtral.modeling_mixtral.MixtralExperts"]
+opaque_module(replace(_MIXTRAL, name=f"{__name__}.SparseExperts"))
+
+
+class Sparse(nn.Module):
+    """Experts of which each position takes two, and their own loop over positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 4, bias=False), SparseExperts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, 8)
+        shares, which = self.gate(rows).softmax(-1).topk(2, -1)
+        shares /= shares.sum(-1, keepdim=True)
+        return x + self.experts(rows, which, shares).view(x.shape)
+
+
 SHAPE, OTHERS = (4, 6, 8), ((3, 5, 8), (1, 4, 8))
 CASES = [
     Case("own attention", OwnAttention, SHAPE, OTHERS),
@@ -160,4 +199,5 @@ CASES = [
     Case("products", Products, SHAPE, OTHERS),
     Case("picks", Picks, SHAPE, OTHERS),
     Case("mixture", Mixture, SHAPE, OTHERS),
+    Case("sparse experts", Sparse, SHAPE, OTHERS),
 ]
