@@ -172,7 +172,7 @@ def _without_one(seen: Seen) -> Rule:
 
 
 @rule("argmax", "argmin", "max", "min", "count_nonzero", "median")
-def _chosen(seen: Seen) -> Rule:
+def _chosen(seen: Seen) -> Rule | None:
     """Of one tensor, along a dimension or of all; of two, element by element."""
     if len(seen.takes) > 1:
         return elementwise(seen)

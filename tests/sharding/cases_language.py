@@ -136,17 +136,18 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gates = self.gate(x).softmax(-1)
         _, best = gates.topk(2, dim=-1)
-        num_experts, combine, taken = gates.shape[-1], None, None
+        num_experts = gates.shape[-1]
+        combine, taken = torch.zeros(()), torch.zeros(())
         for number in range(2):
             mine = F.one_hot(best[..., number], num_experts).to(x.dtype)
             place = mine.cumsum(1) - mine
-            place = place if taken is None else place + taken
+            place = place + taken
             taken = mine.sum(1, keepdim=True)
             kept = mine * (place < self.places).to(x.dtype)
             own = (place * kept).sum(-1).long().clamp(max=self.places - 1)
             slots = F.one_hot(own, self.places).to(x.dtype)
             share = (gates * kept).unsqueeze(-1) * slots.unsqueeze(-2)
-            combine = share if combine is None else combine + share
+            combine = combine + share
         given = torch.einsum("gtec,gtm->egcm", (combine > 0).to(x.dtype), x)
         rows = given.reshape(num_experts, -1, 8)
         found = torch.bmm(torch.bmm(rows, self.up).relu(), self.down).reshape(given.shape)
