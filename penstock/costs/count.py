@@ -28,6 +28,7 @@ from penstock.torch_private import parameters_of, storage_id
 from .backward_graph import BackwardGraph
 from .graph import Graph
 from .layer_run import kind_of
+from .opaque_modules import as_functions
 from .profile import AtSize, LayerKind, Operator, Value
 from .recorder import NeedsValues, Recorder
 
@@ -187,7 +188,13 @@ class _Count:
         if self._layers.model is not None:
             modules.append(self._layers.model)
         random = torch.random.fork_rng(devices=[])
-        with on_meta(modules) as lent, random, torch.enable_grad(), self.explained(inputs):
+        with (
+            on_meta(modules) as lent,
+            as_functions(modules),
+            random,
+            torch.enable_grad(),
+            self.explained(inputs),
+        ):
             self._recorder = Recorder(_names(self._layers), torch_type)
             self.run(inputs_on_meta(inputs), loss)
             weights = (tensor for tensor in lent.values() if isinstance(tensor, nn.Parameter))

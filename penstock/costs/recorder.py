@@ -326,13 +326,20 @@ class _Operators(TorchDispatchMode):
             args, kwargs = _as_meta(args), _as_meta(kwargs)
             if kwargs.get("device") is not None:
                 kwargs["device"] = torch.device("meta")
-            if torch.Tag.dynamic_output_shape in func.tags:
+            if torch.Tag.dynamic_output_shape in func.tags and not _is_by_number(func, args):
                 raise NeedsValues(str(func))
         elif kwargs.get("device") not in (None, torch.device("cpu")):
             kwargs["device"] = torch.device("meta")
         ran = self._results.run(func, args, kwargs)
         self._recorder.note(func, args, kwargs, ran.operators)
         return ran.result
+
+
+def _is_by_number(func: Any, args: Any) -> bool:
+    """Tell whether an operator picks by numbers: how many it picks is known from their shape."""
+    by_truth = (torch.bool, torch.uint8)
+    is_index = func is torch.ops.aten.index.Tensor
+    return is_index and all(t.dtype not in by_truth for t in tensors_in(args[1]))
 
 
 def _as_meta(value: Any) -> Any:

@@ -4,7 +4,7 @@ Gradients travel in buckets of one type each.  A bucket's sum begins when the st
 has run, and is awaited where the step ends.  What shards have parts of is summed over them then.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +40,7 @@ class Replicas:
         group: Collectives,
         *,
         pools_statistics: bool,
-        partial: Sequence[tuple[Collectives, Collection[Tensor]]] = (),
+        partial: Sequence[tuple[Collectives, Sequence[Tensor]]] = (),
     ) -> None:
         self._group, self.partial = group, partial
         self.pools_statistics = pools_statistics
@@ -102,8 +102,8 @@ class Replicas:
         return found
 
 
-def _begun(group: Collectives, parameters: Iterable[Tensor]) -> list[_Bucket]:
-    """Begin to sum gradients over a group."""
+def _begun(group: Collectives, parameters: Sequence[Tensor]) -> list[_Bucket]:
+    """Begin to sum gradients over a group, in whose processes they are in the same order."""
     trained = [p for p in parameters if p.requires_grad]
     _check_can_be_summed(trained)
     found = []

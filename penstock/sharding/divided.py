@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.costs.opaque_modules import as_functions
 from penstock.errors import PlanError
 from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stage_plan import Step
@@ -59,7 +60,7 @@ class DividedLayer:
     """A layer that is run in shards along axes; its weights are at rest as the plan says."""
 
     def __init__(self, index: int, module: nn.Module, plan: LayerSharding, axes: Axes) -> None:
-        self._index, self.plan, self.axes = index, plan, axes
+        self._index, self._module, self.plan, self.axes = index, module, plan, axes
         self._sized: dict[Any, Sized] = {}
         whole = (I,) * len(axes)
         layouts = {
@@ -70,7 +71,7 @@ class DividedLayer:
             (parameters_of(part), name, layouts[id(parameter)])
             for part in module.modules()
             for name, parameter in parameters_of(part).items()
-            if parameter is not None
+            if parameter is not None and parameter.requires_grad
         ]
         held = {parameters[name]: layout for parameters, name, layout in self._places}
         self.cut = {
@@ -80,9 +81,11 @@ class DividedLayer:
         }
         """The weights that are cut."""
         self.partial = [
-            {weight for weight, layout in held.items() if layout[n] is R} for n in range(len(axes))
+            [weight for weight, layout in held.items() if layout[n] is R] for n in range(len(axes))
         ]
-        """The weights whose gradients are parts of a sum along each axis, until a step ends."""
+        """The weights whose gradients are parts of a sum along each axis, until a step ends; in an
+        order that is the same on each device, since they are summed in buckets.
+        """
 
     def cut_weights(self) -> None:
         """Keep this device's shard of each weight only; each parameter stays the same object."""
@@ -111,7 +114,7 @@ class DividedLayer:
             )
         wrapped = [run.entered(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)]
         args, kwargs = unflatten(structure, wrapped)
-        with self._lent(run):
+        with self._lent(run), as_functions([self._module]):
             result = function.func(*args, **kwargs)
         run.check_ended()
         return tree_map(run.left, result)
@@ -157,13 +160,16 @@ class Shards:
         for layer in self.layers.values():
             layer.cut_weights()
 
-    def partial(self) -> list[tuple["Collectives", set[Tensor]]]:
-        """Return for each axis the weights whose gradients are to be summed along it."""
-        found = []
-        for n, axis in enumerate(self.axes):
-            own = set[Tensor]().union(*(layer.partial[n] for layer in self.layers.values()))
-            found += [(axis, own)] if own else []
-        return found
+    def partial(self) -> list[tuple["Collectives", list[Tensor]]]:
+        """Return for each axis the weights whose gradients are to be summed along it, in an order
+        that is the same on each device.
+        """
+        layers = self.layers.values()
+        found = [
+            (axis, [w for own in layers for w in own.partial[n]])
+            for n, axis in enumerate(self.axes)
+        ]
+        return [(axis, weights) for axis, weights in found if weights]
 
     def named(self, weights: Mapping[str, Tensor]) -> "CutWeights":
         """Return what this process holds of weights, by their names."""

@@ -12,7 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.costs.opaque_modules import OPAQUE
+
 from .layouts import Layout, S
+from .rules import base_name
 from .sizes import Shape, Sized
 
 if TYPE_CHECKING:
@@ -77,8 +80,26 @@ def kernel(*names: str) -> Callable[[Kernel], Kernel]:
     return register
 
 
+def kernel_of(function: str) -> Kernel | None:
+    """Return the kernel of a function or of an opaque module, by its full name."""
+    return _opaque if function in OPAQUE else KERNELS.get(base_name(function))
+
+
+def _opaque(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+    """Tell an opaque module where the slices begin that it is given."""
+    starts = {
+        letter: local.start(layout, dim)
+        for letters, layout in zip(OPAQUE[func.__name__].letters, local.sized.takes, strict=False)
+        for dim, letter in enumerate(letters)
+    }
+    result: Tensor = func(*args, **kwargs, starts=starts)
+    return result
+
+
 RESHAPES = ("view", "reshape", "flatten", "unflatten")
 """Functions that merge and divide dimensions."""
+SHAPED = (*RESHAPES, "expand", "broadcast_to", "repeat_interleave")
+"""Those, and others whose results are longer or shorter than what they are given."""
 
 
 def shapes_given(
@@ -87,7 +108,7 @@ def shapes_given(
     """Return the shapes of whole results of what merges and divides dimensions, or is given a
     shape; None for all else.
     """
-    if name not in RESHAPES and name != "expand":
+    if name not in SHAPED:
         return None
     func, (_, *rest), kwargs = how
     asked = tuple(tuple(x) if isinstance(x, list | tuple) else x for x in rest)
@@ -106,7 +127,7 @@ def _reshape(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     return tensor.reshape(_shape_asked(local))
 
 
-@kernel("expand")
+@kernel("expand", "broadcast_to")
 def _expand(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     tensor: Tensor = args[0]
     return tensor.expand(_shape_asked(local))

@@ -20,13 +20,14 @@ from .rules import Choice, base_name
 @dataclass(frozen=True)
 class PlannedCall:
     """One call of a layer: how it is divided along each axis, and the bytes that each device sends
-    for it.
+    for it; `changes` are the places of what it changes in place, of what it takes.
     """
 
     function: str
     choices: tuple[Choice, ...]
     forward_bytes: int = 0
     backward_bytes: int = 0
+    changes: tuple[int, ...] = ()
 
     @cached_property
     def takes(self) -> tuple[Layout, ...]:

@@ -25,7 +25,9 @@ from scipy.sparse import coo_array
 from penstock.costs.graph import Call, Graph, TensorSpec
 from penstock.errors import PlanError
 
+from . import rules_vision  # noqa: F401 - its rules register themselves
 from .costs import Costs
+from .in_place import may_change
 from .layouts import I, Layout, State
 from .plan import LayerSharding, PlannedCall, conversion_bytes
 from .rules import Choice, Seen, divisions, fits
@@ -305,7 +307,9 @@ def priced(
         both = [sent(n, after) for n, after in zip(call.takes, planned.takes, strict=True)]
         forward, backward = (sum(column) for column in zip(*both, strict=True))
         layouts.update(zip(call.gives, planned.gives, strict=True))
-        found.append(replace(planned, forward_bytes=forward, backward_bytes=backward))
+        changes = tuple(map(call.takes.index, call.changes))
+        sent_now = {"forward_bytes": forward, "backward_bytes": backward}
+        found.append(replace(planned, **sent_now, changes=changes))
     names = {n: graph.tensors[n].name.removeprefix(f"{name}.") for n in solved.weights}
     entering = {n for call in calls for n in call.takes if n not in maker and n in borders}
     return LayerSharding(
@@ -320,10 +324,10 @@ def priced(
 def routed_calls(graph: Graph, layer: int) -> list[Call]:
     """Return the calls inside a layer's own call that work on what it is given or on its weights.
 
-    All others make what they make of nothing, on each device alike.
+    All others make what they make of nothing, or of buffers, on each device alike.
     """
     found: list[Call] = []
-    free: set[int] = set()
+    free = {n for n, spec in enumerate(graph.tensors) if spec.name and not spec.wants_gradient}
     for call in graph.of_layer(layer):
         if call.is_between:
             continue
@@ -351,10 +355,11 @@ def why_whole(graph: Graph, layer: int) -> str:
     What is changed in place may be seen through another view of it, of which a device may hold
     another part.
     """
+    routed = {id(call) for call in routed_calls(graph, layer)}
     for call in graph.of_layer(layer):
         if call.is_between:
             continue
-        if call.changes:
+        if call.changes and id(call) in routed and not may_change(graph, call):
             return f"{call.function} changes a tensor in place"
         if not call.function:
             return "code that no function of torch shows"

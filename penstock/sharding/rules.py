@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 from penstock.costs.graph import Call, Graph, Ref
+from penstock.costs.opaque_modules import OPAQUE
 
 from .layouts import I, Layout, P, R, S, State
 
@@ -31,25 +32,29 @@ class Rule:
     """What may be cut in a call: letters for each dimension of what it takes and gives.
 
     A result is linear in all that it takes together if `is_linear`: of partial sums it gives
-    partial sums.  `bias` is the place of what is added to a product.
+    partial sums.  `bias` is the place of what is added to a product.  `pieces` says of letters how
+    long the pieces are, of the first tensor that has one, which are not cut; 1 otherwise.
     """
 
     takes: tuple[str, ...]
     gives: tuple[str, ...]
     is_linear: bool = False
     bias: int | None = None
+    pieces: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One way to divide a call along an axis: a state for each tensor it takes and gives.
 
-    `cut` is the letter that is cut; "" where all devices do the same.
+    `cut` is the letter that is cut; "" where all devices do the same.  Slices of the first tensor
+    that has it are multiples of `piece` long.
     """
 
     takes: tuple[State, ...]
     gives: tuple[State, ...]
     cut: str = ""
+    piece: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +155,23 @@ def _is_enough(seen: Seen, choice: Choice, count: int) -> bool:
         *zip(seen.takes, choice.takes, strict=True),
         *zip(seen.gives, choice.gives, strict=True),
     )
-    return all(fits(shape, (state,), (count,)) for shape, state in tensors)
+    if not all(fits(shape, (state,), (count,)) for shape, state in tensors):
+        return False
+    cut = (shape[s.dim] for shape, s in tensors if isinstance(s, S))
+    return next(cut, count * choice.piece) >= count * choice.piece
 
 
 def find(seen: Seen) -> Rule | None:
     """Return the rule of a call; None where there is none, or it is given one tensor twice: rules
     speak of tensors that differ.
     """
+    if len(seen.call.uses) > len(seen.takes):
+        return None
+    opaque = OPAQUE.get(seen.call.function)
+    if opaque is not None:
+        return Rule(takes=opaque.letters, gives=(opaque.gives,))
     finder = _RULES.get(base_name(seen.call.function))
-    is_twice = len(seen.call.uses) > len(seen.takes)
-    return None if finder is None or is_twice else finder(seen)
+    return None if finder is None else finder(seen)
 
 
 def _cut(own: Rule, letter: str) -> Choice:
@@ -167,7 +179,7 @@ def _cut(own: Rule, letter: str) -> Choice:
     takes: list[State] = [S(name.index(letter)) if letter in name else R for name in own.takes]
     if own.bias is not None and letter not in own.takes[own.bias] and P in gives:
         takes[own.bias] = P
-    return Choice(tuple(takes), gives, letter)
+    return Choice(tuple(takes), gives, letter, dict(own.pieces).get(letter, 1))
 
 
 # -- the rules ------------------------------------------------------------------------------------
@@ -192,9 +204,10 @@ def _broadcast(seen: Seen) -> Rule:
 @rule(
     *("gelu", "relu", "silu", "tanh", "sigmoid", "exp", "log", "sqrt", "rsqrt", "pow", "abs"),
     *("where", "lt", "gt", "le", "ge", "eq", "ne", "clamp", "square", "softplus", "erf"),
-    *("masked_fill", "float", "to", "type_as", "long", "bool", "half", "bfloat16", "double"),
+    *("masked_fill", "float", "long", "bool", "half", "bfloat16", "double"),
 )
-def _elementwise(seen: Seen) -> Rule:
+def elementwise(seen: Seen) -> Rule:
+    """Find the rule of what is done to each element alike, and is not linear."""
     return _broadcast(seen)
 
 
@@ -229,34 +242,12 @@ def _linear(seen: Seen) -> Rule:
     return Rule(takes=takes, gives=(f"{rows}n",), bias=bias)
 
 
-@rule("addmm")
-def _addmm(seen: Seen) -> Rule:
-    return Rule(takes=("n", "ak", "kn"), gives=("an",), bias=0)
-
-
-@rule("matmul", "bmm")
-def _matmul(seen: Seen) -> Rule | None:
-    left, right = seen.takes
-    if len(left) != len(right) or left[:-2] != right[:-2]:
-        return None
-    rows = _letters(len(left) - 2)
-    return Rule(takes=(f"{rows}yk", f"{rows}kn"), gives=(f"{rows}yn",))
-
-
 @rule("layer_norm", "rms_norm")
 def _norm(seen: Seen) -> Rule:
     shape, normal = seen.takes[0], seen.argument(1, "normalized_shape")
     letters = _letters(len(shape) - len(normal)) + WHOLE * len(normal)
     rest = tuple(WHOLE * len(other) for other in seen.takes[1:])
     return Rule(takes=(letters, *rest), gives=(letters,))
-
-
-@rule("softmax", "log_softmax", "cumsum")
-def _along(seen: Seen) -> Rule:
-    dims = len(seen.takes[0])
-    dim = seen.argument(1, "dim", -1) % dims
-    letters = "".join(WHOLE if n == dim else x for n, x in enumerate(_letters(dims)))
-    return Rule(takes=(letters,), gives=(letters,))
 
 
 @rule("transpose")
@@ -313,61 +304,6 @@ def _group_starts(before: Shape, after: Shape) -> Iterator[tuple[int, int]]:
             else:
                 ends = ends[0], ends[1] + 1
         i, j = ends
-
-
-@rule("scaled_dot_product_attention")
-def _attention(seen: Seen) -> Rule | None:
-    """Sequences and heads are each other's affair; weights that are dropped are drawn together."""
-    drops, grouped = (
-        seen.argument(4, "dropout_p", 0.0),
-        seen.argument(7, "enable_gqa", default=False),
-    )
-    if drops or grouped or any(len(shape) != 4 for shape in seen.takes):
-        return None
-    result = seen.gives[0]
-    takes = tuple(
-        "".join(x if n == full else WHOLE for x, n, full in zip("ab", shape, result, strict=False))
-        + WHOLE * 2
-        for shape in seen.takes
-    )
-    return Rule(takes=takes, gives=("ab..",))
-
-
-@rule("embedding")
-def _embedding(seen: Seen) -> Rule:
-    """A table that is cut by rows needs a look-up of its own; by columns it does not."""
-    letters = _letters(len(seen.takes[0]))
-    return Rule(takes=(letters, ".n"), gives=(f"{letters}n",))
-
-
-@rule("getitem")
-def _getitem(seen: Seen) -> Rule | None:
-    """Dimensions that are taken whole keep their slices."""
-    index = seen.argument(1, "index")
-    index = index if isinstance(index, tuple) else (index,)
-    if len(seen.takes) != 1 or any(isinstance(part, tuple) for part in index):
-        return None
-    used = sum(part is not None and part != "Ellipsis" for part in index)
-    letters = iter(_letters(len(seen.takes[0])))
-    takes, gives = "", ""
-    for part in index:
-        if part is None:
-            gives += WHOLE
-        elif part == "Ellipsis":
-            kept = "".join(next(letters) for _ in range(len(seen.takes[0]) - used))
-            takes, gives = takes + kept, gives + kept
-        elif isinstance(part, int):
-            takes += WHOLE
-            next(letters)
-        else:
-            kept = next(letters)
-            is_whole = part == "slice(None, None, None)"
-            takes, gives = (
-                takes + (kept if is_whole else WHOLE),
-                gives + (kept if is_whole else WHOLE),
-            )
-    rest = "".join(letters)
-    return Rule(takes=(takes + rest,), gives=(gives + rest,), is_linear=True)
 
 
 def unknown(calls: Sequence[Seen]) -> list[str]:

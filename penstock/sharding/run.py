@@ -23,8 +23,9 @@ from penstock.model.capture.ghost import is_question
 from penstock.model.pytree import tree_map
 from penstock.torch_private import without_torch_dispatch, without_torch_function
 
+from . import kernels_vision  # noqa: F401 - its kernels register themselves
 from .convert import convert
-from .kernels import KERNELS, Local, shapes_given
+from .kernels import Local, kernel_of, shapes_given
 from .layouts import I, Layout, S
 from .plan import LayerSharding, PlannedCall
 from .rules import base_name
@@ -66,6 +67,10 @@ class ShardedTensor(Tensor):
     ) -> Any:
         with without_torch_dispatch():
             return func(*args, **(kwargs or {}))
+
+    def become(self, local: Tensor, layout: Layout) -> None:
+        """Stand for what it was changed to in place: this part of it, in this layout."""
+        self.local, self.held, self.known = local, layout, {layout: local}
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes what is of no use here
         return f"ShardedTensor({self.held!r}, shape {self.whole_shape})"
@@ -132,8 +137,8 @@ class LayerRun:
         whole = tuple(shape)
         with without_torch_function():
             found = _bare(whole, local.dtype).as_subclass(ShardedTensor)
-        found.local, found.held, found.whole_shape = local, layout, whole
-        found.run, found.known, found.made_by = self, {layout: local}, (-1, 0)
+        found.run, found.whole_shape, found.made_by = self, whole, (-1, 0)
+        found.become(local, layout)
         return found
 
     def entered(self, tensor: Tensor, layout: Layout | None) -> ShardedTensor:
@@ -172,12 +177,17 @@ class LayerRun:
             raise self._other_path(f"gives {len(given)} tensors to {planned.function}")
         sized = self._sizes(planned, given, (func, args, kwargs))
         locals_ = {id(t): self._held_as(t, to) for t, to in zip(given, sized.takes, strict=True)}
+        for changed in (given[place] for place in planned.changes):
+            if locals_[id(changed)] is not changed.local:
+                locals_[id(changed)] = locals_[id(changed)].clone()
         local_args, local_kwargs = tree_map(lambda t: locals_[id(t)], (args, kwargs))
-        kernel = KERNELS.get(base_name(planned.function))
+        kernel = kernel_of(planned.function)
         if kernel is None:
             result = func(*local_args, **local_kwargs)
         else:
             result = kernel(func, local_args, local_kwargs, Local(sized, self._axes))
+        for changed in (given[place] for place in planned.changes):
+            changed.become(result, sized.gives[0])
         gives = iter(enumerate(sized.gives))
         same = {id(tensor.local): tensor for tensor in given}
         return tree_map(lambda local: self._given(local, *next(gives), same), result)

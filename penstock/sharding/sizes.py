@@ -52,10 +52,10 @@ def size(
         results = [_Growing(shape) for shape in gives]
     for number, (axis, choice) in enumerate(zip(axes, planned.choices, strict=True)):
         now = [layout[number] for layout in before]
-        units, parts = _parts(choice, takes, results, now, axis.size)
+        units, parts, length = _parts(choice, takes, results, now, axis.size)
         for states, growing in ((choice.takes, takes), (choice.gives, results)):
             for state, own in zip(states, growing, strict=True):
-                own.grow(state, units, parts, axis.rank)
+                own.grow(state, units, parts, (length, axis.rank))
     return Sized(
         tuple(tuple(own.layout) for own in takes),
         tuple(tuple(own.layout) for own in results),
@@ -76,7 +76,7 @@ def size_like(
         if keeps and isinstance(now, S) and isinstance(state, S) and now.dim == state.dim:
             parts = now.sizes
         keeps = keeps and isinstance(now, S) == isinstance(state, S)
-        own.grow(state, length, parts, axis.rank)
+        own.grow(state, length, parts, (length, axis.rank))
         keeps = keeps and (not isinstance(now, S) or own.layout[-1] == now)
     return tuple(own.layout)
 
@@ -95,10 +95,12 @@ class _Growing:
         """Return the length of the dimension that is cut; None: it is unknown, or none is."""
         return self.lengths[state.dim] if isinstance(state, S) and self.lengths else None
 
-    def grow(self, state: State, units: int, parts: Sizes, rank: int) -> None:
+    def grow(self, state: State, units: int, parts: Sizes, known: tuple[int, int]) -> None:
         if isinstance(state, S):
+            taken, rank = known
             length = self.length(state)
-            times = 1 if length is None or not units else length // units
+            length = taken if length is None else length
+            times = length // units if units else 1
             state = S(state.dim, tuple(times * part for part in parts))
             if self.lengths:
                 self.lengths[state.dim] = state.sizes[rank]
@@ -111,14 +113,18 @@ def _parts(
     results: Sequence[_Growing],
     now: Sequence[State],
     count: int,
-) -> tuple[int, Sizes]:
-    """Return how many units may be dealt out to the devices of an axis, and how many each gets."""
+) -> tuple[int, Sizes, int]:
+    """Return how many units may be dealt out to the devices of an axis, how many each gets, and
+    how long what is cut of the first tensor is.
+    """
     known = [own.length(state) for state, own in zip(choice.takes, takes, strict=True)]
     made = [own.length(state) for state, own in zip(choice.gives, results, strict=True)]
-    units = gcd(*(length for length in (*known, *made) if length is not None))
+    lengths = [length for length in (*known, *made) if length is not None]
+    first = lengths[0] if lengths else 0
+    units = gcd(*lengths, first // choice.piece)
     for length, wanted, state in zip(known, choice.takes, now, strict=True):
         if length and isinstance(wanted, S) and isinstance(state, S) and state.dim == wanted.dim:
             times = length // units
             if sum(state.sizes) == length and all(n % times == 0 for n in state.sizes):
-                return units, tuple(n // times for n in state.sizes)
-    return units, even(units, count)
+                return units, tuple(n // times for n in state.sizes), first
+    return units, even(units, count), first

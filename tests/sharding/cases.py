@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.zoo import transformer_lm
+from tests.sharding import cases_language, cases_vision
 from tests.sharding.fuzz import Case
 
 
@@ -36,4 +37,6 @@ CASES = [
     Case("functions", Functions, (4, 3, 8), ((3, 5, 8), (1, 2, 8))),
     Case("gpt block", gpt_block, (4, 6, 8), ((3, 5, 8), (1, 2, 8))),
     Case("embedding", partial(nn.Embedding, 11, 6), (3, 4), ((5, 3),), num_words=11),
+    *cases_vision.CASES,
+    *cases_language.CASES,
 ]

@@ -118,7 +118,7 @@ def _whole_gradient(weight: Tensor, divided: DividedLayer) -> Tensor:
     gradient = weight.grad
     assert gradient is not None
     for axis, own in zip(divided.axes, divided.partial, strict=True):
-        if weight in own:
+        if any(weight is one for one in own):
             axis.all_reduce(gradient, "for a gradient")
     cut = divided.cut.get(weight)
     return gradient if cut is None else convert(gradient, cut.layout, cut.whole, cut.axes)

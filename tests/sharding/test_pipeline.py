@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock import Mesh, Pipeline
+from penstock import Mesh, Pipeline, Recompute
 from penstock.planner.placement import Placement
+from penstock.sharding.named import READY
 from penstock.zoo import gpt
 from tests.distributed.call import call
 
@@ -122,6 +123,65 @@ def test_a_checkpoint_of_one_process_goes_on_in_shards(tmp_path: Path) -> None:
     placement = Placement.of(range(1), num_shards=2)
     for found in call(goes_on, placement, tmp_path, where=str(tmp_path / "saved")):
         assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
+
+
+def by_every_plan(mesh: Mesh) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name in READY:
+        for recompute in (Recompute.NEVER, Recompute.STAGE, Recompute.layers("blocks.1")):
+            model = made(0)
+            pipe = piped(model, mesh=mesh, sharding=name, recompute=recompute)
+            optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+            losses = []
+            for _ in range(2):
+                losses.append(pipe.train_step(WORDS, WORDS))
+                pipe.train_step(WORDS, WORDS)  # gradients of two steps add up
+                gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
+                gradients = {n: g.clone() for n, g in pipe.shards.whole(gradients).items()}
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+            assert pipe.sharding is not None
+            moved = [layer for layer in pipe.sharding.layers if layer.num_entering]
+            found[f"{name}, {recompute}"] = {
+                "losses": losses,
+                "gradients": gradients,
+                "moved": len(moved),
+                "divided": sum(layer.is_divided for layer in pipe.sharding.layers),
+            }
+    return found
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Placement.of(range(1), num_shards=2),
+        pytest.param(Placement.of(range(2), num_shards=2), marks=pytest.mark.slow),
+        pytest.param(Placement.of(range(1), num_shards=(2, 2)), marks=pytest.mark.slow),
+    ],
+    ids=["2 shards", "2 stages of 2 shards", "2 x 2 shards"],
+)
+def test_every_ready_plan_trains_as_the_unsplit_model(
+    placement: Placement, tmp_path: Path
+) -> None:
+    pipe = as_one()
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    losses = []
+    for _ in range(2):
+        losses.append(pipe.train_step(WORDS, WORDS))
+        pipe.train_step(WORDS, WORDS)
+        gradients = {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    for of_rank in call(by_every_plan, placement, tmp_path, timeout_s=300.0):
+        for plan, found in of_rank.items():
+            for mine, own in zip(found["losses"], losses, strict=True):
+                assert torch.allclose(mine, own, rtol=0, atol=1e-12), plan
+            for name, gradient in found["gradients"].items():
+                assert torch.allclose(gradient, gradients[name], rtol=0, atol=1e-12), (plan, name)
+            # a model as small as this one is better not divided: "auto" may say so
+            assert found["divided"] or plan.startswith("auto"), plan
+            if plan.startswith(("data", "zero3")):
+                assert found["moved"], plan
 
 
 class Odd(nn.Module):

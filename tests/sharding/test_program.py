@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from penstock.costs.count import record_graph
 from penstock.costs.graph import Graph
@@ -98,12 +99,40 @@ def test_a_function_without_a_rule_is_done_by_all_alike_and_named() -> None:
     assert "done by all alike: torch.fft.fft, " in str(found)
 
 
-def test_a_layer_that_changes_tensors_in_place_is_done_by_all_alike() -> None:
-    graph = graph_of(nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)))
-    assert [call.changes for call in graph.of_layer(1)][1] == (graph.of_layer(1)[0].gives[0],)
-    found = plan_sharding("megatron", graph, ["0", "1"], Costs.usual((2,)))
-    assert not found.layers[1].is_divided and not found.layers[1].weights
-    assert "torch.nn.functional.relu changes a tensor in place" in str(found)
+class Changed(nn.Linear):
+    """Changes what is new, or what it was given, or what a view of it is read after."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__(8, 8)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        view = y[..., :4] if self.change == "viewed" else y
+        changed = x * 1 if self.change == "another" else x.view(-1, 8)
+        changed = y if self.change in ("new", "viewed") else changed
+        F.relu(changed, inplace=True)
+        return y + view.sum() + changed.sum()
+
+
+@pytest.mark.parametrize(
+    ("change", "may"),
+    [("new", True), ("another", True), ("viewed", False), ("given", False)],
+)
+def test_only_what_nothing_shares_memory_with_is_changed_in_shards(change: str, may: bool) -> None:
+    graph = graph_of(nn.Linear(8, 8), Changed(change))
+    found = plan_sharding("megatron", graph, ["0", "1", "2"], Costs.usual((2,)))
+    reason = "torch.nn.functional.relu changes a tensor in place"
+    assert (reason in found.unknown) != may
+    assert bool(found.layers[2].calls) == may
+
+
+def test_groups_are_cut_between_them() -> None:
+    graph = graph_of(nn.Conv1d(6, 6, 1, groups=3), shape=(1, 6, 4))
+    (call,) = graph.of_layer(1)
+    for count, cuts in ((3, True), (4, False)):  # six channels, in three groups
+        letters = {choice.cut for choice in choices(Seen.of(graph, call), count)}
+        assert ("g" in letters) == cuts
 
 
 def test_a_layer_with_code_that_no_function_shows_is_done_by_all_alike() -> None:

@@ -1,0 +1,291 @@
+"""Kernels of vision networks and of vocabularies: what is not the same on shards as on the whole.
+
+    mean            the sum here, by the number of elements of all
+    group_norm      as many groups as there are here
+    batch_norm      statistics of all devices, in forward and backward; buffers written whole
+    embedding       rows that this device has, zeros for other words
+    cross_entropy   the maximum and the sum of a cut vocabulary are of all devices
+
+Each looks at every axis: samples may be cut along one and channels along another, or one dimension
+along both.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.costs.classify import tensors_in
+
+from .convert import convert
+from .kernels import Local, kernel
+from .layouts import I, Layout, P, R, S, State, Whole
+
+_WHAT = "for the other shards of a vocabulary"
+
+
+class _Given(NamedTuple):
+    """The arguments of a call by name, and the layouts of the tensors among them."""
+
+    values: dict[str, Any]
+    layouts: dict[str, Layout]
+
+    @classmethod
+    def of(cls, local: Local, names: Sequence[str], args: Any, kwargs: Any) -> "_Given":
+        values = {**dict(zip(names, args, strict=False)), **kwargs}
+        tensors = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
+        layouts = dict(zip(tensors, local.sized.takes, strict=True))
+        own = {n: layouts[id(x)] for n, x in values.items() if id(x) in layouts}
+        return cls(values, own)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an argument."""
+        return self.values.get(name, default)
+
+
+@kernel("mean")
+def _mean(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+    tensor, *rest = args
+    (layout,) = local.sized.takes
+    dims = kwargs.get("dim", rest[0] if rest else None)
+    dims = (dims,) if isinstance(dims, int) else tuple(dims or range(tensor.dim()))
+    if not any(local.is_cut(layout, dim % tensor.dim()) for dim in dims):
+        same: Tensor = func(*args, **kwargs)
+        return same
+    whole = local.whole_shape(tensor.shape, layout)
+    mean: Tensor = tensor.sum(*rest, **kwargs) / prod(whole[dim] for dim in dims)
+    return mean
+
+
+@kernel("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def _convolution(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+    """Convolve as many groups as there are here."""
+    names = ["input", "weight", "bias", "stride", "padding", "dilation", "groups"]
+    if func.__name__.startswith("conv_transpose"):
+        names[5:] = "output_padding", "groups", "dilation"
+    given = _Given.of(local, names, args, kwargs)
+    groups = given.get("groups", 1)
+    if groups == 1:
+        same: Tensor = func(*args, **kwargs)
+        return same
+    whole = local.whole_shape(given.get("weight").shape, given.layouts["weight"])[0]
+    here = given.get("weight").shape[0]
+    result: Tensor = func(**{**given.values, "groups": groups * here // whole})
+    return result
+
+
+@kernel("group_norm")
+def _group_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+    given = _Given.of(local, ("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
+    x = given.get("input")
+    channels = local.whole_shape(x.shape, given.layouts["input"])[1]
+    groups = given.get("num_groups") * x.shape[1] // channels
+    result: Tensor = func(**{**given.values, "num_groups": groups})
+    return result
+
+
+@kernel("instance_norm")
+def _instance_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+    """Normalise no samples, too, which torch's function of this name does not."""
+    names = ("input", "running_mean", "running_var", "weight", "bias")
+    given = _Given.of(local, names, args, kwargs)
+    x = given.get("input")
+    if x.numel():
+        same: Tensor = func(*args, **kwargs)
+        return same
+    return F.group_norm(x, x.shape[1], given.get("weight"), given.get("bias"))
+
+
+# -- batch_norm -----------------------------------------------------------------------------------
+
+_BATCH_NORM = (
+    *("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+)
+
+
+@kernel("batch_norm")
+def _batch_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+    """Normalise by the statistics of the whole, and write all of the running ones.
+
+    Those are whole on each device, which changes a copy of its own channels, as the backward reads
+    what `func` was given, and then has those of the others.
+    """
+    given = _Given.of(local, _BATCH_NORM, args, kwargs)
+    layout = given.layouts["input"]
+    own: tuple[State, ...] = tuple(_along(state, 1, 0) for state in layout)
+    running = [given.get(name) for name in ("running_mean", "running_var")]
+    here = [None if each is None else local.part_of(each, own).clone() for each in running]
+    values = {**given.values, "running_mean": here[0], "running_var": here[1]}
+    training = given.get("training", False)
+    if training and any(isinstance(state, S) and state.dim != 1 for state in layout):
+        result = _normalized(values, local, layout)
+    else:
+        result = func(**values)
+    for whole, part in zip(running, here, strict=True):
+        if training and whole is not None and part is not None:
+            whole.copy_(convert(part, own, (I,) * len(own), local.axes))
+    return result
+
+
+def _along(state: State, before: int, after: int, other: Whole = I) -> State:
+    """Return slices along dimension `before` as those along dimension `after`; `other` for all
+    other states.
+    """
+    is_same = isinstance(state, S) and state.dim == before
+    return S(after, state.sizes) if is_same and isinstance(state, S) else other
+
+
+def _normalized(values: dict[str, Any], local: Local, layout: Layout) -> Tensor:
+    """Normalise what is cut along samples or positions.
+
+    Statistics are sums of all devices; that their gradients are too is what `convert` sees to.
+    Of x only its distance from the mean is kept for the backward.
+    """
+    x = values["input"]
+    shape = local.whole_shape(x.shape, layout)
+    count = prod(shape[:1] + shape[2:])
+    if count == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got {shape}")
+    x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    wide = [1, -1] + [1] * (x.dim() - 2)
+    mean = _summed(x_wide.sum(dims) / count, local, layout)
+    distance = x_wide - mean.view(wide)
+    variance = _summed(distance.square().sum(dims) / count, local, layout)
+    scale = (variance + values.get("eps", 1e-5)).rsqrt()
+    if values.get("weight") is not None:
+        scale = scale * values["weight"]
+    result = distance * scale.view(wide)
+    if values.get("bias") is not None:
+        result = result + values["bias"].view(wide)
+    with torch.no_grad():
+        momentum = values.get("momentum", 0.1)
+        moved = (values["running_mean"], mean), (values["running_var"], variance)
+        for (running, found), times in zip(moved, (1, count / (count - 1)), strict=True):
+            if running is not None:
+                running.lerp_((found * times).to(running.dtype), momentum)
+    normalized: Tensor = result.to(x.dtype)
+    return normalized
+
+
+def _summed(part: Tensor, local: Local, layout: Layout) -> Tensor:
+    """Return the sum of a number per channel over the devices that have other samples."""
+    parts = tuple(
+        _along(state, 1, 0, P if isinstance(state, S) else I)  # what all have alike is no part
+        for state in layout
+    )
+    return convert(part, parts, tuple(R if s is P else s for s in parts), local.axes)
+
+
+# -- vocabularies ---------------------------------------------------------------------------------
+
+
+@kernel("embedding")
+def _embedding(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+    """Look up what this device has of a table; other words are zeros here."""
+    given = _Given.of(local, ("input", "weight", "padding_idx"), args[:3], kwargs)
+    words, table, layout = given.get("input"), given.get("weight"), given.layouts["weight"]
+    if not local.is_cut(layout, 0):
+        same: Tensor = func(*args, **kwargs)
+        return same
+    start, here = local.start(layout, 0), table.shape[0]
+    padding = given.get("padding_idx")
+    if padding is not None:
+        padding = padding % local.whole_shape(table.shape, layout)[0] - start
+        padding = padding if 0 <= padding < here else None
+    places = words - start
+    is_other = (places < 0) | (places >= here)
+    rows = F.embedding(places.masked_fill(is_other, 0), table, padding)
+    return rows.masked_fill(is_other.unsqueeze(-1), 0)
+
+
+_LOSS = (
+    *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
+    "label_smoothing",
+)
+
+
+@kernel("cross_entropy", "nll_loss")
+def _loss(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+    """Compute the losses of the samples here; a mean is by the number of all samples, or by what
+    their words weigh.
+    """
+    given = _Given.of(local, _LOSS, args, kwargs)
+    layout = given.layouts["input"]
+    class_dim = 1 if given.get("input").dim() > 1 else 0
+    if not any(isinstance(state, S) for state in layout):
+        same: Tensor = func(*args, **kwargs)
+        return same
+    if local.is_cut(layout, class_dim):
+        losses = _of_cut_vocabulary(given, local, class_dim, is_log=func.__name__ == "nll_loss")
+    else:
+        losses = func(**{**given.values, "reduction": "none"})
+    reduction = given.get("reduction", "mean")
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / _weight_of_all(given, local, losses)
+
+
+def _weight_of_all(given: _Given, local: Local, losses: Tensor) -> Tensor:
+    """Return what the targets of all samples weigh."""
+    target = given.get("target")
+    with torch.no_grad():
+        if target.is_floating_point():
+            here = losses.new_tensor(losses.numel())
+        else:
+            counted = target != given.get("ignore_index", -100)
+            weight = given.get("weight")
+            words = target.masked_fill(~counted, 0)
+            each = losses.new_ones(()) if weight is None else weight[words]
+            here = (each * counted).sum()
+        parts = tuple(P if isinstance(s, S) else I for s in given.layouts["target"])
+        return convert(here, parts, (I,) * len(parts), local.axes)
+
+
+def _of_cut_vocabulary(given: _Given, local: Local, class_dim: int, *, is_log: bool) -> Tensor:
+    """Return this device's parts of the losses: its words' scores, and on the first device what is
+    of all words, the logarithm of the sum of exponentials.
+    """
+    scores, target, layout = given.get("input"), given.get("target"), given.layouts["input"]
+    smoothing = 0.0 if is_log else given.get("label_smoothing", 0.0)
+    start, here = local.start(layout, class_dim), scores.shape[class_dim]
+    places = target - start
+    is_other = (places < 0) | (places >= here)
+    index = places.masked_fill(is_other, 0).unsqueeze(class_dim)
+    own = scores.gather(class_dim, index).squeeze(class_dim).masked_fill(is_other, 0)
+    losses = (smoothing - 1) * own
+    if smoothing:
+        count = local.whole_shape(scores.shape, layout)[class_dim]
+        losses = losses - smoothing / count * scores.sum(class_dim)
+    if not is_log:
+        losses = losses + _first_has(_log_sum_exp(scores, local, layout, class_dim), local, layout)
+    counted: Tensor = losses.masked_fill(target == given.get("ignore_index", -100), 0)
+    return counted
+
+
+def _cut_axes(local: Local, layout: Layout, dim: int) -> list[Any]:
+    pairs = zip(local.axes, layout, strict=True)
+    return [axis for axis, state in pairs if isinstance(state, S) and state.dim == dim]
+
+
+def _log_sum_exp(scores: Tensor, local: Local, layout: Layout, dim: int) -> Tensor:
+    """Return it as of the whole: each device has all of it, and of its gradient."""
+    axes = _cut_axes(local, layout, dim)
+    highest = scores.detach().amax(dim)
+    for axis in axes:
+        axis.all_reduce(highest, _WHAT, by=dist.ReduceOp.MAX)
+    exponentials = (scores - highest.unsqueeze(dim)).exp().sum(dim)
+    total = convert(exponentials, (P,) * len(axes), (I,) * len(axes), axes)
+    return total.log() + highest
+
+
+def _first_has(whole: Tensor, local: Local, layout: Layout) -> Tensor:
+    """Turn what all devices have into a part of a sum, along axes that cut the vocabulary."""
+    class_dim = 1 if whole.dim() else 0
+    axes = _cut_axes(local, layout, class_dim)
+    return convert(whole, (I,) * len(axes), (P,) * len(axes), axes)
