@@ -42,7 +42,12 @@ def check_load_and_save(names: list[str], num_stages: int, folder: Path) -> None
         for name in names
     }
     told = call(
-        pretrained_job.load_and_save, (num_stages, 1), folder, names=names, source=str(folder)
+        pretrained_job.load_and_save,
+        (num_stages, 1),
+        folder,
+        timeout_s=600.0,
+        names=names,
+        source=str(folder),
     )
     for name, of_ranks in zip(names, zip(*told, strict=True), strict=True):
         total = sum(p.numel() for p in whole[name].parameters())
