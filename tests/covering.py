@@ -55,13 +55,14 @@ class Run:
         return "-".join(words)
 
 
-def many_runs(num_stages: int, rotation: int) -> Iterator[Run]:
-    """Give every number of micro-batches with every schedule.
+def many_runs(rotation: int) -> Iterator[Run]:
+    """Give every number of micro-batches with every schedule, in one number of stages.
 
-    The other factors take turns, so that all values of any three factors meet over all numbers of
-    stages, and all values of all factors over the rotations.
+    The other factors take turns, so that all values of any three factors meet over four
+    rotations, of which the first is a multiple of four.
     """
-    r, k = rotation, num_stages
+    num_stages = FACTORS["num_stages"][rotation % len(FACTORS["num_stages"])]
+    r, k = rotation // len(FACTORS["num_stages"]), num_stages
     pairs = product(enumerate(FACTORS["num_microbatches"]), enumerate(EVERY_SCHEDULE))
     for (m, num_microbatches), (s, schedule) in pairs:
         turns = {

@@ -92,8 +92,4 @@ SUBJECTS = (
     Subject(kind="convolution", depth=9, width=32, side=24, batch=64),
     Subject(kind="AmoebaNet", depth=6, width=32, side=32, batch=64),
 )
-SMALLEST = (
-    Subject(kind="transformer", depth=8, width=16, side=4, batch=8),
-    Subject(kind="convolution", depth=8, width=4, side=8, batch=8),
-    Subject(kind="AmoebaNet", depth=3, width=16, side=32, batch=8),
-)
+SMALLEST = (Subject(kind="transformer", depth=8, width=16, side=4, batch=8),)

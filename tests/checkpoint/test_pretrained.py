@@ -29,6 +29,7 @@ from tests.pretrained import (
 FEW = ["gpt2", "llama, tied", "t5", "whisper"]
 LIBRARY = [model.name for model in OF_TRANSFORMERS]
 FOLDERS = ("ours", "theirs")
+SHARDS = {"max_shard_size": "20KB"}
 NAMES = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in LIBRARY]
 
 
@@ -36,8 +37,13 @@ def own(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("options", [{}, {"max_shard_size": "20KB"}], ids=["one", "shards"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in FEW),  # one file
+        *(pytest.param(*name.values, SHARDS, marks=name.marks) for name in NAMES),
+    ],
+)
 def test_what_transformers_saved_is_loaded(
     name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -100,7 +100,6 @@ def refused(mesh: penstock.Mesh) -> tuple[str, str]:
 
 
 LAYOUTS = (
-    pytest.param((2, 1), marks=pytest.mark.slow),
     pytest.param((3, 1), marks=pytest.mark.slow),
     (1, 2),
 )

@@ -178,7 +178,7 @@ def test_windows_of_any_size_equal_training_with_delays(data: st.DataObject) -> 
 
 
 @pytest.mark.slow
-@settings(max_examples=600)
+@settings(max_examples=200)
 @given(st.data())
 def test_many_windows_equal_training_with_delays(data: st.DataObject) -> None:
     draw_case(data)

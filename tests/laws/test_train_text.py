@@ -58,14 +58,18 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(newest / "model.safetensors") | load_file(newest / "optimizer.safetensors")
 
 
+ONE = ["pipeline.num_stages=1"]
+THREE = ["pipeline.num_stages=3", "pipeline.schedule=one_f_one_b"]
+
+
 @pytest.mark.parametrize(
-    "stop", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(6, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("name", ["names", "text"])
-@pytest.mark.parametrize(
-    "changes",
-    [["pipeline.num_stages=1"], ["pipeline.num_stages=3", "pipeline.schedule=one_f_one_b"]],
-    ids=" ".join,
+    ("name", "stop", "changes"),
+    [
+        ("names", 4, ONE),
+        ("text", 4, THREE),
+        pytest.param("names", 1, THREE, marks=pytest.mark.slow),
+        pytest.param("text", 6, ONE, marks=pytest.mark.slow),
+    ],
 )
 def test_it_goes_on_bit_by_bit(
     recipes: dict[str, Path],

@@ -69,9 +69,12 @@ def few_runs(rotation: int) -> Iterator[Run]:
         )
 
 
-def every_run(rotation: int) -> Iterator[Run]:
-    """Give a run for each schedule; all else takes turns, so that members meet other pairs."""
-    for turn, schedule in enumerate(EVERY_SCHEDULE, rotation):
+def many_runs(rotation: int) -> Iterator[Run]:
+    """Give a run for every other schedule; all else takes turns, so that members meet other pairs.
+
+    Neighbours among the members take the ones that the other leaves.
+    """
+    for turn, schedule in list(enumerate(EVERY_SCHEDULE, rotation))[rotation % 2 :: 2]:
         num_stages = STAGES[turn % len(STAGES)]
         recompute = RECOMPUTE[turn // 4 % len(RECOMPUTE)]
         num_microbatches = FEWEST if turn % 5 == 0 else MOST
@@ -205,8 +208,8 @@ def test_a_member_trains_cut_as_it_does_whole(name: str, run: Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO_MEMBERS)
-def test_a_member_trains_cut_as_it_does_whole_by_every_schedule(name: str) -> None:
-    for run in every_run(list(ZOO_MEMBERS).index(name)):
+def test_a_member_trains_cut_as_it_does_whole_by_many_schedules(name: str) -> None:
+    for run in many_runs(list(ZOO_MEMBERS).index(name)):
         check(name, run)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import penstock
 from penstock import Pipeline
 from penstock.model.capture.captured import record_model
-from penstock.model.capture.inputs import ROUTED
+from penstock.model.capture.inputs import EVERYWHERE, ROUTED
 from penstock.model.capture.source import captured_layers
 from tests.model.capture.any_models.lists import EVERY, REQUIRED
 from tests.model.capture.any_models.made import AnyModel
@@ -39,14 +39,22 @@ FEW = (
 )
 """What differs most, for every run, beside the small ones; all others are among the slow ones."""
 FEW_WAYS = (WAYS[1], WAYS[2])
+OF_ROUTED = [way for way in WAYS if way.inputs == ROUTED]
+OF_GIVEN = [way for way in WAYS if way.inputs == EVERYWHERE]
+
+
+def ways_of(number: int, model: AnyModel) -> set[Way]:
+    """Return all ways for what differs most; of each kind of inputs one in turn for the others."""
+    turns = {OF_ROUTED[number % len(OF_ROUTED)], OF_GIVEN[number % len(OF_GIVEN)]}
+    return set(WAYS) if model.name in FEW else set(FEW_WAYS) if model in CHAINS else turns
 
 
 def pairs() -> Iterator[object]:
-    for model in EVERY:
+    for number, model in enumerate(EVERY):
         few = model.name in FEW or model in CHAINS
         for way in WAYS:
-            if model.routed and way.inputs != ROUTED:
-                continue  # refused: see test_any_module.py
+            if way not in ways_of(number, model) or (model.routed and way.inputs != ROUTED):
+                continue  # the latter is refused: see test_any_module.py
             marks = [] if few and way in FEW_WAYS else [pytest.mark.slow]
             yield pytest.param(model, way, id=f"{model.name}-{way}", marks=marks)
 
