@@ -118,8 +118,8 @@ class Pipeline(AbstractMovable):
         tied_gradients: how often the gradient of a weight that several stages use is sent;
             default: PER_MICROBATCH.
         sharding: how the operators of each stage are divided among the ranks that share it, where
-            the mesh has several (init_mesh(num_shards=T)): "megatron" (Shoeybi et al. 2019) cuts
-            the weights of products by columns and by rows in turn.  Needs `example_inputs`.
+            the mesh has several (init_mesh(num_shards=T)): "megatron", "sequence", "data",
+            "zero3", "expert" or "auto" (docs/processes.md).  Needs `example_inputs`.
         plan: how to run, as another pipeline's `plan` says; instead of num_stages, partition,
             num_microbatches, schedule, memory_limit_bytes, recompute, offload, offload_folder,
             devices, seed, threads_per_stage, transport, timeout_s, batch_norm_over_replicas,

@@ -121,16 +121,16 @@ class _Search:
         return best[self._whole][1]
 
     def _borders(self, place: int) -> Iterator[Layout]:
-        """Yield the layouts that what a layer gives may have; what is last is whole."""
+        """Yield the layouts that what a layer gives may have, the same along all axes; what is
+        last is whole.
+        """
         if place == len(self._layers) - 1 or not self._crossing[place]:
             yield self._whole
             return
         shapes = [self._graph.tensors[n].shape for n in self._crossing[place]]
-        found = [
-            layout
-            for layout in product(self._ready.borders, repeat=len(self._costs.mesh))
-            if all(fits(shape, layout, self._costs.mesh) for shape in shapes)
-        ]
+        mesh = self._costs.mesh
+        every = ((state,) * len(mesh) for state in self._ready.borders)
+        found = [own for own in every if all(fits(shape, own, mesh) for shape in shapes)]
         yield from found or [self._whole]
 
     def _one(

@@ -127,7 +127,10 @@ def test_a_checkpoint_of_one_process_goes_on_in_shards(tmp_path: Path) -> None:
 
 def by_every_plan(mesh: Mesh) -> dict[str, dict[str, Any]]:
     found = {}
-    for name in READY:
+    names = [
+        name for name in READY if name != "auto" or len(mesh.shard_axes) == 1
+    ]  # it takes long
+    for name in names:
         for recompute in (Recompute.NEVER, Recompute.STAGE, Recompute.layers("blocks.1")):
             model = made(0)
             pipe = piped(model, mesh=mesh, sharding=name, recompute=recompute)
