@@ -31,18 +31,12 @@ class _Bucket:
 class Replicas:
     """This process's stages and their twins in the other replicas.
 
-    `partial` are, for each axis of shards, the weights of which each shard has a part of the
-    gradient.
+    `partial` are weights by axis of shards, of whose gradient each shard has a part.
     """
 
-    def __init__(
-        self,
-        group: Collectives,
-        *,
-        pools_statistics: bool,
-        partial: Sequence[tuple[Collectives, Sequence[Tensor]]] = (),
-    ) -> None:
-        self._group, self.partial = group, partial
+    def __init__(self, group: Collectives, *, pools_statistics: bool) -> None:
+        self._group = group
+        self.partial: Sequence[tuple[Collectives, Sequence[Tensor]]] = ()
         self.pools_statistics = pools_statistics
         self._buckets: list[_Bucket] = []
         self._before: dict[Tensor, Tensor] = {}

@@ -77,10 +77,8 @@ class Tape:
     `slots` hold what autograd saved, where it is to be moved; `away` is what is elsewhere now, and
     `copied` marks on a GPU when it is back.
 
-    `layouts` say, by layer, what of the given is a shard, and which.
-
     `dropped_layers` drop what they have saved, and `reruns` are those that have, in order.
-
+    `layouts` say by layer what it was given in slices.
     `tripwires` are on what came with hooks on its gradient, and raise while layers run.
 
     `graph_dropped`: the forward kept no graph, and a recompute will build it.  `version` is that
