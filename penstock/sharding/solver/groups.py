@@ -28,6 +28,8 @@ class Graph:
     def __init__(self, problem: Problem) -> None:
         self.costs = [numpy.asarray(c, float) for c in problem.costs]
         self.members: dict[int, list[tuple[int, Indices]]] = {}
+        self._is_part = [False] * len(self.costs)
+        self._parts: list[list[tuple[int, Indices]]] = [[] for _ in self.costs]
         self._option: list[Indices] = [numpy.arange(len(c)) for c in self.costs]
         self.pairs: list[dict[int, Numbers]] = [{} for _ in self.costs]
         for a, b, costs in problem.edges:
@@ -45,6 +47,7 @@ class Graph:
 
     def _keep(self, k: int, kept: NDArray[numpy.bool_]) -> None:
         self.costs[k], self._option[k] = self.costs[k][kept], self._option[k][kept]
+        self._parts[k] = [(part, of[kept]) for part, of in self._parts[k]]
         if not len(self.costs[k]):
             raise PlanError(
                 f"node {k} has no option that its neighbours allow: "
@@ -55,8 +58,8 @@ class Graph:
             self.pairs[j][k] = self.pairs[k][j].T
 
     def _prune(self) -> None:
-        waiting = deque(range(len(self.costs)))
-        is_waiting = [True] * len(self.costs)
+        is_waiting = [not is_part for is_part in self._is_part]
+        waiting = deque(k for k, is_alone in enumerate(is_waiting) if is_alone)
         while waiting:
             k = waiting.popleft()
             is_waiting[k] = False
@@ -73,8 +76,6 @@ class Graph:
 
     def _merge(self) -> None:
         """Make k a part of j where each state of j leaves k one state."""
-        parts: list[list[tuple[int, Indices]]] = [[] for _ in self.costs]
-        is_part = [False] * len(self.costs)
         waiting = deque((j, k) for k, pairs in enumerate(self.pairs) for j in pairs)
         while waiting:
             j, k = waiting.popleft()
@@ -85,27 +86,26 @@ class Graph:
             if len(of) == len(self.costs[k]) and len(self.pairs[j]) < len(self.pairs[k]):
                 continue  # each determines the other: the other direction moves fewer pairs
             self.costs[j] = self.costs[j] + costs[numpy.arange(len(of)), of] + self.costs[k][of]
-            parts[j].append((k, of))
-            is_part[k] = True
+            self._parts[j].append((k, of))
+            self._is_part[k] = True
             moved, self.pairs[k] = self.pairs[k], {}
             for other, theirs in moved.items():
                 del self.pairs[other][k]
                 if other != j:
                     self._add(j, other, theirs[of])
                     waiting += ((j, other), (other, j))
-        for k, is_inside in enumerate(is_part):
-            if not is_inside:
-                self.members[k] = list(self._inside(parts, k))
+        self._prune()
+        self.members = {
+            k: list(self._inside(k)) for k, is_part in enumerate(self._is_part) if not is_part
+        }
 
-    def _inside(
-        self, parts: list[list[tuple[int, Indices]]], group: int
-    ) -> Iterator[tuple[int, Indices]]:
+    def _inside(self, group: int) -> Iterator[tuple[int, Indices]]:
         """Yield the nodes that are parts of a group, with their option in each of its states."""
         waiting = [(group, numpy.arange(len(self.costs[group])))]
         while waiting:
             k, states = waiting.pop()
             yield k, self._option[k][states]
-            waiting += ((part, of[states]) for part, of in parts[k])
+            waiting += ((part, of[states]) for part, of in self._parts[k])
 
 
 class Memory:

@@ -89,8 +89,10 @@ class _Search:
         self.best: tuple[int, ...] | None = None
         self.cost, self.bound, self.least_peak = math.inf, -math.inf, math.inf
         self.rng = numpy.random.default_rng(seed)
-        finite = [m[numpy.isfinite(m)] for pairs in self.graph.pairs for m in pairs.values()]
-        self._forbidden = 1.0 + 10.0 * sum(float(abs(m).max()) for m in finite)
+        known = [t for pairs in self.graph.pairs for t in pairs.values()]
+        known += [self.graph.costs[k] for k in self.graph.members]
+        largest = sum(float(abs(t[numpy.isfinite(t)]).max(initial=0.0)) for t in known)
+        self._forbidden = 1.0 + 2.0 * largest  # more than any allowed choices cost
         self._tables: Tables = [
             {
                 (min(j, k), max(j, k)): numpy.minimum(m if k < j else m.T, self._forbidden)

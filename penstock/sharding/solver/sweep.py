@@ -99,8 +99,9 @@ def sweep(
         eliminated.append((k, unary[k], own))
     for k, costs, own in reversed(eliminated):
         for others, table in own:
-            states = tuple(chosen[j] for j in others)
-            costs = costs + table.reshape(len(table), -1)[:, flat]
+            for j in others:
+                table = numpy.take(table, chosen[j], axis=1)
+            costs = costs + table
         chosen[k] = int(costs.argmin())
     return chosen
 
