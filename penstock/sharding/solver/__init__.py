@@ -1,0 +1,1 @@
+"""Choose one option for each node: least pairwise costs within a memory limit."""
