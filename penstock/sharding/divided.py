@@ -16,26 +16,15 @@ from penstock.torch_private import parameters_of
 from penstock.trace.units import count_text
 
 from .convert import convert
-from .layouts import I, Layout, R, S, State, even
+from .layouts import I, Layout, R, S
 from .plan import LayerSharding, Sharding
 from .run import LayerRun, layout_on
-from .sizes import Sized
+from .sizes import Sized, size_like
 
 if TYPE_CHECKING:
     from penstock.mesh.collectives import Collectives
 
 Axes = Sequence["Collectives"]
-
-
-def sized_evenly(layout: Layout, shape: Sequence[int], axes: Axes) -> Layout:
-    """Say how long the slices of a tensor at rest are: as even as they can be, axis by axis."""
-    lengths, found = list(shape), list[State]()
-    for axis, state in zip(axes, layout, strict=True):
-        if isinstance(state, S):
-            state = S(state.dim, even(lengths[state.dim], axis.size))
-            lengths[state.dim] = state.sizes[axis.rank]
-        found.append(state)
-    return tuple(found)
 
 
 def _at_rest(layout: Layout) -> Layout:
@@ -64,7 +53,7 @@ class DividedLayer:
         self._sized: dict[Any, Sized] = {}
         whole = (I,) * len(axes)
         layouts = {
-            id(p): sized_evenly(plan.weights.get(name, whole), p.shape, axes)
+            id(p): size_like(plan.weights.get(name, whole), tuple(p.shape), whole, axes)
             for name, p in module.named_parameters()
         }
         self._places = [

@@ -25,7 +25,6 @@ from scipy.sparse import coo_array
 from penstock.costs.graph import Call, Graph, TensorSpec
 from penstock.errors import PlanError
 
-from . import rules_vision  # noqa: F401 - its rules register themselves
 from .costs import Costs
 from .in_place import may_change
 from .layouts import I, Layout, State

@@ -23,7 +23,6 @@ from penstock.model.capture.ghost import is_question
 from penstock.model.pytree import tree_map
 from penstock.torch_private import without_torch_dispatch, without_torch_function
 
-from . import kernels_vision  # noqa: F401 - its kernels register themselves
 from .convert import convert
 from .kernels import Local, kernel_of, shapes_given
 from .layouts import I, Layout, S
