@@ -45,6 +45,7 @@ from penstock.runtime.planning import (
     Devices,
     agree,
     balance,
+    check_sharding,
     device_names,
     make_plan,
     make_sharding,
@@ -187,17 +188,12 @@ class Pipeline(AbstractMovable):
         plan = make_plan(arguments, plan, resolved, mesh)
         part = first_microbatch(example_inputs, plan.num_microbatches)
         mesh = mesh or Mesh.of_one_process(plan.placement.num_places, plan.timeout_s)
-        divided = make_sharding(plan, resolved, part, mesh)
+        check_sharding(plan, part)
         with mesh.world.reporting(plan.placement.names):
             plan, number, balances = agree(plan, resolved, mesh, part, balances=balances)
-            engine = Engine(
-                resolved,
-                loss or resolved.own_loss,
-                plan,
-                mesh,
-                draws=weights is None,
-                sharding=divided,
-            )
+            divided = make_sharding(plan, resolved, part)  # of the stages that are agreed on
+            own, draws = loss or resolved.own_loss, weights is None
+            engine = Engine(resolved, own, plan, mesh, draws=draws, sharding=divided)
             super().__init__()
             self._layers, self._engine = resolved, engine
             self.__dict__.update(resolved.registered(engine.holds))

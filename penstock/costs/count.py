@@ -84,6 +84,8 @@ def _lent(tensor: Tensor, lent: dict[int, Tensor]) -> Tensor:
 def _stand_in(tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(_bare(tensor), requires_grad=tensor.requires_grad)
+    if not tensor.dim() and tensor.dtype is torch.long:  # a count, as BatchNorm reads one
+        return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.clone()
     return _bare(tensor).requires_grad_(tensor.requires_grad)
 
 

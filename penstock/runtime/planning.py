@@ -106,23 +106,36 @@ def make_plan(arguments: Arguments, plan: Plan | None, layers: Layers, mesh: Mes
     return replace(plan, threads_per_stage=threads, transport=transport)
 
 
-def make_sharding(plan: Plan, layers: Layers, part: Any, mesh: Mesh) -> Sharding | None:
-    """Say how each layer is divided among the ranks of its stage; None where each has one.
+def check_sharding(plan: Plan, part: Any) -> None:
+    """Refuse a way to divide operators that cannot be planned.
 
     Raises:
         ConfigError: the example inputs, of which `part` are those of a micro-batch, are missing;
-            nobody knows the plan; or a layer cannot be recorded.
-        PlanError: a layer cannot be divided so.
+            or nobody knows the plan.
     """
     if plan.sharding is None:
-        return None
+        return
     if part is None:
         raise ConfigError(
             f"sharding={plan.sharding!r} needs example_inputs=: the operators of the layers are "
             "recorded with them"
         )
+    from penstock.sharding.named import ready_plan  # SciPy takes a while to import
+
+    ready_plan(plan.sharding)
+
+
+def make_sharding(plan: Plan, layers: Layers, part: Any) -> Sharding | None:
+    """Say how each layer is divided among the ranks of its stage; None where each has one.
+
+    Raises:
+        ConfigError: a layer cannot be recorded.
+        PlanError: a layer cannot be divided so.
+    """
+    if plan.sharding is None:
+        return None
     from penstock.sharding.costs import Costs
-    from penstock.sharding.search import plan_sharding  # SciPy takes a while to import
+    from penstock.sharding.search import plan_sharding
 
     names = [step.path for step in layers]
     costs = Costs.usual(plan.placement.shard_axes, plan.num_microbatches)

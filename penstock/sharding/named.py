@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.costs.graph import TensorSpec
+from penstock.errors import ConfigError
 
 from .layouts import I, R, S, State
 from .program import Allow, Site
@@ -107,3 +108,14 @@ READY: dict[str, Ready] = {
     "zero3": Ready(allow=_data, rests=_cut, borders=(S(0),)),
 }
 """Plans by name, as `sharding=` takes them."""
+
+
+def ready_plan(name: str) -> Ready:
+    """Return the ready plan of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in READY:
+        raise ConfigError(f"sharding={name!r}: ready plans are {', '.join(map(repr, READY))}")
+    return READY[name]

@@ -12,12 +12,12 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 from penstock.costs.graph import Graph
-from penstock.errors import ConfigError, PlanError
+from penstock.errors import PlanError
 from penstock.trace.units import bytes_text
 
 from .costs import Costs
 from .layouts import I, Layout
-from .named import READY, Ready
+from .named import Ready, ready_plan
 from .plan import LayerSharding, Sharding
 from .program import Borders, Task, plan_layer, routed_calls, why_whole
 from .rules import Seen, fits, unknown
@@ -40,11 +40,10 @@ def plan_sharding(
         ConfigError: there is no plan of this name.
         PlanError: no plan stays below the limit; says by how much.
     """
-    if name not in READY:
-        raise ConfigError(f"sharding={name!r}: ready plans are {', '.join(map(repr, READY))}")
+    ready = ready_plan(name)
     found: dict[int, LayerSharding] = {}
     for stage in stages or [range(len(layers))]:
-        search = _Search(graph, layers, list(stage), READY[name], costs)
+        search = _Search(graph, layers, list(stage), ready, costs)
         found.update(zip(stage, search.within(memory_limit_bytes), strict=True))
     numbers = range(len(layers))
     seen = [Seen.of(graph, call) for n in numbers for call in routed_calls(graph, n)]

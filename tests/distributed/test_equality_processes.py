@@ -11,16 +11,18 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import penstock
+from penstock.planner.placement import Placement
 from penstock.schedules import ALL_SCHEDULES, gpipe
+from penstock.sharding.named import READY
 from penstock.types import Recompute, Reduction
 from tests.distributed import odd_types
 from tests.distributed.call import call
 from tests.every_schedule import Dealt, families
 from tests.laws.test_accumulation import MOVED_BY_EVALUATION
-from tests.models import ALL_MODELS, Model, vectors
+from tests.models import ALL_MODELS, Built, Model, vectors
 from tests.reference import Unsplit, mean, split, total
 from tests.side_by_side import pipeline, same_bits, state_of
 
@@ -86,10 +88,25 @@ class Case:
     reduction: Reduction = Reduction.MEAN
     autocast: torch.dtype | None = None
     offload: bool = False
+    sharding: str | None = None
+    """How stages are divided, in float64, where several processes share each."""
 
     def batches(self) -> list[Any]:
         """Return three mini-batches of all replicas."""
-        return self.model.batches(7 * self.num_replicas, 3)
+        return [self.exact(b) for b in self.model.batches(7 * self.num_replicas, 3)]
+
+    def built(self) -> Built:
+        """Build the model."""
+        built = self.model.build()
+        if self.sharding is not None:
+            nn.ModuleList(built.modules).double()
+        return built
+
+    def exact(self, batch: Any) -> Any:
+        """Return a mini-batch, in float64 where rounding is to be told from faults."""
+        if self.sharding is None:
+            return batch
+        return tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, batch)
 
     def precision(self) -> torch.autocast:
         """Return what to train under."""
@@ -111,8 +128,9 @@ def batches_of(case: Case, replica: int) -> list[Any]:
 def train(mesh: penstock.Mesh, case: Case) -> dict[str, Any]:
     """Accumulate the gradients of several mini-batches."""
     model = case.model
-    built = model.build()
-    if mesh.replica > 0:  # the pipeline must start all replicas equal
+    built = case.built()
+    shares = batches_of(case, mesh.replica)
+    if mesh.replica + mesh.shard > 0:  # the pipeline must start all replicas and shards equal
         for parameter in nn.ModuleList(built.modules).parameters():
             parameter.data += 1.0
     pipe = pipeline(
@@ -126,8 +144,9 @@ def train(mesh: penstock.Mesh, case: Case) -> dict[str, Any]:
         offload=case.offload,
         reduction=case.reduction,
         batch_norm_over_replicas=case.num_replicas > 1,
+        sharding=case.sharding,
+        example_inputs=None if case.sharding is None else shares[0][0],
     )
-    shares = batches_of(case, mesh.replica)
     losses = []
     scaler = penstock.GradScaler(pipe, init_scale=2.0**16, enabled=case.autocast is None)
     for batch in shares:
@@ -136,14 +155,25 @@ def train(mesh: penstock.Mesh, case: Case) -> dict[str, Any]:
             pipe.eval_step(shares[0][0])
     scaler.unscale_(torch.optim.SGD([{"params": list(pipe.parameters())}]))
     found = {"losses": losses, "norm": penstock.clip_grad_norm_(pipe, 0.5)}
-    found |= state_of(built.modules)
+    found |= whole_state(pipe, built.modules)
+    if pipe.sharding is not None:
+        found["divided"] = sum(layer.is_divided for layer in pipe.sharding.layers)
     return found | ({"outputs": pipe.eval_step(shares[0][0])} if model.quiet_in_eval else {})
+
+
+def whole_state(pipe: penstock.Pipeline, modules: list[nn.Module]) -> dict[str, Tensor | None]:
+    """List every gradient, parameter and buffer of this process; what shards share, whole."""
+    own = dict(pipe.named_parameters())
+    gradients = {name: p.grad for name, p in own.items() if p.grad is not None}
+    of = {id(own[name]): whole for name, whole in pipe.shards.whole(own).items()}
+    of |= {id(gradients[name]): whole for name, whole in pipe.shards.whole(gradients).items()}
+    return {name: of.get(id(tensor), tensor) for name, tensor in state_of(modules)}
 
 
 def unsplit(case: Case) -> dict[str, Any]:
     """Train the same with plain torch, all replicas' micro-batches one after the other."""
     model, whole = case.model, case.batches()
-    built = model.build()
+    built = case.built()
     weigh = {Reduction.MEAN: mean, Reduction.SUM: total}[case.reduction]
     num_microbatches = case.num_microbatches * case.num_replicas
     reference = Unsplit(built.modules, built.forward, num_microbatches, weigh)
@@ -172,6 +202,8 @@ REPLICATED = models(
     "transformer", "batch_norms", "randomness", "randomness_outside", "frozen_middle"
 )
 REPLICAS = ("one_in_each_process", "two_in_each_process")
+SHARDED = models("transformer", "batch_norms", "fan_out", "frozen_middle", "changing_buffers")
+PLANS = [name for name in READY if name != "auto"]
 
 
 def in_turns(chosen: list[Model], num_stages: int, turns: Iterable[int] = range(3)) -> list[Case]:
@@ -197,6 +229,21 @@ def several(chosen: list[Model], num_ranks: int, per_rank: int) -> list[Case]:
     ]
 
 
+def in_shards(per_rank: int, num_replicas: int = 1) -> list[Case]:
+    """Return cases of each schedule with so many stages on a rank; models and plans take turns."""
+    alike = [m for m in SHARDED if num_replicas == 1 or m.name != "changing_buffers"]
+    return [
+        Case(
+            alike[n % len(alike)],
+            schedule,
+            list(Recompute)[n % len(Recompute)],
+            num_replicas,
+            sharding=PLANS[n % len(PLANS)],
+        )
+        for n, schedule in enumerate(families(per_rank))
+    ]
+
+
 def dealt(*ranks: int) -> list[Case]:
     """Return cases of stages on these ranks."""
     return [Case(m, Dealt(ranks), r) for m, r in product(DEALT, Recompute)]
@@ -218,6 +265,12 @@ CASES: dict[str, Callable[[int], list[Case]]] = {
         for model in MOVED
         for recompute in (*Recompute, Recompute.layers(*range(1, len(model.layers()), 2)))
     ],
+    "every_plan": lambda _: [
+        Case(model, gpipe, Recompute.STAGE, sharding=plan)
+        for model, plan in product(SHARDED, PLANS)
+    ],
+    "shards": lambda _: in_shards(1) + in_shards(2),
+    "replicas_of_shards": lambda _: in_shards(1, 2) + in_shards(2, 2),
     REPLICAS[0]: lambda k: [replace(c, num_replicas=2) for c in in_turns(REPLICATED, k)],
     REPLICAS[1]: lambda k: [replace(c, num_replicas=2) for c in several(REPLICATED, k, 2)],
 }
@@ -291,13 +344,44 @@ def test_two_replicas_give_one_pipelines_gradients_but_for_rounding(
             assert not unlike(found, twin, names), f"{case}: the replicas"
 
 
-def assert_close(
-    found: dict[str, Any], expected: dict[str, Any], names: Iterable[str], case: str
+@pytest.mark.parametrize(
+    ("which", "stages", "replicas", "shards"),
+    (
+        ("every_plan", 1, 1, 2),
+        ("shards", 2, 1, 2),
+        slow("every_plan", 1, 1, 3),
+        slow("replicas_of_shards", 2, 2, 2),
+    ),
+)
+def test_shards_give_the_unsplit_models_gradients_but_for_rounding(
+    which: str, stages: int, replicas: int, shards: int, tmp_path: Path
 ) -> None:
+    """With every schedule: stages of several processes, and replicas of these."""
+    placement = Placement.of(range(stages), replicas, num_shards=shards)
+    results = call(work, placement, tmp_path, timeout_s=200.0, which=which)
+    for case, *by_rank in zip(CASES[which](stages), *results, strict=True):
+        expected = unsplit(case)
+        assert set().union(*by_rank) - {"divided"} == expected.keys()
+        for found in by_rank:
+            assert case.model.name != "transformer" or found["divided"] > 0, f"{case}"
+            names = [n for n in expected if n in found]
+            if replicas > 1:
+                names = [n for n in names if n != "outputs" and not n.startswith(OWN)]
+            assert_close(found, expected, names, str(case), within=1e-12)
+
+
+def assert_close(
+    found: dict[str, Any],
+    expected: dict[str, Any],
+    names: Iterable[str],
+    case: str,
+    within: float | None = None,
+) -> None:
+    rtol, atol = (1e-5, 1e-6) if within is None else (within, within)
     for name in names:
         for a, b in zip(tree_leaves(found[name]), tree_leaves(expected[name]), strict=True):
             assert (a is None) == (b is None), f"{case}: {name}"
-            assert a is None or torch.allclose(a, b, rtol=1e-5, atol=1e-6), f"{case}: {name}"
+            assert a is None or torch.allclose(a, b, rtol=rtol, atol=atol), f"{case}: {name}"
 
 
 def test_replicas_start_equal_in_every_type_of_number(tmp_path: Path) -> None:
