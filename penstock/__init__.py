@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from .model.layers import Layers as Layers
     from .optim.clip import clip_grad_norm_ as clip_grad_norm_
     from .optim.scaler import GradScaler as GradScaler
-    from .optim.zero import zero_optimizer as zero_optimizer
     from .pipeline import Pipeline as Pipeline
     from .planner.make_plan import plan as plan
     from .planner.plan import Plan as Plan
@@ -75,7 +74,6 @@ _HOME = {
     "save_checkpoint": "penstock.checkpoint",
     "save_pretrained": "penstock.checkpoint",
     "simulate": "penstock.planner.predict",
-    "zero_optimizer": "penstock.optim.zero",
 }
 
 _WITHOUT_TORCH = (
@@ -122,7 +120,6 @@ __all__ = [
     "save_pretrained",
     "schedules",
     "simulate",
-    "zero_optimizer",
 ]
 
 

@@ -56,7 +56,7 @@ from penstock.runtime.run import Run
 from penstock.schedules.family import Build
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode
-from penstock.sharding.divided import CutWeights
+from penstock.sharding.at_rest import CutWeights
 from penstock.sharding.plan import Sharding
 from penstock.torch_private import AbstractMovable
 from penstock.trace.timeline import Timeline
@@ -449,7 +449,7 @@ class Pipeline(AbstractMovable):
     @property
     def shards(self) -> CutWeights:
         """What this process holds of weights that are cut."""
-        return self._engine.shards.named(dict(self.named_parameters()))
+        return CutWeights(dict(self.named_parameters()), self._engine.shards.cut)
 
     @property
     def num_stages(self) -> int:

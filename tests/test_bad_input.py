@@ -572,13 +572,6 @@ REFUSED = [
         for pipe in (None, "pipe", [torch.zeros(2)])
     ),
     *(
-        told(
-            partial(lambda m, given: penstock.zero_optimizer(make(m), given), given=given),
-            r"optimizer_class=.*; give the class, such as torch\.optim\.AdamW",
-        )
-        for given in ("adamw", adam(), None)
-    ),
-    *(
         told(partial(stepping, optimizer=lambda _, given=given: given, schedule=schedule), words)
         for schedule in (gpipe, pipedream_2bw)
         for given, words in (

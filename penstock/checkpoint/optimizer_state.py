@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
-from penstock.optim.zero import share_of
 
 Json = dict[str, Any]
 
@@ -23,12 +22,10 @@ def pack_optimizer(
     """Split an optimizer's state into tensors by "<parameter name>.<state key>" and JSON values.
 
     What follows the last dot is the state key; a dot in it is written as %2E.
-    One whose state is shared out over replicas gives this replica's share.
 
     Raises:
         CheckpointError: a parameter is not the module's, or a value is neither tensor nor JSON.
     """
-    optimizer = share_of(optimizer)
     names = parameter_names(module)
     groups = [
         {"parameters": _group_names(group, names), "options": _options(group)}
@@ -83,7 +80,7 @@ def only_of(facts: Json, names: Iterable[str]) -> Json:
 def names_of_share(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:
     """Name the parameters whose state `optimizer` holds in this process."""
     names = parameter_names(module)
-    groups = share_of(optimizer).param_groups
+    groups = optimizer.param_groups
     return [name for group in groups for name in _group_names(group, names)]
 
 
@@ -97,7 +94,7 @@ def check_optimizer(
     optimizer: torch.optim.Optimizer, module: nn.Module, facts: Json, tensors: Mapping[str, Tensor]
 ) -> list[str]:
     """List what keeps a saved state from being loaded into `optimizer`; empty if nothing does."""
-    kind = type(share_of(optimizer)).__name__
+    kind = type(optimizer).__name__
     if facts["kind"] != kind:
         return [f"the optimizer is {kind}, the saved one {facts['kind']}"]
     names = parameter_names(module)

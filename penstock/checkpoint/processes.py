@@ -9,7 +9,7 @@ from penstock.errors import CheckpointError, PeerError, WaitTimeout
 from penstock.mesh import Mesh
 from penstock.model.state import Held
 from penstock.runtime.engine import is_pipeline
-from penstock.sharding.divided import CutWeights
+from penstock.sharding.at_rest import CutWeights
 
 ALONE = Mesh.of_one_process()
 
@@ -36,7 +36,7 @@ def held_of(module: nn.Module) -> Held:
 
 def shards_of(module: nn.Module) -> CutWeights:
     """Return what this process has of weights that several processes share."""
-    return module.shards if is_pipeline(module) else CutWeights({}, ())
+    return module.shards if is_pipeline(module) else CutWeights({}, {})
 
 
 def check_without_shards(call: str, mesh: Mesh) -> None:

@@ -16,9 +16,8 @@ from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
 from penstock.mesh.threads import in_thread
 from penstock.model.extra_state import read_extra
-from penstock.optim.zero import is_sharded
 from penstock.runtime.engine import is_pipeline
-from penstock.sharding.divided import CutWeights
+from penstock.sharding.at_rest import CutWeights
 
 from .files import (
     EXTRA,
@@ -52,7 +51,7 @@ def save_checkpoint(
     such as a learning-rate scheduler's or a GradScaler's `state_dict()`.
 
     In a mesh of processes all of them call this alike.  Each stage of the first replica writes its
-    own shard, and each replica the optimizer state that it alone holds (`zero_optimizer`);
+    own file, with weights that processes share (`Pipeline(sharding=)`) put together;
     `export_model` makes one file of the model's.  However long they write, the mesh's `timeout_s`
     counts only for a process that does not answer that it is at work.
 
@@ -109,7 +108,7 @@ class _Content:
     @property
     def files(self) -> dict[str, list[str]]:
         """The files that this process writes, with the tensors of each."""
-        if self.mesh.shard > 0:  # the first shard writes what is put together
+        if not _writes(self.mesh):
             return {}
         if self.mesh.world_size > 1:
             return shard_names(self.mesh.rank, self.tensors)
@@ -130,8 +129,7 @@ def _collect(
         CheckpointError: something cannot be saved.
     """
     mesh, held = begin("save_checkpoint", module), held_of(module)
-    is_first_replica = mesh.replica == 0  # which writes what all replicas hold
-    writes = is_first_replica and mesh.shard == 0  # what is whole, the first shard
+    shards, writes = shards_of(module), _writes(mesh)
     of_model, of_optimizer = (
         (MODEL_FOLDER, OPTIMIZER_FOLDER) if mesh.world_size > 1 else (MODEL, OPTIMIZER)
     )
@@ -140,13 +138,14 @@ def _collect(
         if mesh.is_first_rank:
             refuse_existing(target)
         extra, values = read_extra(held.owners) if writes else ({}, {})
-        model = {**held.state(), **extra} if is_first_replica else {}
+        model = {**held.state(), **extra}
+        model = model if writes else shards.of(model)  # to be put together
         tensors = {of_model: storable(model, copy=copy)}
         facts = {**_facts(module, state), EXTRA: values}
         if optimizer is not None:
             content, packed = pack_optimizer(optimizer, module)
             facts["optimizer"] = jsonable(packed)
-            saved = content if is_first_replica or is_sharded(optimizer) else {}
+            saved = content if writes else shards.of(content, of_optimizer=True)
             tensors[of_optimizer] = storable(saved, copy=copy)
         return _Content(mesh, tensors, facts)
 
@@ -156,19 +155,17 @@ def _collect(
         lambda own: (own.facts["optimizer"], own.files, own.facts[EXTRA]),
         "for the others to save the same checkpoint",
     )
-    content = replace(content, tensors=_together(content, shards_of(module)))
+    content = replace(content, tensors=_together(content, shards))
     parts = [part for part, *_ in told]
     without = [str(rank) for rank, part in enumerate(parts) if part is None]
     if without and len(without) < len(parts):
         raise CheckpointError(
             f"rank {', '.join(without)} saves without an optimizer, the others with one; give one "
-            "on every rank (penstock.zero_optimizer makes one for a stage without parameters too)"
+            "on every rank (of a stage without parameters, torch takes [{'params': []}])"
         )
     if optimizer is not None:
         width = mesh.shards.size
-        first = parts[: mesh.num_stages * width : width]
-        own_state = parts if is_sharded(optimizer) else first
-        content.facts["optimizer"] = merge_optimizers(own_state)
+        content.facts["optimizer"] = merge_optimizers(parts[: mesh.num_stages * width : width])
     content.facts["files"] = {file: names for _, files, _ in told for file, names in files.items()}
     content.facts[EXTRA] = {name: value for *_, part in told for name, value in part.items()}
     return content
@@ -182,7 +179,12 @@ def _together(content: _Content, shards: CutWeights) -> dict[str, dict[str, Tens
         file: shards.whole(tensors, of_optimizer=file in (OPTIMIZER, OPTIMIZER_FOLDER))
         for file, tensors in content.tensors.items()
     }
-    return found if content.mesh.shard == 0 else {file: {} for file in found}
+    return found if _writes(content.mesh) else {file: {} for file in found}
+
+
+def _writes(mesh: Mesh) -> bool:
+    """Tell whether this process writes what it has: what others have too, the first one writes."""
+    return mesh.replica == 0 and mesh.shard == 0
 
 
 def _facts(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:

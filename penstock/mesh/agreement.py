@@ -26,8 +26,6 @@ CALLS = (
     "load_pretrained",
     "save_pretrained",
     "GradScaler",
-    "zero_optimizer",
-    "step of zero_optimizer",
 )
 """What all processes do together.  Each begins with a row of numbers: its place here, the number
 of the pipeline that it is for, and what else the processes must know of each other.

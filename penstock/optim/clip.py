@@ -1,6 +1,5 @@
 """Gradient clipping over all stages, wherever they run."""
 
-import math
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -71,14 +70,7 @@ def _whole_norms(
 ) -> list[tuple[int, float]]:
     """Return the norms of gradients, of weights that are cut over all their shards."""
     own = [float(torch.linalg.vector_norm(_values(p), dtype=torch.float64)) for _, p in gradients]
-    shards = pipe.mesh.shards
-    if shards.size > 1:
-        is_cut = pipe.shards.are_cut(p for _, p in gradients)
-        everyone = shards.gather(own, "for the gradient norms of the other shards")
-        own = [
-            math.hypot(*norms) if cut else norms[shards.rank]
-            for cut, norms in zip(is_cut, zip(*everyone, strict=True), strict=True)
-        ]
+    own = pipe.shards.norms([p for _, p in gradients], own)
     return [(layer, norm) for (layer, _), norm in zip(gradients, own, strict=True)]
 
 

@@ -131,7 +131,9 @@ class Plan:
             PlanError: only one of the two is there, or weights are updated within a call.
         """
         num_shards = max(len(mesh[0]) for mesh in self.placement.meshes)
-        if (num_shards > 1) != (self.sharding is not None):
+        num_replicas = max(map(len, self.placement.meshes))
+        may_divide = num_shards * num_replicas > 1
+        if (num_shards > 1 and self.sharding is None) or (self.sharding and not may_divide):
             raise PlanError(
                 f"sharding={self.sharding!r}, and a stage has {count_text(num_shards, 'rank')} in "
                 "each replica; give a name of a ready plan with init_mesh(num_shards=), or neither"

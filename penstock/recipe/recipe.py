@@ -47,7 +47,7 @@ class PipelineSection(Section):
     num_microbatches: Count
     """M, the parts a batch is cut into; each replica takes M / D of them."""
     shard_optimizer: Annotated[bool, Mark.EXECUTION] = False
-    """Let the replicas share out the optimizer's state (ZeRO, stage 1): less memory, same bits."""
+    """Let each replica keep slices of weights and optimizer's state between steps (ZeRO-1)."""
     partition: Annotated[
         Literal["auto"] | tuple[int, ...], BeforeValidator(_check_partition), Mark.LAYOUT
     ] = "auto"
@@ -225,6 +225,12 @@ class Recipe(Section):
             raise ValueError(
                 "train.average_decay with pipeline.shard_optimizer = true is not supported: no "
                 "replica has all averages. Leave one of them out"
+            )
+        if self.pipeline.shard_optimizer and self.optimizer.name == "adafactor":
+            raise ValueError(
+                'pipeline.shard_optimizer = true with optimizer.name = "adafactor" is not '
+                "supported: it looks at rows and columns of whole weights, and a replica has "
+                "slices. Leave out the first, or use another optimizer"
             )
         return self
 

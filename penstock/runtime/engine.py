@@ -56,12 +56,10 @@ _LARGEST_BLOCK_BYTES = (32 << 20) - (64 << 10)
 def keep_freed_memory() -> None:
     """Keep freed memory in the process: a step frees and takes the same megabytes again and again.
 
-    glibc hands free memory at the end of a heap back to the system once it exceeds twice the
-    largest block that was ever mapped on its own and freed, and the next micro-batch pays for it
-    with page faults: 5 % of a step of small blocks (benchmarks/throughput).  Mapping and freeing
-    one large block, whose pages are never touched, raises that bound to 64 MiB, as it is in any
-    process that once freed a tensor of that size.  Other allocators are not impressed, and not
-    harmed.
+    glibc gives free memory at the end of a heap back once it exceeds twice the largest block that
+    was ever mapped on its own and freed; the next micro-batch pays with page faults, 5 % of a step
+    of small blocks (benchmarks/throughput).  Mapping and freeing one large block, whose pages are
+    never touched, raises that bound to 64 MiB.  Other allocators are not impressed.
     """
     torch.empty(_LARGEST_BLOCK_BYTES, dtype=torch.uint8)
 
@@ -105,7 +103,7 @@ class Engine:
         mine = [(p, self.devices[p.index]) for p in plans if p.index in here]
         layers.place(mine, plan.seed, draws=draws)
         steps = (step for p, _ in mine for step in p.steps)
-        own = Shards(sharding, steps, mesh.shard_axes, mesh.shards.tensors)
+        own = Shards(sharding, steps, mesh)
         self.shards: Shards = own if before is None else before.shards
         divided = self.shards.layers
         self.stages = tuple(
@@ -113,7 +111,7 @@ class Engine:
             for p, device in mine
         )
         if replicas is not None:
-            replicas.partial = self.shards.partial()
+            replicas.partial = self.shards.partial
             replicas.start_equal(self.tensors())
         self._with_streams = [s.device for s in self.stages if s.device.is_cuda]
         self._places = layers.places()
@@ -260,10 +258,13 @@ class Engine:
             device.wait_for_caller()
         try:
             casts = fresh_casts() if work.casts else nullcontext()
-            with guarded_default_generators(self.devices, self._look_again), casts:
+            guarded = guarded_default_generators(self.devices, self._look_again)
+            with self.shards.for_step(), guarded, casts:
                 self._lasting.driver_for(caller, in_caller=in_caller).drive(work)
+                if replicas is not None:
+                    replicas.finish()
             if replicas is not None:
-                replicas.finish()
+                replicas.add_earlier()
             if run.looks:
                 self._tell_unsplit(run)
         except BaseException as error:  # what was seen of the layers may be half, or the cause
@@ -365,15 +366,9 @@ class _Lasting:
             driver = ProcessDriver(mesh, plan)
         elif plan.transport is not Transport.LOOPBACK:
             driver = ThreadDriver(plan.threads_per_stage, plan.timeout_s)
-        return cls(
-            processes,
-            processes.names,
-            Splitter(mesh, processes),
-            replicas,
-            driver,
-            in_caller,
-            _Turn(is_connected=plan.transport.is_between_processes),
-        )
+        splitter, is_connected = Splitter(mesh, processes), plan.transport.is_between_processes
+        turn = _Turn(is_connected=is_connected)
+        return cls(processes, processes.names, splitter, replicas, driver, in_caller, turn)
 
     def driver_for(self, caller: CallerContext, *, in_caller: bool) -> AbstractDriver:
         """Return what runs the programs: the calling thread if it must, or workers cannot."""

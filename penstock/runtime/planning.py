@@ -30,7 +30,7 @@ from penstock.planner.arguments import (
 from penstock.planner.balance import Measured, balanced
 from penstock.planner.plan import BalancedBy, Plan
 from penstock.planner.unsplit import Unsplit
-from penstock.sharding.plan import Sharding
+from penstock.sharding.plan import LayerSharding, Sharding
 from penstock.trace.progress import saying
 from penstock.trace.units import count_text
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
@@ -115,14 +115,20 @@ def check_sharding(plan: Plan, part: Any) -> None:
     """
     if plan.sharding is None:
         return
-    if part is None:
+    if part is None and plan.placement.num_shards > 1:
         raise ConfigError(
             f"sharding={plan.sharding!r} needs example_inputs=: the operators of the layers are "
             "recorded with them"
         )
     from penstock.sharding.named import ready_plan  # SciPy takes a while to import
 
-    ready_plan(plan.sharding)
+    _, gathers = ready_plan(plan.sharding)
+    if plan.placement.num_shards == 1 and not gathers:
+        raise ConfigError(
+            f"sharding={plan.sharding!r} divides operators among the shards of a stage, and there "
+            "is one; use init_mesh(num_shards=), or sharding='zero1', which cuts weights between "
+            "steps along replicas"
+        )
 
 
 def make_sharding(plan: Plan, layers: Layers, part: Any) -> Sharding | None:
@@ -138,6 +144,8 @@ def make_sharding(plan: Plan, layers: Layers, part: Any) -> Sharding | None:
     from penstock.sharding.search import plan_sharding
 
     names = [step.path for step in layers]
+    if plan.placement.num_shards == 1:
+        return Sharding((1,), tuple(LayerSharding(name, (), {}) for name in names), gathers=True)
     costs = Costs.usual(plan.placement.shard_axes, plan.num_microbatches)
     ends = [0, *accumulate(plan.partition)]
     stages = [range(a, b) for a, b in pairwise(ends)]

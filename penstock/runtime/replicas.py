@@ -4,7 +4,7 @@ Gradients travel in buckets of one type each.  A bucket's sum begins when the st
 has run, and is awaited where the step ends.  What shards have parts of is summed over them then.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +12,11 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.mesh.collectives import Begun, Collectives
+from penstock.sharding.at_rest import cut_into_buckets
 from penstock.torch_private import AnyBatchNorm
 
 from .batch_norm import pooled
 from .run import Moments, MomentsByModule
-
-_BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +69,13 @@ class Replicas:
     def finish(self) -> None:
         """Wait for the sums, and put them where gradients belong; keeps no bucket."""
         buckets, self._buckets = self._buckets, []
-        before, self._before = self._before, {}
         _finish(self._group, buckets, "for the gradients of the other replicas")
         for axis, weights in self.partial:
             _finish(axis, _begun(axis, weights), "for the gradients of the other shards")
+
+    def add_earlier(self) -> None:
+        """Add the gradients of earlier steps."""
+        before, self._before = self._before, {}
         for parameter, gradient in before.items():
             now = parameter.grad
             parameter.grad = gradient if now is None else gradient.add_(now)
@@ -140,17 +142,6 @@ def _check_can_be_summed(tensors: Sequence[Tensor]) -> None:
                 "micro-batches. Keep the parameter in bfloat16 or float32 and cast it in the "
                 "forward, or freeze it (requires_grad_(False))"
             )
-
-
-def cut_into_buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Cut parameters into buckets of one type and device, the last ones first."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for parameter in reversed(parameters):
-        bucket = kinds.setdefault((parameter.dtype, parameter.device), [])
-        bucket.append(parameter)
-        if sum(p.numel() * p.element_size() for p in bucket) >= _BUCKET_BYTES:
-            yield kinds.pop((parameter.dtype, parameter.device))
-    yield from kinds.values()
 
 
 def _flat_gradient(parameter: Tensor) -> Tensor:

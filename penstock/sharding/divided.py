@@ -1,9 +1,9 @@
-"""Layers that are run in shards: their weights at rest, and what a checkpoint sees of them."""
+"""Layers that are run in shards, and the weights of which each process keeps a slice."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from penstock.model.stage_plan import Step
 from penstock.torch_private import parameters_of
 from penstock.trace.units import count_text
 
+from .at_rest import Cut, Gathered
 from .convert import convert
 from .layouts import I, Layout, R, S
 from .plan import LayerSharding, Sharding
@@ -22,6 +23,7 @@ from .run import LayerRun, layout_on
 from .sizes import Sized, size_like
 
 if TYPE_CHECKING:
+    from penstock.mesh import Mesh
     from penstock.mesh.collectives import Collectives
 
 Axes = Sequence["Collectives"]
@@ -30,19 +32,6 @@ Axes = Sequence["Collectives"]
 def _at_rest(layout: Layout) -> Layout:
     """Return a weight's layout once its gradient is summed."""
     return tuple(I if state is R else state for state in layout)
-
-
-class Cut(NamedTuple):
-    """A weight that is cut: its layout at rest, along which axes, and its whole shape."""
-
-    layout: Layout
-    axes: Axes
-    shape: tuple[int, ...]
-
-    @property
-    def whole(self) -> Layout:
-        """The layout in which each device has all of it."""
-        return (I,) * len(self.axes)
 
 
 class DividedLayer:
@@ -75,12 +64,6 @@ class DividedLayer:
         """The weights whose gradients are parts of a sum along each axis, until a step ends; in an
         order that is the same on each device, since they are summed in buckets.
         """
-
-    def cut_weights(self) -> None:
-        """Keep this device's shard of each weight only; each parameter stays the same object."""
-        with torch.no_grad():
-            for weight, cut in self.cut.items():
-                weight.data = convert(weight.data, cut.whole, cut.layout, self.axes).clone()
 
     def call(self, function: "partial[Any]", noted: dict[int, tuple[Layout | None, ...]]) -> Any:
         """Call the layer; what it is given and what it gives is whole, or as the plan says.
@@ -122,91 +105,40 @@ class DividedLayer:
 
 
 class Shards:
-    """The layers of this process that are divided, by number, along the axes of its stages' mesh;
-    `everyone` are all processes that share these stages.
+    """What processes share of the stages that run here: layers that are divided, by number, along
+    the axes of shards, and weights that are cut, along the replicas too.
     """
 
-    def __init__(
-        self,
-        sharding: Sharding | None,
-        steps: Iterable[Step],
-        axes: Axes,
-        everyone: "Collectives",
-    ) -> None:
-        self.sharding, self.axes, self._everyone = sharding, axes, everyone
+    def __init__(self, sharding: Sharding | None, steps: Iterable[Step], mesh: "Mesh") -> None:
+        self.sharding, self._everyone = sharding, mesh.shards.tensors
+        axes = mesh.shard_axes
         own = [] if sharding is None else [(s, sharding.layers[s.index]) for s in steps]
-        self.layers = {
-            s.index: DividedLayer(s.index, s.module, plan, axes)
-            for s, plan in own
-            if plan.is_divided
-        }
+        divided = [(s, plan) for s, plan in own if plan.is_divided]
+        self.layers = {s.index: DividedLayer(s.index, s.module, p, axes) for s, p in divided}
+        self.partial = [
+            (axis, weights)
+            for n, axis in enumerate(axes)
+            if (weights := [w for layer in self.layers.values() for w in layer.partial[n]])
+        ]
+        """The weights whose gradients are to be summed along each axis, in an order that is the
+        same on each device.
+        """
+        self.cut = {w: cut for layer in self.layers.values() for w, cut in layer.cut.items()}
+        """The weights of which this process keeps a slice."""
+        self.for_step: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Around a step: weights are as calls have them."""
+        if sharding is not None and sharding.gathers:
+            every = dict.fromkeys(w for s, _ in own for w in s.module.parameters())
+            trained = [w for w in every if w.requires_grad and not w.is_meta]
+            gathered = Gathered(trained, self.cut, (*axes, mesh.replicas.tensors))
+            self.cut |= gathered.cut
+            self.for_step = gathered.for_step
 
     def cut_weights(self, tensors: Iterable[Tensor]) -> None:
-        """Let all shards have the values of the first one; keep the own shard of what is cut."""
+        """Let all shards have the values of the first one; keep the own slice of what is cut."""
         if self.sharding is None:
             return
         self._everyone.copy_from_first(tensors, "for the first shard's parameters and buffers")
-        for layer in self.layers.values():
-            layer.cut_weights()
-
-    def partial(self) -> list[tuple["Collectives", list[Tensor]]]:
-        """Return for each axis the weights whose gradients are to be summed along it, in an order
-        that is the same on each device.
-        """
-        layers = self.layers.values()
-        found = [
-            (axis, [w for own in layers for w in own.partial[n]])
-            for n, axis in enumerate(self.axes)
-        ]
-        return [(axis, weights) for axis, weights in found if weights]
-
-    def named(self, weights: Mapping[str, Tensor]) -> "CutWeights":
-        """Return what this process holds of weights, by their names."""
-        return CutWeights(weights, self.layers.values())
-
-
-class CutWeights:
-    """What this process holds of weights that are cut, by the name of each."""
-
-    def __init__(self, named: Mapping[str, Tensor], layers: Iterable[DividedLayer]) -> None:
-        own = {weight: cut for layer in layers for weight, cut in layer.cut.items()}
-        self._weights = own.keys()
-        self._cut = {
-            name: (own[weight], tuple(weight.shape))
-            for name, weight in named.items()
-            if weight in own
-        }
-
-    def are_cut(self, weights: Iterable[Tensor]) -> list[bool]:
-        """Tell for each weight whether this process has a shard of it only."""
-        return [weight in self._weights for weight in weights]
-
-    def whole(
-        self, tensors: Mapping[str, Tensor], *, of_optimizer: bool = False
-    ) -> dict[str, Tensor]:
-        """Put tensors together that are as large as the own shard of their weight.
-
-        All processes that share the weights call this alike.  Keys are names of weights; those of
-        an optimizer's state end in a dot and what it is.
-        """
-        return {key: self._put_together(key, x, of_optimizer) for key, x in tensors.items()}
-
-    def own(self, tensors: Mapping[str, Any], *, of_optimizer: bool = False) -> dict[str, Any]:
-        """Keep the own shard of tensors that are as large as their whole weight."""
-        return {key: self._take(key, x, of_optimizer) for key, x in tensors.items()}
-
-    def _put_together(self, key: str, tensor: Tensor, of_optimizer: bool) -> Tensor:
-        found = self._cut.get(key.rpartition(".")[0] if of_optimizer else key)
-        if found is None or tuple(tensor.shape) != found[1]:
-            return tensor
-        cut, _ = found
         with torch.no_grad():
-            return convert(tensor, cut.layout, cut.whole, cut.axes)
-
-    def _take(self, key: str, value: Any, of_optimizer: bool) -> Any:
-        found = self._cut.get(key.rpartition(".")[0] if of_optimizer else key)
-        if found is None or not isinstance(value, Tensor):
-            return value
-        cut, _ = found
-        is_whole = tuple(value.shape) == cut.shape
-        return convert(value, cut.whole, cut.layout, cut.axes) if is_whole else value
+            for weight, cut in self.cut.items():
+                weight.data = convert(weight.data, cut.whole, cut.layout, cut.axes).clone()

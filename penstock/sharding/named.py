@@ -110,12 +110,17 @@ READY: dict[str, Ready] = {
 """Plans by name, as `sharding=` takes them."""
 
 
-def ready_plan(name: str) -> Ready:
-    """Return the ready plan of this name.
+def ready_plan(name: str) -> tuple[Ready, bool]:
+    """Return the ready plan of this name, and whether weights are gathered for each step: after
+    any name "+zero1" says so, and "zero1" alone is "data+zero1".
 
     Raises:
         ConfigError: there is none.
     """
-    if name not in READY:
-        raise ConfigError(f"sharding={name!r}: ready plans are {', '.join(map(repr, READY))}")
-    return READY[name]
+    base, _, rest = ("data+" + name if name == "zero1" else name).partition("+")
+    if base not in READY or rest not in ("", "zero1"):
+        raise ConfigError(
+            f"sharding={name!r}: ready plans are {', '.join(map(repr, READY))} and 'zero1'; "
+            "'megatron+zero1' and the like cut weights between steps, too"
+        )
+    return READY[base], rest == "zero1"

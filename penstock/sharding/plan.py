@@ -86,6 +86,10 @@ class Sharding:
     layers: tuple[LayerSharding, ...]
     unknown: tuple[str, ...] = ()
     """Functions that have no rule, and why layers are whole: there all devices do the same."""
+    gathers: bool = False
+    """Whether weights are cut between steps, along shards and replicas, where calls have the
+    whole: gathered once a step.
+    """
 
     def __str__(self) -> str:
         """Print the layers that differ, each with its calls and its weights."""
@@ -107,6 +111,8 @@ def _summary(sharding: Sharding) -> str:
         f"{len(sharding.layers)} layers on {' x '.join(map(str, sharding.mesh))} shards, "
         f"{bytes_text(sent)} sent by each for a micro-batch"
     )
+    if sharding.gathers:
+        text += "; weights are cut between steps along replicas and shards, and gathered for each"
     if sharding.unknown:
         text += f"; done by all alike: {', '.join(sharding.unknown)}"
     return text

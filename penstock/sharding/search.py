@@ -40,7 +40,7 @@ def plan_sharding(
         ConfigError: there is no plan of this name.
         PlanError: no plan stays below the limit; says by how much.
     """
-    ready = ready_plan(name)
+    ready, gathers = ready_plan(name)
     found: dict[int, LayerSharding] = {}
     for stage in stages or [range(len(layers))]:
         search = _Search(graph, layers, list(stage), ready, costs)
@@ -49,7 +49,7 @@ def plan_sharding(
     seen = [Seen.of(graph, call) for n in numbers for call in routed_calls(graph, n)]
     reasons = dict.fromkeys(filter(None, (why_whole(graph, n) for n in numbers)))
     own = tuple(found[n] for n in numbers)
-    return Sharding(costs.mesh, own, (*unknown(seen), *reasons))
+    return Sharding(costs.mesh, own, (*unknown(seen), *reasons), gathers)
 
 
 class _Search:

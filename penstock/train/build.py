@@ -12,7 +12,6 @@ from penstock.model.capture.capture import capture
 from penstock.model.layers import Layers
 from penstock.optim import optimizers
 from penstock.optim.scaler import GradScaler
-from penstock.optim.zero import zero_optimizer
 from penstock.pipeline import Pipeline
 from penstock.planner.plan import Plan
 from penstock.recipe.optimizer_sections import SGD, Adafactor, AdamW, RMSProp
@@ -69,6 +68,7 @@ def pipeline_options(recipe: Recipe) -> dict[str, Any]:
         "memory_limit_bytes": section.memory_limit_bytes,
         "offload": section.offload,
         "seed": section.seed,
+        "sharding": "zero1" if section.shard_optimizer and section.num_replicas > 1 else None,
         "threads_per_stage": section.threads_per_stage,
         "timeout_s": section.timeout_s,
     }
@@ -105,11 +105,7 @@ def build_pipeline(
 
 def build_optimizer(recipe: Recipe, pipe: Pipeline) -> torch.optim.Optimizer:
     """Make the optimizer over all parameters; the loop sets its learning rate in every step."""
-    make = optimizer_maker(recipe)
-    groups = parameter_groups(recipe, pipe)
-    if recipe.pipeline.shard_optimizer:
-        return zero_optimizer(pipe, make, groups)
-    return make(groups)
+    return optimizer_maker(recipe)(parameter_groups(recipe, pipe))
 
 
 def optimizer_maker(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:

@@ -12,9 +12,6 @@ from penstock.runtime.microbatches import microbatch_sizes
 from penstock.trace.units import count_text
 from penstock.types import Recompute, TiedGradients
 
-_BESIDE_PLAN = ("pipeline.shard_optimizer",)
-"""What a plan does not decide of how a model runs."""
-
 
 def make_mesh(recipe: Recipe) -> Mesh:
     """Let the processes of the run meet.
@@ -36,7 +33,7 @@ def read_plan(path: Path, overrides: Sequence[str]) -> Plan:
         RecipeError: an override changes what the plan decides.
     """
     keys = (override.partition("=")[0].strip() for override in overrides)
-    given = [key for key in keys if key.startswith("pipeline.") and key not in _BESIDE_PLAN]
+    given = [key for key in keys if key.startswith("pipeline.")]
     if given:
         raise RecipeError(
             f"--plan decides {', '.join(given)} already; leave out one or the other, or change "
@@ -70,6 +67,7 @@ def with_plan(recipe: Recipe, plan: Plan) -> Recipe:
         "threads_per_stage": plan.threads_per_stage,
         "timeout_s": plan.timeout_s,
         "seed": plan.seed,
+        "shard_optimizer": plan.sharding is not None,
     }
     return recipe.model_copy(update={"pipeline": section.model_copy(update=changes)})
 

@@ -39,8 +39,8 @@ def batch(step: int, replica: int, num_replicas: int) -> tuple[Tensor, Tensor]:
 
 
 class Run:
-    """A pipeline of `stages_per_rank` stages in each process, and its optimizer, whose state
-    replicas share out if it is `shared`.
+    """A pipeline of `stages_per_rank` stages in each process, and its optimizer; if it is
+    `shared`, each replica keeps slices of weights and state.
     """
 
     def __init__(
@@ -56,11 +56,9 @@ class Run:
             threads_per_stage=1,
             seed=seed,
             batch_norm_over_replicas=mesh.num_replicas > 1,
+            sharding="zero1" if shared and mesh.num_replicas > 1 else None,
         )
-        if shared:
-            self.optimizer = penstock.zero_optimizer(self.pipe, torch.optim.AdamW, lr=0.05)
-        else:
-            self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=0.05)
+        self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=0.05)
 
     def step(self) -> float:
         """Train one step; give its loss."""
@@ -234,9 +232,9 @@ def test_what_cannot_be_saved_together_is_one_error_on_all(tmp_path: Path) -> No
 def test_optimizer_state_of_another_type_than_its_parameter_comes_back_to_the_bit(
     tmp_path: Path,
 ) -> None:
-    """Of replicas that share it out, and of those that do not; its key holds a dot."""
+    """Of weights that are whole, and of slices; its key holds a dot."""
     first, second = call(odd_saves.masters, (1, 2), tmp_path, folder_for_saves=str(tmp_path))
-    assert (len(first), len(second)) == (9, 9)  # 3 each of the 6 parameters, then all 6
+    assert (len(first), len(second)) == (12, 12)  # the 6 parameters, twice
     assert all(first) and all(second)
 
 

@@ -1,0 +1,220 @@
+"""What a process keeps of its weights between steps, and what a checkpoint sees of them.
+
+    between steps   S(0)       slices of the weight, its gradient, and its optimizer's state
+    in a step       I, R       the whole: gathered once at the beginning; the gradient, summed
+                               once at the end, is sliced
+
+That is the first stage of ZeRO (Rajbhandari et al. 2020, section 5.1), along the replicas as along
+the axes of shards.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .convert import convert
+from .layouts import I, Layout, S
+from .sizes import size_like
+
+if TYPE_CHECKING:
+    from penstock.mesh.collectives import Collectives
+
+    Axes = Sequence[Collectives]
+
+_BUCKET_BYTES = 25 << 20
+
+
+class Cut(NamedTuple):
+    """A weight that is cut: its layout at rest, along which axes, and its whole shape."""
+
+    layout: Layout
+    axes: "Axes"
+    shape: tuple[int, ...]
+
+    @property
+    def whole(self) -> Layout:
+        """The layout in which each device has all of it."""
+        return (I,) * len(self.axes)
+
+
+class Gathered:
+    """Weights that are cut between steps along axes along which calls have the whole.
+
+    `cut` are those that calls have slices of already; `cut` of this object are all layouts at
+    rest, along `axes`, the replicas last.
+    """
+
+    def __init__(self, weights: Iterable[Tensor], cut: Mapping[Tensor, Cut], axes: "Axes") -> None:
+        self._axes = axes
+        self.cut: dict[Tensor, Cut] = {}
+        self._in_step: dict[Tensor, Layout] = {}
+        self._strides: dict[Tensor, tuple[int, ...]] = {}  # kernels round as memory lies
+        for weight in weights:
+            own = cut.get(weight)
+            shape = tuple(weight.shape) if own is None else own.shape
+            layout = () if own is None else own.layout
+            in_step = (*layout, *(I,) * (len(axes) - len(layout)))
+            rest = _shrunk(in_step, shape, [axis.size for axis in axes])
+            if rest != in_step:
+                self.cut[weight] = Cut(size_like(rest, shape, in_step, axes), axes, shape)
+                self._in_step[weight] = in_step
+                if own is None and not weight.is_contiguous():
+                    self._strides[weight] = weight.stride()
+
+    @contextmanager
+    def for_step(self) -> Iterator[None]:
+        """Let weights be as calls have them; keep the own slices of their gradients afterwards."""
+        slices = {weight: weight.data for weight in self.cut}
+        self._gather()
+        shapes = {weight: weight.shape for weight in self.cut}
+        try:
+            yield
+        finally:
+            for weight, own in slices.items():
+                weight.data = own
+                gradient = weight.grad
+                if gradient is not None and gradient.shape == shapes[weight] != own.shape:
+                    rest = self.cut[weight].layout
+                    weight.grad = None
+                    weight.grad = convert(gradient, self._in_step[weight], rest, self._axes)
+
+    def _gather(self) -> None:
+        for number in reversed(range(len(self._axes))):
+            held = [
+                weight
+                for weight, cut in self.cut.items()
+                if isinstance(cut.layout[number], S) and self._in_step[weight][number] is I
+            ]
+            for bucket in cut_into_buckets(held):
+                self._gather_along(number, bucket)
+        for weight, strides in self._strides.items():
+            as_before = torch.empty_strided(weight.shape, strides, dtype=weight.dtype)
+            weight.data = as_before.to(weight.device).copy_(weight.data)
+
+    def _gather_along(self, number: int, weights: Sequence[Tensor]) -> None:
+        """Send all slices of some weights at once."""
+        axis, shapes = self._axes[number], []
+        for weight in weights:
+            state = self.cut[weight].layout[number]
+            assert isinstance(state, S)
+            shape = tuple(weight.shape)
+            before, after = shape[: state.dim], shape[state.dim + 1 :]
+            shapes.append([(*before, length, *after) for length in state.sizes])
+        counts = [[torch.Size(of[rank]).numel() for of in shapes] for rank in range(axis.size)]
+        flat = torch.cat([weight.data.reshape(-1) for weight in weights])
+        rows = axis.all_gather(
+            flat, "for the weights that others keep slices of", [[sum(own)] for own in counts]
+        )
+        parts = [row.split(own) for row, own in zip(rows, counts, strict=True)]
+        for place, weight in enumerate(weights):
+            state = self.cut[weight].layout[number]
+            assert isinstance(state, S)
+            pairs = zip(parts, shapes[place], strict=True)
+            weight.data = torch.cat([part[place].view(s) for part, s in pairs], state.dim)
+
+
+def _shrunk(in_step: Layout, shape: Sequence[int], sizes: Sequence[int]) -> Layout:
+    """Cut a weight along each axis along which it is whole: the longest dimension, evenly where
+    one can be.
+    """
+    lengths = list(shape)
+    for state, size in zip(in_step, sizes, strict=True):
+        if isinstance(state, S):
+            lengths[state.dim] //= size
+    rest = list(in_step)
+    for number, size in enumerate(sizes):
+        later = {state.dim for state in rest[number + 1 :] if isinstance(state, S)}
+        dims = [d for d, length in enumerate(lengths) if length > 1 and d not in later]
+        if isinstance(rest[number], S) or size == 1 or not dims:
+            continue
+        dim = max(dims, key=lambda d: (lengths[d] % size == 0, lengths[d]))
+        rest[number] = S(dim)
+        lengths[dim] //= size
+    return tuple(rest)
+
+
+def cut_into_buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Cut parameters into buckets of one type and device, the last ones first."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for parameter in reversed(parameters):
+        bucket = kinds.setdefault((parameter.dtype, parameter.device), [])
+        bucket.append(parameter)
+        if sum(p.numel() * p.element_size() for p in bucket) >= _BUCKET_BYTES:
+            yield kinds.pop((parameter.dtype, parameter.device))
+    yield from kinds.values()
+
+
+class CutWeights:
+    """What this process holds of weights that are cut, by the name of each."""
+
+    def __init__(self, named: Mapping[str, Tensor], cut: Mapping[Tensor, Cut]) -> None:
+        self._weights = cut
+        self._cut = {
+            name: (cut[weight], tuple(weight.shape))
+            for name, weight in named.items()
+            if weight in cut
+        }
+
+    def norms(self, weights: Sequence[Tensor], own: Sequence[float]) -> list[float]:
+        """Return the norms of what belongs to some weights, of norms of what is held here.
+
+        All processes that share the weights call this alike.
+        """
+        norms = torch.tensor(own, dtype=torch.float64)
+        axes = dict.fromkeys(axis for cut in self._weights.values() for axis in cut.axes)
+        for axis in axes:
+            if axis.size == 1:
+                continue
+            rows = torch.stack(axis.all_gather(norms, "for the gradient norms of the others"))
+            is_cut = torch.tensor([_cuts(self._weights.get(w), axis) for w in weights])
+            norms = torch.where(is_cut, torch.linalg.vector_norm(rows, dim=0), norms)
+        return norms.tolist()
+
+    def of(self, tensors: Mapping[str, Any], *, of_optimizer: bool = False) -> dict[str, Any]:
+        """Return those of some tensors that are of a weight that is cut."""
+        return {k: x for k, x in tensors.items() if _weight_of(k, of_optimizer) in self._cut}
+
+    def whole(
+        self, tensors: Mapping[str, Tensor], *, of_optimizer: bool = False
+    ) -> dict[str, Tensor]:
+        """Put tensors together that are as large as the own shard of their weight.
+
+        All processes that share the weights call this alike.  Keys are names of weights; those of
+        an optimizer's state end in a dot and what it is.
+        """
+        put = self._put_together
+        return {k: put(_weight_of(k, of_optimizer), x) for k, x in tensors.items()}
+
+    def own(self, tensors: Mapping[str, Any], *, of_optimizer: bool = False) -> dict[str, Any]:
+        """Keep the own shard of tensors that are as large as their whole weight."""
+        return {k: self._take(_weight_of(k, of_optimizer), x) for k, x in tensors.items()}
+
+    def _put_together(self, weight: str, tensor: Tensor) -> Tensor:
+        found = self._cut.get(weight)
+        if found is None or tuple(tensor.shape) != found[1]:
+            return tensor
+        cut, _ = found
+        with torch.no_grad():
+            return convert(tensor, cut.layout, cut.whole, cut.axes)
+
+    def _take(self, weight: str, value: Any) -> Any:
+        found = self._cut.get(weight)
+        if found is None or not isinstance(value, Tensor):
+            return value
+        cut, _ = found
+        is_whole = tuple(value.shape) == cut.shape
+        return convert(value, cut.whole, cut.layout, cut.axes) if is_whole else value
+
+
+def _weight_of(key: str, of_optimizer: bool) -> str:
+    return key.rpartition(".")[0] if of_optimizer else key
+
+
+def _cuts(cut: Cut | None, axis: "Collectives") -> bool:
+    """Tell whether a weight is in slices along an axis."""
+    if cut is None:
+        return False
+    return any(a is axis and isinstance(s, S) for a, s in zip(cut.axes, cut.layout, strict=True))
