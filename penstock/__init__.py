@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .planner.plan import Plan as Plan
     from .planner.predict import simulate as simulate
     from .runtime.profiling import profile as profile
+    from .runtime.shard import shard as shard
     from .trace.timeline import Timeline as Timeline
     from .types import Recompute as Recompute
     from .types import Reduction as Reduction
@@ -74,6 +75,7 @@ _HOME = {
     "plan": "penstock.planner.make_plan",
     "save_checkpoint": "penstock.checkpoint",
     "save_pretrained": "penstock.checkpoint",
+    "shard": "penstock.runtime.shard",
     "simulate": "penstock.planner.predict",
     "zero_optimizer": "penstock.optim.zero",
 }
@@ -121,6 +123,7 @@ __all__ = [
     "save_checkpoint",
     "save_pretrained",
     "schedules",
+    "shard",
     "simulate",
     "zero_optimizer",
 ]

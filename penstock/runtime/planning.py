@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.costs.count import record_graph
 from penstock.costs.layer_facts import LayerFacts
 from penstock.costs.measure import measure_layers
 from penstock.costs.measure_bytes import measure_bytes
@@ -41,6 +40,7 @@ from .devices import num_cores, why_missing, with_index
 from .microbatches import Batch
 from .random.drawing import Drawing, LayerCall
 from .run import Run, Streams
+from .shard import make_sharding
 from .stage.split_backward import divide
 from .stage.tape import Tape
 from .unsplit import left_bytes, why_unsplit
@@ -106,31 +106,6 @@ def make_plan(arguments: Arguments, plan: Plan | None, layers: Layers, mesh: Mes
     return replace(plan, threads_per_stage=threads, transport=transport)
 
 
-def make_sharding(plan: Plan, layers: Layers, part: Any, mesh: Mesh) -> Sharding | None:
-    """Say how each layer is divided among the ranks of its stage; None where each has one.
-
-    Raises:
-        ConfigError: the example inputs, of which `part` are those of a micro-batch, are missing;
-            nobody knows the plan; or a layer cannot be recorded.
-        PlanError: a layer cannot be divided so.
-    """
-    if plan.sharding is None:
-        return None
-    if part is None:
-        raise ConfigError(
-            f"sharding={plan.sharding!r} needs example_inputs=: the operators of the layers are "
-            "recorded with them"
-        )
-    from penstock.sharding.costs import Costs
-    from penstock.sharding.search import plan_sharding  # SciPy takes a while to import
-
-    names = [step.path for step in layers]
-    costs = Costs.usual(plan.placement.shard_axes, plan.num_microbatches)
-    ends = [0, *accumulate(plan.partition)]
-    stages = [range(a, b) for a, b in pairwise(ends)]
-    return plan_sharding(plan.sharding, record_graph(layers, part), names, costs, stages)
-
-
 def facts_of(layers: Layers) -> tuple[LayerFacts, ...]:
     """Describe the layers of a model, so that a plan is run on no other one."""
     return tuple(
@@ -182,22 +157,29 @@ def _trainable_bytes(layers: Layers) -> list[int]:
 
 
 def agree(
-    plan: Plan, layers: Layers, mesh: Mesh, part: Any, *, balances: bool
-) -> tuple[Plan, int, bool]:
+    plan: Plan,
+    divided: Sharding | None,
+    layers: Layers,
+    mesh: Mesh,
+    part: Any,
+    *,
+    balances: bool,
+) -> tuple[Plan, Sharding | None, int, bool]:
     """Decide on the plan for all processes of a mesh, for good: each keeps its own layers only.
 
     If it `balances`, rank 0 measures where it has a micro-batch `part` and layers with values.
 
     Returns:
-        The plan of rank 0; the pipeline's number on the mesh: how many were made before it; and
-        whether the plan may still be balanced, in a process that runs all stages.
+        The plan of rank 0; how layers are `divided` among the ranks of its stages; the pipeline's
+        number on the mesh: how many were made before it; and whether the plan may still be
+        balanced, in a process that runs all stages.
 
     Raises:
         ConfigError: the processes make different pipelines, or in another order.
     """
     limits = plan.memory_limit_bytes is not None
     if mesh.world_size == 1:
-        return plan, 0, balances and (plan.num_stages > 1 or limits)
+        return plan, divided, 0, balances and (plan.num_stages > 1 or limits)
     same = {
         "number of pipelines made before": mesh.world.num_pipelines,
         "layers": [(layer.name, layer.kind) for layer in plan.layers],
@@ -214,7 +196,7 @@ def agree(
         "recompute of each stage": [kind.name for kind in plan.recompute],
         "offload": plan.offload,
         "memory_limit_bytes": plan.memory_limit_bytes,
-        "sharding": plan.sharding,
+        "sharding": str(plan.sharding),
     }
     mesh.world.require_same("Pipeline", same)
     modules = [step.module for step in layers]
@@ -236,10 +218,13 @@ def agree(
     (told, balanced_by), recompute = mesh.world.broadcast(
         (decided, _told(plan)), 0, what, Codec([record(Unsplit)])
     )
+    given = plan.partition
     plan = replace(plan, balanced_by=BalancedBy(balanced_by), recompute=_heard(recompute), **told)
+    if plan.partition != given:  # between stages values are whole
+        divided = make_sharding(plan, layers, part)
     num_parameters = sum(layer.num_parameters for layer in plan.layers)
     what = f"{len(plan.layers)} layers, {num_parameters:,} parameters"
-    return plan, mesh.world.number_pipeline(what), False
+    return plan, divided, mesh.world.number_pipeline(what), False
 
 
 def _told(plan: Plan) -> list[str | list[int | str]]:

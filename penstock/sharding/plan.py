@@ -13,7 +13,7 @@ from math import prod
 
 from penstock.trace.units import bytes_text, columns
 
-from .layouts import I, Layout, Move, S, moves, steps
+from .layouts import I, Layout, Move, S, layout_text, moves, steps
 from .rules import Choice, base_name
 
 
@@ -140,11 +140,6 @@ def sent_bytes(move: Move, num_bytes: int, count: int) -> float:
 
 
 _TIMES = {Move.ALL_REDUCE: 2, Move.ALL_GATHER: 1, Move.REDUCE_SCATTER: 1, Move.ALL_TO_ALL: 1}
-
-
-def layout_text(layout: Layout) -> str:
-    """Return a layout as it is written: the states along all axes."""
-    return "·".join(map(repr, layout))
 
 
 def conversion_bytes(

@@ -56,13 +56,15 @@ Allow = Callable[[Site, int, Choice], bool]
 class Task:
     """What is asked of a program: prices, and what may be chosen.
 
-    `rests` gives the states that a weight of some shape may have at rest along an axis.  A byte
-    that stays on a device counts as much as `byte_s` seconds of a micro-batch.
+    `rests` gives the states that a weight of some shape may have at rest along an axis, `pins` the
+    layouts of some by number.  A byte that stays on a device counts as much as `byte_s` seconds of
+    a micro-batch.
     """
 
     costs: Costs
     allow: Allow
     rests: Callable[[TensorSpec, int], Sequence[State]]
+    pins: Mapping[int, Layout] = field(default_factory=dict)
     byte_s: float = 0.0
 
     @property
@@ -114,7 +116,7 @@ class LayerProgram:
         self._mesh = task.mesh
         self._whole = (I,) * len(self._mesh)
         calls = routed_calls(graph, layer)
-        self._weights = _own_weights(graph, calls)
+        self._weights = own_weights(graph, calls)
         self.sites = [self._site(call) for call in calls]
         self.sites_calls = calls
         self._site_of = {n: k for k, site in enumerate(self.sites) for n in site.call.gives}
@@ -191,6 +193,8 @@ class LayerProgram:
         return replace(site, by_axis=tuple(kept))
 
     def _weight_states(self, number: int) -> list[Layout]:
+        if number in self._task.pins:
+            return [self._task.pins[number]]
         spec = self._graph.tensors[number]
         by_axis = [self._task.rests(spec, axis) for axis in range(len(self._mesh))]
         found = [own for own in product(*by_axis) if fits(spec.shape, own, self._mesh)]
@@ -337,7 +341,7 @@ def routed_calls(graph: Graph, layer: int) -> list[Call]:
     return found
 
 
-def _own_weights(graph: Graph, calls: Sequence[Call]) -> list[int]:
+def own_weights(graph: Graph, calls: Sequence[Call]) -> list[int]:
     """Return the parameters that these calls use, and no other ones."""
     own = {id(call) for call in calls}
     others = {n for call in graph.calls if id(call) not in own for n in call.takes}
