@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from penstock.errors import BatchError, ConfigError, shown
 from penstock.model.batch import batch_size
+from penstock.model.capture.watch import original_class
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, tree_map
 from penstock.model.stage_plan import Crossing, Step
@@ -315,12 +316,25 @@ class _Count:
             raise ConfigError(
                 f"{self._where()} needs the values of its inputs, and costs are counted on "
                 f"tensors without values ({_first_line(error)}). Let its cost be measured on a "
-                "device instead"
+                f"device instead, or declare {_reader(error)} opaque "
+                "(penstock.costs.opaque_modules.opaque_module)"
             ) from error
 
     def _where(self) -> str:
         layer, steps = self._recorder.layer, self._layers.steps
         return f"layer {steps[layer].label}" if layer < len(steps) else "the loss"
+
+
+def _reader(error: BaseException) -> str:
+    """Name the class of the innermost module whose forward was running, but torch's own."""
+    found, trace = "its module", error.__traceback__
+    while trace is not None:
+        own = trace.tb_frame.f_locals.get("self")
+        kind = original_class(own) if isinstance(own, nn.Module) else torch.nn.Module
+        if not kind.__module__.startswith("torch."):
+            found = f"{kind.__module__}.{kind.__qualname__}"
+        trace = trace.tb_next
+    return found
 
 
 def _spec(value: Any) -> str:

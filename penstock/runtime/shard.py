@@ -109,4 +109,5 @@ def _planned(  # noqa: PLR0913 - all that is asked for
     costs = Costs.usual(axes, *counts) if cluster is None else Costs(axes, cluster, *counts)
     names = [step.path for step in layers]
     graph, limit = record_graph(layers, part), wanted.memory_limit_bytes
-    return plan_sharding(wanted.plan, graph, names, costs, stages, limit, wanted.weights)
+    how = (names, costs, stages, limit, wanted.weights)
+    return plan_sharding(wanted.plan, graph, *how, compares=stages is None)

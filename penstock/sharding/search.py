@@ -18,6 +18,7 @@ from penstock.errors import ConfigError, PlanError
 from penstock.trace.units import bytes_text
 
 from .costs import Costs
+from .instead import Neighbours
 from .layouts import I, Layout, R, S, State, layout_of, layout_text
 from .named import READY, Ready
 from .plan import LayerSharding, Sharding
@@ -33,12 +34,15 @@ def plan_sharding(  # noqa: PLR0913 - all that is asked for
     stages: Sequence[Sequence[int]] | None = None,
     memory_limit_bytes: int | None = None,
     pins: Mapping[str, str] | None = None,
+    *,
+    compares: bool = False,
 ) -> Sharding:
     """Return a plan for the layers of a model, of these names.
 
     `stages` are the numbers of the layers of each stage; between stages values are whole.  With a
     limit, weights, gradients, optimizer state and saved activations of a stage stay below it.
-    `pins` are layouts of weights at rest by patterns of their names, the first that matches.
+    `pins` are layouts of weights at rest by patterns of their names, the first that matches.  A
+    plan that `compares` names the next best way to divide each call, too.
 
     Raises:
         ConfigError: there is no plan of this name, or a weight cannot be held as it is pinned.
@@ -52,7 +56,8 @@ def plan_sharding(  # noqa: PLR0913 - all that is asked for
     found: dict[int, LayerSharding] = {}
     for stage in stages or [numbers]:
         search = _Search(graph, layers, list(stage), READY[name], costs, held)
-        found.update(zip(stage, search.within(memory_limit_bytes), strict=True))
+        plans = search.within(memory_limit_bytes)
+        found.update(zip(stage, search.compared(plans) if compares else plans, strict=True))
     seen = [Seen.of(graph, call) for n in numbers for call in routed_calls(graph, n)]
     reasons = dict.fromkeys(filter(None, (why_whole(graph, n) for n in numbers)))
     own = tuple(found[n] for n in numbers)
@@ -155,6 +160,19 @@ class _Search:
                 low = middle
         return found
 
+    def compared(self, plans: Sequence[LayerSharding]) -> list[LayerSharding]:
+        """Return the plans of all layers with the next best way to divide each call."""
+        task, before, known, found = self._task(0.0), self._whole, {}, []
+        for place, plan in enumerate(plans):
+            after = next(iter(plan.leaving.values()), self._whole)
+            borders, layer = self._borders_of(place, before, after), self._layers[place]
+            key = self._key(layer, borders, task)
+            if plan.calls and key not in known:
+                known[key] = Neighbours(self._graph, layer, plan, task, borders).named()
+            found.append(replace(plan, calls=known[key].calls) if plan.calls else plan)
+            before = after
+        return found
+
     def _bytes(self, plans: Sequence[LayerSharding]) -> float:
         return sum(
             self._costs.layer_bytes(
@@ -165,13 +183,7 @@ class _Search:
 
     def _fastest(self, byte_s: float) -> list[LayerSharding]:
         """Return the plan that costs least, if bytes cost that much."""
-        task = Task(
-            costs=self._costs,
-            allow=self._ready.allow,
-            rests=self._ready.rests,
-            pins=self._pins,
-            byte_s=byte_s,
-        )
+        task = self._task(byte_s)
         best: dict[Layout, tuple[float, list[LayerSharding]]] = {self._whole: (0.0, [])}
         for place in range(len(self._layers)):
             further: dict[Layout, tuple[float, list[LayerSharding]]] = {}
@@ -198,20 +210,33 @@ class _Search:
         found = [own for own in every if all(fits(shape, own, mesh) for shape in shapes)]
         yield from found or [self._whole]
 
+    def _task(self, byte_s: float) -> Task:
+        return Task(
+            costs=self._costs,
+            allow=self._ready.allow,
+            rests=self._ready.rests,
+            pins=self._pins,
+            byte_s=byte_s,
+        )
+
     def _one(
         self, place: int, before: Layout, after: Layout, task: Task
     ) -> tuple[LayerSharding, float]:
-        layer = self._layers[place]
-        entering = self._crossing[place - 1] if place and before != self._whole else []
-        leaving = self._crossing[place] if after != self._whole else []
-        borders = {**dict.fromkeys(entering, before), **dict.fromkeys(leaving, after)}
-        places = self._places(layer, {**borders, **task.pins})
-        key = self._graph.signature(layer), places, task.byte_s
+        borders, layer = self._borders_of(place, before, after), self._layers[place]
+        key, name = self._key(layer, borders, task), self._names[layer]
         if key not in self._known:
-            name = self._names[layer]
             self._known[key] = plan_layer(self._graph, layer, name, task, borders)
         plan, cost = self._known[key]
-        return replace(plan, name=self._names[layer]), cost
+        return replace(plan, name=name), cost
+
+    def _borders_of(self, place: int, before: Layout, after: Layout) -> dict[int, Layout]:
+        entering = self._crossing[place - 1] if place and before != self._whole else []
+        leaving = self._crossing[place] if after != self._whole else []
+        return {**dict.fromkeys(entering, before), **dict.fromkeys(leaving, after)}
+
+    def _key(self, layer: int, borders: Borders, task: Task) -> object:
+        places = self._places(layer, {**borders, **task.pins})
+        return self._graph.signature(layer), places, task.byte_s
 
     def _places(self, layer: int, borders: Borders) -> tuple[tuple[int, Layout], ...]:
         """Say which tensors of a layer are at its borders, in the order in which it meets them."""

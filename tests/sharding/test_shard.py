@@ -1,5 +1,6 @@
 """What a user asks of the division of operators is done, or refused with what remains."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,9 +8,16 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.costs.count import record_graph
 from penstock.errors import ConfigError, PlanError
-from penstock.sharding.layouts import I, R, S
+from penstock.model.layer_list import as_layers
+from penstock.sharding.costs import Costs
+from penstock.sharding.layouts import I, P, R, S
+from penstock.sharding.named import READY
 from penstock.sharding.plan import Sharding
+from penstock.sharding.program import Site, Task, plan_layer, routed_calls
+from penstock.sharding.rules import Choice
+from penstock.sharding.search import plan_sharding
 from penstock.zoo import gpt
 
 WORDS = torch.zeros(4, 8, dtype=torch.long)
@@ -114,3 +122,45 @@ def test_a_limit_of_memory_leads_to_a_plan_below_it_or_says_how_much_is_missing(
 def test_devices_that_cannot_be_are_refused(how: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         planned("megatron", **how)
+
+
+class Products(nn.Sequential):
+    """Two products in one layer."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+
+@pytest.mark.parametrize("kind", [Products, lambda: nn.Linear(64, 64)], ids=["three", "one"])
+def test_the_next_best_way_takes_as_much_longer_as_it_says(kind: Callable[[], nn.Module]) -> None:
+    graph = record_graph(as_layers([kind()]), torch.zeros(64, 64))
+    costs = Costs.usual((2,))
+    (plan,) = plan_sharding("auto", graph, ["0"], costs, compares=True).layers
+    for k, call in enumerate(plan.calls):
+        assert call.instead is not None
+        assert tuple(own.cut for own in call.instead.choices) != call.cuts
+
+        def least(k: int, wanted: tuple[Choice, ...] | None) -> float:
+            """Return the seconds of the best plan in which call k is divided as wanted."""
+            target = routed_calls(graph, 0)[k]
+
+            def allow(site: Site, axis: int, choice: Choice) -> bool:
+                return wanted is None or site.call != target or choice == wanted[axis]
+
+            task = Task(costs=costs, allow=allow, rests=READY["auto"].rests)
+            return plan_layer(graph, 0, "0", task, {})[1]
+
+        best, forced = least(k, None), least(k, call.instead.choices)
+        assert best <= forced <= best + call.instead.more_s + 1e-12  # the others stay as they are
+        if len(plan.calls) == 1:
+            assert forced == pytest.approx(best + call.instead.more_s, abs=1e-12)
+
+
+def test_a_table_names_the_next_best_and_counts_what_leaves_a_layer() -> None:
+    layers: list[nn.Module] = [nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)]
+    found = penstock.shard(layers, torch.zeros(2, 64), 2, sharding="megatron")
+    products = penstock.shard([Products()], torch.zeros(2, 64), 2, sharding="megatron")
+    assert "next best" in str(found)
+    (block,) = products.layers
+    assert block.calls[-1].gives == ((P,),)
+    assert block.forward_bytes == 2 * 64 * 4  # the sum of two devices' parts: half of it, twice
