@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from penstock.errors import BatchError, ConfigError, shown
 from penstock.model.batch import batch_size
-from penstock.model.capture.watch import original_class
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, tree_map
 from penstock.model.stage_plan import Crossing, Step
@@ -29,7 +28,7 @@ from penstock.torch_private import parameters_of, storage_id
 from .backward_graph import BackwardGraph
 from .graph import Graph
 from .layer_run import kind_of
-from .opaque_modules import as_functions
+from .opaque_modules import as_functions, reader_of
 from .profile import AtSize, LayerKind, Operator, Value
 from .recorder import NeedsValues, Recorder
 
@@ -316,25 +315,13 @@ class _Count:
             raise ConfigError(
                 f"{self._where()} needs the values of its inputs, and costs are counted on "
                 f"tensors without values ({_first_line(error)}). Let its cost be measured on a "
-                f"device instead, or declare {_reader(error)} opaque "
+                f"device instead, or declare {reader_of(error)} opaque "
                 "(penstock.costs.opaque_modules.opaque_module)"
             ) from error
 
     def _where(self) -> str:
         layer, steps = self._recorder.layer, self._layers.steps
         return f"layer {steps[layer].label}" if layer < len(steps) else "the loss"
-
-
-def _reader(error: BaseException) -> str:
-    """Name the class of the innermost module whose forward was running, but torch's own."""
-    found, trace = "its module", error.__traceback__
-    while trace is not None:
-        own = trace.tb_frame.f_locals.get("self")
-        kind = original_class(own) if isinstance(own, nn.Module) else torch.nn.Module
-        if not kind.__module__.startswith("torch."):
-            found = f"{kind.__module__}.{kind.__qualname__}"
-        trace = trace.tb_next
-    return found
 
 
 def _spec(value: Any) -> str:

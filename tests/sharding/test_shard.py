@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import penstock
 from penstock.costs.count import record_graph
@@ -164,3 +164,16 @@ def test_a_table_names_the_next_best_and_counts_what_leaves_a_layer() -> None:
     (block,) = products.layers
     assert block.calls[-1].gives == ((P,),)
     assert block.forward_bytes == 2 * 64 * 4  # the sum of two devices' parts: half of it, twice
+
+
+class Routed(nn.Linear):
+    """Reads a value while it runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum().item() > 0 else x
+
+
+def test_who_reads_values_is_named_to_be_declared_opaque() -> None:
+    layers = [nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), Routed(8, 8))]
+    with pytest.raises(ConfigError, match=r"layer '1' .* or declare tests\.\S+\.Routed opaque"):
+        penstock.shard(layers, torch.zeros(2, 8), 2)
