@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .planner.plan import Plan as Plan
     from .planner.predict import simulate as simulate
     from .runtime.profiling import profile as profile
+    from .runtime.shard import shard as shard
     from .trace.timeline import Timeline as Timeline
     from .types import Recompute as Recompute
     from .types import Reduction as Reduction
@@ -73,6 +74,7 @@ _HOME = {
     "plan": "penstock.planner.make_plan",
     "save_checkpoint": "penstock.checkpoint",
     "save_pretrained": "penstock.checkpoint",
+    "shard": "penstock.runtime.shard",
     "simulate": "penstock.planner.predict",
 }
 
@@ -119,6 +121,7 @@ __all__ = [
     "save_checkpoint",
     "save_pretrained",
     "schedules",
+    "shard",
     "simulate",
 ]
 

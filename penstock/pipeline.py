@@ -1,7 +1,7 @@
 """The front door: a model as a pipeline."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, groupby
 from typing import Any, Self
@@ -45,14 +45,13 @@ from penstock.runtime.planning import (
     Devices,
     agree,
     balance,
-    check_sharding,
     device_names,
     make_plan,
-    make_sharding,
 )
 from penstock.runtime.random.generators import others_may_draw, rewound_default_generators
 from penstock.runtime.record import Record
 from penstock.runtime.run import Run
+from penstock.runtime.shard import check_sharding, make_sharding
 from penstock.schedules.family import Build
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode
@@ -118,9 +117,8 @@ class Pipeline(AbstractMovable):
         weights: a folder to load, as by `load_pretrained`, instead of drawing values.
         tied_gradients: how often the gradient of a weight that several stages use is sent;
             default: PER_MICROBATCH.
-        sharding: how the operators of each stage are divided among the ranks that share it, where
-            the mesh has several (init_mesh(num_shards=T)): "megatron", "sequence", "data",
-            "zero3", "expert" or "auto" (docs/processes.md).  Needs `example_inputs`.
+        sharding: how operators of a stage are divided among its ranks (docs/sharding.md): a name
+            such as "auto" or "megatron", or layouts of weights by name.  Needs `example_inputs`.
         plan: how to run, as another pipeline's `plan` says; instead of num_stages, partition,
             num_microbatches, schedule, memory_limit_bytes, recompute, offload, offload_folder,
             devices, seed, threads_per_stage, transport, timeout_s, batch_norm_over_replicas,
@@ -159,7 +157,7 @@ class Pipeline(AbstractMovable):
         batch_norm_over_replicas: bool | None = None,
         weights: str | os.PathLike[str] | None = None,
         tied_gradients: TiedGradients | None = None,
-        sharding: str | None = None,
+        sharding: str | Mapping[str, Any] | None = None,
         plan: Plan | None = None,
     ) -> None:
         resolved = resolve_layers(layers, example_inputs)

@@ -28,7 +28,7 @@ from penstock.torch_private import parameters_of, storage_id
 from .backward_graph import BackwardGraph
 from .graph import Graph
 from .layer_run import kind_of
-from .opaque_modules import as_functions
+from .opaque_modules import as_functions, reader_of
 from .profile import AtSize, LayerKind, Operator, Value
 from .recorder import NeedsValues, Recorder
 
@@ -317,7 +317,8 @@ class _Count:
             raise ConfigError(
                 f"{self._where()} needs the values of its inputs, and costs are counted on "
                 f"tensors without values ({_first_line(error)}). Let its cost be measured on a "
-                "device instead"
+                f"device instead, or declare {reader_of(error)} opaque "
+                "(penstock.costs.opaque_modules.opaque_module)"
             ) from error
 
     def _where(self) -> str:

@@ -61,6 +61,20 @@ def opaque_module(own: OpaqueModule) -> None:
     OPAQUE[own.name] = own
 
 
+def reader_of(error: BaseException) -> str:
+    """Name the class of the innermost module that was running, but torch's own: it may have read
+    the values that an error asks for.
+    """
+    found, trace = "its module", error.__traceback__
+    while trace is not None:
+        own = trace.tb_frame.f_locals.get("self")
+        kind = original_class(own) if isinstance(own, nn.Module) else nn.Module
+        if not kind.__module__.startswith("torch."):
+            found = f"{kind.__module__}.{kind.__qualname__}"
+        trace = trace.tb_next
+    return found
+
+
 @contextmanager
 def as_functions(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Have calls of opaque modules shown to modes and to subclasses of tensors, as functions."""

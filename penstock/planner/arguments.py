@@ -1,9 +1,9 @@
 """Resolve what a pipeline is asked for into a plan."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from penstock.costs.layer_facts import LayerFacts
 from penstock.errors import ConfigError, ExecutionWarning, PartitionError, check_count, shown
@@ -17,6 +17,7 @@ from .checks import check_partition, check_timeout
 from .cuts import balance_spans
 from .placement import Placement
 from .plan import BalancedBy, Plan
+from .wanted import Wanted
 
 DEFAULT_TIMEOUT_S = 600.0
 _T = TypeVar("_T")
@@ -44,7 +45,7 @@ class Arguments:
     timeout_s: float | None = None
     batch_norm_over_replicas: bool | None = None
     tied_gradients: TiedGradients | None = None
-    sharding: str | None = None
+    sharding: str | Mapping[str, Any] | None = None
 
     @property
     def are_measured(self) -> bool:
@@ -149,7 +150,7 @@ def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Reso
         if arguments.memory_limit_bytes is None
         else _of_each("memory_limit_bytes", arguments.memory_limit_bytes, 0, 1 + max(places)),
         placement=Placement.of(places, resources.num_replicas, devices, resources.num_shards),
-        sharding=arguments.sharding,
+        sharding=cast(str | Wanted | None, arguments.sharding),  # a plan reads mappings
         tied_gradients=_or(arguments.tied_gradients, TiedGradients.PER_MICROBATCH),
         batch_norm_over_replicas=_or(arguments.batch_norm_over_replicas, False),
         seed=_or(arguments.seed, 0),

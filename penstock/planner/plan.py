@@ -18,6 +18,7 @@ from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport
 from .checks import check_bytes, check_partition, check_predicted, check_timeout, check_whole
 from .placement import Placement
 from .unsplit import Unsplit, check_unsplit, divides_backwards, unsplit_lines
+from .wanted import Wanted
 
 
 class BalancedBy(Enum):
@@ -41,11 +42,11 @@ class Plan:
     files in `offload_folder` (None: where temporary files go).
     `memory_limit_bytes` is what each rank of a replica may keep for backwards: recompute and
     offload are chosen by it, and `predicted_peak_bytes` is what that predicts.
-    `sharding` names how the operators of each stage are divided among its ranks, where it has
-    several (`penstock.sharding`).  `predicted_s` are the seconds of a
-    micro-batch on each stage, forward and backward, if the layers were measured.  `unsplit` are
-    the layers whose gradients of weights do not wait where a schedule divides backwards: what
-    measuring has shown of each alone, and what the first such step has shown of the stages.
+    `sharding` says how the operators of each stage are divided among its ranks, where it has
+    several: the name of a ready plan, or a mapping (docs/sharding.md).  `predicted_s` are the
+    seconds of a micro-batch on each stage, forward and backward, if the layers were measured.
+    `unsplit` are the layers whose gradients of weights do not wait where a schedule divides
+    backwards: what measuring has shown of each alone, and the first such step of the stages.
     A planner says for which `batch_size`, over all replicas, it made the plan, how long it
     predicted a step to take, optimizer included, and `why` it chose it, in lines.
 
@@ -64,7 +65,7 @@ class Plan:
     placement: Placement
     offload: tuple[bool, ...] = ()
     offload_folder: str | None = None
-    sharding: str | None = None
+    sharding: str | Wanted | None = None
     tied_gradients: TiedGradients = TiedGradients.PER_MICROBATCH
     batch_norm_over_replicas: bool = False
     seed: int = 0
@@ -130,6 +131,8 @@ class Plan:
         Raises:
             PlanError: only one of the two is there, or weights are updated within a call.
         """
+        if self.sharding is not None and not isinstance(self.sharding, str):
+            object.__setattr__(self, "sharding", Wanted.of(self.sharding))
         num_shards = max(len(mesh[0]) for mesh in self.placement.meshes)
         num_replicas = max(map(len, self.placement.meshes))
         may_divide = num_shards * num_replicas > 1

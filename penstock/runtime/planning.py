@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.costs.count import record_graph
 from penstock.costs.layer_facts import LayerFacts
 from penstock.costs.measure import measure_layers
 from penstock.costs.measure_bytes import measure_bytes
@@ -30,7 +29,6 @@ from penstock.planner.arguments import (
 from penstock.planner.balance import Measured, balanced
 from penstock.planner.plan import BalancedBy, Plan
 from penstock.planner.unsplit import Unsplit
-from penstock.sharding.plan import LayerSharding, Sharding
 from penstock.trace.progress import saying
 from penstock.trace.units import count_text
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
@@ -104,52 +102,6 @@ def make_plan(arguments: Arguments, plan: Plan | None, layers: Layers, mesh: Mes
     threads = resolve_threads(plan.threads_per_stage, plan.placement.places, resources)
     transport = resolve_transport(plan.transport, resources)
     return replace(plan, threads_per_stage=threads, transport=transport)
-
-
-def check_sharding(plan: Plan, part: Any) -> None:
-    """Refuse a way to divide operators that cannot be planned.
-
-    Raises:
-        ConfigError: the example inputs, of which `part` are those of a micro-batch, are missing;
-            or nobody knows the plan.
-    """
-    if plan.sharding is None:
-        return
-    if part is None and plan.placement.num_shards > 1:
-        raise ConfigError(
-            f"sharding={plan.sharding!r} needs example_inputs=: the operators of the layers are "
-            "recorded with them"
-        )
-    from penstock.sharding.named import ready_plan  # SciPy takes a while to import
-
-    _, gathers = ready_plan(plan.sharding)
-    if plan.placement.num_shards == 1 and not gathers:
-        raise ConfigError(
-            f"sharding={plan.sharding!r} divides operators among the shards of a stage, and there "
-            "is one; use init_mesh(num_shards=), or sharding='zero1', which cuts weights between "
-            "steps along replicas"
-        )
-
-
-def make_sharding(plan: Plan, layers: Layers, part: Any) -> Sharding | None:
-    """Say how each layer is divided among the ranks of its stage; None where each has one.
-
-    Raises:
-        ConfigError: a layer cannot be recorded.
-        PlanError: a layer cannot be divided so.
-    """
-    if plan.sharding is None:
-        return None
-    from penstock.sharding.costs import Costs
-    from penstock.sharding.search import plan_sharding
-
-    names = [step.path for step in layers]
-    if plan.placement.num_shards == 1:
-        return Sharding((1,), tuple(LayerSharding(name, (), {}) for name in names), gathers=True)
-    costs = Costs.usual(plan.placement.shard_axes, plan.num_microbatches)
-    ends = [0, *accumulate(plan.partition)]
-    stages = [range(a, b) for a, b in pairwise(ends)]
-    return plan_sharding(plan.sharding, record_graph(layers, part), names, costs, stages)
 
 
 def facts_of(layers: Layers) -> tuple[LayerFacts, ...]:
@@ -235,7 +187,7 @@ def agree(
         "recompute of each stage": [kind.name for kind in plan.recompute],
         "offload": plan.offload,
         "memory_limit_bytes": plan.memory_limit_bytes,
-        "sharding": plan.sharding,
+        "sharding": str(plan.sharding),
     }
     mesh.world.require_same("Pipeline", same)
     modules = [step.module for step in layers]

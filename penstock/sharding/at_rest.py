@@ -40,6 +40,13 @@ class Cut(NamedTuple):
         return (I,) * len(self.axes)
 
 
+def keep_slices(weights: Mapping[Tensor, Cut]) -> None:
+    """Keep the own slice of each weight only; each parameter stays the same object."""
+    with torch.no_grad():
+        for weight, cut in weights.items():
+            weight.data = convert(weight.data, cut.whole, cut.layout, cut.axes).clone()
+
+
 class Gathered:
     """Weights that are cut between steps along axes along which calls have the whole.
 

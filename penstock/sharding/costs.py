@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Self
 
 from penstock.costs import collectives
 from penstock.costs.cluster import Cluster
@@ -51,11 +52,12 @@ class Costs:
     state_bytes: float = 2.0
 
     @classmethod
-    def usual(cls, mesh: Sequence[int], num_microbatches: int = 1) -> "Costs":
+    def usual(cls, mesh: Sequence[int], num_microbatches: int = 1, num_in_flight: int = 1) -> Self:
         """Return prices on what is usually meant."""
         one = Cluster.load(USUAL_CLUSTER)
         hosts = -(-prod(mesh) // len(one.places))
-        return cls(tuple(mesh), one.times(hosts) if hosts > 1 else one, num_microbatches)
+        cluster = one.times(hosts) if hosts > 1 else one
+        return cls(tuple(mesh), cluster, num_microbatches, num_in_flight)
 
     def call_s(self, call: Call, planned: PlannedCall) -> float:
         """Return the seconds of a call, forward and backward."""

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from penstock.costs.opaque_modules import as_functions
@@ -15,8 +14,7 @@ from penstock.model.stage_plan import Step
 from penstock.torch_private import parameters_of
 from penstock.trace.units import count_text
 
-from .at_rest import Cut, Gathered
-from .convert import convert
+from .at_rest import Cut, Gathered, keep_slices
 from .layouts import I, Layout, R, S
 from .plan import LayerSharding, Sharding
 from .run import LayerRun, layout_on
@@ -139,6 +137,4 @@ class Shards:
         if self.sharding is None:
             return
         self._everyone.copy_from_first(tensors, "for the first shard's parameters and buffers")
-        with torch.no_grad():
-            for weight, cut in self.cut.items():
-                weight.data = convert(weight.data, cut.whole, cut.layout, cut.axes).clone()
+        keep_slices(self.cut)

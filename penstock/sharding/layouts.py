@@ -57,6 +57,17 @@ Layout = tuple[State, ...]
 """One state for each axis of a mesh."""
 
 
+def layout_text(layout: Layout) -> str:
+    """Return a layout as it is written: the states along all axes."""
+    return "·".join(map(repr, layout))
+
+
+def layout_of(text: str) -> Layout:
+    """Read what `layout_text` writes."""
+    parts = [part.strip() for part in text.split("·")]
+    return tuple(S(int(part[2:-1])) if part[0] == "S" else Whole(part) for part in parts)
+
+
 class Move(Enum):
     """What a conversion does to the tensors of an axis."""
 

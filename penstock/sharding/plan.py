@@ -11,16 +11,25 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-from penstock.trace.units import bytes_text, columns
+from penstock.trace.units import bytes_text, columns, time_text
 
-from .layouts import I, Layout, Move, S, moves, steps
+from .layouts import I, Layout, Move, S, layout_text, moves, steps
 from .rules import Choice, base_name
+
+
+@dataclass(frozen=True, slots=True)
+class Instead:
+    """Another way to divide a call, and by how many seconds a micro-batch then takes longer."""
+
+    choices: tuple[Choice, ...]
+    more_s: float
 
 
 @dataclass(frozen=True)
 class PlannedCall:
     """One call of a layer: how it is divided along each axis, and the bytes that each device sends
-    for it; `changes` are the places of what it changes in place, of what it takes.
+    for it; `changes` are the places of what it changes in place, of what it takes, and `instead`
+    is the next best way.
     """
 
     function: str
@@ -28,6 +37,12 @@ class PlannedCall:
     forward_bytes: int = 0
     backward_bytes: int = 0
     changes: tuple[int, ...] = ()
+    instead: Instead | None = None
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """What is cut along each axis; "" where all devices do the same."""
+        return tuple(choice.cut for choice in self.choices)
 
     @cached_property
     def takes(self) -> tuple[Layout, ...]:
@@ -119,17 +134,20 @@ def _summary(sharding: Sharding) -> str:
 
 
 def _table(layer: LayerSharding) -> str:
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             base_name(call.function),
-            ", ".join(map(layout_text, call.takes)),
-            ", ".join(map(layout_text, call.gives)),
+            *_layouts(call),
             bytes_text(call.forward_bytes) if call.forward_bytes else "",
             bytes_text(call.backward_bytes) if call.backward_bytes else "",
+            *_instead(call),
         )
         for call in layer.calls
     ]
-    title = ("operator", "takes", "gives", "sent forward", "backward")
+    title: tuple[str, ...] = ("operator", "takes", "gives", "sent forward", "backward")
+    title += ("next best", "longer by")
+    if not any(call.instead for call in layer.calls):
+        rows, title = [row[:5] for row in rows], title[:5]
     lines = "\n".join(columns([title, *rows]))
     held = ", ".join(
         f"{name} {layout_text(layout)}"
@@ -139,6 +157,18 @@ def _table(layer: LayerSharding) -> str:
     return f"{layer.name}: {held or 'whole weights'}\n{lines}"
 
 
+def _layouts(call: PlannedCall) -> tuple[str, str]:
+    takes, gives = (", ".join(map(layout_text, own)) for own in (call.takes, call.gives))
+    return takes, gives
+
+
+def _instead(call: PlannedCall) -> tuple[str, str]:
+    if call.instead is None:
+        return "", ""
+    other = PlannedCall(call.function, call.instead.choices)
+    return " -> ".join(_layouts(other)), time_text(max(call.instead.more_s, 0.0))
+
+
 def sent_bytes(move: Move, num_bytes: int, count: int) -> float:
     """Return the bytes that each of `count` devices sends, of a value of `num_bytes` in all."""
     share = (count - 1) / count
@@ -146,11 +176,6 @@ def sent_bytes(move: Move, num_bytes: int, count: int) -> float:
 
 
 _TIMES = {Move.ALL_REDUCE: 2, Move.ALL_GATHER: 1, Move.REDUCE_SCATTER: 1, Move.ALL_TO_ALL: 1}
-
-
-def layout_text(layout: Layout) -> str:
-    """Return a layout as it is written: the states along all axes."""
-    return "·".join(map(repr, layout))
 
 
 def conversion_bytes(

@@ -56,13 +56,15 @@ Allow = Callable[[Site, int, Choice], bool]
 class Task:
     """What is asked of a program: prices, and what may be chosen.
 
-    `rests` gives the states that a weight of some shape may have at rest along an axis.  A byte
-    that stays on a device counts as much as `byte_s` seconds of a micro-batch.
+    `rests` gives the states that a weight of some shape may have at rest along an axis, `pins` the
+    layouts of some by number.  A byte that stays on a device counts as much as `byte_s` seconds of
+    a micro-batch.
     """
 
     costs: Costs
     allow: Allow
     rests: Callable[[TensorSpec, int], Sequence[State]]
+    pins: Mapping[int, Layout] = field(default_factory=dict)
     byte_s: float = 0.0
 
     @property
@@ -110,25 +112,25 @@ class LayerProgram:
     """The program of one layer of a graph."""
 
     def __init__(self, graph: Graph, layer: int, task: Task, borders: Borders) -> None:
-        self._graph, self._task, self._layer, self._borders = graph, task, layer, borders
-        self._mesh = task.mesh
-        self._whole = (I,) * len(self._mesh)
+        self._graph, self._task, self._layer, self.borders = graph, task, layer, borders
+        self.mesh = task.mesh
+        self.whole = (I,) * len(self.mesh)
         calls = routed_calls(graph, layer)
-        self._weights = _own_weights(graph, calls)
+        self._weights = own_weights(graph, calls)
         self.sites = [self._site(call) for call in calls]
         self.sites_calls = calls
-        self._site_of = {n: k for k, site in enumerate(self.sites) for n in site.call.gives}
-        self._costs: list[float] = []
+        self.maker = {n: k for k, site in enumerate(self.sites) for n in site.call.gives}
+        self.costs: list[float] = []
         self._is_whole: list[bool] = []
         self._rows = _Rows()
         users = Counter(n for call in calls for n in call.saved)
-        self._choice = [self._one_of(self._site_costs(site, users)) for site in self.sites]
-        self._states = {n: self._weight_states(n) for n in self._weights}
-        self._at_rest = {
+        self.choice = [self._one_of(self._site_costs(site, users)) for site in self.sites]
+        self.states = {n: self._weight_states(n) for n in self._weights}
+        self.at_rest = {
             n: self._one_of([self._weight_cost(graph.tensors[n], rest) for rest in states])
-            for n, states in self._states.items()
+            for n, states in self.states.items()
         }
-        self._shared: dict[tuple[int, Layout, Layout], int] = {}
+        self.shared: dict[tuple[int, Layout, Layout], int] = {}
         for use in self._uses():
             self._convert(use)
 
@@ -141,9 +143,9 @@ class LayerProgram:
         if not self.sites:
             return Solved([], {}, 0.0)
         rows, columns, factors = (numpy.array(x) for x in zip(*self._rows.entries, strict=True))
-        shape = len(self._rows.lowest), len(self._costs)
+        shape = len(self._rows.lowest), len(self.costs)
         found = milp(
-            numpy.array(self._costs),
+            numpy.array(self.costs),
             constraints=LinearConstraint(
                 coo_array((factors, (rows, columns)), shape=shape).tocsc(),
                 numpy.array(self._rows.lowest),
@@ -157,9 +159,9 @@ class LayerProgram:
         return Solved(
             [
                 s.options[_chosen(found.x, own)]
-                for s, own in zip(self.sites, self._choice, strict=True)
+                for s, own in zip(self.sites, self.choice, strict=True)
             ],
-            {n: self._states[n][_chosen(found.x, own)] for n, own in self._at_rest.items()},
+            {n: self.states[n][_chosen(found.x, own)] for n, own in self.at_rest.items()},
             float(found.fun),
         )
 
@@ -182,7 +184,7 @@ class LayerProgram:
 
     def _site(self, call: Call) -> Site:
         weights = tuple(n in self._weights for n in call.takes)
-        found = divisions(Seen.of(self._graph, call), self._mesh)
+        found = divisions(Seen.of(self._graph, call), self.mesh)
         site = Site(call, weights, found)
         kept = (
             tuple(choice for choice in own if self._task.allow(site, axis, choice))
@@ -191,30 +193,26 @@ class LayerProgram:
         return replace(site, by_axis=tuple(kept))
 
     def _weight_states(self, number: int) -> list[Layout]:
+        if number in self._task.pins:
+            return [self._task.pins[number]]
         spec = self._graph.tensors[number]
-        by_axis = [self._task.rests(spec, axis) for axis in range(len(self._mesh))]
-        found = [own for own in product(*by_axis) if fits(spec.shape, own, self._mesh)]
-        return found or [self._whole]
+        by_axis = [self._task.rests(spec, axis) for axis in range(len(self.mesh))]
+        found = [own for own in product(*by_axis) if fits(spec.shape, own, self.mesh)]
+        return found or [self.whole]
 
     def _uses(self) -> Iterator[_Use]:
         for k, site in enumerate(self.sites):
             for place, tensor in enumerate(site.call.takes):
                 yield _Use(tensor, k, place)
-        for tensor in sorted(self._outside() & self._site_of.keys()):
+        for tensor in sorted(used_outside(self._graph, self.sites_calls)):
             yield _Use(tensor, None)
-
-    def _outside(self) -> set[int]:
-        """Return what is used outside the layer."""
-        own = {id(site.call) for site in self.sites}
-        others = (n for call in self._graph.calls if id(call) not in own for n in call.takes)
-        return {*others, *self._graph.outputs}
 
     # -- variables and rows -----------------------------------------------------------------------
 
     def _variable(self, cost: float, *, is_whole: bool = False) -> int:
-        self._costs.append(cost)
+        self.costs.append(cost)
         self._is_whole.append(is_whole)
-        return len(self._costs) - 1
+        return len(self.costs) - 1
 
     def _one_of(self, costs: Sequence[float]) -> list[int]:
         found = [self._variable(cost, is_whole=True) for cost in costs]
@@ -223,20 +221,20 @@ class LayerProgram:
 
     def _before(self, tensor: int) -> dict[Layout, list[int]]:
         """Return by state the variables that say that a value is in it; none: it always is."""
-        if tensor in self._at_rest:
-            pairs = zip(self._states[tensor], self._at_rest[tensor], strict=True)
+        if tensor in self.at_rest:
+            pairs = zip(self.states[tensor], self.at_rest[tensor], strict=True)
             return {state: [variable] for state, variable in pairs}
-        if tensor not in self._site_of:
-            return {self._borders.get(tensor, self._whole): []}
-        k = self._site_of[tensor]
+        if tensor not in self.maker:
+            return {self.borders.get(tensor, self.whole): []}
+        k = self.maker[tensor]
         place = self.sites[k].call.gives.index(tensor)
-        return _by_layout((c.gives[place] for c in self.sites[k].options), self._choice[k])
+        return _by_layout((c.gives[place] for c in self.sites[k].options), self.choice[k])
 
     def _after(self, use: _Use) -> dict[Layout, list[int]]:
         if use.site is None:
-            return {self._borders.get(use.tensor, self._whole): []}
+            return {self.borders.get(use.tensor, self.whole): []}
         options = self.sites[use.site].options
-        return _by_layout((c.takes[use.place] for c in options), self._choice[use.site])
+        return _by_layout((c.takes[use.place] for c in options), self.choice[use.site])
 
     def _convert(self, use: _Use) -> None:
         before, after = self._before(use.tensor), self._after(use)
@@ -252,10 +250,10 @@ class LayerProgram:
 
     def _done(self, tensor: int, before: Layout, after: Layout) -> int:
         key = tensor, before, after
-        if key not in self._shared:
+        if key not in self.shared:
             cost = self._task.costs.conversion_s(self._graph.tensors[tensor], before, after)
-            self._shared[key] = self._variable(cost)
-        return self._shared[key]
+            self.shared[key] = self._variable(cost)
+        return self.shared[key]
 
 
 def plan_layer(
@@ -287,9 +285,12 @@ def priced(
     solved: Solved,
     borders: Borders,
 ) -> LayerSharding:
-    """Count what the calls of a layer send: each conversion once."""
-    layouts, whole = {**borders, **solved.weights}, (I,) * len(mesh)
+    """Count what the calls of a layer send: each conversion once, those of what leaves it with the
+    calls that make it.
+    """
+    whole, leaving = (I,) * len(mesh), used_outside(graph, calls)
     maker = {n: (k, p) for k, call in enumerate(calls) for p, n in enumerate(call.gives)}
+    layouts = {**borders, **solved.weights}
     done: set[tuple[int, Layout, Layout]] = set()
     found = []
 
@@ -304,8 +305,9 @@ def priced(
 
     for call, planned in zip(calls, solved.calls, strict=True):
         both = [sent(n, after) for n, after in zip(call.takes, planned.takes, strict=True)]
-        forward, backward = (sum(column) for column in zip(*both, strict=True))
         layouts.update(zip(call.gives, planned.gives, strict=True))
+        both += [sent(n, borders.get(n, whole)) for n in call.gives if n in leaving]
+        forward, backward = (sum(column) for column in zip(*both, strict=True))
         changes = tuple(map(call.takes.index, call.changes))
         sent_now = {"forward_bytes": forward, "backward_bytes": backward}
         found.append(replace(planned, **sent_now, changes=changes))
@@ -337,7 +339,7 @@ def routed_calls(graph: Graph, layer: int) -> list[Call]:
     return found
 
 
-def _own_weights(graph: Graph, calls: Sequence[Call]) -> list[int]:
+def own_weights(graph: Graph, calls: Sequence[Call]) -> list[int]:
     """Return the parameters that these calls use, and no other ones."""
     own = {id(call) for call in calls}
     others = {n for call in graph.calls if id(call) not in own for n in call.takes}
@@ -346,6 +348,13 @@ def _own_weights(graph: Graph, calls: Sequence[Call]) -> list[int]:
         for n in dict.fromkeys(n for call in calls for n in call.takes)
         if graph.tensors[n].name and graph.tensors[n].wants_gradient and n not in others
     ]
+
+
+def used_outside(graph: Graph, calls: Sequence[Call]) -> set[int]:
+    """Return what these calls make that others use, or the model gives."""
+    own = {id(call) for call in calls}
+    others = (n for call in graph.calls if id(call) not in own for n in call.takes)
+    return {*others, *graph.outputs} & {n for call in calls for n in call.gives}
 
 
 def why_whole(graph: Graph, layer: int) -> str:

@@ -7,49 +7,113 @@ Layers that do the same between the same layouts are planned once.  The layouts 
 those of the shortest way through.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from itertools import chain, pairwise, product
 
-from penstock.costs.graph import Graph
-from penstock.errors import PlanError
+from penstock.costs.graph import Graph, TensorSpec
+from penstock.errors import ConfigError, PlanError
 from penstock.trace.units import bytes_text
 
 from .costs import Costs
-from .layouts import I, Layout
+from .instead import Neighbours
+from .layouts import I, Layout, R, S, State, layout_of, layout_text
 from .named import Ready, ready_plan
 from .plan import LayerSharding, Sharding
-from .program import Borders, Task, plan_layer, routed_calls, why_whole
+from .program import Borders, Task, own_weights, plan_layer, routed_calls, why_whole
 from .rules import Seen, fits, unknown
 
 
-def plan_sharding(
+def plan_sharding(  # noqa: PLR0913 - all that is asked for
     name: str,
     graph: Graph,
     layers: Sequence[str],
     costs: Costs,
     stages: Sequence[Sequence[int]] | None = None,
     memory_limit_bytes: int | None = None,
+    pins: Mapping[str, str] | None = None,
+    *,
+    compares: bool = False,
 ) -> Sharding:
     """Return a plan for the layers of a model, of these names.
 
     `stages` are the numbers of the layers of each stage; between stages values are whole.  With a
     limit, weights, gradients, optimizer state and saved activations of a stage stay below it.
+    `pins` are layouts of weights at rest by patterns of their names, the first that matches.  A
+    plan that `compares` names the next best way to divide each call, too.
 
     Raises:
-        ConfigError: there is no plan of this name.
+        ConfigError: there is no plan of this name, or a weight cannot be held as it is pinned.
         PlanError: no plan stays below the limit; says by how much.
     """
-    ready, gathers = ready_plan(name)
-    found: dict[int, LayerSharding] = {}
-    for stage in stages or [range(len(layers))]:
-        search = _Search(graph, layers, list(stage), ready, costs)
-        found.update(zip(stage, search.within(memory_limit_bytes), strict=True))
     numbers = range(len(layers))
+    ready, gathers = ready_plan(name)
+    free = (own_weights(graph, routed_calls(graph, n)) for n in numbers if not why_whole(graph, n))
+    held = _pinned(pins or {}, graph, {*chain.from_iterable(free)}, costs.mesh)
+    found: dict[int, LayerSharding] = {}
+    for stage in stages or [numbers]:
+        search = _Search(graph, layers, list(stage), ready, costs, held)
+        plans = search.within(memory_limit_bytes)
+        found.update(zip(stage, search.compared(plans) if compares else plans, strict=True))
     seen = [Seen.of(graph, call) for n in numbers for call in routed_calls(graph, n)]
     reasons = dict.fromkeys(filter(None, (why_whole(graph, n) for n in numbers)))
     own = tuple(found[n] for n in numbers)
     return Sharding(costs.mesh, own, (*unknown(seen), *reasons), gathers)
+
+
+def _pinned(
+    pins: Mapping[str, str], graph: Graph, free: Collection[int], mesh: Sequence[int]
+) -> dict[int, Layout]:
+    """Return the layouts of weights that are pinned, by number; `free` are those that may be cut.
+
+    Raises:
+        ConfigError: a name matches no weight, or a weight cannot be held so.
+    """
+    found: dict[int, Layout] = {}
+    specs = enumerate(graph.tensors)
+    names = {n: spec.name for n, spec in specs if spec.name and spec.wants_gradient}
+    for pattern, text in pins.items():
+        own = [n for n, name in names.items() if fnmatchcase(name, pattern)]
+        if not own:
+            near = get_close_matches(pattern, names.values(), cutoff=0.3) or [*names.values()]
+            raise ConfigError(
+                f"sharding pins {pattern!r}, and no weight has such a name; near ones are "
+                f"{', '.join(map(repr, near[:3]))}"
+            )
+        states = layout_of(text)
+        if len(states) not in (1, len(mesh)):
+            raise ConfigError(
+                f"sharding pins {pattern!r} to {text!r}, states along {len(states)} axes, and the "
+                f"shards of a stage have {len(mesh)}; give a state for each, or one for all"
+            )
+        layout = states * len(mesh) if len(states) == 1 else states
+        for n in own:
+            _check_pin(graph.tensors[n], layout, mesh, is_free=n in free)
+            found.setdefault(n, layout)
+    return found
+
+
+def _check_pin(spec: TensorSpec, layout: Layout, mesh: Sequence[int], *, is_free: bool) -> None:
+    """Refuse a layout that a weight cannot have.
+
+    Raises:
+        ConfigError: says which layouts remain.
+    """
+    if not is_free and set(layout) != {I}:
+        raise ConfigError(
+            f"sharding pins {spec.name!r} to {layout_text(layout)}, and it stays whole (I): "
+            "several layers use it, or what its layer does cannot be divided; leave it out"
+        )
+    every: list[State] = [I, R, *(S(d) for d in range(len(spec.shape)))]
+    remain = [own for own in product(every, repeat=len(mesh)) if fits(spec.shape, own, mesh)]
+    if layout not in remain:
+        raise ConfigError(
+            f"sharding pins {spec.name!r} of shape {spec.shape} to {layout_text(layout)}, and on "
+            f"{' x '.join(map(str, mesh))} shards some would have no slice of it; it may be "
+            f"{', '.join(map(layout_text, remain))}"
+        )
 
 
 class _Search:
@@ -62,9 +126,10 @@ class _Search:
         layers: Sequence[int],
         ready: Ready,
         costs: Costs,
+        pins: Mapping[int, Layout],
     ) -> None:
         self._graph, self._names, self._layers = graph, names, layers
-        self._ready, self._costs = ready, costs
+        self._ready, self._costs, self._pins = ready, costs, pins
         self._whole: Layout = (I,) * len(costs.mesh)
         self._known: dict[object, tuple[LayerSharding, float]] = {}
         self._crossing = [self._between(a, b) for a, b in pairwise(layers)]
@@ -78,11 +143,12 @@ class _Search:
         while self._bytes(found := self._fastest(high)) > limit:
             low, high = high, high * 10
             if high > _MOST_BYTE_S:
+                least = round(self._bytes(found))
                 raise PlanError(
                     f"no way to divide layers {self._names[self._layers[0]]!r} to "
                     f"{self._names[self._layers[-1]]!r} stays below {bytes_text(limit)} on a "
-                    f"device: the least found is {bytes_text(round(self._bytes(found)))}. Use "
-                    "more shards or stages, recompute, or raise the limit"
+                    f"device: the least found is {bytes_text(least)}, {bytes_text(least - limit)} "
+                    "more. Use more shards or stages, or raise the limit"
                 )
         for _ in range(_HALVINGS):
             middle = (low * high) ** 0.5 if low else high / 10
@@ -91,6 +157,19 @@ class _Search:
                 high, found = middle, tried
             else:
                 low = middle
+        return found
+
+    def compared(self, plans: Sequence[LayerSharding]) -> list[LayerSharding]:
+        """Return the plans of all layers with the next best way to divide each call."""
+        task, before, known, found = self._task(0.0), self._whole, {}, []
+        for place, plan in enumerate(plans):
+            after = next(iter(plan.leaving.values()), self._whole)
+            borders, layer = self._borders_of(place, before, after), self._layers[place]
+            key = self._key(layer, borders, task)
+            if plan.calls and key not in known:
+                known[key] = Neighbours(self._graph, layer, plan, task, borders).named()
+            found.append(replace(plan, calls=known[key].calls) if plan.calls else plan)
+            before = after
         return found
 
     def _bytes(self, plans: Sequence[LayerSharding]) -> float:
@@ -103,9 +182,7 @@ class _Search:
 
     def _fastest(self, byte_s: float) -> list[LayerSharding]:
         """Return the plan that costs least, if bytes cost that much."""
-        task = Task(
-            costs=self._costs, allow=self._ready.allow, rests=self._ready.rests, byte_s=byte_s
-        )
+        task = self._task(byte_s)
         best: dict[Layout, tuple[float, list[LayerSharding]]] = {self._whole: (0.0, [])}
         for place in range(len(self._layers)):
             further: dict[Layout, tuple[float, list[LayerSharding]]] = {}
@@ -132,19 +209,33 @@ class _Search:
         found = [own for own in every if all(fits(shape, own, mesh) for shape in shapes)]
         yield from found or [self._whole]
 
+    def _task(self, byte_s: float) -> Task:
+        return Task(
+            costs=self._costs,
+            allow=self._ready.allow,
+            rests=self._ready.rests,
+            pins=self._pins,
+            byte_s=byte_s,
+        )
+
     def _one(
         self, place: int, before: Layout, after: Layout, task: Task
     ) -> tuple[LayerSharding, float]:
-        layer = self._layers[place]
-        entering = self._crossing[place - 1] if place and before != self._whole else []
-        leaving = self._crossing[place] if after != self._whole else []
-        borders = {**dict.fromkeys(entering, before), **dict.fromkeys(leaving, after)}
-        key = self._graph.signature(layer), self._places(layer, borders), task.byte_s
+        borders, layer = self._borders_of(place, before, after), self._layers[place]
+        key, name = self._key(layer, borders, task), self._names[layer]
         if key not in self._known:
-            name = self._names[layer]
             self._known[key] = plan_layer(self._graph, layer, name, task, borders)
         plan, cost = self._known[key]
-        return replace(plan, name=self._names[layer]), cost
+        return replace(plan, name=name), cost
+
+    def _borders_of(self, place: int, before: Layout, after: Layout) -> dict[int, Layout]:
+        entering = self._crossing[place - 1] if place and before != self._whole else []
+        leaving = self._crossing[place] if after != self._whole else []
+        return {**dict.fromkeys(entering, before), **dict.fromkeys(leaving, after)}
+
+    def _key(self, layer: int, borders: Borders, task: Task) -> object:
+        places = self._places(layer, {**borders, **task.pins})
+        return self._graph.signature(layer), places, task.byte_s
 
     def _places(self, layer: int, borders: Borders) -> tuple[tuple[int, Layout], ...]:
         """Say which tensors of a layer are at its borders, in the order in which it meets them."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from penstock import Plan
+from penstock.sharding.layouts import R
 from tests.distributed.launch import ROOT, run
 
 
@@ -55,6 +56,13 @@ def test_the_page_about_planning_runs() -> None:
 
 def test_the_page_about_memory_runs() -> None:
     exec(compile(code_of("memory.md"), "memory.md", "exec"), {})
+
+
+def test_the_page_about_sharding_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    found: dict[str, Any] = {"__name__": "sharding_page"}
+    exec(compile(code_of("sharding.md"), "sharding.md", "exec"), found)
+    assert found["pinned"].layers[2].weights["feed_forward.narrow.weight"] == (R,)
+    assert "more. Use more shards" in capsys.readouterr().out
 
 
 def test_the_page_about_asynchronous_schedules_runs() -> None:

@@ -16,6 +16,7 @@ from penstock.plain_values import from_json, to_json
 from penstock.planner.placement import Placement
 from penstock.planner.plan import BalancedBy, Plan
 from penstock.planner.unsplit import Unsplit, divides_backwards
+from penstock.planner.wanted import Wanted
 from penstock.schedules import (
     ALL_SCHEDULES,
     Family,
@@ -28,6 +29,7 @@ from penstock.schedules import (
 )
 from penstock.schedules.costs import Costs
 from penstock.schedules.names import family_of
+from penstock.sharding.layouts import R, S
 from penstock.types import Recompute, TiedGradients, Transport
 from tests.every_schedule import divided
 from tests.planner.plans import layers, plan
@@ -129,6 +131,15 @@ def test_a_way_to_divide_stages_and_shards_come_together() -> None:
             replace(ODD, **changes)
 
 
+def test_pins_are_read_from_a_mapping_and_written_as_data() -> None:
+    given: Any = {"plan": "data", "a.*": (S(0), R), "b": "R", "memory_limit_bytes": 2**30}
+    pinned = replace(ODD, sharding=given)
+    assert Plan.from_json(pinned.to_json()) == pinned
+    wanted = Wanted("data", {"a.*": "S(0)·R", "b": "R"}, 2**30)
+    assert pinned.sharding == wanted
+    assert f"sharding={wanted}" in str(pinned)
+
+
 def test_a_file_holds_a_plan(tmp_path: Path) -> None:
     ODD.save(tmp_path / "plan.json")
     assert Plan.load(str(tmp_path / "plan.json")) == ODD
@@ -205,7 +216,9 @@ def without(key: str) -> str:
         (changed(recompute=["stage", ["stage"]]), r"recompute\[1\] must be"),
         (changed(recompute=["stage"]), "2 stages has recompute for 1"),
         (changed(predicted_s=[1.0]), "2 stages has predicted_s for 1"),
-        (changed(sharding={}), "sharding must be a string"),
+        (changed(sharding=[]), "sharding must be a string"),
+        (changed(sharding={"weight": {}}), "unknown key sharding.weight; known are plan, weights"),
+        (changed(sharding={"weights": {"a": "C"}}), r"pins 'a' to 'C'; a weight at rest is 'I'"),
         (changed(schedule="gpipe"), 'schedule must be an object, and is "gpipe"'),
         (changed(schedule={"name": "gpip", "arguments": {}}), "no schedule 'gpip'; choose one"),
         (changed(schedule={"name": "gpipe", "arguments": {"v": 2}}), "gpipe takes the arguments"),

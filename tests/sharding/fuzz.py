@@ -13,6 +13,7 @@ from penstock import Mesh
 from penstock.costs.count import record_graph
 from penstock.costs.graph import Graph
 from penstock.model.layer_list import as_layers
+from penstock.sharding.at_rest import keep_slices
 from penstock.sharding.convert import convert
 from penstock.sharding.divided import DividedLayer
 from penstock.sharding.layouts import I, Layout, R, S, State
@@ -80,7 +81,7 @@ def differences(
         cut |= {c.function for c in plan.calls if any(choice.cut for choice in c.choices)}
         module = deepcopy(whole)
         divided = DividedLayer(0, module, plan, axes)
-        divided.cut_weights()
+        keep_slices(divided.cut)
         alone = deepcopy(whole)
         for number, shape in enumerate((case.shape, *case.others)):
             torch.manual_seed(100 * seed + number)

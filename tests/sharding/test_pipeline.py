@@ -203,24 +203,32 @@ class Odd(nn.Module):
         return x + y * y + 1 / (y + 7)
 
 
-def odd_step(mesh: Mesh | None) -> dict[str, Any]:
+def odd_step(mesh: Mesh | None, sharding: Any = None) -> dict[str, Any]:
     torch.manual_seed(0)
     layers = [Odd().double() for _ in range(2)]
     inputs = torch.randn(5, 8, dtype=torch.float64)
-    how: dict[str, Any] = {"partition": [2]} if mesh is None else {"sharding": "megatron"}
+    how: dict[str, Any] = {"partition": [2]} if mesh is None else {"sharding": sharding}
     given = {"loss": nn.functional.mse_loss, "example_inputs": inputs}
     pipe = piped(layers, mesh=mesh, **given, **how)
     loss = pipe.train_step(inputs, inputs.cos())
     gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
     first = next(iter(gradients.values()))
-    return {"loss": loss, **pipe.shards.whole(gradients), "rows": torch.tensor(len(first))}
+    return {"loss": loss, **pipe.shards.whole(gradients), "shape": torch.tensor(first.shape)}
 
 
-def test_dropout_by_keywords_is_cut_and_what_is_not_linear_is_summed_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sharding", "shape"),
+    [("megatron", [6, 8]), ({"plan": "data", "*.up.weight": "S(1)", "1.*": "R"}, [12, 4])],
+    ids=["megatron", "pins"],
+)
+def test_dropout_by_keywords_is_cut_and_what_is_not_linear_is_summed_first(
+    sharding: Any, shape: list[int], tmp_path: Path
+) -> None:
     wanted = odd_step(None)
-    for found in call(odd_step, Placement.of(range(1), num_shards=2), tmp_path):
-        assert found.pop("rows") == 6  # of 12: it is cut
-        assert found.keys() == wanted.keys() - {"rows"}
+    placement = Placement.of(range(1), num_shards=2)
+    for found in call(odd_step, placement, tmp_path, sharding=sharding):
+        assert found.pop("shape").tolist() == shape  # of (12, 8): it is cut
+        assert found.keys() == wanted.keys() - {"shape"}
         for name, value in found.items():
             assert torch.allclose(value, wanted[name], rtol=0, atol=1e-12), name
 

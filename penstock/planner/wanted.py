@@ -1,0 +1,87 @@
+"""What a user asks of the division of operators: a ready plan, and layouts of weights by name.
+
+    {"plan": "megatron", "blocks.*.widen.weight": "S(0)", "memory_limit_bytes": 2**34}
+
+A name is a pattern, as of files: * stands for anything, dots too.  Of several that match a weight
+the first counts.  A layout is a state for each axis, "S(0)·R"; a single state stands for all.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.errors import ConfigError, check_count, shown
+
+_STATE = r" *(?:I|R|S\(\d+\)) *"
+_LAYOUT = re.compile(f"{_STATE}(?:·{_STATE})*")
+_NOT_NAMES = ("plan", "memory_limit_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A ready plan, layouts of weights at rest by patterns of names, and the most that may stay on
+    a device: weights, gradients, optimizer state and saved activations of a stage.
+    """
+
+    plan: str = "auto"
+    weights: Mapping[str, str] = field(default_factory=dict, hash=False)
+    memory_limit_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for pattern, layout in self.weights.items():
+            _check(pattern, layout)
+        if self.memory_limit_bytes is not None:
+            check_count("memory_limit_bytes", self.memory_limit_bytes)
+
+    @classmethod
+    def of(cls, given: "str | Mapping[str, Any] | Wanted") -> "Wanted":
+        """Read what users write: a name of a ready plan, or a mapping as above.
+
+        Raises:
+            ConfigError: it is neither, or a layout is none.
+        """
+        if isinstance(given, Wanted):
+            return given
+        if isinstance(given, str):
+            return cls(given)
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise ConfigError(
+                f"sharding={shown(given)}; give the name of a ready plan, or a mapping from names "
+                'of weights to layouts, such as {"plan": "auto", "blocks.*.widen.*": "S(0)"}'
+            )
+        weights = {name: _text(x) for name, x in given.items() if name not in _NOT_NAMES}
+        others = {name: given[name] for name in _NOT_NAMES if name in given}
+        return cls(weights=weights, **others)
+
+    def __str__(self) -> str:
+        """Return it in a line."""
+        limit = self.memory_limit_bytes
+        return ", ".join(
+            (
+                str(self.plan),
+                *(f"{name}: {layout}" for name, layout in self.weights.items()),
+                *([] if limit is None else [f"at most {limit:,} bytes"]),
+            )
+        )
+
+
+def _check(name: str, layout: Any) -> None:
+    """Refuse what is no layout of a weight at rest.
+
+    Raises:
+        ConfigError: says which there are.
+    """
+    if not isinstance(layout, str) or not _LAYOUT.fullmatch(layout):
+        raise ConfigError(
+            f"sharding pins {name!r} to {layout!r}; a weight at rest is 'I' (whole), 'R' (whole, "
+            "its gradient summed once a step) or 'S(d)' (slices of dimension d) along each axis, "
+            "such as 'S(0)' or 'S(0)·R'"
+        )
+
+
+def _text(layout: Any) -> Any:
+    """Return a layout as text: users may give states, or one for each axis."""
+    if isinstance(layout, list | tuple):
+        return "·".join(str(_text(state)) for state in layout)
+    return layout if isinstance(layout, str) else repr(layout)

@@ -1,0 +1,136 @@
+"""Divide the operators of a model: for a pipeline, or only to look at, without any process."""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from penstock.costs.cluster import Cluster
+from penstock.costs.count import record_graph
+from penstock.errors import ConfigError, check_count
+from penstock.model.capture.capture import resolve_layers
+from penstock.model.layer_list import Layer
+from penstock.model.layers import Layers
+from penstock.planner.plan import Plan
+from penstock.planner.wanted import Wanted
+from penstock.sharding.plan import LayerSharding, Sharding
+from penstock.trace.units import count_text
+from penstock.types import Recompute
+
+from .microbatches import first_microbatch
+
+
+def shard(  # noqa: PLR0913 - the front door: each a keyword with a default
+    layers: "nn.Module | Sequence[nn.Module | Layer] | Layers",
+    example_inputs: Any,
+    num_shards: int | tuple[int, ...],
+    *,
+    sharding: str | Mapping[str, Any] = "auto",
+    num_microbatches: int = 1,
+    memory_limit_bytes: int | None = None,
+    cluster: Cluster | None = None,
+) -> Sharding:
+    """Say how the operators of a model are best divided among devices; none is needed here.
+
+        print(penstock.shard(model, inputs, num_shards=8))
+
+    The table has for each operator the layouts of what it takes and gives, the bytes that a device
+    sends for it, and the next best way to divide it, all else unchanged: how much longer a
+    micro-batch would take.  The model is as it was afterwards; it may be on the meta device.
+
+    Args:
+        layers: as `Pipeline` takes them, as one stage.
+        example_inputs: a batch; only shapes and dtypes count.
+        num_shards: devices that share the model; several numbers are the lengths of their axes.
+        sharding: as `Pipeline` takes it (docs/sharding.md).
+        num_microbatches: into which a batch is cut; they share a step's sums of gradients.
+        memory_limit_bytes: the most that may stay on a device: weights, gradients, optimizer state
+            (twice the weights) and activations of all micro-batches.
+        cluster: the devices, neighbours along the last axis; default: hosts of eight A100s.
+
+    Raises:
+        ConfigError: an argument cannot work, or a layer cannot be recorded.
+        PlanError: nothing stays below the limit; says by how much.
+    """
+    axes = num_shards if isinstance(num_shards, tuple) else (num_shards,)
+    count = prod(check_count("num_shards", number) for number in axes)
+    check_count("num_microbatches", num_microbatches)
+    if cluster is not None and count > len(cluster.places):
+        raise ConfigError(
+            f"num_shards={num_shards} asks for {count_text(count, 'device')}, and the cluster has "
+            f"{len(cluster.places)}; give fewer, or cluster.times(hosts)"
+        )
+    wanted = Wanted.of(sharding)
+    if memory_limit_bytes is not None:
+        wanted = Wanted(wanted.plan, wanted.weights, memory_limit_bytes)
+    resolved = resolve_layers(layers, example_inputs)
+    part = first_microbatch(example_inputs, num_microbatches)
+    return _planned(wanted, resolved, part, axes, (num_microbatches,) * 2, cluster)
+
+
+def check_sharding(plan: Plan, part: Any) -> None:
+    """Refuse a way to divide operators that cannot be planned.
+
+    Raises:
+        ConfigError: the example inputs, of which `part` are those of a micro-batch, are missing;
+            or nobody knows the plan.
+    """
+    if plan.sharding is None:
+        return
+    from penstock.sharding.named import ready_plan  # SciPy takes a while to import
+
+    name, num_shards = Wanted.of(plan.sharding).plan, plan.placement.num_shards
+    _, gathers = ready_plan(name)
+    if part is None and num_shards > 1:
+        raise ConfigError(
+            f"sharding={name!r} needs example_inputs=: the operators of the layers are recorded "
+            "with them"
+        )
+    if num_shards == 1 and not gathers:
+        raise ConfigError(
+            f"sharding={name!r} divides operators among the shards of a stage, and there is one; "
+            "use init_mesh(num_shards=), or sharding='zero1', which cuts weights between steps "
+            "along replicas"
+        )
+
+
+def make_sharding(plan: Plan, layers: Layers, part: Any) -> Sharding | None:
+    """Say how each layer is divided among the ranks of its stage; None where each has one.
+
+    Raises:
+        ConfigError: a layer cannot be recorded.
+        PlanError: a layer cannot be divided so.
+    """
+    if plan.sharding is None:
+        return None
+    if plan.placement.num_shards == 1:
+        whole = (LayerSharding(step.path, (), {}) for step in layers)
+        return Sharding((1,), tuple(whole), gathers=True)
+    recomputes = set(plan.recompute) == {Recompute.STAGE}
+    counts = plan.num_microbatches, 1 if recomputes else plan.num_microbatches
+    ends = [0, *accumulate(plan.partition)]
+    stages = [range(a, b) for a, b in pairwise(ends)]
+    wanted = Wanted.of(plan.sharding)
+    return _planned(wanted, layers, part, plan.placement.shard_axes, counts, None, stages)
+
+
+def _planned(  # noqa: PLR0913 - all that is asked for
+    wanted: Wanted,
+    layers: Layers,
+    part: Any,
+    axes: tuple[int, ...],
+    counts: tuple[int, int],
+    cluster: Cluster | None,
+    stages: Sequence[Sequence[int]] | None = None,
+) -> Sharding:
+    """Plan with a micro-batch; `counts` are how many there are, and are kept at once."""
+    from penstock.sharding.costs import Costs
+    from penstock.sharding.search import plan_sharding  # SciPy takes a while to import
+
+    costs = Costs.usual(axes, *counts) if cluster is None else Costs(axes, cluster, *counts)
+    names = [step.path for step in layers]
+    graph, limit = record_graph(layers, part), wanted.memory_limit_bytes
+    how = (names, costs, stages, limit, wanted.weights)
+    return plan_sharding(wanted.plan, graph, *how, compares=stages is None)
