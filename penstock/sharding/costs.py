@@ -10,8 +10,11 @@ what is saved  activations of all micro-batches in flight
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
+from typing import Any
+
+import numpy
 
 from penstock.costs import collectives
 from penstock.costs.cluster import Cluster
@@ -62,14 +65,27 @@ class Costs:
         parts = prod(n for n, choice in zip(self.mesh, planned.choices, strict=True) if choice.cut)
         return sum(self._operator_s(operator, parts) for operator in call.operators)
 
-    def conversion_s(self, spec: TensorSpec, before: Layout, after: Layout) -> float:
-        """Return the seconds of a conversion of a value, and of its gradient on the way back."""
-        found, current = _EACH_CONVERSION_S, list(before)
-        for axis, old, new in steps(before, after):
-            num_bytes = self.bytes_of(spec, [R if n == axis else s for n, s in enumerate(current)])
-            for move in moves(old, new)[: 1 + spec.wants_gradient]:
-                found += self._move_s(axis, move, num_bytes)
-            current[axis] = new
+    def conversions_s(
+        self, spec: TensorSpec, before: Sequence[Layout], after: Sequence[Layout]
+    ) -> Any:
+        """Return the seconds of conversions of a value, and of its gradient on the way back: an
+        array of `before` x `after`.
+        """
+        key = spec.num_bytes, spec.wants_gradient, tuple(before), tuple(after)
+        if key not in self._known_tables:
+            rows = [[self._conversion_s(*key[:2], old, new) for new in after] for old in before]
+            self._known_tables[key] = numpy.array(rows)
+        return self._known_tables[key]
+
+    def _conversion_s(
+        self, num_bytes: int, has_gradient: bool, before: Layout, after: Layout
+    ) -> float:
+        if before == after:
+            return 0.0
+        found = _EACH_CONVERSION_S
+        for axis, parts, both in _moves_of(before, after, self.mesh):
+            for move in both[: 1 + has_gradient]:
+                found += self._move_s(axis, move, num_bytes / parts)
         return found
 
     def sum_s(self, spec: TensorSpec, at_rest: Layout) -> float:
@@ -138,7 +154,7 @@ class Costs:
     def _move_s(self, axis: int, move: Move, num_bytes: float) -> float:
         if move is Move.NONE:
             return 0.0
-        key = axis, move, num_bytes
+        key = axis, move.value, num_bytes
         if key not in self._known:
             inner = prod(self.mesh[axis + 1 :])
             group = range(0, inner * self.mesh[axis], inner)
@@ -151,5 +167,24 @@ class Costs:
         return self._known[key]
 
     @cached_property
-    def _known(self) -> dict[tuple[int, Move, float], float]:
+    def _known(self) -> dict[tuple[int, str, float], float]:
         return {}
+
+    @cached_property
+    def _known_tables(self) -> dict[object, Any]:
+        return {}
+
+
+@lru_cache(maxsize=1 << 16)
+def _moves_of(
+    before: Layout, after: Layout, mesh: tuple[int, ...]
+) -> list[tuple[int, int, tuple[Move, Move]]]:
+    """Return the steps of a conversion: along which axis, among how many parts the other axes cut
+    the value, and what is done.
+    """
+    found, current = [], list(before)
+    for axis, old, new in steps(before, after):
+        others = (n for n, state in enumerate(current) if n != axis and isinstance(state, S))
+        found.append((axis, prod(mesh[n] for n in others), moves(old, new)))
+        current[axis] = new
+    return found

@@ -12,40 +12,35 @@ agree on.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
 import numpy
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from penstock.costs.graph import Call, Graph, TensorSpec
 from penstock.errors import PlanError
 
+from .choose import Numbers, Problem, Side
 from .costs import Costs
 from .in_place import may_change
 from .layouts import I, Layout, State
 from .plan import LayerSharding, PlannedCall, conversion_bytes
-from .rules import Choice, Seen, divisions, fits
+from .rules import Choice, Seen, divisions, fits, together
 
 
 @dataclass(frozen=True)
 class Site:
     """A call with what may be chosen for it along each axis; `weights` says which of what it takes
-    are weights.
+    are weights, `options` are the choices for all axes together.
     """
 
     call: Call
     weights: tuple[bool, ...]
     by_axis: tuple[tuple[Choice, ...], ...]
-
-    @cached_property
-    def options(self) -> list[PlannedCall]:
-        """All that may be chosen: one of each axis."""
-        return [PlannedCall(self.call.function, own) for own in product(*self.by_axis)]
+    options: tuple[PlannedCall, ...] = ()
 
 
 Allow = Callable[[Site, int, Choice], bool]
@@ -56,14 +51,12 @@ Allow = Callable[[Site, int, Choice], bool]
 class Task:
     """What is asked of a program: prices, and what may be chosen.
 
-    `rests` gives the states that a weight of some shape may have at rest along an axis.  A byte
-    that stays on a device counts as much as `byte_s` seconds of a micro-batch.
+    `rests` gives the states that a weight of some shape may have at rest along an axis.
     """
 
     costs: Costs
     allow: Allow
     rests: Callable[[TensorSpec, int], Sequence[State]]
-    byte_s: float = 0.0
 
     @property
     def mesh(self) -> tuple[int, ...]:
@@ -75,120 +68,83 @@ Borders = Mapping[int, Layout]
 """By number, tensors that cross from one layer to another in a layout that is not whole."""
 
 
-class _Use(NamedTuple):
-    """A value as number `place` of what a call takes; without a call, as what the layer gives."""
-
-    tensor: int
-    site: int | None
-    place: int = 0
-
-
 class Solved(NamedTuple):
-    """A choice for each call, the layout of each weight by number, and what they cost together."""
+    """A choice for each call, the layout of each weight by number, and what they cost together:
+    seconds, and with the price of bytes.
+    """
 
     calls: list[PlannedCall]
     weights: dict[int, Layout]
+    seconds: float
     cost: float
 
 
-@dataclass(slots=True)
-class _Rows:
-    """Linear constraints, row by row."""
-
-    entries: list[tuple[int, int, float]] = field(default_factory=list)
-    lowest: list[float] = field(default_factory=list)
-    highest: list[float] = field(default_factory=list)
-
-    def add(self, terms: Sequence[tuple[int, float]], low: float, high: float) -> None:
-        row = len(self.lowest)
-        self.entries += [(row, variable, factor) for variable, factor in terms]
-        self.lowest.append(low)
-        self.highest.append(high)
+_Held = tuple[int | None, Sequence[Layout]]
+"""A node, and the layout of a value for each of its states; without a node, its only layout."""
 
 
 class LayerProgram:
-    """The program of one layer of a graph."""
+    """The program of one layer of a graph: nodes are its calls, and then its weights."""
 
     def __init__(self, graph: Graph, layer: int, task: Task, borders: Borders) -> None:
         self._graph, self._task, self._layer, self._borders = graph, task, layer, borders
         self._mesh = task.mesh
         self._whole = (I,) * len(self._mesh)
-        calls = routed_calls(graph, layer)
-        self._weights = _own_weights(graph, calls)
-        self.sites = [self._site(call) for call in calls]
-        self.sites_calls = calls
-        self._site_of = {n: k for k, site in enumerate(self.sites) for n in site.call.gives}
-        self._costs: list[float] = []
-        self._is_whole: list[bool] = []
-        self._rows = _Rows()
-        users = Counter(n for call in calls for n in call.saved)
-        self._choice = [self._one_of(self._site_costs(site, users)) for site in self.sites]
-        self._states = {n: self._weight_states(n) for n in self._weights}
-        self._at_rest = {
-            n: self._one_of([self._weight_cost(graph.tensors[n], rest) for rest in states])
-            for n, states in self._states.items()
-        }
-        self._shared: dict[tuple[int, Layout, Layout], int] = {}
-        for use in self._uses():
-            self._convert(use)
+        self.calls = routed_calls(graph, layer)
+        self._weights = _own_weights(graph, self.calls)
+        self.sites = [self._site(call) for call in self.calls]
+        self._states = [self._weight_states(n) for n in self._weights]
+        costs = task.costs
+        self._problem = Problem(
+            [
+                *(numpy.array([costs.call_s(s.call, x) for x in s.options]) for s in self.sites),
+                *(
+                    numpy.array([costs.sum_s(graph.tensors[n], rest) for rest in states])
+                    for n, states in zip(self._weights, self._states, strict=True)
+                ),
+            ]
+        )
+        for tensor, users in self._users().items():
+            before, every = self._before(tensor), dict[Layout, int]()
+            after = [_side(every, *user) for user in users]
+            known = dict[Layout, int]()
+            start = _side(known, *before)
+            seconds = costs.conversions_s(graph.tensors[tensor], tuple(known), tuple(every))
+            self._problem.convert(start, after, seconds)
 
-    def solve(self) -> "Solved":
-        """Return a choice for each call, the layout of each weight by number, and the seconds.
+    def solve(self, byte_s: float = 0.0) -> Solved:
+        """Return a choice for each call, the layout of each weight by number, and the cost.
+
+        A byte that stays on a device counts as much as `byte_s` seconds of a micro-batch.
 
         Raises:
             PlanError: the solver finds none.
         """
-        if not self.sites:
-            return Solved([], {}, 0.0)
-        rows, columns, factors = (numpy.array(x) for x in zip(*self._rows.entries, strict=True))
-        shape = len(self._rows.lowest), len(self._costs)
-        found = milp(
-            numpy.array(self._costs),
-            constraints=LinearConstraint(
-                coo_array((factors, (rows, columns)), shape=shape).tocsc(),
-                numpy.array(self._rows.lowest),
-                numpy.array(self._rows.highest),
-            ),
-            integrality=numpy.array(self._is_whole, dtype=int),
-            bounds=Bounds(0, 1),
-        )
-        if found.x is None:
-            raise PlanError(f"no way to divide layer {self._layer} was found: {found.message}")
+        more = [byte_s * own for own in self._bytes] if byte_s else None
+        own = self._problem.solve(more, _GAP if byte_s else 0.0)
+        if own is None:
+            raise PlanError(f"no way to divide layer {self._layer} was found")
+        seconds, num_sites = self._problem.cost(own), len(self.sites)
         return Solved(
-            [
-                s.options[_chosen(found.x, own)]
-                for s, own in zip(self.sites, self._choice, strict=True)
-            ],
-            {n: self._states[n][_chosen(found.x, own)] for n, own in self._at_rest.items()},
-            float(found.fun),
+            [site.options[own[k]] for k, site in enumerate(self.sites)],
+            {n: self._states[k][own[num_sites + k]] for k, n in enumerate(self._weights)},
+            seconds,
+            seconds + sum(float(x[own[k]]) for k, x in enumerate(more or ())),
         )
 
     # -- what there is to choose ------------------------------------------------------------------
 
-    def _site_costs(self, site: Site, users: Mapping[int, int]) -> list[float]:
-        task, graph = self._task, self._graph
-        saved = [
-            task.costs.saved_bytes(graph, site.call, option, users) if task.byte_s else 0.0
-            for option in site.options
-        ]
-        return [
-            task.costs.call_s(site.call, option) + task.byte_s * num_bytes
-            for option, num_bytes in zip(site.options, saved, strict=True)
-        ]
-
-    def _weight_cost(self, spec: TensorSpec, rest: Layout) -> float:
-        costs = self._task.costs
-        return costs.sum_s(spec, rest) + self._task.byte_s * costs.weight_bytes(spec, rest)
-
     def _site(self, call: Call) -> Site:
         weights = tuple(n in self._weights for n in call.takes)
-        found = divisions(Seen.of(self._graph, call), self._mesh)
+        seen = Seen.of(self._graph, call)
+        found = divisions(seen, self._mesh)
         site = Site(call, weights, found)
-        kept = (
-            tuple(choice for choice in own if self._task.allow(site, axis, choice))
+        allowed = [
+            [choice for choice in own if self._task.allow(site, axis, choice)]
             for axis, own in enumerate(found)
-        )
-        return replace(site, by_axis=tuple(kept))
+        ]
+        every = next(filter(None, (together(seen, x, self._mesh) for x in (allowed, found))))
+        return replace(site, options=tuple(PlannedCall(call.function, own) for own in every))
 
     def _weight_states(self, number: int) -> list[Layout]:
         spec = self._graph.tensors[number]
@@ -196,84 +152,64 @@ class LayerProgram:
         found = [own for own in product(*by_axis) if fits(spec.shape, own, self._mesh)]
         return found or [self._whole]
 
-    def _uses(self) -> Iterator[_Use]:
+    @cached_property
+    def _bytes(self) -> list[Numbers]:
+        """What stays on a device for each choice of a call, and each state of a weight."""
+        graph, costs = self._graph, self._task.costs
+        users = Counter(n for call in self.calls for n in call.saved)
+        saved = [
+            [costs.saved_bytes(graph, site.call, option, users) for option in site.options]
+            for site in self.sites
+        ]
+        held = [
+            [costs.weight_bytes(graph.tensors[n], rest) for rest in states]
+            for n, states in zip(self._weights, self._states, strict=True)
+        ]
+        return [numpy.array(own) for own in (*saved, *held)]
+
+    def _users(self) -> dict[int, list[_Held]]:
+        """Return how each value is used: by calls, and by what is outside the layer."""
+        found: dict[int, list[_Held]] = {}
         for k, site in enumerate(self.sites):
             for place, tensor in enumerate(site.call.takes):
-                yield _Use(tensor, k, place)
-        for tensor in sorted(self._outside() & self._site_of.keys()):
-            yield _Use(tensor, None)
+                found.setdefault(tensor, []).append((k, [x.takes[place] for x in site.options]))
+        made = {n for call in self.calls for n in call.gives}
+        for tensor in sorted(self._outside() & made):
+            found.setdefault(tensor, []).append(self._at_border(tensor))
+        return found
+
+    def _before(self, tensor: int) -> _Held:
+        """Return how a value is before it is used."""
+        if tensor in self._weights:
+            place = self._weights.index(tensor)
+            return len(self.sites) + place, self._states[place]
+        for k, site in enumerate(self.sites):
+            if tensor in site.call.gives:
+                place = site.call.gives.index(tensor)
+                return k, [option.gives[place] for option in site.options]
+        return self._at_border(tensor)
+
+    def _at_border(self, tensor: int) -> _Held:
+        return None, [self._borders.get(tensor, self._whole)]
 
     def _outside(self) -> set[int]:
         """Return what is used outside the layer."""
-        own = {id(site.call) for site in self.sites}
+        own = {id(call) for call in self.calls}
         others = (n for call in self._graph.calls if id(call) not in own for n in call.takes)
         return {*others, *self._graph.outputs}
 
-    # -- variables and rows -----------------------------------------------------------------------
 
-    def _variable(self, cost: float, *, is_whole: bool = False) -> int:
-        self._costs.append(cost)
-        self._is_whole.append(is_whole)
-        return len(self._costs) - 1
-
-    def _one_of(self, costs: Sequence[float]) -> list[int]:
-        found = [self._variable(cost, is_whole=True) for cost in costs]
-        self._rows.add([(n, 1.0) for n in found], 1.0, 1.0)
-        return found
-
-    def _before(self, tensor: int) -> dict[Layout, list[int]]:
-        """Return by state the variables that say that a value is in it; none: it always is."""
-        if tensor in self._at_rest:
-            pairs = zip(self._states[tensor], self._at_rest[tensor], strict=True)
-            return {state: [variable] for state, variable in pairs}
-        if tensor not in self._site_of:
-            return {self._borders.get(tensor, self._whole): []}
-        k = self._site_of[tensor]
-        place = self.sites[k].call.gives.index(tensor)
-        return _by_layout((c.gives[place] for c in self.sites[k].options), self._choice[k])
-
-    def _after(self, use: _Use) -> dict[Layout, list[int]]:
-        if use.site is None:
-            return {self._borders.get(use.tensor, self._whole): []}
-        options = self.sites[use.site].options
-        return _by_layout((c.takes[use.place] for c in options), self._choice[use.site])
-
-    def _convert(self, use: _Use) -> None:
-        before, after = self._before(use.tensor), self._after(use)
-        cells = {(b, a): self._variable(0.0) for b in before for a in after}
-        for side, known in ((0, before), (1, after)):
-            for state, variables in known.items():
-                own = [(cell, 1.0) for key, cell in cells.items() if key[side] == state]
-                fixed = 0.0 if variables else 1.0
-                self._rows.add([*own, *((n, -1.0) for n in variables)], fixed, fixed)
-        for (b, a), cell in cells.items():
-            if b != a:
-                self._rows.add([(self._done(use.tensor, b, a), 1.0), (cell, -1.0)], 0.0, 1.0)
-
-    def _done(self, tensor: int, before: Layout, after: Layout) -> int:
-        key = tensor, before, after
-        if key not in self._shared:
-            cost = self._task.costs.conversion_s(self._graph.tensors[tensor], before, after)
-            self._shared[key] = self._variable(cost)
-        return self._shared[key]
+_GAP = 1e-3
+"""How far from the best a plan may be where bytes count."""
 
 
-def plan_layer(
-    graph: Graph, layer: int, name: str, task: Task, borders: Borders
-) -> tuple[LayerSharding, float]:
-    """Divide one layer, and return what it costs; `name` is its name in the model.
-
-    Raises:
-        PlanError: nothing that is allowed fits together.
-    """
-    if why_whole(graph, layer):
-        return LayerSharding(name, (), {}), _whole_s(graph, layer, task.costs)
-    program = LayerProgram(graph, layer, task, borders)
-    solved = program.solve()
-    return priced(graph, name, task.mesh, program.sites_calls, solved, borders), solved.cost
+def _side(places: dict[Layout, int], node: int | None, layouts: Sequence[Layout]) -> Side:
+    """Number layouts, those that are new in `places`."""
+    which = [places.setdefault(layout, len(places)) for layout in layouts]
+    return Side(node, numpy.array(which))
 
 
-def _whole_s(graph: Graph, layer: int, costs: Costs) -> float:
+def whole_s(graph: Graph, layer: int, costs: Costs) -> float:
     alike = (Choice((), ()),) * len(costs.mesh)
     own = (call for call in graph.of_layer(layer) if not call.is_between)
     return sum(costs.call_s(call, PlannedCall("", alike)) for call in own)
@@ -363,16 +299,3 @@ def why_whole(graph: Graph, layer: int) -> str:
         if not call.function:
             return "code that no function of torch shows"
     return ""
-
-
-def _by_layout(states: Iterator[Layout], variables: Sequence[int]) -> dict[Layout, list[int]]:
-    found: dict[Layout, list[int]] = {}
-    for state, variable in zip(states, variables, strict=True):
-        found.setdefault(state, []).append(variable)
-    return found
-
-
-def _chosen(
-    values: "numpy.ndarray[tuple[int], numpy.dtype[numpy.float64]]", own: Sequence[int]
-) -> int:
-    return max(range(len(own)), key=lambda n: float(values[own[n]]))
