@@ -61,6 +61,12 @@ def opaque_module(own: OpaqueModule) -> None:
     OPAQUE[own.name] = own
 
 
+def opaque_of(module: nn.Module) -> OpaqueModule | None:
+    """Return what is known of a module that is opaque; None of others."""
+    kind = original_class(module)
+    return OPAQUE.get(f"{kind.__module__}.{kind.__qualname__}")
+
+
 @contextmanager
 def as_functions(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Have calls of opaque modules shown to modes and to subclasses of tensors, as functions."""
@@ -68,8 +74,7 @@ def as_functions(modules: Iterable[nn.Module]) -> Iterator[None]:
     changed = []
     try:
         for part in parts:
-            kind = original_class(part)
-            own = OPAQUE.get(f"{kind.__module__}.{kind.__qualname__}")
+            own = opaque_of(part)
             if own is not None and "forward" not in vars(part):
                 changed.append(part)
                 part.forward = partial(_forward, part, own, part.forward)

@@ -129,7 +129,6 @@ class Costs:
         """Return the bytes that stay on a device for a layer: weights, gradients, optimizer state,
         and what all micro-batches in flight have saved.
         """
-        users = Counter(n for call in calls for n in call.saved)
         whole = (I,) * len(self.mesh)
         specs = [graph.tensors[n] for n in dict.fromkeys(n for c in calls for n in c.takes)]
         found = sum(
@@ -137,8 +136,13 @@ class Costs:
             for spec in specs
             if spec.name and spec.wants_gradient
         )
+        return found + self.activation_bytes(graph, calls, plan)
+
+    def activation_bytes(self, graph: Graph, calls: Sequence[Call], plan: LayerSharding) -> float:
+        """Return the bytes of what all micro-batches in flight have saved on a device."""
+        users = Counter(n for call in calls for n in call.saved)
         pairs = zip(calls, plan.calls, strict=False)  # a layer that is whole has no plan
-        return found + sum(self.saved_bytes(graph, *pair, users) for pair in pairs)
+        return sum(self.saved_bytes(graph, *pair, users) for pair in pairs)
 
     def _operator_s(self, operator: Operator, parts: int) -> float:
         device = self.cluster.device_of(0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.costs.opaque_modules import as_functions
+from penstock.costs.opaque_modules import as_functions, opaque_of
 from penstock.errors import PlanError
 from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stage_plan import Step
@@ -18,8 +18,8 @@ from penstock.trace.units import count_text
 from .convert import convert
 from .layouts import I, Layout, R, S
 from .plan import LayerSharding, Sharding
-from .run import LayerRun, layout_on
-from .sizes import Sized, size_like
+from .run import Known, LayerRun, layout_on
+from .sizes import size_like
 
 if TYPE_CHECKING:
     from penstock.mesh.collectives import Collectives
@@ -50,7 +50,8 @@ class DividedLayer:
 
     def __init__(self, index: int, module: nn.Module, plan: LayerSharding, axes: Axes) -> None:
         self._index, self._module, self.plan, self.axes = index, module, plan, axes
-        self._sized: dict[Any, Sized] = {}
+        self._known: Known = {}
+        self._opaque = [part for part in module.modules() if opaque_of(part) is not None]
         whole = (I,) * len(axes)
         layouts = {
             id(p): size_like(plan.weights.get(name, whole), tuple(p.shape), whole, axes)
@@ -91,7 +92,7 @@ class DividedLayer:
         Raises:
             PlanError: it is given other tensors than those of the plan, or takes another path.
         """
-        run = LayerRun(self.plan, self.axes, self._sized)
+        run = LayerRun(self.plan, self.axes, self._known)
         leaves, structure = flatten((function.args, function.keywords))
         layouts = noted.setdefault(self._index, tuple(map(layout_on, leaves)))
         given = sum(layout is not None for layout in layouts)
@@ -103,7 +104,7 @@ class DividedLayer:
             )
         wrapped = [run.entered(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)]
         args, kwargs = unflatten(structure, wrapped)
-        with self._lent(run), as_functions([self._module]):
+        with self._lent(run), as_functions(self._opaque):
             result = function.func(*args, **kwargs)
         run.check_ended()
         return tree_map(run.left, result)

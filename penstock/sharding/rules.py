@@ -13,6 +13,7 @@ be done by all devices alike.  What has no rule is done so only, and named in th
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any
@@ -93,6 +94,7 @@ def rule(*names: str) -> Callable[[FindRule], FindRule]:
     return register
 
 
+@lru_cache(maxsize=4096)
 def base_name(function: str) -> str:
     """Return a function's name without where it lives, and without how it is spelled in code.
 
