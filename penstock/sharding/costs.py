@@ -7,8 +7,7 @@ a weight       its gradient's sum once a step, shared by M micro-batches; weight
 what is saved  activations of all micro-batches in flight
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -112,16 +111,11 @@ class Costs:
 
         What `users` calls save is shared among these.
         """
-        layouts = dict(zip(call.gives, planned.gives, strict=True))
-        layouts |= dict(zip(call.takes, planned.takes, strict=True))
-        found = call.inner_bytes / prod(
-            n for n, choice in zip(self.mesh, planned.choices, strict=True) if choice.cut
+        shared = (
+            self.bytes_of(graph.tensors[n], layout) / users.get(n, 1)
+            for n, layout in _saved(graph, call, planned)
         )
-        for tensor in call.saved:
-            spec = graph.tensors[tensor]
-            if tensor in layouts and not (spec.name and spec.wants_gradient):
-                found += self.bytes_of(spec, layouts[tensor]) / users.get(tensor, 1)
-        return found * self.num_in_flight
+        return (self._inner_bytes(call, planned) + sum(shared)) * self.num_in_flight
 
     def layer_bytes(
         self, graph: Graph, calls: Sequence[Call], name: str, plan: LayerSharding
@@ -140,9 +134,15 @@ class Costs:
 
     def activation_bytes(self, graph: Graph, calls: Sequence[Call], plan: LayerSharding) -> float:
         """Return the bytes of what all micro-batches in flight have saved on a device."""
-        users = Counter(n for call in calls for n in call.saved)
-        pairs = zip(calls, plan.calls, strict=False)  # a layer that is whole has no plan
-        return sum(self.saved_bytes(graph, *pair, users) for pair in pairs)
+        pairs = list(zip(calls, plan.calls, strict=False))  # a layer that is whole has no plan
+        inner = sum(self._inner_bytes(*pair) for pair in pairs)
+        held = {own for pair in pairs for own in _saved(graph, *pair)}
+        found = inner + sum(self.bytes_of(graph.tensors[n], layout) for n, layout in held)
+        return found * self.num_in_flight
+
+    def _inner_bytes(self, call: Call, planned: PlannedCall) -> float:
+        cuts = (n for n, choice in zip(self.mesh, planned.choices, strict=True) if choice.cut)
+        return call.inner_bytes / prod(cuts)
 
     def _operator_s(self, operator: Operator, parts: int) -> float:
         device = self.cluster.device_of(0)
@@ -177,6 +177,17 @@ class Costs:
     @cached_property
     def _known_tables(self) -> dict[object, Any]:
         return {}
+
+
+def _saved(graph: Graph, call: Call, planned: PlannedCall) -> Iterator[tuple[int, Layout]]:
+    """Yield what a call saves, but weights, and the slices in which it does."""
+    layouts = dict(zip(call.gives, planned.gives, strict=True))
+    layouts |= dict(zip(call.takes, planned.takes, strict=True))
+    for tensor in call.saved:
+        spec = graph.tensors[tensor]
+        if tensor in layouts and not (spec.name and spec.wants_gradient):
+            slices = (state if isinstance(state, S) else I for state in layouts[tensor])
+            yield tensor, tuple(slices)
 
 
 @lru_cache(maxsize=1 << 16)
