@@ -61,6 +61,12 @@ def opaque_module(own: OpaqueModule) -> None:
     OPAQUE[own.name] = own
 
 
+def opaque_of(module: nn.Module) -> OpaqueModule | None:
+    """Return what is known of a module that is opaque; None of others."""
+    kind = original_class(module)
+    return OPAQUE.get(f"{kind.__module__}.{kind.__qualname__}")
+
+
 def reader_of(error: BaseException) -> str:
     """Name the class of the innermost module that was running, but torch's own: it may have read
     the values that an error asks for.
@@ -82,8 +88,7 @@ def as_functions(modules: Iterable[nn.Module]) -> Iterator[None]:
     changed = []
     try:
         for part in parts:
-            kind = original_class(part)
-            own = OPAQUE.get(f"{kind.__module__}.{kind.__qualname__}")
+            own = opaque_of(part)
             if own is not None and "forward" not in vars(part):
                 changed.append(part)
                 part.forward = partial(_forward, part, own, part.forward)

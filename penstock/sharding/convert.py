@@ -68,7 +68,8 @@ def _mask(tensor: Tensor, how: _How) -> Tensor:
 
 
 def _slice(tensor: Tensor, how: _How) -> Tensor:
-    return _parts(tensor, how)[how.axis.rank].contiguous()
+    own = _parts(tensor, how)[how.axis.rank]
+    return own.clone(memory_format=torch.contiguous_format)  # a view holds the whole's memory
 
 
 def _pad(tensor: Tensor, how: _How) -> Tensor:

@@ -7,12 +7,13 @@ a weight       its gradient's sum once a step, shared by M micro-batches; weight
 what is saved  activations of all micro-batches in flight
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
-from typing import Self
+from typing import Any, Self
+
+import numpy
 
 from penstock.costs import collectives
 from penstock.costs.cluster import Cluster
@@ -64,14 +65,27 @@ class Costs:
         parts = prod(n for n, choice in zip(self.mesh, planned.choices, strict=True) if choice.cut)
         return sum(self._operator_s(operator, parts) for operator in call.operators)
 
-    def conversion_s(self, spec: TensorSpec, before: Layout, after: Layout) -> float:
-        """Return the seconds of a conversion of a value, and of its gradient on the way back."""
-        found, current = _EACH_CONVERSION_S, list(before)
-        for axis, old, new in steps(before, after):
-            num_bytes = self.bytes_of(spec, [R if n == axis else s for n, s in enumerate(current)])
-            for move in moves(old, new)[: 1 + spec.wants_gradient]:
-                found += self._move_s(axis, move, num_bytes)
-            current[axis] = new
+    def conversions_s(
+        self, spec: TensorSpec, before: Sequence[Layout], after: Sequence[Layout]
+    ) -> Any:
+        """Return the seconds of conversions of a value, and of its gradient on the way back: an
+        array of `before` x `after`.
+        """
+        key = spec.num_bytes, spec.wants_gradient, tuple(before), tuple(after)
+        if key not in self._known_tables:
+            rows = [[self._conversion_s(*key[:2], old, new) for new in after] for old in before]
+            self._known_tables[key] = numpy.array(rows)
+        return self._known_tables[key]
+
+    def _conversion_s(
+        self, num_bytes: int, has_gradient: bool, before: Layout, after: Layout
+    ) -> float:
+        if before == after:
+            return 0.0
+        found = _EACH_CONVERSION_S
+        for axis, parts, both in _moves_of(before, after, self.mesh):
+            for move in both[: 1 + has_gradient]:
+                found += self._move_s(axis, move, num_bytes / parts)
         return found
 
     def sum_s(self, spec: TensorSpec, at_rest: Layout) -> float:
@@ -98,16 +112,11 @@ class Costs:
 
         What `users` calls save is shared among these.
         """
-        layouts = dict(zip(call.gives, planned.gives, strict=True))
-        layouts |= dict(zip(call.takes, planned.takes, strict=True))
-        found = call.inner_bytes / prod(
-            n for n, choice in zip(self.mesh, planned.choices, strict=True) if choice.cut
+        shared = (
+            self.bytes_of(graph.tensors[n], layout) / users.get(n, 1)
+            for n, layout in _saved(graph, call, planned)
         )
-        for tensor in call.saved:
-            spec = graph.tensors[tensor]
-            if tensor in layouts and not (spec.name and spec.wants_gradient):
-                found += self.bytes_of(spec, layouts[tensor]) / users.get(tensor, 1)
-        return found * self.num_in_flight
+        return (self._inner_bytes(call, planned) + sum(shared)) * self.num_in_flight
 
     def layer_bytes(
         self, graph: Graph, calls: Sequence[Call], name: str, plan: LayerSharding
@@ -115,7 +124,6 @@ class Costs:
         """Return the bytes that stay on a device for a layer: weights, gradients, optimizer state,
         and what all micro-batches in flight have saved.
         """
-        users = Counter(n for call in calls for n in call.saved)
         whole = (I,) * len(self.mesh)
         specs = [graph.tensors[n] for n in dict.fromkeys(n for c in calls for n in c.takes)]
         found = sum(
@@ -123,8 +131,19 @@ class Costs:
             for spec in specs
             if spec.name and spec.wants_gradient
         )
-        pairs = zip(calls, plan.calls, strict=False)  # a layer that is whole has no plan
-        return found + sum(self.saved_bytes(graph, *pair, users) for pair in pairs)
+        return found + self.activation_bytes(graph, calls, plan)
+
+    def activation_bytes(self, graph: Graph, calls: Sequence[Call], plan: LayerSharding) -> float:
+        """Return the bytes of what all micro-batches in flight have saved on a device."""
+        pairs = list(zip(calls, plan.calls, strict=False))  # a layer that is whole has no plan
+        inner = sum(self._inner_bytes(*pair) for pair in pairs)
+        held = {own for pair in pairs for own in _saved(graph, *pair)}
+        found = inner + sum(self.bytes_of(graph.tensors[n], layout) for n, layout in held)
+        return found * self.num_in_flight
+
+    def _inner_bytes(self, call: Call, planned: PlannedCall) -> float:
+        cuts = (n for n, choice in zip(self.mesh, planned.choices, strict=True) if choice.cut)
+        return call.inner_bytes / prod(cuts)
 
     def _operator_s(self, operator: Operator, parts: int) -> float:
         device = self.cluster.device_of(0)
@@ -140,7 +159,7 @@ class Costs:
     def _move_s(self, axis: int, move: Move, num_bytes: float) -> float:
         if move is Move.NONE:
             return 0.0
-        key = axis, move, num_bytes
+        key = axis, move.value, num_bytes
         if key not in self._known:
             inner = prod(self.mesh[axis + 1 :])
             group = range(0, inner * self.mesh[axis], inner)
@@ -153,5 +172,35 @@ class Costs:
         return self._known[key]
 
     @cached_property
-    def _known(self) -> dict[tuple[int, Move, float], float]:
+    def _known(self) -> dict[tuple[int, str, float], float]:
         return {}
+
+    @cached_property
+    def _known_tables(self) -> dict[object, Any]:
+        return {}
+
+
+def _saved(graph: Graph, call: Call, planned: PlannedCall) -> Iterator[tuple[int, Layout]]:
+    """Yield what a call saves, but weights, and the slices in which it does."""
+    layouts = dict(zip(call.gives, planned.gives, strict=True))
+    layouts |= dict(zip(call.takes, planned.takes, strict=True))
+    for tensor in call.saved:
+        spec = graph.tensors[tensor]
+        if tensor in layouts and not (spec.name and spec.wants_gradient):
+            slices = (state if isinstance(state, S) else I for state in layouts[tensor])
+            yield tensor, tuple(slices)
+
+
+@lru_cache(maxsize=1 << 16)
+def _moves_of(
+    before: Layout, after: Layout, mesh: tuple[int, ...]
+) -> list[tuple[int, int, tuple[Move, Move]]]:
+    """Return the steps of a conversion: along which axis, among how many parts the other axes cut
+    the value, and what is done.
+    """
+    found, current = [], list(before)
+    for axis, old, new in steps(before, after):
+        others = (n for n, state in enumerate(current) if n != axis and isinstance(state, S))
+        found.append((axis, prod(mesh[n] for n in others), moves(old, new)))
+        current[axis] = new
+    return found

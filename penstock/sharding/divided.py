@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from penstock.costs.opaque_modules import as_functions
+from penstock.costs.opaque_modules import as_functions, opaque_of
 from penstock.errors import PlanError
 from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stage_plan import Step
@@ -17,8 +17,8 @@ from penstock.trace.units import count_text
 from .at_rest import Cut, Gathered, keep_slices
 from .layouts import I, Layout, R, S
 from .plan import LayerSharding, Sharding
-from .run import LayerRun, layout_on
-from .sizes import Sized, size_like
+from .run import Known, LayerRun, layout_on
+from .sizes import size_like
 
 if TYPE_CHECKING:
     from penstock.mesh import Mesh
@@ -37,7 +37,8 @@ class DividedLayer:
 
     def __init__(self, index: int, module: nn.Module, plan: LayerSharding, axes: Axes) -> None:
         self._index, self._module, self.plan, self.axes = index, module, plan, axes
-        self._sized: dict[Any, Sized] = {}
+        self._known: Known = {}
+        self._opaque = [part for part in module.modules() if opaque_of(part) is not None]
         whole = (I,) * len(axes)
         layouts = {
             id(p): size_like(plan.weights.get(name, whole), tuple(p.shape), whole, axes)
@@ -72,7 +73,7 @@ class DividedLayer:
         Raises:
             PlanError: it is given other tensors than those of the plan, or takes another path.
         """
-        run = LayerRun(self.plan, self.axes, self._sized)
+        run = LayerRun(self.plan, self.axes, self._known)
         leaves, structure = flatten((function.args, function.keywords))
         layouts = noted.setdefault(self._index, tuple(map(layout_on, leaves)))
         given = sum(layout is not None for layout in layouts)
@@ -84,7 +85,7 @@ class DividedLayer:
             )
         wrapped = [run.entered(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)]
         args, kwargs = unflatten(structure, wrapped)
-        with self._lent(run), as_functions([self._module]):
+        with self._lent(run), as_functions(self._opaque):
             result = function.func(*args, **kwargs)
         run.check_ended()
         return tree_map(run.left, result)

@@ -143,10 +143,13 @@ def _dropout(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Draw for the whole tensor, so that the numbers are those of one device."""
     (layout,) = local.sized.takes
     tensor, *rest = args
-    if not any(isinstance(state, S) for state in layout):
+    options = {**dict(zip(("p", "training"), rest, strict=False)), **kwargs}
+    drops = options.get("p", 0.5) > 0 and options.get("training", True)
+    if not drops or not any(isinstance(state, S) for state in layout):
         same: Tensor = func(*args, **kwargs)
         return same
     whole = local.whole_shape(tensor.shape, layout)
     ones = torch.ones(whole, dtype=tensor.dtype, device=tensor.device)
-    masked: Tensor = tensor * local.part_of(F.dropout(ones, *rest, **kwargs), layout)
+    mask = local.part_of(F.dropout(ones, *rest, **kwargs), layout)
+    masked: Tensor = tensor * mask.clone()  # a view would keep the whole for the backward
     return masked

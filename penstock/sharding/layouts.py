@@ -23,6 +23,8 @@ class Whole(Enum):
     R = "R"
     P = "P"
 
+    __hash__ = object.__hash__
+
     def __repr__(self) -> str:
         """Return its name."""
         return self.value

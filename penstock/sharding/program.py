@@ -12,40 +12,36 @@ agree on.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 import numpy
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from penstock.costs.graph import Call, Graph, TensorSpec
 from penstock.errors import PlanError
 
+from .choose import Numbers, Problem, Side
 from .costs import Costs
 from .in_place import may_change
 from .layouts import I, Layout, State
-from .plan import LayerSharding, PlannedCall, conversion_bytes
-from .rules import Choice, Seen, divisions, fits
+from .plan import Instead, LayerSharding, PlannedCall, conversion_bytes
+from .rules import Choice, Seen, divisions, fits, together
 
 
 @dataclass(frozen=True)
 class Site:
     """A call with what may be chosen for it along each axis; `weights` says which of what it takes
-    are weights.
+    are weights, `options` are the choices for all axes together.
     """
 
     call: Call
     weights: tuple[bool, ...]
     by_axis: tuple[tuple[Choice, ...], ...]
-
-    @cached_property
-    def options(self) -> list[PlannedCall]:
-        """All that may be chosen: one of each axis."""
-        return [PlannedCall(self.call.function, own) for own in product(*self.by_axis)]
+    options: tuple[PlannedCall, ...] = ()
 
 
 Allow = Callable[[Site, int, Choice], bool]
@@ -57,15 +53,13 @@ class Task:
     """What is asked of a program: prices, and what may be chosen.
 
     `rests` gives the states that a weight of some shape may have at rest along an axis, `pins` the
-    layouts of some by number.  A byte that stays on a device counts as much as `byte_s` seconds of
-    a micro-batch.
+    layouts of some by number.
     """
 
     costs: Costs
     allow: Allow
     rests: Callable[[TensorSpec, int], Sequence[State]]
     pins: Mapping[int, Layout] = field(default_factory=dict)
-    byte_s: float = 0.0
 
     @property
     def mesh(self) -> tuple[int, ...]:
@@ -77,201 +71,179 @@ Borders = Mapping[int, Layout]
 """By number, tensors that cross from one layer to another in a layout that is not whole."""
 
 
-class _Use(NamedTuple):
-    """A value as number `place` of what a call takes; without a call, as what the layer gives."""
-
-    tensor: int
-    site: int | None
-    place: int = 0
-
-
 class Solved(NamedTuple):
-    """A choice for each call, the layout of each weight by number, and what they cost together."""
+    """A choice for each call, the layout of each weight by number, and what they cost together:
+    seconds, and with the price of bytes.
+    """
 
     calls: list[PlannedCall]
     weights: dict[int, Layout]
+    seconds: float
     cost: float
 
 
-@dataclass(slots=True)
-class _Rows:
-    """Linear constraints, row by row."""
-
-    entries: list[tuple[int, int, float]] = field(default_factory=list)
-    lowest: list[float] = field(default_factory=list)
-    highest: list[float] = field(default_factory=list)
-
-    def add(self, terms: Sequence[tuple[int, float]], low: float, high: float) -> None:
-        row = len(self.lowest)
-        self.entries += [(row, variable, factor) for variable, factor in terms]
-        self.lowest.append(low)
-        self.highest.append(high)
+_Held = tuple[int | None, Sequence[Layout]]
+"""A node, and the layout of a value for each of its states; without a node, its only layout."""
 
 
 class LayerProgram:
-    """The program of one layer of a graph."""
+    """The program of one layer of a graph: nodes are its calls, and then its weights."""
 
     def __init__(self, graph: Graph, layer: int, task: Task, borders: Borders) -> None:
-        self._graph, self._task, self._layer, self.borders = graph, task, layer, borders
-        self.mesh = task.mesh
-        self.whole = (I,) * len(self.mesh)
-        calls = routed_calls(graph, layer)
-        self._weights = own_weights(graph, calls)
-        self.sites = [self._site(call) for call in calls]
-        self.sites_calls = calls
-        self.maker = {n: k for k, site in enumerate(self.sites) for n in site.call.gives}
-        self.costs: list[float] = []
-        self._is_whole: list[bool] = []
-        self._rows = _Rows()
-        users = Counter(n for call in calls for n in call.saved)
-        self.choice = [self._one_of(self._site_costs(site, users)) for site in self.sites]
-        self.states = {n: self._weight_states(n) for n in self._weights}
-        self.at_rest = {
-            n: self._one_of([self._weight_cost(graph.tensors[n], rest) for rest in states])
-            for n, states in self.states.items()
-        }
-        self.shared: dict[tuple[int, Layout, Layout], int] = {}
-        for use in self._uses():
-            self._convert(use)
+        self._graph, self._task, self._layer, self._borders = graph, task, layer, borders
+        self._mesh = task.mesh
+        self._whole = (I,) * len(self._mesh)
+        self.calls = routed_calls(graph, layer)
+        self._weights = own_weights(graph, self.calls)
+        self.sites = [self._site(call) for call in self.calls]
+        self._states = [self._weight_states(n) for n in self._weights]
+        costs = task.costs
+        self._problem = Problem(
+            [
+                *(numpy.array([costs.call_s(s.call, x) for x in s.options]) for s in self.sites),
+                *(
+                    numpy.array([costs.sum_s(graph.tensors[n], rest) for rest in states])
+                    for n, states in zip(self._weights, self._states, strict=True)
+                ),
+            ]
+        )
+        for tensor, users in self._users().items():
+            before, every = self._before(tensor), dict[Layout, int]()
+            after = [_side(every, *user) for user in users]
+            known = dict[Layout, int]()
+            start = _side(known, *before)
+            seconds = costs.conversions_s(graph.tensors[tensor], tuple(known), tuple(every))
+            self._problem.convert(start, after, seconds)
 
-    def solve(self) -> "Solved":
-        """Return a choice for each call, the layout of each weight by number, and the seconds.
+    def solve(self, byte_s: float = 0.0) -> Solved:
+        """Return a choice for each call, the layout of each weight by number, and the cost.
+
+        A byte that stays on a device counts as much as `byte_s` seconds of a micro-batch.
 
         Raises:
             PlanError: the solver finds none.
         """
-        if not self.sites:
-            return Solved([], {}, 0.0)
-        rows, columns, factors = (numpy.array(x) for x in zip(*self._rows.entries, strict=True))
-        shape = len(self._rows.lowest), len(self.costs)
-        found = milp(
-            numpy.array(self.costs),
-            constraints=LinearConstraint(
-                coo_array((factors, (rows, columns)), shape=shape).tocsc(),
-                numpy.array(self._rows.lowest),
-                numpy.array(self._rows.highest),
-            ),
-            integrality=numpy.array(self._is_whole, dtype=int),
-            bounds=Bounds(0, 1),
-        )
-        if found.x is None:
-            raise PlanError(f"no way to divide layer {self._layer} was found: {found.message}")
+        more = [byte_s * own for own in self._bytes] if byte_s else None
+        own = self._problem.solve(more, _GAP if byte_s else 0.0)
+        if own is None:
+            raise PlanError(f"no way to divide layer {self._layer} was found")
+        seconds, num_sites = self._problem.cost(own), len(self.sites)
         return Solved(
-            [
-                s.options[_chosen(found.x, own)]
-                for s, own in zip(self.sites, self.choice, strict=True)
-            ],
-            {n: self.states[n][_chosen(found.x, own)] for n, own in self.at_rest.items()},
-            float(found.fun),
+            [site.options[own[k]] for k, site in enumerate(self.sites)],
+            {n: self._states[k][own[num_sites + k]] for k, n in enumerate(self._weights)},
+            seconds,
+            seconds + sum(float(x[own[k]]) for k, x in enumerate(more or ())),
         )
+
+    def compared(self, plan: LayerSharding) -> LayerSharding:
+        """Return a plan with the next best way to divide each call: one that cuts something else,
+        and how much longer a micro-batch takes with it, all else unchanged but the layouts of
+        weights that only this call uses.
+        """
+        names = [self._graph.tensors[n].name.removeprefix(f"{plan.name}.") for n in self._weights]
+        chosen = [call.choices for call in plan.calls]
+        states = {
+            k: [option.choices for option in site.options].index(own)
+            for k, (site, own) in enumerate(zip(self.sites, chosen, strict=True))
+        }
+        for k, (name, every) in enumerate(zip(names, self._states, strict=True)):
+            states[len(self.sites) + k] = every.index(plan.weights[name])
+        calls = (self._compared(k, call, states) for k, call in enumerate(plan.calls))
+        return replace(plan, calls=tuple(calls))
+
+    def _compared(self, k: int, chosen: PlannedCall, states: dict[int, int]) -> PlannedCall:
+        used = Counter(n for call in self.calls for n in dict.fromkeys(call.takes))
+        own = [n for n in self._weights if n in self.calls[k].takes and used[n] == 1]
+        weights = [len(self.sites) + self._weights.index(n) for n in own]
+        costs = self._problem.around({k, *weights})
+        now, best = costs.cost(states), Instead((), inf)
+        for number, option in enumerate(self.sites[k].options):
+            if option.cuts == chosen.cuts:
+                continue
+            tried = {**states, k: number}
+            for node in weights:
+                every = ({**tried, node: n} for n in range(len(costs.costs[node])))
+                tried = min(every, key=costs.cost)
+            best = min(best, Instead(option.choices, costs.cost(tried) - now), key=_longer)
+        return chosen if best.more_s == inf else replace(chosen, instead=best)
 
     # -- what there is to choose ------------------------------------------------------------------
 
-    def _site_costs(self, site: Site, users: Mapping[int, int]) -> list[float]:
-        task, graph = self._task, self._graph
-        saved = [
-            task.costs.saved_bytes(graph, site.call, option, users) if task.byte_s else 0.0
-            for option in site.options
-        ]
-        return [
-            task.costs.call_s(site.call, option) + task.byte_s * num_bytes
-            for option, num_bytes in zip(site.options, saved, strict=True)
-        ]
-
-    def _weight_cost(self, spec: TensorSpec, rest: Layout) -> float:
-        costs = self._task.costs
-        return costs.sum_s(spec, rest) + self._task.byte_s * costs.weight_bytes(spec, rest)
-
     def _site(self, call: Call) -> Site:
         weights = tuple(n in self._weights for n in call.takes)
-        found = divisions(Seen.of(self._graph, call), self.mesh)
+        seen = Seen.of(self._graph, call)
+        found = divisions(seen, self._mesh)
         site = Site(call, weights, found)
-        kept = (
-            tuple(choice for choice in own if self._task.allow(site, axis, choice))
+        allowed = [
+            [choice for choice in own if self._task.allow(site, axis, choice)]
             for axis, own in enumerate(found)
-        )
-        return replace(site, by_axis=tuple(kept))
+        ]
+        every = next(filter(None, (together(seen, x, self._mesh) for x in (allowed, found))))
+        return replace(site, options=tuple(PlannedCall(call.function, own) for own in every))
 
     def _weight_states(self, number: int) -> list[Layout]:
         if number in self._task.pins:
             return [self._task.pins[number]]
         spec = self._graph.tensors[number]
-        by_axis = [self._task.rests(spec, axis) for axis in range(len(self.mesh))]
-        found = [own for own in product(*by_axis) if fits(spec.shape, own, self.mesh)]
-        return found or [self.whole]
+        by_axis = [self._task.rests(spec, axis) for axis in range(len(self._mesh))]
+        found = [own for own in product(*by_axis) if fits(spec.shape, own, self._mesh)]
+        return found or [self._whole]
 
-    def _uses(self) -> Iterator[_Use]:
+    @cached_property
+    def _bytes(self) -> list[Numbers]:
+        """What stays on a device for each choice of a call, and each state of a weight."""
+        graph, costs = self._graph, self._task.costs
+        users = Counter(n for call in self.calls for n in call.saved)
+        saved = [
+            [costs.saved_bytes(graph, site.call, option, users) for option in site.options]
+            for site in self.sites
+        ]
+        held = [
+            [costs.weight_bytes(graph.tensors[n], rest) for rest in states]
+            for n, states in zip(self._weights, self._states, strict=True)
+        ]
+        return [numpy.array(own) for own in (*saved, *held)]
+
+    def _users(self) -> dict[int, list[_Held]]:
+        """Return how each value is used: by calls, and by what is outside the layer."""
+        found: dict[int, list[_Held]] = {}
         for k, site in enumerate(self.sites):
             for place, tensor in enumerate(site.call.takes):
-                yield _Use(tensor, k, place)
-        for tensor in sorted(used_outside(self._graph, self.sites_calls)):
-            yield _Use(tensor, None)
-
-    # -- variables and rows -----------------------------------------------------------------------
-
-    def _variable(self, cost: float, *, is_whole: bool = False) -> int:
-        self.costs.append(cost)
-        self._is_whole.append(is_whole)
-        return len(self.costs) - 1
-
-    def _one_of(self, costs: Sequence[float]) -> list[int]:
-        found = [self._variable(cost, is_whole=True) for cost in costs]
-        self._rows.add([(n, 1.0) for n in found], 1.0, 1.0)
+                found.setdefault(tensor, []).append((k, [x.takes[place] for x in site.options]))
+        for tensor in sorted(used_outside(self._graph, self.calls)):
+            found.setdefault(tensor, []).append(self._at_border(tensor))
         return found
 
-    def _before(self, tensor: int) -> dict[Layout, list[int]]:
-        """Return by state the variables that say that a value is in it; none: it always is."""
-        if tensor in self.at_rest:
-            pairs = zip(self.states[tensor], self.at_rest[tensor], strict=True)
-            return {state: [variable] for state, variable in pairs}
-        if tensor not in self.maker:
-            return {self.borders.get(tensor, self.whole): []}
-        k = self.maker[tensor]
-        place = self.sites[k].call.gives.index(tensor)
-        return _by_layout((c.gives[place] for c in self.sites[k].options), self.choice[k])
+    def _before(self, tensor: int) -> _Held:
+        """Return how a value is before it is used."""
+        if tensor in self._weights:
+            place = self._weights.index(tensor)
+            return len(self.sites) + place, self._states[place]
+        for k, site in enumerate(self.sites):
+            if tensor in site.call.gives:
+                place = site.call.gives.index(tensor)
+                return k, [option.gives[place] for option in site.options]
+        return self._at_border(tensor)
 
-    def _after(self, use: _Use) -> dict[Layout, list[int]]:
-        if use.site is None:
-            return {self.borders.get(use.tensor, self.whole): []}
-        options = self.sites[use.site].options
-        return _by_layout((c.takes[use.place] for c in options), self.choice[use.site])
-
-    def _convert(self, use: _Use) -> None:
-        before, after = self._before(use.tensor), self._after(use)
-        cells = {(b, a): self._variable(0.0) for b in before for a in after}
-        for side, known in ((0, before), (1, after)):
-            for state, variables in known.items():
-                own = [(cell, 1.0) for key, cell in cells.items() if key[side] == state]
-                fixed = 0.0 if variables else 1.0
-                self._rows.add([*own, *((n, -1.0) for n in variables)], fixed, fixed)
-        for (b, a), cell in cells.items():
-            if b != a:
-                self._rows.add([(self._done(use.tensor, b, a), 1.0), (cell, -1.0)], 0.0, 1.0)
-
-    def _done(self, tensor: int, before: Layout, after: Layout) -> int:
-        key = tensor, before, after
-        if key not in self.shared:
-            cost = self._task.costs.conversion_s(self._graph.tensors[tensor], before, after)
-            self.shared[key] = self._variable(cost)
-        return self.shared[key]
+    def _at_border(self, tensor: int) -> _Held:
+        return None, [self._borders.get(tensor, self._whole)]
 
 
-def plan_layer(
-    graph: Graph, layer: int, name: str, task: Task, borders: Borders
-) -> tuple[LayerSharding, float]:
-    """Divide one layer, and return what it costs; `name` is its name in the model.
-
-    Raises:
-        PlanError: nothing that is allowed fits together.
-    """
-    if why_whole(graph, layer):
-        return LayerSharding(name, (), {}), _whole_s(graph, layer, task.costs)
-    program = LayerProgram(graph, layer, task, borders)
-    solved = program.solve()
-    return priced(graph, name, task.mesh, program.sites_calls, solved, borders), solved.cost
+def _longer(way: Instead) -> float:
+    return way.more_s
 
 
-def _whole_s(graph: Graph, layer: int, costs: Costs) -> float:
+_GAP = 1e-3
+"""How far from the best a plan may be where bytes count."""
+
+
+def _side(places: dict[Layout, int], node: int | None, layouts: Sequence[Layout]) -> Side:
+    """Number layouts, those that are new in `places`."""
+    which = [places.setdefault(layout, len(places)) for layout in layouts]
+    return Side(node, numpy.array(which))
+
+
+def whole_s(graph: Graph, layer: int, costs: Costs) -> float:
     alike = (Choice((), ()),) * len(costs.mesh)
     own = (call for call in graph.of_layer(layer) if not call.is_between)
     return sum(costs.call_s(call, PlannedCall("", alike)) for call in own)
@@ -288,9 +260,9 @@ def priced(
     """Count what the calls of a layer send: each conversion once, those of what leaves it with the
     calls that make it.
     """
-    whole, leaving = (I,) * len(mesh), used_outside(graph, calls)
+    layouts, whole = {**borders, **solved.weights}, (I,) * len(mesh)
+    leaving = used_outside(graph, calls)
     maker = {n: (k, p) for k, call in enumerate(calls) for p, n in enumerate(call.gives)}
-    layouts = {**borders, **solved.weights}
     done: set[tuple[int, Layout, Layout]] = set()
     found = []
 
@@ -372,16 +344,3 @@ def why_whole(graph: Graph, layer: int) -> str:
         if not call.function:
             return "code that no function of torch shows"
     return ""
-
-
-def _by_layout(states: Iterator[Layout], variables: Sequence[int]) -> dict[Layout, list[int]]:
-    found: dict[Layout, list[int]] = {}
-    for state, variable in zip(states, variables, strict=True):
-        found.setdefault(state, []).append(variable)
-    return found
-
-
-def _chosen(
-    values: "numpy.ndarray[tuple[int], numpy.dtype[numpy.float64]]", own: Sequence[int]
-) -> int:
-    return max(range(len(own)), key=lambda n: float(values[own[n]]))

@@ -13,6 +13,8 @@ be done by all devices alike.  What has no rule is done so only, and named in th
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -92,6 +94,7 @@ def rule(*names: str) -> Callable[[FindRule], FindRule]:
     return register
 
 
+@lru_cache(maxsize=4096)
 def base_name(function: str) -> str:
     """Return a function's name without where it lives, and without how it is spelled in code.
 
@@ -132,12 +135,19 @@ def choices(seen: Seen, count: int) -> list[Choice]:
         found.append(Choice((P,) * num_takes, (P,) * num_gives))
     letters = dict.fromkeys("".join((*own.takes, *own.gives)).replace(WHOLE, ""))
     found += [_cut(own, letter) for letter in letters]
-    return [choice for choice in found if _is_enough(seen, choice, count)]
+    return [choice for choice in found if _is_enough(seen, (choice,), (count,))]
 
 
 def divisions(seen: Seen, mesh: Sequence[int]) -> tuple[tuple[Choice, ...], ...]:
     """Return all ways to divide a call along each axis of a mesh."""
     return tuple(tuple(choices(seen, count)) for count in mesh)
+
+
+def together(
+    seen: Seen, by_axis: Sequence[Sequence[Choice]], mesh: Sequence[int]
+) -> list[tuple[Choice, ...]]:
+    """Return a choice for each axis, in all ways that leave each device something."""
+    return [own for own in product(*by_axis) if _is_enough(seen, own, mesh)]
 
 
 def fits(shape: Shape, layout: Layout, mesh: Sequence[int]) -> bool:
@@ -149,16 +159,19 @@ def fits(shape: Shape, layout: Layout, mesh: Sequence[int]) -> bool:
     )
 
 
-def _is_enough(seen: Seen, choice: Choice, count: int) -> bool:
+def _is_enough(seen: Seen, own: Sequence[Choice], mesh: Sequence[int]) -> bool:
     """Tell whether each device gets something of what is cut."""
-    tensors = (
-        *zip(seen.takes, choice.takes, strict=True),
-        *zip(seen.gives, choice.gives, strict=True),
-    )
-    if not all(fits(shape, (state,), (count,)) for shape, state in tensors):
+    takes = zip(seen.takes, zip(*(choice.takes for choice in own), strict=True), strict=True)
+    gives = zip(seen.gives, zip(*(choice.gives for choice in own), strict=True), strict=True)
+    tensors = [*takes, *gives]
+    if not all(fits(shape, layout, mesh) for shape, layout in tensors):
         return False
-    cut = (shape[s.dim] for shape, s in tensors if isinstance(s, S))
-    return next(cut, count * choice.piece) >= count * choice.piece
+    for axis, choice in enumerate(own):
+        parts = prod(n for n, other in zip(mesh, own, strict=True) if other.cut == choice.cut)
+        cut = (shape[x.dim] for shape, layout in tensors if isinstance(x := layout[axis], S))
+        if next(cut, parts * choice.piece) < parts * choice.piece:
+            return False
+    return True
 
 
 def find(seen: Seen) -> Rule | None:

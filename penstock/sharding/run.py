@@ -9,7 +9,7 @@ A `ShardedTensor` reports the shape of the whole, so that code that looks at sha
 Autograd sees the shards and the conversions between them, and nothing else.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.overrides import resolve_name
 
-from penstock.costs.classify import tensors_in
 from penstock.errors import PlanError
 from penstock.model.capture.ghost import is_question
 from penstock.model.pytree import tree_map
@@ -56,9 +55,12 @@ class ShardedTensor(Tensor):
         kwargs = kwargs or {}
         if is_question(func, args, kwargs):
             return _answer(func, args, kwargs)
-        run = next(each.run for each in _sharded((args, kwargs)))
+        given = _tensors_of(args, {})
+        if kwargs:
+            _tensors_of(kwargs, given)
+        run = next(each.run for each in given.values() if isinstance(each, ShardedTensor))
         with without_torch_function():
-            return run.call(func, args, kwargs)
+            return run.call(func, args, kwargs, given)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch types it as an instance's method
@@ -69,7 +71,7 @@ class ShardedTensor(Tensor):
 
     def become(self, local: Tensor, layout: Layout) -> None:
         """Stand for what it was changed to in place: this part of it, in this layout."""
-        self.local, self.held, self.known = local, layout, {layout: local}
+        self.local, self.held, self.known = local, layout, {}
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes what is of no use here
         return f"ShardedTensor({self.held!r}, shape {self.whole_shape})"
@@ -87,14 +89,51 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
+_NAMES: dict[Any, str] = {}
+
+
+def _name_of(func: Any) -> str:
+    """Return the full name of a function of torch, or the own name of another."""
+    name = _NAMES.get(func)
+    if name is None:
+        name = resolve_name(func)
+        if not name:
+            return getattr(func, "__name__", "")
+        _NAMES[func] = name  # what torch knows lives as long as it
+    return name
+
+
 @lru_cache(maxsize=4096)
 def _bare(shape: Shape, dtype: torch.dtype) -> Tensor:
     with without_torch_function():
         return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _sharded(value: Any) -> Iterator[ShardedTensor]:
-    return (tensor for tensor in tensors_in(value) if isinstance(tensor, ShardedTensor))
+def _tensors_of(value: Any, found: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Add the distinct tensors among arguments to those found, in order of first sight."""
+    if isinstance(value, Tensor):
+        found[id(value)] = value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            _tensors_of(part, found)
+    elif isinstance(value, dict):
+        for part in value.values():
+            _tensors_of(part, found)
+    return found
+
+
+def _replaced(value: Any, by: Mapping[int, Tensor]) -> Any:
+    """Return arguments with tensors replaced by others, by the id of each."""
+    if isinstance(value, Tensor):
+        return by[id(value)]
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([_replaced(part, by) for part in value])
+    if kind is dict:
+        return {key: _replaced(part, by) for key, part in value.items()}
+    return (
+        tree_map(lambda t: by[id(t)], value) if isinstance(value, tuple | list | dict) else value
+    )
 
 
 _HELD = "penstock_layout"
@@ -106,16 +145,21 @@ def layout_on(value: Any) -> Layout | None:
     return found
 
 
+Known = dict[int, list[tuple[list[tuple[Shape, Layout]], tuple[Shape, ...] | None, Sized]]]
+"""For each call, by number: shapes and layouts of what it was given, shapes of what it was to
+give, and the sizes of slices that follow; the last few.
+"""
+_MOST_KNOWN = 16
+
+
 class LayerRun:
     """One call of a divided layer: which of its planned calls comes next.
 
-    `sized` are layouts with sizes that earlier calls have found, by all that they depend on.
+    `known` are layouts with sizes that earlier runs have found.
     """
 
-    def __init__(
-        self, plan: LayerSharding, axes: "Sequence[Collectives]", sized: dict[Any, Sized]
-    ) -> None:
-        self._plan, self._axes, self._next, self._sized = plan, axes, 0, sized
+    def __init__(self, plan: LayerSharding, axes: "Sequence[Collectives]", known: Known) -> None:
+        self._plan, self._axes, self._next, self._known = plan, axes, 0, known
         self._whole = (I,) * len(axes)
 
     def wrapped(self, local: Tensor, layout: Layout) -> ShardedTensor:
@@ -125,7 +169,7 @@ class LayerRun:
             PlanError: it is no such part.
         """
         shape = list(local.shape)
-        for axis, state in reversed(list(zip(self._axes, layout, strict=True))):
+        for axis, state in zip(reversed(self._axes), reversed(layout), strict=True):
             if isinstance(state, S):
                 if shape[state.dim] != state.sizes[axis.rank]:
                     raise self._other_path(
@@ -167,48 +211,53 @@ class LayerRun:
         if self._next != len(self._plan.calls):
             raise self._other_path("ended")
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a function of torch on shards, as planned."""
+    def call(self, func: Any, args: Any, kwargs: Any, tensors: Mapping[int, Tensor]) -> Any:
+        """Run a function of torch on shards, as planned; `tensors` are those of its arguments."""
         planned = self._planned(func)
-        args, kwargs = tree_map(self._lifted, (args, kwargs))
-        given = list(dict.fromkeys(_sharded((args, kwargs))))
-        if len(given) != len(planned.takes):
-            raise self._other_path(f"gives {len(given)} tensors to {planned.function}")
+        if len(tensors) != len(planned.takes):
+            raise self._other_path(f"gives {len(tensors)} tensors to {planned.function}")
+        given = [self._lifted(tensor) for tensor in tensors.values()]
         sized = self._sizes(planned, given, (func, args, kwargs))
-        locals_ = {id(t): self._held_as(t, to) for t, to in zip(given, sized.takes, strict=True)}
-        for changed in (given[place] for place in planned.changes):
-            if locals_[id(changed)] is not changed.local:
-                locals_[id(changed)] = locals_[id(changed)].clone()
-        local_args, local_kwargs = tree_map(lambda t: locals_[id(t)], (args, kwargs))
+        locals_ = [self._held_as(t, to) for t, to in zip(given, sized.takes, strict=True)]
+        for place in planned.changes:
+            if locals_[place] is not given[place].local:
+                locals_[place] = locals_[place].clone()
+        by = dict(zip(tensors, locals_, strict=True))
+        args, kwargs = _replaced(args, by), _replaced(kwargs, by)
         kernel = kernel_of(planned.function)
         if kernel is None:
-            result = func(*local_args, **local_kwargs)
+            result = func(*args, **kwargs)
         else:
-            result = kernel(func, local_args, local_kwargs, Local(sized, self._axes))
-        for changed in (given[place] for place in planned.changes):
-            changed.become(result, sized.gives[0])
+            result = kernel(func, args, kwargs, Local(sized, self._axes))
+        for place in planned.changes:
+            given[place].become(result, sized.gives[0])
+        if isinstance(result, Tensor):
+            return self._given(result, 0, sized.gives[0], given)
         gives = iter(enumerate(sized.gives))
-        same = {id(tensor.local): tensor for tensor in given}
-        return tree_map(lambda local: self._given(local, *next(gives), same), result)
+        return tree_map(lambda local: self._given(local, *next(gives), given), result)
 
     def _sizes(
         self, planned: PlannedCall, given: Sequence[ShardedTensor], how: tuple[Any, Any, Any]
     ) -> Sized:
-        facts = tuple((tensor.whole_shape, tensor.held) for tensor in given)
+        facts = [(tensor.whole_shape, tensor.held) for tensor in given]
         shapes = shapes_given(base_name(planned.function), how, given)
-        key = self._next, facts, shapes
-        if key not in self._sized:
-            whole = [shape for shape, _ in facts]
-            before = [layout for _, layout in facts]
-            self._sized[key] = size(planned, whole, before, shapes, self._axes)
-        return self._sized[key]
+        known = self._known.setdefault(self._next, [])
+        for last, result, sized in known:  # tuples that are the same are equal at once
+            if last == facts and result == shapes:
+                return sized
+        whole, before = [shape for shape, _ in facts], [layout for _, layout in facts]
+        sized = size(planned, whole, before, shapes, self._axes)
+        known[:] = [(facts, shapes, sized), *known[: _MOST_KNOWN - 1]]
+        return sized
 
     def _given(
-        self, local: Tensor, place: int, layout: Layout, same: Mapping[int, ShardedTensor]
+        self, local: Tensor, place: int, layout: Layout, given: Sequence[ShardedTensor]
     ) -> ShardedTensor:
         """Wrap a result; a function that gives what it was given gives the same wrapper."""
-        found = same.get(id(local))
-        if found is None or found.held != layout:
+        for found in given:
+            if found.local is local and found.held == layout:
+                break
+        else:
             found = self.wrapped(local, layout)
         found.made_by = self._next - 1, place
         return found
@@ -218,13 +267,15 @@ class LayerRun:
 
     def _held_as(self, tensor: ShardedTensor, layout: Layout) -> Tensor:
         """Return what this device holds of a tensor that is to be in another layout."""
+        if layout == tensor.held:
+            return tensor.local
         known = tensor.known
         if layout not in known:
             known[layout] = convert(tensor.local, tensor.held, layout, self._axes)
         return known[layout]
 
     def _planned(self, func: Any) -> PlannedCall:
-        name = resolve_name(func) or getattr(func, "__name__", "")
+        name = _name_of(func)
         if self._next == len(self._plan.calls):
             raise self._other_path(f"calls {name}")
         planned = self._plan.calls[self._next]

@@ -7,22 +7,33 @@ Layers that do the same between the same layouts are planned once.  The layouts 
 those of the shortest way through.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from itertools import chain, pairwise, product
+from typing import NamedTuple
 
 from penstock.costs.graph import Graph, TensorSpec
 from penstock.errors import ConfigError, PlanError
 from penstock.trace.units import bytes_text
 
 from .costs import Costs
-from .instead import Neighbours
 from .layouts import I, Layout, R, S, State, layout_of, layout_text
 from .named import Ready, ready_plan
 from .plan import LayerSharding, Sharding
-from .program import Borders, Task, own_weights, plan_layer, routed_calls, why_whole
+from .program import (
+    Borders,
+    LayerProgram,
+    Task,
+    own_weights,
+    priced,
+    routed_calls,
+    whole_s,
+    why_whole,
+)
 from .rules import Seen, fits, unknown
 
 
@@ -116,6 +127,25 @@ def _check_pin(spec: TensorSpec, layout: Layout, mesh: Sequence[int], *, is_free
         )
 
 
+class Cost(NamedTuple):
+    """Seconds of layers, and what is minimised: these and the price of the bytes that stay."""
+
+    total: float
+    seconds: float
+
+    def and_then(self, other: "Cost") -> "Cost":
+        """Add up."""
+        return Cost(self.total + other.total, self.seconds + other.seconds)
+
+
+class _Found(NamedTuple):
+    """Plans of all layers of a stage, their seconds and the bytes that stay on a device."""
+
+    seconds: float
+    num_bytes: float
+    plans: list[LayerSharding]
+
+
 class _Search:
     """The search for one stage."""
 
@@ -129,72 +159,80 @@ class _Search:
         pins: Mapping[int, Layout],
     ) -> None:
         self._graph, self._names, self._layers = graph, names, layers
-        self._ready, self._costs, self._pins = ready, costs, pins
+        self._ready, self._costs = ready, costs
         self._whole: Layout = (I,) * len(costs.mesh)
-        self._known: dict[object, tuple[LayerSharding, float]] = {}
+        self._task = Task(costs=costs, allow=ready.allow, rests=ready.rests, pins=pins)
+        self._programs: dict[object, LayerProgram] = {}
+        self._known: dict[object, tuple[LayerSharding, Cost]] = {}
+        self._signature = cache(graph.signature)
+        self._calls = cache(partial(routed_calls, graph))
+        self._why_whole = cache(partial(why_whole, graph))
+        self._num_uses = Counter(n for call in graph.calls for n in call.takes)
         self._crossing = [self._between(a, b) for a, b in pairwise(layers)]
 
     def within(self, limit: int | None) -> list[LayerSharding]:
-        """Return the fastest plan that stays below a limit of bytes."""
-        found = self._fastest(0.0)
-        if limit is None or self._bytes(found) <= limit:
-            return found
-        low, high = 0.0, _BYTE_S
-        while self._bytes(found := self._fastest(high)) > limit:
-            low, high = high, high * 10
-            if high > _MOST_BYTE_S:
-                least = round(self._bytes(found))
+        """Return the fastest plan that stays below a limit of bytes, of those that are the best
+        for some price of a byte.
+
+        Between a plan above the limit and one below, the price at which both cost the same finds
+        one that is better than both, until there is none.
+        """
+        above = self._fastest(0.0)
+        if limit is None or above.num_bytes <= limit:
+            return above.plans
+        byte_s = _BYTE_S
+        while (below := self._fastest(byte_s)).num_bytes > limit:
+            above, byte_s = below, byte_s * 100
+            if byte_s > _MOST_BYTE_S:
+                least = round(below.num_bytes)
                 raise PlanError(
                     f"no way to divide layers {self._names[self._layers[0]]!r} to "
                     f"{self._names[self._layers[-1]]!r} stays below {bytes_text(limit)} on a "
                     f"device: the least found is {bytes_text(least)}, {bytes_text(least - limit)} "
                     "more. Use more shards or stages, or raise the limit"
                 )
-        for _ in range(_HALVINGS):
-            middle = (low * high) ** 0.5 if low else high / 10
-            tried = self._fastest(middle)
-            if self._bytes(tried) <= limit:
-                high, found = middle, tried
-            else:
-                low = middle
-        return found
+        while below.seconds - above.seconds > _CLOSE * below.seconds:
+            byte_s = (below.seconds - above.seconds) / (above.num_bytes - below.num_bytes)
+            found = self._fastest(byte_s)
+            gained = below.seconds - found.seconds + byte_s * (below.num_bytes - found.num_bytes)
+            if gained < _CLOSE * below.seconds:
+                break
+            above, below = (found, below) if found.num_bytes > limit else (above, found)
+        return below.plans
 
     def compared(self, plans: Sequence[LayerSharding]) -> list[LayerSharding]:
         """Return the plans of all layers with the next best way to divide each call."""
-        task, before, known, found = self._task(0.0), self._whole, {}, []
+        before, known, found = self._whole, dict[object, LayerSharding](), []
         for place, plan in enumerate(plans):
             after = next(iter(plan.leaving.values()), self._whole)
-            borders, layer = self._borders_of(place, before, after), self._layers[place]
-            key = self._key(layer, borders, task)
+            key, _ = self._key(place, before, after)
             if plan.calls and key not in known:
-                known[key] = Neighbours(self._graph, layer, plan, task, borders).named()
+                known[key] = self._programs[key].compared(plan)
             found.append(replace(plan, calls=known[key].calls) if plan.calls else plan)
             before = after
         return found
 
     def _bytes(self, plans: Sequence[LayerSharding]) -> float:
         return sum(
-            self._costs.layer_bytes(
-                self._graph, routed_calls(self._graph, n), self._names[n], plan
-            )
+            self._costs.layer_bytes(self._graph, self._calls(n), self._names[n], plan)
             for n, plan in zip(self._layers, plans, strict=True)
         )
 
-    def _fastest(self, byte_s: float) -> list[LayerSharding]:
+    def _fastest(self, byte_s: float) -> "_Found":
         """Return the plan that costs least, if bytes cost that much."""
-        task = self._task(byte_s)
-        best: dict[Layout, tuple[float, list[LayerSharding]]] = {self._whole: (0.0, [])}
+        best: dict[Layout, tuple[Cost, list[LayerSharding]]] = {self._whole: (Cost(0.0, 0.0), [])}
         for place in range(len(self._layers)):
-            further: dict[Layout, tuple[float, list[LayerSharding]]] = {}
+            further: dict[Layout, tuple[Cost, list[LayerSharding]]] = {}
             for before, after in product(best, self._borders(place)):
                 if self._whole not in (before, after) and before != after:
                     continue
-                own, cost = self._one(place, before, after, task)
-                total = best[before][0] + cost
+                own, cost = self._one(place, before, after, byte_s)
+                total = best[before][0].and_then(cost)
                 if after not in further or total < further[after][0]:
                     further[after] = total, [*best[before][1], own]
             best = further
-        return best[self._whole][1]
+        cost, plans = best[self._whole]
+        return _Found(cost.seconds, self._bytes(plans), plans)
 
     def _borders(self, place: int) -> Iterator[Layout]:
         """Yield the layouts that what a layer gives may have, the same along all axes; what is
@@ -209,33 +247,39 @@ class _Search:
         found = [own for own in every if all(fits(shape, own, mesh) for shape in shapes)]
         yield from found or [self._whole]
 
-    def _task(self, byte_s: float) -> Task:
-        return Task(
-            costs=self._costs,
-            allow=self._ready.allow,
-            rests=self._ready.rests,
-            pins=self._pins,
-            byte_s=byte_s,
-        )
-
     def _one(
-        self, place: int, before: Layout, after: Layout, task: Task
-    ) -> tuple[LayerSharding, float]:
-        borders, layer = self._borders_of(place, before, after), self._layers[place]
-        key, name = self._key(layer, borders, task), self._names[layer]
-        if key not in self._known:
-            self._known[key] = plan_layer(self._graph, layer, name, task, borders)
-        plan, cost = self._known[key]
-        return replace(plan, name=name), cost
+        self, place: int, before: Layout, after: Layout, byte_s: float
+    ) -> tuple[LayerSharding, Cost]:
+        layer = self._layers[place]
+        key, borders = self._key(place, before, after)
+        if (key, byte_s) not in self._known:
+            self._known[key, byte_s] = self._planned(key, layer, borders, byte_s)
+        plan, cost = self._known[key, byte_s]
+        return replace(plan, name=self._names[layer]), cost
 
-    def _borders_of(self, place: int, before: Layout, after: Layout) -> dict[int, Layout]:
+    def _key(self, place: int, before: Layout, after: Layout) -> tuple[object, Borders]:
+        """Return what tells the program of a layer, and its borders."""
+        layer = self._layers[place]
         entering = self._crossing[place - 1] if place and before != self._whole else []
         leaving = self._crossing[place] if after != self._whole else []
-        return {**dict.fromkeys(entering, before), **dict.fromkeys(leaving, after)}
+        borders = {**dict.fromkeys(entering, before), **dict.fromkeys(leaving, after)}
+        places = self._places(layer, {**borders, **self._task.pins})
+        return (self._signature(layer), places), borders
 
-    def _key(self, layer: int, borders: Borders, task: Task) -> object:
-        places = self._places(layer, {**borders, **task.pins})
-        return self._graph.signature(layer), places, task.byte_s
+    def _planned(
+        self, key: object, layer: int, borders: Borders, byte_s: float
+    ) -> tuple[LayerSharding, Cost]:
+        """Divide one layer, and return what it costs."""
+        name = self._names[layer]
+        if self._why_whole(layer):
+            seconds = whole_s(self._graph, layer, self._costs)
+            return LayerSharding(name, (), {}), Cost(seconds, seconds)
+        if key not in self._programs:
+            self._programs[key] = LayerProgram(self._graph, layer, self._task, borders)
+        program = self._programs[key]
+        solved = program.solve(byte_s)
+        plan = priced(self._graph, name, self._costs.mesh, program.calls, solved, borders)
+        return plan, Cost(solved.cost, solved.seconds)
 
     def _places(self, layer: int, borders: Borders) -> tuple[tuple[int, Layout], ...]:
         """Say which tensors of a layer are at its borders, in the order in which it meets them."""
@@ -246,15 +290,16 @@ class _Search:
     def _between(self, maker: int, user: int) -> list[int]:
         """Return the tensors that one layer gives to the next, and to nobody else."""
         graph = self._graph
-        if why_whole(graph, maker) or why_whole(graph, user):
+        if self._why_whole(maker) or self._why_whole(user):
             return []
-        made = {n for call in routed_calls(graph, maker) for n in call.gives}
-        used = {n for call in routed_calls(graph, user) for n in call.takes}
-        own = {id(c) for layer in (maker, user) for c in routed_calls(graph, layer)}
-        others = {n for call in graph.calls if id(call) not in own for n in call.takes}
-        return sorted((made & used) - others - set(graph.outputs))
+        both = [*self._calls(maker), *self._calls(user)]
+        made = {n for call in self._calls(maker) for n in call.gives}
+        used = Counter(n for call in both for n in call.takes)
+        own = {n for n in made & used.keys() if used[n] == self._num_uses[n]}
+        return sorted(own - set(graph.outputs))
 
 
 _BYTE_S, _MOST_BYTE_S = 1e-13, 1e-4
 """Seconds that a byte counts for: where the search for a limit begins, and where it gives up."""
-_HALVINGS = 8
+_CLOSE = 1e-3
+"""A plan this much slower than the best is as good."""

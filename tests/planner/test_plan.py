@@ -126,7 +126,7 @@ def test_lists_are_tuples_in_a_plan_as_they_are_in_its_json() -> None:
 
 
 def test_a_way_to_divide_stages_and_shards_come_together() -> None:
-    for changes in ({"sharding": None}, {"placement": Placement.of((0, 1, 0, 1), 3)}):
+    for changes in ({"sharding": None}, {"placement": Placement.of((0, 1, 0, 1))}):
         with pytest.raises(PlanError, match="give a name of a ready plan with init_mesh"):
             replace(ODD, **changes)
 

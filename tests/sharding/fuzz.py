@@ -63,7 +63,7 @@ def random_plan(graph: Graph, mesh: Sequence[int], seed: int) -> LayerSharding:
             states: list[State] = [I, R, *map(S, range(len(spec.shape)))]
             layout = tuple(draw.choice(states) for _ in mesh)
             at_rest[n] = layout if fits(spec.shape, layout, mesh) else (I,) * len(mesh)
-    return priced(graph, "0", mesh, calls, Solved(chosen, at_rest, 0.0), {})
+    return priced(graph, "0", mesh, calls, Solved(chosen, at_rest, 0.0, 0.0), {})
 
 
 def differences(

@@ -1,8 +1,10 @@
 """The program finds what people divide by hand, and rules say what they may."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,11 +12,14 @@ from torch.nn import functional as F
 
 from penstock.costs.count import record_graph
 from penstock.costs.graph import Graph
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PlanError
 from penstock.model.layer_list import as_layers
+from penstock.sharding.choose import Problem, Side
 from penstock.sharding.costs import Costs
 from penstock.sharding.layouts import I, P, R, S
-from penstock.sharding.rules import Choice, Seen, base_name, choices
+from penstock.sharding.plan import Sharding
+from penstock.sharding.program import routed_calls
+from penstock.sharding.rules import Choice, Seen, base_name, choices, divisions, fits, together
 from penstock.sharding.search import plan_sharding
 from penstock.zoo import transformer_lm
 from tests.costs.counting import layers_of
@@ -177,6 +182,64 @@ def test_the_columns_and_rows_of_megatron_are_found() -> None:
     sums = 2 * 2 * 2 * 8 * 16 * 4 // 2  # two all-reduces of what a block adds to, each way
     assert block.forward_bytes == block.backward_bytes == sums
     assert "blocks" in str(found) or f"as {names[1]}" in str(found)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_best_of_all_states_is_found(seed: int) -> None:
+    """Nodes in a ring with chords, values with one user, several and fixed ends."""
+    rng = numpy.random.default_rng(seed)
+    sizes = rng.integers(1, 4, 7).tolist()
+    problem = Problem([rng.integers(0, 9, n).astype(float) for n in sizes])
+
+    def side(node: int | None) -> Side:
+        return Side(node, rng.integers(0, 3, 1 if node is None else sizes[node]))
+
+    for first, *users in ((0, 1), (1, 2, 3), (2, 4), (3, 4, None), (4, 5), (5, 6), (None, 0, 6)):
+        seconds = rng.integers(0, 9, (3, 3)).astype(float)
+        problem.convert(side(first), [side(user) for user in users], seconds)
+    more = [rng.integers(0, 9, n).astype(float) for n in sizes] if seed % 2 else None
+    added = more or [numpy.zeros(n) for n in sizes]
+
+    def cost(states: Mapping[int, int]) -> float:
+        return problem.cost(states) + sum(own[states[k]] for k, own in enumerate(added))
+
+    found = problem.solve(more, 0.0)
+    assert found is not None
+    every = itertools.product(*map(range, sizes))
+    assert cost(found) == pytest.approx(min(cost(dict(enumerate(own))) for own in every))
+
+
+def test_choices_of_all_axes_together_leave_each_device_something() -> None:
+    graph = graph_of(nn.Linear(3, 8), shape=(4, 3))
+    (call,) = graph.of_layer(1)
+    seen = Seen.of(graph, call)
+    for mesh, may in (((2, 2), False), ((3, 1), True)):  # three channels
+        found = together(seen, divisions(seen, mesh), mesh)
+        assert any(own[0].cut == own[1].cut == "k" for own in found) == may
+        assert all(
+            fits(shape, layout, mesh)
+            for own in found
+            for shape, layout in zip(
+                seen.takes, zip(*(choice.takes for choice in own), strict=True), strict=True
+            )
+        )
+
+
+def test_a_limit_of_memory_is_kept_at_the_least_cost() -> None:
+    words = torch.randint(0, 16, (4, 8))
+    model = transformer_lm(1, width=16, ff_width=32, num_heads=4, num_words=16, dropout=0.0)
+    layers = layers_of(model, words)
+    graph, names, costs = record_graph(layers, words), [s.path for s in layers], Costs.usual((2,))
+
+    def num_bytes(sharding: Sharding) -> float:
+        own = enumerate(zip(names, sharding.layers, strict=True))
+        return sum(costs.layer_bytes(graph, routed_calls(graph, n), *x) for n, x in own)
+
+    free = plan_sharding("auto", graph, names, costs)
+    limit = round(num_bytes(free) * 0.7)
+    assert num_bytes(plan_sharding("auto", graph, names, costs, None, limit)) <= limit
+    with pytest.raises(PlanError, match="the least found is"):
+        plan_sharding("auto", graph, names, costs, None, limit // 10)
 
 
 def test_a_plan_that_nobody_knows_is_refused() -> None:

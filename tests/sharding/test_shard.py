@@ -15,7 +15,7 @@ from penstock.sharding.costs import Costs
 from penstock.sharding.layouts import I, P, R, S
 from penstock.sharding.named import READY
 from penstock.sharding.plan import Sharding
-from penstock.sharding.program import Site, Task, plan_layer, routed_calls
+from penstock.sharding.program import LayerProgram, Site, Task, routed_calls
 from penstock.sharding.rules import Choice
 from penstock.sharding.search import plan_sharding
 from penstock.zoo import gpt
@@ -148,7 +148,7 @@ def test_the_next_best_way_takes_as_much_longer_as_it_says(kind: Callable[[], nn
                 return wanted is None or site.call != target or choice == wanted[axis]
 
             task = Task(costs=costs, allow=allow, rests=READY["auto"].rests)
-            return plan_layer(graph, 0, "0", task, {})[1]
+            return LayerProgram(graph, 0, task, {}).solve().seconds
 
         best, forced = least(k, None), least(k, call.instead.choices)
         assert best <= forced <= best + call.instead.more_s + 1e-12  # the others stay as they are

@@ -1,0 +1,254 @@
+"""Choose a state for each node of a problem: the least cost of nodes, pairs and conversions.
+
+a - b - c           what has at most two neighbours is eliminated: for all states of these its
+ \\     |            own best state is known; a pair of them costs as much more
+  d - e             the rest is a linear program, whose answer is mostly whole, or an integer
+                    program where it is not
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+Numbers = numpy.ndarray[Any, Any]
+_LARGEST = 2_000_000
+"""Entries of the largest table that elimination looks at."""
+_WHOLE = 1e-6
+_SCALE = 1e6
+"""What the solver sees of a second: it takes costs below 1e-7 for none."""
+
+
+class Side(NamedTuple):
+    """One side of a conversion: `which` layout each state of a node means; without a node it has
+    the first of `which`.
+    """
+
+    node: int | None
+    which: Numbers
+
+
+class Shared(NamedTuple):
+    """Conversions of a value for several users, in seconds by layouts before and after: one that
+    several make is paid once.
+    """
+
+    before: Side
+    users: Sequence[Side]
+    seconds: Numbers
+
+
+@dataclass(slots=True)
+class Problem:
+    """Costs of the states of nodes, of states of pairs of nodes, and of shared conversions."""
+
+    costs: list[Numbers]
+    pairs: dict[tuple[int, int], Numbers] = field(default_factory=dict)
+    shared: list[Shared] = field(default_factory=list)
+
+    def convert(self, before: Side, users: Sequence[Side], seconds: Numbers) -> None:
+        """Add what conversions cost."""
+        if len(users) > 1:
+            self.shared.append(Shared(before, users, seconds))
+            return
+        (after,) = users
+        table = seconds[before.which][:, after.which]
+        if before.node is not None and after.node is not None:
+            _add(self.pairs, (before.node, after.node), table)
+        elif after.node is not None:
+            self.costs[after.node] = self.costs[after.node] + table[0]
+        elif before.node is not None:
+            self.costs[before.node] = self.costs[before.node] + table[:, 0]
+
+    def around(self, nodes: Collection[int]) -> "Problem":
+        """Return the part of the costs that depends on the states of some nodes."""
+        near = {pair: own for pair, own in self.pairs.items() if not set(nodes).isdisjoint(pair)}
+        shared = [
+            own
+            for own in self.shared
+            if any(side.node in nodes for side in (own.before, *own.users))
+        ]
+        return Problem(
+            [x if k in nodes else x * 0 for k, x in enumerate(self.costs)], near, shared
+        )
+
+    def cost(self, states: Mapping[int, int]) -> float:
+        """Return what these states cost."""
+        found = sum(float(own[states[k]]) for k, own in enumerate(self.costs))
+        found += sum(float(own[states[i], states[j]]) for (i, j), own in self.pairs.items())
+        for before, users, seconds in self.shared:
+            row = seconds[_layout(before, states)]
+            found += sum(float(row[n]) for n in {_layout(user, states) for user in users})
+        return found
+
+    def solve(self, more: Sequence[Numbers] | None, gap: float) -> dict[int, int] | None:
+        """Return the best states, at most a share `gap` worse than the best; `more` are further
+        costs of nodes.  None: the solver finds none.
+        """
+        costs = dict(enumerate(self.costs))
+        if more is not None:
+            costs = {k: own + more[k] for k, own in costs.items()}
+        pairs = dict(self.pairs)
+        sides = (side for own in self.shared for side in (own.before, *own.users))
+        gone = _eliminate(costs, pairs, {side.node for side in sides})
+        states = _of_the_rest(costs, pairs, self.shared, gap)
+        if states is None:
+            return None
+        for k, near, best in reversed(gone):
+            states[k] = int(best[tuple(states[j] for j in near)])
+        return states
+
+
+def _layout(side: Side, states: Mapping[int, int]) -> int:
+    return int(side.which[0 if side.node is None else states[side.node]])
+
+
+def _add(pairs: dict[tuple[int, int], Numbers], pair: tuple[int, int], table: Numbers) -> None:
+    i, j = pair
+    if i > j:
+        i, j, table = j, i, table.T
+    pairs[i, j] = pairs.get((i, j), 0.0) + table
+
+
+# -- elimination ----------------------------------------------------------------------------------
+
+
+class _Gone(NamedTuple):
+    """A node that is eliminated: its best state for all states of its neighbours."""
+
+    node: int
+    neighbours: tuple[int, ...]
+    best: Numbers
+
+
+def _eliminate(
+    costs: dict[int, Numbers], pairs: dict[tuple[int, int], Numbers], kept: set[int | None]
+) -> list[_Gone]:
+    """Take all nodes with at most two neighbours out of costs and pairs, but those to be kept."""
+    gone: list[_Gone] = []
+    before = -1
+    while len(gone) > before:
+        before = len(gone)
+        for k in [k for k in costs if k not in kept]:
+            near = tuple(sorted({j for pair in pairs if k in pair for j in pair} - {k}))
+            sizes = [len(costs[j]) for j in (k, *near)]
+            if len(near) > 2 or numpy.prod(sizes) > _LARGEST:
+                continue
+            total = costs.pop(k).reshape(-1, *(1 for _ in near))
+            for place, j in enumerate(near):
+                own = pairs.pop((k, j)) if k < j else pairs.pop((j, k)).T
+                shape = [len(own), 1, 1][: 1 + len(near)]
+                shape[1 + place] = sizes[1 + place]
+                total = total + own.reshape(shape)
+            gone.append(_Gone(k, near, total.argmin(axis=0)))
+            if len(near) == 1:
+                costs[near[0]] = costs[near[0]] + total.min(axis=0)
+            elif near:
+                _add(pairs, (near[0], near[1]), total.min(axis=0))
+    return gone
+
+
+# -- the linear program ---------------------------------------------------------------------------
+
+
+class _Table:
+    """Variables between 0 and 1 and rows of a linear program, put together from whole arrays."""
+
+    def __init__(self) -> None:
+        self._costs: list[Numbers] = []
+        self._is_whole: list[Numbers] = []
+        self._entries: list[tuple[Numbers, Numbers, Numbers]] = []
+        self._ends: list[tuple[Numbers, Numbers]] = []
+        self._num_variables = self._num_rows = 0
+
+    def variables(self, costs: Numbers, *, whole: bool = False) -> Numbers:
+        """Add variables with these costs; return their numbers."""
+        self._costs.append(costs.ravel())
+        self._is_whole.append(numpy.full(costs.size, whole))
+        first = self._num_variables
+        self._num_variables += costs.size
+        return numpy.arange(first, self._num_variables).reshape(costs.shape)
+
+    def rows(self, low: Numbers, high: Numbers) -> Numbers:
+        """Add rows; return their numbers."""
+        self._ends.append((low.ravel(), high.ravel()))
+        first = self._num_rows
+        self._num_rows += low.size
+        return numpy.arange(first, self._num_rows).reshape(low.shape)
+
+    def add(self, rows: Numbers, variables: Numbers, factor: float) -> None:
+        """Add variables times a factor to rows."""
+        rows = numpy.broadcast_to(rows, variables.shape).ravel()
+        self._entries.append((rows, variables.ravel(), numpy.full(variables.size, factor)))
+
+    def one_of(self, costs: Numbers) -> Numbers:
+        """Add variables of which one is 1."""
+        found = self.variables(costs, whole=True)
+        self.add(self.rows(numpy.ones(1), numpy.ones(1)), found, 1.0)
+        return found
+
+    def cells(self, costs: Numbers, sides: Sequence[tuple[Numbers, Numbers]]) -> Numbers:
+        """Add variables whose sum in each row and column is that of the variables which mean it;
+        1 where there are none.
+        """
+        found = self.variables(costs)
+        for lines, (variables, which) in zip((found, found.T), sides, strict=True):
+            fixed = numpy.full(len(lines), 0.0 if variables.size else 1.0)
+            rows = self.rows(fixed, fixed)
+            self.add(rows[:, None], lines, 1.0)
+            self.add(rows[which[: variables.size]], variables, -1.0)
+        return found
+
+    def solve(self, gap: float) -> Numbers | None:
+        """Return the values of all variables."""
+        rows, columns, factors = map(numpy.concatenate, zip(*self._entries, strict=True))
+        matrix = coo_array((factors, (rows, columns)), (self._num_rows, self._num_variables))
+        low, high = map(numpy.concatenate, zip(*self._ends, strict=True))
+        is_whole = numpy.concatenate(self._is_whole)
+        for integrality in (numpy.zeros_like(is_whole), is_whole):
+            found = milp(
+                numpy.concatenate(self._costs) * _SCALE,
+                constraints=LinearConstraint(matrix.tocsc(), low, high),
+                integrality=integrality.astype(int),
+                bounds=Bounds(0, 1),
+                options={"mip_rel_gap": gap},
+            )
+            if found.x is None:
+                return None
+            own = found.x[is_whole]
+            if numpy.abs(own - own.round()).max() < _WHOLE:
+                break
+        values: Numbers = found.x
+        return values
+
+
+def _of_the_rest(
+    costs: Mapping[int, Numbers],
+    pairs: Mapping[tuple[int, int], Numbers],
+    shared: Sequence[Shared],
+    gap: float,
+) -> dict[int, int] | None:
+    if not costs:
+        return {}
+    table, none = _Table(), numpy.zeros(0, dtype=int)
+    nodes = {k: table.one_of(own) for k, own in costs.items()}
+    for (i, j), own in pairs.items():
+        table.cells(own, [(nodes[k], numpy.arange(len(nodes[k]))) for k in (i, j)])
+    for before, users, every in shared:
+        layouts, begin = numpy.unique(before.which, return_inverse=True)
+        seconds = every[layouts]
+        done = table.variables(seconds)
+        start = none if before.node is None else nodes[before.node]
+        for node, which in users:
+            columns, which = numpy.unique(which, return_inverse=True)
+            end = none if node is None else nodes[node]
+            sides = [(start, begin), (end, which)]
+            cells = table.cells(numpy.zeros((len(seconds), len(columns))), sides)
+            rows = table.rows(numpy.zeros(cells.shape), numpy.ones(cells.shape))
+            table.add(rows, done[:, columns], 1.0)
+            table.add(rows, cells, -1.0)
+    found = table.solve(gap)
+    return None if found is None else {k: int(found[own].argmax()) for k, own in nodes.items()}
