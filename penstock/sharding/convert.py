@@ -42,6 +42,43 @@ def convert(
     return tensor
 
 
+def convert_kept(
+    tensor: Tensor,
+    before: Layout,
+    after: Layout,
+    axes: "Sequence[Collectives]",
+    kept: dict[Layout, Tensor],
+) -> Tensor:
+    """Return a value in another layout, converted once and kept there; its gradient is converted
+    back each time.
+    """
+    if after not in kept:
+        kept[after] = convert(tensor.detach(), before, after, axes)
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return kept[after]
+    back = [
+        _How(axes[number], moves(old, new)[1], new, old)
+        for number, old, new in steps(before, after)
+        if axes[number].size > 1
+    ]
+    found: Tensor = _Kept.apply(tensor, kept[after], back)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, converted: Tensor, back: Sequence[_How]) -> Tensor:
+        ctx.back = back
+        return converted.view_as(converted)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        for how in reversed(ctx.back if gradient is not None else ()):
+            gradient = _moved(gradient, how)
+        return gradient, None, None
+
+
 class _Conversion(torch.autograd.Function):
     @staticmethod
     def forward(

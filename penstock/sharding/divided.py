@@ -35,7 +35,15 @@ def _at_rest(layout: Layout) -> Layout:
 class DividedLayer:
     """A layer that is run in shards along axes; its weights are at rest as the plan says."""
 
-    def __init__(self, index: int, module: nn.Module, plan: LayerSharding, axes: Axes) -> None:
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        plan: LayerSharding,
+        axes: Axes,
+        *,
+        keeps: bool = False,
+    ) -> None:
         self._index, self._module, self.plan, self.axes = index, module, plan, axes
         self._known: Known = {}
         self._opaque = [part for part in module.modules() if opaque_of(part) is not None]
@@ -57,6 +65,10 @@ class DividedLayer:
             if any(isinstance(state, S) for state in layout)
         }
         """The weights that are cut."""
+        self.kept: dict[Tensor, dict[Layout, Tensor]] | None = (
+            {weight: {} for weight in self.cut} if keeps else None
+        )
+        """Conversions of weights that last for a step, if it `keeps` them."""
         self.partial = [
             [weight for weight, layout in held.items() if layout[n] is R] for n in range(len(axes))
         ]
@@ -96,7 +108,9 @@ class DividedLayer:
         own = [(parameters, name, parameters[name]) for parameters, name, _ in self._places]
         try:
             for (parameters, name, layout), (*_, parameter) in zip(self._places, own, strict=True):
-                parameters[name] = run.wrapped(parameter, layout)
+                parameters[name] = lent = run.wrapped(parameter, layout)
+                if self.kept is not None:
+                    lent.kept = self.kept.get(parameter)
             yield
         finally:
             for parameters, name, parameter in own:
@@ -113,7 +127,11 @@ class Shards:
         axes = mesh.shard_axes
         own = [] if sharding is None else [(s, sharding.layers[s.index]) for s in steps]
         divided = [(s, plan) for s, plan in own if plan.is_divided]
-        self.layers = {s.index: DividedLayer(s.index, s.module, p, axes) for s, p in divided}
+        keeps = sharding is not None and sharding.keeps
+        self.layers = {
+            s.index: DividedLayer(s.index, s.module, plan, axes, keeps=keeps)
+            for s, plan in divided
+        }
         self.partial = [
             (axis, weights)
             for n, axis in enumerate(axes)
@@ -132,6 +150,19 @@ class Shards:
             gathered = Gathered(trained, self.cut, (*axes, mesh.replicas.tensors))
             self.cut |= gathered.cut
             self.for_step = gathered.for_step
+        if keeps:
+            self.for_step = partial(self._keeping, self.for_step)
+
+    @contextmanager
+    def _keeping(self, for_step: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """Keep conversions of weights until the step ends."""
+        try:
+            with for_step():
+                yield
+        finally:
+            for layer in self.layers.values():
+                for kept in (layer.kept or {}).values():
+                    kept.clear()
 
     def cut_weights(self, tensors: Iterable[Tensor]) -> None:
         """Let all shards have the values of the first one; keep the own slice of what is cut."""

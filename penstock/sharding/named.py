@@ -22,6 +22,8 @@ class Ready:
     allow: Allow
     rests: Callable[[TensorSpec, int], Sequence[State]]
     borders: tuple[State, ...] = (I,)
+    keeps: bool = False
+    """Weights that are cut are gathered for the first use of a step, and kept until it ends."""
 
 
 # -- what weights may be at rest ------------------------------------------------------------------
@@ -105,6 +107,7 @@ READY: dict[str, Ready] = {
     "sequence": Ready(allow=_sequence, rests=_any, borders=(S(1),)),
     "expert": Ready(allow=_expert, rests=_experts, borders=(S(0),)),
     "data": Ready(allow=_data, rests=_summed_once, borders=(S(0),)),
+    "zero2": Ready(allow=_data, rests=_cut, borders=(S(0),), keeps=True),
     "zero3": Ready(allow=_data, rests=_cut, borders=(S(0),)),
 }
 """Plans by name, as `sharding=` takes them."""

@@ -101,6 +101,8 @@ class Sharding:
     layers: tuple[LayerSharding, ...]
     unknown: tuple[str, ...] = ()
     """Functions that have no rule, and why layers are whole: there all devices do the same."""
+    keeps: bool = False
+    """Whether what weights are converted to is kept until the step ends."""
     gathers: bool = False
     """Whether weights are cut between steps, along shards and replicas, where calls have the
     whole: gathered once a step.

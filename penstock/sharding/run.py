@@ -22,7 +22,7 @@ from penstock.model.capture.ghost import is_question
 from penstock.model.pytree import tree_map
 from penstock.torch_private import without_torch_dispatch, without_torch_function
 
-from .convert import convert
+from .convert import convert, convert_kept
 from .kernels import Local, kernel_of, shapes_given
 from .layouts import I, Layout, S
 from .plan import LayerSharding, PlannedCall
@@ -68,6 +68,9 @@ class ShardedTensor(Tensor):
     ) -> Any:
         with without_torch_dispatch():
             return func(*args, **(kwargs or {}))
+
+    kept: dict[Layout, Tensor] | None = None
+    """Conversions of a weight that last for a step, by layout."""
 
     def become(self, local: Tensor, layout: Layout) -> None:
         """Stand for what it was changed to in place: this part of it, in this layout."""
@@ -271,7 +274,9 @@ class LayerRun:
             return tensor.local
         known = tensor.known
         if layout not in known:
-            known[layout] = convert(tensor.local, tensor.held, layout, self._axes)
+            how = tensor.local, tensor.held, layout, self._axes
+            kept = tensor.kept
+            known[layout] = convert(*how) if kept is None else convert_kept(*how, kept)
         return known[layout]
 
     def _planned(self, func: Any) -> PlannedCall:

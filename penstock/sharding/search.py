@@ -71,7 +71,7 @@ def plan_sharding(  # noqa: PLR0913 - all that is asked for
     seen = [Seen.of(graph, call) for n in numbers for call in routed_calls(graph, n)]
     reasons = dict.fromkeys(filter(None, (why_whole(graph, n) for n in numbers)))
     own = tuple(found[n] for n in numbers)
-    return Sharding(costs.mesh, own, (*unknown(seen), *reasons), gathers)
+    return Sharding(costs.mesh, own, (*unknown(seen), *reasons), ready.keeps, gathers)
 
 
 def _pinned(

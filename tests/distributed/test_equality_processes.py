@@ -203,7 +203,7 @@ REPLICATED = models(
 )
 REPLICAS = ("one_in_each_process", "two_in_each_process")
 SHARDED = models("transformer", "batch_norms", "fan_out", "frozen_middle", "changing_buffers")
-PLANS = [name for name in READY if name != "auto"]
+PLANS = [*(name for name in READY if name != "auto"), "zero1", "megatron+zero1"]
 
 
 def in_turns(chosen: list[Model], num_stages: int, turns: Iterable[int] = range(3)) -> list[Case]:

@@ -1,5 +1,7 @@
 """A pipeline whose stages are divided among processes trains as the unsplit model does."""
 
+from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Mesh, Pipeline, Recompute
+from penstock.mesh.collectives import Collectives
 from penstock.planner.placement import Placement
 from penstock.sharding.named import READY
 from penstock.zoo import gpt
@@ -127,9 +130,7 @@ def test_a_checkpoint_of_one_process_goes_on_in_shards(tmp_path: Path) -> None:
 
 def by_every_plan(mesh: Mesh) -> dict[str, dict[str, Any]]:
     found = {}
-    names = [
-        name for name in READY if name != "auto" or len(mesh.shard_axes) == 1
-    ]  # it takes long
+    names = [*READY, "megatron+zero1"]
     every = [Recompute.NEVER, Recompute.STAGE, Recompute.layers("blocks.1")]
     for name in names:
         for recompute in every[: 1 if len(mesh.shard_axes) > 1 else None]:
@@ -186,8 +187,37 @@ def test_every_ready_plan_trains_as_the_unsplit_model(
                 continue  # three samples are not enough for four
             # a model as small as this one is better not divided: "auto" may say so
             assert found["divided"] or plan.startswith("auto"), plan
-            if plan.startswith(("data", "zero3")):
+            if plan.startswith(("data", "zero")):
                 assert found["moved"], plan
+
+
+def gathers(mesh: Mesh) -> dict[str, list[int]]:
+    """Count what is gathered in a step of one micro-batch, and of two."""
+    found: dict[str, list[int]] = {}
+    gather, count = Collectives.all_gather, Counter[str]()
+
+    def counted(axis: Collectives, *args: Any) -> list[Tensor]:
+        count["gathered"] += axis.size > 1
+        return gather(axis, *args)
+
+    Collectives.all_gather = counted  # type: ignore[method-assign]  # in this process alone
+    for name, num_microbatches in product(("zero1", "zero2", "zero3"), (1, 2)):
+        how: dict[str, Any] = {"sharding": name, "recompute": Recompute.NEVER}
+        pipe = piped(made(0), mesh=mesh, num_microbatches=num_microbatches, **how)
+        pipe.train_step(WORDS, WORDS)
+        count.clear()
+        pipe.train_step(WORDS, WORDS)
+        found.setdefault(name, []).append(count["gathered"])
+    return found
+
+
+def test_zero1_and_zero2_gather_weights_once_a_step_and_zero3_for_each_use(tmp_path: Path) -> None:
+    for found in call(gathers, Placement.of(range(1), num_shards=2), tmp_path):
+        more = {name: two - one for name, (one, two) in found.items()}
+        assert found["zero2"][0] == found["zero3"][0], found  # each weight is used once
+        num_weights = 4 * 2 + 1  # at least: linear layers, twice as many are in a block
+        assert more["zero3"] - more["zero2"] > num_weights, found
+        assert more["zero1"] < found["zero1"][0] < found["zero2"][0], found  # in few buckets
 
 
 class Odd(nn.Module):
