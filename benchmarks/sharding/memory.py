@@ -18,7 +18,7 @@ from penstock.sharding.search import plan_sharding
 from penstock.torch_private import storage_id
 from penstock.zoo import gpt
 
-PLANS = ("megatron", "sequence", "data")
+PLANS = ("megatron", "sequence", "data", "zero3")
 
 
 def _loss(output: Tensor, targets: Tensor) -> Tensor:

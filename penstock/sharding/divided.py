@@ -17,7 +17,7 @@ from penstock.trace.units import count_text
 from .at_rest import Cut, Gathered, keep_slices
 from .layouts import I, Layout, R, S
 from .plan import LayerSharding, Sharding
-from .run import Known, LayerRun, layout_on
+from .run import Again, Known, LayerRun, layout_on
 from .sizes import size_like
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class DividedLayer:
             {weight: {} for weight in self.cut} if keeps else None
         )
         """Conversions of weights that last for a step, if it `keeps` them."""
+        self._gathers = bool(self.cut) and not keeps
         self.partial = [
             [weight for weight, layout in held.items() if layout[n] is R] for n in range(len(axes))
         ]
@@ -97,18 +98,22 @@ class DividedLayer:
             )
         wrapped = [run.entered(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)]
         args, kwargs = unflatten(structure, wrapped)
-        with self._lent(run), as_functions(self._opaque):
+        again = Again() if self._gathers else None
+        saving = nullcontext() if again is None else again.hooks()
+        with self._lent(run, again), as_functions(self._opaque), saving:
             result = function.func(*args, **kwargs)
+            self._gathers = again is not None and again.is_needed  # for the next call
         run.check_ended()
         return tree_map(run.left, result)
 
     @contextmanager
-    def _lent(self, run: "LayerRun") -> Iterator[None]:
+    def _lent(self, run: "LayerRun", again: Again | None) -> Iterator[None]:
         """Let the modules have what stands for their weights meanwhile."""
         own = [(parameters, name, parameters[name]) for parameters, name, _ in self._places]
         try:
             for (parameters, name, layout), (*_, parameter) in zip(self._places, own, strict=True):
                 parameters[name] = lent = run.wrapped(parameter, layout)
+                lent.again = again if parameter in self.cut else None
                 if self.kept is not None:
                     lent.kept = self.kept.get(parameter)
             yield

@@ -200,7 +200,7 @@ def gathers(mesh: Mesh) -> dict[str, list[int]]:
         count["gathered"] += axis.size > 1
         return gather(axis, *args)
 
-    Collectives.all_gather = counted  # type: ignore[method-assign]  # in this process alone
+    Collectives.all_gather = counted  # type: ignore[method-assign,assignment]  # here alone
     for name, num_microbatches in product(("zero1", "zero2", "zero3"), (1, 2)):
         how: dict[str, Any] = {"sharding": name, "recompute": Recompute.NEVER}
         pipe = piped(made(0), mesh=mesh, num_microbatches=num_microbatches, **how)
@@ -214,7 +214,7 @@ def gathers(mesh: Mesh) -> dict[str, list[int]]:
 def test_zero1_and_zero2_gather_weights_once_a_step_and_zero3_for_each_use(tmp_path: Path) -> None:
     for found in call(gathers, Placement.of(range(1), num_shards=2), tmp_path):
         more = {name: two - one for name, (one, two) in found.items()}
-        assert found["zero2"][0] == found["zero3"][0], found  # each weight is used once
+        assert found["zero2"][0] < found["zero3"][0], found  # which gathers for backwards, too
         num_weights = 4 * 2 + 1  # at least: linear layers, twice as many are in a block
         assert more["zero3"] - more["zero2"] > num_weights, found
         assert more["zero1"] < found["zero1"][0] < found["zero2"][0], found  # in few buckets
