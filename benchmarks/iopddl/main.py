@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy
 
+from benchmarks.iopddl.solver.problem import Edge, Numbers, Problem, evaluate
+from benchmarks.iopddl.solver.search import solve
 from benchmarks.report import Column, Load, Report, parser, progress, publish
 from penstock.errors import PlanError
-from penstock.sharding.solver.problem import Edge, Numbers, Problem, evaluate
-from penstock.sharding.solver.search import solve
 
 FORBIDDEN = 10**18
 """A cost from which on the instances mean that a choice is forbidden."""

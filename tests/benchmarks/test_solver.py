@@ -6,11 +6,11 @@ import math
 import numpy
 import pytest
 
+from benchmarks.iopddl.solver import search, sweep
+from benchmarks.iopddl.solver.groups import Graph
+from benchmarks.iopddl.solver.problem import Edge, Problem, evaluate
+from benchmarks.iopddl.solver.search import Solution, solve
 from penstock.errors import PlanError
-from penstock.sharding.solver import search, sweep
-from penstock.sharding.solver.groups import Graph
-from penstock.sharding.solver.problem import Edge, Problem, evaluate
-from penstock.sharding.solver.search import Solution, solve
 
 SECONDS = 20.0
 SEEDS = range(12)
