@@ -37,7 +37,7 @@ from .interrupt import Interrupt
 from .layout import check_layout, make_mesh, read_plan, refit, with_plan
 from .loop import Trainer
 from .report import summarise, write_report, write_timeline
-from .run_files import ENVIRONMENT, PLAN, PREDICTED, RECIPE
+from .run_files import ENVIRONMENT, PLAN, PREDICTED, RECIPE, SHARDING
 from .run_folder import (
     RunFolder,
     begun_by,
@@ -377,6 +377,9 @@ def _run(trainer: Trainer, folder: RunFolder, console: Console, interrupt: Inter
     remarks = (trainer.recipe.shortened_warmup, *trainer.task.remarks(), str(trainer.pipe))
     say(console, *filter(None, remarks))
     folder.write_text(PLAN, trainer.pipe.plan.to_json())
+    if trainer.pipe.sharding is not None:
+        text = json.dumps(trainer.pipe.sharding.to_dict(), ensure_ascii=False, indent=1)
+        folder.write_text(SHARDING, text + "\n")
     folder.write_text(ENVIRONMENT, environment_of(trainer.mesh))
     start_s = time.perf_counter()
     num_epochs = trainer.recipe.train.epochs
