@@ -447,7 +447,8 @@ class Pipeline(AbstractMovable):
     @property
     def shards(self) -> CutWeights:
         """What this process holds of weights that are cut."""
-        return CutWeights(dict(self.named_parameters()), self._engine.shards.cut)
+        every = dict(self.named_parameters(remove_duplicate=False))
+        return CutWeights(every, self._engine.shards.cut)
 
     @property
     def num_stages(self) -> int:

@@ -1,5 +1,7 @@
 """`penstock plan`: how to run a model on a cluster."""
 
+import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from penstock.costs.cluster import Cluster
     from penstock.costs.profile import Profile
     from penstock.planner.placement import Placement
+    from penstock.planner.plan import Plan
+    from penstock.sharding.plan import Sharding
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _COUNT = click.IntRange(min=1)
@@ -59,6 +63,18 @@ _COUNT = click.IntRange(min=1)
 @click.option("--num-replicas", type=_COUNT, help="D.")
 @click.option("--num-microbatches", type=_COUNT, help="M, of each replica.")
 @click.option(
+    "--num-shards",
+    metavar="T[xT...]",
+    callback=lambda _context, _option, text: _axes(text),
+    help="Say for each operator of RECIPE's model, too, how so many devices best share it; 2x4: "
+    "along two axes.",
+)
+@click.option(
+    "--sharding",
+    metavar="NAME",
+    help="The ready plan by which they share it, such as megatron.  [default: the recipe's]",
+)
+@click.option(
     "--schedule",
     "schedules",
     type=click.Choice(SCHEDULE_NAMES),
@@ -82,7 +98,13 @@ _COUNT = click.IntRange(min=1)
     "report of a run with --plan FILE.json shows above the measured one.",
 )
 @click.option("--html", metavar="FILE", type=_FILE, help="Write a page with its timeline there.")
-@click.option("--json", "as_json", is_flag=True, help="Write the plan as JSON, and no table.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Write the plan as JSON, and no table; with --num-shards an object with "
+    '"plan" and "sharding".',
+)
 def plan(  # noqa: PLR0913 - one for each option
     recipe: Path | None,
     overrides: tuple[str, ...],
@@ -94,6 +116,8 @@ def plan(  # noqa: PLR0913 - one for each option
     save: Path | None,
     html: Path | None,
     as_json: bool,
+    num_shards: tuple[int, ...] | None,
+    sharding: str | None,
     **decided: Any,
 ) -> None:
     """Choose how to run RECIPE's model on a cluster: what takes the least time, and fits.
@@ -107,6 +131,7 @@ def plan(  # noqa: PLR0913 - one for each option
     Examples:
       penstock plan recipes/gpt_small.toml --cluster h100
       penstock plan --profile gpt.json --cluster '4 x dgx-h100' --batch-size 1024 --html plan.html
+      penstock plan recipes/gpt_small.toml --cluster dgx-a100 --num-shards 2x2 --sharding megatron
       penstock plan recipes/digits.toml --cluster here.toml --num-replicas 1 --save plan.json
       penstock train recipes/digits.toml --plan plan.json
     """
@@ -120,6 +145,7 @@ def plan(  # noqa: PLR0913 - one for each option
         from penstock.trace.page.page import check_page, write_page
 
         check_page(html)
+    divided = _divided(recipe, overrides, num_shards, sharding, cluster)
     found, usual_size = _profiles(recipe, overrides, profiles, cluster, sizes)
     if batch_size is None and usual_size is None:
         raise click.UsageError("a profile does not say how large batches are; give --batch-size")
@@ -143,9 +169,50 @@ def plan(  # noqa: PLR0913 - one for each option
 
         write_page(plan_page(chosen, choices, cluster), html)
     if as_json:
-        click.echo(chosen.to_json(), nl=False)
+        click.echo(_json(chosen, divided), nl=False)
         return
-    click.echo(f"{chosen}\n\n{choices_text(choices)}", nl=False)
+    table = "" if divided is None else f"\n{divided}\n"
+    click.echo(f"{chosen}\n\n{choices_text(choices)}{table}", nl=False)
+
+
+def _json(chosen: "Plan", divided: "Sharding | None") -> str:
+    text = chosen.to_json()
+    if divided is None:
+        return text
+    both = {"plan": json.loads(text), "sharding": divided.to_dict()}
+    return json.dumps(both, ensure_ascii=False, indent=1) + "\n"
+
+
+def _axes(text: str | None) -> tuple[int, ...] | None:
+    """Read "2" or "2x4"."""
+    if text is None:
+        return None
+    if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text, re.ASCII) is None:
+        raise click.BadParameter(
+            f"{text!r} is no number of devices, such as 8, nor the lengths of axes, such as 2x4."
+        )
+    return tuple(map(int, text.split("x")))
+
+
+def _divided(
+    recipe: Path | None,
+    overrides: tuple[str, ...],
+    num_shards: tuple[int, ...] | None,
+    sharding: str | None,
+    cluster: "Cluster",
+) -> "Sharding | None":
+    """Say how devices best share the operators of the recipe's model, if that is asked for."""
+    if num_shards is None:
+        if sharding is not None:
+            raise click.UsageError("--sharding is how shards share a model; give --num-shards too")
+        return None
+    if recipe is None:
+        raise click.UsageError("--num-shards needs a RECIPE: a profile has no operators")
+    say(f"loading PyTorch, to record {recipe}")
+    require_torch()
+    from .profile_target import sharding_of
+
+    return sharding_of(recipe, overrides, num_shards, sharding, cluster)
 
 
 def _run_command(recipe: Path | None, plan: Path, placement: "Placement") -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.device import Device
@@ -23,6 +23,8 @@ from penstock.recipe.recipe import Recipe
 from penstock.runtime.devices import num_cores
 from penstock.runtime.microbatches import microbatch_sizes
 from penstock.runtime.profiling import profile
+from penstock.runtime.shard import shard
+from penstock.sharding.plan import Sharding
 from penstock.trace.progress import say
 from penstock.train.build import build_layers, build_model, optimizer_maker
 from penstock.train.tasks import build_task
@@ -112,6 +114,37 @@ def profiles_for(
     return found, batch_size
 
 
+def sharding_of(
+    path: Path,
+    overrides: Sequence[str],
+    num_shards: tuple[int, ...],
+    sharding: str | None,
+    cluster: Cluster,
+) -> Sharding:
+    """Divide the model of a recipe among devices of a cluster, without its weights.
+
+    Raises:
+        ConfigError: the recipe is wrong, its data are not there, or nobody knows the ready plan.
+        PlanError: the model cannot be divided so.
+    """
+    recipe = read_recipe(path, overrides)
+    task, section = _task_of(recipe), recipe.pipeline
+    part = next(task.batches(0, 0, slice)).parts[0]
+    with torch.device("meta"):
+        model = task.make_model()
+    layers = build_layers(model, task)
+    num_microbatches = section.num_microbatches // section.num_replicas
+    inputs = tree_map(lambda x: x[: len(x) // section.num_replicas], part.inputs)
+    return shard(
+        layers,
+        _lowered(recipe, model, inputs),
+        num_shards if len(num_shards) > 1 else num_shards[0],
+        sharding=sharding or section.sharding,
+        num_microbatches=num_microbatches,
+        cluster=cluster,
+    )
+
+
 def _task_of(recipe: Recipe) -> Task:
     """Read the data of a recipe; of a text that is not there, its shapes are enough."""
     data = recipe.data
@@ -132,12 +165,18 @@ def _counted(
         model = task.make_model()
     layers = resolve_layers(build_layers(model, task), None)
     weights = layer_weights(layers, options["optimizer"])
-    precision: torch.dtype = getattr(torch, recipe.train.precision)
-    if precision is not torch.float32:
-        model.to(precision)
-        inputs = tree_map(partial(_as, precision), inputs)
+    inputs = _lowered(recipe, model, inputs)
     found = profile(layers, inputs, measure=False, torch_type=device.torch_type, **options)
     return replace(found, weights=weights)
+
+
+def _lowered(recipe: Recipe, model: nn.Module, inputs: Any) -> Any:
+    """Let a model without values, and inputs for it, have the recipe's precision."""
+    precision: torch.dtype = getattr(torch, recipe.train.precision)
+    if precision is torch.float32:
+        return inputs
+    model.to(precision)
+    return tree_map(partial(_as, precision), inputs)
 
 
 def _first_size(recipe: Recipe, targets: Sized) -> int:

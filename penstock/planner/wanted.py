@@ -54,6 +54,20 @@ class Wanted:
         others = {name: given[name] for name in _NOT_NAMES if name in given}
         return cls(weights=weights, **others)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are cut between steps, and gathered for each."""
+        return self.plan.endswith("zero1")
+
+    @property
+    def given(self) -> str | dict[str, Any]:
+        """What users write for it."""
+        if self == Wanted(self.plan):
+            return self.plan
+        limit = self.memory_limit_bytes
+        limits = {} if limit is None else {"memory_limit_bytes": limit}
+        return {"plan": self.plan, **self.weights, **limits}
+
     def __str__(self) -> str:
         """Return it in a line."""
         limit = self.memory_limit_bytes

@@ -33,6 +33,8 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     given = [_apply(data, override) for override in overrides]
     if "pipeline.schedule" in given and "pipeline.stages_per_rank" not in given:
         _leave_out_unsuited(data["pipeline"])
+    if "pipeline.num_shards" in given and "pipeline.sharding" not in given:
+        _leave_out_sharding(data["pipeline"])
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
@@ -135,6 +137,12 @@ def _leave_out_unsuited(pipeline: Any) -> None:
         del pipeline["stages_per_rank"]
 
 
+def _leave_out_sharding(pipeline: Any) -> None:
+    """Drop the file's way to divide operators where one process for each stage was asked for."""
+    if isinstance(pipeline, dict) and pipeline["num_shards"] == 1:
+        pipeline.pop("sharding", None)
+
+
 def _apply(data: dict[str, Any], override: str) -> str:
     """Change one key, and return where it stands."""
     place, equals, text = override.partition("=")
@@ -175,6 +183,9 @@ def _toml_value(value: Any) -> str:
         return "nothing"
     if isinstance(value, tuple | list):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
+    if isinstance(value, dict):
+        pairs = (f"{_toml_value(name)} = {_toml_value(item)}" for name, item in value.items())
+        return "{" + ", ".join(pairs) + "}"
     text = json.dumps(value, ensure_ascii=False)  # TOML knows no pairs of surrogates
     return text.replace("\x7f", "\\u007f")
 

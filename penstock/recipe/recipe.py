@@ -4,11 +4,15 @@ A recipe holds words and numbers only, so that it can be read from TOML and writ
 become functions and layers in build.py and tasks/.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from penstock.errors import ConfigError, RecipeError
+from penstock.planner.wanted import Wanted
 from penstock.schedules import pipedream
 from penstock.schedules.names import (
     ASYNCHRONOUS_NAMES,
@@ -34,6 +38,19 @@ def _check_partition(value: object) -> object:
     raise ValueError('must be "auto" or a list of the layers of each stage, such as [5, 8]')
 
 
+def _check_shards(value: object) -> object:
+    axes = value if isinstance(value, list | tuple) else [value]
+    if axes and all(type(n) is int and n >= 1 for n in axes):
+        return tuple(value) if isinstance(value, list | tuple) else value
+    raise ValueError("must be a whole number of at least 1, or a list of them, such as [2, 2]")
+
+
+def _check_sharding(value: object) -> object:
+    if isinstance(value, str | Mapping):
+        return value
+    raise ValueError('must be the name of a ready plan, such as "megatron", or a table of pins')
+
+
 class PipelineSection(Section):
     """How the model runs."""
 
@@ -44,10 +61,21 @@ class PipelineSection(Section):
     interleaved_1f1b, breadth_first, wave.  Left out: as few as the schedule has."""
     num_replicas: Annotated[Count, Mark.PROCESSES] = 1
     """D, copies of the pipeline that share the micro-batches; above 1 they are processes."""
+    num_shards: Annotated[
+        int | tuple[int, ...], BeforeValidator(_check_shards), Mark.PROCESSES
+    ] = 1
+    """T, processes that share the operators of a stage; several numbers, such as [2, 2], are the
+    lengths of the axes along which they are arranged."""
+    sharding: Annotated[str | dict[str, Any], BeforeValidator(_check_sharding), Mark.LAYOUT] = (
+        "auto"
+    )
+    """How they are divided: a ready plan (auto, megatron, sequence, data, zero3, expert), also
+    with "+zero1", or a table of weights' names and layouts."""
     num_microbatches: Count
     """M, the parts a batch is cut into; each replica takes M / D of them."""
     shard_optimizer: Annotated[bool, Mark.EXECUTION] = False
-    """Let each replica keep slices of weights and optimizer's state between steps (ZeRO-1)."""
+    """Let each replica keep slices of weights and optimizer's state between steps (ZeRO-1), as
+    "+zero1" after the name in sharding does."""
     partition: Annotated[
         Literal["auto"] | tuple[int, ...], BeforeValidator(_check_partition), Mark.LAYOUT
     ] = "auto"
@@ -91,8 +119,41 @@ class PipelineSection(Section):
 
     @property
     def num_ranks(self) -> int:
-        """Threads or processes of a replica."""
+        """Threads or processes along the pipeline, each with its stages."""
         return self.num_stages // self.stages_per_rank
+
+    @property
+    def all_shards(self) -> int:
+        """T: processes that share a stage of a replica, along all axes."""
+        return prod(self.num_shards) if isinstance(self.num_shards, tuple) else self.num_shards
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the run, where it is not one with a thread for each rank."""
+        return self.num_ranks * self.num_replicas * self.all_shards
+
+    @property
+    def divides(self) -> Wanted | None:
+        """How operators and weights are divided; None where each process has its stages whole."""
+        if self.all_shards * self.num_replicas == 1:
+            return None
+        wanted = Wanted.of(self.sharding)
+        if self.shard_optimizer and not wanted.gathers:
+            wanted = replace(wanted, plan=f"{wanted.plan}+zero1")
+        return wanted if self.all_shards > 1 or wanted.gathers else None
+
+    @model_validator(mode="after")
+    def _sharding_has_shards(self) -> Self:
+        try:
+            wanted = Wanted.of(self.sharding)
+        except ConfigError as error:
+            raise ValueError(f"pipeline.{error}") from None
+        if self.all_shards == 1 and wanted != Wanted() and not wanted.gathers:
+            raise ValueError(
+                f'pipeline.sharding = "{wanted}" divides operators among the shards of a stage, '
+                "and pipeline.num_shards is 1; set that to 2 or more, or leave sharding out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _schedule_fits_the_stages(self) -> Self:
@@ -221,23 +282,13 @@ class Recipe(Section):
                 f"train.average_checkpoints = {self.train.average_checkpoints} needs "
                 f"train.keep_checkpoints = {self.train.keep_checkpoints} to be as high"
             )
-        if self.train.average_decay and self.pipeline.shard_optimizer:
-            raise ValueError(
-                "train.average_decay with pipeline.shard_optimizer = true is not supported: no "
-                "replica has all averages. Leave one of them out"
-            )
-        if self.pipeline.shard_optimizer and self.optimizer.name == "adafactor":
-            raise ValueError(
-                'pipeline.shard_optimizer = true with optimizer.name = "adafactor" is not '
-                "supported: it looks at rows and columns of whole weights, and a replica has "
-                "slices. Leave out the first, or use another optimizer"
-            )
         return self
 
     @model_validator(mode="after")
-    def _can_be_asynchronous(self) -> Self:
+    def _can_run_so(self) -> Self:
         try:
             check_asynchronous(self)
+            check_divided(self)
         except RecipeError as error:
             raise ValueError(str(error)) from None
         return self
@@ -292,6 +343,10 @@ def check_asynchronous(recipe: Recipe) -> None:
             section.num_replicas > 1,
             "every update would have to wait for the gradients of all replicas",
         ),
+        f"pipeline.num_shards = {section.all_shards}": (
+            section.all_shards > 1,
+            "a stage's processes move its weights together, when all gradients are there",
+        ),
         f'data.name = "{recipe.data.name}"': (
             isinstance(recipe.data, TranslatedSection)
             and recipe.data.tokens_per_part * 2 <= recipe.data.tokens_per_step,
@@ -306,6 +361,31 @@ def check_asynchronous(recipe: Recipe) -> None:
     for key, (is_asked, reason) in refused.items():
         if is_asked:
             raise RecipeError(f"{key} with {schedule}: {reason}. Change one of the two")
+
+
+def check_divided(recipe: Recipe) -> None:
+    """Refuse what needs whole weights where processes keep slices of them.
+
+    Raises:
+        RecipeError: says which keys, and why.
+    """
+    section, wanted = recipe.pipeline, recipe.pipeline.divides
+    gathers = section.shard_optimizer or Wanted.of(section.sharding).gathers
+    key = "pipeline.shard_optimizer = true"
+    if not section.shard_optimizer:
+        key = f'pipeline.sharding = "{wanted or section.sharding}"'
+    if gathers and recipe.train.average_decay:
+        raise RecipeError(
+            f"train.average_decay with {key} is not supported: no replica has all averages. Leave "
+            "one of them out"
+        )
+    cuts = gathers or (wanted is not None and wanted != Wanted("data"))
+    if cuts and recipe.optimizer.name == "adafactor":
+        raise RecipeError(
+            f'{key} with optimizer.name = "adafactor" is not supported: it looks at rows and '
+            "columns of whole weights, and a process has slices. Use another optimizer, or leave "
+            'out the first (sharding = "data" keeps weights whole)'
+        )
 
 
 def marked_keys(*marks: Mark) -> frozenset[str]:

@@ -193,7 +193,9 @@ class CutWeights:
         an optimizer's state end in a dot and what it is.
         """
         put = self._put_together
-        return {k: put(_weight_of(k, of_optimizer), x) for k, x in tensors.items()}
+        in_order = sorted(tensors)  # a state that was loaded may be in another order on each
+        found = {k: put(_weight_of(k, of_optimizer), tensors[k]) for k in in_order}
+        return {k: found[k] for k in tensors}
 
     def own(self, tensors: Mapping[str, Any], *, of_optimizer: bool = False) -> dict[str, Any]:
         """Keep the own shard of tensors that are as large as their whole weight."""

@@ -68,7 +68,7 @@ def pipeline_options(recipe: Recipe) -> dict[str, Any]:
         "memory_limit_bytes": section.memory_limit_bytes,
         "offload": section.offload,
         "seed": section.seed,
-        "sharding": "zero1" if section.shard_optimizer and section.num_replicas > 1 else None,
+        "sharding": None if section.divides is None else section.divides.given,
         "threads_per_stage": section.threads_per_stage,
         "timeout_s": section.timeout_s,
     }

@@ -37,7 +37,7 @@ from .interrupt import Interrupt
 from .layout import check_layout, make_mesh, read_plan, refit, with_plan
 from .loop import Trainer
 from .report import summarise, write_report, write_timeline
-from .run_files import ENVIRONMENT, PLAN, PREDICTED, RECIPE
+from .run_files import ENVIRONMENT, PLAN, PREDICTED, RECIPE, SHARDING
 from .run_folder import (
     RunFolder,
     begun_by,
@@ -195,8 +195,8 @@ def check_resume(request: Request, num_processes: int) -> None:
 def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summary:
     """Go on from the newest checkpoint of a run folder, bit by bit as if it had never stopped.
 
-    Stages and replicas are fitted to the processes that are there, unless the request says how
-    many.
+    Stages, replicas and shards are fitted to the processes that are there, unless the request says
+    how many.
 
     Raises:
         RunFolderError: it is no run folder, or the run is finished.
@@ -353,13 +353,16 @@ def _says_layout(overrides: Sequence[str]) -> bool:
 
 
 def _as_layout(old: Recipe, new: Recipe) -> str:
-    was, now = old.pipeline, new.pipeline
-    if (was.num_stages, was.num_replicas) == (now.num_stages, now.num_replicas):
-        return ""
-    return (
-        f", as {count_text(now.num_stages, 'stage')} x {count_text(now.num_replicas, 'replica')} "
-        f"(before: {was.num_stages} x {was.num_replicas})"
+    was, now = (
+        {"stage": run.num_stages, "replica": run.num_replicas, "shard": run.all_shards}
+        for run in (old.pipeline, new.pipeline)
     )
+    if was == now:
+        return ""
+    if was["shard"] == now["shard"] == 1:
+        del was["shard"], now["shard"]
+    counts = " x ".join(count_text(number, name) for name, number in now.items())
+    return f", as {counts} (before: {' x '.join(map(str, was.values()))})"
 
 
 def _keep_prediction(request: Request, folder: RunFolder) -> None:
@@ -374,6 +377,9 @@ def _run(trainer: Trainer, folder: RunFolder, console: Console, interrupt: Inter
     remarks = (trainer.recipe.shortened_warmup, *trainer.task.remarks(), str(trainer.pipe))
     say(console, *filter(None, remarks))
     folder.write_text(PLAN, trainer.pipe.plan.to_json())
+    if trainer.pipe.sharding is not None:
+        text = json.dumps(trainer.pipe.sharding.to_dict(), ensure_ascii=False, indent=1)
+        folder.write_text(SHARDING, text + "\n")
     folder.write_text(ENVIRONMENT, environment_of(trainer.mesh))
     start_s = time.perf_counter()
     num_epochs = trainer.recipe.train.epochs

@@ -1,13 +1,17 @@
-"""Which stages and replicas the processes of a run take: K x D of them, or one with K threads."""
+"""Which stages, replicas and shards the processes of a run take: K x D x T of them, or one with K
+threads.
+"""
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
-from penstock.errors import PlanError, RecipeError
+from penstock.errors import ConfigError, PlanError, RecipeError
 from penstock.mesh import Mesh, init_mesh
 from penstock.mesh.start import num_processes
 from penstock.planner.plan import Plan
-from penstock.recipe.recipe import Recipe
+from penstock.planner.wanted import Wanted
+from penstock.recipe.recipe import PipelineSection, Recipe
 from penstock.runtime.microbatches import microbatch_sizes
 from penstock.trace.units import count_text
 from penstock.types import Recompute, TiedGradients
@@ -22,7 +26,8 @@ def make_mesh(recipe: Recipe) -> Mesh:
     """
     check_layout(recipe, num_processes())
     section = recipe.pipeline
-    return init_mesh(section.num_ranks, section.num_replicas, timeout_s=section.timeout_s)
+    sizes = section.num_ranks, section.num_replicas, section.num_shards
+    return init_mesh(*sizes, timeout_s=section.timeout_s)
 
 
 def read_plan(path: Path, overrides: Sequence[str]) -> Plan:
@@ -67,35 +72,41 @@ def with_plan(recipe: Recipe, plan: Plan) -> Recipe:
         "threads_per_stage": plan.threads_per_stage,
         "timeout_s": plan.timeout_s,
         "seed": plan.seed,
-        "shard_optimizer": plan.sharding is not None,
+        "num_shards": plan.placement.shard_shape or plan.placement.num_shards,
+        "sharding": "auto" if plan.sharding is None else Wanted.of(plan.sharding).given,
+        "shard_optimizer": False,
     }
     return recipe.model_copy(update={"pipeline": section.model_copy(update=changes)})
 
 
 def check_layout(recipe: Recipe, world_size: int) -> None:
-    """See that the recipe's stages and replicas are what `world_size` processes can run.
+    """See that the recipe's stages, replicas and shards are what `world_size` processes can run.
 
     Raises:
-        RecipeError: they are not; says how many are needed.
+        RecipeError: they are not; says how many are needed; or nobody knows the ready plan.
     """
+    section = recipe.pipeline
+    if section.divides is not None:
+        _check_plan_name(section.divides.plan)
     if _fits(recipe, world_size):
         return
-    section = recipe.pipeline
-    needed = section.num_ranks * section.num_replicas
+    needed = section.num_processes
     per_rank = section.stages_per_rank
     stages = f"pipeline.num_stages = {section.num_stages}" + (
         f" / pipeline.stages_per_rank = {per_rank}" if per_rank > 1 else ""
     )
+    shards = f" x pipeline.num_shards = {_as_list(section)}" if section.all_shards > 1 else ""
     asked = (
-        f"{stages} x pipeline.num_replicas = {section.num_replicas} are "
+        f"{stages} x pipeline.num_replicas = {section.num_replicas}{shards} are "
         f"{count_text(needed, 'process')}"
     )
     if world_size == 1:
+        one = "--set pipeline.num_replicas=1" + (" --set pipeline.num_shards=1" if shards else "")
         raise RecipeError(
             f"{asked}, and this is one; start them with --num-processes {needed} or torchrun "
-            f"--nproc-per-node {needed}, or --set pipeline.num_replicas=1 to run in one"
+            f"--nproc-per-node {needed}, or {one} to run in one"
         )
-    fitting = (world_size // section.num_replicas or world_size) * per_rank
+    fitting = (world_size * section.num_ranks // needed or world_size) * per_rank
     raise RecipeError(
         f"{asked}, but {world_size} were started; start {needed}, or --set "
         f"pipeline.num_stages={fitting} (and "
@@ -106,7 +117,8 @@ def check_layout(recipe: Recipe, world_size: int) -> None:
 def refit(recipe: Recipe, world_size: int, num_layers: int) -> Recipe:
     """Fit a run that goes on to the processes that are there now, with as few changes as possible.
 
-    Keeps the number of replicas if it can: the result then stays the same to the bit.
+    Keeps the number of replicas if it can, and then that of shards: where neither changes, no bit
+    of the result does.
 
     Raises:
         RecipeError: `world_size` processes cannot share the work.
@@ -115,13 +127,15 @@ def refit(recipe: Recipe, world_size: int, num_layers: int) -> Recipe:
         return recipe
     section = recipe.pipeline
     if world_size == 1:
-        return _with(recipe, section.num_stages, 1)
-    for num_replicas in range(section.num_replicas, 0, -1):
-        num_ranks, rest = divmod(world_size, num_replicas)
+        return _with(recipe, section.num_stages, 1, 1)
+    numbers = range(section.num_replicas, 0, -1), range(section.all_shards, 0, -1)
+    for num_replicas, num_shards in product(*numbers):
+        num_ranks, rest = divmod(world_size, num_replicas * num_shards)
         num_stages = num_ranks * section.stages_per_rank
         shared = section.num_microbatches % num_replicas == 0
-        if not rest and shared and num_stages <= num_layers:
-            return _with(recipe, num_stages, num_replicas)
+        shared = shared and section.all_shards % num_shards == 0
+        if not rest and shared and 1 <= num_stages <= num_layers:
+            return _with(recipe, num_stages, num_replicas, num_shards)
     raise RecipeError(
         f"{world_size} processes cannot go on with this run: its model has "
         f"{count_text(num_layers, 'layer')}, so at most {count_text(num_layers, 'stage')}, and "
@@ -134,13 +148,31 @@ def refit(recipe: Recipe, world_size: int, num_layers: int) -> Recipe:
 def _fits(recipe: Recipe, world_size: int) -> bool:
     section = recipe.pipeline
     if world_size == 1:
-        return section.num_replicas == 1
-    return section.num_ranks * section.num_replicas == world_size
+        return section.num_replicas * section.all_shards == 1
+    return section.num_processes == world_size
 
 
-def _with(recipe: Recipe, num_stages: int, num_replicas: int) -> Recipe:
+def _check_plan_name(name: str) -> None:
+    from penstock.sharding.named import ready_plan  # SciPy takes a while to import
+
+    try:
+        ready_plan(name)
+    except ConfigError as error:
+        raise RecipeError(f"pipeline.{error}") from None
+
+
+def _as_list(section: PipelineSection) -> int | list[int]:
+    shards = section.num_shards
+    return list(shards) if isinstance(shards, tuple) else shards
+
+
+def _with(recipe: Recipe, num_stages: int, num_replicas: int, num_shards: int) -> Recipe:
     section = recipe.pipeline
     changes: dict[str, object] = {"num_stages": num_stages, "num_replicas": num_replicas}
+    if num_shards != section.all_shards:
+        changes["num_shards"] = num_shards
+    if num_shards == 1 and not Wanted.of(section.sharding).gathers:
+        changes["sharding"] = "auto"
     if num_stages != section.num_stages:
         changes["partition"] = "auto"
     return recipe.model_copy(update={"pipeline": section.model_copy(update=changes)})

@@ -15,7 +15,7 @@ from penstock.errors import CheckpointError, DivergedError
 from penstock.mesh import Mesh
 from penstock.optim.averaging import Averaging
 from penstock.planner.plan import Plan
-from penstock.recipe.recipe import Recipe, check_asynchronous
+from penstock.recipe.recipe import Recipe, check_asynchronous, check_divided
 from penstock.types import Trace
 
 from .build import (
@@ -72,6 +72,7 @@ class Trainer:
         plan: Plan | None = None,
     ) -> None:
         check_asynchronous(recipe)
+        check_divided(recipe)
         self.recipe = recipe
         self.mesh = mesh if mesh is not None else make_mesh(recipe)
         self.task = build_task(recipe)

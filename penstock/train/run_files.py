@@ -2,6 +2,7 @@
 
 recipe.toml             the recipe with every key
 plan.json               the plan by which the model was run last
+sharding.json           how each layer was divided then, if operators or weights were
 job                     what torchrun calls the job that began the run, on each of its hosts
 data.digest             tells the data from others
 start.digest            tells the checkpoint whose weights the run began with from others
@@ -28,6 +29,7 @@ from penstock.errors import RunFolderError
 
 RECIPE = "recipe.toml"
 PLAN = "plan.json"
+SHARDING = "sharding.json"
 METRICS = "metrics.jsonl"
 DAMAGED_METRICS = "metrics.damaged"
 LOCK = ".lock"

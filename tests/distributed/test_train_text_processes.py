@@ -1,5 +1,6 @@
 """Translation in many processes is the run of one, killed or not."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from penstock.checkpoint.files import read_tensors
 from penstock.train.run_folder import RunFolder
+from tests.distributed.launch import ROOT, start
 from tests.distributed.test_train_processes import (
     TRAIN,
     begin,
@@ -17,7 +19,7 @@ from tests.distributed.test_train_processes import (
     outcome,
     run,
 )
-from tests.text_recipes import NAMES
+from tests.text_recipes import NAMES, TEXT
 
 MADE = "translations.tsv"
 
@@ -80,3 +82,35 @@ def test_replicas_share_parts_that_have_fewer_rows_than_they_are(
     run([*TRAIN, "train", recipe, *given, *replicas, "--run-folder", "three"], tmp_path)
     assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
     assert (tmp_path / "three" / MADE).is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sharding", "with_all"),
+    [
+        ("megatron", "average_decay = 0.9"),
+        ('{plan = "zero3+zero1", "blocks.*.narrow.weight" = "S(1)"}', "max_grad_norm = 0.5"),
+    ],
+)
+def test_what_two_shards_began_goes_on_in_one_process(
+    sharding: str, with_all: str, tmp_path: Path
+) -> None:
+    """A run that is cut off after four steps has the losses of one process, but for rounding."""
+    text = TEXT.replace("PATH", str(ROOT / "README.md")).replace("epochs = 2", "epochs = 1")
+    (tmp_path / "text.toml").write_text(text.replace("average_decay = 0.9", with_all))
+    command = ["train", str(tmp_path / "text.toml"), "--set", "pipeline.num_stages=1"]
+    run([*TRAIN, *command, "--run-folder", "one"], tmp_path)
+    shards = ["--set", "pipeline.num_shards=2", "--set", f"pipeline.sharding={sharding}"]
+    begun = tmp_path / "two"
+    job = [*faulty("term", "1", 4), *command, *shards, "--run-folder", str(begun)]
+    ended = start(2, job).wait(100)
+    assert all(process.code == 128 + signal.SIGTERM for process in ended), ended
+    assert "<h2>Shards</h2>" in (begun / "report.html").read_text()
+    said = run([*TRAIN, "train", "--resume", str(begun)], tmp_path)
+    assert "<h2>Shards</h2>" not in (begun / "report.html").read_text()
+    assert "after step 4, as 1 stage x 1 replica x 1 shard (before: 1 x 1 x 2)" in said
+    ours, theirs = (
+        [line for line in curve(folder) if line["kind"] == "epoch"][-1]["valid_loss"]
+        for folder in (begun, tmp_path / "one")
+    )
+    assert [*losses(begun), ours] == pytest.approx([*losses(tmp_path / "one"), theirs], rel=1e-4)

@@ -1,5 +1,6 @@
 """Stages and replicas are fitted to the processes that are there, and share out every batch."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -163,3 +164,97 @@ def test_a_last_batch_smaller_than_the_replicas_is_refused() -> None:
     assert smallest_microbatch(wanted, 20) == 1  # four samples are left for the last step
     with pytest.raises(RecipeError, match=r"leaves 2 of 18 samples .* fewer than the 4 replicas"):
         smallest_microbatch(wanted, 18)
+
+
+@pytest.mark.parametrize(
+    ("before", "world", "after"),
+    [
+        ((1, 2, "2"), 4, (1, 2, 2)),
+        ((1, 2, "2"), 2, (1, 2, 1)),  # fewer shards before fewer replicas
+        ((2, 1, "[2, 2]"), 4, (1, 1, 4)),
+        ((1, 1, "[2, 2]"), 2, (1, 1, 2)),
+        ((1, 1, "4"), 3, (3, 1, 1)),
+        ((2, 2, "2"), 1, (2, 1, 1)),
+    ],
+)
+def test_shards_are_kept_or_divided(
+    before: tuple[int, int, str], world: int, after: tuple[int, int, int], tmp_path: Path
+) -> None:
+    stages, replicas, shards = before
+    keys = (f"pipeline.num_shards={shards}", "pipeline.sharding=megatron")
+    found = refit(recipe(stages, replicas, *keys), world, NUM_LAYERS)
+    section = found.pipeline
+    assert (section.num_stages, section.num_replicas, section.all_shards) == after
+    assert section.sharding == ("auto" if after[2] == 1 else "megatron")
+    check_layout(found, world)
+    (tmp_path / "recipe.toml").write_text(recipe_to_toml(found))
+    assert read_recipe(tmp_path / "recipe.toml") == found
+
+
+def test_another_number_of_shards_is_one_change(tmp_path: Path) -> None:
+    pins = 'pipeline.sharding={"plan" = "zero3", "a.*" = "S(0)", "memory_limit_bytes" = 9}'
+    old = recipe(1, 1, "pipeline.num_shards=[2, 1]", pins)
+    (tmp_path / "recipe.toml").write_text(recipe_to_toml(old))
+    assert read_recipe(tmp_path / "recipe.toml") == old
+    found = read_recipe(tmp_path / "recipe.toml", ["pipeline.num_shards=1"]).pipeline
+    assert (found.num_shards, found.sharding, found.divides) == (1, "auto", None)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "shards", "sharding", "shares_optimizer", "found"),
+    [
+        (1, 1, "auto", True, None),
+        (1, 1, "zero1", False, None),
+        (2, 1, "auto", True, "auto+zero1"),
+        (2, 1, "zero1", True, "zero1"),
+        (1, 2, "auto", False, "auto"),
+        (2, 2, "megatron", True, "megatron+zero1"),
+        (1, 2, {"plan": "data", "a": "R"}, True, {"plan": "data+zero1", "a": "R"}),
+    ],
+)
+def test_a_shared_optimizer_is_zero1_of_a_plan(
+    replicas: int, shards: int, sharding: object, shares_optimizer: bool, found: object
+) -> None:
+    keys = {"num_shards": shards, "sharding": json.dumps(sharding).replace(":", " =")}
+    keys |= {"shard_optimizer": str(shares_optimizer).lower()}
+    section = recipe(1, replicas, *(f"pipeline.{key}={value}" for key, value in keys.items()))
+    divides = section.pipeline.divides
+    assert (divides and divides.given) == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (("sharding=megatron",), '"megatron" divides .*num_shards is 1; set that to 2 or more'),
+        (("num_shards=0",), r"num_shards = 0 must be a whole number .*, such as \[2, 2\]"),
+        (("num_shards=[2, true]",), r"num_shards = \[2, true\] must be a whole number"),
+        (("num_shards=[]",), r"num_shards = \[\] must be a whole number"),
+        (("sharding=3",), "sharding = 3 must be the name of a ready plan"),
+        (("num_shards=2", 'sharding={"a" = "P"}'), "pipeline.sharding pins 'a' to 'P'; a weight"),
+        (("num_shards=2", "sharding=alpa"), "pipeline.sharding='alpa': ready plans are 'auto'"),
+        (
+            ("num_shards=2", "schedule=pipedream_2bw", "sharding=data"),
+            'num_shards = 2 with pipeline.schedule = "pipedream_2bw": a stage',
+        ),
+    ],
+)
+def test_shards_that_cannot_be_are_one_line(changes: tuple[str, ...], said: str) -> None:
+    with pytest.raises(RecipeError, match=said) as raised:
+        check_layout(recipe(1, 1, *(f"pipeline.{change}" for change in changes)), 2)
+    assert "\n" not in str(raised.value)
+
+
+ADAFACTOR = Path(__file__).parents[2] / "recipes" / "translation_T6_8192_16.toml"
+
+
+def adafactor(*changes: str) -> Recipe:
+    return read_recipe(ADAFACTOR, [f"pipeline.{change}" for change in changes])
+
+
+def test_whole_weights_are_asked_for_where_an_optimizer_needs_them() -> None:
+    adafactor("num_shards=2", "sharding=data")
+    for cut in ("num_shards=2", "sharding=zero1", "shard_optimizer=true"):
+        with pytest.raises(RecipeError, match="whole weights, and a process has slices"):
+            adafactor(cut)
+    with pytest.raises(RecipeError, match=r'average_decay with pipeline.sharding = "zero1"'):
+        recipe(1, 2, "pipeline.sharding=zero1", "train.average_decay=0.5")
