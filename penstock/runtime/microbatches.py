@@ -4,8 +4,10 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Real
 from typing import Any, NamedTuple
+from zlib import crc32
 
 from torch import Tensor
 
@@ -81,8 +83,8 @@ class Splitter:
     def __init__(self, mesh: Mesh, placement: Placement) -> None:
         self._world, self._replica = mesh.world, mesh.replica
         stages, replicas = range(placement.num_stages), range(mesh.num_replicas)
-        shard, self._shards = mesh.shard, mesh.shards
-        self._ranks = [[placement.rank_of(stage, r, shard) for stage in stages] for r in replicas]
+        self._shards = mesh.shards
+        self._ranks = [[placement.ranks[stage][r] for stage in stages] for r in replicas]
         own = placement.stages_of(mesh.rank)
         self._is_whole = len(own) == placement.num_stages
         self._ends_here = stages[-1] in own
@@ -103,19 +105,21 @@ class Splitter:
         if inputs is not None or self._is_whole:
             count = batch_size(inputs, "inputs")
             num_inputs = float(count)
-            if any(self._ranks[self._replica][r] == self._world.rank for r in self.readers):
+            if self._reads:
                 check_values(inputs, "inputs")
         num_targets = _NONE if targets is None else float(batch_size(targets, "targets", count))
         raw = self._raw_weights(inputs if targets is None else targets, call, count)
         trace = float(_BY_STRENGTH.index(call.trace))
         total = sum(raw) if self._counts else 0.0
+        shapes = self._shapes(inputs, targets)
         numbers = (float(self._calls), num_inputs, num_targets, total, call.loss_scale, trace)
         kind = "train_step" if call.trains else "eval_step"
-        rows = self._world.exchange(kind, self.number, numbers)
+        rows = self._world.exchange(kind, self.number, (*numbers, float(crc32(shapes.encode()))))
         self.agreed_s = time.perf_counter()
         everyone = [_Said(*row) for row in rows]
         _check_same_call(everyone)
         counts = [self._num_samples(everyone, replica) for replica in range(len(self._ranks))]
+        self._check_shapes(everyone, shapes)
         replica, wanted = self._replica, call.num_microbatches
         sizes = microbatch_sizes(counts[replica], wanted)
         weights: list[float] = []
@@ -139,25 +143,61 @@ class Splitter:
         Raises:
             BatchError: its processes were given different batches, or none where one is needed.
         """
-        ranks = self._ranks[replica]
+        stages = self._ranks[replica]
         of_replica = f" of replica {replica}" if len(self._ranks) > 1 else ""
-        for rank in (ranks[stage] for stage in self.readers):
+        for rank in (rank for stage in self.readers for rank in stages[stage]):
             if everyone[rank].num_inputs < 0:
-                stages = ", ".join(str(stage) for stage, r in enumerate(ranks) if r == rank)
+                own = ", ".join(str(stage) for stage, ranks in enumerate(stages) if rank in ranks)
                 raise BatchError(
-                    f"rank {rank} runs stage {stages}{of_replica} and was given no inputs; "
+                    f"rank {rank} runs stage {own}{of_replica} and was given no inputs; "
                     "give them on every rank, or at least where they are read"
                 )
-        first, last = ranks[self.readers[0]], ranks[-1]
+        first, every = stages[self.readers[0]][0], sorted({*chain.from_iterable(stages)})
         count = everyone[first].num_inputs
-        for rank in sorted(set(ranks)):
+        for rank in every:
             _check_as_many(first, count, rank, everyone[rank])
-        if everyone[last].num_targets < 0 and any(everyone[r].num_targets >= 0 for r in ranks):
+        missing = [rank for rank in stages[-1] if everyone[rank].num_targets < 0]
+        if missing and any(everyone[rank].num_targets >= 0 for rank in every):
             raise BatchError(
-                f"rank {last} runs the last stage{of_replica} and was given no "
+                f"rank {missing[0]} runs the last stage{of_replica} and was given no "
                 "targets; give them on every rank, or at least there"
             )
         return int(count)
+
+    @property
+    def _reads(self) -> bool:
+        """Whether this process runs a stage that reads the inputs."""
+        own = self._ranks[self._replica]
+        return any(self._world.rank in own[stage] for stage in self.readers)
+
+    def _shapes(self, inputs: Any, targets: Any) -> str:
+        """Say what this process reads of a batch, where other shards of its stages read it too."""
+        if self._shards.size == 1:
+            return ""
+        read = ("inputs", inputs, self._reads), ("targets", targets, self._ends_here)
+        return " and ".join(
+            f"{what} of {', '.join(f'{tuple(x.shape)} {x.dtype}' for x in flatten(value)[0])}"
+            for what, value, is_read in read
+            if is_read and value is not None
+        )
+
+    def _check_shapes(self, everyone: "Sequence[_Said]", mine: str) -> None:
+        """See that all shards of a stage read values of the same shapes and types.
+
+        Raises:
+            BatchError: they do not; on every process alike.
+        """
+        of_shards = [ranks for stages in self._ranks for ranks in stages]
+        unlike = [r for r in of_shards if len({everyone[rank].shapes for rank in r}) > 1]
+        if not unlike:
+            return
+        said = self._world.gather(mine, "for the shapes that the others were given")
+        first = unlike[0][0]
+        other = next(rank for rank in unlike[0] if said[rank] != said[first])
+        raise BatchError(
+            f"rank {first} was given {said[first]}, rank {other} {said[other]}; all shards of a "
+            "stage must be given the same mini-batch"
+        )
 
     def _raw_weights(self, weighed: Any, call: Call, count: int | None) -> list[float]:
         """Weigh the micro-batches by a function of the user's, where the loss is computed.
@@ -314,6 +354,7 @@ class _Said(NamedTuple):
     raw_total: float
     loss_scale: float
     trace: float
+    shapes: float
 
 
 def _check_same_call(everyone: Sequence[_Said]) -> None:
