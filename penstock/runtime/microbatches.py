@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.errors import BatchError, ConfigError, MeshError, shown
 from penstock.mesh import Mesh
+from penstock.mesh.same_batch import check_same_shapes, shapes_text
 from penstock.model.batch import batch_size, check_values, split
 from penstock.model.pytree import flatten
 from penstock.planner.placement import Placement
@@ -102,24 +103,28 @@ class Splitter:
         """
         self._calls += 1
         num_inputs, count = _NONE, None
+        reads = any(self._world.rank in self._ranks[self._replica][r] for r in self.readers)
         if inputs is not None or self._is_whole:
             count = batch_size(inputs, "inputs")
             num_inputs = float(count)
-            if self._reads:
+            if reads:
                 check_values(inputs, "inputs")
         num_targets = _NONE if targets is None else float(batch_size(targets, "targets", count))
         raw = self._raw_weights(inputs if targets is None else targets, call, count)
         trace = float(_BY_STRENGTH.index(call.trace))
         total = sum(raw) if self._counts else 0.0
-        shapes = self._shapes(inputs, targets)
-        numbers = (float(self._calls), num_inputs, num_targets, total, call.loss_scale, trace)
+        read = inputs if reads else None, targets if self._ends_here else None
+        shapes = shapes_text(*read) if self._shards.size > 1 else ""
+        number = float(crc32(shapes.encode()))
+        numbers = self._calls, num_inputs, num_targets, total, call.loss_scale, trace, number
         kind = "train_step" if call.trains else "eval_step"
-        rows = self._world.exchange(kind, self.number, (*numbers, float(crc32(shapes.encode()))))
+        rows = self._world.exchange(kind, self.number, numbers)
         self.agreed_s = time.perf_counter()
         everyone = [_Said(*row) for row in rows]
         _check_same_call(everyone)
         counts = [self._num_samples(everyone, replica) for replica in range(len(self._ranks))]
-        self._check_shapes(everyone, shapes)
+        if any(said.shapes for said in everyone):
+            check_same_shapes(self._world, self._ranks, [said.shapes for said in everyone], shapes)
         replica, wanted = self._replica, call.num_microbatches
         sizes = microbatch_sizes(counts[replica], wanted)
         weights: list[float] = []
@@ -145,11 +150,10 @@ class Splitter:
         """
         stages = self._ranks[replica]
         of_replica = f" of replica {replica}" if len(self._ranks) > 1 else ""
-        for rank in (rank for stage in self.readers for rank in stages[stage]):
+        for stage, rank in ((stage, rank) for stage in self.readers for rank in stages[stage]):
             if everyone[rank].num_inputs < 0:
-                own = ", ".join(str(stage) for stage, ranks in enumerate(stages) if rank in ranks)
                 raise BatchError(
-                    f"rank {rank} runs stage {own}{of_replica} and was given no inputs; "
+                    f"rank {rank} runs stage {stage}{of_replica} and was given no inputs; "
                     "give them on every rank, or at least where they are read"
                 )
         first, every = stages[self.readers[0]][0], sorted({*chain.from_iterable(stages)})
@@ -163,41 +167,6 @@ class Splitter:
                 "targets; give them on every rank, or at least there"
             )
         return int(count)
-
-    @property
-    def _reads(self) -> bool:
-        """Whether this process runs a stage that reads the inputs."""
-        own = self._ranks[self._replica]
-        return any(self._world.rank in own[stage] for stage in self.readers)
-
-    def _shapes(self, inputs: Any, targets: Any) -> str:
-        """Say what this process reads of a batch, where other shards of its stages read it too."""
-        if self._shards.size == 1:
-            return ""
-        read = ("inputs", inputs, self._reads), ("targets", targets, self._ends_here)
-        return " and ".join(
-            f"{what} of {', '.join(f'{tuple(x.shape)} {x.dtype}' for x in flatten(value)[0])}"
-            for what, value, is_read in read
-            if is_read and value is not None
-        )
-
-    def _check_shapes(self, everyone: "Sequence[_Said]", mine: str) -> None:
-        """See that all shards of a stage read values of the same shapes and types.
-
-        Raises:
-            BatchError: they do not; on every process alike.
-        """
-        of_shards = [ranks for stages in self._ranks for ranks in stages]
-        unlike = [r for r in of_shards if len({everyone[rank].shapes for rank in r}) > 1]
-        if not unlike:
-            return
-        said = self._world.gather(mine, "for the shapes that the others were given")
-        first = unlike[0][0]
-        other = next(rank for rank in unlike[0] if said[rank] != said[first])
-        raise BatchError(
-            f"rank {first} was given {said[first]}, rank {other} {said[other]}; all shards of a "
-            "stage must be given the same mini-batch"
-        )
 
     def _raw_weights(self, weighed: Any, call: Call, count: int | None) -> list[float]:
         """Weigh the micro-batches by a function of the user's, where the loss is computed.

@@ -5,9 +5,9 @@
 In the third step, process RANK raises, is killed (kill -9) or is stopped (SIGSTOP): at the second
 instruction of KIND, or the only one; or, with KIND Save, while it writes the checkpoint after that
 step; with KIND Layer, inside the forward of a layer; with KIND Batch it is given another batch
-than the others, as ACTION says.  With RANK none it goes on from the newest checkpoint in FOLDER, to the
-end.  In the environment: STAGES_PER_RANK, how many stages each process runs; SHARDS, how many
-processes share a stage.
+than the others, as ACTION says.  With RANK none it goes on from the newest checkpoint in FOLDER,
+to the end.  In the environment: STAGES_PER_RANK, how many stages each process runs; SHARDS, how
+many processes share a stage.
 """
 
 import os

@@ -19,7 +19,7 @@ from penstock.sharding.divided import DividedLayer
 from penstock.sharding.layouts import I, Layout, R, S, State
 from penstock.sharding.plan import LayerSharding, PlannedCall
 from penstock.sharding.program import Solved, priced, routed_calls
-from penstock.sharding.rules import Choice, Seen, divisions, fits
+from penstock.sharding.rules import Choice, Seen, divisions, fits, together
 
 Difference = tuple[str, int, str, float]
 """Which case, which plan, what of it, and how far off."""
@@ -48,14 +48,15 @@ def random_plan(graph: Graph, mesh: Sequence[int], seed: int) -> LayerSharding:
     draw = random.Random(seed)
     calls = routed_calls(graph, 0)
 
-    def one_of(own: Sequence[Choice]) -> Choice:
-        cuts = [choice for choice in own if choice.cut]
-        return draw.choice(cuts if cuts and draw.random() < 0.8 else own)
+    def one_of(seen: Seen) -> tuple[Choice, ...]:
+        every = together(seen, divisions(seen, mesh), mesh)
+        wanted = [draw.random() < 0.8 for _ in mesh]
+        cuts = [
+            own for own in every if all(c.cut or not w for c, w in zip(own, wanted, strict=True))
+        ]
+        return draw.choice(cuts or every)
 
-    chosen = [
-        PlannedCall(call.function, tuple(map(one_of, divisions(Seen.of(graph, call), mesh))))
-        for call in calls
-    ]
+    chosen = [PlannedCall(call.function, one_of(Seen.of(graph, call))) for call in calls]
     at_rest: dict[int, Layout] = {}
     for n in dict.fromkeys(n for call in calls for n in call.takes):
         spec = graph.tensors[n]
