@@ -150,10 +150,10 @@ class Splitter:
         """
         stages = self._ranks[replica]
         of_replica = f" of replica {replica}" if len(self._ranks) > 1 else ""
-        for stage, rank in ((stage, rank) for stage in self.readers for rank in stages[stage]):
+        for reader, rank in ((r, rank) for r in self.readers for rank in stages[r]):
             if everyone[rank].num_inputs < 0:
                 raise BatchError(
-                    f"rank {rank} runs stage {stage}{of_replica} and was given no inputs; "
+                    f"rank {rank} runs stage {reader}{of_replica} and was given no inputs; "
                     "give them on every rank, or at least where they are read"
                 )
         first, every = stages[self.readers[0]][0], sorted({*chain.from_iterable(stages)})
