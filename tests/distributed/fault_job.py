@@ -86,8 +86,13 @@ def newest(folder: Path) -> Path | None:
     return max(folder.glob("step-*"), default=None)
 
 
-def train(mesh: penstock.Mesh, num_layers: int, folder: Path) -> int:
-    """Train to the end from the newest checkpoint; give the step it was of."""
+def train(
+    mesh: penstock.Mesh, num_layers: int, folder: Path, deadline_s: float | None = None
+) -> int:
+    """Train to the end from the newest checkpoint; give the step it was of.
+
+    The deadline holds from the second step on: processes may start far apart on a busy machine.
+    """
     torch.manual_seed(0)
     layers: list[Any] = [
         nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.2))
@@ -114,6 +119,8 @@ def train(mesh: penstock.Mesh, num_layers: int, folder: Path) -> int:
         generator = torch.Generator().manual_seed(10 * step + mesh.replica)
         x, y = (torch.randn(12, 4, generator=generator) for _ in range(2))
         pipe.train_step(x, y)
+        if deadline_s is not None:
+            mesh.background.timeout_s = deadline_s
         optimizer.step()
         optimizer.zero_grad()
         if saving is not None:
@@ -134,8 +141,6 @@ def main() -> None:
     shards = int(os.environ.get("SHARDS", "1"))
     mesh = penstock.init_mesh(num_replicas=int(replicas), num_shards=shards, timeout_s=60.0)
     assert mesh.world_size == world
-    if rank != "none":
-        mesh.background.timeout_s = DEADLINE_S  # processes may start far apart on a busy machine
     if str(mesh.rank) == rank and kind == "Save":
         inject_into_save(action)
     elif str(mesh.rank) == rank and kind == "Batch":
@@ -143,7 +148,7 @@ def main() -> None:
     elif str(mesh.rank) == rank:
         inject(kind, action)
     try:
-        train(mesh, num_layers, Path(folder))
+        train(mesh, num_layers, Path(folder), None if rank == "none" else DEADLINE_S)
     except (penstock.PenstockError, ValueError) as error:
         where = "; ".join(getattr(error, "__notes__", []))
         sys.exit(f"ENDED {type(error).__name__}: {error} {where}")
