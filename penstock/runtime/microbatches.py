@@ -4,13 +4,16 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Real
 from typing import Any, NamedTuple
+from zlib import crc32
 
 from torch import Tensor
 
 from penstock.errors import BatchError, ConfigError, MeshError, shown
 from penstock.mesh import Mesh
+from penstock.mesh.same_batch import check_same_shapes, shapes_text
 from penstock.model.batch import batch_size, check_values, split
 from penstock.model.pytree import flatten
 from penstock.planner.placement import Placement
@@ -81,8 +84,8 @@ class Splitter:
     def __init__(self, mesh: Mesh, placement: Placement) -> None:
         self._world, self._replica = mesh.world, mesh.replica
         stages, replicas = range(placement.num_stages), range(mesh.num_replicas)
-        shard, self._shards = mesh.shard, mesh.shards
-        self._ranks = [[placement.rank_of(stage, r, shard) for stage in stages] for r in replicas]
+        self._shards = mesh.shards
+        self._ranks = [[placement.ranks[stage][r] for stage in stages] for r in replicas]
         own = placement.stages_of(mesh.rank)
         self._is_whole = len(own) == placement.num_stages
         self._ends_here = stages[-1] in own
@@ -100,22 +103,28 @@ class Splitter:
         """
         self._calls += 1
         num_inputs, count = _NONE, None
+        reads = any(self._world.rank in self._ranks[self._replica][r] for r in self.readers)
         if inputs is not None or self._is_whole:
             count = batch_size(inputs, "inputs")
             num_inputs = float(count)
-            if any(self._ranks[self._replica][r] == self._world.rank for r in self.readers):
+            if reads:
                 check_values(inputs, "inputs")
         num_targets = _NONE if targets is None else float(batch_size(targets, "targets", count))
         raw = self._raw_weights(inputs if targets is None else targets, call, count)
         trace = float(_BY_STRENGTH.index(call.trace))
         total = sum(raw) if self._counts else 0.0
-        numbers = (float(self._calls), num_inputs, num_targets, total, call.loss_scale, trace)
+        read = inputs if reads else None, targets if self._ends_here else None
+        shapes = shapes_text(*read) if self._shards.size > 1 else ""
+        number = float(crc32(shapes.encode()))
+        numbers = self._calls, num_inputs, num_targets, total, call.loss_scale, trace, number
         kind = "train_step" if call.trains else "eval_step"
         rows = self._world.exchange(kind, self.number, numbers)
         self.agreed_s = time.perf_counter()
         everyone = [_Said(*row) for row in rows]
         _check_same_call(everyone)
         counts = [self._num_samples(everyone, replica) for replica in range(len(self._ranks))]
+        if any(said.shapes for said in everyone):
+            check_same_shapes(self._world, self._ranks, [said.shapes for said in everyone], shapes)
         replica, wanted = self._replica, call.num_microbatches
         sizes = microbatch_sizes(counts[replica], wanted)
         weights: list[float] = []
@@ -139,22 +148,22 @@ class Splitter:
         Raises:
             BatchError: its processes were given different batches, or none where one is needed.
         """
-        ranks = self._ranks[replica]
+        stages = self._ranks[replica]
         of_replica = f" of replica {replica}" if len(self._ranks) > 1 else ""
-        for rank in (ranks[stage] for stage in self.readers):
+        for reader, rank in ((r, rank) for r in self.readers for rank in stages[r]):
             if everyone[rank].num_inputs < 0:
-                stages = ", ".join(str(stage) for stage, r in enumerate(ranks) if r == rank)
                 raise BatchError(
-                    f"rank {rank} runs stage {stages}{of_replica} and was given no inputs; "
+                    f"rank {rank} runs stage {reader}{of_replica} and was given no inputs; "
                     "give them on every rank, or at least where they are read"
                 )
-        first, last = ranks[self.readers[0]], ranks[-1]
+        first, every = stages[self.readers[0]][0], sorted({*chain.from_iterable(stages)})
         count = everyone[first].num_inputs
-        for rank in sorted(set(ranks)):
+        for rank in every:
             _check_as_many(first, count, rank, everyone[rank])
-        if everyone[last].num_targets < 0 and any(everyone[r].num_targets >= 0 for r in ranks):
+        missing = [rank for rank in stages[-1] if everyone[rank].num_targets < 0]
+        if missing and any(everyone[rank].num_targets >= 0 for rank in every):
             raise BatchError(
-                f"rank {last} runs the last stage{of_replica} and was given no "
+                f"rank {missing[0]} runs the last stage{of_replica} and was given no "
                 "targets; give them on every rank, or at least there"
             )
         return int(count)
@@ -314,6 +323,7 @@ class _Said(NamedTuple):
     raw_total: float
     loss_scale: float
     trace: float
+    shapes: float
 
 
 def _check_same_call(everyone: Sequence[_Said]) -> None:

@@ -168,7 +168,8 @@ class Costs:
                 rate = likely(self.cluster.device_of(0).bytes_per_s)
                 self._known[key] = 2 * num_bytes / rate  # read once, written once
             else:
-                self._known[key] = collective(self.cluster, group, num_bytes)
+                own = num_bytes / len(group) if move is Move.ALL_TO_ALL else num_bytes
+                self._known[key] = collective(self.cluster, group, own)
         return self._known[key]
 
     @cached_property

@@ -9,7 +9,7 @@ A `ShardedTensor` reports the shape of the whole, so that code that looks at sha
 Autograd sees the shards and the conversions between them, and nothing else.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -23,7 +23,7 @@ from torch.overrides import resolve_name
 from penstock.costs.fused_kernels import LOOKED_INTO
 from penstock.errors import PlanError
 from penstock.model.capture.ghost import is_question
-from penstock.model.pytree import tree_map
+from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.torch_private import (
     saving_hooks,
     storage_id,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from penstock.mesh.collectives import Collectives
 
 Shape = tuple[int, ...]
+_Some = Collection[Any]
 
 
 class ShardedTensor(Tensor):
@@ -283,7 +284,7 @@ class LayerRun:
         """Run a function of torch on shards, as planned; `tensors` are those of its arguments."""
         planned = self._planned(func)
         if len(tensors) != len(planned.takes):
-            raise self._other_path(f"gives {len(tensors)} tensors to {planned.function}")
+            raise self._other_number("tensors", tensors, planned.takes)
         given = [self._lifted(tensor) for tensor in tensors.values()]
         sized = self._sizes(planned, given, (func, args, kwargs))
         locals_ = [self._held_as(t, to) for t, to in zip(given, sized.takes, strict=True)]
@@ -299,10 +300,12 @@ class LayerRun:
             result = kernel(func, args, kwargs, Local(sized, self._axes))
         for place in planned.changes:
             given[place].become(result, sized.gives[0])
-        if isinstance(result, Tensor):
-            return self._given(result, 0, sized.gives[0], given)
-        gives = iter(enumerate(sized.gives))
-        return tree_map(lambda local: self._given(local, *next(gives), given), result)
+        leaves, structure = ([result], None) if isinstance(result, Tensor) else flatten(result)
+        if len(leaves) != len(sized.gives):
+            raise self._other_number("results", leaves, sized.gives)
+        pairs = enumerate(zip(leaves, sized.gives, strict=True))
+        found = [self._given(local, place, layout, given) for place, (local, layout) in pairs]
+        return found[0] if structure is None else unflatten(structure, found)
 
     def _sizes(
         self, planned: PlannedCall, given: Sequence[ShardedTensor], how: tuple[Any, Any, Any]
@@ -356,9 +359,17 @@ class LayerRun:
         self._next += 1
         return planned
 
-    def _other_path(self, does: str) -> PlanError:
+    def _other_number(
+        self, what: str, found: Collection[Any], planned: Collection[Any]
+    ) -> PlanError:
+        """Refuse the call that was begun last, of other numbers of tensors than planned."""
+        self._next -= 1
+        does = f"calls {self._plan.calls[self._next].function} with {len(found)} {what}"
+        return self._other_path(does, f"calls it with {len(planned)}")
+
+    def _other_path(self, does: str, wanted: str = "") -> PlanError:
         done, calls = self._next, self._plan.calls
-        wanted = f"calls {calls[done].function}" if done < len(calls) else "ends"
+        wanted = wanted or (f"calls {calls[done].function}" if done < len(calls) else "ends")
         return PlanError(
             f"layer {self._plan.name!r} {does} as its call {done}, where its sharding {wanted}: "
             "its forward takes another path than on the example inputs. Give example inputs that "

@@ -11,7 +11,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-from . import asynchronous, captured, foresight, memory, messages, one_process, processes, runs
+from . import (
+    asynchronous,
+    captured,
+    foresight,
+    memory,
+    messages,
+    one_process,
+    processes,
+    runs,
+    sharding,
+)
 from .fault import catches
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +34,7 @@ FAULTS = (
     *memory.FAULTS,
     *messages.FAULTS,
     *foresight.FAULTS,
+    *sharding.FAULTS,
 )
 
 

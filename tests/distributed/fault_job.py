@@ -4,8 +4,10 @@
 
 In the third step, process RANK raises, is killed (kill -9) or is stopped (SIGSTOP): at the second
 instruction of KIND, or the only one; or, with KIND Save, while it writes the checkpoint after that
-step.  With RANK none it goes on from the newest checkpoint in FOLDER, to the end.  In the
-environment: STAGES_PER_RANK, how many stages each process runs.
+step; with KIND Layer, inside the forward of a layer; with KIND Batch it is given another batch
+than the others, as ACTION says.  With RANK none it goes on from the newest checkpoint in FOLDER,
+to the end.  In the environment: STAGES_PER_RANK, how many stages each process runs; SHARDS, how
+many processes share a stage.
 """
 
 import os
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import penstock
 from penstock import schedules
@@ -25,6 +27,13 @@ from tests.distributed.train_job import go_wrong
 
 DEADLINE_S = 6.0
 STEPS, FAULTY_STEP = 4, 3
+OTHERS = {
+    "fewer": lambda x, y: (x[:-1], y[:-1]),
+    "wider": lambda x, y: (torch.cat([x, x], 1), y),
+    "precise": lambda x, y: (x, y.double()),
+    "none": lambda x, y: (None, y),
+}
+"""Batches that one process is given, of those that all are given."""
 ONCE_A_STEP = ("CommitStatistics", "ReduceGradients")
 
 
@@ -32,8 +41,15 @@ def inject(kind: str, action: str) -> None:
     """Let the executor of this process go wrong when it comes to the instruction."""
     execute, seen = Executor._execute, []
 
+    def in_layer(self: nn.Dropout, x: Tensor) -> Tensor:
+        go_wrong(action)
+        return x
+
     def faulty(self: Executor, instruction: ir.Instruction) -> None:
-        if type(instruction).__name__ == kind and self._run.streams.step == FAULTY_STEP - 1:
+        is_now = self._run.streams.step == FAULTY_STEP - 1
+        if is_now and kind == "Layer":
+            nn.Dropout.forward = in_layer  # type: ignore[method-assign, assignment]
+        elif is_now and type(instruction).__name__ == kind:
             seen.append(instruction)
             if len(seen) == (1 if kind in ONCE_A_STEP else 2):
                 go_wrong(action)
@@ -54,18 +70,35 @@ def inject_into_save(action: str) -> None:
     together.save_file = faulty  # type: ignore[attr-defined, assignment]
 
 
+def inject_into_batch(action: str) -> None:
+    """Let this process train on another batch than the others in the faulty step."""
+    train_step = penstock.Pipeline.train_step
+
+    def faulty(self: penstock.Pipeline, x: Tensor, y: Tensor) -> Tensor:
+        is_now = self.step == FAULTY_STEP - 1
+        return train_step(self, *(OTHERS[action](x, y) if is_now else (x, y)))
+
+    penstock.Pipeline.train_step = faulty  # type: ignore[method-assign, assignment]
+
+
 def newest(folder: Path) -> Path | None:
     """Find the newest complete checkpoint."""
     return max(folder.glob("step-*"), default=None)
 
 
-def train(mesh: penstock.Mesh, num_layers: int, folder: Path) -> int:
-    """Train to the end from the newest checkpoint; give the step it was of."""
+def train(
+    mesh: penstock.Mesh, num_layers: int, folder: Path, deadline_s: float | None = None
+) -> int:
+    """Train to the end from the newest checkpoint; give the step it was of.
+
+    The deadline holds from the second step on: processes may start far apart on a busy machine.
+    """
     torch.manual_seed(0)
     layers: list[Any] = [
         nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.2))
         for _ in range(num_layers)
     ]
+    shared: dict[str, Any] = {"sharding": "megatron", "example_inputs": torch.zeros(4, 4)}
     per_rank = int(os.environ.get("STAGES_PER_RANK", "1"))
     pipe = penstock.Pipeline(
         layers,
@@ -74,6 +107,7 @@ def train(mesh: penstock.Mesh, num_layers: int, folder: Path) -> int:
         num_microbatches=3,
         loss=nn.MSELoss(),
         threads_per_stage=1,
+        **(shared if mesh.shards.size > 1 else {}),
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
     begun_at = newest(folder)
@@ -85,6 +119,8 @@ def train(mesh: penstock.Mesh, num_layers: int, folder: Path) -> int:
         generator = torch.Generator().manual_seed(10 * step + mesh.replica)
         x, y = (torch.randn(12, 4, generator=generator) for _ in range(2))
         pipe.train_step(x, y)
+        if deadline_s is not None:
+            mesh.background.timeout_s = deadline_s
         optimizer.step()
         optimizer.zero_grad()
         if saving is not None:
@@ -102,16 +138,17 @@ def main() -> None:
     world = int(os.environ["WORLD_SIZE"])
     num_layers = int(os.environ["NUM_LAYERS"])
     torch.set_num_threads(1)
-    mesh = penstock.init_mesh(num_replicas=int(replicas), timeout_s=60.0)
+    shards = int(os.environ.get("SHARDS", "1"))
+    mesh = penstock.init_mesh(num_replicas=int(replicas), num_shards=shards, timeout_s=60.0)
     assert mesh.world_size == world
-    if rank != "none":
-        mesh.background.timeout_s = DEADLINE_S  # processes may start far apart on a busy machine
     if str(mesh.rank) == rank and kind == "Save":
         inject_into_save(action)
+    elif str(mesh.rank) == rank and kind == "Batch":
+        inject_into_batch(action)
     elif str(mesh.rank) == rank:
         inject(kind, action)
     try:
-        train(mesh, num_layers, Path(folder))
+        train(mesh, num_layers, Path(folder), None if rank == "none" else DEADLINE_S)
     except (penstock.PenstockError, ValueError) as error:
         where = "; ".join(getattr(error, "__notes__", []))
         sys.exit(f"ENDED {type(error).__name__}: {error} {where}")

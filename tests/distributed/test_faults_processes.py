@@ -16,6 +16,7 @@ from tests.distributed.launch import Ended, run, start
 
 Fault = tuple[int, str, str]
 """The rank, the instruction at which it goes wrong, and how."""
+Weights = dict[str, torch.Tensor]
 ACTIONS = ("raise", "kill", "stop")
 QUICK: list[Fault] = [(0, "Forward", "raise"), (1, "SendGradient", "kill")]
 FAULTS: list[Fault] = [
@@ -42,6 +43,25 @@ OF_REPLICAS: list[Fault] = [
     (0, "Save", "stop"),
 ]
 """What only replicas do, in each way; of the rest, which goes wrong above, two."""
+QUICK_OF_SHARDS: list[tuple[int, Fault]] = [
+    (1, (1, "Layer", "kill")),
+    (2, (2, "Layer", "raise")),
+]
+OF_SHARDS: list[tuple[int, Fault]] = [
+    *QUICK_OF_SHARDS,
+    (1, (0, "Layer", "raise")),
+    (1, (1, "Batch", "none")),
+    (1, (0, "Save", "kill")),
+    (2, (3, "Forward", "kill")),
+    (2, (3, "Backward", "raise")),
+    (2, (0, "Layer", "stop")),
+    (2, (1, "Batch", "fewer")),
+    (2, (1, "Batch", "wider")),
+    (2, (3, "Batch", "precise")),
+]
+"""How many stages there are, of two shards each, and what goes wrong: with the other shards inside
+a layer, in which they wait for each other, or with what it was given.
+"""
 THREE = {"NUM_LAYERS": "3"}
 TWO = {"NUM_LAYERS": "2"}
 MODULE = "tests.distributed.fault_job"
@@ -52,17 +72,32 @@ def name_of(fault: Fault) -> str:
     return f"{action}-{kind}-{rank}"
 
 
-def names(num_stages: int, num_replicas: int) -> list[str]:
+def name_in_shards(fault: tuple[int, Fault]) -> str:
+    return f"{fault[0]}x2-{name_of(fault[1])}"
+
+
+def names(num_stages: int, num_replicas: int, num_shards: int = 1) -> list[str]:
     """Say how each rank is called in messages."""
     of = [f" of replica {r}" if num_replicas > 1 else "" for r in range(num_replicas)]
-    stages = [f"stage {s}{which}" for which in of for s in range(num_stages)]
+    shards = [f", shard {s}" if num_shards > 1 else "" for s in range(num_shards)]
+    stages = [f"stage {s}{r}{shard}" for r in of for s in range(num_stages) for shard in shards]
     return [f"rank {rank} ({stage})" for rank, stage in enumerate(stages)]
 
 
-def end_with(fault: Fault, folder: Path, *, replicas: int = 1) -> list[Ended]:
-    """Run the job with a fault; return how its processes ended."""
+def in_shards(num_stages: int) -> dict[str, str]:
+    return {"NUM_LAYERS": str(num_stages), "SHARDS": "2"}
+
+
+def end_with(
+    fault: Fault, folder: Path, *, replicas: int = 1, of_shards: int | None = None
+) -> list[Ended]:
+    """Run the job with a fault; return how its processes ended.  `of_shards` stages have two
+    shards each.
+    """
     rank, kind, action = fault
     world, environment = (3, THREE) if replicas == 1 else (4, TWO)
+    if of_shards is not None:
+        world, environment = 2 * of_shards, in_shards(of_shards)
     arguments = ["-m", MODULE, str(rank), kind, action, str(replicas), str(folder)]
     job = start(world, arguments, environment)
     began = time.monotonic()
@@ -83,6 +118,10 @@ def check_ends(ended: list[Ended], fault: Fault, called: list[str]) -> None:
             continue
         assert process.code == 1, process.output
         assert "ENDED" in process.output, process.output
+        if kind == "Batch" and action != "none":  # seen by all alike
+            assert "ENDED BatchError" in process.output, process.output
+            assert f"rank {rank} " in process.output, process.output
+            continue
         if (kind, action) == ("Save", "raise"):  # refused by all alike: nothing is broken
             assert "ENDED CheckpointError" in process.output, process.output
             assert f"rank {rank}: " in process.output, process.output
@@ -91,7 +130,7 @@ def check_ends(ended: list[Ended], fault: Fault, called: list[str]) -> None:
         assert f"{called[process.rank]} waited" in process.output, process.output
 
 
-def weights(checkpoint: Path | None) -> dict[str, torch.Tensor]:
+def weights(checkpoint: Path | None) -> Weights:
     assert checkpoint is not None and checkpoint.name == f"step-{STEPS}"
     return {
         name: tensor
@@ -119,6 +158,13 @@ def go_on_in_processes(world: int, replicas: int = 1) -> Callable[[Path], None]:
     return lambda folder: assert_all_well(run(world, [*job, str(folder)], environment=environment))
 
 
+def go_on_in_shards(num_stages: int) -> Callable[[Path], None]:
+    """Give what finishes a run in two shards of each stage."""
+    job = ["-m", MODULE, "none", "none", "none", "1"]
+    world, environment = 2 * num_stages, in_shards(num_stages)
+    return lambda folder: assert_all_well(run(world, [*job, str(folder)], environment=environment))
+
+
 def assert_all_well(ended: list[Ended]) -> None:
     assert all("ENDED" not in process.output for process in ended)
 
@@ -129,7 +175,7 @@ TURN = count()
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     """Train without any fault."""
     folder = tmp_path_factory.mktemp("whole")
     train(penstock.init_mesh(1), 3, folder)
@@ -137,22 +183,37 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor
 
 
 @pytest.fixture(scope="module")
-def expected_of_replicas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def expected_of_replicas(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     folder = tmp_path_factory.mktemp("replicas")
     go_on_in_processes(4, 2)(folder)
     return weights(newest(folder))
 
 
+@pytest.fixture(scope="module")
+def expected_of_shards(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Weights]:
+    found = {}
+    for num_stages in (1, 2):
+        folder = tmp_path_factory.mktemp("shards")
+        go_on_in_shards(num_stages)(folder)
+        found[num_stages] = weights(newest(folder))
+    return found
+
+
 def check(
     fault: Fault,
     folder: Path,
-    expected: dict[str, torch.Tensor],
+    expected: Weights,
     go_on: Callable[[Path], None],
     *,
     replicas: int = 1,
 ) -> None:
     ended = end_with(fault, folder, replicas=replicas)
     check_ends(ended, fault, names(3 if replicas == 1 else 2, replicas))
+    check_goes_on(folder, expected, go_on)
+
+
+def check_goes_on(folder: Path, expected: Weights, go_on: Callable[[Path], None]) -> None:
+    """See that a run that broke goes on from its newest checkpoint to the same weights."""
     left = newest(folder)
     assert left is not None and left.name < f"step-{STEPS}"
     go_on(folder)
@@ -167,7 +228,7 @@ def test_each_rank_goes_wrong_in_each_way() -> None:
 
 @pytest.mark.parametrize("fault", QUICK, ids=name_of)
 def test_a_fault_ends_all_is_named_and_costs_nothing(
-    fault: Fault, expected: dict[str, torch.Tensor], tmp_path: Path
+    fault: Fault, expected: Weights, tmp_path: Path
 ) -> None:
     check(fault, tmp_path, expected, WAYS_ON[next(TURN) % len(WAYS_ON)])
 
@@ -175,9 +236,30 @@ def test_a_fault_ends_all_is_named_and_costs_nothing(
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS[len(QUICK) :], ids=name_of)
 def test_every_fault_ends_all_is_named_and_costs_nothing(
-    fault: Fault, expected: dict[str, torch.Tensor], tmp_path: Path
+    fault: Fault, expected: Weights, tmp_path: Path
 ) -> None:
     check(fault, tmp_path, expected, WAYS_ON[next(TURN) % len(WAYS_ON)])
+
+
+@pytest.mark.parametrize("fault", QUICK_OF_SHARDS, ids=name_in_shards)
+def test_a_fault_of_one_shard_ends_all_and_is_named(
+    fault: tuple[int, Fault], tmp_path: Path
+) -> None:
+    num_stages, own = fault
+    ended = end_with(own, tmp_path, of_shards=num_stages)
+    check_ends(ended, own, names(num_stages, 1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", OF_SHARDS, ids=name_in_shards)
+def test_a_fault_of_one_shard_costs_nothing(
+    fault: tuple[int, Fault], expected_of_shards: dict[int, Weights], tmp_path: Path
+) -> None:
+    """Go on in as many shards: sums are in the same order, and so are all bits."""
+    num_stages, own = fault
+    ended = end_with(own, tmp_path, of_shards=num_stages)
+    check_ends(ended, own, names(num_stages, 1, 2))
+    check_goes_on(tmp_path, expected_of_shards[num_stages], go_on_in_shards(num_stages))
 
 
 @pytest.mark.slow
@@ -192,7 +274,7 @@ def test_a_fault_where_processes_run_several_stages_names_them(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", OF_REPLICAS, ids=name_of)
 def test_a_fault_of_one_replica_too(
-    fault: Fault, expected_of_replicas: dict[str, torch.Tensor], tmp_path: Path
+    fault: Fault, expected_of_replicas: Weights, tmp_path: Path
 ) -> None:
     """Go on with fewer stages: replicas stay, and so do all bits."""
     check(fault, tmp_path, expected_of_replicas, go_on_in_processes(2, 2), replicas=2)

@@ -126,11 +126,13 @@ class Picks(nn.Module):
 class Mixture(nn.Module):
     """Experts of which each position takes two, by a table of who goes where (GShard)."""
 
-    def __init__(self, experts: int = 4, places: int = 3) -> None:
+    def __init__(
+        self, experts: int = 4, places: int = 3, width: int = 8, ff_width: int = 6
+    ) -> None:
         super().__init__()
-        self.gate = nn.Linear(8, experts, bias=False)
-        self.up = nn.Parameter(torch.randn(experts, 8, 6))
-        self.down = nn.Parameter(torch.randn(experts, 6, 8))
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, width, ff_width))
+        self.down = nn.Parameter(torch.randn(experts, ff_width, width))
         self.places = places
 
     def forward(self, x: Tensor) -> Tensor:
@@ -149,7 +151,7 @@ class Mixture(nn.Module):
             share = (gates * kept).unsqueeze(-1) * slots.unsqueeze(-2)
             combine = combine + share
         given = torch.einsum("gtec,gtm->egcm", (combine > 0).to(x.dtype), x)
-        rows = given.reshape(num_experts, -1, 8)
+        rows = given.reshape(num_experts, -1, x.shape[-1])
         found = torch.bmm(torch.bmm(rows, self.up).relu(), self.down).reshape(given.shape)
         return x + torch.einsum("gtec,egcm->gtm", combine, found)
 

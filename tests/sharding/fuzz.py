@@ -1,10 +1,13 @@
 """Run random legal plans of a module beside the module itself: they have to give the same."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +16,17 @@ from penstock import Mesh
 from penstock.costs.count import record_graph
 from penstock.costs.graph import Graph
 from penstock.model.layer_list import as_layers
+from penstock.model.pytree import flatten, tree_map
 from penstock.sharding.at_rest import keep_slices
 from penstock.sharding.convert import convert
 from penstock.sharding.divided import DividedLayer
+from penstock.sharding.kernels import Local
 from penstock.sharding.layouts import I, Layout, R, S, State
 from penstock.sharding.plan import LayerSharding, PlannedCall
 from penstock.sharding.program import Solved, priced, routed_calls
-from penstock.sharding.rules import Choice, Seen, divisions, fits
+from penstock.sharding.rules import Choice, Seen, divisions, fits, together
+from penstock.sharding.run import LayerRun, ShardedTensor
+from penstock.sharding.sizes import Sized
 
 Difference = tuple[str, int, str, float]
 """Which case, which plan, what of it, and how far off."""
@@ -43,19 +50,47 @@ class Case:
         return torch.randn(tuple(shape), dtype=dtype, requires_grad=True)
 
 
+class CheckedRun(LayerRun):
+    """Sees after each call that what this device holds is what the layout says.
+
+    Wholes have the shapes that the function gives without any division.
+    """
+
+    def call(self, func: Any, args: Any, kwargs: Any, tensors: Mapping[int, Tensor]) -> Any:
+        wholes = {
+            key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for key, tensor in tensors.items()
+        }
+        given = tree_map(lambda tensor: wholes[id(tensor)], (args, kwargs))
+        result = super().call(func, args, kwargs, tensors)
+        if isinstance(func, FunctionType) and func.__module__.startswith("penstock"):
+            return result  # an opaque module
+        for found, wanted in zip(flatten(result)[0], _whole(func, *given), strict=True):
+            assert isinstance(found, ShardedTensor)
+            assert found.whole_shape == wanted, (func, found, wanted)
+            here = Local(Sized((), ()), self._axes).shape_here(wanted, found.held)
+            assert list(found.local.shape) == here, (func, found, here)
+        return result
+
+
+def _whole(func: Any, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in flatten(func(*args, **kwargs))[0]]
+
+
 def random_plan(graph: Graph, mesh: Sequence[int], seed: int) -> LayerSharding:
     """Choose one of all choices of each call, mostly one that cuts, and any states at rest."""
     draw = random.Random(seed)
     calls = routed_calls(graph, 0)
 
-    def one_of(own: Sequence[Choice]) -> Choice:
-        cuts = [choice for choice in own if choice.cut]
-        return draw.choice(cuts if cuts and draw.random() < 0.8 else own)
+    def one_of(seen: Seen) -> tuple[Choice, ...]:
+        every = together(seen, divisions(seen, mesh), mesh)
+        wanted = [draw.random() < 0.8 for _ in mesh]
+        cuts = [
+            own for own in every if all(c.cut or not w for c, w in zip(own, wanted, strict=True))
+        ]
+        return draw.choice(cuts or every)
 
-    chosen = [
-        PlannedCall(call.function, tuple(map(one_of, divisions(Seen.of(graph, call), mesh))))
-        for call in calls
-    ]
+    chosen = [PlannedCall(call.function, one_of(Seen.of(graph, call))) for call in calls]
     at_rest: dict[int, Layout] = {}
     for n in dict.fromkeys(n for call in calls for n in call.takes):
         spec = graph.tensors[n]
@@ -101,7 +136,8 @@ def _ran(
 ) -> dict[str, Tensor]:
     inputs = inputs.detach().requires_grad_(inputs.requires_grad)
     torch.manual_seed(3)
-    output = module(inputs) if divided is None else divided.call(partial(module, inputs), {})
+    with patch("penstock.sharding.divided.LayerRun", CheckedRun):
+        output = module(inputs) if divided is None else divided.call(partial(module, inputs), {})
     found = {"output": output.detach()}
     torch.manual_seed(4)
     output.backward(torch.randn(output.shape, dtype=output.dtype))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Mesh, Pipeline, Recompute
+from penstock.errors import BatchError
 from penstock.mesh.collectives import Collectives
 from penstock.planner.placement import Placement
 from penstock.sharding.named import READY
@@ -261,6 +262,36 @@ def test_dropout_by_keywords_is_cut_and_what_is_not_linear_is_summed_first(
         assert found.keys() == wanted.keys() - {"shape"}
         for name, value in found.items():
             assert torch.allclose(value, wanted[name], rtol=0, atol=1e-12), name
+
+
+def of_other_batches(mesh: Mesh) -> list[str]:
+    """Give one shard another batch than the other; then to both the same."""
+    pipe = piped(made(0), mesh=mesh, sharding="megatron")
+    said = []
+    for inputs, targets in (
+        (WORDS[:4], WORDS[:4]),
+        (WORDS[:, :6], WORDS[:, :6]),
+        (WORDS.int(), WORDS),
+    ):
+        given = (inputs, targets) if mesh.shard == 1 else (WORDS, WORDS)
+        try:
+            pipe.train_step(*given)
+        except BatchError as error:
+            said.append(str(error))
+    pipe.train_step(WORDS, WORDS)
+    return said
+
+
+def test_all_shards_refuse_a_batch_that_they_do_not_share(tmp_path: Path) -> None:
+    found = call(of_other_batches, Placement.of(range(1), num_shards=2), tmp_path)
+    assert found[0] == found[1]  # none of them is left waiting
+    wanted = (
+        "rank 0 was given 5 inputs, rank 1 4 inputs",
+        "rank 0 was given inputs of (5, 8) torch.int64 and targets of (5, 8) torch.int64, "
+        "rank 1 inputs of (5, 6)",
+        "rank 1 inputs of (5, 8) torch.int32 and targets of (5, 8) torch.int64; all shards",
+    )
+    assert all(text in own for text, own in zip(wanted, found[0], strict=True)), found[0]
 
 
 def refused(mesh: Mesh) -> list[str]:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy
@@ -13,9 +14,11 @@ from torch.nn import functional as F
 from penstock.costs.count import record_graph
 from penstock.costs.graph import Graph
 from penstock.errors import ConfigError, PlanError
+from penstock.mesh.collectives import Collectives
 from penstock.model.layer_list import as_layers
 from penstock.sharding.choose import Problem, Side
 from penstock.sharding.costs import Costs
+from penstock.sharding.divided import DividedLayer
 from penstock.sharding.layouts import I, P, R, S
 from penstock.sharding.plan import Sharding
 from penstock.sharding.program import routed_calls
@@ -157,6 +160,28 @@ def test_a_layer_with_code_that_no_function_shows_is_done_by_all_alike() -> None
     found = plan_sharding("megatron", graph_of(Twice(8, 8)), ["0", "1"], Costs.usual((2,)))
     assert not found.layers[1].is_divided
     assert "code that no function of torch shows" in str(found)
+
+
+class Counted(nn.Linear):
+    """Cuts what it makes into as many pieces as there are samples, and reads two."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = super().forward(x).split(1)[:2]
+        return (first + second).expand(x.shape)
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_a_call_with_another_number_of_results_takes_another_path(number: int) -> None:
+    layer = Counted(8, 8)
+    found = plan_sharding("data", graph_of(layer, shape=(3, 8)), ["0", "1"], Costs.usual((2,)))
+    divided = DividedLayer(1, layer, found.layers[1], (Collectives(),))
+    whole = torch.randn(3, 8)
+    assert torch.equal(divided.call(partial(layer, whole), {}), layer(whole))
+    inputs = torch.randn(number, 8)
+    with pytest.raises(PlanError) as raised:
+        divided.call(partial(layer, inputs), {})
+    assert f"split with {number} results as its call 1, where its" in str(raised.value)
+    assert "sharding calls it with 3: its forward takes another path" in str(raised.value)
 
 
 def test_names_are_one_however_a_function_is_spelled() -> None:
