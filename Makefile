@@ -2,7 +2,7 @@
 #
 #   make demo    train on real handwritten digits in two stages; every call starts a new run folder
 #   make test    every test that takes seconds; warnings are errors
-#   make slow    the tests that take minutes
+#   make slow    the tests that take minutes, an hour in all; PART=2/4 runs the third quarter of them
 #   make check   lint, types and test
 #   make compat TORCH=2.15.0    the quick tests on another torch (newest, too), or another TRANSFORMERS
 #
@@ -10,6 +10,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+PART ?= 0/1
 
 CREATED := $(VENV)/.created
 INSTALLED := $(VENV)/.installed
@@ -25,7 +26,7 @@ test: $(INSTALLED)
 	$(IN_VENV) scripts/test $(TWO_AT_A_TIME)
 
 slow: $(INSTALLED)
-	$(IN_VENV) scripts/test -m slow --timeout 900 $(TWO_AT_A_TIME)
+	$(IN_VENV) scripts/test -m slow --part $(PART) --timeout 900 $(TWO_AT_A_TIME)
 
 lint: $(INSTALLED)
 	$(IN_VENV) scripts/lint

@@ -2,6 +2,7 @@
 
 import os
 import random
+import zlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,6 +14,23 @@ torch.set_num_threads(1)
 # No deadline: how long an example takes says nothing of whether it is right.
 settings.register_profile("penstock", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("penstock")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --part."""
+    parser.addoption(
+        "--part", default="0/1", metavar="K/N", help="run the tests of the K-th of N parts, from 0"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep one of N parts, into which tests fall by their names: N runs have run all of them."""
+    part, count = map(int, config.getoption("--part").split("/"))
+    chosen = [zlib.crc32(item.nodeid.encode()) % count == part % count for item in items]
+    config.hook.pytest_deselected(
+        items=[item for item, is_in in zip(items, chosen, strict=True) if not is_in]
+    )
+    items[:] = [item for item, is_in in zip(items, chosen, strict=True) if is_in]
 
 
 @pytest.fixture(autouse=True)
