@@ -66,25 +66,31 @@ class Costs:
         return sum(self._operator_s(operator, parts) for operator in call.operators)
 
     def conversions_s(
-        self, spec: TensorSpec, before: Sequence[Layout], after: Sequence[Layout]
+        self,
+        spec: TensorSpec,
+        before: Sequence[Layout],
+        after: Sequence[Layout],
+        *,
+        again: bool = False,
     ) -> Any:
         """Return the seconds of conversions of a value, and of its gradient on the way back: an
-        array of `before` x `after`.
+        array of `before` x `after`; `again`: the value is converted for the backward, too.
         """
-        key = spec.num_bytes, spec.wants_gradient, tuple(before), tuple(after)
+        how = spec.num_bytes, spec.wants_gradient, again
+        key = how, tuple(before), tuple(after)
         if key not in self._known_tables:
-            rows = [[self._conversion_s(*key[:2], old, new) for new in after] for old in before]
+            rows = [[self._conversion_s(*how, old, new) for new in after] for old in before]
             self._known_tables[key] = numpy.array(rows)
         return self._known_tables[key]
 
     def _conversion_s(
-        self, num_bytes: int, has_gradient: bool, before: Layout, after: Layout
+        self, num_bytes: int, has_gradient: bool, again: bool, before: Layout, after: Layout
     ) -> float:
         if before == after:
             return 0.0
         found = _EACH_CONVERSION_S
         for axis, parts, both in _moves_of(before, after, self.mesh):
-            for move in both[: 1 + has_gradient]:
+            for move in (*both[: 1 + has_gradient], *both[:again]):
                 found += self._move_s(axis, move, num_bytes / parts)
         return found
 

@@ -14,10 +14,11 @@ from penstock.model.stage_plan import Step
 from penstock.torch_private import parameters_of
 from penstock.trace.units import count_text
 
+from .again import Again
 from .at_rest import Cut, Gathered, keep_slices
 from .layouts import I, Layout, R, S
 from .plan import LayerSharding, Sharding
-from .run import Again, Known, LayerRun, layout_on
+from .run import Known, LayerRun, layout_on
 from .sizes import size_like
 
 if TYPE_CHECKING:
@@ -69,7 +70,11 @@ class DividedLayer:
             {weight: {} for weight in self.cut} if keeps else None
         )
         """Conversions of weights that last for a step, if it `keeps` them."""
-        self._gathers = bool(self.cut) and not keeps
+        self._again = {
+            parameter
+            for name, parameter in module.named_parameters()
+            if name in plan.again and not keeps
+        }
         self.partial = [
             [weight for weight, layout in held.items() if layout[n] is R] for n in range(len(axes))
         ]
@@ -98,13 +103,15 @@ class DividedLayer:
             )
         wrapped = [run.entered(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)]
         args, kwargs = unflatten(structure, wrapped)
-        again = Again() if self._gathers else None
+        again = Again() if self._again else None
         saving = nullcontext() if again is None else again.hooks()
         with self._lent(run, again), as_functions(self._opaque), saving:
             result = function.func(*args, **kwargs)
-            self._gathers = again is not None and again.is_needed  # for the next call
         run.check_ended()
-        return tree_map(run.left, result)
+        result = tree_map(run.left, result)
+        if again is not None:
+            again.before_backward(flatten(result)[0])
+        return result
 
     @contextmanager
     def _lent(self, run: "LayerRun", again: Again | None) -> Iterator[None]:
@@ -113,7 +120,7 @@ class DividedLayer:
         try:
             for (parameters, name, layout), (*_, parameter) in zip(self._places, own, strict=True):
                 parameters[name] = lent = run.wrapped(parameter, layout)
-                lent.again = again if parameter in self.cut else None
+                lent.again = again if parameter in self._again else None
                 if self.kept is not None:
                     lent.kept = self.kept.get(parameter)
             yield

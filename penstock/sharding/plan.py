@@ -63,7 +63,8 @@ class LayerSharding:
     `weights` are layouts of its parameters at rest, by their names in the layer; those that are
     not there are whole.  `leaving` are layouts of what other layers of the stage are given, by
     (call, place among what it gives), where they are not whole; `num_entering` counts what this
-    layer is given so.
+    layer is given so.  `again` are weights in slices that the backward wants too: what they are
+    converted to is freed after the forward.
     """
 
     name: str
@@ -71,6 +72,7 @@ class LayerSharding:
     weights: Mapping[str, Layout]
     leaving: Mapping[tuple[int, int], Layout] = field(default_factory=dict)
     num_entering: int = 0
+    again: frozenset[str] = frozenset()
 
     @property
     def is_divided(self) -> bool:

@@ -27,7 +27,7 @@ from penstock.errors import PlanError
 from .choose import Numbers, Problem, Side
 from .costs import Costs
 from .in_place import may_change
-from .layouts import I, Layout, State
+from .layouts import I, Layout, S, State
 from .plan import Instead, LayerSharding, PlannedCall, conversion_bytes
 from .rules import Choice, Seen, divisions, fits, together
 
@@ -107,12 +107,15 @@ class LayerProgram:
                 ),
             ]
         )
+        saved = {n for call in self.calls for n in call.saved}
         for tensor, users in self._users().items():
             before, every = self._before(tensor), dict[Layout, int]()
             after = [_side(every, *user) for user in users]
             known = dict[Layout, int]()
             start = _side(known, *before)
-            seconds = costs.conversions_s(graph.tensors[tensor], tuple(known), tuple(every))
+            again = tensor in self._weights and tensor in saved
+            spec = graph.tensors[tensor]
+            seconds = costs.conversions_s(spec, tuple(known), tuple(every), again=again)
             self._problem.convert(start, after, seconds)
 
     def solve(self, byte_s: float = 0.0) -> Solved:
@@ -264,6 +267,8 @@ def priced(
     leaving = used_outside(graph, calls)
     maker = {n: (k, p) for k, call in enumerate(calls) for p, n in enumerate(call.gives)}
     done: set[tuple[int, Layout, Layout]] = set()
+    cut = {n for n, own in solved.weights.items() if any(isinstance(state, S) for state in own)}
+    again = cut & {n for call in calls for n in call.saved}
     found = []
 
     def sent(tensor: int, after: Layout) -> tuple[int, int]:
@@ -271,9 +276,10 @@ def priced(
         if (tensor, before, after) in done:
             return 0, 0
         done.add((tensor, before, after))
-        return conversion_bytes(
+        forward, backward = conversion_bytes(
             before, after, spec.num_bytes, mesh, has_gradient=spec.wants_gradient
         )
+        return forward, backward + (forward if tensor in again else 0)
 
     for call, planned in zip(calls, solved.calls, strict=True):
         both = [sent(n, after) for n, after in zip(call.takes, planned.takes, strict=True)]
@@ -291,6 +297,7 @@ def priced(
         {names[n]: own for n, own in solved.weights.items()},
         {maker[n]: own for n, own in borders.items() if n in maker},
         len(entering),
+        frozenset(names[n] for n in again),
     )
 
 

@@ -9,14 +9,12 @@ A `ShardedTensor` reports the shape of the whole, so that code that looks at sha
 Autograd sees the shards and the conversions between them, and nothing else.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import multi_head_attention_forward
 from torch.overrides import resolve_name
 
@@ -24,13 +22,9 @@ from penstock.costs.fused_kernels import LOOKED_INTO
 from penstock.errors import PlanError
 from penstock.model.capture.ghost import is_question
 from penstock.model.pytree import flatten, tree_map, unflatten
-from penstock.torch_private import (
-    saving_hooks,
-    storage_id,
-    without_torch_dispatch,
-    without_torch_function,
-)
+from penstock.torch_private import without_torch_dispatch, without_torch_function
 
+from .again import Again
 from .convert import convert, convert_kept
 from .kernels import Local, kernel_of, shapes_given
 from .layouts import I, Layout, S
@@ -83,7 +77,7 @@ class ShardedTensor(Tensor):
 
     kept: dict[Layout, Tensor] | None = None
     """Conversions of a weight that last for a step, by layout."""
-    again: "Again | None" = None
+    again: Again | None = None
     """Where conversions of a weight are noted that are not to be saved for the backward."""
 
     def become(self, local: Tensor, layout: Layout) -> None:
@@ -167,58 +161,6 @@ Known = dict[int, list[tuple[list[tuple[Shape, Layout]], tuple[Shape, ...] | Non
 give, and the sizes of slices that follow; the last few.
 """
 _MOST_KNOWN = 16
-
-
-class Again:
-    """Weights that are gathered for a call and freed after it, and gathered again where a backward
-    wants them: what is saved for it of such a weight is how to convert it.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
-        around: tuple[Callable[[Any], Any], ...] = saving_hooks() or (_same, _same)
-        self._pack, self._unpack = around
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether anything was noted."""
-        return bool(self._made)
-
-    def note(self, made: Tensor, how: tuple[Any, ...]) -> None:
-        """Note what a weight was converted to: memory of its own."""
-        if made is not how[0]:
-            self._made[storage_id(made)] = made, how
-
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Save no such conversion; let go of all of them afterwards."""
-        with saved_tensors_hooks(self._packed, self._unpacked):
-            yield
-        self._made.clear()
-
-    def _packed(self, tensor: Tensor) -> Any:
-        found = self._made.get(storage_id(tensor))
-        if found is None:
-            return self._pack(tensor)
-        return _Gathered(found[1], (tensor.shape, tensor.stride(), tensor.storage_offset()))
-
-    def _unpacked(self, saved: Any) -> Tensor:
-        if not isinstance(saved, _Gathered):
-            found: Tensor = self._unpack(saved)
-            return found
-        local, *how = saved.how
-        return convert(local.detach(), *how).as_strided(*saved.place)
-
-
-class _Gathered(NamedTuple):
-    """How a weight is gathered again, and where in it a saved tensor lies."""
-
-    how: tuple[Any, ...]
-    place: tuple[Any, ...]
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 class LayerRun:
