@@ -157,12 +157,13 @@ def by_every_plan(mesh: Mesh) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "placement",
     [
         Placement.of(range(1), num_shards=2),
-        pytest.param(Placement.of(range(2), num_shards=2), marks=pytest.mark.slow),
-        pytest.param(Placement.of(range(1), num_shards=(2, 2)), marks=pytest.mark.slow),
+        Placement.of(range(2), num_shards=2),
+        Placement.of(range(1), num_shards=(2, 2)),
     ],
     ids=["2 shards", "2 stages of 2 shards", "2 x 2 shards"],
 )
