@@ -33,6 +33,8 @@ os.execvpe("sh", ["sh", "-c", f"setsid {python}; exit"], {**os.environ, **own})
 """It is no Python any more, and has a session made; torchrun started it."""
 MEET = """
 import penstock
+from penstock.launcher import end_with_launcher
+end_with_launcher()  # as init_mesh does, before it waits: importing torch takes longer than a kill
 print("meets", flush=True)
 penstock.init_mesh()
 print("met", flush=True)
