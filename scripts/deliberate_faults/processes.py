@@ -311,7 +311,7 @@ FAULTS = (
         "every shard adds the bias of a product by rows",
         "penstock/sharding/rules.py",
         "        takes[own.bias] = P",
-        "        takes[own.bias] = R",
+        "        takes[own.bias] = I",
         "tests/sharding/test_pipeline.py",
         "test_shards_train and not stages and not replicas",
     ),
