@@ -70,7 +70,8 @@ def _whole_norms(
 ) -> list[tuple[int, float]]:
     """Return the norms of gradients, of weights that are cut over all their shards."""
     own = [float(torch.linalg.vector_norm(_values(p), dtype=torch.float64)) for _, p in gradients]
-    own = pipe.shards.norms([p for _, p in gradients], own)
+    if pipe.sharding is not None:
+        own = pipe.shards.norms([p for _, p in gradients], own)
     return [(layer, norm) for (layer, _), norm in zip(gradients, own, strict=True)]
 
 

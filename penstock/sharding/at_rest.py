@@ -75,15 +75,16 @@ class Gathered:
     def for_step(self) -> Iterator[None]:
         """Let weights be as calls have them; keep the own slices of their gradients afterwards."""
         slices = {weight: weight.data for weight in self.cut}
-        self._gather()
-        shapes = {weight: weight.shape for weight in self.cut}
+        shapes = {}
         try:
+            self._gather()
+            shapes = {weight: weight.shape for weight in self.cut}
             yield
         finally:
             for weight, own in slices.items():
                 weight.data = own
                 gradient = weight.grad
-                if gradient is not None and gradient.shape == shapes[weight] != own.shape:
+                if gradient is not None and gradient.shape == shapes.get(weight) != own.shape:
                     rest = self.cut[weight].layout
                     weight.grad = None
                     weight.grad = convert(gradient, self._in_step[weight], rest, self._axes)
@@ -98,8 +99,9 @@ class Gathered:
             for bucket in cut_into_buckets(held):
                 self._gather_along(number, bucket)
         for weight, strides in self._strides.items():
-            as_before = torch.empty_strided(weight.shape, strides, dtype=weight.dtype)
-            weight.data = as_before.to(weight.device).copy_(weight.data)
+            own = weight.data
+            lies = torch.empty_strided(own.shape, strides, dtype=own.dtype, device=own.device)
+            weight.data = lies.copy_(own)
 
     def _gather_along(self, number: int, weights: Sequence[Tensor]) -> None:
         """Send all slices of some weights at once."""

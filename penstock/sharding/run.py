@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from penstock.mesh.collectives import Collectives
 
 Shape = tuple[int, ...]
-_Some = Collection[Any]
 
 
 class ShardedTensor(Tensor):

@@ -1,8 +1,10 @@
 """What a deliberate fault is, and whether a test catches it."""
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,14 +32,18 @@ def catches(fault: Fault, repository: Path) -> bool:
     command += ["--timeout", "60", "-m", "slow or not slow"]
     command += ["-k", fault.only] if fault.only else []
     try:
-        finished = subprocess.run(
+        with subprocess.Popen(
             command,
             cwd=repository,
             env={**os.environ, "PYTHONPATH": str(repository)},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             text=True,
-            check=False,
-        )
+            start_new_session=True,
+        ) as run:
+            said, _ = run.communicate()
     finally:
         path.write_text(text)
-    return finished.returncode == 1 or "Timeout" in finished.stdout
+        with suppress(ProcessLookupError):  # what hangs, as the fault has it, and was not ended
+            os.killpg(run.pid, signal.SIGKILL)
+    return run.returncode == 1 or "Timeout" in said
