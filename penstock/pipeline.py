@@ -202,8 +202,8 @@ class Pipeline(AbstractMovable):
         self._record: Record | None = None
         self._timeline: Timeline | None = None
         with self._engine.reporting():
-            load_and_tell(weights, self.held, self.mesh)
             self._engine.shards.cut_weights(self._engine.tensors())
+            load_and_tell(weights, self.held, self.mesh, self.shards)
         self._balance_by(part)
 
     # -- a training step ------------------------------------------------------------------------

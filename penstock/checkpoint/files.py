@@ -6,8 +6,8 @@
 
 Many processes write folders model/ and optimizer/ of such files instead, a shard each, so that no
 file has two writers: at most 2 K + 1 files for K processes.  state.json names the tensors of each
-file, so that a reader opens only those it needs.  The folder is written under a hidden name beside
-its place, forced to the disk, and renamed.
+file and the slices among them, so that a reader opens only files that it needs (pieces.py).  The
+folder is written under a hidden name beside its place, forced to the disk, and renamed.
 """
 
 import hashlib
@@ -15,19 +15,20 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.errors import CheckpointError
 
 FORMAT = "penstock-checkpoint"
-VERSION = 1
+VERSION = 2
+"""Version 1 has no slices."""
 STATE = "state.json"
 SUFFIX = ".safetensors"
 MODEL = f"model{SUFFIX}"
@@ -159,16 +160,16 @@ def read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         CheckpointError: not a checkpoint, of another version, or state.json is damaged.
     """
     state = _read_state(path)
-    if state.get("version") != VERSION:
+    if state.get("version") not in range(1, VERSION + 1):
         raise CheckpointError(
-            f"{path} has format version {state.get('version')}, this Penstock reads version "
-            f"{VERSION}; load it with the version that wrote it"
+            f"{path} has format version {state.get('version')}, this Penstock reads versions up "
+            f"to {VERSION}; load it with the version that wrote it"
         )
     facts: dict[str, Any] = state.get("facts", {})
     digests: dict[str, str] = state.get("digests", {})
     own = digests.pop(STATE, None) if isinstance(digests, dict) else None
     if own != digest_of([facts, digests]):
-        raise _damaged(path, STATE, _OTHER_DIGEST)
+        raise damaged(path, STATE, _OTHER_DIGEST)
     return facts, digests
 
 
@@ -180,9 +181,9 @@ def check_files(path: Path, digests: Mapping[str, str]) -> None:
     """
     for name, digest in digests.items():
         if not (path / name).is_file():
-            raise _damaged(path, name, _MISSING)
+            raise damaged(path, name, _MISSING)
         if _digest(path / name) != digest:
-            raise _damaged(path, name, _OTHER_DIGEST)
+            raise damaged(path, name, _OTHER_DIGEST)
 
 
 def size_of(path: Path, name: str) -> int:
@@ -194,7 +195,7 @@ def size_of(path: Path, name: str) -> int:
     try:
         return (path / name).stat().st_size
     except OSError:
-        raise _damaged(path, name, _MISSING) from None
+        raise damaged(path, name, _MISSING) from None
 
 
 def digest_of_checkpoint(path: Path) -> str:
@@ -217,72 +218,10 @@ def _read_state(path: Path) -> dict[str, Any]:
             f"{path} holds no {STATE}, so it is no Penstock checkpoint; give another folder"
         ) from None
     except (OSError, ValueError) as error:
-        raise _damaged(path, STATE, str(error)) from None
+        raise damaged(path, STATE, str(error)) from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path / STATE} was not written by Penstock; give another folder")
     return state
-
-
-def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
-    """Read a file of tensors, or the folder of shards that stands for it, into CPU memory.
-
-    Raises:
-        CheckpointError: it is no safetensors file.
-    """
-    tensors: dict[str, Tensor] = {}
-    for file in tensor_files(path, name):
-        try:
-            tensors |= load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise _damaged(path, file.name, _reason(error)) from None
-    return tensors
-
-
-def read_from(path: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
-    """Read tensors, each from its file in `files`; every file is opened once.
-
-    Raises:
-        CheckpointError: one is no safetensors file, or lacks a tensor.
-    """
-    tensors: dict[str, Tensor] = {}
-    for file in dict.fromkeys(files.values()):
-        names = [name for name, its_file in files.items() if its_file == file]
-        try:
-            with safe_open(path / file, framework="pt") as opened:
-                tensors |= {name: opened.get_tensor(name) for name in names}
-        except (OSError, SafetensorError) as error:
-            raise _damaged(path, file, _reason(error)) from None
-    return tensors
-
-
-def files_by_tensor(
-    path: Path, name: str, noted: Mapping[str, Iterable[str]] | None = None
-) -> dict[str, str]:
-    """Map the tensors of what one process writes as `name` to the files that hold them.
-
-    `noted` are the tensors of all files, as state.json has them; without, the files are opened.
-
-    Raises:
-        CheckpointError: a file has to be opened, and is no safetensors file.
-    """
-    if noted is not None:
-        folder = name.removesuffix(SUFFIX)
-        own = {f: names for f, names in noted.items() if f.startswith((f"{folder}/", name))}
-        return {tensor: file for file, names in own.items() for tensor in names}
-    found: dict[str, str] = {}
-    for file in tensor_files(path, name):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                found |= dict.fromkeys(opened.keys(), file.relative_to(path).as_posix())
-        except (OSError, SafetensorError) as error:
-            raise _damaged(path, file.name, _reason(error)) from None
-    return found
-
-
-def tensor_files(path: Path, name: str) -> list[Path]:
-    """Return the files that hold what one process writes as `name`."""
-    shards = path / name.removesuffix(SUFFIX)
-    return sorted(shards.glob(f"*{SUFFIX}")) if shards.is_dir() else [path / name]
 
 
 def remove_folder(path: Path) -> None:
@@ -293,14 +232,12 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _damaged(path: Path, name: str, why: str) -> CheckpointError:
+def damaged(path: Path, name: str, why: Exception | str) -> CheckpointError:
+    """Say that a file of the checkpoint `path` cannot be read."""
+    why = _MISSING if isinstance(why, FileNotFoundError) else why
     return CheckpointError(
         f"{path / name} is damaged: {why}; use another checkpoint, or copy this one anew"
     )
-
-
-def _reason(error: Exception) -> str:
-    return _MISSING if isinstance(error, FileNotFoundError) else str(error)
 
 
 def jsonable(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from penstock.errors import CheckpointError
 from penstock.model.extra_state import Owners, extra_faults, set_extra
 from penstock.runtime.engine import is_pipeline
+from penstock.sharding.slices import Slice
 
 from .files import (
     EXTRA,
@@ -20,8 +21,6 @@ from .files import (
     OPTIMIZER,
     check_files,
     digest_of,
-    files_by_tensor,
-    read_from,
     read_state,
     size_of,
 )
@@ -33,6 +32,7 @@ from .optimizer_state import (
     parameter_names,
     unpack_optimizer,
 )
+from .pieces import Pieces, Shape, files_for, find_pieces, read_pieces
 from .processes import agreed, begin, held_of, refuse_foreign, shards_of
 
 
@@ -66,13 +66,12 @@ def load_checkpoint(
         for file, rank in _verifiers([sizes for sizes, *_ in told]).items()
         if rank == mesh.rank
     }
-    held, shards = held_of(module), shards_of(module)
+    held = held_of(module)
     here, owners = held.state(), held.owners
 
     def read() -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-        saved, of_optimizer = mesh.world.work(partial(found.read, path, digests), what)
-        saved, of_optimizer = shards.own(saved), shards.own(of_optimizer, of_optimizer=True)
-        faults = _model_faults(here, owners, saved)
+        saved, of_optimizer, wholes = mesh.world.work(partial(found.read, path, digests), what)
+        faults = _model_faults(found.whole_of(here), owners, saved, wholes)
         of_saved = found.facts["optimizer"]
         if optimizer is not None and of_saved is None:
             faults.append("it was saved without an optimizer; load it without one")
@@ -136,13 +135,16 @@ def _verifiers(needs: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What a checkpoint holds, and what of it this process needs: tensors, each with its file."""
+    """What a checkpoint holds, and what of it this process needs: tensors, each with its pieces,
+    and slices of those that are cut here.
+    """
 
     facts: dict[str, Any]
     digests: dict[str, str]
     there: Collection[str]
-    of_model: dict[str, str]
-    of_optimizer: dict[str, str]
+    of_model: dict[str, Pieces]
+    of_optimizer: dict[str, Pieces]
+    slices: dict[str, Slice]
     sizes: dict[str, int]
     content: str
 
@@ -157,47 +159,62 @@ class _Wanted:
         """
         facts, digests = read_state(path)
         content = digest_of([facts, digests])
-        noted = facts.get("files")
-        if noted is None:  # one process wrote it
+        if facts.get("files") is None:  # one process wrote it
             check_files(path, digests)  # before they are asked what they hold
-        files = files_by_tensor(path, MODEL, noted)
-        held = held_of(module)
+        pieces = find_pieces(path, MODEL, facts)
+        held, shards = held_of(module), shards_of(module)
         names = (*held.state(), *held.owners)
-        of_model = {name: files[name] for name in names if name in files}
-        there = {*files, *facts.get(EXTRA, {})}
-        of_optimizer: dict[str, str] = {}
+        of_model = {name: pieces[name] for name in names if name in pieces}
+        there = {*pieces, *facts.get(EXTRA, {})}
+        slices = shards.slices(of_model)
+        of_optimizer: dict[str, Pieces] = {}
         if optimizer is not None and facts["optimizer"] is not None:
             facts["optimizer"] = only_of(facts["optimizer"], parameter_names(module).values())
-            files = files_by_tensor(path, OPTIMIZER, noted)
-            own = keys_of(names_of_share(optimizer, module), files)
-            of_optimizer = {key: files[key] for key in own}
-        needed = {*of_model.values(), *of_optimizer.values()}
+            pieces = find_pieces(path, OPTIMIZER, facts)
+            own = keys_of(names_of_share(optimizer, module), pieces)
+            of_optimizer = {key: pieces[key] for key in own}
+            slices |= shards.slices(of_optimizer, of_optimizer=True)
+        needed = files_for(of_model, slices) | files_for(of_optimizer, slices)
         sizes = {file: size_of(path, file) for file in needed}
-        return cls(facts, digests, there, of_model, of_optimizer, sizes, content)
+        return cls(facts, digests, there, of_model, of_optimizer, slices, sizes, content)
 
     def read(
         self, path: Path, digests: Mapping[str, str]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Verify the files of `digests`, and read the state of the model and the tensors of the
-        optimizer.
+    ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Shape]]:
+        """Verify the files of `digests`, and read the state of the model, the tensors of the
+        optimizer, and the whole shapes of those of the model.
 
         Raises:
             CheckpointError: a file is damaged.
         """
         check_files(path, digests)
-        saved = {**read_from(path, self.of_model), **self.facts.get(EXTRA, {})}
-        return saved, read_from(path, self.of_optimizer)
+        saved, wholes = read_pieces(path, self.of_model, self.slices)
+        of_optimizer, _ = read_pieces(path, self.of_optimizer, self.slices)
+        return {**saved, **self.facts.get(EXTRA, {})}, of_optimizer, wholes
+
+    def whole_of(self, here: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Shape]]:
+        """Return tensors of the model, each with the shape of its whole."""
+        return {
+            name: (tensor, self.slices[name].whole if name in self.slices else tuple(tensor.shape))
+            for name, tensor in here.items()
+        }
 
 
-def _model_faults(here: Mapping[str, Any], owners: Owners, there: Mapping[str, Any]) -> list[str]:
+def _model_faults(
+    here: Mapping[str, tuple[Tensor, Shape]],
+    owners: Owners,
+    there: Mapping[str, Any],
+    wholes: Mapping[str, Shape],
+) -> list[str]:
     known = {**here, **owners}
     faults = [f"{name} is missing" for name in known if name not in there]
     faults += extra_faults(owners, there)
     first_name: dict[tuple[int, torch.Size], str] = {}
     for name in (name for name in here if name in there):
-        mine, saved = here[name], there[name]
-        if mine.shape != saved.shape or mine.dtype != saved.dtype:
-            faults.append(f"{name} is {_kind(saved)}, the model's is {_kind(mine)}")
+        (mine, shape), saved = here[name], there[name]
+        if shape != wholes[name] or mine.dtype != saved.dtype:
+            found, wanted = _kind(saved.dtype, wholes[name]), _kind(mine.dtype, shape)
+            faults.append(f"{name} is {found}, the model's is {wanted}")
         if mine.is_meta:
             faults.append(f"{name} has no memory in the model: it is on the meta device")
             continue
@@ -207,5 +224,5 @@ def _model_faults(here: Mapping[str, Any], owners: Owners, there: Mapping[str, A
     return faults
 
 
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+def _kind(dtype: torch.dtype, shape: Shape) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

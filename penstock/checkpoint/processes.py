@@ -39,20 +39,6 @@ def shards_of(module: nn.Module) -> CutWeights:
     return module.shards if is_pipeline(module) else CutWeights({}, {})
 
 
-def check_without_shards(call: str, mesh: Mesh) -> None:
-    """Refuse what works on whole weights only.
-
-    Raises:
-        CheckpointError: the processes of the mesh share weights.
-    """
-    if mesh.shards.size > 1:
-        raise CheckpointError(
-            f"{call} is for whole weights, and this mesh has {mesh.shards.size} shards; use "
-            "save_checkpoint and load_checkpoint, export_model for one file of the model, and "
-            "Pipeline(weights=) to start from a folder"
-        )
-
-
 def agreed(
     mesh: Mesh, job: Callable[[], Found], tell: Callable[[Found], Any], what: str
 ) -> tuple[Found, list[Any]]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from penstock.mesh import Mesh
 from penstock.mesh.threads import in_thread
 from penstock.model.extra_state import read_extra
 from penstock.runtime.engine import is_pipeline
-from penstock.sharding.at_rest import CutWeights
+from penstock.sharding.at_rest import CutWeights, weight_of
+from penstock.sharding.slices import Slice
 
 from .files import (
     EXTRA,
@@ -26,13 +26,13 @@ from .files import (
     UNFINISHED,
     jsonable,
     read_facts,
-    read_tensors,
     refuse_existing,
     write_folder,
 )
 from .optimizer_state import merge_optimizers, pack_optimizer
+from .pieces import read_all
 from .processes import agreed, begin, held_of, shards_of
-from .together import MODEL_FOLDER, OPTIMIZER_FOLDER, Saving, begin_together, shard_names
+from .together import MODEL_FOLDER, OPTIMIZER_FOLDER, Content, Saving, begin_together
 
 
 def save_checkpoint(
@@ -50,8 +50,9 @@ def save_checkpoint(
     well, for its random streams.  `state` is anything JSON can hold (tuples come back as lists),
     such as a learning-rate scheduler's or a GradScaler's `state_dict()`.
 
-    In a mesh of processes all of them call this alike.  Each stage of the first replica writes its
-    own file, with weights that processes share (`Pipeline(sharding=)`) put together;
+    In a mesh of processes all of them call this alike.  Each writes its own file: the first
+    replica, the tensors of its stages; of weights that processes share (`Pipeline(sharding=)`),
+    each its slices, as torch.distributed.checkpoint writes them in safetensors files.
     `export_model` makes one file of the model's.  However long they write, the mesh's `timeout_s`
     counts only for a process that does not answer that it is at work.
 
@@ -64,7 +65,7 @@ def save_checkpoint(
     target = Path(path).absolute()
     content = _collect(target, module, optimizer, state, copy=False)
     if content.mesh.world_size > 1:
-        begin_together(content.mesh, target, content.tensors, content.facts).wait()
+        begin_together(target, content).wait()
     else:
         write_folder(target, content.tensors, content.facts)
 
@@ -90,29 +91,9 @@ def async_save_checkpoint(
     target = Path(path).absolute()  # the process may go elsewhere meanwhile
     content = _collect(target, module, optimizer, state, copy=True)
     if content.mesh.world_size > 1:
-        return begin_together(content.mesh, target, content.tensors, content.facts)
+        return begin_together(target, content)
     write = partial(write_folder, target, content.tensors, content.facts)
     return Saving(target, in_thread(write, "penstock-save", daemon=False).result)
-
-
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """What this process writes, `tensors[file or folder][name]`, and facts of it: those of all
-    processes, once they have told each other.
-    """
-
-    mesh: Mesh
-    tensors: dict[str, dict[str, Tensor]]
-    facts: dict[str, Any]
-
-    @property
-    def files(self) -> dict[str, list[str]]:
-        """The files that this process writes, with the tensors of each."""
-        if not _writes(self.mesh):
-            return {}
-        if self.mesh.world_size > 1:
-            return shard_names(self.mesh.rank, self.tensors)
-        return {file: list(names) for file, names in self.tensors.items()}
 
 
 def _collect(
@@ -122,40 +103,39 @@ def _collect(
     state: dict[str, Any],
     *,
     copy: bool,
-) -> _Content:
+) -> Content:
     """Gather what is saved; in a mesh of processes, all of them raise what one of them must.
 
     Raises:
         CheckpointError: something cannot be saved.
     """
-    mesh, held = begin("save_checkpoint", module), held_of(module)
-    shards, writes = shards_of(module), _writes(mesh)
+    mesh, held, shards = begin("save_checkpoint", module), held_of(module), shards_of(module)
     of_model, of_optimizer = (
         (MODEL_FOLDER, OPTIMIZER_FOLDER) if mesh.world_size > 1 else (MODEL, OPTIMIZER)
     )
 
-    def own() -> _Content:
+    def own() -> Content:
         if mesh.is_first_rank:
             refuse_existing(target)
-        extra, values = read_extra(held.owners) if writes else ({}, {})
-        model = {**held.state(), **extra}
-        model = model if writes else shards.of(model)  # to be put together
-        tensors = {of_model: storable(model, copy=copy)}
-        facts = {**_facts(module, state), EXTRA: values}
+        extra, values = read_extra(held.owners)
+        found = {of_model: {**held.state(), **extra}}
+        facts = {**_facts(module, state), EXTRA: values if _writes(mesh) else {}}
         if optimizer is not None:
             content, packed = pack_optimizer(optimizer, module)
             facts["optimizer"] = jsonable(packed)
-            saved = content if writes else shards.of(content, of_optimizer=True)
-            tensors[of_optimizer] = storable(saved, copy=copy)
-        return _Content(mesh, tensors, facts)
+            found[of_optimizer] = content
+        tensors, slices = {}, {}
+        for place, content in found.items():
+            written, slices[place] = _own_of(content, shards, mesh, place == of_optimizer)
+            tensors[place] = storable(written, copy=copy)
+        return Content(mesh, tensors, slices, facts)
 
     content, told = agreed(
         mesh,
         own,
-        lambda own: (own.facts["optimizer"], own.files, own.facts[EXTRA]),
+        lambda own: (own.facts["optimizer"], *own.places, own.facts[EXTRA]),
         "for the others to save the same checkpoint",
     )
-    content = replace(content, tensors=_together(content, shards))
     parts = [part for part, *_ in told]
     without = [str(rank) for rank, part in enumerate(parts) if part is None]
     if without and len(without) < len(parts):
@@ -166,24 +146,33 @@ def _collect(
     if optimizer is not None:
         width = mesh.shards.size
         content.facts["optimizer"] = merge_optimizers(parts[: mesh.num_stages * width : width])
-    content.facts["files"] = {file: names for _, files, _ in told for file, names in files.items()}
-    content.facts[EXTRA] = {name: value for *_, part in told for name, value in part.items()}
+    for key, place in (("files", 1), ("slices", 2), (EXTRA, 3)):
+        content.facts[key] = {name: value for own in told for name, value in own[place].items()}
     return content
 
 
-def _together(content: _Content, shards: CutWeights) -> dict[str, dict[str, Tensor]]:
-    """Return what this process writes, with weights whole that several share: the first of them
-    writes these.
+def _own_of(
+    content: dict[str, Any], shards: CutWeights, mesh: Mesh, of_optimizer: bool
+) -> tuple[dict[str, Any], dict[str, Slice]]:
+    """Return what this process writes: what others have too, the first one of them; and which
+    part of a tensor it has.
     """
-    found = {
-        file: shards.whole(tensors, of_optimizer=file in (OPTIMIZER, OPTIMIZER_FOLDER))
-        for file, tensors in content.tensors.items()
-    }
-    return found if _writes(content.mesh) else {file: {} for file in found}
+    axes = (*mesh.shard_axes, mesh.replicas.tensors)
+    cut = shards.slices(content, of_optimizer=of_optimizer)
+    slices = {name: own for name, own in cut.items() if content[name].shape == own.lengths}
+    written = {}
+    for name, value in content.items():
+        if name in slices:
+            is_own = shards.is_first(weight_of(name, of_optimizer), axes) and value.numel() > 0
+        else:
+            is_own = _writes(mesh)
+        if is_own:
+            written[name] = value
+    return written, {name: own for name, own in slices.items() if name in written}
 
 
 def _writes(mesh: Mesh) -> bool:
-    """Tell whether this process writes what it has: what others have too, the first one writes."""
+    """Tell whether this process writes what is whole on several: the first one does."""
     return mesh.replica == 0 and mesh.shard == 0
 
 
@@ -232,11 +221,12 @@ def export_model(path: str | os.PathLike[str], file: str | os.PathLike[str]) -> 
         raise CheckpointError(
             f"{target} exists already and is never overwritten; choose another name"
         )
-    values = read_facts(Path(path)).get(EXTRA)
+    facts = read_facts(Path(path))
+    values = facts.get(EXTRA)
     unfinished = target.with_name(f".{target.name}{UNFINISHED}")
     try:
         metadata = {EXTRA: json.dumps(values)} if values else None
-        save_file(read_tensors(Path(path), MODEL), unfinished, metadata)
+        save_file(read_all(Path(path), MODEL, facts), unfinished, metadata)
         unfinished.rename(target)
     except (OSError, SafetensorError) as error:
         unfinished.unlink(missing_ok=True)

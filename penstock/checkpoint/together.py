@@ -1,16 +1,17 @@
 """Write a folder from many processes: each writes the tensors of its own stage.
 
-    model/*.safetensors       one shard a process that has tensors for it
+    model/*.safetensors       one shard a process that has tensors, or slices of some, for it
     optimizer/*.safetensors   likewise
-    state.json                as ever, and the tensors of each shard; rank 0 writes it when all
-                              shards are there
+    state.json                as ever, and the tensors and slices of each shard; rank 0 writes it
+                              when all shards are there
 
 A save runs in a thread of its own in every process, and over a process group of its own, so that
 training may go on beside it.  The folder has a hidden name until it is complete.
 """
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from penstock.mesh import Mesh
 from penstock.mesh.control import Control
 
 from .files import SUFFIX, digest_and_force, finish_folder, make_unfinished, refuse_existing
+from .pieces import Own, header_of
 
 
 class Saving:
@@ -69,11 +71,37 @@ Finish = Callable[[Path, Digests], None]
 """(unfinished folder, what all have written): completes the folder and gives it its name."""
 
 
-def begin_together(
-    mesh: Mesh, path: Path, tensors: Mapping[str, Tensors], facts: Mapping[str, Any]
-) -> Saving:
-    """Begin to write `tensors[folder][name]` of all processes, and rank 0's `facts`, as one
-    folder.  The tensors must not change until it is written.
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What this process writes, `tensors[file or folder][name]`, and facts of it: those of all
+    processes, once they have told each other.
+
+    `slices[file or folder][name]` says of which part a tensor is, where that is not all.
+    """
+
+    mesh: Mesh
+    tensors: Mapping[str, Tensors]
+    slices: Mapping[str, Own]
+    facts: dict[str, Any]
+
+    @property
+    def places(self) -> tuple[dict[str, list[str]], dict[str, dict[str, Any]]]:
+        """The tensors of each file that this process writes, and where its slices begin and how
+        long they are.
+        """
+        files, slices = {}, {}
+        for place, tensors in self.tensors.items():
+            if tensors:
+                name = place if self.mesh.world_size == 1 else shard_name(self.mesh.rank, place)
+                files[name] = list(tensors)
+                slices[name] = {n: own[:2] for n, own in self.slices[place].items()}
+        return files, {name: own for name, own in slices.items() if own}
+
+
+def begin_together(path: Path, content: Content) -> Saving:
+    """Begin to write what all processes have as one folder.
+
+    The tensors must not change until it is written.
 
     Waiting for it raises:
         CheckpointError: `path` exists, or a disk refuses; on every process alike.
@@ -82,15 +110,15 @@ def begin_together(
 
     def begin() -> Path:
         unfinished = make_unfinished(path)
-        for folder in tensors:
+        for folder in content.tensors:
             (unfinished / folder).mkdir()
         return unfinished
 
     def finish(unfinished: Path, digests: Digests) -> None:
-        finish_folder(unfinished, path, facts, digests)
+        finish_folder(unfinished, path, content.facts, digests)
 
-    write = partial(_write_shards, mesh.rank, tensors)
-    return write_together(mesh, path, partial(refuse_existing, path), begin, write, finish)
+    write = partial(_write_shards, content)
+    return write_together(content.mesh, path, partial(refuse_existing, path), begin, write, finish)
 
 
 def write_together(
@@ -135,15 +163,17 @@ def _try(world: Control, job: Callable[[], Any]) -> tuple[Any, str | None]:
         return None, f"rank {world.rank}: {problem}" if world.size > 1 else str(problem)
 
 
-def shard_names(rank: int, names: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
-    """Name the shards of a process by the folders they are for, with the tensors of each."""
-    return {f"{f}/shard-{rank + 1:05d}{SUFFIX}": list(own) for f, own in names.items() if own}
+def shard_name(rank: int, folder: str) -> str:
+    """Name what a process writes into a folder."""
+    return f"{folder}/shard-{rank + 1:05d}{SUFFIX}"
 
 
-def _write_shards(rank: int, tensors: Mapping[str, Tensors], unfinished: Path) -> Digests:
+def _write_shards(content: Content, unfinished: Path) -> Digests:
     """Write a checkpoint's shards; force them to the disk, and give the digests."""
     digests = {}
-    for file in shard_names(rank, tensors):
-        save_file(dict(tensors[file.partition("/")[0]]), unfinished / file)
-        digests[file] = digest_and_force(unfinished / file)
+    for folder, tensors in content.tensors.items():
+        if tensors:
+            file = shard_name(content.mesh.rank, folder)
+            save_file(dict(tensors), unfinished / file, header_of(tensors, content.slices[folder]))
+            digests[file] = digest_and_force(unfinished / file)
     return digests

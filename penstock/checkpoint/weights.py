@@ -11,10 +11,9 @@ from penstock.checkpoint.files import (
     MODEL,
     OPTIMIZER,
     check_files,
-    files_by_tensor,
-    read_from,
     read_state,
 )
+from penstock.checkpoint.pieces import Pieces, files_for, find_pieces, read_pieces
 from penstock.model.state import first_names
 from penstock.optim.averaging import name_of_averaged
 
@@ -33,13 +32,13 @@ def tensor_names(model: nn.Module) -> dict[str, str]:
 class SavedWeights:
     """Where a checkpoint has its weights, in files that are verified.
 
-    `of_model` gives the file of each, and `averages` the name of its average, where it has one,
-    and the file of that.
+    `of_model` gives the pieces of each, and `averages` the name of its average, where it has one,
+    and the pieces of that.
     """
 
     checkpoint: Path
-    of_model: Mapping[str, str]
-    averages: Mapping[str, tuple[str, str]]
+    of_model: Mapping[str, Pieces]
+    averages: Mapping[str, tuple[str, Pieces]]
 
     @classmethod
     def find(
@@ -56,28 +55,28 @@ class SavedWeights:
         noted = facts.get("files")
         if noted is None:
             check_files(checkpoint, digests)  # before they are asked what they hold
-        there = files_by_tensor(checkpoint, MODEL, noted)
+        there = find_pieces(checkpoint, MODEL, facts)
         of_model = {n: there[n] for n in (names if wanted is None else wanted) if n in there}
         averages = {}
         if facts["optimizer"] is not None:
             kept = {
-                names[name]: (key, file)
-                for key, file in files_by_tensor(checkpoint, OPTIMIZER, noted).items()
+                names[name]: (key, pieces)
+                for key, pieces in find_pieces(checkpoint, OPTIMIZER, facts).items()
                 if (name := name_of_averaged(key)) in names
             }
             averages = {name: kept[names[name]] for name in of_model if names[name] in kept}
         if noted is not None:
-            needed = {*of_model.values(), *(file for _, file in averages.values())}
+            needed = files_for(of_model, {}) | files_for(dict(averages.values()), {})
             check_files(checkpoint, {file: digests.get(file, "") for file in needed})
         return cls(checkpoint, of_model, averages)
 
     def read(self, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
         """Read those of the `wanted` tensors that are there; the average of each that has one."""
-        found = {name: file for name in wanted if (file := self.of_model.get(name)) is not None}
+        found = {name: self.of_model[name] for name in wanted if name in self.of_model}
         keys = {name: self.averages[name] for name in found if name in self.averages}
-        plain = {name: file for name, file in found.items() if name not in keys}
-        tensors = read_from(self.checkpoint, plain)
-        averages = read_from(self.checkpoint, dict(keys.values()))
+        plain = {name: pieces for name, pieces in found.items() if name not in keys}
+        tensors, _ = read_pieces(self.checkpoint, plain)
+        averages, _ = read_pieces(self.checkpoint, dict(keys.values()))
         return {n: averages[keys[n][0]] if n in keys else tensors[n] for n in found}
 
 

@@ -10,7 +10,7 @@ the axes of shards.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from .convert import convert
 from .layouts import I, Layout, S
 from .sizes import size_like
+from .slices import Slice
 
 if TYPE_CHECKING:
     from penstock.mesh.collectives import Collectives
@@ -38,6 +39,16 @@ class Cut(NamedTuple):
     def whole(self) -> Layout:
         """The layout in which each device has all of it."""
         return (I,) * len(self.axes)
+
+    @property
+    def own(self) -> Slice:
+        """What this device has of it."""
+        offsets, lengths = [0] * len(self.shape), list(self.shape)
+        for state, axis in zip(self.layout, self.axes, strict=True):
+            if isinstance(state, S):
+                offsets[state.dim] += sum(state.sizes[: axis.rank])
+                lengths[state.dim] = state.sizes[axis.rank]
+        return Slice(tuple(offsets), tuple(lengths), self.shape)
 
 
 def keep_slices(weights: Mapping[Tensor, Cut]) -> None:
@@ -161,11 +172,7 @@ class CutWeights:
 
     def __init__(self, named: Mapping[str, Tensor], cut: Mapping[Tensor, Cut]) -> None:
         self._weights = cut
-        self._cut = {
-            name: (cut[weight], tuple(weight.shape))
-            for name, weight in named.items()
-            if weight in cut
-        }
+        self._cut = {name: cut[weight] for name, weight in named.items() if weight in cut}
 
     def norms(self, weights: Sequence[Tensor], own: Sequence[float]) -> list[float]:
         """Return the norms of what belongs to some weights, of norms of what is held here.
@@ -182,45 +189,31 @@ class CutWeights:
             norms = torch.where(is_cut, torch.linalg.vector_norm(rows, dim=0), norms)
         return norms.tolist()
 
-    def of(self, tensors: Mapping[str, Any], *, of_optimizer: bool = False) -> dict[str, Any]:
-        """Return those of some tensors that are of a weight that is cut."""
-        return {k: x for k, x in tensors.items() if _weight_of(k, of_optimizer) in self._cut}
+    def slices(self, names: Iterable[str], *, of_optimizer: bool = False) -> dict[str, Slice]:
+        """Return which part of a tensor is here, of those that are cut like their weight.
 
-    def whole(
-        self, tensors: Mapping[str, Tensor], *, of_optimizer: bool = False
-    ) -> dict[str, Tensor]:
-        """Put tensors together that are as large as the own shard of their weight.
-
-        All processes that share the weights call this alike.  Keys are names of weights; those of
-        an optimizer's state end in a dot and what it is.
+        Names are those of weights; those of an optimizer's state end in a dot and what it is.
         """
-        put = self._put_together
-        in_order = sorted(tensors)  # a state that was loaded may be in another order on each
-        found = {k: put(_weight_of(k, of_optimizer), tensors[k]) for k in in_order}
-        return {k: found[k] for k in tensors}
+        found = {name: self._cut.get(weight_of(name, of_optimizer)) for name in names}
+        return {name: cut.own for name, cut in found.items() if cut is not None}
 
-    def own(self, tensors: Mapping[str, Any], *, of_optimizer: bool = False) -> dict[str, Any]:
-        """Keep the own shard of tensors that are as large as their whole weight."""
-        return {k: self._take(_weight_of(k, of_optimizer), x) for k, x in tensors.items()}
+    def is_first(self, name: str, axes: "Axes") -> bool:
+        """Tell whether this process is the first along `axes` to hold what it has of a weight."""
+        return all(axis.rank == 0 for axis in axes if not _cuts(self._cut.get(name), axis))
 
-    def _put_together(self, weight: str, tensor: Tensor) -> Tensor:
-        found = self._cut.get(weight)
-        if found is None or tuple(tensor.shape) != found[1]:
-            return tensor
-        cut, _ = found
-        with torch.no_grad():
-            return convert(tensor, cut.layout, cut.whole, cut.axes)
-
-    def _take(self, weight: str, value: Any) -> Any:
-        found = self._cut.get(weight)
-        if found is None or not isinstance(value, Tensor):
-            return value
-        cut, _ = found
-        is_whole = tuple(value.shape) == cut.shape
-        return convert(value, cut.whole, cut.layout, cut.axes) if is_whole else value
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Put weights together, or their gradients; all that share them call this alike."""
+        found = {}
+        for name in sorted(tensors):  # in the same order on each
+            found[name], cut = tensors[name], self._cut.get(name)
+            if cut is not None and found[name].shape == cut.own.lengths:
+                with torch.no_grad():
+                    found[name] = convert(found[name], cut.layout, cut.whole, cut.axes)
+        return found
 
 
-def _weight_of(key: str, of_optimizer: bool) -> str:
+def weight_of(key: str, of_optimizer: bool) -> str:
+    """Return the name of the weight that a tensor of a model or an optimizer belongs to."""
     return key.rpartition(".")[0] if of_optimizer else key
 
 

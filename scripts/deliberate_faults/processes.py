@@ -230,8 +230,8 @@ FAULTS = (
     Fault(
         "a checkpoint has the optimizer state of the first replica's slices only",
         "penstock/checkpoint/save.py",
-        "shards.whole(tensors, of_optimizer=file in (OPTIMIZER, OPTIMIZER_FOLDER))",
-        "shards.whole(tensors) if file == MODEL_FOLDER else tensors",
+        "cut = shards.slices(content, of_optimizer=of_optimizer)",
+        "cut = {} if of_optimizer else shards.slices(content)",
         "tests/distributed/test_checkpoint_processes.py",
         "share_out",
     ),
@@ -334,8 +334,8 @@ FAULTS = (
     Fault(
         "a shard of a weight is saved for the whole",
         "penstock/checkpoint/save.py",
-        "file: shards.whole(tensors, of_optimizer=file in (OPTIMIZER, OPTIMIZER_FOLDER))",
-        "file: tensors",
+        "if content[name].shape == own.lengths}",
+        "if content[name].shape == own.whole}",
         "tests/sharding/test_pipeline.py",
         "test_shards_train and not stages and not replicas",
     ),

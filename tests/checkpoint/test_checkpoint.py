@@ -382,7 +382,7 @@ def write_state(path: Path, **state: Any) -> None:
         (lambda path: write_state(path, a=1), "was not written by Penstock"),
         (
             lambda path: write_state(path, format="penstock-checkpoint", version=99),
-            "format version 99, this Penstock reads version 1",
+            "format version 99, this Penstock reads versions up to 2",
         ),
         (
             lambda path: write_state(path, format="penstock-checkpoint", version=1, digests=None),

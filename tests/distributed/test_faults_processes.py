@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import penstock
-from penstock.checkpoint.files import read_tensors
+from penstock.checkpoint.files import read_facts
+from penstock.checkpoint.pieces import read_all
 from tests.distributed.fault_job import FAULTY_STEP, STEPS, newest, train
 from tests.distributed.launch import Ended, run, start
 
@@ -135,7 +136,7 @@ def weights(checkpoint: Path | None) -> Weights:
     return {
         name: tensor
         for file in ("model.safetensors", "optimizer.safetensors")
-        for name, tensor in read_tensors(checkpoint, file).items()
+        for name, tensor in read_all(checkpoint, file, read_facts(checkpoint)).items()
     }
 
 

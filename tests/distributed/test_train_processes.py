@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from penstock import Plan
-from penstock.checkpoint.files import read_tensors
+from penstock.checkpoint.files import read_facts
+from penstock.checkpoint.pieces import read_all
 from penstock.cli.main import run as command
 from penstock.train.command import Request, start_run
 from penstock.train.interrupt import Interrupt
@@ -90,7 +91,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {
         name: tensor
         for file in ("model.safetensors", "optimizer.safetensors")
-        for name, tensor in read_tensors(newest, file).items()
+        for name, tensor in read_all(newest, file, read_facts(newest)).items()
     }
 
 

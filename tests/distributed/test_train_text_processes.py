@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.checkpoint.files import read_tensors
+from penstock.checkpoint.files import read_facts
+from penstock.checkpoint.pieces import read_all
 from penstock.train.run_folder import RunFolder
 from tests.distributed.launch import ROOT, start
 from tests.distributed.test_train_processes import (
@@ -44,9 +45,9 @@ def assert_same_run(folder: Path, expected: Path) -> None:
         {
             name: tensor
             for file in ("model.safetensors", "optimizer.safetensors")
-            for name, tensor in read_tensors(RunFolder(f).checkpoints()[-1], file).items()
+            for name, tensor in read_all(newest, file, read_facts(newest)).items()
         }
-        for f in (folder, expected)
+        for newest in (RunFolder(folder).checkpoints()[-1], RunFolder(expected).checkpoints()[-1])
     )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.errors import CheckpointError
+from penstock.sharding.slices import Slice
 
 Read = Callable[[str], Tensor]
 """The name of a tensor in the folder -> the tensor."""
@@ -25,15 +26,19 @@ Read = Callable[[str], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """Tensors of the folder, and what they are in the model: `make(read)[name in the model]`."""
+    """Tensors of the folder, and what they are in the model: `make(read)[name in the model]`.
+
+    Of a `plain` one, a slice of what is read is the same slice in the model.
+    """
 
     names: tuple[str, ...]
     make: Callable[[Read], dict[str, Tensor]]
+    plain: bool = False
 
 
 def as_it_is(name: str, known_as: str) -> Source:
     """Return a tensor under another name."""
-    return Source((name,), lambda read: {known_as: read(name)})
+    return Source((name,), lambda read: {known_as: read(name)}, plain=True)
 
 
 MODEL = "model.safetensors"
@@ -89,9 +94,9 @@ class Folder:
         return [*self.files, *self.values]
 
     @contextmanager
-    def reading(self, names: Iterable[str]) -> Iterator[tuple[Read, Read]]:
+    def reading(self, names: Iterable[str]) -> Iterator[tuple[Read, Callable[..., Any]]]:
         """Open the files that hold `names`; give functions to see a tensor's kind, as a tensor on
-        the meta device, and to read it, or a value.
+        the meta device, and to read it, or its `own` slice, or a value.
 
         Raises:
             CheckpointError: a file is not there or damaged, or lacks what the index says.
@@ -114,10 +119,11 @@ class Folder:
                 dtype = _DTYPES.get(part.get_dtype(), torch.uint8)
                 return torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
-            def read(name: str) -> Any:
-                if name in self.files:
-                    return opened[self.files[name]].get_tensor(name)
-                return self.values[name]
+            def read(name: str, own: Slice | None = None) -> Any:
+                if name not in self.files:
+                    return self.values[name]
+                file = opened[self.files[name]]
+                return file.get_tensor(name) if own is None else own.of(file.get_slice(name))
 
             yield look, read
 

@@ -3,8 +3,9 @@
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from penstock.mesh import Mesh
 from penstock.model.extra_state import extra_faults, set_extra
 from penstock.model.materialize import may_be_absent
 from penstock.model.state import Held
+from penstock.sharding.at_rest import CutWeights
+from penstock.sharding.slices import Slice
 
 from .folder import Folder, Read, Source, as_it_is
 from .library import as_loaded
@@ -51,14 +54,17 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What gives a tensor its values: (name, source), several if the folder has it more often."""
+    """What gives a tensor its values: (name, source), several if the folder has it more often; and
+    which part of the whole is here.
+    """
 
     name: str
     tensor: Tensor
     sources: tuple[tuple[str, Source], ...]
+    own: Slice
 
 
-def load(path: Path, model: Held, mesh: Mesh) -> tuple[str, ...]:
+def load(path: Path, model: Held, mesh: Mesh, shards: CutWeights) -> tuple[str, ...]:
     """Load the tensors and the extra state of a process from a folder; see `load_pretrained`.
 
     Returns:
@@ -72,7 +78,7 @@ def load(path: Path, model: Held, mesh: Mesh) -> tuple[str, ...]:
     def look() -> tuple[Folder, list[_Found], dict[str, tuple[str, Source]], list[str], set[str]]:
         folder = Folder.at(path)
         sources = Sources(original, folder.names)
-        found, missing = _match(sources, model.own_tensors())
+        found, missing = _match(sources, model.own_tensors(), shards)
         extra = {name: source for name in owners for source in islice(sources.of([name]), 1)}
         missing += [(name,) for name in owners if name not in extra]
         is_left_out = may_be_absent(original)
@@ -110,21 +116,24 @@ def load(path: Path, model: Held, mesh: Mesh) -> tuple[str, ...]:
     return unknown
 
 
-def load_and_tell(path: str | os.PathLike[str] | None, model: Held, mesh: Mesh) -> None:
+def load_and_tell(
+    path: str | os.PathLike[str] | None, model: Held, mesh: Mesh, shards: CutWeights
+) -> None:
     """Load like `load`, if there is a folder; warn on rank 0 of tensors without a place."""
-    unknown = load(Path(path), model, mesh) if path is not None else ()
+    unknown = load(Path(path), model, mesh, shards) if path is not None else ()
     if unknown and mesh.is_first_rank:
         warnings.warn(f"{path}: {_unplaced(unknown)}", stacklevel=3)
 
 
 def _match(
-    sources: Sources, own: Mapping[tuple[str, ...], Tensor]
+    sources: Sources, own: Mapping[tuple[str, ...], Tensor], shards: CutWeights
 ) -> tuple[list[_Found], list[tuple[str, ...]]]:
     found, missing = [], []
     for names, tensor in own.items():
         of_tensor = tuple(sources.of(names))
         if of_tensor:
-            found.append(_Found(names[0], tensor, of_tensor))
+            here = shards.slices(names[:1]).get(names[0]) or Slice.of_all(tuple(tensor.shape))
+            found.append(_Found(names[0], tensor, of_tensor, here))
         else:
             missing.append(names)
     return found, missing
@@ -158,8 +167,8 @@ def _unlike(one: _Found, name: str, source: Source, look: Read) -> Iterator[str]
     except (RuntimeError, ValueError, LookupError) as error:
         yield f"{name} cannot be made of {', '.join(source.names)}: {error}"
         return
-    if made.shape != one.tensor.shape:
-        shapes = f"{list(made.shape)}, the model's {one.name} {list(one.tensor.shape)}"
+    if made.shape != one.own.whole:
+        shapes = f"{list(made.shape)}, the model's {one.name} {list(one.own.whole)}"
         yield f"{name} has the shape {shapes}"
     if _kind(made.dtype) != _kind(one.tensor.dtype):
         yield (
@@ -176,16 +185,22 @@ def _kind(dtype: torch.dtype) -> str:
     return "numbers with a fraction" if dtype.is_floating_point else "whole numbers"
 
 
-def _fill(found: Sequence[_Found], read: Read) -> None:
-    """Copy the values; what several tensors are made of is read once."""
-    users: dict[Source, list[tuple[str, Tensor]]] = {}
+def _fill(found: Sequence[_Found], read: Callable[..., Any]) -> None:
+    """Copy the values; what several tensors are made of is read once, and of a tensor that is in
+    the folder as it is, only what is kept.
+    """
+    users: dict[Source, list[tuple[str, _Found]]] = {}
     for one in found:
         name, source = one.sources[0]
-        users.setdefault(source, []).append((name, one.tensor))
+        users.setdefault(source, []).append((name, one))
     for source, places in users.items():
+        (name, one), *others = places
+        if source.plain and not one.own.is_all and not others:
+            one.tensor.copy_(source.make(partial(read, own=one.own))[name])
+            continue
         made = source.make(read)
-        for name, tensor in places:
-            tensor.copy_(made[name])
+        for name, one in places:
+            one.tensor.copy_(one.own.of(made[name]))
 
 
 def _unknown(

@@ -21,7 +21,7 @@ from penstock.checkpoint.files import (
 )
 from penstock.checkpoint.pretrained.folder import EXTRA, INDEX, MODEL
 from penstock.checkpoint.pretrained.library import as_saved
-from penstock.checkpoint.processes import begin, check_without_shards
+from penstock.checkpoint.processes import begin
 from penstock.checkpoint.save import storable
 from penstock.checkpoint.together import Digests, write_together
 from penstock.errors import CheckpointError, check_count
@@ -41,10 +41,10 @@ def load_pretrained(folder: str | os.PathLike[str], pipe: "Pipeline") -> tuple[s
 
     The folder holds model.safetensors, or model.safetensors.index.json and the files it names.
     Each process opens only the files that hold tensors of its own stages, and reads only those
-    tensors; nothing is unpickled.  Names are the model's own.  A parameter with several names may
-    go by any of them, and names may have or lack the `base_model_prefix` that the model's class
-    gives.  Values are copied into the parameters and buffers that are there, and so take their
-    dtype.  To spare a model on the meta device the drawing of values, give
+    tensors, of weights in shards its slices; nothing is unpickled.  Names are the model's own.  A
+    parameter with several names may go by any of them, and names may have or lack the
+    `base_model_prefix` that the model's class gives.  Values are copied into the parameters and
+    buffers that are there, and so take their dtype.  To spare a model on the meta device the drawing of values, give
     `Pipeline(..., weights=folder)` instead.
 
     In a mesh of processes all of them call this alike.
@@ -57,8 +57,7 @@ def load_pretrained(folder: str | os.PathLike[str], pipe: "Pipeline") -> tuple[s
             every tensor that is missing or of another shape.  Nothing has changed then.
     """
     mesh = begin("load_pretrained", pipe)
-    check_without_shards("load_pretrained", mesh)
-    return load(Path(folder), pipe.held, mesh)
+    return load(Path(folder), pipe.held, mesh, pipe.shards)
 
 
 def save_pretrained(
@@ -75,8 +74,9 @@ def save_pretrained(
     the model's class keeps.  What modules' `get_extra_state` gives is saved with the tensors if it
     is one, else in extra_state.json, which Hugging Face's libraries do not read.
 
-    In a mesh of processes all of them call this alike; each writes the tensors of its own stages,
-    in files of at most `max_shard_bytes` (a larger tensor has one to itself).
+    In a mesh of processes all of them call this alike.  The first of each stage writes its
+    tensors, those in shards put together in its memory, in files of at most `max_shard_bytes` (a
+    larger tensor has one to itself).
 
     Raises:
         CheckpointError: `folder` exists and is not empty; extra state of a module is neither a
@@ -86,12 +86,8 @@ def save_pretrained(
     target, original = Path(folder).absolute(), pipe.held.original
     most = check_count("max_shard_bytes", max_shard_bytes)
     mesh = begin("save_pretrained", pipe)
-    check_without_shards("save_pretrained", mesh)
-    own: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
     with mesh.reporting():
-        if mesh.replica == 0:
-            own, values = _to_save(pipe, original)
+        own, values = _to_save(pipe, original)
     sizes = [(name, tensor.nbytes) for name, tensor in own.items()]
     everyone = mesh.world.gather((sizes, values), "for the others to save the same model")
     layout = _Layout.of([sizes for sizes, _ in everyone], most)
@@ -116,17 +112,21 @@ def refuse_filled(path: Path) -> None:
 
 
 def _to_save(pipe: "Pipeline", original: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return what this process has, each tensor under the name that the model's class keeps, and
-    extra state that is no tensor.
+    """Return what this process writes, each tensor under the name that the model's class keeps,
+    and extra state that is no tensor.
     """
     tied = _patterns(getattr(original, "all_tied_weights_keys", None))
     tied += _patterns(getattr(original, "_tied_weights_keys", None))
     ignored = _patterns(getattr(original, "_keys_to_ignore_on_save", None))
-    found = {}
+    writes, shards, found = pipe.mesh.replica == 0 and pipe.mesh.shard == 0, pipe.shards, {}
     for names, tensor in pipe.held.own_tensors().items():
         kept = [name for name in names if not _fits(name, tied)] or list(names)
         if not _fits(kept[0], ignored):
-            found[kept[0]] = tensor
+            whole = shards.whole({names[0]: tensor})
+            if writes:
+                found[kept[0]] = whole[names[0]]
+    if not writes:
+        return {}, {}
     owners = {n: owner for n, owner in pipe.held.owners.items() if not _fits(n, ignored)}
     extra, values = read_extra(owners)
     return storable({**as_saved(original, found), **extra}, copy=False), values
