@@ -69,7 +69,7 @@ def _by_peer(pairs: Iterable[tuple[int, Slice]]) -> dict[int, list[Slice]]:
     found: dict[int, list[Slice]] = {}
     for peer, part in pairs:
         found.setdefault(peer, []).append(part)
-    return dict(sorted(found.items()))
+    return found
 
 
 def plan_resharding(
@@ -113,7 +113,7 @@ def _cells(
     """Cut the tensor wherever a slice begins or ends; yield what is wanted, who has it, and by
     whom it is wanted.
     """
-    slices = {r: s for r, s in [*held.items(), *wanted.items()] if all(s.lengths)}
+    slices = {**held, **wanted}
     whole = next((s.whole for s in slices.values()), ())
     along: list[list[tuple[int, int, set[int]]]] = []
     for dim in range(len(whole)):

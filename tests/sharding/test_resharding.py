@@ -156,6 +156,12 @@ def test_replicas_gather_what_each_of_them_got() -> None:
             assert parts == [part for got in plan.receives(rank).values() for part in got]
 
 
+def test_shares_are_whole_rows_along_the_longest_dimension_where_that_is_even_enough() -> None:
+    shape = (2, 31, 3)
+    plan = plan_resharding([(0, Slice.of_all(shape))], laid_out(shape, (3,), (I,), first=1))
+    assert [piece.part.lengths for piece in plan.crossing] == [(2, n, 3) for n in (10, 11, 10)]
+
+
 def test_a_number_crosses_once() -> None:
     plan = plan_resharding(laid_out((), (2,), (I,)), laid_out((), (3,), (I,), first=2))
     check_contents(plan, ())
@@ -169,13 +175,16 @@ def test_an_empty_tensor_needs_no_message() -> None:
     assert not plan.crossing
 
 
-def test_slices_that_overlap_share_the_load_too() -> None:
-    first = Slice((0,), (40,), (80,))
-    wanted = [(2, Slice.of_all((80,))), (3, first)]
-    plan = plan_resharding([(0, Slice.of_all((80,))), (1, first)], wanted)
+@pytest.mark.parametrize(
+    ("lengths", "carried"),
+    [((80, 50), (40, 40)), ((80, 10), (70, 10)), ((80, 20, 12), (60, 10, 10))],
+)
+def test_slices_that_overlap_share_as_far_as_they_can(lengths: Shape, carried: Shape) -> None:
+    slices = [Slice((0,), (length,), (80,)) for length in lengths]
+    plan = plan_resharding(list(enumerate(slices)), list(enumerate(slices, start=len(slices))))
     check_contents(plan, (80,))
     check_each_wanted_element_crosses_once(plan, (80,))
-    assert loads(plan) == {0: 40, 1: 40, 2: 40, 3: 40}
+    assert tuple(loads(plan).values()) == carried * 2
 
 
 def test_only_what_is_wanted_crosses() -> None:
