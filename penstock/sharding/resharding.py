@@ -29,7 +29,7 @@ from .slices import Slice
 
 Ranks = tuple[int, ...]
 Ends = list[tuple[int, int]]
-"""Up to which element each rank of a side takes what is before it."""
+"""(end, rank), in order: the rank takes the elements from the end before its own up to its own."""
 
 _OFF = 0.05
 """By how much of a share a mark may be off, at each end: then fewer, longer pieces cross."""
