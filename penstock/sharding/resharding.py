@@ -1,0 +1,218 @@
+"""Resharding between meshes: what the ranks of a stage hold, as those of the next one want it.
+
+Each element that is wanted crosses once, however many ranks want it; these then gather it from
+each other inside their mesh (Alpa, Zheng et al. 2022, section 6: the local all-gather).  Elements
+that the same ranks hold and the same ranks want are a cell.  Both sides divide it evenly; a piece
+is what lies between two marks of either:
+
+    held by 0 and 1        ├───── 0 ─────┼───── 1 ─────┤
+    wanted by 2, 3 and 4   ├─── 2 ───┼── 3 ──┼─── 4 ───┤
+    crossing               ├─ 0 to 2 ┼─0─┼─1─┼─ 1 to 4 ┤
+    spreading              2, 3 and 4 gather what each of them got
+
+A gradient goes back by the plan in which the two sides are exchanged.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PlanError
+
+from .layouts import even
+from .slices import Slice
+
+Ranks = tuple[int, ...]
+Ends = list[tuple[int, int]]
+"""(end, rank), in order: the rank takes the elements from the end before its own up to its own."""
+
+_OFF = 0.05
+"""By how much of a share a mark may be off, at each end: then fewer, longer pieces cross."""
+
+
+class Piece(NamedTuple):
+    """A part of the tensor that a rank of one mesh sends to one of the other."""
+
+    sender: int
+    receiver: int
+    part: Slice
+
+
+@dataclass(frozen=True, slots=True)
+class Resharding:
+    """What crosses between the meshes, and what the receivers gather from each other then.
+
+    Each of the gathers has what every rank of a group got: all others of the group want it too.
+    The numbers of elements differ little or not at all; a rank may have got none.
+    """
+
+    held: Mapping[int, Slice]
+    wanted: Mapping[int, Slice]
+    crossing: Sequence[Piece]
+    spreading: Sequence[Mapping[int, Sequence[Slice]]]
+
+    def sends(self, rank: int) -> dict[int, list[Slice]]:
+        """Return the parts in a rank's message to each receiver, in the order that both know."""
+        return _by_peer((p.receiver, p.part) for p in self.crossing if p.sender == rank)
+
+    def receives(self, rank: int) -> dict[int, list[Slice]]:
+        """Return the parts in the message of each sender to a rank, in the order both know."""
+        return _by_peer((p.sender, p.part) for p in self.crossing if p.receiver == rank)
+
+
+def _by_peer(pairs: Iterable[tuple[int, Slice]]) -> dict[int, list[Slice]]:
+    found: dict[int, list[Slice]] = {}
+    for peer, part in pairs:
+        found.setdefault(peer, []).append(part)
+    return found
+
+
+def plan_resharding(
+    held: Sequence[tuple[int, Slice]], wanted: Sequence[tuple[int, Slice]]
+) -> Resharding:
+    """Plan how a tensor comes from the ranks of one mesh to those of another.
+
+    Args:
+        held: what each rank of the sending mesh has; several may have the same.
+        wanted: what each rank of the receiving mesh is to have.
+
+    No rank is in both.  The order in which ranks are given does not matter.
+
+    Raises:
+        PlanError: somebody wants elements that nobody holds.
+    """
+    has, wants = dict(held), dict(wanted)
+    cells = list(_cells(has, wants))
+    sent = _divide([(box, senders) for box, senders, _ in cells])
+    got = _divide([(box, receivers) for box, _, receivers in cells])
+    crossing: list[Piece] = []
+    spreading: dict[Ranks, dict[int, list[Slice]]] = {}
+    for (box, senders, receivers), *ends in zip(cells, sent, got, strict=True):
+        dims = sorted(range(len(box.lengths)), key=box.lengths.__getitem__, reverse=True)
+        share = prod(box.lengths) / max(len(senders), len(receivers))
+        unit = _row_of(box, dims, 2 * _OFF * share)
+        sides = [[((end + unit // 2) // unit * unit, r) for end, r in side] for side in ends]
+        marks = {0}.union(*(dict(side) for side in sides))
+        for begin, end in pairwise(sorted(marks)):
+            sender, receiver = (next(r for at, r in side if at >= end) for side in sides)
+            parts = list(_boxes(box, dims, begin, end))
+            crossing += [Piece(sender, receiver, part) for part in parts]
+            if len(receivers) > 1:
+                spreading.setdefault(receivers, {r: [] for r in receivers})[receiver] += parts
+    return Resharding(has, wants, crossing, list(spreading.values()))
+
+
+def _cells(
+    held: Mapping[int, Slice], wanted: Mapping[int, Slice]
+) -> Iterator[tuple[Slice, Ranks, Ranks]]:
+    """Cut the tensor wherever a slice begins or ends; yield what is wanted, who has it, and by
+    whom it is wanted.
+    """
+    slices = {**held, **wanted}
+    whole = next((s.whole for s in slices.values()), ())
+    along: list[list[tuple[int, int, set[int]]]] = []
+    for dim in range(len(whole)):
+        spans = {r: (s.offsets[dim], s.offsets[dim] + s.lengths[dim]) for r, s in slices.items()}
+        cuts = pairwise(sorted({mark for span in spans.values() for mark in span}))
+        along.append(
+            [(a, b, {r for r, (x, y) in spans.items() if x <= a and b <= y}) for a, b in cuts]
+        )
+    for cell in product(*along):
+        begins, lengths = tuple(a for a, _, _ in cell), tuple(b - a for a, b, _ in cell)
+        ranks = sorted(set(slices).intersection(*(ranks for _, _, ranks in cell)))
+        senders, receivers = (tuple(r for r in ranks if r in side) for side in (held, wanted))
+        if receivers and not senders:
+            raise PlanError(
+                f"rank {receivers[0]} wants {lengths} elements at {begins} of a tensor of shape "
+                f"{whole}, and none of the ranks {sorted(held)} holds them; give slices of all"
+            )
+        if receivers:
+            yield Slice(begins, lengths, whole), senders, receivers
+
+
+def _divide(cells: Sequence[tuple[Slice, Ranks]]) -> list[Ends]:
+    """Divide all cells that a group of ranks can take, laid in a row, evenly among these."""
+    of_group: dict[Ranks, list[int]] = {}
+    for number, (_, group) in enumerate(cells):
+        of_group.setdefault(group, []).append(number)
+    loads = {rank: 0 for group in of_group for rank in group}
+    divided: list[Ends] = [[] for _ in cells]
+    for group in sorted(of_group, key=lambda ranks: (len(ranks), ranks)):  # least choice first
+        sizes = [prod(cells[number][0].lengths) for number in of_group[group]]
+        begin, taken = 0, _pour(sum(sizes), group, loads)
+        for number, size in zip(of_group[group], sizes, strict=True):
+            divided[number] = [(min(end - begin, size), r) for end, r in taken if end > begin]
+            begin += size
+    return divided
+
+
+def _pour(amount: int, ranks: Ranks, loads: dict[int, int]) -> Ends:
+    """Fill the least loaded ranks up to one level; return up to where each takes the amount."""
+    low = sorted(ranks, key=loads.__getitem__)
+    while (total := amount + sum(loads[r] for r in low)) < loads[low[-1]] * len(low):
+        low.pop()
+    ends, end = [], 0
+    for rank, level in zip(low, even(total, len(low)), strict=True):
+        end += level - loads[rank]
+        loads[rank] = level
+        ends.append((end, rank))
+    return ends
+
+
+def _row_of(box: Slice, dims: Sequence[int], most: float) -> int:
+    """Return the size of the largest rows that have no more elements than `most`, or 1."""
+    sizes = (prod(box.lengths[d] for d in dims[n:]) for n in range(1, len(dims) + 1))
+    return next((size for size in sizes if size <= most), 1)
+
+
+def _boxes(box: Slice, dims: Sequence[int], begin: int, end: int) -> Iterator[Slice]:
+    """Cut out the elements from `begin` to `end`, counted along the last of `dims` first."""
+    if end - begin == prod(box.lengths):
+        yield box
+        return
+    dim, *inner = dims
+    row = prod(box.lengths[d] for d in inner)
+    while begin < end:
+        first, within = divmod(begin, row)
+        count = 0 if within else (end - begin) // row  # of whole rows; else a part of one
+        size = count * row or min(end - begin, row - within)
+        offsets, lengths = list(box.offsets), list(box.lengths)
+        offsets[dim], lengths[dim] = offsets[dim] + first, count or 1
+        rows = Slice(tuple(offsets), tuple(lengths), box.whole)
+        yield from _boxes(rows, inner, within, within + size)
+        begin += size
+
+
+def cut(part: Slice, own: Slice, tensor: Tensor) -> Tensor:
+    """Return the view of a part of the whole in a tensor that is the slice `own` of it."""
+    offsets = tuple(a - b for a, b in zip(part.offsets, own.offsets, strict=True))
+    return Slice(offsets, part.lengths, own.lengths).of(tensor)
+
+
+def pack(parts: Iterable[Slice], own: Slice, tensor: Tensor) -> Tensor:
+    """Put parts of a rank's slice into one message."""
+    return torch.cat([tensor.new_empty(0), *(cut(s, own, tensor).reshape(-1) for s in parts)])
+
+
+def unpack(message: Tensor, parts: Sequence[Slice], own: Slice, tensor: Tensor) -> None:
+    """Put the parts in a message into a rank's slice."""
+    for part, values in zip(parts, message.split([prod(s.lengths) for s in parts]), strict=True):
+        cut(part, own, tensor).copy_(values.view(part.lengths))
+
+
+def carry_out(plan: Resharding, tensors: Mapping[int, Tensor]) -> None:
+    """Do in one process what the ranks do: fill the receivers' tensors from the senders'."""
+    for receiver, own in plan.wanted.items():
+        for sender, parts in plan.receives(receiver).items():
+            message = pack(parts, plan.held[sender], tensors[sender])
+            unpack(message, parts, own, tensors[receiver])
+    for group in plan.spreading:
+        for sender, got in group.items():
+            message = pack(got, plan.wanted[sender], tensors[sender])
+            for receiver in group.keys() - {sender}:
+                unpack(message, got, plan.wanted[receiver], tensors[receiver])
