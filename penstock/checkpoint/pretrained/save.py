@@ -44,8 +44,8 @@ def load_pretrained(folder: str | os.PathLike[str], pipe: "Pipeline") -> tuple[s
     tensors, of weights in shards its slices; nothing is unpickled.  Names are the model's own.  A
     parameter with several names may go by any of them, and names may have or lack the
     `base_model_prefix` that the model's class gives.  Values are copied into the parameters and
-    buffers that are there, and so take their dtype.  To spare a model on the meta device the drawing of values, give
-    `Pipeline(..., weights=folder)` instead.
+    buffers that are there, and so take their dtype.  To spare a model on the meta device the
+    drawing of values, give `Pipeline(..., weights=folder)` instead.
 
     In a mesh of processes all of them call this alike.
 
