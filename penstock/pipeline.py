@@ -406,7 +406,7 @@ class Pipeline(AbstractMovable):
             value = self._layers.as_one_value(inputs, keywords)
             batch = engine.splitter.cut(value, None, self._wanted)
             run = self._forwards_only(batch)
-            last = engine.processes.place_of(engine.processes.rank_of(self.num_stages - 1))
+            last = self.mesh.speaker_of(engine.processes.places[-1])
             with torch.no_grad():
                 parts = [run.outputs[i] for i in range(len(batch.sizes)) if i in run.outputs]
                 whole = gather(parts, batch.sizes, batch.output_weights) if parts else None

@@ -144,8 +144,8 @@ def _collect(
             "on every rank (of a stage without parameters, torch takes [{'params': []}])"
         )
     if optimizer is not None:
-        width = mesh.shards.size
-        content.facts["optimizer"] = merge_optimizers(parts[: mesh.num_stages * width : width])
+        firsts = [rows[0][0] for rows in mesh.placement.meshes] if mesh.world_size > 1 else [0]
+        content.facts["optimizer"] = merge_optimizers([parts[rank] for rank in firsts])
     for key, place in (("files", 1), ("slices", 2), (EXTRA, 3)):
         content.facts[key] = {name: value for own in told for name, value in own[place].items()}
     return content

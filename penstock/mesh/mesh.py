@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from math import prod
 from platform import python_version
 from typing import Any
@@ -113,7 +114,7 @@ class Mesh:
     @property
     def stage(self) -> int:
         """The stage that this process runs, or the first of several; 0 where it runs all."""
-        return self.stages.rank
+        return self.placement.place_of(self.rank) if self.processes else 0
 
     @property
     def replica(self) -> int:
@@ -124,6 +125,21 @@ class Mesh:
     def shard(self) -> int:
         """Which of the processes that share its stages this one is."""
         return self.shards.rank
+
+    @property
+    def speaks(self) -> bool:
+        """Whether what this process tells its `stages` counts: where these have unlike meshes, the
+        first shard of each speaks for all.
+        """
+        return self.placement.is_regular or self.shard == 0
+
+    def speaker_of(self, place: int) -> int:
+        """Return the number among `stages` of who speaks for a place along them."""
+        if self.stages.size == 1:
+            return 0
+        shard = self.shard if self.placement.is_regular else 0
+        rank = self.placement.meshes[place][self.replica][shard]
+        return self.stages.tensors.ranks.index(rank)
 
     @property
     def is_first_rank(self) -> bool:
@@ -296,9 +312,11 @@ def _joined(world: Control, placement: Placement, device: torch.device) -> Mesh:
     with world.reporting(placement.names):
         shards = _along(placement.groups(SHARD), world)
         axes: tuple[Collectives, ...] = (shards.tensors,)
-        if placement.shard_shape is not None:
-            numbers = range(len(placement.shard_shape))
-            axes = tuple(_along(placement.shard_lines(n), world).tensors for n in numbers)
+        for stage in (placement.ranks.index(mesh) for mesh in placement.meshes):
+            lines = placement.shard_lines(stage)
+            if len(lines) > 1:  # all processes make all groups
+                along = tuple(_along(line, world).tensors for line in lines)
+                axes = along if world.rank in chain(*placement.ranks[stage]) else axes
         return Mesh(
             placement,
             background.timeout_s,

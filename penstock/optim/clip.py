@@ -83,5 +83,6 @@ def _values(parameter: Tensor) -> Tensor:
 
 def _of_all_stages(pipe: "Pipeline", norms: list[tuple[int, float]]) -> list[tuple[int, float]]:
     pipe.mesh.world.begin_call("clip_grad_norm_", pipe.number)
-    everyone = pipe.mesh.stages.gather(norms, "for the gradient norms of the other stages")
+    own = norms if pipe.mesh.speaks else []
+    everyone = pipe.mesh.stages.gather(own, "for the gradient norms of the other stages")
     return [pair for of_process in everyone for pair in of_process]

@@ -71,7 +71,7 @@ class Arguments:
 class Resources:
     """What a pipeline may use.
 
-    `num_places` is how many ranks one replica has on a mesh; None without a mesh.  `transports`
+    `placement` says where each place of a mesh is; None without a mesh.  `transports`
     are those that can carry values here, the usual one first: between processes each rank is one,
     else a thread of this one.  `devices` are the accelerators of this process, `num_threads` those
     that torch uses here.
@@ -80,10 +80,19 @@ class Resources:
     num_threads: int
     num_cores: int
     devices: tuple[str, ...]
-    num_places: int | None = None
-    num_replicas: int = 1
-    num_shards: int | tuple[int, ...] = 1
+    placement: Placement | None = None
     transports: tuple[Transport, ...] = (Transport.THREADS, Transport.LOOPBACK)
+
+    @property
+    def num_places(self) -> int | None:
+        """Places along the stages of the mesh; None without one."""
+        return None if self.placement is None else self.placement.num_places
+
+    def placed(self, places: Sequence[int], devices: Sequence[str]) -> Placement:
+        """Return where stages are, each at one of these places."""
+        if self.placement is None:
+            return Placement.of(places, devices=devices)
+        return self.placement.spread(places, devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +158,7 @@ def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Reso
         memory_limit_bytes=None
         if arguments.memory_limit_bytes is None
         else _of_each("memory_limit_bytes", arguments.memory_limit_bytes, 0, 1 + max(places)),
-        placement=Placement.of(places, resources.num_replicas, devices, resources.num_shards),
+        placement=resources.placed(places, devices),
         sharding=cast(str | Wanted | None, arguments.sharding),  # a plan reads mappings
         tied_gradients=_or(arguments.tied_gradients, TiedGradients.PER_MICROBATCH),
         batch_norm_over_replicas=_or(arguments.batch_norm_over_replicas, False),

@@ -34,14 +34,14 @@ class Placement:
     `cluster_places[rank]` is the number of the cluster's device that the rank was planned for:
     start the processes in that order of hosts and devices.  None: rank r is on device r.
 
-    `shard_shape` are the lengths of the axes along which the shards of each stage are arranged,
-    the last one between neighbours in rank.  None: they are in a row.
+    `shard_shapes[stage]` are the lengths of the axes along which its shards are arranged, the last
+    one between neighbours in rank.  None: those of each stage are in a row.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
     devices: tuple[str, ...]
     cluster_places: tuple[int, ...] | None = None
-    shard_shape: tuple[int, ...] | None = None
+    shard_shapes: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         """Refuse ranks that no job could have.
@@ -66,11 +66,11 @@ class Placement:
                 f"a placement of {self.num_ranks} ranks has cluster_places for "
                 f"{len(self.cluster_places)}; give one for each rank, or none"
             )
-        numbers = {len(mesh[0]) for mesh in self.meshes}
-        if self.shard_shape is not None and numbers != {prod(self.shard_shape)}:
+        numbers = tuple(len(of_stage[0]) for of_stage in self.ranks)
+        if self.shard_shapes is not None and tuple(map(prod, self.shard_shapes)) != numbers:
             raise PlanError(
-                f"shard_shape={self.shard_shape} arranges {prod(self.shard_shape)} shards, and "
-                f"stages have {sorted(numbers)}; give axes whose lengths multiply to that"
+                f"shard_shapes={self.shard_shapes}, and the stages have {numbers} shards; give "
+                "each stage axes whose lengths multiply to that"
             )
         every = [rank for mesh in self.meshes for row in mesh for rank in row]
         if min(every) < 0 or len(every) != len(set(every)):
@@ -102,7 +102,16 @@ class Placement:
             )
             for place in places
         )
-        return cls(ranks, tuple(devices) or ("cpu",) * len(ranks), shard_shape=shape)
+        shapes = None if shape is None else (shape,) * len(ranks)
+        return cls(ranks, tuple(devices) or ("cpu",) * len(ranks), shard_shapes=shapes)
+
+    def spread(self, places: Sequence[int], devices: Sequence[str]) -> "Placement":
+        """Return where the stages of a pipeline are, each at one of the places of this mesh."""
+        meshes = self.meshes
+        ranks = tuple(meshes[place] for place in places)
+        shapes = tuple(self.shard_axes_of(self.ranks.index(mesh)) for mesh in ranks)
+        given = None if self.shard_shapes is None else shapes
+        return Placement(ranks, tuple(devices), shard_shapes=given)
 
     @property
     def meshes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -144,6 +153,11 @@ class Placement:
         if len(numbers) > 1:
             raise PlanError(f"stages of this placement have {sorted(numbers)} shards")
         return numbers.pop()
+
+    @property
+    def most_shards(self) -> int:
+        """Ranks that share a stage of a replica, where they are most."""
+        return max(len(mesh[0]) for mesh in self.meshes)
 
     @property
     def num_ranks(self) -> int:
@@ -194,8 +208,8 @@ class Placement:
     def peers(self, rank: int, axis: str) -> tuple[int, ...]:
         """Return the ranks along an axis through `rank`, itself included, in order.
 
-        Along the stages these are the ranks of the same replica and shard; all ranks, where stages
-        have unlike meshes.
+        Along the stages these are the ranks of the same replica and shard; where stages have other
+        shards, those of the replica, and all, where they have other replicas.
         """
         mesh, replica, shard = self._mesh_of(rank), self.replica_of(rank), self.shard_of(rank)
         if axis == REPLICA:
@@ -204,26 +218,39 @@ class Placement:
             return mesh[replica]
         if self.is_regular:
             return tuple(sorted(each[replica][shard] for each in self.meshes))
-        return tuple(range(self.num_ranks))
+        is_replicated = len({len(each) for each in self.meshes}) == 1
+        return self.peers_in(replica) if is_replicated else tuple(range(self.num_ranks))
+
+    def shard_axes_of(self, stage: int) -> tuple[int, ...]:
+        """Return the lengths of the axes along which the shards of a stage are arranged."""
+        row = (len(self.ranks[stage][0]),)
+        return row if self.shard_shapes is None else self.shard_shapes[stage]
 
     @property
     def shard_axes(self) -> tuple[int, ...]:
         """Lengths of the axes along which the shards of each stage are arranged.
 
         Raises:
-            PlanError: some stages have more shards than others.
+            PlanError: some stages have others.
         """
-        return (self.num_shards,) if self.shard_shape is None else self.shard_shape
+        found = {self.shard_axes_of(stage) for stage in range(self.num_stages)}
+        if len(found) > 1:
+            raise PlanError(f"stages of this placement have shards along axes of {sorted(found)}")
+        return found.pop()
 
-    def shard_lines(self, axis: int) -> list[tuple[int, ...]]:
-        """Return the ranks along one of the axes of shards, each line of them once, in order."""
-        shape = self.shard_axes
-        inner = prod(shape[axis + 1 :])
-        lines: list[tuple[int, ...]] = []
-        for ranks in self.groups(SHARD):
-            first = (n for n in range(len(ranks)) if n // inner % shape[axis] == 0)
-            lines += [ranks[n : n + inner * shape[axis] : inner] for n in first]
-        return lines
+    def shard_lines(self, stage: int) -> list[list[tuple[int, ...]]]:
+        """Return, for each axis of a stage's shards, the ranks along it, each line of them once."""
+        shape = self.shard_axes_of(stage)
+        found = []
+        for axis, length in enumerate(shape):
+            inner = prod(shape[axis + 1 :])
+            numbers = [n for n in range(prod(shape)) if n // inner % length == 0]
+            rows = [row for row in self.ranks[stage] for _ in numbers]
+            firsts = numbers * len(self.ranks[stage])
+            found.append(
+                [row[n : n + inner * length : inner] for row, n in zip(rows, firsts, strict=True)]
+            )
+        return found
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """Return the ranks along an axis, for all ranks, each group once, in order."""

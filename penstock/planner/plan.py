@@ -133,7 +133,7 @@ class Plan:
         """
         if self.sharding is not None and not isinstance(self.sharding, str):
             object.__setattr__(self, "sharding", Wanted.of(self.sharding))
-        num_shards = max(len(mesh[0]) for mesh in self.placement.meshes)
+        num_shards = self.placement.most_shards
         num_replicas = max(map(len, self.placement.meshes))
         may_divide = num_shards * num_replicas > 1
         if (num_shards > 1 and self.sharding is None) or (self.sharding and not may_divide):

@@ -295,7 +295,7 @@ class Engine:
         """Return what a traced run noted on all stages; None if it was not traced."""
         if run.batch.trace is Trace.OFF:
             return None
-        noted = gather_noted(self.mesh.stages, run.recorded, self.splitter.agreed_s)
+        noted = gather_noted(self.mesh, run.recorded, self.splitter.agreed_s)
         return Record(self.program_of(run, mode), noted)
 
     def close(self) -> None:
@@ -359,7 +359,7 @@ class _Lasting:
         warn_of_unpooled(_with_loss([step.module for step in layers], loss), over_replicas=pools)
         processes = mesh.processes_of(plan.placement)
         in_caller = CallerDriver(plan.threads_per_stage)
-        sums = mesh.num_replicas > 1 or mesh.shards.size > 1
+        sums = any(len(rows) * len(rows[0]) > 1 for rows in mesh.placement.meshes)
         replicas = Replicas(mesh.replicas.tensors, pools_statistics=pools) if sums else None
         driver: AbstractDriver = in_caller
         if plan.transport.is_between_processes:

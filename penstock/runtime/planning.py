@@ -295,21 +295,21 @@ def _resources(mesh: Mesh | None) -> Resources:
     """Say what a pipeline may use.
 
     Raises:
-        ConfigError: stages of the mesh have unlike meshes.
+        ConfigError: some stages of the mesh have more replicas than others.
     """
     every = mesh or Mesh.of_one_process()
-    if not every.placement.is_regular:
+    replicas = {len(of_place) for of_place in every.placement.meshes}
+    if len(replicas) > 1:
         raise ConfigError(
-            "the stages of the mesh have unlike meshes, and those of a pipeline are all alike; "
-            "make the mesh with init_mesh(num_stages=, num_replicas=, num_shards=)"
+            f"stages of the mesh have {sorted(replicas)} replicas, and a pipeline has as many of "
+            "each; give a stage more shards instead: they may share the samples of a micro-batch "
+            '(sharding="data")'
         )
     gpus = tuple(f"cuda:{n}" for n in range(torch.cuda.device_count()))
     return Resources(
         num_threads=torch.get_num_threads(),
         num_cores=num_cores(),
         devices=gpus if every.own_device is None else (every.own_device.type,),
-        num_places=mesh.num_stages if mesh is not None else None,
-        num_replicas=every.num_replicas,
-        num_shards=every.placement.shard_shape or every.placement.num_shards,
+        placement=None if mesh is None else every.placement,
         transports=every.transports,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 
-from penstock.mesh.control import Control
+from penstock.mesh import Mesh
 from penstock.mesh.plain_data import Codec, Kind, record
 from penstock.schedules.ir import Schedule, sent_message
 from penstock.trace.timeline import MemoryKind, MemorySample, Span, Timeline
@@ -74,13 +74,16 @@ class Record:
             yield Span(rank, instruction, start_s, end_s, num_bytes)
 
 
-def gather_noted(stages: Control, recorded: Recorded, agreed_s: float) -> Noted:
+def gather_noted(mesh: Mesh, recorded: Recorded, agreed_s: float) -> Noted:
     """Return what a traced run noted on all stages of this replica."""
     times_s, sent_bytes, memory = recorded.times_s, recorded.sent_bytes, recorded.memory
     mine = Noted(clock_name(), agreed_s, times_s, sent_bytes, memory)
     kind = Kind(MemoryKind.__name__, MemoryKind, attrgetter("value"), MemoryKind)
     codec = Codec([record(Noted), record(MemorySample), kind])
-    return put_together(stages.gather(mine, "for what the other stages traced", codec), mine)
+    told = mesh.stages.gather(
+        mine if mesh.speaks else None, "for what the other stages traced", codec
+    )
+    return put_together([part for part in told if part is not None], mine)
 
 
 def put_together(parts: Sequence[Noted], mine: Noted) -> Noted:

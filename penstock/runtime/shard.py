@@ -15,6 +15,7 @@ from penstock.model.layer_list import Layer
 from penstock.model.layers import Layers
 from penstock.planner.plan import Plan
 from penstock.planner.wanted import Wanted
+from penstock.sharding.costs import Costs
 from penstock.sharding.plan import LayerSharding, Sharding
 from penstock.trace.units import count_text
 from penstock.types import Recompute
@@ -67,7 +68,9 @@ def shard(  # noqa: PLR0913 - the front door: each a keyword with a default
         wanted = Wanted(wanted.plan, wanted.weights, memory_limit_bytes)
     resolved = resolve_layers(layers, example_inputs)
     part = first_microbatch(example_inputs, num_microbatches)
-    return _planned(wanted, resolved, part, axes, (num_microbatches,) * 2, cluster)
+    counts = num_microbatches, num_microbatches
+    costs = Costs.usual(axes, *counts) if cluster is None else Costs(axes, cluster, *counts)
+    return _planned(wanted, resolved, part, costs, compares=True)
 
 
 def check_sharding(plan: Plan, part: Any) -> None:
@@ -81,7 +84,8 @@ def check_sharding(plan: Plan, part: Any) -> None:
         return
     from penstock.sharding.named import ready_plan  # SciPy takes a while to import
 
-    name, num_shards = Wanted.of(plan.sharding).plan, plan.placement.num_shards
+    name = Wanted.of(plan.sharding).plan
+    num_shards = plan.placement.most_shards
     _, gathers = ready_plan(name)
     if part is None and num_shards > 1:
         raise ConfigError(
@@ -105,32 +109,25 @@ def make_sharding(plan: Plan, layers: Layers, part: Any) -> Sharding | None:
     """
     if plan.sharding is None:
         return None
-    if plan.placement.num_shards == 1:
+    meshes = [plan.placement.shard_axes_of(stage) for stage in range(plan.num_stages)]
+    if max(map(prod, meshes)) == 1:
         whole = (LayerSharding(step.path, (), {}) for step in layers)
-        return Sharding((1,), tuple(whole), gathers=True)
+        return Sharding(((1,),), tuple(whole), gathers=True)
     recomputes = set(plan.recompute) == {Recompute.STAGE}
     counts = plan.num_microbatches, 1 if recomputes else plan.num_microbatches
     ends = [0, *accumulate(plan.partition)]
     stages = [range(a, b) for a, b in pairwise(ends)]
-    wanted = Wanted.of(plan.sharding)
-    return _planned(wanted, layers, part, plan.placement.shard_axes, counts, None, stages)
+    costs = Costs.usual(max(meshes, key=prod), *counts)
+    return _planned(Wanted.of(plan.sharding), layers, part, costs, stages=stages, meshes=meshes)
 
 
-def _planned(  # noqa: PLR0913 - all that is asked for
-    wanted: Wanted,
-    layers: Layers,
-    part: Any,
-    axes: tuple[int, ...],
-    counts: tuple[int, int],
-    cluster: Cluster | None,
-    stages: Sequence[Sequence[int]] | None = None,
+def _planned(
+    wanted: Wanted, layers: Layers, part: Any, costs: Costs, **how: Any
 ) -> Sharding:
-    """Plan with a micro-batch; `counts` are how many there are, and are kept at once."""
-    from penstock.sharding.costs import Costs
+    """Plan with a micro-batch."""
     from penstock.sharding.search import plan_sharding  # SciPy takes a while to import
 
-    costs = Costs.usual(axes, *counts) if cluster is None else Costs(axes, cluster, *counts)
     names = [step.path for step in layers]
     graph, limit = record_graph(layers, part), wanted.memory_limit_bytes
-    how = (names, costs, stages, limit, wanted.weights)
-    return plan_sharding(wanted.plan, graph, *how, compares=stages is None)
+    how |= {"memory_limit_bytes": limit, "pins": wanted.weights}
+    return plan_sharding(wanted.plan, graph, names, costs, **how)

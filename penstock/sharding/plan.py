@@ -96,11 +96,11 @@ class LayerSharding:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How the layers of a model are divided among the devices of their stages; `mesh` are the
-    lengths of the axes along which.
+    """How the layers of a model are divided among the devices of their stages; `meshes` are the
+    lengths of the axes along which, each once, in the order of stages.
     """
 
-    mesh: tuple[int, ...]
+    meshes: tuple[tuple[int, ...], ...]
     layers: tuple[LayerSharding, ...]
     unknown: tuple[str, ...] = ()
     """Functions that have no rule, and why layers are whole: there all devices do the same."""
@@ -116,7 +116,7 @@ class Sharding:
         that each device sends for a micro-batch.
         """
         return {
-            "mesh": list(self.mesh),
+            "meshes": [list(mesh) for mesh in self.meshes],
             "layers": [_layer_facts(layer) for layer in self.layers],
             "unknown": list(self.unknown),
             "gathers": self.gathers,
@@ -155,10 +155,15 @@ def _layer_facts(layer: LayerSharding) -> dict[str, Any]:
     }
 
 
+def meshes_text(meshes: Sequence[Sequence[int]]) -> str:
+    """Write the lengths of axes: "2 x 2", or "1 or 2 x 2" where stages have others."""
+    return " or ".join(" x ".join(map(str, mesh)) for mesh in meshes)
+
+
 def _summary(sharding: Sharding) -> str:
     sent = sum(layer.forward_bytes + layer.backward_bytes for layer in sharding.layers)
     text = (
-        f"{len(sharding.layers)} layers on {' x '.join(map(str, sharding.mesh))} shards, "
+        f"{len(sharding.layers)} layers on {meshes_text(sharding.meshes)} shards, "
         f"{bytes_text(sent)} sent by each for a micro-batch"
     )
     if sharding.gathers:

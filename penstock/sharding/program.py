@@ -252,6 +252,14 @@ def whole_s(graph: Graph, layer: int, costs: Costs) -> float:
     return sum(costs.call_s(call, PlannedCall("", alike)) for call in own)
 
 
+def whole_bytes(graph: Graph, calls: Sequence[Call]) -> float:
+    """Return the bytes that calls save on a device that does all of them."""
+    saved = {n for call in calls for n in call.saved}
+    own = (graph.tensors[n] for n in saved)
+    whole = sum(x.num_bytes for x in own if not (x.name and x.wants_gradient))
+    return whole + sum(call.inner_bytes for call in calls)
+
+
 def priced(
     graph: Graph,
     name: str,

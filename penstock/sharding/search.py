@@ -14,7 +14,10 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from itertools import chain, pairwise, product
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy
 
 from penstock.costs.graph import Graph, TensorSpec
 from penstock.errors import ConfigError, PlanError
@@ -31,6 +34,7 @@ from .program import (
     own_weights,
     priced,
     routed_calls,
+    whole_bytes,
     whole_s,
     why_whole,
 )
@@ -46,11 +50,13 @@ def plan_sharding(  # noqa: PLR0913 - all that is asked for
     memory_limit_bytes: int | None = None,
     pins: Mapping[str, str] | None = None,
     *,
+    meshes: Sequence[tuple[int, ...]] | None = None,
     compares: bool = False,
 ) -> Sharding:
     """Return a plan for the layers of a model, of these names.
 
-    `stages` are the numbers of the layers of each stage; between stages values are whole.  With a
+    `stages` are the numbers of the layers of each stage; between stages values are whole.
+    `meshes` are the lengths of the axes of each stage's devices, if not those of `costs`.  With a
     limit, weights, gradients, optimizer state and saved activations of a stage stay below it.
     `pins` are layouts of weights at rest by patterns of their names, the first that matches.  A
     plan that `compares` names the next best way to divide each call, too.
@@ -62,16 +68,23 @@ def plan_sharding(  # noqa: PLR0913 - all that is asked for
     numbers = range(len(layers))
     ready, gathers = ready_plan(name)
     free = (own_weights(graph, routed_calls(graph, n)) for n in numbers if not why_whole(graph, n))
-    held = _pinned(pins or {}, graph, {*chain.from_iterable(free)}, costs.mesh)
+    may_be_cut = {*chain.from_iterable(free)}
+    stages = stages or [numbers]
+    meshes = meshes or [costs.mesh] * len(stages)
+    every = {mesh: replace(costs, mesh=mesh) for mesh in meshes}
+    held = {mesh: _pinned(pins or {}, graph, may_be_cut, mesh) for mesh in every}
     found: dict[int, LayerSharding] = {}
-    for stage in stages or [numbers]:
-        search = _Search(graph, layers, list(stage), ready, costs, held)
+    for stage, mesh in zip(stages, meshes, strict=True):
+        if prod(mesh) == 1:
+            found.update((n, LayerSharding(layers[n], (), {})) for n in stage)
+            continue
+        search = Search(graph, layers, list(stage), ready, every[mesh], held[mesh])
         plans = search.within(memory_limit_bytes)
         found.update(zip(stage, search.compared(plans) if compares else plans, strict=True))
     seen = [Seen.of(graph, call) for n in numbers for call in routed_calls(graph, n)]
     reasons = dict.fromkeys(filter(None, (why_whole(graph, n) for n in numbers)))
     own = tuple(found[n] for n in numbers)
-    return Sharding(costs.mesh, own, (*unknown(seen), *reasons), ready.keeps, gathers)
+    return Sharding(tuple(every), own, (*unknown(seen), *reasons), ready.keeps, gathers)
 
 
 def _pinned(
@@ -138,6 +151,30 @@ class Cost(NamedTuple):
         return Cost(self.total + other.total, self.seconds + other.seconds)
 
 
+class Ranges(NamedTuple):
+    """What layers [first, end) cost as a stage: seconds of a micro-batch, forward and backward,
+    bytes of weights, gradients and optimizer, and bytes that each micro-batch in flight keeps.
+    """
+
+    seconds: Any
+    stays: Any
+    keeps: Any
+
+
+class _Sum(NamedTuple):
+    """What is minimised, and the entries of `Ranges`."""
+
+    total: float = 0.0
+    seconds: float = 0.0
+    stays: float = 0.0
+    keeps: float = 0.0
+
+    def and_then(self, cost: Cost, stays: float, keeps: float) -> "_Sum":
+        """Add a layer."""
+        seconds = self.seconds + cost.seconds
+        return _Sum(self.total + cost.total, seconds, self.stays + stays, self.keeps + keeps)
+
+
 class _Found(NamedTuple):
     """Plans of all layers of a stage, their seconds and the bytes that stay on a device."""
 
@@ -146,7 +183,7 @@ class _Found(NamedTuple):
     plans: list[LayerSharding]
 
 
-class _Search:
+class Search:
     """The search for one stage."""
 
     def __init__(
@@ -164,6 +201,7 @@ class _Search:
         self._task = Task(costs=costs, allow=ready.allow, rests=ready.rests, pins=pins)
         self._programs: dict[object, LayerProgram] = {}
         self._known: dict[object, tuple[LayerSharding, Cost]] = {}
+        self._sizes: dict[object, tuple[Cost, float, float]] = {}
         self._signature = cache(graph.signature)
         self._calls = cache(partial(routed_calls, graph))
         self._why_whole = cache(partial(why_whole, graph))
@@ -211,6 +249,42 @@ class _Search:
             found.append(replace(plan, calls=known[key].calls) if plan.calls else plan)
             before = after
         return found
+
+    def of_ranges(self, byte_s: float = 0.0) -> "Ranges":
+        """Return what every range of the layers costs as a stage of its own."""
+        count = len(self._layers)
+        found = Ranges(*(numpy.full((count, count + 1), numpy.inf) for _ in Ranges._fields))
+        for first in range(count):
+            best = {self._whole: _Sum()}
+            for place in range(first, count):
+                further: dict[Layout, _Sum] = {}
+                for before, after in product(best, {self._whole, *self._borders(place)}):
+                    if self._whole not in (before, after) and before != after:
+                        continue
+                    total = best[before].and_then(*self._sized(place, before, after, byte_s))
+                    if after not in further or total.total < further[after].total:
+                        further[after] = total
+                best = further
+                for table, own in zip(found, best[self._whole][1:], strict=True):
+                    table[first, place + 1] = own
+        return found
+
+    def _sized(
+        self, place: int, before: Layout, after: Layout, byte_s: float
+    ) -> tuple[Cost, float, float]:
+        """Return what one layer costs, and the bytes that stay of it and of each micro-batch."""
+        key = self._key(place, before, after)[0], byte_s
+        if key not in self._sizes:
+            plan, cost = self._one(place, before, after, byte_s)
+            layer = self._layers[place]
+            calls, name = self._calls(layer), self._names[layer]
+            one = replace(self._costs, num_in_flight=1)
+            keeps = one.activation_bytes(self._graph, calls, plan)
+            stays = one.layer_bytes(self._graph, calls, name, plan) - keeps
+            if not plan.calls:
+                keeps = whole_bytes(self._graph, calls)
+            self._sizes[key] = cost, stays, keeps
+        return self._sizes[key]
 
     def _bytes(self, plans: Sequence[LayerSharding]) -> float:
         return sum(

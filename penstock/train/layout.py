@@ -72,7 +72,7 @@ def with_plan(recipe: Recipe, plan: Plan) -> Recipe:
         "threads_per_stage": plan.threads_per_stage,
         "timeout_s": plan.timeout_s,
         "seed": plan.seed,
-        "num_shards": plan.placement.shard_shape or plan.placement.num_shards,
+        "num_shards": axes if len(axes := plan.placement.shard_axes) > 1 else axes[0],
         "sharding": "auto" if plan.sharding is None else Wanted.of(plan.sharding).given,
         "shard_optimizer": False,
     }

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from penstock.errors import PenstockError, RunFolderError
 from penstock.planner.plan import Plan
 from penstock.planner.plan_page import plan_section, plan_subtitle
+from penstock.sharding.plan import meshes_text
 from penstock.trace.page import Fact, Page, Section, Step, Table, Text, with_step
 from penstock.trace.page.charts import curves
 from penstock.trace.timeline import Timeline
@@ -155,7 +156,7 @@ def _of_summary(text: str) -> tuple[tuple[Fact, ...], tuple[Section, ...]]:
 
 def _shards(reader: RunReader, plan: Plan | None) -> Section | None:
     """Show how the layers of each stage were divided, if they were when the run was made last."""
-    if plan is None or plan.placement.num_shards == 1:
+    if plan is None or plan.placement.most_shards == 1:
         return None
     stages = [stage for stage, count in enumerate(plan.partition) for _ in range(count)]
     return reader.read(SHARDING, lambda text: _of_sharding(text, stages))
@@ -173,10 +174,9 @@ def _of_sharding(text: str, stages: Sequence[int]) -> Section:
         )
         for stage, layer in zip(stages, facts["layers"], strict=True)
     )
-    shape = " x ".join(map(str, facts["mesh"]))
     notes = [
-        f"{shape} devices share each stage. Weights that are not named are whole on each; sent "
-        "is what each device sends for a micro-batch."
+        f"{meshes_text(facts['meshes'])} devices share each stage. Weights that are not named are "
+        "whole on each; sent is what each device sends for a micro-batch."
     ]
     if facts["gathers"]:
         notes.append("Weights are cut between steps, and gathered once for each step.")

@@ -7,6 +7,7 @@ background     receives large messages that were posted early; waits until large
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 
 from penstock.mesh import Mesh
 from penstock.mesh.background import WAIT_FAILURES, Slot
@@ -23,21 +24,39 @@ _WHAT_SENDS = "for stage {} to take what was sent to it"
 class ProcessChannels(AbstractChannels):
     """The messages of one process; its links to others outlive a run.
 
-    What one of its stages sends to another stays here.
+    What one of its stages sends to another stays here.  Between stages of unlike meshes:
+
+        shards of the sender    0   1          0
+                                │   │         ╱│╲
+        of the receiver         0   1        0 1 2
     """
 
-    def __init__(self, mesh: Mesh, ranks: Sequence[int]) -> None:
+    def __init__(self, mesh: Mesh, places: Sequence[int]) -> None:
         self._mesh, self._background = mesh, mesh.background
         # All processes of the replica make it here, together.
         self._wires = mesh.point_to_point if mesh.num_stages > 1 else None
-        self._ranks = [mesh.placement.rank_of(place, mesh.replica, mesh.shard) for place in ranks]
+        meshes = mesh.placement.meshes
+        self._ranks = [meshes[place][mesh.replica] for place in places]
         self._incoming: dict[tuple[int, int], Incoming] = {}
-        self._outgoing: dict[tuple[int, int], Outgoing] = {}
+        self._outgoing: dict[tuple[int, int], list[Outgoing]] = {}
         self._staying: dict[Message, Payload] = {}
         self._posted: dict[Message, Slot] = {}
 
+    def _stays(self, message: Message) -> bool:
+        return self._ranks[message[1]] == self._ranks[message[2]]
+
+    def _source(self, message: Message) -> int:
+        """Return the rank that sends a message here."""
+        return self._ranks[message[1]][self._mesh.shard % len(self._ranks[message[1]])]
+
+    def _targets(self, message: Message) -> list[int]:
+        """Return the ranks to which this one sends a message."""
+        _, source, target, _ = message
+        count = len(self._ranks[source])
+        return [r for n, r in enumerate(self._ranks[target]) if n % count == self._mesh.shard]
+
     def post(self, message: Message) -> None:
-        if self._ranks[message[1]] == self._mesh.rank:
+        if self._stays(message):
             return
         if any(message[:3] == posted[:3] for posted in self._posted):
             return  # of one link, at most one message is under way
@@ -51,21 +70,20 @@ class ProcessChannels(AbstractChannels):
             self._posted[message] = self._background.receives.submit(job)
 
     def send(self, message: Message, payload: Payload) -> None:
-        _, _, target, microbatch = message
-        peer = self._ranks[target]
-        if peer == self._mesh.rank:
+        if self._stays(message):
             self._staying[message] = payload
             return
-        try:
-            self._outgoing_of(message).send(payload, microbatch)
-        except WAIT_FAILURES as error:
-            what = _WHAT_SENDS.format(target)
-            raise self._background.blame(error, what, peer) from error
+        for outgoing in self._outgoing_of(message):
+            try:
+                outgoing.send(payload, message[3])
+            except WAIT_FAILURES as error:
+                what = _WHAT_SENDS.format(message[2])
+                raise self._background.blame(error, what, outgoing.rank) from error
 
     def receive(self, message: Message, instruction: Instruction) -> Payload:
-        is_gradient, source, _, microbatch = message
-        if self._ranks[source] == self._mesh.rank:
+        if self._stays(message):
             return self._staying.pop(message)
+        is_gradient, source, _, microbatch = message
         posted, timeout_s = self._posted.pop(message, None), self._background.timeout_s
         try:
             if posted is None:
@@ -78,22 +96,22 @@ class ProcessChannels(AbstractChannels):
                 f"{'gradient' if is_gradient else 'activation'} of micro-batch {microbatch} "
                 f"from stage {source}"
             )
-            raise self._background.blame(error, what, self._ranks[source]) from error
+            raise self._background.blame(error, what, self._source(message)) from error
 
     def _incoming_of(self, message: Message) -> Incoming:
-        _, source, target, _ = message
-        key = (source, target)
+        key = message[1:3]
         if key not in self._incoming:
-            rank = self._ranks[source]
-            self._incoming[key] = Incoming(self._mesh, rank, _channel(source, target))
+            rank = self._source(message)
+            self._incoming[key] = Incoming(self._mesh, rank, _channel(*key))
         return self._incoming[key]
 
-    def _outgoing_of(self, message: Message) -> Outgoing:
-        _, source, target, _ = message
-        key = (source, target)
+    def _outgoing_of(self, message: Message) -> list[Outgoing]:
+        key = message[1:3]
         if key not in self._outgoing:
-            rank, channel = self._ranks[target], _channel(source, target)
-            self._outgoing[key] = Outgoing(self._mesh, source, rank, channel)
+            self._outgoing[key] = [
+                Outgoing(self._mesh, key[0], rank, _channel(*key))
+                for rank in self._targets(message)
+            ]
         return self._outgoing[key]
 
     @contextmanager
@@ -117,17 +135,18 @@ class ProcessChannels(AbstractChannels):
     def _forget_lasting(self) -> None:
         for incoming in self._incoming.values():
             incoming.forget_lasting()
-        for outgoing in self._outgoing.values():
+        for outgoing in chain.from_iterable(self._outgoing.values()):
             outgoing.forget_lasting()
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
         for (_, target), outgoing in self._outgoing.items():
-            try:
-                outgoing.finish(self._background.timeout_s)
-            except WAIT_FAILURES as error:
-                what = _WHAT_SENDS.format(target)
-                raise self._background.blame(error, what, self._ranks[target]) from error
+            for each in outgoing:
+                try:
+                    each.finish(self._background.timeout_s)
+                except WAIT_FAILURES as error:
+                    what = _WHAT_SENDS.format(target)
+                    raise self._background.blame(error, what, each.rank) from error
 
 
 def _channel(source: int, target: int) -> int:

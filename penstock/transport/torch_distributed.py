@@ -56,7 +56,7 @@ class Outgoing:
     """The sending end, of `stage`, to process `rank`; a thread of the mesh awaits what lasts."""
 
     def __init__(self, mesh: Mesh, stage: int, rank: int, channel: int) -> None:
-        self._stage, self._rank = stage, rank
+        self._stage, self.rank = stage, rank
         self._headers = HeaderWriter()
         self._later: list[Slot] = []
         self._wires, self._tag = mesh.point_to_point, channel
@@ -103,7 +103,7 @@ class Outgoing:
         self._begin(torch.frombuffer(content, dtype=torch.uint8))
 
     def _begin(self, content: Tensor, watched: Tensor | None = None, version: int = 0) -> None:
-        work = self._wires.send(content, self._rank, self._tag)
+        work = self._wires.send(content, self.rank, self._tag)
         self._begun.append(_Begun(work, content, watched, version))
 
     def _drop_ended(self) -> None:

@@ -157,7 +157,7 @@ def test_shards_are_planned_beside_the_pipeline(
     both = json.loads(capsys.readouterr().out)
     assert Plan.from_json(json.dumps(both["plan"])) == plan
     found = both["sharding"]
-    assert found["mesh"] == [2, 2]
+    assert found["meshes"] == [[2, 2]]
     layers = {layer["name"]: layer for layer in found["layers"]}
     weights = layers["blocks.0"]["weights"]
     assert "S(" in weights["feed_forward.widen.weight"]
