@@ -164,8 +164,8 @@ class Mesh:
         """Torch's sends and receives in this replica; all its processes ask for it alike."""
         processes = self._processes
         if processes.point_to_point is None:
-            ranks = self.placement.peers(self.rank, STAGE)
-            wires = PointToPoint(ranks, self.rank, processes.background, self.device)
+            groups = self.placement.groups(STAGE)
+            wires = PointToPoint(groups, self.rank, processes.background, self.device)
             processes.point_to_point = wires
         return processes.point_to_point
 

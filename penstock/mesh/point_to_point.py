@@ -39,21 +39,22 @@ class PointToPoint:
     """
 
     def __init__(
-        self, ranks: Sequence[int], rank: int, background: Background, device: torch.device
+        self,
+        groups: Sequence[Sequence[int]],
+        rank: int,
+        background: Background,
+        device: torch.device,
     ) -> None:
-        """Connect all `ranks` with each other; all of them call this."""
+        """Connect the processes of each group with each other; those of all groups call this."""
         self._device, self._background = device, background
         self.later = background.new_worker("sends-torch")
         self._of_tag: dict[int, Any] = {}
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._groups = rank, groups
+        self._ranks = ranks = next(own for own in groups if rank in own)
         self._others = [other for other in ranks if other != rank]
         self._error: BaseException | None = None
-        limit = timedelta(seconds=background.timeout_s)
         self._up, self._down = (
-            background.run(
-                lambda: dist.new_group(ranks, limit, "gloo", use_local_synchronization=True), _WHAT
-            )
-            for _ in range(2)
+            background.run(lambda: self._made("gloo"), _WHAT) for _ in range(2)
         )
         if len(ranks) <= _MOST_GREETED:
             background.run(self._greet, _WHAT)
@@ -72,18 +73,23 @@ class PointToPoint:
 
     def open(self, tag: int) -> None:
         """Make what tensors on an accelerator travel by along one direction of an edge; all
-        processes of the replica call this for all edges in the same order, since torch names a
-        group by how many its members have made before.
+        processes call this for all edges in the same order.
         """
         if self._device.type != "cpu" and tag not in self._of_tag:
-            limit = timedelta(seconds=self._background.timeout_s)
             backend = own_backend(dist.get_backend_config(), self._device)
-            self._of_tag[tag] = self._background.run(
-                lambda: dist.new_group(
-                    self._ranks, limit, backend, use_local_synchronization=True
-                ),
-                _WHAT,
-            )
+            self._of_tag[tag] = self._background.run(lambda: self._made(backend), _WHAT)
+
+    def _made(self, backend: str) -> Any:
+        """Make all groups in all processes, and return the own one.
+
+        Torch can make a group in its members alone, but names it by how many groups each of them
+        has: those of stages with unlike meshes have not as many.
+        """
+        limit, own = timedelta(seconds=self._background.timeout_s), None
+        for ranks in self._groups:
+            made = dist.new_group(ranks, limit, backend)
+            own = made if self._rank in ranks else own
+        return own
 
     def send(self, content: Tensor, rank: int, tag: int) -> Any:
         """Begin to send; nothing is copied.  The work is to be kept until it was waited for.

@@ -239,7 +239,7 @@ class Placement:
         return found.pop()
 
     def shard_lines(self, stage: int) -> list[list[tuple[int, ...]]]:
-        """Return, for each axis of a stage's shards, the ranks along it, each line of them once."""
+        """Return, for each axis of a stage's shards, all lines of ranks along it."""
         shape = self.shard_axes_of(stage)
         found = []
         for axis, length in enumerate(shape):

@@ -121,9 +121,7 @@ def make_sharding(plan: Plan, layers: Layers, part: Any) -> Sharding | None:
     return _planned(Wanted.of(plan.sharding), layers, part, costs, stages=stages, meshes=meshes)
 
 
-def _planned(
-    wanted: Wanted, layers: Layers, part: Any, costs: Costs, **how: Any
-) -> Sharding:
+def _planned(wanted: Wanted, layers: Layers, part: Any, costs: Costs, **how: Any) -> Sharding:
     """Plan with a micro-batch."""
     from penstock.sharding.search import plan_sharding  # SciPy takes a while to import
 

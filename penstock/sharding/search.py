@@ -257,16 +257,21 @@ class Search:
         for first in range(count):
             best = {self._whole: _Sum()}
             for place in range(first, count):
-                further: dict[Layout, _Sum] = {}
-                for before, after in product(best, {self._whole, *self._borders(place)}):
-                    if self._whole not in (before, after) and before != after:
-                        continue
-                    total = best[before].and_then(*self._sized(place, before, after, byte_s))
-                    if after not in further or total.total < further[after].total:
-                        further[after] = total
-                best = further
+                best = self._further(best, place, byte_s)
                 for table, own in zip(found, best[self._whole][1:], strict=True):
                     table[first, place + 1] = own
+        return found
+
+    def _further(
+        self, best: "Mapping[Layout, _Sum]", place: int, byte_s: float
+    ) -> "dict[Layout, _Sum]":
+        """Add a layer to the best ways to give what is before it in each layout."""
+        found: dict[Layout, _Sum] = {}
+        for before, after in product(best, {self._whole, *self._borders(place)}):
+            if self._whole in (before, after) or before == after:
+                total = best[before].and_then(*self._sized(place, before, after, byte_s))
+                if after not in found or total.total < found[after].total:
+                    found[after] = total
         return found
 
     def _sized(

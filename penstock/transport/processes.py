@@ -26,9 +26,9 @@ class ProcessChannels(AbstractChannels):
 
     What one of its stages sends to another stays here.  Between stages of unlike meshes:
 
-        shards of the sender    0   1          0
-                                │   │         ╱│╲
-        of the receiver         0   1        0 1 2
+        shards of the sender    0  1        0            0  1  2
+                                │  │     ┌──┼──┐         │
+        of the receiver         0  1     0  1  2         0
     """
 
     def __init__(self, mesh: Mesh, places: Sequence[int]) -> None:

@@ -80,7 +80,7 @@ def fail_while_waiting(mesh: penstock.Mesh) -> None:
 def connect_many_times(mesh: penstock.Mesh) -> None:
     """Make torch's connections again and again: who begins one depends on ports."""
     for _ in range(12):
-        PointToPoint(range(2), mesh.rank, mesh.background, mesh.device)
+        PointToPoint([range(2)], mesh.rank, mesh.background, mesh.device)
 
 
 def wait_in_vain(mesh: penstock.Mesh) -> None:

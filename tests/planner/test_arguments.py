@@ -6,6 +6,7 @@ import pytest
 
 from penstock.errors import ConfigError, PartitionError
 from penstock.planner.arguments import Arguments, Model, Resources, resolve, resolve_num_stages
+from penstock.planner.placement import Placement
 from penstock.planner.plan import BalancedBy, Plan
 from penstock.schedules import interleaved_1f1b
 from penstock.types import Recompute, Transport
@@ -14,7 +15,8 @@ from tests.planner.plans import layers
 MODEL = Model(layers(6), tuple((n, n + 1) for n in range(6)))
 HERE = Resources(num_threads=4, num_cores=8, devices=())
 GPUS = replace(HERE, devices=("cuda:0", "cuda:1"))
-MESH = replace(HERE, num_places=3, num_replicas=2, transports=(Transport.TORCH_DISTRIBUTED,))
+PLACES = Placement.of(range(3), num_replicas=2)
+MESH = replace(HERE, placement=PLACES, transports=(Transport.TORCH_DISTRIBUTED,))
 
 
 def plan(arguments: Arguments, resources: Resources = HERE) -> Plan:
