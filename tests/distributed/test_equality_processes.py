@@ -344,28 +344,41 @@ def test_two_replicas_give_one_pipelines_gradients_but_for_rounding(
             assert not unlike(found, twin, names), f"{case}: the replicas"
 
 
+def of_meshes(*meshes: tuple[tuple[int, ...], ...], shapes: Any = None) -> Placement:
+    """Place stages on meshes of their own, [replica][shard]."""
+    return Placement(meshes, ("cpu",) * len(meshes), shard_shapes=shapes)
+
+
 @pytest.mark.parametrize(
-    ("which", "stages", "replicas", "shards"),
+    ("which", "placement"),
     (
-        ("every_plan", 1, 1, 2),
-        ("shards", 2, 1, 2),
-        slow("every_plan", 1, 1, 3),
-        slow("replicas_of_shards", 2, 2, 2),
+        ("every_plan", Placement.of(range(1), num_shards=2)),
+        ("shards", Placement.of(range(2), num_shards=2)),
+        ("shards", of_meshes(((0,),), ((1, 2),))),
+        slow("shards", of_meshes(((0, 1),), ((2,),))),
+        slow("shards", of_meshes(((0, 1, 2),), ((3, 4),))),
+        slow("shards", of_meshes(((0, 1, 2, 3),), ((4,),), shapes=((2, 2), (1,)))),
+        slow("every_plan", Placement.of(range(1), num_shards=3)),
+        slow("replicas_of_shards", Placement.of(range(2), 2, num_shards=2)),
+        slow("replicas_of_shards", of_meshes(((0,), (3,)), ((1, 2), (4, 5)))),
+    ),
+    ids=(
+        *("1 x 2", "2 x 2", "1 + 2", "2 + 1", "3 + 2", "2 x 2 + 1", "1 x 3"),
+        *("2 replicas of 2 x 2", "2 replicas of 1 + 2"),
     ),
 )
 def test_shards_give_the_unsplit_models_gradients_but_for_rounding(
-    which: str, stages: int, replicas: int, shards: int, tmp_path: Path
+    which: str, placement: Placement, tmp_path: Path
 ) -> None:
-    """With every schedule: stages of several processes, and replicas of these."""
-    placement = Placement.of(range(stages), replicas, num_shards=shards)
+    """With every schedule: stages of several processes, of unlike meshes too, and replicas."""
     results = call(work, placement, tmp_path, timeout_s=200.0, which=which)
-    for case, *by_rank in zip(CASES[which](stages), *results, strict=True):
+    for case, *by_rank in zip(CASES[which](placement.num_stages), *results, strict=True):
         expected = unsplit(case)
         assert set().union(*by_rank) - {"divided"} == expected.keys()
+        assert case.model.name != "transformer" or by_rank[-1]["divided"] > 0, f"{case}"
         for found in by_rank:
-            assert case.model.name != "transformer" or found["divided"] > 0, f"{case}"
             names = [n for n in expected if n in found]
-            if replicas > 1:
+            if placement.num_replicas > 1:
                 names = [n for n in names if n != "outputs" and not n.startswith(OWN)]
             assert_close(found, expected, names, str(case), within=1e-12)
 
