@@ -253,7 +253,7 @@ class Search:
     def of_ranges(self, byte_s: float = 0.0) -> "Ranges":
         """Return what every range of the layers costs as a stage of its own."""
         count = len(self._layers)
-        found = Ranges(*(numpy.full((count, count + 1), numpy.inf) for _ in Ranges._fields))
+        found = Ranges(*(numpy.full((count, count + 1), numpy.inf) for _ in range(3)))
         for first in range(count):
             best = {self._whole: _Sum()}
             for place in range(first, count):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PlanError
 from penstock.mesh.collectives import Collectives
 from penstock.planner.placement import Placement
 from tests.distributed.call import call
@@ -61,7 +61,7 @@ def axes(mesh: penstock.Mesh) -> dict[str, Any]:
 
 
 def in_unlike_meshes(mesh: penstock.Mesh) -> Any:
-    with pytest.raises(ConfigError, match=r"stages of the mesh have unlike meshes"):
+    with pytest.raises(PlanError, match=r"sharding=None, and a stage has 2 ranks"):
         penstock.Pipeline([torch.nn.Linear(2, 2)] * 2, mesh=mesh, loss=torch.nn.MSELoss())
     return axes(mesh), mesh.world.gather(repr(mesh), "for a test")
 
@@ -87,6 +87,12 @@ def test_stages_of_unlike_meshes_have_axes_of_their_own(tmp_path: Path) -> None:
             assert ranks == expected[axis][rank] or len(ranks) == 1
             check_collected(values, ranks.index(rank) if rank in ranks else 0, len(ranks))
     assert results[0][1][2] == "Mesh(2 stages of 1 x 1, 1 x 2, rank 2 of 3: stage 1, shard 1)"
+
+
+def test_stages_of_a_pipeline_have_as_many_replicas() -> None:
+    mesh = penstock.Mesh(Placement((((0,), (1,)), ((2,),)), ("cpu", "cpu")))
+    with pytest.raises(ConfigError, match=r"have \[1, 2\] replicas.*give a stage more shards"):
+        penstock.Pipeline([torch.nn.Linear(2, 2)] * 2, mesh=mesh, loss=torch.nn.MSELoss())
 
 
 def test_a_process_alone_collects_what_it_has() -> None:
