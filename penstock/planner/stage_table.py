@@ -65,8 +65,7 @@ class StageTable:
                 found = price(start, end, mesh)
                 if found is not None:
                     prices[:, n, end, start] = found
-        prices[3] *= not is_alpa
-        prices[3, :, num_layers] = 0.0  # no stage comes after the last layer
+        prices[3, :, 0 if is_alpa else num_layers :] = 0.0  # no stage comes after the last layer
         seconds, self.stay, self.kept, handover = prices
         self.total, self.pace = seconds + handover, np.maximum(seconds, handover)
         self.memory = np.array([hosts[mesh.kind].memory_bytes for mesh in meshes])

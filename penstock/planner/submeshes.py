@@ -104,7 +104,8 @@ def find_stages(task: Task, *, most: int = 8, eps: float = 0.01) -> list[Answer]
     The best is at most a share `eps` from the least there is, likewise the second, and so on;
     exact with 0.  Less sure only where parts of hosts of unlike sizes, as 3 and 5 of 8, are better
     than what packs for thousands of answers on end: then each may also take an even share of its
-    host.  Not more than `MOST_STAGES` stages.
+    host.  Not more than `MOST_STAGES` stages.  A hundred layers on 1,000 devices take seconds,
+    48 on 128 of each of two kinds most of a minute: every pair of numbers left is a state.
 
     Raises:
         ConfigError: a number is not positive.
@@ -116,7 +117,7 @@ def find_stages(task: Task, *, most: int = 8, eps: float = 0.01) -> list[Answer]
 
 
 class _State(NamedTuple):
-    """Stages so far, their sum of seconds, and what is left: stages, devices of each kind."""
+    """The first stages, their sum of seconds, and what is left: stages, devices of each kind."""
 
     sum_s: float
     stages: tuple[Stage, ...]
@@ -129,7 +130,7 @@ class _State(NamedTuple):
 
 
 class _Search:
-    """Prices as arrays [submesh, end, start], and the best answers so far."""
+    """The bounds on the slowest stage that there are, and the best answers so far."""
 
     def __init__(self, task: Task, *, most: int, eps: float, is_alpa: bool = False) -> None:
         numbers = [task.num_layers, task.num_microbatches, len(task.hosts)]
