@@ -1,0 +1,107 @@
+"""Cluster operators into layers, as Alpa does (Zheng et al., OSDI 2022, section 5.2).
+
+    operators   0  1  2  3  4  5  6  7       in topological order, K of them
+    layers      └──────┘  └──┘  └─────┘      L of them, of about as many seconds each
+
+    G(k, r) = min over i of  max(G(i, r - 1), C(i, k))      the first k operators in r layers
+
+C(i, k) are the bytes that the layer of operators [i, k) receives from before it.  A layer may take
+at most (1 + delta) / L of all seconds.  Of clusterings with the same greatest C the one with the
+least sum of C is taken, and of these the one whose layers' seconds vary least.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ConfigError
+
+_Numbers = NDArray[Any]
+_ROUNDING = 1e-9
+"""Seconds and bytes that differ by less, as a share, are equal."""
+
+
+def received_bytes(
+    num_operators: int, values: Sequence[tuple[int, Sequence[int], float]]
+) -> _Numbers:
+    """Return C as [start, end], from values: the operator that makes it (-1: an input), those
+    that use it, and its bytes.  A value that several operators of a layer use is received once.
+    """
+    found = np.zeros((num_operators + 1,) * 2)
+    for producer, users, num_bytes in values:
+        before = producer
+        for user in sorted(set(users)):  # the first one in layers that start after `before`
+            found[before + 1 : user + 1, user + 1] += num_bytes
+            before = user
+    received: _Numbers = found.cumsum(axis=1)  # and in all that end later
+    return received
+
+
+def cluster_operators(
+    seconds: Sequence[float], received: _Numbers, num_layers: int, *, delta: float = 0.5
+) -> tuple[int, ...]:
+    """Return the operators per layer; `received[start, end]` are the bytes C.
+
+    Two passes of K^2 L steps, as arrays of numpy's: for the least greatest C, and then for the
+    least sums among the layers that keep to it.
+
+    Raises:
+        ConfigError: there are fewer operators than layers, or no layers keep to their seconds.
+    """
+    num_operators, total = len(seconds), float(sum(seconds))
+    if not 1 <= num_layers <= num_operators:
+        raise ConfigError(
+            f"num_layers={num_layers}, and there are {num_operators} operators; choose between 1 "
+            "and as many layers as operators"
+        )
+    most_s = (1 + delta) * total / num_layers
+    upto = np.concatenate([[0.0], np.cumsum(seconds)])
+    own_s = upto - upto[:, None]
+    bytes_in = np.where(own_s <= most_s * (1 + _ROUNDING), received, np.inf)
+    (greatest,), _ = _program([bytes_in], num_layers, np.maximum)
+    if greatest == np.inf:
+        raise ConfigError(
+            f"operators of {total:.3g} s are no {num_layers} layers of at most {most_s:.3g} s: "
+            f"the longest takes {max(seconds):.3g} s; choose fewer layers or more than {delta=}"
+        )
+    bytes_in[bytes_in > greatest * (1 + _ROUNDING)] = np.inf
+    _, ends = _program([bytes_in, own_s**2], num_layers, np.add)
+    return tuple(end - start for start, end in pairwise(ends))
+
+
+def _program(
+    costs: Sequence[_Numbers], num_layers: int, join: Callable[[_Numbers, _Numbers], _Numbers]
+) -> tuple[list[float], list[int]]:
+    """Return the least joined costs of all operators, the first ones first, and the ends of layers
+    that have them; what is infinite in the first costs cannot be.
+    """
+    size = len(costs[0])
+    best = np.full((len(costs), num_layers + 1, size), np.inf)
+    best[:, 0, 0] = 0.0
+    cut = np.zeros((num_layers + 1, size), dtype=int)
+    rows = np.arange(num_layers)
+    for end in range(1, size):
+        can = np.flatnonzero(np.isfinite(costs[0][:end, end]))
+        if not len(can):
+            continue
+        values = [join(best[n][:-1, can], cost[can, end]) for n, cost in enumerate(costs)]
+        at = _least_of_rows(values)
+        best[:, 1:, end] = [value[rows, at] for value in values]
+        cut[1:, end] = can[at]
+    ends = [size - 1]
+    for layer in range(num_layers, 0, -1):
+        ends.append(int(cut[layer, ends[-1]]))
+    return best[:, num_layers, -1].tolist(), ends[::-1]
+
+
+def _least_of_rows(values: Sequence[_Numbers]) -> _Numbers:
+    """Return in each row the place of what is least by the first values, then by the others."""
+    among = np.isfinite(values[0])
+    for value in values:
+        left = np.where(among, value, np.inf)
+        among &= left <= left.min(axis=1, keepdims=True) * (1 + _ROUNDING)
+    found: _Numbers = among.argmax(axis=1)
+    return found

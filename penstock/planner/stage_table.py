@@ -1,0 +1,207 @@
+"""Prices of stages on meshes as arrays, and the dynamic program over them; see submeshes.py.
+
+F[start, stages, devices left]     from the last layer on, each end pushed to all its starts
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .packing import Hosts, Submesh
+
+Numbers = NDArray[Any]
+_MANY = 1 << 40
+"""More devices than there are."""
+
+
+class Price(NamedTuple):
+    """What some layers take as a stage on a mesh; bytes are those of the fullest device.
+
+    `seconds` are of a micro-batch's forward and backward; `stay_bytes` of weights, gradients and
+    the optimizer; `microbatch_bytes` what each micro-batch in flight keeps; `handover_s` seconds
+    to hand a micro-batch's values to the next stage and to get its gradients.
+    """
+
+    seconds: float
+    stay_bytes: float
+    microbatch_bytes: float
+    handover_s: float = 0.0
+
+
+class Task(NamedTuple):
+    """What is to be cut into stages, and where they are to run.
+
+    `price(start, end, submesh)` is of layers [start, end), None for what cannot be; a search asks
+    once for each.
+    """
+
+    num_layers: int
+    hosts: Sequence[Hosts]
+    price: Callable[[int, int, Submesh], Price | None]
+    num_microbatches: int
+
+
+class StageTable:
+    """Prices as arrays [mesh, end, start]: seconds with handing over as `total`, and the time
+    between micro-batches as `pace`, which is infinite for what does not fit.
+    """
+
+    def __init__(
+        self, task: Task, meshes: Sequence[Submesh], num_stages: int, *, is_alpa: bool
+    ) -> None:
+        num_layers, hosts, price, num_microbatches = task
+        self.num_layers, self.num_stages, self.covers_all = num_layers, num_stages, is_alpa
+        self.hosts, self.meshes = hosts, meshes
+        self.devices = tuple(own.num_hosts * own.num_devices for own in hosts)
+        self.charge(even=False)
+        prices = np.zeros((4, len(meshes), num_layers + 1, num_layers))
+        prices[0] = inf
+        for n, mesh in enumerate(meshes):
+            for start, end in combinations(range(num_layers + 1), 2):
+                found = price(start, end, mesh)
+                if found is not None:
+                    prices[:, n, end, start] = found
+        prices[3, :, 0 if is_alpa else num_layers :] = 0.0  # no stage comes after the last layer
+        seconds, self.stay, self.kept, handover = prices
+        self.total, self.pace = seconds + handover, np.maximum(seconds, handover)
+        self.memory = np.array([hosts[mesh.kind].memory_bytes for mesh in meshes])
+        self.most_in_flight = inf if is_alpa else num_microbatches
+        room = self.memory[:, None, None] - self.stay
+        many = np.full_like(room, inf)
+        np.divide(room, self.kept, out=many, where=self.kept > 0)
+        many[many >= self.most_in_flight] = inf
+        self.deepest = np.where(room < 0, 0, np.floor(many))
+        """How many stages there may be from this one to the last."""
+        self.pace[self.deepest < 1] = inf
+
+    def charge(self, *, even: bool) -> None:
+        """Set how many devices of each kind a mesh uses up: its own, or for a part of a host an
+        `even` share of it, as four devices of eight for three.
+        """
+        self.sizes = np.zeros((len(self.meshes), len(self.devices)), dtype=int)
+        for size, (kind, num_hosts, number) in zip(self.sizes, self.meshes, strict=True):
+            whole = self.hosts[kind].num_devices
+            size[kind] = num_hosts * (whole // (whole // number) if even else number)
+
+    def within(self, bound_s: float) -> Numbers:
+        """Return `total`, infinite for what is slower than a bound."""
+        return np.where(self.pace <= bound_s, self.total, inf)
+
+    def least_seconds(self, total: Numbers, limit_s: float) -> Numbers:
+        """Return F of the stages whose `total` is finite."""
+
+        def cost(mesh: int, end: int, start: int, stages: Numbers) -> Numbers:
+            deep = self.deepest[mesh, end, start:end, None]
+            return np.where(deep >= stages, total[mesh, end, start:end, None], inf)
+
+        return self._least(total, cost, np.add, limit_s)
+
+    def least_excess(self) -> float:
+        """Return the bytes that the fullest device lacks where that is least; infinite if there
+        are no stages whatever the memory is.
+        """
+        can = np.where(np.isfinite(self.total), 0.0, inf)
+
+        def excess(mesh: int, end: int, start: int, stages: Numbers) -> Numbers:
+            at = mesh, end, slice(start, end), None
+            need = self.stay[at] + np.minimum(stages, self.most_in_flight) * self.kept[at]
+            found: Numbers = np.maximum(need - self.memory[mesh], 0.0) + can[at]
+            return found
+
+        alone = np.maximum(self.stay + self.kept - self.memory[:, None, None], 0.0)
+        ceiling = float((self.stay + self.num_stages * self.kept).max())
+        found, limit = inf, max(min(ceiling, float(self.memory.max())) / 64, 1.0)
+        while found > limit:  # a low limit makes it fast
+            limit = limit * 2 if limit < ceiling else inf
+            low = np.where(alone <= limit, can, inf)
+            least = self._least(low, excess, np.maximum, limit)
+            at: Any = (0, slice(None), *self.devices)
+            found = float(least[at].min())
+        return found
+
+    def _least(
+        self,
+        total: Numbers,
+        cost: Callable[[int, int, int, Numbers], Numbers],
+        join: Callable[[Numbers, Numbers], Numbers],
+        limit: float = inf,
+    ) -> Numbers:
+        """Return F as [start, stages, devices left of each kind ...], of stages whose `total` is
+        finite; infinite where all answers are above the limit, or need more devices than there
+        are.  `cost(mesh, end, first start, stages)` is an array [start, stages].
+        """
+        num_layers = self.num_layers
+        shape = (num_layers + 1, self.num_stages + 1, *(number + 1 for number in self.devices))
+        least = np.full(shape, inf)
+        least[
+            (num_layers, 0, *((0 if self.covers_all else slice(None)) for _ in self.devices))
+        ] = 0.0
+        can = np.isfinite(total)
+        first = np.where(can.any(axis=2), can.argmax(axis=2), num_layers)
+        before_s, before = self.before(total)
+        before = np.minimum.accumulate(before[::-1])[::-1]  # what any later start needs as well
+        spare = (before if len(self.devices) == 1 else before * 0).astype(int)
+        for end in range(num_layers, 0, -1):
+            after = least[end]
+            after[after + before_s[end] > limit] = inf
+            box = _box(np.isfinite(after))
+            if box is None or box[0].start == self.num_stages:
+                continue
+            stages = slice(box[0].start, min(box[0].stop, self.num_stages))
+            then = np.arange(stages.start + 1, stages.stop + 1)
+            low = [along.start for along in box[1:]]
+            starts = first[:, end]
+            highs = np.array(shape[2:]) - self.sizes - spare[starts, None]
+            for mesh in np.flatnonzero((starts < end) & (highs > low).all(axis=1)).tolist():
+                start, size, high = int(starts[mesh]), self.sizes[mesh].tolist(), highs[mesh]
+                old = tuple(slice(a, int(b)) for a, b in zip(low, high, strict=True))
+                new = tuple(slice(x.start + n, x.stop + n) for x, n in zip(old, size, strict=True))
+                here = least[(slice(start, end), slice(then[0], then[-1] + 1), *new)]
+                costs = cost(mesh, end, start, then).reshape(
+                    -1, len(then), *(1 for _ in self.devices)
+                )
+                np.minimum(here, join(costs, after[(stages, *old)]), out=here)
+        return least
+
+    def before(self, total: Numbers) -> tuple[Numbers, Numbers]:
+        """Return the least seconds, and the fewest devices, of all layers before each."""
+        sizes = np.where(np.isfinite(total), self.sizes.sum(axis=1)[:, None, None], _MANY)
+        found = []
+        for each in (total.min(axis=0), sizes.min(axis=0)):
+            least = np.zeros(len(each))
+            for end in range(1, len(each)):
+                least[end] = (least[:end] + each[end, :end]).min()
+            found.append(least)
+        return found[0], found[1]
+
+    def num_needed(self, bound_s: float) -> float:
+        """Return a number of devices, of all kinds together, with fewer of which stages that keep
+        to a bound do not hold all layers.
+        """
+        deepest = np.where(self.pace <= bound_s, self.deepest, 0)
+        size = self.sizes.sum(axis=1)[:, None, None]
+        changes = set(np.unique(deepest))
+        needed = np.append(np.full(self.num_layers, inf), 0.0)
+        best, each = inf, needed
+        for stages in range(1, self.num_stages + 1):
+            if stages == 1 or stages - 1 in changes:
+                each = np.where(deepest >= stages, size, inf).min(axis=0)
+            needed = np.append((each + needed[:, None]).min(axis=0), inf)
+            best = min(best, float(needed[0]))
+        return best
+
+
+def _box(where: Numbers) -> tuple[slice, ...] | None:
+    """Return the smallest slices that hold all that is true, None for nothing."""
+    found = []
+    for axis in range(where.ndim):
+        others = tuple(n for n in range(where.ndim) if n != axis)
+        along = np.flatnonzero(where.any(axis=others))
+        if not len(along):
+            return None
+        found.append(slice(int(along[0]), int(along[-1]) + 1))
+    return tuple(found)

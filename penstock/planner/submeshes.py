@@ -1,0 +1,295 @@
+"""Search for stages on sub-meshes of a cluster: which layers each has, on how many devices.
+
+Alpa's inter-operator dynamic program (Zheng et al., OSDI 2022, section 5), and a wider one:
+
+    layers   0 ─ 1 ─ 2 │ 3 ─ 4 │ 5 ─ 6 ─ 7 ─ 8
+    mesh       1 x 3   │ 1 x 1 │     2 x 4           of three hosts with 4 devices each
+
+    seconds of a step = sum of all t_i + (B - 1) x the greatest t_j       B micro-batches
+
+For a bound on the greatest, t_max, the least sum is found from the last layer on:
+
+    F(s, k, d) = min over the end i and the mesh m of   t(k, i, m) + F(s - 1, i, d - m)
+
+with s stages from layer k on and d devices left, of each kind of host, where t(k, i, m) <= t_max
+and the memory of m holds what s micro-batches in flight keep, as many as 1F1B has there.
+
+A greater t_max never makes F greater: for t_max in [a, b] no answer takes less than
+(B - 1) a + F(b).  The paper tries bounds in ascending order until B x t_max is no better than the
+best answer.  Here intervals that hold no better answer are left out, and others halved: the answer
+is the same, after tens of bounds instead of thousands.
+"""
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count, islice, pairwise
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.errors import ConfigError, PlanError
+from penstock.trace.units import bytes_text
+
+from .packing import Hosts, Stage, Submesh, pack
+from .stage_table import Numbers, StageTable, Task
+
+MOST_STAGES = 64
+"""How many stages `find_stages` looks at, at most."""
+_MOST_TRIES = 1_000
+"""Partial answers that are looked at for one t_max before it is left, if none can be packed."""
+_LONGEST_S = sys.float_info.max
+"""Seconds that are finite."""
+
+
+def submeshes(hosts: Sequence[Hosts], *, power_of_two: bool = False) -> list[Submesh]:
+    """Return the meshes that a stage may have: parts of a host, and whole hosts.
+
+    Any number of devices of a host, and of whole hosts; with `power_of_two` those of Alpa:
+    (1, 1), (1, 2), (1, 4) ... (1, M), (2, M), (3, M) ... (N, M).
+
+    Raises:
+        ConfigError: Alpa's are asked for on hosts whose number of devices is no power of two.
+    """
+    found = []
+    for kind, (num_hosts, most, _) in enumerate(hosts):
+        parts = list(range(1, most + 1))
+        if power_of_two:
+            if most & (most - 1):
+                raise ConfigError(
+                    f"a host has {most} devices, and Alpa's meshes cover hosts only where that is "
+                    "a power of two; search with find_stages, which takes any number"
+                )
+            parts = [size for size in parts if not size & (size - 1)]
+        found += [Submesh(kind, 1, size) for size in parts]
+        found += [Submesh(kind, number, most) for number in range(2, num_hosts + 1)]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Stages, the seconds of a step by the search's formula, and the devices of each stage."""
+
+    stages: tuple[Stage, ...]
+    seconds: float
+    devices: tuple[tuple[int, ...], ...]
+
+
+def alpa_stages(task: Task) -> Answer:
+    """Return the stages that Alpa's objective is least for, exactly: meshes of its shapes cover
+    all devices, and handing over costs nothing.
+
+    Raises:
+        ConfigError: hosts are of several kinds, or their devices are no power of two.
+        PlanError: nothing fits; says what is missing.
+    """
+    if len(task.hosts) != 1:
+        raise ConfigError(
+            f"the cluster has {len(task.hosts)} kinds of hosts, and Alpa's search knows one; "
+            "search with find_stages, which takes any"
+        )
+    return _Search(task, most=1, eps=0.0, is_alpa=True).answers()[0]
+
+
+def find_stages(task: Task, *, most: int = 8, eps: float = 0.01) -> list[Answer]:
+    """Return the best answers, at most so many, best first.
+
+    Meshes have any number of devices of a host or any number of hosts, of any kind, and some may
+    stay unused.  Handing over counts in the sum, and for t_max where it takes longer than the
+    stage: transfers go on while other micro-batches are computed.  1F1B keeps at most B in flight.
+
+    The best is at most a share `eps` from the least there is, likewise the second, and so on;
+    exact with 0.  Less sure only where parts of hosts of unlike sizes, as 3 and 5 of 8, are better
+    than what packs for thousands of answers on end: then each may also take an even share of its
+    host.  Not more than `MOST_STAGES` stages.  A hundred layers on 1,000 devices take seconds,
+    48 on 128 of each of two kinds most of a minute: every pair of numbers left is a state.
+
+    Raises:
+        ConfigError: a number is not positive.
+        PlanError: nothing fits; says what is missing.
+    """
+    if most < 1 or eps < 0:
+        raise ConfigError(f"most={most} and eps={eps}; ask for at least 1, and at least 0")
+    return _Search(task, most=most, eps=eps).answers()
+
+
+class _State(NamedTuple):
+    """The first stages, their sum of seconds, and what is left: stages, devices of each kind."""
+
+    sum_s: float
+    stages: tuple[Stage, ...]
+    num_left: int
+    devices: tuple[int, ...]
+
+    @property
+    def start(self) -> int:
+        return self.stages[-1].end if self.stages else 0
+
+
+class _Search:
+    """The bounds on the slowest stage that there are, and the best answers so far."""
+
+    def __init__(self, task: Task, *, most: int, eps: float, is_alpa: bool = False) -> None:
+        numbers = [task.num_layers, task.num_microbatches, len(task.hosts)]
+        numbers += [number for own in task.hosts for number in own[:2]]
+        if min(numbers) < 1:
+            raise ConfigError(
+                f"{task.num_layers} layers, {task.num_microbatches} micro-batches and hosts "
+                f"{list(task.hosts)}; give at least 1 of each"
+            )
+        self.task, self.most = task, most
+        self.close = math.sqrt(1 + eps)
+        """As a factor: bounds that count as one; and again what may be missed."""
+        self.devices = tuple(own.num_hosts * own.num_devices for own in task.hosts)
+        self.num_stages = min(task.num_layers, sum(self.devices))
+        if not is_alpa:
+            self.num_stages = min(self.num_stages, MOST_STAGES)
+        self.meshes = submeshes(task.hosts, power_of_two=is_alpa)
+        self.table = StageTable(task, self.meshes, self.num_stages, is_alpa=is_alpa)
+        self.found: dict[tuple[Stage, ...], Answer] = {}
+        self.best_s = self.worst_s = inf
+        self.gave_up = False
+
+    def answers(self) -> list[Answer]:
+        """Return the best answers, best first."""
+        for is_even in (False, True):
+            self.table.charge(even=is_even)
+            self._search()
+            if not self.gave_up:
+                break
+        if not self.found:
+            raise PlanError(self._missing())
+        return self._best()
+
+    def _best(self) -> list[Answer]:
+        return sorted(self.found.values(), key=lambda answer: answer.seconds)[: self.most]
+
+    # -- bounds on the slowest stage ------------------------------------------------------------
+
+    def _search(self) -> None:
+        """Put the best answers into `found`."""
+        paces = np.unique(self.table.pace[np.isfinite(self.table.pace)])
+        self.bounds: list[tuple[float, float]] = []  # the least and the greatest of close paces
+        at = 0
+        while at < len(paces):
+            end = int(np.searchsorted(paces, paces[at] * self.close, side="right"))
+            self.bounds.append((float(paces[at]), float(paces[end - 1])))
+            at = end
+        low, high = 0, len(self.bounds)
+        while low < high:  # the first bound that there are enough devices for
+            middle = (low + high) // 2
+            is_enough = self.table.num_needed(self.bounds[middle][1]) <= sum(self.devices)
+            low, high = (low, middle) if is_enough else (middle + 1, high)
+        tried, step = [(low - 1, 0.0)], 1
+        is_better = True
+        while low < len(self.bounds) and (is_better or len(self.found) < self.most):
+            best = self.best_s
+            tried.append((low, self._try(low)))
+            is_better = self.best_s < best
+            low, step = low + step, step * 2
+        least_sum = self.table.before(self.table.total)[0][-1]
+        tried.append((len(self.bounds), float(least_sum)))
+        for (before, _), (after, sum_s) in pairwise(tried):
+            self._explore(before + 1, after - 1, sum_s)
+
+    def _explore(self, low: int, high: int, least_sum: float) -> None:
+        """Try bounds from `low` to `high`, for which no sum is less than `least_sum`."""
+        while low <= high and least_sum >= self._limit(high):
+            high -= 1
+        if low <= high:
+            middle = (low + high) // 2
+            self._explore(low, middle - 1, max(least_sum, self._try(middle)))
+            self._explore(middle + 1, high, least_sum)
+
+    def _limit(self, bound: int) -> float:
+        """Return the sum of seconds above which no answer is among the best."""
+        return self.worst_s / self.close - (self.task.num_microbatches - 1) * self.bounds[bound][0]
+
+    def _try(self, bound: int) -> float:
+        """Put the best answers within a bound into `found`; return seconds that no sum of others
+        is below: within less bounds there are none but these.
+        """
+        limit = self._limit(bound)
+        total = self.table.within(self.bounds[bound][1])
+        least = self.table.least_seconds(total, limit)
+        self.reached_s = limit
+        for stages in islice(self._in_order(least, total, limit), self.most):
+            at = [(self.meshes.index(mesh), end, start) for start, end, mesh in stages]
+            slowest = max(float(self.table.pace[each]) for each in at)
+            sum_s = sum(float(self.table.total[each]) for each in at)
+            devices = pack(stages, self.task.hosts)
+            assert devices is not None, "it was packed before"
+            seconds = sum_s + (self.task.num_microbatches - 1) * slowest
+            self.found[stages] = Answer(stages, seconds, devices)
+        best = self._best()
+        if best:
+            self.best_s = best[0].seconds
+        if len(best) == self.most:
+            self.worst_s = best[-1].seconds
+        return self.reached_s
+
+    def _in_order(
+        self, least: Numbers, total: Numbers, limit: float
+    ) -> Iterator[tuple[Stage, ...]]:
+        """Yield answers that can be packed, the least sum first: the best partial answer is always
+        the next to be continued, and F says how good it can become.
+        """
+        number, tries = count(), 0
+        heap: list[tuple[float, int, _State, Iterator[tuple[float, _State]]]] = []
+
+        def put_next(states: Iterator[tuple[float, _State]]) -> None:
+            for sum_s, state in islice(states, 1):
+                heappush(heap, (sum_s, next(number), state, states))
+
+        every: Any = (0, slice(None), *self.devices)
+        of_all = enumerate(least[every].tolist())
+        begun = sorted((sum_s, n) for n, sum_s in of_all if sum_s <= min(limit, _LONGEST_S))
+        put_next((sum_s, _State(0.0, (), n, self.devices)) for sum_s, n in begun)
+        while heap:
+            self.reached_s, _, state, siblings = heappop(heap)
+            put_next(siblings)
+            tries += 1
+            if tries > _MOST_TRIES:
+                self.gave_up = True
+                return
+            if state.num_left:
+                put_next(self._continued(state, least, total, limit))
+            elif pack(state.stages, self.task.hosts) is not None:
+                yield state.stages
+        self.reached_s = limit
+
+    def _continued(
+        self, state: _State, least: Numbers, total: Numbers, limit: float
+    ) -> Iterator[tuple[float, _State]]:
+        """Yield a state with one stage more, and the least sum it can come to, least first."""
+        room = np.array(state.devices) - self.table.sizes
+        meshes = np.flatnonzero((room >= 0).all(axis=1))
+        after, start = slice(state.start + 1, None), state.start
+        rest = least[after, state.num_left - 1][(slice(None), *room[meshes].T)].T
+        own = total[meshes, after, start]
+        own = np.where(self.table.deepest[meshes, after, start] >= state.num_left, own, inf)
+        sums = (state.sum_s + own + rest).ravel()
+        for at in np.argsort(sums, kind="stable"):
+            if not sums[at] <= min(limit, _LONGEST_S):
+                return
+            which, further = divmod(int(at), rest.shape[1])
+            mesh, end = meshes[which], start + 1 + further
+            stages = (*state.stages, Stage(start, end, self.meshes[mesh]))
+            left = tuple(int(n) for n in room[mesh])
+            sum_s = state.sum_s + float(own[which, further])
+            yield float(sums[at]), _State(sum_s, stages, state.num_left - 1, left)
+
+    def _missing(self) -> str:
+        """Return why there is no answer."""
+        most = self.table.least_excess()
+        if most == inf:
+            return "no stages are on these hosts: no price was given for the meshes they need"
+        if most == 0:
+            return "no stages can be packed onto these hosts; give prices for other meshes"
+        return (
+            f"no stages fit: those that need least lack {bytes_text(most)} on their fullest "
+            "device; give more devices or memory, smaller micro-batches, or recompute"
+        )

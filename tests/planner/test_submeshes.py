@@ -1,0 +1,250 @@
+"""Stages on sub-meshes: searches find what trying everything finds, and answers can be placed."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import combinations, product
+from math import inf
+from time import perf_counter
+
+import numpy as np
+import pytest
+
+from penstock.errors import ConfigError, PlanError
+from penstock.planner.packing import Hosts, Stage, Submesh, pack
+from penstock.planner.stage_table import Price, Task
+from penstock.planner.submeshes import alpa_stages, find_stages, submeshes
+
+MEMORY = 100.0
+
+
+def drawn_task(seed: int, hosts: Sequence[Hosts], most_layers: int) -> Task:
+    """Return a task with prices that follow no rule; some stages cannot be, some lack memory."""
+    random = np.random.default_rng(seed)
+    num_layers = int(random.integers(1, most_layers + 1))
+    num_microbatches = int(random.choice((1, 2, 3, 8, 64)))
+    share = random.choice((0.0, 0.5, 1.0, 2.0))  # of memory that a stage needs at most
+    known = {}
+    for mesh, (start, end) in product(submeshes(hosts), combinations(range(num_layers + 1), 2)):
+        stay, each = random.integers(0, 1 + int(MEMORY * share), 2).tolist()
+        found = Price(float(random.integers(1, 30)), stay, each // 2, float(random.integers(0, 9)))
+        known[start, end, mesh] = None if random.random() < 0.05 else found
+    return Task(num_layers, hosts, lambda *at: known[at], num_microbatches)
+
+
+def every_answer(task: Task, meshes: Sequence[Submesh]) -> Iterator[tuple[Stage, ...]]:
+    """Yield all cuts on all meshes that there are enough devices for."""
+
+    def continued(start: int, left: tuple[int, ...]) -> Iterator[tuple[Stage, ...]]:
+        if start == task.num_layers:
+            yield ()
+            return
+        for mesh, end in product(meshes, range(start + 1, task.num_layers + 1)):
+            size = mesh.num_hosts * mesh.num_devices
+            if size <= left[mesh.kind] and task.price(start, end, mesh) is not None:
+                then = tuple(n - size * (k == mesh.kind) for k, n in enumerate(left))
+                for rest in continued(end, then):
+                    yield (Stage(start, end, mesh), *rest)
+
+    yield from continued(0, tuple(own.num_hosts * own.num_devices for own in task.hosts))
+
+
+def excess(task: Task, stages: Sequence[Stage], in_flight: float) -> float:
+    """Return the bytes that the fullest stage lacks."""
+    missing = []
+    for n, stage in enumerate(stages):
+        price = task.price(*stage)
+        assert price is not None
+        keeps = min(len(stages) - n, in_flight) * price.microbatch_bytes
+        missing.append(price.stay_bytes + keeps - task.hosts[stage.submesh.kind].memory_bytes)
+    return max(missing)
+
+
+def step_s(task: Task, stages: Sequence[Stage], hands_over: bool) -> float:
+    """Return the seconds of a step by the formula."""
+    total = slowest = 0.0
+    for stage in stages:
+        price = task.price(*stage)
+        assert price is not None
+        over = price.handover_s if hands_over and stage is not stages[-1] else 0.0
+        total += price.seconds + over
+        slowest = max(slowest, price.seconds, over)
+    return total + (task.num_microbatches - 1) * slowest
+
+
+def check_alpa(seed: int) -> bool:
+    """Compare Alpa's search with trying everything; return whether anything fits."""
+    host = Hosts(1 + seed % 2, 2 ** (seed % 3), MEMORY)
+    task = drawn_task(seed, [host], 6 if host.num_hosts * host.num_devices < 8 else 5)
+    of_all = [
+        stages
+        for stages in every_answer(task, submeshes([host], power_of_two=True))
+        if sum(x.submesh.num_hosts * x.submesh.num_devices for x in stages)
+        == host.num_hosts * host.num_devices
+    ]
+    fitting = [stages for stages in of_all if excess(task, stages, inf) <= 0]
+    if fitting:
+        found = alpa_stages(task)
+        assert found.seconds == min(step_s(task, stages, False) for stages in fitting)
+        check_placed(found.stages, [host], found.devices)
+        return True
+    least = min((excess(task, stages, inf) for stages in of_all), default=inf)
+    message = f"lack {least:.3g} bytes" if of_all else "no price was given"
+    with pytest.raises(PlanError, match=message):
+        alpa_stages(task)
+    return False
+
+
+def test_alpas_search_finds_what_trying_everything_finds() -> None:
+    fits = Counter(check_alpa(seed) for seed in range(2000))
+    assert fits[True] > 1000 and fits[False] > 50
+
+
+KINDS = (
+    [Hosts(2, 3, MEMORY)],
+    [Hosts(1, 4, MEMORY), Hosts(1, 2, MEMORY / 2)],
+    [Hosts(2, 1, MEMORY), Hosts(2, 2, MEMORY)],
+    [Hosts(3, 2, MEMORY)],
+)
+
+
+def check_ours(seed: int, eps: float, most: int) -> bool:
+    """Compare our search with trying everything; return whether anything fits."""
+    task = drawn_task(seed, KINDS[seed % len(KINDS)], 4)
+    fitting = [
+        (step_s(task, stages, True), stages)
+        for stages in every_answer(task, submeshes(task.hosts))
+        if excess(task, stages, task.num_microbatches) <= 0
+    ]
+    best = sorted(seconds for seconds, stages in fitting if pack(stages, task.hosts))[:most]
+    try:
+        answers = find_stages(task, most=most, eps=eps)
+    except PlanError:
+        answers = []
+    assert len(answers) == len(best)
+    assert len({answer.stages for answer in answers}) == len(answers)
+    for answer, seconds in zip(answers, best, strict=True):
+        assert seconds <= answer.seconds <= seconds * (1 + eps)
+        assert answer.seconds == step_s(task, answer.stages, True)
+        check_placed(answer.stages, task.hosts, answer.devices)
+    return bool(best)
+
+
+def check_placed(
+    stages: Sequence[Stage], hosts: Sequence[Hosts], devices: Sequence[tuple[int, ...]]
+) -> None:
+    """Check that each device is one stage's, of the kind it was planned for, and on which host."""
+    places = [
+        (kind, (kind, host))
+        for kind, own in enumerate(hosts)
+        for host in range(own.num_hosts)
+        for _ in range(own.num_devices)
+    ]
+    every = [device for of_stage in devices for device in of_stage]
+    assert len(set(every)) == len(every)
+    for stage, of_stage in zip(stages, devices, strict=True):
+        kind, num_hosts, number = stage.submesh
+        assert {places[device][0] for device in of_stage} == {kind}
+        on = Counter(places[device][1] for device in of_stage)
+        assert sorted(on.values()) == [number] * num_hosts
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_our_search_finds_what_trying_everything_finds(most: int) -> None:
+    fits = Counter(check_ours(seed, 0.0, most) for seed in range(400))
+    assert fits[True] > 200 and fits[False] > 10
+
+
+def test_close_bounds_lose_no_more_than_they_may() -> None:
+    for seed in range(400, 700):
+        check_ours(seed, 0.2, 2)
+
+
+def test_alpas_meshes_are_powers_of_two_in_a_host_and_any_number_of_hosts() -> None:
+    found = [mesh[1:] for mesh in submeshes([Hosts(3, 8)], power_of_two=True)]
+    assert found == [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (3, 8)]
+    assert [mesh[1:] for mesh in submeshes([Hosts(2, 3)])] == [(1, 1), (1, 2), (1, 3), (2, 3)]
+
+
+def on(*meshes: tuple[int, int]) -> list[Stage]:
+    """Return stages of a layer each, on meshes of the first kind of host."""
+    return [Stage(n, n + 1, Submesh(0, *mesh)) for n, mesh in enumerate(meshes)]
+
+
+def test_stages_share_hosts_with_their_neighbours() -> None:
+    stages = on((1, 3), (2, 4), (1, 2), (1, 1), (1, 2))
+    places = ((0, 1, 2), tuple(range(4, 12)), (12, 13), (3,), (14, 15))
+    assert pack(stages, [Hosts(4, 4)]) == places
+    assert pack(on((1, 2), (1, 2), (1, 2), (1, 2)), [Hosts(2, 4)]) == (
+        (0, 1),
+        (2, 3),
+        (4, 5),
+        (6, 7),
+    )
+
+
+def test_what_fits_only_across_hosts_is_not_packed() -> None:
+    assert pack(on((1, 3), (1, 3), (1, 2)), [Hosts(2, 4)]) is None
+    assert pack(on((2, 4), (1, 1)), [Hosts(2, 4)]) is None
+
+
+def test_a_packing_is_found_where_the_largest_first_finds_none() -> None:
+    stages = on((1, 4), (1, 2), (1, 2), (1, 3), (1, 3), (1, 2))
+    devices = pack(stages, [Hosts(2, 8)])
+    assert devices is not None
+    check_placed(stages, [Hosts(2, 8)], devices)
+
+
+def test_a_search_goes_on_where_its_best_answers_cannot_be_packed() -> None:
+    def price(start: int, end: int, submesh: Submesh) -> Price:
+        size = submesh.num_hosts * submesh.num_devices
+        return Price((end - start) / size * (1 if size == 5 else 3), 0, 0)  # one fits into a host
+
+    best = find_stages(Task(40, [Hosts(8, 8)], price, 64))[0]
+    check_placed(best.stages, [Hosts(8, 8)], best.devices)
+    assert best.seconds == pytest.approx(8 * 1.0 + 63 * 1.0)
+
+
+def gpus(num_layers: int, hosts: Hosts, num_microbatches: int) -> Task:
+    """Return a task like training a Transformer: more devices are faster, but not by as much."""
+
+    def price(start: int, end: int, submesh: Submesh) -> Price:
+        size, length = submesh.num_hosts * submesh.num_devices, end - start
+        across = 0.002 if submesh.num_hosts > 1 else 0.0005 * (size > 1)
+        seconds = length * (4 / size * (1 + 0.02 * size.bit_length()) + across)
+        return Price(seconds, length * 48e9 / size, length * 6e9 / size, 0.01)
+
+    return Task(num_layers, [hosts], price, num_microbatches)
+
+
+def test_a_thousand_devices_are_searched_in_seconds() -> None:
+    began = perf_counter()
+    best = find_stages(gpus(100, Hosts(125, 8, 80e9), 256))
+    assert perf_counter() - began < 30 and len(best) == 8
+
+
+def test_alpas_search_of_64_devices_takes_seconds() -> None:
+    began = perf_counter()
+    task = gpus(48, Hosts(8, 8, 80e9), 64)
+    alpa = alpa_stages(task)
+    assert perf_counter() - began < 10
+    assert len({device for of_stage in alpa.devices for device in of_stage}) == 64
+    handed_over = 0.01 * (len(alpa.stages) - 1)
+    assert find_stages(task)[0].seconds <= (alpa.seconds + handed_over) * 1.01
+
+
+def test_an_error_says_how_much_memory_is_missing() -> None:
+    task = gpus(4, Hosts(1, 2, 80e9), 8)  # on both devices 96 GB each stay, and 12 GB are kept
+    with pytest.raises(PlanError, match=r"need least lack 26.1 GiB on their fullest device"):
+        find_stages(task)
+
+
+def test_an_error_says_what_cannot_be_searched() -> None:
+    task = gpus(4, Hosts(1, 6), 8)
+    with pytest.raises(ConfigError, match="a host has 6 devices"):
+        alpa_stages(task)
+    with pytest.raises(ConfigError, match="2 kinds of hosts"):
+        alpa_stages(task._replace(hosts=[Hosts(1, 2), Hosts(1, 4)]))
+    with pytest.raises(ConfigError, match="give at least 1 of each"):
+        find_stages(task._replace(num_microbatches=0))
+    with pytest.raises(PlanError, match="no price was given"):
+        find_stages(task._replace(price=lambda *at: None))
