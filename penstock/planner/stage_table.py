@@ -114,7 +114,7 @@ class StageTable:
 
         alone = np.maximum(self.stay + self.kept - self.memory[:, None, None], 0.0)
         ceiling = float((self.stay + self.num_stages * self.kept).max())
-        found, limit = inf, ceiling / 2048
+        found, limit = inf, max(min(ceiling, float(self.memory.max())) / 64, 1.0)
         while found > limit:  # a low limit makes it fast
             limit = limit * 2 if limit < ceiling else inf
             low = np.where(alone <= limit, can, inf)
