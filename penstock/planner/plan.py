@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from penstock.costs.cluster import Cluster
 from penstock.costs.layer_facts import LayerFacts, first_difference
 from penstock.errors import ConfigError, PlanError, UnreadableError, check_count
 from penstock.plain_values import from_json, path_of, to_json
@@ -48,7 +49,8 @@ class Plan:
     `unsplit` are the layers whose gradients of weights do not wait where a schedule divides
     backwards: what measuring has shown of each alone, and the first such step of the stages.
     A planner says for which `batch_size`, over all replicas, it made the plan, how long it
-    predicted a step to take, optimizer included, and `why` it chose it, in lines.
+    predicted a step to take, optimizer included, and `why` it chose it, in lines; and on which
+    `cluster`, where it divided operators by its links: None is a host of eight A100s.
 
     `print(plan)` is a table; `save` and `load` write and read JSON; `dataclasses.replace` makes
     another plan of it.
@@ -80,6 +82,7 @@ class Plan:
     batch_size: int | None = None
     predicted_step_s: float | None = None
     why: tuple[str, ...] = ()
+    cluster: Cluster | None = None
 
     def __post_init__(self) -> None:
         names = ("layers", "partition", "recompute", "offload", "predicted_s", "unsplit", "why")
@@ -124,6 +127,14 @@ class Plan:
                 f"the schedule {self.schedule.name} runs the stages on ranks {list(wanted)}, and "
                 f"the placement has them on {list(self.placement.places)}; change one of the two"
             )
+
+    def devices_of(self, stage: int) -> tuple[int, ...]:
+        """Return the cluster's devices that share a stage of the first replica; () without one."""
+        if self.cluster is None:
+            return ()
+        places = self.placement.cluster_places
+        ranks = self.placement.ranks[stage][0]
+        return ranks if places is None else tuple(places[rank] for rank in ranks)
 
     def _check_sharding(self) -> None:
         """Refuse shards without a way to divide operators, and the other way round.

@@ -94,12 +94,15 @@ def alpa_stages(task: Task) -> Answer:
     return _Search(task, most=1, eps=0.0, is_alpa=True).answers()[0]
 
 
-def find_stages(task: Task, *, most: int = 8, eps: float = 0.01) -> list[Answer]:
+def find_stages(
+    task: Task, *, most: int = 8, eps: float = 0.01, uses_all: bool = False
+) -> list[Answer]:
     """Return the best answers, at most so many, best first.
 
     Meshes have any number of devices of a host or any number of hosts, of any kind, and some may
-    stay unused.  Handing over counts in the sum, and for t_max where it takes longer than the
-    stage: transfers go on while other micro-batches are computed.  1F1B keeps at most B in flight.
+    stay unused, unless it `uses_all`.  Handing over counts in the sum, and for t_max where it
+    takes longer than the stage: transfers go on while other micro-batches are computed.  1F1B
+    keeps at most B in flight.
 
     The best is at most a share `eps` from the least there is, likewise the second, and so on;
     exact with 0.  Less sure only where parts of hosts of unlike sizes, as 3 and 5 of 8, are better
@@ -113,7 +116,7 @@ def find_stages(task: Task, *, most: int = 8, eps: float = 0.01) -> list[Answer]
     """
     if most < 1 or eps < 0:
         raise ConfigError(f"most={most} and eps={eps}; ask for at least 1, and at least 0")
-    return _Search(task, most=most, eps=eps).answers()
+    return _Search(task, most=most, eps=eps, covers_all=uses_all).answers()
 
 
 class _State(NamedTuple):
@@ -132,7 +135,15 @@ class _State(NamedTuple):
 class _Search:
     """The bounds on the slowest stage that there are, and the best answers so far."""
 
-    def __init__(self, task: Task, *, most: int, eps: float, is_alpa: bool = False) -> None:
+    def __init__(
+        self,
+        task: Task,
+        *,
+        most: int,
+        eps: float,
+        is_alpa: bool = False,
+        covers_all: bool = False,
+    ) -> None:
         numbers = [task.num_layers, task.num_microbatches, len(task.hosts)]
         numbers += [number for own in task.hosts for number in own[:2]]
         if min(numbers) < 1:
@@ -149,6 +160,7 @@ class _Search:
             self.num_stages = min(self.num_stages, MOST_STAGES)
         self.meshes = submeshes(task.hosts, power_of_two=is_alpa)
         self.table = StageTable(task, self.meshes, self.num_stages, is_alpa=is_alpa)
+        self.table.covers_all |= covers_all
         self.found: dict[tuple[Stage, ...], Answer] = {}
         self.best_s = self.worst_s = inf
         self.gave_up = False

@@ -1,6 +1,7 @@
 """Divide the operators of a model: for a pipeline, or only to look at, without any process."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
@@ -118,10 +119,15 @@ def make_sharding(plan: Plan, layers: Layers, part: Any) -> Sharding | None:
     ends = [0, *accumulate(plan.partition)]
     stages = [range(a, b) for a, b in pairwise(ends)]
     costs = Costs.usual(max(meshes, key=prod), *counts)
-    return _planned(Wanted.of(plan.sharding), layers, part, costs, stages=stages, meshes=meshes)
+    if plan.cluster is not None:
+        costs = Costs(costs.mesh, plan.cluster, *counts)
+    each = [replace(costs, mesh=m, devices=plan.devices_of(n)) for n, m in enumerate(meshes)]
+    return _planned(Wanted.of(plan.sharding), layers, part, each, stages=stages)
 
 
-def _planned(wanted: Wanted, layers: Layers, part: Any, costs: Costs, **how: Any) -> Sharding:
+def _planned(
+    wanted: Wanted, layers: Layers, part: Any, costs: Costs | Sequence[Costs], **how: Any
+) -> Sharding:
     """Plan with a micro-batch."""
     from penstock.sharding.search import plan_sharding  # SciPy takes a while to import
 

@@ -18,12 +18,13 @@ import numpy
 from penstock.costs import collectives
 from penstock.costs.cluster import Cluster
 from penstock.costs.graph import Call, Graph, TensorSpec
-from penstock.costs.profile import Operator
+from penstock.costs.profile import Operator, Part
 from penstock.costs.roofline import operator_seconds
 from penstock.interval import likely
 
 from .layouts import I, Layout, Move, R, S, State, moves, steps
 from .plan import LayerSharding, PlannedCall
+from .rules import ALIKE
 
 _COLLECTIVES: dict[Move, Callable[[Cluster, Sequence[int], float], float]] = {
     Move.ALL_REDUCE: collectives.all_reduce_s,
@@ -39,8 +40,8 @@ USUAL_CLUSTER = "dgx-a100"
 
 @dataclass(frozen=True)
 class Costs:
-    """Prices on a mesh whose devices are the first ones of a cluster, neighbours along the last
-    axis.
+    """Prices on a mesh whose devices are those of a cluster with these numbers, or the first ones,
+    neighbours along the last axis.
 
     `num_microbatches` share a step's sum of gradients, `num_in_flight` of them are kept at once;
     an optimizer keeps `state_bytes` for each byte of a weight (Adam: 2).
@@ -51,6 +52,7 @@ class Costs:
     num_microbatches: int = 1
     num_in_flight: int = 1
     state_bytes: float = 2.0
+    devices: tuple[int, ...] = ()
 
     @classmethod
     def usual(cls, mesh: Sequence[int], num_microbatches: int = 1, num_in_flight: int = 1) -> Self:
@@ -64,6 +66,20 @@ class Costs:
         """Return the seconds of a call, forward and backward."""
         parts = prod(n for n, choice in zip(self.mesh, planned.choices, strict=True) if choice.cut)
         return sum(self._operator_s(operator, parts) for operator in call.operators)
+
+    def forward_s(self, calls: Sequence[Call], plan: LayerSharding, seconds: float) -> float:
+        """Return what of a layer's seconds is its forward; conversions by what they send."""
+        planned = plan.calls or (PlannedCall("", (ALIKE,) * len(self.mesh)),) * len(calls)
+        forward_s, every_s = 0.0, 0.0
+        for call, own in zip(calls, planned, strict=True):
+            parts = prod(n for n, c in zip(self.mesh, own.choices, strict=True) if c.cut)
+            for operator in call.operators:
+                operator_s = self._operator_s(operator, parts)
+                every_s += operator_s
+                forward_s += operator_s if operator.part is Part.FORWARD else 0.0
+        sent = plan.forward_bytes + plan.backward_bytes
+        share = plan.forward_bytes / sent if sent else 0.0
+        return forward_s + max(0.0, seconds - every_s) * share
 
     def conversions_s(
         self,
@@ -152,7 +168,7 @@ class Costs:
         return call.inner_bytes / prod(cuts)
 
     def _operator_s(self, operator: Operator, parts: int) -> float:
-        device = self.cluster.device_of(0)
+        device = self.cluster.device_of(self._place(0))
         dtype = operator.dtype if operator.dtype in device.flops_per_s else "float32"
         share = replace(
             operator,
@@ -168,15 +184,18 @@ class Costs:
         key = axis, move.value, num_bytes
         if key not in self._known:
             inner = prod(self.mesh[axis + 1 :])
-            group = range(0, inner * self.mesh[axis], inner)
+            group = [self._place(n) for n in range(0, inner * self.mesh[axis], inner)]
             collective = _COLLECTIVES.get(move)
             if collective is None:
-                rate = likely(self.cluster.device_of(0).bytes_per_s)
+                rate = likely(self.cluster.device_of(self._place(0)).bytes_per_s)
                 self._known[key] = 2 * num_bytes / rate  # read once, written once
             else:
                 own = num_bytes / len(group) if move is Move.ALL_TO_ALL else num_bytes
                 self._known[key] = collective(self.cluster, group, own)
         return self._known[key]
+
+    def _place(self, number: int) -> int:
+        return self.devices[number] if self.devices else number
 
     @cached_property
     def _known(self) -> dict[tuple[int, str, float], float]:

@@ -29,7 +29,7 @@ from .costs import Costs
 from .in_place import may_change
 from .layouts import I, Layout, S, State
 from .plan import Instead, LayerSharding, PlannedCall, conversion_bytes
-from .rules import Choice, Seen, divisions, fits, together
+from .rules import ALIKE, Choice, Seen, divisions, fits, together
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def _side(places: dict[Layout, int], node: int | None, layouts: Sequence[Layout]
 
 
 def whole_s(graph: Graph, layer: int, costs: Costs) -> float:
-    alike = (Choice((), ()),) * len(costs.mesh)
+    alike = (ALIKE,) * len(costs.mesh)
     own = (call for call in graph.of_layer(layer) if not call.is_between)
     return sum(costs.call_s(call, PlannedCall("", alike)) for call in own)
 

@@ -59,6 +59,10 @@ class Choice:
     piece: int = 1
 
 
+ALIKE = Choice((), ())
+"""All devices do the same, of a call that is in no plan."""
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """A call with the shapes of its tensors, as rules look at it."""

@@ -45,19 +45,18 @@ def plan_sharding(  # noqa: PLR0913 - all that is asked for
     name: str,
     graph: Graph,
     layers: Sequence[str],
-    costs: Costs,
+    costs: Costs | Sequence[Costs],
     stages: Sequence[Sequence[int]] | None = None,
     memory_limit_bytes: int | None = None,
     pins: Mapping[str, str] | None = None,
     *,
-    meshes: Sequence[tuple[int, ...]] | None = None,
     compares: bool = False,
 ) -> Sharding:
     """Return a plan for the layers of a model, of these names.
 
-    `stages` are the numbers of the layers of each stage; between stages values are whole.
-    `meshes` are the lengths of the axes of each stage's devices, if not those of `costs`.  With a
-    limit, weights, gradients, optimizer state and saved activations of a stage stay below it.
+    `stages` are the numbers of the layers of each stage, and `costs` those of all or of each;
+    between stages values are whole.  With a limit, weights, gradients, optimizer state and saved
+    activations of a stage stay below it.
     `pins` are layouts of weights at rest by patterns of their names, the first that matches.  A
     plan that `compares` names the next best way to divide each call, too.
 
@@ -70,21 +69,17 @@ def plan_sharding(  # noqa: PLR0913 - all that is asked for
     free = (own_weights(graph, routed_calls(graph, n)) for n in numbers if not why_whole(graph, n))
     may_be_cut = {*chain.from_iterable(free)}
     stages = stages or [numbers]
-    meshes = meshes or [costs.mesh] * len(stages)
-    every = {mesh: replace(costs, mesh=mesh) for mesh in meshes}
-    held = {mesh: _pinned(pins or {}, graph, may_be_cut, mesh) for mesh in every}
+    each = [costs] * len(stages) if isinstance(costs, Costs) else costs
+    held = {own.mesh: _pinned(pins or {}, graph, may_be_cut, own.mesh) for own in each}
     found: dict[int, LayerSharding] = {}
-    for stage, mesh in zip(stages, meshes, strict=True):
-        if prod(mesh) == 1:
-            found.update((n, LayerSharding(layers[n], (), {})) for n in stage)
-            continue
-        search = Search(graph, layers, list(stage), ready, every[mesh], held[mesh])
-        plans = search.within(memory_limit_bytes)
-        found.update(zip(stage, search.compared(plans) if compares else plans, strict=True))
+    for stage, own in zip(stages, each, strict=True):
+        search = Search(graph, layers, list(stage), ready, own, held[own.mesh])
+        chosen = search.within(memory_limit_bytes)
+        found.update(zip(stage, search.compared(chosen) if compares else chosen, strict=True))
     seen = [Seen.of(graph, call) for n in numbers for call in routed_calls(graph, n)]
     reasons = dict.fromkeys(filter(None, (why_whole(graph, n) for n in numbers)))
-    own = tuple(found[n] for n in numbers)
-    return Sharding(tuple(every), own, (*unknown(seen), *reasons), ready.keeps, gathers)
+    plans = tuple(found[n] for n in numbers)
+    return Sharding(tuple(held), plans, (*unknown(seen), *reasons), ready.keeps, gathers)
 
 
 def _pinned(
@@ -152,11 +147,12 @@ class Cost(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """What layers [first, end) cost as a stage: seconds of a micro-batch, forward and backward,
-    bytes of weights, gradients and optimizer, and bytes that each micro-batch in flight keeps.
+    """What layers [first, end) cost as a stage: seconds of a micro-batch and of its forward; bytes
+    of weights, gradients and optimizer, and those that each micro-batch in flight keeps.
     """
 
     seconds: Any
+    forward_s: Any
     stays: Any
     keeps: Any
 
@@ -166,13 +162,13 @@ class _Sum(NamedTuple):
 
     total: float = 0.0
     seconds: float = 0.0
+    forward_s: float = 0.0
     stays: float = 0.0
     keeps: float = 0.0
 
-    def and_then(self, cost: Cost, stays: float, keeps: float) -> "_Sum":
+    def and_then(self, layer: "_Sum") -> "_Sum":
         """Add a layer."""
-        seconds = self.seconds + cost.seconds
-        return _Sum(self.total + cost.total, seconds, self.stays + stays, self.keeps + keeps)
+        return _Sum(*map(sum, zip(self, layer, strict=True)))
 
 
 class _Found(NamedTuple):
@@ -201,7 +197,7 @@ class Search:
         self._task = Task(costs=costs, allow=ready.allow, rests=ready.rests, pins=pins)
         self._programs: dict[object, LayerProgram] = {}
         self._known: dict[object, tuple[LayerSharding, Cost]] = {}
-        self._sizes: dict[object, tuple[Cost, float, float]] = {}
+        self._sizes: dict[object, _Sum] = {}
         self._signature = cache(graph.signature)
         self._calls = cache(partial(routed_calls, graph))
         self._why_whole = cache(partial(why_whole, graph))
@@ -253,7 +249,7 @@ class Search:
     def of_ranges(self, byte_s: float = 0.0) -> "Ranges":
         """Return what every range of the layers costs as a stage of its own."""
         count = len(self._layers)
-        found = Ranges(*(numpy.full((count, count + 1), numpy.inf) for _ in range(3)))
+        found = Ranges(*(numpy.full((count, count + 1), numpy.inf) for _ in range(4)))
         for first in range(count):
             best = {self._whole: _Sum()}
             for place in range(first, count):
@@ -269,15 +265,13 @@ class Search:
         found: dict[Layout, _Sum] = {}
         for before, after in product(best, {self._whole, *self._borders(place)}):
             if self._whole in (before, after) or before == after:
-                total = best[before].and_then(*self._sized(place, before, after, byte_s))
+                total = best[before].and_then(self._sized(place, before, after, byte_s))
                 if after not in found or total.total < found[after].total:
                     found[after] = total
         return found
 
-    def _sized(
-        self, place: int, before: Layout, after: Layout, byte_s: float
-    ) -> tuple[Cost, float, float]:
-        """Return what one layer costs, and the bytes that stay of it and of each micro-batch."""
+    def _sized(self, place: int, before: Layout, after: Layout, byte_s: float) -> _Sum:
+        """Return what one layer costs and keeps."""
         key = self._key(place, before, after)[0], byte_s
         if key not in self._sizes:
             plan, cost = self._one(place, before, after, byte_s)
@@ -286,9 +280,9 @@ class Search:
             one = replace(self._costs, num_in_flight=1)
             keeps = one.activation_bytes(self._graph, calls, plan)
             stays = one.layer_bytes(self._graph, calls, name, plan) - keeps
-            if not plan.calls:
-                keeps = whole_bytes(self._graph, calls)
-            self._sizes[key] = cost, stays, keeps
+            keeps = keeps if plan.calls else whole_bytes(self._graph, calls)
+            forward_s = one.forward_s(calls, plan, cost.seconds)
+            self._sizes[key] = _Sum(*cost, forward_s, stays, keeps)
         return self._sizes[key]
 
     def _bytes(self, plans: Sequence[LayerSharding]) -> float:
@@ -317,7 +311,8 @@ class Search:
         """Yield the layouts that what a layer gives may have, the same along all axes; what is
         last is whole.
         """
-        if place == len(self._layers) - 1 or not self._crossing[place]:
+        is_last = place == len(self._layers) - 1
+        if is_last or not self._crossing[place] or prod(self._costs.mesh) == 1:
             yield self._whole
             return
         shapes = [self._graph.tensors[n].shape for n in self._crossing[place]]
@@ -350,7 +345,7 @@ class Search:
     ) -> tuple[LayerSharding, Cost]:
         """Divide one layer, and return what it costs."""
         name = self._names[layer]
-        if self._why_whole(layer):
+        if self._why_whole(layer) or prod(self._costs.mesh) == 1:
             seconds = whole_s(self._graph, layer, self._costs)
             return LayerSharding(name, (), {}), Cost(seconds, seconds)
         if key not in self._programs:

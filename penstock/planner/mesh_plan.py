@@ -1,0 +1,189 @@
+"""Plan stages on sub-meshes together with their sharding, as Alpa does (Zheng et al. 2022).
+
+number of micro-batches  x  way to keep less
+    search     stages and meshes by the formula of a pipeline's step    (submeshes.py)
+    prices     integer programs for each kind of layer and shape        (mesh_prices.py)
+the best few of each  x  schedules  ──►  the simulator says which is fastest
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from operator import itemgetter
+from typing import NamedTuple
+
+from penstock.costs.cluster import Cluster
+from penstock.costs.graph import Graph
+from penstock.errors import PlanError
+from penstock.schedules import eager_1f1b, gpipe, one_f_one_b
+from penstock.schedules.costs import Costs
+from penstock.schedules.family import Family
+from penstock.schedules.lower import Lowering, lower_unproved
+from penstock.schedules.transfers import Transfer
+from penstock.sharding.search import Ranges
+from penstock.simulator.engine import compiled
+from penstock.simulator.simulate import step_s
+from penstock.trace.units import bytes_text, count_text, time_text
+from penstock.types import Recompute, Transport
+
+from .arguments import Model
+from .mesh_prices import WAYS, MeshPrices, OnMesh, hosts_of
+from .placement import Placement
+from .plan import BalancedBy, Plan
+from .stage_table import Task
+from .stage_work import made, work_of
+from .submeshes import Answer, find_stages
+from .wanted import Wanted
+
+FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
+_MOST, _MARGIN = 4, 1.5
+"""How many answers of each search are simulated, and how much worse by the formula they may be."""
+
+
+class Candidate(NamedTuple):
+    """Stages on meshes, a schedule of theirs, and the seconds of a step by the simulator."""
+
+    step_s: float
+    answer: Answer
+    stages: tuple[OnMesh, ...]
+    family: Family
+    prices: MeshPrices
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshTask:
+    """What is to be planned: a model, the graphs of its micro-batches, and what it is to run on.
+
+    `graph_of(M)` is the graph of one of M micro-batches; `names` are those of layers in it.
+    """
+
+    model: Model
+    names: Sequence[str]
+    graph_of: Callable[[int], Graph]
+    cluster: Cluster
+    batch_size: int
+    num_microbatches: int | None = None
+    families: Sequence[Family] = FAMILIES
+    sharding: str = "auto"
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of micro-batches that are tried."""
+        if self.num_microbatches is not None:
+            return [self.num_microbatches]
+        most = min(self.batch_size, 8 * len(self.cluster.places))
+        powers = (1 << n for n in range(most.bit_length()))
+        return [number for number in powers if self.batch_size % number == 0]
+
+
+def plan_on_meshes(task: MeshTask) -> Plan:
+    """Return the plan that the simulator finds fastest.
+
+    Raises:
+        PlanError: nothing fits; says what is missing.
+    """
+    found: list[Candidate] = []
+    lacks = ""
+    for number in task.numbers:
+        graph, shared = task.graph_of(number), dict[object, Ranges]()
+        how = (task.cluster, number, task.sharding)
+        for way in WAYS:
+            prices = MeshPrices(graph, task.names, task.model.spans, *how, way, shared)
+            sized = Task(len(task.names), hosts_of(task.cluster), prices.price, number)
+            try:
+                answers = find_stages(sized, most=_MOST, uses_all=True)
+            except PlanError as error:
+                lacks = str(error)
+                continue
+            found += _candidates(task, answers, prices)
+    if not found:
+        raise PlanError(lacks or "no stages are in the order of their devices")
+    return _plan(task, min(found, key=itemgetter(0)))
+
+
+def _candidates(
+    task: MeshTask, answers: Sequence[Answer], prices: MeshPrices
+) -> Iterator[Candidate]:
+    """Simulate schedules of the best answers."""
+    memory = [host.memory_bytes for host in hosts_of(task.cluster)]
+    for answer, family in product(answers, task.families):
+        is_close = answer.seconds <= _MARGIN * answers[0].seconds
+        in_order = list(answer.devices) == sorted(answer.devices)
+        if not (is_close and in_order):
+            continue
+        stages = tuple(filter(None, (prices.on_mesh(*stage) for stage in answer.stages)))
+        every = range(len(stages)) if prices.way.recomputes else ()
+        work = work_of(family, len(stages), prices.num_microbatches, frozenset(every))
+        kept = (
+            own.price.stay_bytes + each.most_kept * own.price.microbatch_bytes
+            for own, each in zip(stages, work, strict=True)
+        )
+        rooms = (memory[submesh.kind] for *_, submesh in answer.stages)
+        if all(own <= room for own, room in zip(kept, rooms, strict=True)):
+            seconds = _simulated_s(family, stages, prices)
+            yield Candidate(seconds, answer, stages, family, prices)
+
+
+def _simulated_s(family: Family, stages: Sequence[OnMesh], prices: MeshPrices) -> float:
+    count = range(len(stages))
+    how = Lowering(
+        family=family,
+        ranks=tuple(count),
+        transfers=tuple(Transfer(producer=a, consumer=b) for a, b in pairwise(count)),
+        recompute=frozenset(count) if prices.way.recomputes else frozenset(),
+    )
+    one_way_s = {
+        edge: stages[min(edge)].price.handover_s / 2
+        for a, b in pairwise(count)
+        for edge in ((a, b), (b, a))
+    }
+    forward_s = tuple(own.forward_s for own in stages)
+    costs = Costs(
+        forward_s=forward_s,
+        backward_s=tuple(own.backward_s for own in stages),
+        recompute_s=forward_s,
+        transfer_s=one_way_s or 0,
+    )
+    return step_s(compiled(lower_unproved(how, prices.num_microbatches, make=made)), costs)
+
+
+def _plan(task: MeshTask, best: Candidate) -> Plan:
+    stages, prices = best.answer.stages, best.prices
+    ranks = tuple((devices,) for devices in best.answer.devices)
+    shapes = tuple(own.shape for own in best.stages)
+    recompute = Recompute.STAGE if prices.way.recomputes else Recompute.NEVER
+    wanted: str | Wanted | None = task.sharding
+    if prices.way.byte_s:
+        least = min(host.memory_bytes for host in hosts_of(task.cluster))
+        wanted = Wanted(task.sharding, memory_limit_bytes=int(least))
+    kinds = [task.cluster.device_of(devices[0]).torch_type for devices in best.answer.devices]
+    is_alone = len(task.cluster.places) == 1
+    return Plan(
+        layers=tuple(task.model.layers),
+        partition=tuple(stage.end - stage.start for stage in stages),
+        schedule=best.family,
+        num_microbatches=prices.num_microbatches,
+        recompute=(recompute,) * len(stages),
+        placement=Placement(ranks, tuple(kinds), shard_shapes=shapes),
+        sharding=wanted if max(map(len, best.answer.devices)) > 1 else None,
+        transport=Transport.THREADS if is_alone else Transport.TORCH_DISTRIBUTED,
+        balanced_by=BalancedBy.TIME,
+        predicted_s=tuple(own.price.seconds for own in best.stages),
+        predicted_step_s=best.step_s,
+        batch_size=task.batch_size,
+        cluster=task.cluster,
+        why=tuple(_why(best)),
+    )
+
+
+def _why(best: Candidate) -> Iterator[str]:
+    """Yield a line for each stage, and what a step takes."""
+    yield f"a step is predicted to take {time_text(best.step_s)}"
+    for n, (stage, own) in enumerate(zip(best.answer.stages, best.stages, strict=True)):
+        shape = " x ".join(map(str, own.shape))
+        kept = bytes_text(round(own.price.stay_bytes))
+        yield (
+            f"stage {n}: {count_text(stage.end - stage.start, 'layer')} on {shape}, "
+            f"{time_text(own.price.seconds)} a micro-batch, {kept} on each for weights, gradients "
+            "and optimizer"
+        )

@@ -1,0 +1,168 @@
+"""What layers cost as a stage on a mesh of several devices, where operators are divided.
+
+layers x sub-mesh     the best of the logical shapes of its devices, by a way to keep less:
+                      recompute stages, let a byte count
+a shape               one integer program for each kind of layer, composed for all ranges
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.costs.cluster import Cluster
+from penstock.costs.graph import Graph
+from penstock.sharding.costs import Costs
+from penstock.sharding.named import ready_plan
+from penstock.sharding.search import Ranges, Search
+
+from .packing import Hosts, Submesh
+from .stage_table import Price
+
+_LIGHT_BYTE_S = 1e-11
+"""Seconds that a byte counts for where stages are to keep less."""
+
+
+class Way(NamedTuple):
+    """How to keep less: whether stages recompute, and what a byte that stays counts for."""
+
+    recomputes: bool = False
+    byte_s: float = 0.0
+
+
+WAYS = (Way(), Way(recomputes=True), Way(recomputes=True, byte_s=_LIGHT_BYTE_S))
+
+
+class OnMesh(NamedTuple):
+    """A stage on a mesh: its price, the lengths of the axes of its shards, and the seconds of its
+    forward, its backward and its recompute for a micro-batch.
+    """
+
+    price: Price
+    shape: tuple[int, ...]
+    forward_s: float
+    backward_s: float
+
+
+def hosts_of(cluster: Cluster) -> list[Hosts]:
+    """Return the kinds of hosts of a cluster, as the search knows them."""
+    return [
+        Hosts(
+            host.count,
+            len(host.devices),
+            min(cluster.devices[kind].memory_bytes for kind in host.devices),
+        )
+        for host in cluster.hosts
+    ]
+
+
+@dataclass(frozen=True)
+class MeshPrices:
+    """Prices of the layers of a graph, which are those of a micro-batch, on meshes of a cluster.
+
+    `spans` are the (start, end) of layers that are to be on one stage; `plan` is the ready plan by
+    which operators are divided.
+    """
+
+    graph: Graph
+    names: Sequence[str]
+    spans: Sequence[tuple[int, int]]
+    cluster: Cluster
+    num_microbatches: int
+    plan: str = "auto"
+    way: Way = WAYS[0]
+    shared: dict[object, Ranges] = field(default_factory=dict)
+    """Prices of shapes, which several ways have together."""
+
+    def price(self, start: int, end: int, submesh: Submesh) -> Price | None:
+        """Return the price of layers [start, end); None where the cut is inside a span, or nothing
+        fits.
+        """
+        found = self.on_mesh(start, end, submesh)
+        return None if found is None else found.price
+
+    def on_mesh(self, start: int, end: int, submesh: Submesh) -> OnMesh | None:
+        """Return the fastest way to run a stage on a mesh; of those that fit, if any does."""
+        if not {start, end} <= self._cuts:
+            return None
+        every = [self._in_shape(start, end, submesh, shape) for shape in shapes_of(submesh)]
+        memory = hosts_of(self.cluster)[submesh.kind].memory_bytes
+
+        def key(own: OnMesh) -> tuple[bool, float]:
+            return own.price.stay_bytes + own.price.microbatch_bytes > memory, own.price.seconds
+
+        return min(every, key=key)
+
+    def _in_shape(self, start: int, end: int, submesh: Submesh, shape: tuple[int, ...]) -> OnMesh:
+        ranges = self._ranges(submesh, shape)
+        seconds, forward_s, stays, keeps = (float(table[start, end]) for table in ranges)
+        again_s = 0.0
+        if self.way.recomputes:  # one micro-batch is kept whole, of all others what comes in
+            again_s, stays = forward_s, stays + keeps
+            keeps = float(self._entering[start])
+        price = Price(seconds + again_s, stays, keeps, self._handover_s(end, submesh))
+        return OnMesh(price, shape, forward_s, seconds - forward_s)
+
+    def _ranges(self, submesh: Submesh, shape: tuple[int, ...]) -> Ranges:
+        key = submesh.kind, submesh.num_hosts > 1, shape, self.way.byte_s
+        if key not in self.shared:
+            ready, _ = ready_plan(self.plan)
+            costs = Costs(
+                shape, self.cluster, self.num_microbatches, devices=self.devices(submesh)
+            )
+            search = Search(self.graph, self.names, range(len(self.names)), ready, costs, {})
+            self.shared[key] = search.of_ranges(self.way.byte_s)
+        return self.shared[key]
+
+    def devices(self, submesh: Submesh) -> tuple[int, ...]:
+        """Return the first devices of the cluster that make such a mesh."""
+        before = sum(host.count * len(host.devices) for host in self.cluster.hosts[: submesh.kind])
+        return tuple(range(before, before + submesh.num_hosts * submesh.num_devices))
+
+    def _handover_s(self, end: int, submesh: Submesh) -> float:
+        """Return the seconds of what goes on to the next stage and comes back: over the network
+        where there are several hosts, each host's own at once.
+        """
+        if end == len(self.names) or len(self.cluster.places) == 1:
+            return 0.0
+        first = self.devices(submesh)[0]
+        on_host = len(self.cluster.host_of(first).devices)
+        others = (n for n in range(len(self.cluster.places)) if n != first)
+        hosts = [place.host for place in self.cluster.places]
+        away = max(others, key=lambda n: (hosts[n] != hosts[first], -abs(n - first)))
+        route = self.cluster.route(first, away)
+        at_once = submesh.num_hosts if hosts[away] != hosts[first] else submesh.num_devices
+        at_once = min(at_once, on_host * submesh.num_hosts)
+        num_bytes = float(self._entering[end])
+        return 2 * (route.latency_s + num_bytes / at_once / route.bytes_per_s)
+
+    @cached_property
+    def _cuts(self) -> frozenset[int]:
+        return frozenset((0, len(self.names), *(end for _, end in self.spans)))
+
+    @cached_property
+    def _entering(self) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+        """Bytes that layers from each on are given by those before."""
+        found = np.zeros(len(self.names) + 1)
+        last: dict[int, int] = {}
+        for call in self.graph.calls:
+            last.update((n, max(call.layer, last.get(n, 0))) for n in call.takes)
+        for n, user in last.items():
+            spec = self.graph.tensors[n]
+            if spec.name:
+                continue
+            maker = -1 if spec.maker is None else self.graph.calls[spec.maker].layer
+            found[maker + 1 : user + 1] += spec.num_bytes
+        return found
+
+
+def shapes_of(submesh: Submesh) -> Iterator[tuple[int, ...]]:
+    """Yield the lengths of axes along which a mesh's devices may be arranged, one or two."""
+    count = prod(submesh[1:])
+    yield (count,)
+    for inner in range(2, submesh.num_devices + 1):
+        if count % inner == 0 and submesh.num_devices % inner == 0 and inner < count:
+            yield count // inner, inner
