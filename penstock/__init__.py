@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .planner.make_plan import plan as plan
     from .planner.plan import Plan as Plan
     from .planner.predict import simulate as simulate
+    from .runtime.parallelize import parallelize as parallelize
     from .runtime.profiling import profile as profile
     from .runtime.shard import shard as shard
     from .trace.timeline import Timeline as Timeline
@@ -70,6 +71,7 @@ _HOME = {
     "init_mesh": "penstock.mesh",
     "load_checkpoint": "penstock.checkpoint",
     "load_pretrained": "penstock.checkpoint",
+    "parallelize": "penstock.runtime.parallelize",
     "profile": "penstock.runtime.profiling",
     "plan": "penstock.planner.make_plan",
     "save_checkpoint": "penstock.checkpoint",
@@ -116,6 +118,7 @@ __all__ = [
     "init_mesh",
     "load_checkpoint",
     "load_pretrained",
+    "parallelize",
     "plan",
     "profile",
     "save_checkpoint",

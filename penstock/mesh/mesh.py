@@ -276,30 +276,47 @@ def init_mesh(
                 f"{needed * (num_stages or 1)}"
             )
         return Mesh.of_one_process(num_stages or 1, timeout_s)
+    given: dict[str, Any] = {**counts, "num_shards": num_shards, "placement": placement}
+    world, place = meet(given, timeout_s, device)
+    if placement is None:
+        size = world.size
+        stages = num_stages if num_stages is not None else size // (num_replicas * all_shards)
+        _check_world({**counts, "num_stages": stages}, size)
+        placement = Placement.of(range(stages), num_replicas, num_shards=num_shards)
+    return join_mesh(world, placement, place)
+
+
+def meet(
+    given: dict[str, Any], timeout_s: float, device: torch.device | str | None
+) -> tuple[Control, torch.device]:
+    """Meet the other processes, which must be `given` the same; return all of them, and what this
+    one computes on.
+
+    Raises:
+        ConfigError, MeshError: as `init_mesh`.
+    """
     backends, place = check_backends(device), process_device(device)
     if place.type != "cpu":
         torch.accelerator.set_device_index(place)
     join(timeout_s, backends)
     with meeting():
         attempt = told_by_first(uuid.uuid4().hex)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    watch = Watch.start(rank, size, timeout_s, attempt)
+    watch = Watch.start(dist.get_rank(), dist.get_world_size(), timeout_s, attempt)
     world = Control.of_all(Background(watch, timeout_s))
-    given: dict[str, Any] = {
-        **counts,
-        "num_shards": num_shards,
-        "placement": placement,
-        "timeout_s": timeout_s,
-    }
-    world.require_same("init_mesh", {**given, **_facts(place)})
-    if placement is None:
-        stages = num_stages if num_stages is not None else size // (num_replicas * all_shards)
-        _check_world({**counts, "num_stages": stages}, size)
-        placement = Placement.of(range(stages), num_replicas, num_shards=num_shards)
-    elif placement.num_ranks != size:
+    world.require_same("init_mesh", {**given, "timeout_s": timeout_s, **_facts(place)})
+    return world, place
+
+
+def join_mesh(world: Control, placement: Placement, place: torch.device) -> Mesh:
+    """Make the mesh of processes that have met.
+
+    Raises:
+        ConfigError: the placement has another number of ranks.
+    """
+    if placement.num_ranks != world.size:
         raise ConfigError(
-            f"the placement has {count_text(placement.num_ranks, 'rank')}, but {size} processes "
-            "were started; start as many, or change the placement"
+            f"the placement has {count_text(placement.num_ranks, 'rank')}, but {world.size} "
+            "processes were started; start as many, or change the placement"
         )
     mesh = _joined(world, placement, place)
     atexit.register(_leave, mesh)

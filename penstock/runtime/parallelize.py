@@ -1,0 +1,131 @@
+"""One line: a model and what there is, planned and made into a pipeline (Zheng et al. 2022)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from penstock.costs.cluster import Cluster
+from penstock.costs.count import record_graph
+from penstock.errors import ConfigError, check_count
+from penstock.mesh import Mesh
+from penstock.mesh.mesh import DEFAULT_TIMEOUT_S, join_mesh, meet
+from penstock.mesh.start import num_processes
+from penstock.model.batch import batch_size as samples_of
+from penstock.model.capture.capture import resolve_layers
+from penstock.model.layer_list import Layer
+from penstock.model.layers import Layers
+from penstock.planner.arguments import Model
+from penstock.planner.checks import check_timeout
+from penstock.planner.plan import Plan
+from penstock.trace.units import count_text
+
+from .microbatches import first_microbatch
+from .planning import facts_of
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
+
+_WHAT = "for rank 0 to plan"
+
+
+def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a default
+    model: "nn.Module | Sequence[nn.Module | Layer] | Layers",
+    example_inputs: Any,
+    *,
+    batch_size: int | None = None,
+    loss: Any = None,
+    cluster: Cluster | None = None,
+    num_microbatches: int | None = None,
+    sharding: str = "auto",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    device: torch.device | str | None = None,
+    **options: Any,
+) -> "Pipeline":
+    """Plan how to run a model on what there is, and make the pipeline.
+
+        pipe = penstock.parallelize(model, inputs, loss=loss)     # under torchrun, or alone
+        print(pipe.plan)
+
+    Layers are cut into stages, each on some of the devices, and the operators of a stage are
+    divided among these: what the simulator finds fastest, that fits.  In a job of processes rank 0
+    plans, the others wait however long that takes, and each then runs its part.
+
+    Args:
+        model: as `Pipeline` takes it.
+        example_inputs: a batch; only shapes and dtypes count.
+        batch_size: the samples of a step; default: those of `example_inputs`.
+        loss: as `Pipeline` takes it.
+        cluster: the devices, in the order of ranks; default: this machine, measured.
+        num_microbatches: M, if it is decided already.
+        sharding: the ready plan by which operators are divided.
+        timeout_s: deadline of every wait between processes, in seconds.
+        device: what this process computes on, as for `init_mesh`.
+        options: what else `Pipeline` takes beside a plan.
+
+    Raises:
+        ConfigError: the cluster has another number of devices than there are processes; the
+            processes were given different arguments.
+        PlanError: nothing fits; says what is missing.
+    """
+    from penstock.pipeline import Pipeline
+    from penstock.planner.mesh_plan import MeshTask, plan_on_meshes
+
+    timeout_s = check_timeout(timeout_s)
+    layers = resolve_layers(model, example_inputs)
+    found = samples_of(example_inputs, "example_inputs")
+    batch_size = found if batch_size is None else check_count("batch_size", batch_size)
+    if batch_size != found:
+        raise ConfigError(
+            f"batch_size={batch_size}, and example_inputs hold {found} samples; give a batch of "
+            "as many, on the meta device if it is large"
+        )
+    count = num_processes()
+    here = cluster
+
+    def planned() -> str:
+        devices = here or this_cluster(count)
+        _check_devices(devices, count)
+        task = MeshTask(
+            model=Model(facts_of(layers), layers.spans),
+            names=[step.path for step in layers],
+            graph_of=lambda number: record_graph(layers, first_microbatch(example_inputs, number)),
+            cluster=devices,
+            batch_size=batch_size,
+            num_microbatches=num_microbatches,
+            sharding=sharding,
+        )
+        return plan_on_meshes(task).to_json()
+
+    mesh: Mesh | None = None
+    if count == 1:
+        plan = Plan.from_json(planned())
+    else:
+        given = {"batch_size": batch_size, "num_microbatches": num_microbatches, "plan": sharding}
+        world, place = meet(given, timeout_s, device)
+        plan = Plan.from_json(world.from_first(planned, _WHAT))
+        mesh = join_mesh(world, plan.placement, place)
+    return Pipeline(
+        layers, plan=plan, mesh=mesh, loss=loss, example_inputs=example_inputs, **options
+    )
+
+
+def this_cluster(count: int) -> Cluster:
+    """Describe what runs so many processes: this machine, measured."""
+    from penstock.doctor.calibration.calibrate import calibrate
+
+    found = calibrate().cluster
+    (host,) = found.hosts
+    devices = tuple(host.devices[n % len(host.devices)] for n in range(count))
+    return replace(found, hosts=(replace(host, devices=devices),)).between_processes()
+
+
+def _check_devices(cluster: Cluster, count: int) -> None:
+    if len(cluster.places) != count:
+        raise ConfigError(
+            f"the cluster {cluster.name} has {count_text(len(cluster.places), 'device')}, and "
+            f"there {'is' if count == 1 else 'are'} {count_text(count, 'process')}; start one for "
+            "each device (torchrun --nproc-per-node), or describe the devices that these run on"
+        )

@@ -1,0 +1,68 @@
+"""Plan a model in one line and train it: called in each process, or alone.
+
+    python -m tests.distributed.parallel_job FOLDER HOSTS OPTIONS.json
+
+`hosts` are the numbers of devices of hosts, as 1,2.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import penstock
+from penstock.costs.device import Device
+from penstock.costs.hosts import Host, Link
+from tests.sharding.test_pipeline import WORDS, loss, made
+
+
+def cluster_of(*hosts: int) -> penstock.Cluster:
+    """Describe hosts with so many devices, which are near to each other, and far from others."""
+    device = Device(
+        name="core",
+        flops_per_s={"float32": 1e9, "float64": 1e9},
+        bytes_per_s=1e9,
+        memory_bytes=1 << 30,
+        torch_type="cpu",
+    )
+    return penstock.Cluster(
+        name="few",
+        devices={"core": device},
+        hosts=tuple(
+            Host(name=f"host{n}", devices=("core",) * count, port="near", network="far")
+            for n, count in enumerate(hosts)
+        ),
+        links={
+            "near": Link(bytes_per_s=1e11, latency_s=1e-7),
+            "far": Link(bytes_per_s=1e7, latency_s=1e-6),
+        },
+    )
+
+
+def train(pipe: penstock.Pipeline) -> dict[str, Any]:
+    """Train two steps; return all that there is to compare."""
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    found: dict[str, Any] = {"losses": []}
+    for _ in range(2):
+        found["losses"].append(pipe.train_step(WORDS, WORDS))
+        gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
+        found["gradients"] = {n: g.clone() for n, g in pipe.shards.whole(gradients).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | {"plan": pipe.plan.to_json(), "text": str(pipe.plan)}
+
+
+def main() -> None:
+    """Do what is asked for."""
+    folder, hosts, options = Path(sys.argv[1]), map(int, sys.argv[2].split(",")), sys.argv[3]
+    torch.set_num_threads(1)
+    pipe = penstock.parallelize(
+        made(0), WORDS, loss=loss, cluster=cluster_of(*hosts), seed=3, **json.loads(options)
+    )
+    torch.save(train(pipe), folder / f"{pipe.mesh.rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
