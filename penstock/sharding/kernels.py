@@ -165,10 +165,12 @@ def _dropout(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     return masked
 
 
-@kernel("rand_like", "randn_like", "randint_like")
-def _draw(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
-    """Draw for the whole tensor, as dropout does."""
-    (layout,) = local.sized.takes
-    tensor, *rest = args
+@kernel("made_like")
+def _make_like(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+    """Draw random numbers for the whole tensor, as dropout does."""
+    (tensor, *rest), (layout,) = args, local.sized.takes
+    if not func.__name__.startswith("rand") or not any(isinstance(x, S) for x in layout):
+        made: Tensor = func(*args, **kwargs)
+        return made
     whole = tensor.new_empty(local.whole_shape(tensor.shape, layout))
     return local.part_of(func(whole, *rest, **kwargs), layout).clone()

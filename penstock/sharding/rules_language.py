@@ -28,8 +28,7 @@ def _ends(shape: Shape, letters: str, result: Shape) -> str:
 rule(
     *("exp2", "log2", "and", "or", "xor", "invert", "isinf", "isnan", "isfinite", "nan_to_num"),
     *("rsub", "rpow", "floordiv", "floor_divide", "mod", "remainder", "fmod"),
-    *("zeros_like", "ones_like", "full_like", "empty_like", "int", "short"),
-    *("rand_like", "randn_like", "randint_like"),
+    *("made_like", "int", "short"),
 )(elementwise)
 
 

@@ -86,8 +86,9 @@ class Mixture(nn.Module):
     """Experts under a top-2 gate with limited places (GShard, algorithm 1).
 
     Each place holds at most one position and each position has at most two places, so that no
-    gradient is a sum of more than two terms but zeros, whose order cannot matter.  Everything that decides
-    who goes where is a whole number.  Results are therefore the same to the bit in every run.
+    gradient is a sum of more than two terms beside zeros, whose order cannot matter.  Everything
+    that decides who goes where is a whole number.  Results are therefore the same to the bit in
+    every run.
     """
 
     def __init__(self, shape: MixtureShape, draws: Draws, activation: Activation) -> None:
@@ -101,8 +102,7 @@ class Mixture(nn.Module):
         gates_BTE = self._gates(x_BTD)
         first, second = choose(gates_BTE)
         balance = balance_loss(gates_BTE, first)
-        if self.training and self.shape.random_second:
-            second = _by_chance(second)
+        second = _by_chance(second, is_random=self.training and self.shape.random_second)
         places = self.shape.places(x_BTD.shape[1])
         slots_BT2 = find_slots(first, second, places)
         weights_BT2 = torch.stack((first.weight_BT, second.weight_BT), dim=2).to(x_BTD.dtype)
@@ -122,7 +122,7 @@ class Mixture(nn.Module):
         Slots that stay empty have the first row, and who has no place looks at the last slot with
         a weight of 0: nothing comes of either.
         """
-        batch, length, width = x_BTD.shape
+        batch, length, _ = x_BTD.shape
         num_slots = self.shape.num_experts * places
         slots_BN = slots_BT2.flatten(1)
         positions_N = torch.arange(length, device=x_BTD.device).repeat_interleave(2)
@@ -200,9 +200,12 @@ def _place(choice: Choice) -> Tensor:
     return before_BTE.gather(2, choice.expert_BT.unsqueeze(2)).squeeze(2)
 
 
-def _by_chance(second: Choice) -> Choice:
-    """Keep second choices with a chance of twice their weight, as GShard does in training."""
-    is_kept_BT = torch.rand_like(second.weight_BT) < 2 * second.weight_BT
+def _by_chance(second: Choice, *, is_random: bool) -> Choice:
+    """Keep second choices with a chance of twice their weight, as GShard does in training; all of
+    them where it is not random, by the same calls: those of which a plan of shards knows.
+    """
+    chance = torch.rand_like if is_random else torch.zeros_like
+    is_kept_BT = chance(second.weight_BT) <= 2 * second.weight_BT
     return Choice(
         second.expert_BT, second.weight_BT, second.is_chosen_BTE * is_kept_BT.unsqueeze(2)
     )

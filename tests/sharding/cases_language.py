@@ -175,10 +175,11 @@ class Makes(nn.Module):
 class GShardBlock(nn.Module):
     """The zoo's block with experts, which gives what it computes and its balance loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8, num_experts: int = 4, capacity_factor: float = 0.7) -> None:
         super().__init__()
-        sizes = {"num_layers": 2, "width": 8, "num_heads": 4, "num_experts": 4, "num_words": 16}
-        self.block = gshard_moe(**sizes, capacity_factor=0.7, dropout=0.2).blocks[1]
+        sizes = {"num_layers": 2, "num_heads": 4, "num_words": 16}
+        more = {"width": width, "num_experts": num_experts, "capacity_factor": capacity_factor}
+        self.block = gshard_moe(**sizes, **more, dropout=0.2).blocks[1]
 
     def forward(self, x: Tensor) -> Tensor:
         found, balance = self.block(x)
