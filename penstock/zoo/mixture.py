@@ -71,10 +71,10 @@ class Experts(nn.Module):
 
     def __init__(self, shape: MixtureShape, draws: Draws, activation: Activation) -> None:
         super().__init__()
-        sizes = shape.width, shape.ff_width
-        self.widen = ExpertLinear(shape.num_experts, *sizes, draws.read)
+        number, width, wide = shape.num_experts, shape.width, shape.ff_width
+        self.widen = ExpertLinear(number, width, wide, draws.read)
         self.activation = activation
-        self.narrow = ExpertLinear(shape.num_experts, *reversed(sizes), draws.write)
+        self.narrow = ExpertLinear(number, wide, width, draws.write)
 
     def forward(self, rows_ENI: Tensor) -> Tensor:
         """Compute (E, N, D) for (E, N, D): each expert has its own rows."""
@@ -130,7 +130,7 @@ class Mixture(nn.Module):
         who_BS = nobody_BS.scatter(1, slots_BN, positions_N.expand(batch, -1))[:, :-1]
         rows_BEPD = _rows(x_BTD, who_BS).unflatten(1, (-1, places))
         # (E, B * P, D): where experts are cut, this is where rows change hands
-        found_END = self.experts(rows_BEPD.transpose(0, 1).flatten(1, 2))
+        found_END: Tensor = self.experts(rows_BEPD.transpose(0, 1).flatten(1, 2))
         found_BEPD = found_END.unflatten(1, (batch, places)).transpose(0, 1)
         found_BND = _rows(found_BEPD.flatten(1, 2), slots_BN.clamp(max=num_slots - 1))
         weights_BT2 = weights_BT2.masked_fill(slots_BT2 == num_slots, 0.0)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -177,9 +178,9 @@ class GShardBlock(nn.Module):
 
     def __init__(self, width: int = 8, num_experts: int = 4, capacity_factor: float = 0.7) -> None:
         super().__init__()
-        sizes = {"num_layers": 2, "num_heads": 4, "num_words": 16}
-        more = {"width": width, "num_experts": num_experts, "capacity_factor": capacity_factor}
-        self.block = gshard_moe(**sizes, **more, dropout=0.2).blocks[1]
+        sizes: dict[str, Any] = {"width": width, "num_experts": num_experts, "num_words": 16}
+        sizes |= {"num_layers": 2, "num_heads": 4, "capacity_factor": capacity_factor}
+        self.block = gshard_moe(**sizes, dropout=0.2).blocks[1]
 
     def forward(self, x: Tensor) -> Tensor:
         found, balance = self.block(x)

@@ -140,7 +140,7 @@ def test_experts_of_the_zoos_gshard_are_dealt_out_and_rows_exchanged(name: str) 
     plan, _ = found_for(layer, (16, 1024, 1024), name=name)
     assert {own for n, own in plan.weights.items() if ".experts." in n} == {(S(0),)}
     assert weights_of(plan, "gate") == {(R,)}
-    of_samples = calls_of(plan, "softmax", "rand_like", "cumsum", "scatter", "gather")
+    of_samples = calls_of(plan, "softmax", "made_like", "cumsum", "scatter", "gather")
     assert gives(of_samples) == {(S(0),)}
     assert gives(calls_of(plan, "baddbmm")) == {(S(0),)}  # of experts
     rows = 2 * 16 * 1024 * 1024  # bytes in float16 of all samples, and two for each position
