@@ -130,11 +130,11 @@ class Mixture(nn.Module):
         who_BS = nobody_BS.scatter(1, slots_BN, positions_N.expand(batch, -1))[:, :-1]
         rows_BEPD = _rows(x_BTD, who_BS).unflatten(1, (-1, places))
         # (E, B * P, D): where experts are cut, this is where rows change hands
-        found_END: Tensor = self.experts(rows_BEPD.transpose(0, 1).flatten(1, 2))
+        found_END = self.experts(rows_BEPD.transpose(0, 1).flatten(1, 2))
         found_BEPD = found_END.unflatten(1, (batch, places)).transpose(0, 1)
         found_BND = _rows(found_BEPD.flatten(1, 2), slots_BN.clamp(max=num_slots - 1))
         weights_BT2 = weights_BT2.masked_fill(slots_BT2 == num_slots, 0.0)
-        return (found_BND.unflatten(1, (length, 2)) * weights_BT2.unsqueeze(3)).sum(2)
+        return (found_BND.view(batch, length, 2, -1) * weights_BT2.unsqueeze(3)).sum(2)
 
 
 def _rows(x_BTD: Tensor, which_BN: Tensor) -> Tensor:
