@@ -98,7 +98,8 @@ def _opaque(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
 
 RESHAPES = ("view", "reshape", "flatten", "unflatten")
 """Functions that merge and divide dimensions."""
-SHAPED = (*RESHAPES, "expand", "broadcast_to", "repeat_interleave")
+_MADE = ("new_zeros", "new_ones", "new_full", "new_empty")
+SHAPED = (*RESHAPES, *_MADE, "expand", "broadcast_to", "repeat_interleave")
 """Those, and others whose results are longer or shorter than what they are given."""
 
 
@@ -133,6 +134,15 @@ def _expand(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     return tensor.expand(_shape_asked(local))
 
 
+@kernel(*_MADE)
+def _make(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+    """Make this device's part; of what is given by place only the value is no length."""
+    value = args[2:] if base_name(func.__name__) == "new_full" else ()
+    options = {key: own for key, own in kwargs.items() if key != "size"}
+    made: Tensor = func(args[0], _shape_asked(local), *value, **options)
+    return made
+
+
 def _shape_asked(local: Local) -> list[int]:
     assert local.sized.shapes is not None
     return local.shape_here(local.sized.shapes[0], local.sized.gives[0])
@@ -153,3 +163,14 @@ def _dropout(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     mask = local.part_of(F.dropout(ones, *rest, **kwargs), layout)
     masked: Tensor = tensor * mask.clone()  # a view would keep the whole for the backward
     return masked
+
+
+@kernel("made_like")
+def _make_like(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+    """Draw random numbers for the whole tensor, as dropout does."""
+    (tensor, *rest), (layout,) = args, local.sized.takes
+    if not func.__name__.startswith("rand") or not any(isinstance(x, S) for x in layout):
+        made: Tensor = func(*args, **kwargs)
+        return made
+    whole = tensor.new_empty(local.whole_shape(tensor.shape, layout))
+    return local.part_of(func(whole, *rest, **kwargs), layout).clone()

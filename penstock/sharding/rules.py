@@ -102,7 +102,8 @@ def rule(*names: str) -> Callable[[FindRule], FindRule]:
 def base_name(function: str) -> str:
     """Return a function's name without where it lives, and without how it is spelled in code.
 
-    torch.Tensor.__add__, torch.add and torch.Tensor.add_ are one.
+    torch.Tensor.__add__, torch.add and torch.Tensor.add_ are one; so are torch.rand_like and
+    torch.zeros_like, of which training may call one and evaluation the other.
     """
     name = function.rpartition(".")[2]
     if name == "__get__":
@@ -125,6 +126,8 @@ _SPELLED = {
     "isub": "sub",
     "imul": "mul",
     "swapaxes": "transpose",
+    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "empty_like"), "made_like"),
+    **dict.fromkeys(("rand_like", "randn_like", "randint_like"), "made_like"),
 }
 
 

@@ -28,8 +28,20 @@ def _ends(shape: Shape, letters: str, result: Shape) -> str:
 rule(
     *("exp2", "log2", "and", "or", "xor", "invert", "isinf", "isnan", "isfinite", "nan_to_num"),
     *("rsub", "rpow", "floordiv", "floor_divide", "mod", "remainder", "fmod"),
-    *("zeros_like", "ones_like", "full_like", "int", "short"),
+    *("made_like", "int", "short"),
 )(elementwise)
+
+
+@rule("new_zeros", "new_ones", "new_full", "new_empty")
+def _made(seen: Seen) -> Rule | None:
+    """Cut what is made as the tensor that it is made beside, along dimensions that are as long."""
+    (beside, *others), (result,) = seen.takes, seen.gives
+    if others:
+        return None
+    names = zip(LETTERS, beside, result, strict=False)
+    letters = "".join(x if own == new else WHOLE for x, own, new in names)
+    takes, gives = (letters.ljust(len(shape), WHOLE) for shape in (beside, result))
+    return Rule(takes=(takes,), gives=(gives,))
 
 
 @rule("to", "type_as", "type")

@@ -369,7 +369,8 @@ class Search:
         both = [*self._calls(maker), *self._calls(user)]
         made = {n for call in self._calls(maker) for n in call.gives}
         used = Counter(n for call in both for n in call.takes)
-        own = {n for n in made & used.keys() if used[n] == self._num_uses[n]}
+        crossing = made & {n for call in self._calls(user) for n in call.takes}
+        own = {n for n in crossing if used[n] == self._num_uses[n]}
         return sorted(own - set(graph.outputs))
 
 

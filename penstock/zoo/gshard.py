@@ -64,7 +64,7 @@ class GShard(nn.Module):
     def forward(self, words_BT: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Compute logits (B, T, words), in training with the balance losses of all mixtures."""
         x_BTD = self.embedding(words_BT)
-        balance = x_BTD.new_zeros((), dtype=torch.float32)
+        balance = torch.zeros((), device=words_BT.device)
         for block in self.blocks:
             if isinstance(block, MixtureBlock):
                 x_BTD, own_balance = block(x_BTD)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import Activation, FeedForward
-from .drawn import Draws, Linear
+from .attention import Activation
+from .drawn import Draw, Draws, Linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,28 +45,50 @@ class Choice:
     """1 for the expert, if the position goes to one; else 0."""
 
 
+class ExpertLinear(nn.Module):
+    """A linear layer for each expert: weights (E, in, out), biases (E, 1, out)."""
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int, draw: Draw) -> None:
+        super().__init__()
+        self.draw = draw
+        self.weight = nn.Parameter(torch.empty(num_experts, in_features, out_features))
+        self.bias = nn.Parameter(torch.empty(num_experts, 1, out_features))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights of each expert as those of a layer of its own; biases start at 0."""
+        for weight in self.weight.detach().mT:
+            self.draw(weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, rows_ENI: Tensor) -> Tensor:
+        """Compute (E, N, out) for (E, N, in)."""
+        return torch.baddbmm(self.bias, rows_ENI, self.weight)
+
+
 class Experts(nn.Module):
-    """Feed-forward layers with parameters of their own, called "0", "1" and so on."""
+    """Feed-forward layers with parameters of their own, all run at once."""
 
     def __init__(self, shape: MixtureShape, draws: Draws, activation: Activation) -> None:
         super().__init__()
-        for number in range(shape.num_experts):
-            expert = FeedForward(shape.width, shape.ff_width, draws, activation)
-            self.add_module(str(number), expert)
+        number, width, wide = shape.num_experts, shape.width, shape.ff_width
+        self.widen = ExpertLinear(number, width, wide, draws.read)
+        self.activation = activation
+        self.narrow = ExpertLinear(number, wide, width, draws.write)
 
-    def forward(self, rows_ND: Tensor) -> Tensor:
-        """Compute (N, D) for (N, D): each expert takes its share of the rows, in order."""
-        experts = list(self.children())
-        parts = rows_ND.split(len(rows_ND) // len(experts))
-        return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
+    def forward(self, rows_ENI: Tensor) -> Tensor:
+        """Compute (E, N, D) for (E, N, D): each expert has its own rows."""
+        result: Tensor = self.narrow(self.activation(self.widen(rows_ENI)))
+        return result
 
 
 class Mixture(nn.Module):
     """Experts under a top-2 gate with limited places (GShard, algorithm 1).
 
     Each place holds at most one position and each position has at most two places, so that no
-    gradient is a sum of more than two terms, whose order cannot matter.  Everything that decides
-    who goes where is a whole number.  Results are therefore the same to the bit in every run.
+    gradient is a sum of more than two terms beside zeros, whose order cannot matter.  Everything
+    that decides who goes where is a whole number.  Results are therefore the same to the bit in
+    every run.
     """
 
     def __init__(self, shape: MixtureShape, draws: Draws, activation: Activation) -> None:
@@ -80,8 +102,7 @@ class Mixture(nn.Module):
         gates_BTE = self._gates(x_BTD)
         first, second = choose(gates_BTE)
         balance = balance_loss(gates_BTE, first)
-        if self.training and self.shape.random_second:
-            second = _by_chance(second)
+        second = _by_chance(second, is_random=self.training and self.shape.random_second)
         places = self.shape.places(x_BTD.shape[1])
         slots_BT2 = find_slots(first, second, places)
         weights_BT2 = torch.stack((first.weight_BT, second.weight_BT), dim=2).to(x_BTD.dtype)
@@ -96,15 +117,29 @@ class Mixture(nn.Module):
     def _run_experts(
         self, x_BTD: Tensor, slots_BT2: Tensor, weights_BT2: Tensor, places: int
     ) -> Tensor:
-        batch, length, width = x_BTD.shape
-        num_slots = self.shape.num_experts * batch * places
-        positions = torch.arange(batch * length, device=x_BTD.device).repeat_interleave(2)
-        nobody = positions.new_full((num_slots + 1,), batch * length)
-        who = nobody.scatter(0, slots_BT2.flatten(), positions)[:num_slots]
-        rows = _with_zero_row(x_BTD.flatten(0, 1)).index_select(0, who)
-        found = _with_zero_row(self.experts(rows)).index_select(0, slots_BT2.flatten())
-        found_BT2D = found.view(batch, length, 2, width)
-        return (found_BT2D * weights_BT2.unsqueeze(3)).sum(2)
+        """Gather the rows of all slots, run the experts on them, and gather what they found.
+
+        Slots that stay empty have the first row, and who has no place looks at the last slot with
+        a weight of 0: nothing comes of either.
+        """
+        batch, length, _ = x_BTD.shape
+        num_slots = self.shape.num_experts * places
+        slots_BN = slots_BT2.flatten(1)
+        positions_N = torch.arange(length, device=x_BTD.device).repeat_interleave(2)
+        nobody_BS = positions_N.new_zeros(batch, num_slots + 1)
+        who_BS = nobody_BS.scatter(1, slots_BN, positions_N.expand(batch, -1))[:, :-1]
+        rows_BEPD = _rows(x_BTD, who_BS).unflatten(1, (-1, places))
+        # (E, B * P, D): where experts are cut, this is where rows change hands
+        found_END = self.experts(rows_BEPD.transpose(0, 1).flatten(1, 2))
+        found_BEPD = found_END.unflatten(1, (batch, places)).transpose(0, 1)
+        found_BND = _rows(found_BEPD.flatten(1, 2), slots_BN.clamp(max=num_slots - 1))
+        weights_BT2 = weights_BT2.masked_fill(slots_BT2 == num_slots, 0.0)
+        return (found_BND.view(batch, length, 2, -1) * weights_BT2.unsqueeze(3)).sum(2)
+
+
+def _rows(x_BTD: Tensor, which_BN: Tensor) -> Tensor:
+    """Take these rows of each group: (B, N, D)."""
+    return x_BTD.gather(1, which_BN.unsqueeze(2).expand(-1, -1, x_BTD.shape[2]))
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -146,18 +181,16 @@ def find_slots(first: Choice, second: Choice, places: int) -> Tensor:
     """Compute the slots of both choices, (B, T, 2); without a place, the number of all slots.
 
     An expert's places are taken in order of position, by first choices before all second ones.
-    Slots are numbered by expert, then group, then place.
+    The slots of a group are numbered by expert, then place.
     """
     taken_BE = first.is_chosen_BTE.sum(1)
     first_place_BT = _place(first)
     second_place_BT = _place(second) + taken_BE.gather(1, second.expert_BT)
-    batch, num_experts = taken_BE.shape
-    groups_B1 = torch.arange(batch, device=taken_BE.device).unsqueeze(1)
     slots = []
     for choice, place_BT in ((first, first_place_BT), (second, second_place_BT)):
-        slot_BT = (choice.expert_BT * batch + groups_B1) * places + place_BT
+        slot_BT = choice.expert_BT * places + place_BT
         has_place_BT = (place_BT < places) & (choice.is_chosen_BTE.sum(2) > 0)
-        slots.append(slot_BT.where(has_place_BT, num_experts * batch * places))
+        slots.append(slot_BT.where(has_place_BT, taken_BE.shape[1] * places))
     return torch.stack(slots, dim=2)
 
 
@@ -167,13 +200,12 @@ def _place(choice: Choice) -> Tensor:
     return before_BTE.gather(2, choice.expert_BT.unsqueeze(2)).squeeze(2)
 
 
-def _by_chance(second: Choice) -> Choice:
-    """Keep second choices with a chance of twice their weight, as GShard does in training."""
-    is_kept_BT = torch.rand_like(second.weight_BT) < 2 * second.weight_BT
+def _by_chance(second: Choice, *, is_random: bool) -> Choice:
+    """Keep second choices with a chance of twice their weight, as GShard does in training; all of
+    them where it is not random, by the same calls: those of which a plan of shards knows.
+    """
+    chance = torch.rand_like if is_random else torch.zeros_like
+    is_kept_BT = chance(second.weight_BT) <= 2 * second.weight_BT
     return Choice(
         second.expert_BT, second.weight_BT, second.is_chosen_BTE * is_kept_BT.unsqueeze(2)
     )
-
-
-def _with_zero_row(rows: Tensor) -> Tensor:
-    return torch.cat((rows, rows.new_zeros(1, rows.shape[1])))

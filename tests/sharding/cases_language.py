@@ -3,12 +3,14 @@
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.costs.opaque_modules import OPAQUE, opaque_module
+from penstock.zoo import gshard_moe
 from tests.sharding.fuzz import Case
 
 
@@ -156,6 +158,35 @@ class Mixture(nn.Module):
         return x + torch.einsum("gtec,egcm->gtm", combine, found)
 
 
+class Makes(nn.Module):
+    """What is drawn, or made of one number, beside a tensor: of its shape, or of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        drawn = torch.rand_like(x) * x + torch.randn_like(x) + torch.randint_like(x, 3, 9)
+        steps = x.new_full((len(x), 1, 8), 0.5) * x.new_ones(x.shape[1], 1)
+        longer = torch.cat((x, x.new_zeros(len(x), 2, 8)), 1).cumsum(1)
+        return drawn * steps + longer[:, 2:] + torch.full_like(x, 2.0) * x.new_zeros(size=(8,))
+
+
+class GShardBlock(nn.Module):
+    """The zoo's block with experts, which gives what it computes and its balance loss."""
+
+    def __init__(self, width: int = 8, num_experts: int = 4, capacity_factor: float = 0.7) -> None:
+        super().__init__()
+        sizes: dict[str, Any] = {"width": width, "num_experts": num_experts, "num_words": 16}
+        sizes |= {"num_layers": 2, "num_heads": 4, "capacity_factor": capacity_factor}
+        self.block = gshard_moe(**sizes, dropout=0.2).blocks[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        found, balance = self.block(x)
+        return found * (1 + balance)
+
+
 class SparseExperts(nn.Module):
     """Experts that loop over the positions that they are given, as those of Mixtral."""
 
@@ -202,5 +233,7 @@ CASES = [
     Case("products", Products, SHAPE, OTHERS),
     Case("picks", Picks, SHAPE, OTHERS),
     Case("mixture", Mixture, SHAPE, OTHERS),
+    Case("makes", Makes, SHAPE, OTHERS),
+    Case("gshard block", GShardBlock, SHAPE, OTHERS),
     Case("sparse experts", Sparse, SHAPE, OTHERS),
 ]

@@ -16,7 +16,7 @@ from penstock.sharding.program import routed_calls
 from penstock.sharding.rules import base_name
 from penstock.sharding.search import plan_sharding
 from penstock.zoo import gpt
-from tests.sharding.cases_language import Mixture
+from tests.sharding.cases_language import GShardBlock, Mixture
 
 COLUMNS, ROWS = ("query", "key", "value", "widen"), ("output", "narrow")
 Found = tuple[LayerSharding, float]
@@ -30,16 +30,17 @@ def found_for(
     *,
     memory_limit_bytes: int | None = None,
     dtype: torch.dtype = torch.float16,
+    name: str = "auto",
 ) -> Found:
-    """Let "auto" divide four such layers, one after the other, among eight devices that are well
-    connected; return what it does with one in between.  Both ends of the model are whole.
+    """Let a ready plan divide four such layers, one after the other, among eight devices that are
+    well connected; return what it does with one in between.  Both ends of the model are whole.
     """
     layers = [nn.Identity(), *(deepcopy(layer.to(dtype)) for _ in range(4)), nn.Identity()]
     with torch.device("meta"):
         inputs = torch.empty(tuple(shape), dtype=dtype, requires_grad=True)
     graph = record_graph(as_layers(layers), inputs)
     names, costs = [str(n) for n in range(len(layers))], Costs.usual((8,), num_microbatches)
-    found = plan_sharding("auto", graph, names, costs, None, memory_limit_bytes).layers[2]
+    found = plan_sharding(name, graph, names, costs, None, memory_limit_bytes).layers[2]
     return found, costs.layer_bytes(graph, routed_calls(graph, 2), "2", found)
 
 
@@ -129,6 +130,22 @@ def test_experts_are_dealt_out_and_positions_exchanged() -> None:
     given, combined = calls_of(plan, "einsum")
     assert given.gives == ((S(1),),)  # (experts, samples, places, width)
     assert combined.takes == ((S(0),), (S(1),))
+
+
+@pytest.mark.parametrize("name", ["auto", "expert"])
+def test_experts_of_the_zoos_gshard_are_dealt_out_and_rows_exchanged(name: str) -> None:
+    """Lepikhin et al. 2020: who goes where is decided for own samples, for all their experts."""
+    with torch.device("meta"):
+        layer = GShardBlock(width=1024, num_experts=16, capacity_factor=1.0)
+    plan, _ = found_for(layer, (16, 1024, 1024), name=name)
+    assert {own for n, own in plan.weights.items() if ".experts." in n} == {(S(0),)}
+    assert weights_of(plan, "gate") == {(R,)}
+    of_samples = calls_of(plan, "softmax", "made_like", "cumsum", "scatter", "gather")
+    assert gives(of_samples) == {(S(0),)}
+    assert gives(calls_of(plan, "baddbmm")) == {(S(0),)}  # of experts
+    rows = 2 * 16 * 1024 * 1024  # bytes in float16 of all samples, and two for each position
+    exchanged = [call.forward_bytes for call in calls_of(plan, "flatten")[-2:]]
+    assert exchanged == [2 * rows // 8 * 7 // 8] * 2
 
 
 class Bottleneck(nn.Sequential):

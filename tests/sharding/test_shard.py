@@ -177,3 +177,21 @@ def test_who_reads_values_is_named_to_be_declared_opaque() -> None:
     layers = [nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), Routed(8, 8))]
     with pytest.raises(ConfigError, match=r"layer '1' .* or declare tests\.\S+\.Routed opaque"):
         penstock.shard(layers, torch.zeros(2, 8), 2)
+
+
+class Scaled(nn.Module):
+    """Scales all samples by one row, which is made in it and used nowhere else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight[None]
+
+
+def test_what_stays_in_a_layer_does_not_keep_its_samples_together() -> None:
+    layers = [nn.Linear(8, 8), Scaled(), nn.Linear(8, 8)]
+    found = penstock.shard(layers, torch.zeros(4, 8), 2, sharding="data").layers
+    assert [layer.num_entering for layer in found] == [0, 1, 1]
+    assert [[*layer.leaving.values()] for layer in found] == [[(S(0),)], [(S(0),)], []]
