@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import schedules as schedules
+    from .automatic.parallelize import parallelize as parallelize
     from .checkpoint import async_save_checkpoint as async_save_checkpoint
     from .checkpoint import export_model as export_model
     from .checkpoint import load_checkpoint as load_checkpoint
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from .planner.make_plan import plan as plan
     from .planner.plan import Plan as Plan
     from .planner.predict import simulate as simulate
-    from .runtime.parallelize import parallelize as parallelize
     from .runtime.profiling import profile as profile
     from .runtime.shard import shard as shard
     from .trace.timeline import Timeline as Timeline
@@ -71,7 +71,7 @@ _HOME = {
     "init_mesh": "penstock.mesh",
     "load_checkpoint": "penstock.checkpoint",
     "load_pretrained": "penstock.checkpoint",
-    "parallelize": "penstock.runtime.parallelize",
+    "parallelize": "penstock.automatic.parallelize",
     "profile": "penstock.runtime.profiling",
     "plan": "penstock.planner.make_plan",
     "save_checkpoint": "penstock.checkpoint",

@@ -31,6 +31,7 @@ LAYERS = (
     {"pipeline"},
     {"equality"},
     {"doctor"},
+    {"automatic"},
     {"zoo", "data"},
     {"recipe"},
     {"train"},
@@ -65,6 +66,7 @@ Imports for types only, under `if TYPE_CHECKING:`, are aside.
     ┌──────────────────────┘
     └► equality                   is it the unsplit model?
           └► doctor               BEFORE IT RUNS
+               └► automatic       ALL AT ONCE: planned and run in one line
           └► data   zoo           zoo: plain modules, of LOWEST only
                └► recipe          what a run is to be
                     └► train      and the run

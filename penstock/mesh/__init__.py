@@ -1,5 +1,6 @@
 """WHO TAKES PART: the processes of a job, where each stands, and how they keep in touch."""
 
-from .mesh import Mesh, init_mesh
+from .init import init_mesh
+from .mesh import Mesh
 
 __all__ = ["Mesh", "init_mesh"]

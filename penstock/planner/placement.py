@@ -143,18 +143,6 @@ class Placement:
         return numbers.pop()
 
     @property
-    def num_shards(self) -> int:
-        """Ranks that share a stage of a replica, of which all have as many.
-
-        Raises:
-            PlanError: some have more than others.
-        """
-        numbers = {len(mesh[0]) for mesh in self.meshes}
-        if len(numbers) > 1:
-            raise PlanError(f"stages of this placement have {sorted(numbers)} shards")
-        return numbers.pop()
-
-    @property
     def most_shards(self) -> int:
         """Ranks that share a stage of a replica, where they are most."""
         return max(len(mesh[0]) for mesh in self.meshes)
@@ -173,7 +161,7 @@ class Placement:
     def places(self) -> tuple[int, ...]:
         """The place of each stage along the pipeline: its rank in a schedule."""
         if self.is_regular:  # a rank that no stage is on counts
-            return tuple(of_stage[0][0] // self.num_shards for of_stage in self.ranks)
+            return tuple(of_stage[0][0] // self.most_shards for of_stage in self.ranks)
         return tuple(self.meshes.index(of_stage) for of_stage in self.ranks)
 
     def rank_of(self, stage: int, replica: int = 0, shard: int = 0) -> int:

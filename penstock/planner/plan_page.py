@@ -37,6 +37,6 @@ def plan_subtitle(plan: Plan) -> str:
     replicas, stages = plan.placement.num_replicas, count_text(plan.num_stages, "stage")
     layers, microbatches = len(plan.layers), count_text(plan.num_microbatches, "micro-batch")
     many = f", {replicas} replicas" if replicas > 1 else ""
-    if plan.placement.is_regular and plan.placement.num_shards > 1:
-        many += f", {plan.placement.num_shards} shards"
+    if plan.placement.is_regular and plan.placement.most_shards > 1:
+        many += f", {plan.placement.most_shards} shards"
     return f"{count_text(layers, 'layer')} in {stages}{many}, {microbatches}, {plan.schedule}"

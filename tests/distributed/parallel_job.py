@@ -43,7 +43,7 @@ def cluster_of(*hosts: int) -> penstock.Cluster:
 
 def train(pipe: penstock.Pipeline) -> dict[str, Any]:
     """Train two steps; return all that there is to compare."""
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW([{"params": list(pipe.parameters())}], lr=0.01)
     found: dict[str, Any] = {"losses": []}
     for _ in range(2):
         found["losses"].append(pipe.train_step(WORDS, WORDS))

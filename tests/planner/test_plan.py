@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 
+from penstock.costs.cluster import Cluster
 from penstock.costs.layer_facts import LayerFacts
 from penstock.errors import ConfigError, PartitionError, PlanError, UnreadableError
 from penstock.plain_values import from_json, to_json
@@ -58,6 +59,7 @@ ODD = Plan(
     batch_size=99,
     predicted_step_s=0.7,
     why=("it is the fastest",),
+    cluster=Cluster.load("p3.16xlarge"),
 )
 """A plan with no field at its default."""
 

@@ -15,12 +15,11 @@ import numpy as np
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.graph import Graph
+from penstock.planner.packing import Hosts, Submesh
+from penstock.planner.stage_table import Price
 from penstock.sharding.costs import Costs
 from penstock.sharding.named import ready_plan
 from penstock.sharding.search import Ranges, Search
-
-from .packing import Hosts, Submesh
-from .stage_table import Price
 
 _LIGHT_BYTE_S = 1e-11
 """Seconds that a byte counts for where stages are to keep less."""

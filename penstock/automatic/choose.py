@@ -2,7 +2,7 @@
 
 number of micro-batches  x  way to keep less
     search     stages and meshes by the formula of a pipeline's step    (submeshes.py)
-    prices     integer programs for each kind of layer and shape        (mesh_prices.py)
+    prices     integer programs for each kind of layer and shape        (prices.py)
 the best few of each  x  schedules  ──►  the simulator says which is fastest
 """
 
@@ -15,6 +15,13 @@ from typing import NamedTuple
 from penstock.costs.cluster import Cluster
 from penstock.costs.graph import Graph
 from penstock.errors import PlanError
+from penstock.planner.arguments import Model
+from penstock.planner.placement import Placement
+from penstock.planner.plan import BalancedBy, Plan
+from penstock.planner.stage_table import Task
+from penstock.planner.stage_work import made, work_of
+from penstock.planner.submeshes import Answer, find_stages
+from penstock.planner.wanted import Wanted
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b
 from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family
@@ -26,14 +33,7 @@ from penstock.simulator.simulate import step_s
 from penstock.trace.units import bytes_text, count_text, time_text
 from penstock.types import Recompute, Transport
 
-from .arguments import Model
-from .mesh_prices import WAYS, MeshPrices, OnMesh, hosts_of
-from .placement import Placement
-from .plan import BalancedBy, Plan
-from .stage_table import Task
-from .stage_work import made, work_of
-from .submeshes import Answer, find_stages
-from .wanted import Wanted
+from .prices import WAYS, MeshPrices, OnMesh, hosts_of
 
 FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
 _MOST, _MARGIN = 4, 1.5

@@ -2,31 +2,32 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.count import record_graph
+from penstock.doctor.calibration.calibrate import calibrate
 from penstock.errors import ConfigError, check_count
 from penstock.mesh import Mesh
-from penstock.mesh.mesh import DEFAULT_TIMEOUT_S, join_mesh, meet
+from penstock.mesh.init import join_mesh, meet
+from penstock.mesh.mesh import DEFAULT_TIMEOUT_S
 from penstock.mesh.start import num_processes
 from penstock.model.batch import batch_size as samples_of
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.layer_list import Layer
 from penstock.model.layers import Layers
+from penstock.pipeline import Pipeline
 from penstock.planner.arguments import Model
 from penstock.planner.checks import check_timeout
 from penstock.planner.plan import Plan
+from penstock.runtime.microbatches import first_microbatch
+from penstock.runtime.planning import facts_of
 from penstock.trace.units import count_text
 
-from .microbatches import first_microbatch
-from .planning import facts_of
-
-if TYPE_CHECKING:
-    from penstock.pipeline import Pipeline
+from .choose import MeshTask, plan_on_meshes
 
 _WHAT = "for rank 0 to plan"
 
@@ -40,10 +41,11 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
     cluster: Cluster | None = None,
     num_microbatches: int | None = None,
     sharding: str = "auto",
+    seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     device: torch.device | str | None = None,
     **options: Any,
-) -> "Pipeline":
+) -> Pipeline:
     """Plan how to run a model on what there is, and make the pipeline.
 
         pipe = penstock.parallelize(model, inputs, loss=loss)     # under torchrun, or alone
@@ -61,6 +63,7 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
         cluster: the devices, in the order of ranks; default: this machine, measured.
         num_microbatches: M, if it is decided already.
         sharding: the ready plan by which operators are divided.
+        seed: of the layers' random streams.
         timeout_s: deadline of every wait between processes, in seconds.
         device: what this process computes on, as for `init_mesh`.
         options: what else `Pipeline` takes beside a plan.
@@ -70,9 +73,6 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
             processes were given different arguments.
         PlanError: nothing fits; says what is missing.
     """
-    from penstock.pipeline import Pipeline
-    from penstock.planner.mesh_plan import MeshTask, plan_on_meshes
-
     timeout_s = check_timeout(timeout_s)
     layers = resolve_layers(model, example_inputs)
     found = samples_of(example_inputs, "example_inputs")
@@ -107,6 +107,7 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
         world, place = meet(given, timeout_s, device)
         plan = Plan.from_json(world.from_first(planned, _WHAT))
         mesh = join_mesh(world, plan.placement, place)
+    plan = replace(plan, seed=seed, timeout_s=timeout_s)
     return Pipeline(
         layers, plan=plan, mesh=mesh, loss=loss, example_inputs=example_inputs, **options
     )
@@ -114,8 +115,6 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
 
 def this_cluster(count: int) -> Cluster:
     """Describe what runs so many processes: this machine, measured."""
-    from penstock.doctor.calibration.calibrate import calibrate
-
     found = calibrate().cluster
     (host,) = found.hosts
     devices = tuple(host.devices[n % len(host.devices)] for n in range(count))

@@ -1,0 +1,1 @@
+"""ALL AT ONCE: a model and a cluster -> stages on sub-meshes, with their sharding (Alpa)."""

@@ -1,0 +1,71 @@
+"""One line plans a model for what there is, and runs as the unsplit model does."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock import Plan
+from penstock.errors import ConfigError, PlanError
+from tests.distributed.launch import run
+from tests.distributed.parallel_job import cluster_of, train
+from tests.sharding.test_pipeline import WORDS, loss, made, piped
+
+
+def job(hosts: str, folder: Path, count: int, **options: Any) -> list[dict[str, Any]]:
+    """Run the one line in so many processes; give what each found."""
+    told = ["-m", "tests.distributed.parallel_job", str(folder), hosts, json.dumps(options)]
+    run(count, told, 200.0)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "meshes"),
+    [
+        ("1,2", [1, 2]),
+        pytest.param("2,1", [2, 1], marks=pytest.mark.slow),
+        pytest.param("1,2,1", [1, 2, 1], marks=pytest.mark.slow),
+        pytest.param("3", [3], marks=pytest.mark.slow),
+    ],
+)
+def test_a_stage_on_each_host_is_planned_and_is_the_unsplit_model(
+    hosts: str, meshes: list[int], tmp_path: Path
+) -> None:
+    results = job(hosts, tmp_path, sum(meshes))
+    plan = Plan.from_json(results[0]["plan"])
+    assert [len(ranks[0]) for ranks in plan.placement.ranks] == meshes
+    assert "a step is predicted to take" in results[0]["text"]
+    wanted = train(piped(made(0), partition=[7], num_microbatches=plan.num_microbatches))
+    names = set()
+    for found in results:
+        mine, own = torch.stack(found["losses"]), torch.stack(wanted["losses"])
+        assert torch.allclose(mine, own, rtol=0, atol=1e-12)
+        for name, gradient in found["gradients"].items():
+            assert torch.allclose(gradient, wanted["gradients"][name], rtol=0, atol=1e-12), name
+        names |= found["gradients"].keys()
+    assert names == wanted["gradients"].keys()
+
+
+def test_alone_it_is_a_pipeline_of_one_stage() -> None:
+    pipe = penstock.parallelize(made(0), WORDS, loss=loss, cluster=cluster_of(1), seed=3)
+    assert (pipe.num_stages, pipe.plan.sharding) == (1, None)
+    found = train(pipe)
+    wanted = train(piped(made(0), partition=[7], num_microbatches=pipe.plan.num_microbatches))
+    assert all(torch.equal(a, b) for a, b in zip(found["losses"], wanted["losses"], strict=True))
+
+
+def test_what_cannot_work_is_refused_before_any_process_is_met() -> None:
+    with pytest.raises(ConfigError, match="few has 2 devices, and there is 1 process; start one"):
+        penstock.parallelize(made(0), WORDS, loss=loss, cluster=cluster_of(2))
+    with pytest.raises(ConfigError, match="batch_size=6, and example_inputs hold 5 samples"):
+        penstock.parallelize(made(0), WORDS, loss=loss, cluster=cluster_of(1), batch_size=6)
+
+
+def test_what_no_memory_holds_says_by_how_much() -> None:
+    small = cluster_of(1)
+    device = penstock.Cluster.to_toml(small).replace("1073741824", "1000")
+    with pytest.raises(PlanError, match="no stages fit: those that need least lack"):
+        penstock.parallelize(made(0), WORDS, loss=loss, cluster=penstock.Cluster.from_toml(device))
