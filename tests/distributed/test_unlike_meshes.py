@@ -21,10 +21,12 @@ from penstock.transport.channels import Activation, Gradient
 from penstock.transport.crossing import shares
 from penstock.transport.processes import ProcessChannels
 from penstock.transport.torch_distributed import _FIRST
+from tests.distributed import test_equality_processes as equality
 from tests.distributed.call import call
 from tests.sharding.test_pipeline import WORDS, as_one, in_shards, two_steps
 
-MESHES = {"1 + 2": (1, 2), "2 + 1": (2, 1), "2 + 3": (2, 3)}
+MESHES = {"1 + 2": (1, 2), "2 + 1": (2, 1), "2 + 3": (2, 3), "3 + 2": (3, 2)}
+QUICK = list(MESHES)[:3]
 
 
 def placed(senders: int, receivers: int) -> Placement:
@@ -116,7 +118,7 @@ def check(found: Activation | Gradient, expected: Activation | Gradient) -> None
             assert torch.equal(a.resolve_conj(), b.resolve_conj())
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", QUICK)
 def test_values_of_all_kinds_arrive_as_they_left(name: str, tmp_path: Path) -> None:
     call(exchange, placed(*MESHES[name]), tmp_path, num_runs=12)
 
@@ -161,7 +163,7 @@ def count(mesh: Mesh) -> dict[str, Any]:
     return {"losses": losses, "gradients": pipe.shards.whole(gradients), "sent": sent}
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", QUICK)
 def test_each_byte_of_activations_and_gradients_crosses_once(name: str, tmp_path: Path) -> None:
     counts = MESHES[name]
     found = call(count, placed(*counts), tmp_path)
@@ -193,3 +195,19 @@ def test_tied_weights_cross_in_parts(tmp_path: Path) -> None:
         assert torch.allclose(torch.stack(found["losses"]), torch.stack(wanted["losses"]))
         for name, gradient in found["gradients"].items():
             assert torch.allclose(gradient, wanted["gradients"][name], rtol=0, atol=1e-12), name
+
+
+def work_in_small_parts(mesh: Mesh, which: str) -> list[dict[str, Any]]:
+    crossing._FEW_BYTES = 64
+    return equality.work(mesh, which)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1 + 2", "3 + 2"])
+def test_every_schedule_trains_on_what_crosses_in_parts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(equality, "work", work_in_small_parts)
+    equality.test_shards_give_the_unsplit_models_gradients_but_for_rounding(
+        "shards", placed(*MESHES[name]), tmp_path
+    )
