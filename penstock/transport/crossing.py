@@ -30,6 +30,10 @@ from .wire import TensorKind, fill_rows, num_row_bytes, room_for_rows, row_bytes
 
 _FEW_BYTES = 1 << 16
 """They cross in less time than it takes to begin a collective."""
+Sides = tuple[Sequence[int], Sequence[int]]
+"""The ranks of the stage that sends, and of the one that receives."""
+Part = tuple[int, int, int]
+"""The number of a tensor, and which of its bytes: from the first up to the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,36 +54,35 @@ class Share:
             return 0, num_bytes * self.has_few
         return num_bytes * self.begin // self.num_blocks, num_bytes * self.end // self.num_blocks
 
-
-def shares(senders: Sequence[int], receivers: Sequence[int]) -> dict[tuple[int, int], Share]:
-    """Return what each sender sends to each receiver that it sends anything; a receiver's shares
-    are in the order of a message's bytes.
-    """
-    num_blocks = lcm(len(senders), len(receivers))
-    whole = Slice.of_all((num_blocks,))
-    plan = plan_resharding([(r, whole) for r in senders], [(r, whole) for r in receivers])
-    found, hear = dict[tuple[int, int], Share](), set[int]()
-    for sender, receiver, part in plan.crossing:
-        (begin,), (length,) = part.offsets, part.lengths
-        share = Share(begin, begin + length, num_blocks, receiver not in hear)
-        found[sender, receiver] = share
-        hear.add(receiver)
-    return found
-
-
-def _within(kinds: Iterable[TensorKind], span: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
-    """Yield which bytes, of tensors of which number, lie within a span of the message."""
-    at, (begin, end) = 0, span
-    for number, kind in enumerate(kinds):
-        size = num_row_bytes(kind)
-        first, last = max(begin - at, 0), min(end - at, size)
-        if first < last:
-            yield number, first, last
-        at += size
+    def parts(self, kinds: Sequence[TensorKind]) -> Iterator[Part]:
+        """Yield what it has of a message's tensors."""
+        at, (begin, end) = 0, self.span(_size(kinds))
+        for number, kind in enumerate(kinds):
+            size = num_row_bytes(kind)
+            first, last = max(begin - at, 0), min(end - at, size)
+            if first < last:
+                yield number, first, last
+            at += size
 
 
 def _size(kinds: Iterable[TensorKind]) -> int:
     return sum(map(num_row_bytes, kinds))
+
+
+def shares(sides: Sides) -> dict[tuple[int, int], Share]:
+    """Return what each sender sends to each receiver that it sends anything; a receiver's shares
+    are in the order of a message's bytes.
+    """
+    ranks = [*sides[0], *sides[1]]  # the plan orders by number: that of the shard, not the rank
+    count, num_blocks = len(sides[0]), lcm(*map(len, sides))
+    whole = [(number, Slice.of_all((num_blocks,))) for number in range(len(ranks))]
+    found, hear = dict[tuple[int, int], Share](), set[int]()
+    for sender, receiver, part in plan_resharding(whole[:count], whole[count:]).crossing:
+        (begin,), (length,) = part.offsets, part.lengths
+        few = receiver not in hear
+        found[ranks[sender], ranks[receiver]] = Share(begin, begin + length, num_blocks, few)
+        hear.add(receiver)
+    return found
 
 
 class _OutgoingShare(Outgoing):
@@ -90,19 +93,16 @@ class _OutgoingShare(Outgoing):
         self._share = share
 
     def _own(self, values: Values) -> Values:
-        kinds = [kind for _, kind in values]
-        within = _within(kinds, self._share.span(_size(kinds)))
-        parts = [row_bytes(values[n][0])[first:last] for n, first, last in within]
-        return [(part, TensorKind.of(part)) for part in parts]
+        parts = self._share.parts([kind for _, kind in values])
+        contents = [row_bytes(values[n][0])[first:last] for n, first, last in parts]
+        return [(content, TensorKind.of(content)) for content in contents]
 
 
-def outgoing_shares(
-    mesh: Mesh, stage: int, senders: Sequence[int], receivers: Sequence[int], channel: int
-) -> list[Outgoing]:
+def outgoing_shares(mesh: Mesh, stage: int, sides: Sides, channel: int) -> list[Outgoing]:
     """Return the sending ends, of `stage`, to all receivers that this process sends anything."""
     return [
         _OutgoingShare(mesh, stage, receiver, channel, share)
-        for (sender, receiver), share in shares(senders, receivers).items()
+        for (sender, receiver), share in shares(sides).items()
         if sender == mesh.rank
     ]
 
@@ -115,39 +115,23 @@ class _IncomingShare(Incoming):
         self.share = share
 
     def _own(self, kinds: list[TensorKind]) -> list[TensorKind]:
-        within = _within(kinds, self.share.span(_size(kinds)))
-        return [_of_bytes(last - first) for _, first, last in within]
-
-
-def _of_bytes(count: int) -> TensorKind:
-    return TensorKind(torch.uint8, torch.Size((count,)), (1,), 0, Tensor)
+        parts = self.share.parts(kinds)
+        shapes = [torch.Size((last - first,)) for _, first, last in parts]
+        return [TensorKind(torch.uint8, shape, (1,), 0, Tensor) for shape in shapes]
 
 
 class IncomingShares:
-    """The receiving end, for one shard, of what `stage` sends; it is used as an `Incoming`.
+    """The receiving end of what `stage` sends, used as an `Incoming`; all shards call it alike."""
 
-    It hears from one sender or several; `payload` then gathers the message from all shards, which
-    call it alike.
-    """
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        stage: int,
-        senders: Sequence[int],
-        receivers: Sequence[int],
-        channel: int,
-    ) -> None:
-        self._mesh, self._links = mesh, list[_IncomingShare]()
-        got: dict[int, list[Share]] = {rank: [] for rank in receivers}
-        for (sender, receiver), share in shares(senders, receivers).items():
-            got[receiver].append(share)
-            if receiver == mesh.rank:
-                self._links.append(_IncomingShare(mesh, sender, channel, share))
-        self._of_shards = [
-            Share(own[0].begin, own[-1].end, own[0].num_blocks)
-            for own in map(got.__getitem__, mesh.shards.tensors.ranks if len(got) > 1 else got)
+    def __init__(self, mesh: Mesh, stage: int, sides: Sides, channel: int) -> None:
+        self._mesh, divided = mesh, shares(sides)
+        self._links = [
+            _IncomingShare(mesh, sender, channel, share)
+            for (sender, receiver), share in divided.items()
+            if receiver == mesh.rank
         ]
+        count = len(sides[1])
+        self._of_shards = [Share(n, n + 1, count) for n in range(count)]
         self._what = f"for the other shards to have their parts of what stage {stage} sent"
 
     @property
@@ -187,32 +171,29 @@ class IncomingShares:
         """
         header = came[0].header
         kinds = kinds_of(header)
-        size = _size(kinds)
         rooms = [room_for_rows(kind, self._mesh.device) for kind in kinds]
-        for link, (_, parts) in zip(self._links, came, strict=True):
-            _put(parts, kinds, link.share.span(size), rooms)
-        if size >= _FEW_BYTES and len(self._of_shards) > 1:
-            parts = [part for each in came for part in each.tensors]
-            own = parts[0] if len(parts) == 1 else torch.cat(parts)
-            spans = [share.span(size) for share in self._of_shards]
-            shapes = [(end - begin,) for begin, end in spans]
-            uneven = shapes if len(set(shapes)) > 1 else None
-            rows = self._mesh.shards.tensors.all_gather(own, self._what, uneven)
-            for shard, (span, row) in enumerate(zip(spans, rows, strict=True)):
+        for link, (_, contents) in zip(self._links, came, strict=True):
+            _put(contents, link.share.parts(kinds), rooms)
+        if (size := _size(kinds)) >= _FEW_BYTES and len(self._of_shards) > 1:
+            own = torch.cat([content for _, contents in came for content in contents])
+            for shard, row in enumerate(self._gathered(own, size)):
                 if shard != self._mesh.shard:
-                    sizes = [last - first for _, first, last in _within(kinds, span)]
-                    _put(row.split(sizes), kinds, span, rooms)
+                    parts = list(self._of_shards[shard].parts(kinds))
+                    _put(row.split([last - first for _, first, last in parts]), parts, rooms)
         filled = zip(rooms, kinds, strict=True)
         tensors = [fill_rows(tensor, received, kind) for (received, tensor), kind in filled]
         return self._links[0].payload(Came(header, tensors))
 
+    def _gathered(self, own: Tensor, size: int) -> list[Tensor]:
+        """Return what has come to each shard, of so many bytes in all."""
+        shapes = [(e - b,) for b, e in (share.span(size) for share in self._of_shards)]
+        uneven = shapes if len(set(shapes)) > 1 else None
+        return self._mesh.shards.tensors.all_gather(own, self._what, uneven)
+
 
 def _put(
-    parts: Iterable[Tensor],
-    kinds: Sequence[TensorKind],
-    span: tuple[int, int],
-    rooms: Sequence[tuple[Tensor, Tensor]],
+    contents: Iterable[Tensor], parts: Iterable[Part], rooms: Sequence[tuple[Tensor, Tensor]]
 ) -> None:
-    """Put the parts of tensors that lie within a span where they belong."""
-    for part, (number, first, last) in zip(parts, _within(kinds, span), strict=True):
-        rooms[number][0][first:last] = part
+    """Put the contents of parts where they belong."""
+    for content, (number, first, last) in zip(contents, parts, strict=True):
+        rooms[number][0][first:last] = content

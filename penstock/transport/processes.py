@@ -92,22 +92,22 @@ class ProcessChannels(AbstractChannels):
     def _incoming_of(self, message: Message) -> Incoming | IncomingShares:
         key = source, target = message[1:3]
         if key not in self._incoming:
-            sending, receiving, channel = self._ranks[source], self._ranks[target], _channel(*key)
+            sending, receiving = sides = self._ranks[source], self._ranks[target]
             self._incoming[key] = (
-                Incoming(self._mesh, sending[self._mesh.shard], channel)
+                Incoming(self._mesh, sending[self._mesh.shard], _channel(*key))
                 if len(sending) == len(receiving)
-                else IncomingShares(self._mesh, source, sending, receiving, channel)
+                else IncomingShares(self._mesh, source, sides, _channel(*key))
             )
         return self._incoming[key]
 
     def _outgoing_of(self, message: Message) -> list[Outgoing]:
         key = source, target = message[1:3]
         if key not in self._outgoing:
-            sending, receiving, channel = self._ranks[source], self._ranks[target], _channel(*key)
+            sending, receiving = sides = self._ranks[source], self._ranks[target]
             self._outgoing[key] = (
-                [Outgoing(self._mesh, source, receiving[self._mesh.shard], channel)]
+                [Outgoing(self._mesh, source, receiving[self._mesh.shard], _channel(*key))]
                 if len(sending) == len(receiving)
-                else outgoing_shares(self._mesh, source, sending, receiving, channel)
+                else outgoing_shares(self._mesh, source, sides, _channel(*key))
             )
         return self._outgoing[key]
 
