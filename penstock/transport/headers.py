@@ -49,6 +49,11 @@ class Header(NamedTuple):
     about: About | None
 
 
+def kinds_of(header: Header) -> list[TensorKind]:
+    """Return the kinds of the tensors that travel with a header."""
+    return [kind for kind in header.kinds if isinstance(kind, TensorKind)]
+
+
 def _told_about(about: About) -> tuple[Any, ...]:
     return about.wants_grad, template(about.structure), *about[2:]
 

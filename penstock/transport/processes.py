@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from penstock.mesh import Mesh
 from penstock.mesh.background import WAIT_FAILURES, Slot
@@ -15,6 +16,7 @@ from penstock.mesh.point_to_point import PointToPoint
 from penstock.schedules.ir import Instruction, Message, Schedule, sent_message
 
 from .channels import AbstractChannels
+from .crossing import IncomingShares, outgoing_shares
 from .headers import Payload
 from .torch_distributed import Incoming, Outgoing
 
@@ -24,11 +26,8 @@ _WHAT_SENDS = "for stage {} to take what was sent to it"
 class ProcessChannels(AbstractChannels):
     """The messages of one process; its links to others outlive a run.
 
-    What one of its stages sends to another stays here.  Between stages of unlike meshes:
-
-        shards of the sender    0  1        0            0  1  2
-                                │  │     ┌──┼──┐         │
-        of the receiver         0  1     0  1  2         0
+    What one of its stages sends to another stays here.  Shards send to those of the same number;
+    between stages with unlike numbers of them, as `crossing` says.
     """
 
     def __init__(self, mesh: Mesh, places: Sequence[int]) -> None:
@@ -37,23 +36,13 @@ class ProcessChannels(AbstractChannels):
         self._wires = mesh.point_to_point if mesh.num_stages > 1 else None
         meshes = mesh.placement.meshes
         self._ranks = [meshes[place][mesh.replica] for place in places]
-        self._incoming: dict[tuple[int, int], Incoming] = {}
+        self._incoming: dict[tuple[int, int], Incoming | IncomingShares] = {}
         self._outgoing: dict[tuple[int, int], list[Outgoing]] = {}
         self._staying: dict[Message, Payload] = {}
         self._posted: dict[Message, Slot] = {}
 
     def _stays(self, message: Message) -> bool:
         return self._ranks[message[1]] == self._ranks[message[2]]
-
-    def _source(self, message: Message) -> int:
-        """Return the rank that sends a message here."""
-        return self._ranks[message[1]][self._mesh.shard % len(self._ranks[message[1]])]
-
-    def _targets(self, message: Message) -> list[int]:
-        """Return the ranks to which this one sends a message."""
-        _, source, target, _ = message
-        count = len(self._ranks[source])
-        return [r for n, r in enumerate(self._ranks[target]) if n % count == self._mesh.shard]
 
     def post(self, message: Message) -> None:
         if self._stays(message):
@@ -66,7 +55,7 @@ class ProcessChannels(AbstractChannels):
         except WAIT_FAILURES:
             return  # who receives it says what for
         if incoming.expects_much:
-            job = partial(incoming.receive, message[3])
+            job = partial(incoming.bring, message[3])
             self._posted[message] = self._background.receives.submit(job)
 
     def send(self, message: Message, payload: Payload) -> None:
@@ -85,33 +74,41 @@ class ProcessChannels(AbstractChannels):
             return self._staying.pop(message)
         is_gradient, source, _, microbatch = message
         posted, timeout_s = self._posted.pop(message, None), self._background.timeout_s
+        incoming: Any = self._incoming_of(message)
         try:
-            if posted is None:
-                return self._incoming_of(message).receive(microbatch, timeout_s)
-            found: Payload = posted.get(timeout_s)
-            return found
+            came = (
+                incoming.bring(microbatch, timeout_s) if posted is None else posted.get(timeout_s)
+            )
         except WAIT_FAILURES as error:
             what = (
                 f"at {instruction} for the "
                 f"{'gradient' if is_gradient else 'activation'} of micro-batch {microbatch} "
                 f"from stage {source}"
             )
-            raise self._background.blame(error, what, self._source(message)) from error
+            raise self._background.blame(error, what, incoming.rank) from error
+        payload: Payload = incoming.payload(came)
+        return payload
 
-    def _incoming_of(self, message: Message) -> Incoming:
-        key = message[1:3]
+    def _incoming_of(self, message: Message) -> Incoming | IncomingShares:
+        key = source, target = message[1:3]
         if key not in self._incoming:
-            rank = self._source(message)
-            self._incoming[key] = Incoming(self._mesh, rank, _channel(*key))
+            sending, receiving = sides = self._ranks[source], self._ranks[target]
+            self._incoming[key] = (
+                Incoming(self._mesh, sending[self._mesh.shard], _channel(*key))
+                if len(sending) == len(receiving)
+                else IncomingShares(self._mesh, source, sides, _channel(*key))
+            )
         return self._incoming[key]
 
     def _outgoing_of(self, message: Message) -> list[Outgoing]:
-        key = message[1:3]
+        key = source, target = message[1:3]
         if key not in self._outgoing:
-            self._outgoing[key] = [
-                Outgoing(self._mesh, key[0], rank, _channel(*key))
-                for rank in self._targets(message)
-            ]
+            sending, receiving = sides = self._ranks[source], self._ranks[target]
+            self._outgoing[key] = (
+                [Outgoing(self._mesh, source, receiving[self._mesh.shard], _channel(*key))]
+                if len(sending) == len(receiving)
+                else outgoing_shares(self._mesh, source, sides, _channel(*key))
+            )
         return self._outgoing[key]
 
     @contextmanager

@@ -25,7 +25,7 @@ from penstock.mesh.plain_data import MOST_BYTES
 from penstock.model.entries import version_of
 
 from .channels import check_still_as_sent
-from .headers import HeaderReader, HeaderWriter, Payload
+from .headers import Header, HeaderReader, HeaderWriter, Payload, kinds_of
 from .wire import TensorKind, fill, memory_of, room_for, to_bytes
 
 _FIRST = struct.Struct("!IIqI")
@@ -52,6 +52,16 @@ class _Begun(NamedTuple):
     version: int
 
 
+Values = list[tuple[Tensor, TensorKind]]
+
+
+class Came(NamedTuple):
+    """What a message brought."""
+
+    header: Header
+    tensors: list[Tensor]
+
+
 class Outgoing:
     """The sending end, of `stage`, to process `rank`; a thread of the mesh awaits what lasts."""
 
@@ -76,7 +86,7 @@ class Outgoing:
             PeerError: a process has failed.
         """
         number, told, values = self._headers.write(payload)
-        values = [(tensor, kind) for tensor, kind in values if kind.num_bytes]
+        values = self._own(values)
         num_bytes = _FIRST.size + len(told) + sum(kind.num_bytes for _, kind in values)
         on_cpu = self._device.type == "cpu"
         is_whole = num_bytes <= self._room_bytes and on_cpu
@@ -98,6 +108,10 @@ class Outgoing:
             return  # this thread's stream is to wait, once the run is over
         self._later.append(self._wires.later.submit(partial(self._wait, self._begun, None)))
         self._begun, self._held_bytes = [], 0
+
+    def _own(self, values: Values) -> Values:
+        """Return what of a message goes this way: all of it."""
+        return [(tensor, kind) for tensor, kind in values if kind.num_bytes]
 
     def _send(self, content: bytearray) -> None:
         self._begin(torch.frombuffer(content, dtype=torch.uint8))
@@ -134,13 +148,13 @@ class Outgoing:
 
 
 class Incoming:
-    """The receiving end, from the process `rank`; used by one thread at a time.
+    """The receiving end, from the process `rank`; `bring` is for one thread at a time, any one.
 
     `expects_much`: the next message had better be received while others are computed on.
     """
 
     def __init__(self, mesh: Mesh, rank: int, channel: int) -> None:
-        self._rank, self.expects_much = rank, False
+        self.rank, self.expects_much = rank, False
         self._headers = HeaderReader()
         self._wires, self._tag, self._device = mesh.point_to_point, channel, mesh.device
         self._bytes = memoryview(bytearray(_ROOM_BYTES))
@@ -152,12 +166,16 @@ class Incoming:
         self._headers.forget_lasting()
 
     def post(self) -> None:
-        """Let the next message come in while others are computed on; `receive` is to follow."""
+        """Let the next message come in while others are computed on; `bring` is to follow."""
         if self._next is None:
             self._next = self._begin(self._room)
 
     def receive(self, microbatch: int, timeout_s: float | None = None) -> Payload:
-        """Wait for the next message.
+        """Wait for the next message, as `bring`, and return it."""
+        return self.payload(self.bring(microbatch, timeout_s))
+
+    def bring(self, microbatch: int, timeout_s: float | None = None) -> Came:
+        """Wait for what the next message brings.
 
         Raises:
             TimeoutError: it is not there within `timeout_s`.
@@ -174,12 +192,20 @@ class Incoming:
         at = _FIRST.size + size
         told = self._bytes[_FIRST.size : at] if is_whole else self._told(size, deadline)
         header = self._headers.read(number, told)
-        kinds = [kind for kind in header.kinds if isinstance(kind, TensorKind)]
+        kinds = self._own(kinds_of(header))
         tensors = self._unpacked(kinds, at) if is_whole else self._received(kinds, deadline)
         total = at + sum(kind.num_bytes for kind in kinds)
         self.expects_much = total > _MOST_ROOM_BYTES and self._device.type == "cpu"
         self._make_room(_room_after(len(self._bytes), total))
-        return self._headers.payload(header, tensors)
+        return Came(header, tensors)
+
+    def payload(self, came: Came) -> Payload:
+        """Return the message that came; called in the order of messages."""
+        return self._headers.payload(*came)
+
+    def _own(self, kinds: list[TensorKind]) -> list[TensorKind]:
+        """Return what of a message comes this way: all of it."""
+        return kinds
 
     def _make_room(self, num_bytes: int) -> None:
         if num_bytes > len(self._bytes) and self._device.type == "cpu":
@@ -189,17 +215,17 @@ class Incoming:
     def _check(self, sent: int, microbatch: int, header_bytes: int) -> None:
         if header_bytes > MOST_BYTES:
             raise MeshError(
-                f"rank {self._rank} sent a header of {header_bytes:,} bytes: the connection is "
+                f"rank {self.rank} sent a header of {header_bytes:,} bytes: the connection is "
                 "damaged, or the versions differ"
             )
         if sent != microbatch:
             raise PeerError(
-                f"rank {self._rank} sent micro-batch {sent} where {microbatch} was due: the "
+                f"rank {self.rank} sent micro-batch {sent} where {microbatch} was due: the "
                 "processes do not run the same schedule on the same batch"
             )
 
     def _begin(self, room: Tensor) -> Any:
-        return self._wires.receive(room, self._rank, self._tag)
+        return self._wires.receive(room, self.rank, self._tag)
 
     def _told(self, size: int, deadline: float | None) -> bytearray:
         """Receive a header by itself."""
@@ -214,7 +240,7 @@ class Incoming:
         total = at + sum(kind.num_bytes for kind in kinds)
         if total > len(self._bytes):
             raise MeshError(
-                f"rank {self._rank} sent a message of at most {len(self._bytes):,} bytes that "
+                f"rank {self.rank} sent a message of at most {len(self._bytes):,} bytes that "
                 f"describes {total:,}: the connection is damaged, or the versions differ"
             )
         tensors = []

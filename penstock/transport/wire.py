@@ -164,6 +164,37 @@ def fill(tensor: Tensor, received: Tensor, kind: TensorKind) -> Tensor:
     return _of_class(tensor, kind)
 
 
+# -- in the order of rows, whatever the strides: alike on all processes with the same values --
+
+
+def num_row_bytes(kind: TensorKind) -> int:
+    """Return how many `row_bytes` a tensor has; it depends on its type and shape alone."""
+    return prod(kind.shape) * kind.dtype.itemsize
+
+
+def row_bytes(tensor: Tensor) -> Tensor:
+    """Return all values as bytes, row by row; a view if they lie like that."""
+    plain = as_plain(tensor).detach().resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def room_for_rows(kind: TensorKind, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Make room as `room_for`, for bytes row by row; `fill_rows` moves them."""
+    received, tensor = room_for(kind, device)
+    if not tensor.is_contiguous():
+        received = torch.empty(num_row_bytes(kind), dtype=torch.uint8, device=device)
+    return received, tensor
+
+
+def fill_rows(tensor: Tensor, received: Tensor, kind: TensorKind) -> Tensor:
+    """Do as `fill`, with bytes row by row."""
+    if tensor.is_contiguous():
+        return fill(tensor, received, kind)
+    values = _without_repetition(received.view(kind.dtype).view(kind.shape), kind)
+    _without_repetition(tensor, kind).copy_(values)
+    return _of_class(tensor, kind)
+
+
 def _of_class(tensor: Tensor, kind: TensorKind) -> Tensor:
     return tensor if kind.type is Tensor else tensor.as_subclass(kind.type)
 

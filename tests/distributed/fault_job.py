@@ -7,11 +7,12 @@ instruction of KIND, or the only one; or, with KIND Save, while it writes the ch
 step; with KIND Layer, inside the forward of a layer; with KIND Batch it is given another batch
 than the others, as ACTION says.  With RANK none it goes on from the newest checkpoint in FOLDER,
 to the end.  In the environment: STAGES_PER_RANK, how many stages each process runs; SHARDS, how
-many processes share a stage.
+many processes share a stage, or each one ("1 2").
 """
 
 import os
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from torch import Tensor, nn
 import penstock
 from penstock import schedules
 from penstock.checkpoint import together
+from penstock.planner.placement import Placement
 from penstock.runtime.executor import Executor
 from penstock.schedules import ir
+from penstock.transport import crossing
 from tests.distributed.train_job import go_wrong
 
 DEADLINE_S = 6.0
@@ -107,7 +110,7 @@ def train(
         num_microbatches=3,
         loss=nn.MSELoss(),
         threads_per_stage=1,
-        **(shared if mesh.shards.size > 1 else {}),
+        **(shared if os.environ.get("SHARDS") else {}),
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
     begun_at = newest(folder)
@@ -132,14 +135,25 @@ def train(
     return first
 
 
+def mesh_of(num_replicas: int, shards: list[int]) -> penstock.Mesh:
+    """Make a mesh of stages of so many shards."""
+    if len(shards) == 1:
+        return penstock.init_mesh(num_replicas=num_replicas, num_shards=shards[0], timeout_s=60.0)
+    crossing._FEW_BYTES = 32  # messages are small here
+    ranks, meshes = iter(range(sum(shards))), list[tuple[tuple[int, ...], ...]]()
+    for count in shards:
+        meshes.append((tuple(islice(ranks, count)),))
+    placement = Placement(tuple(meshes), ("cpu",) * len(shards))
+    return penstock.init_mesh(placement=placement, timeout_s=60.0)
+
+
 def main() -> None:
     """Train until something goes wrong, or to the end."""
     rank, kind, action, replicas, folder = sys.argv[1:6]
     world = int(os.environ["WORLD_SIZE"])
     num_layers = int(os.environ["NUM_LAYERS"])
     torch.set_num_threads(1)
-    shards = int(os.environ.get("SHARDS", "1"))
-    mesh = penstock.init_mesh(num_replicas=int(replicas), num_shards=shards, timeout_s=60.0)
+    mesh = mesh_of(int(replicas), list(map(int, os.environ.get("SHARDS", "1").split())))
     assert mesh.world_size == world
     if str(mesh.rank) == rank and kind == "Save":
         inject_into_save(action)

@@ -263,6 +263,27 @@ def test_a_fault_of_one_shard_costs_nothing(
     check_goes_on(tmp_path, expected_of_shards[num_stages], go_on_in_shards(num_stages))
 
 
+UNLIKE: dict[str, tuple[Fault, list[str]]] = {
+    "1 2": (
+        (2, "ReceiveActivation", "kill"),
+        ["rank 0 (stage 0)", "rank 1 (stage 1, shard 0)", "rank 2 (stage 1, shard 1)"],
+    ),
+    "2 1": (
+        (1, "SendActivation", "kill"),
+        ["rank 0 (stage 0, shard 0)", "rank 1 (stage 0, shard 1)", "rank 2 (stage 1)"],
+    ),
+}
+"""While other shards gather what came to it, or wait for its part of a message."""
+
+
+@pytest.mark.parametrize("shards", UNLIKE)
+def test_a_fault_of_one_shard_of_unlike_meshes_is_named(shards: str, tmp_path: Path) -> None:
+    fault, called = UNLIKE[shards]
+    arguments = ["-m", MODULE, *map(str, fault), "1", str(tmp_path)]
+    ended = start(3, arguments, {**TWO, "SHARDS": shards}).wait(60)
+    check_ends(ended, fault, called)
+
+
 @pytest.mark.slow
 def test_a_fault_where_processes_run_several_stages_names_them(tmp_path: Path) -> None:
     arguments = ["-m", MODULE, "1", "Backward", "kill", "1", str(tmp_path)]

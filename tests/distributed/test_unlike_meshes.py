@@ -1,0 +1,213 @@
+"""Between stages of unlike meshes each byte crosses once, and arrives as it left."""
+
+import random
+from collections import Counter
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock import Mesh
+from penstock.mesh.point_to_point import PointToPoint
+from penstock.model.pytree import flatten
+from penstock.planner.placement import Placement
+from penstock.schedules.ir import Forward
+from penstock.transport import crossing
+from penstock.transport.channels import Activation, Gradient
+from penstock.transport.crossing import shares
+from penstock.transport.processes import ProcessChannels
+from penstock.transport.torch_distributed import _FIRST
+from tests.distributed import test_equality_processes as equality
+from tests.distributed.call import call
+from tests.sharding.test_pipeline import WORDS, as_one, in_shards, two_steps
+
+MESHES = {"1 + 2": (1, 2), "2 + 1": (2, 1), "2 + 3": (2, 3), "3 + 2": (3, 2)}
+QUICK = list(MESHES)[:3]
+
+
+def placed(senders: int, receivers: int) -> Placement:
+    """Place two stages on so many shards."""
+    ranks = tuple(range(senders + receivers))
+    return Placement(((ranks[:senders],), (ranks[senders:],)), ("cpu", "cpu"))
+
+
+@pytest.mark.parametrize("size", [1, 100, 1 << 16, 100_003])
+def test_shares_divide_a_message_evenly(size: int) -> None:
+    for senders, receivers in product((range(n) for n in range(1, 7)), repeat=2):
+        theirs = [10 - rank for rank in receivers]  # in any order
+        sent, got = Counter[int](), dict[int, list[tuple[int, int]]]()
+        for (sender, receiver), share in shares((senders, theirs)).items():
+            begin, end = share.span(size)
+            sent[sender] += end - begin
+            got.setdefault(receiver, []).append((begin, end))
+        assert sorted(got) == sorted(theirs)
+        if size < crossing._FEW_BYTES:
+            assert all([b - a for a, b in spans if b > a] == [size] for spans in got.values())
+            continue
+        in_order = [span for receiver in theirs for span in got[receiver]]
+        assert [0, *(end for _, end in in_order)] == [*(begin for begin, _ in in_order), size]
+        assert max(sent.values()) - min(sent[rank] for rank in senders) <= 1
+        lengths = [spans[-1][1] - spans[0][0] for spans in got.values()]
+        assert max(lengths) - min(lengths) <= 1
+
+
+class Named(Tensor):
+    """A class that only has another name."""
+
+
+def leaves_of(turn: int, shard: int) -> list[Tensor | None]:
+    """Return values of all kinds; the strides of some are not the same on all shards."""
+    generator = torch.Generator().manual_seed(turn)
+    draw = random.Random(turn)
+    rows = draw.choice([1, 7, 100, 600])
+    images = torch.randn(2, 3, rows, 5, generator=generator)
+    wide = torch.randn(rows, 2 * 33, generator=generator)
+    found: list[Tensor | None] = [
+        images.contiguous(memory_format=torch.channels_last) if shard % 2 else images,
+        None,
+        torch.tensor(turn),
+        wide[:, ::2],
+        wide.t() > 0,
+        torch.empty(0, rows),
+        wide[:, :1].expand(rows, 9),
+        torch.randn(rows, 3, dtype=torch.complex64, generator=generator).conj(),
+        wide.bfloat16(),
+        wide.as_subclass(Named),
+        wide[0, 0],
+    ]
+    draw.shuffle(found)
+    return found[: draw.randint(1, len(found))]
+
+
+def payload_of(turn: int, shard: int) -> Activation | Gradient:
+    leaves = leaves_of(turn, shard)
+    if turn % 2:
+        return Gradient(tuple(leaves))
+    given, structure = flatten({"turn": turn, "values": [t for t in leaves if t is not None]})
+    return Activation(tuple(given), (False,) * len(given), structure, (0,) * len(given))
+
+
+def exchange(mesh: Mesh, num_runs: int) -> None:
+    """Send on stage 0, all of a run ahead; receive on stage 1, some of it posted before."""
+    channels = ProcessChannels(mesh, [0, 1])
+    for run in range(num_runs):
+        for turn in range(10 * run, 10 * (run + 1)):
+            message = (False, 0, 1, turn)
+            if mesh.stage == 0:
+                channels.send(message, payload_of(turn, mesh.shard))
+                continue
+            if turn % 3:
+                channels.post(message)
+            check(channels.receive(message, Forward(1, turn)), payload_of(turn, 0))
+        channels.finish()
+
+
+def check(found: Activation | Gradient, expected: Activation | Gradient) -> None:
+    assert type(found) is type(expected)
+    if isinstance(found, Activation) and isinstance(expected, Activation):
+        assert found.structure == expected.structure
+    for a, b in zip(found.leaves, expected.leaves, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert (type(a), a.dtype, a.shape) == (type(b), b.dtype, b.shape)
+            assert a.is_contiguous(memory_format=torch.channels_last) or a.stride() == b.stride()
+            assert torch.equal(a.resolve_conj(), b.resolve_conj())
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_values_of_all_kinds_arrive_as_they_left(name: str, tmp_path: Path) -> None:
+    call(exchange, placed(*MESHES[name]), tmp_path, num_runs=12)
+
+
+WIDTH, ROWS = 256, (80, 120, 64, 64)
+"""Samples of each step; those of the last one are counted."""
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    pairs = [(nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)) for _ in range(2)]
+    return [nn.Sequential(a, nn.Tanh(), b).double() for a, b in pairs]
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(n, WIDTH, dtype=torch.float64, generator=generator) for n in ROWS]
+
+
+def count(mesh: Mesh) -> dict[str, Any]:
+    """Train; return the losses, and what was handed over to be sent in the last step."""
+    sent, send = list[int](), PointToPoint.send
+
+    def counted(self: PointToPoint, content: Tensor, rank: int, tag: int) -> Any:
+        sent.append(content.nbytes)
+        return send(self, content, rank, tag)
+
+    PointToPoint.send = counted  # type: ignore[method-assign]
+    pipe = penstock.Pipeline(
+        layers(),
+        mesh=mesh,
+        num_microbatches=2,
+        loss=nn.MSELoss(),
+        sharding="megatron",
+        example_inputs=batches()[0],
+    )
+    losses = []
+    for batch in batches():
+        sent.clear()
+        losses.append(pipe.train_step(batch, -batch))
+    gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
+    return {"losses": losses, "gradients": pipe.shards.whole(gradients), "sent": sent}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_each_byte_of_activations_and_gradients_crosses_once(name: str, tmp_path: Path) -> None:
+    counts = MESHES[name]
+    found = call(count, placed(*counts), tmp_path)
+    whole = nn.Sequential(*layers())
+    for batch in batches():
+        (nn.functional.mse_loss(whole(batch), -batch)).backward()
+    expected: dict[str, Any] = {name: p.grad for name, p in whole.named_parameters()}
+    for each in found:
+        for key, gradient in each["gradients"].items():
+            assert torch.allclose(gradient, expected[key], rtol=0, atol=1e-12), key
+    num_bytes = ROWS[-1] * WIDTH * 8
+    sides = found[: counts[0]], found[counts[0] :]
+    for side in sides:
+        by_rank = [sum(each["sent"]) for each in side]
+        headers = _FIRST.size * sum(len(each["sent"]) for each in side)
+        assert sum(by_rank) == num_bytes + headers
+        assert max(by_rank) < 1.1 * sum(by_rank) / len(side)
+
+
+def in_small_parts(mesh: Mesh, where: str) -> dict[str, Any]:
+    """Train with tied weights, and divide all messages but the smallest ones."""
+    crossing._FEW_BYTES = 32
+    return in_shards(mesh, where)
+
+
+def test_tied_weights_cross_in_parts(tmp_path: Path) -> None:
+    wanted = two_steps(as_one(), WORDS)
+    for found in call(in_small_parts, placed(2, 3), tmp_path, where=str(tmp_path)):
+        assert torch.allclose(torch.stack(found["losses"]), torch.stack(wanted["losses"]))
+        for name, gradient in found["gradients"].items():
+            assert torch.allclose(gradient, wanted["gradients"][name], rtol=0, atol=1e-12), name
+
+
+def work_in_small_parts(mesh: Mesh, which: str) -> list[dict[str, Any]]:
+    crossing._FEW_BYTES = 64
+    return equality.work(mesh, which)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1 + 2", "3 + 2"])
+def test_every_schedule_trains_on_what_crosses_in_parts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(equality, "work", work_in_small_parts)
+    equality.test_shards_give_the_unsplit_models_gradients_but_for_rounding(
+        "shards", placed(*MESHES[name]), tmp_path
+    )
