@@ -73,8 +73,8 @@ class MeshPrices:
     num_microbatches: int
     plan: str = "auto"
     way: Way = WAYS[0]
-    shared: dict[object, Ranges] = field(default_factory=dict)
-    """Prices of shapes, which several ways have together."""
+    shared: dict[object, Search] = field(default_factory=dict)
+    """The search of each shape, which several ways have together."""
 
     def price(self, start: int, end: int, submesh: Submesh) -> Price | None:
         """Return the price of layers [start, end); None where the cut is inside a span, or nothing
@@ -88,7 +88,7 @@ class MeshPrices:
         if not {start, end} <= self._cuts:
             return None
         every = [self._in_shape(start, end, submesh, shape) for shape in shapes_of(submesh)]
-        memory = hosts_of(self.cluster)[submesh.kind].memory_bytes
+        memory = self._hosts[submesh.kind].memory_bytes
 
         def key(own: OnMesh) -> tuple[bool, float]:
             return own.price.stay_bytes + own.price.microbatch_bytes > memory, own.price.seconds
@@ -106,15 +106,14 @@ class MeshPrices:
         return OnMesh(price, shape, forward_s, seconds - forward_s)
 
     def _ranges(self, submesh: Submesh, shape: tuple[int, ...]) -> Ranges:
-        key = submesh.kind, submesh.num_hosts > 1, shape, self.way.byte_s
+        key = submesh.kind, submesh.num_hosts > 1, shape
         if key not in self.shared:
             ready, _ = ready_plan(self.plan)
-            costs = Costs(
-                shape, self.cluster, self.num_microbatches, devices=self.devices(submesh)
-            )
-            search = Search(self.graph, self.names, range(len(self.names)), ready, costs, {})
-            self.shared[key] = search.of_ranges(self.way.byte_s)
-        return self.shared[key]
+            devices = self.devices(submesh)
+            costs = Costs(shape, self.cluster, self.num_microbatches, devices=devices)
+            every = range(len(self.names))
+            self.shared[key] = Search(self.graph, self.names, every, ready, costs, {})
+        return self.shared[key].of_ranges(self.way.byte_s)
 
     def devices(self, submesh: Submesh) -> tuple[int, ...]:
         """Return the first devices of the cluster that make such a mesh."""
@@ -122,21 +121,32 @@ class MeshPrices:
         return tuple(range(before, before + submesh.num_hosts * submesh.num_devices))
 
     def _handover_s(self, end: int, submesh: Submesh) -> float:
-        """Return the seconds of what goes on to the next stage and comes back: over the network
-        where there are several hosts, each host's own at once.
-        """
+        """Return the seconds of what goes on to the next stage and comes back."""
         if end == len(self.names) or len(self.cluster.places) == 1:
             return 0.0
-        first = self.devices(submesh)[0]
-        on_host = len(self.cluster.host_of(first).devices)
-        others = (n for n in range(len(self.cluster.places)) if n != first)
-        hosts = [place.host for place in self.cluster.places]
-        away = max(others, key=lambda n: (hosts[n] != hosts[first], -abs(n - first)))
-        route = self.cluster.route(first, away)
-        at_once = submesh.num_hosts if hosts[away] != hosts[first] else submesh.num_devices
-        at_once = min(at_once, on_host * submesh.num_hosts)
-        num_bytes = float(self._entering[end])
-        return 2 * (route.latency_s + num_bytes / at_once / route.bytes_per_s)
+        if submesh not in self._ways_out:
+            self._ways_out[submesh] = self._way_out(submesh)
+        latency_s, bytes_per_s = self._ways_out[submesh]
+        return 2 * (latency_s + float(self._entering[end]) / bytes_per_s)
+
+    def _way_out(self, submesh: Submesh) -> tuple[float, float]:
+        """Return latency and bytes a second from a mesh to the next one: over the network where
+        there are several hosts, each host's own at once.
+        """
+        first, places = self.devices(submesh)[0], self.cluster.places
+        away = [n for n, place in enumerate(places) if place.host != places[first].host]
+        beside = next(n for n in range(len(places)) if n != first)
+        route = self.cluster.route(first, away[0] if away else beside)
+        at_once = submesh.num_hosts if away else submesh.num_devices
+        return route.latency_s, route.bytes_per_s * at_once
+
+    @cached_property
+    def _ways_out(self) -> dict[Submesh, tuple[float, float]]:
+        return {}
+
+    @cached_property
+    def _hosts(self) -> list[Hosts]:
+        return hosts_of(self.cluster)
 
     @cached_property
     def _cuts(self) -> frozenset[int]:

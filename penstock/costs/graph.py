@@ -39,7 +39,7 @@ class TensorSpec:
     name: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Call:
     """One call of a function of torch, made by a layer.
 
@@ -68,12 +68,12 @@ class Call:
     is_between: bool = False
     """Whether it is made after the layer's own call: by the code between a model's blocks."""
 
-    @property
+    @cached_property
     def takes(self) -> tuple[int, ...]:
         """Numbers of the tensors that it is given, in order of first sight."""
         return tuple(dict.fromkeys(self.uses))
 
-    @property
+    @cached_property
     def uses(self) -> tuple[int, ...]:
         """Numbers of the tensors that it is given, each as often as it is."""
         return tuple(_refs((self.arguments, self.options)))

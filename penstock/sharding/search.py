@@ -198,6 +198,8 @@ class Search:
         self._programs: dict[object, LayerProgram] = {}
         self._known: dict[object, tuple[LayerSharding, Cost]] = {}
         self._sizes: dict[object, _Sum] = {}
+        self._ranges: dict[float, Ranges] = {}
+        self._keys: dict[tuple[int, Layout, Layout], tuple[object, Borders]] = {}
         self._signature = cache(graph.signature)
         self._calls = cache(partial(routed_calls, graph))
         self._why_whole = cache(partial(why_whole, graph))
@@ -248,6 +250,8 @@ class Search:
 
     def of_ranges(self, byte_s: float = 0.0) -> "Ranges":
         """Return what every range of the layers costs as a stage of its own."""
+        if byte_s in self._ranges:
+            return self._ranges[byte_s]
         count = len(self._layers)
         found = Ranges(*(numpy.full((count, count + 1), numpy.inf) for _ in range(4)))
         for first in range(count):
@@ -256,6 +260,7 @@ class Search:
                 best = self._further(best, place, byte_s)
                 for table, own in zip(found, best[self._whole][1:], strict=True):
                     table[first, place + 1] = own
+        self._ranges[byte_s] = found
         return found
 
     def _further(
@@ -333,6 +338,11 @@ class Search:
 
     def _key(self, place: int, before: Layout, after: Layout) -> tuple[object, Borders]:
         """Return what tells the program of a layer, and its borders."""
+        if (place, before, after) not in self._keys:
+            self._keys[place, before, after] = self._new_key(place, before, after)
+        return self._keys[place, before, after]
+
+    def _new_key(self, place: int, before: Layout, after: Layout) -> tuple[object, Borders]:
         layer = self._layers[place]
         entering = self._crossing[place - 1] if place and before != self._whole else []
         leaving = self._crossing[place] if after != self._whole else []
