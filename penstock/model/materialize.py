@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 from penstock.torch_private import (
     buffers_of,
+    move_tensors,
     parameters_of,
     reset_of,
     unsaved_buffers_of,
@@ -56,8 +57,8 @@ def move_or_make(
         if reset_of(owner) is None or not all(t.is_meta for t in own_tensors(owner)):
             raise _cannot_make(step, owner)
     later = later and not draws and not owners
+    move_values(step.module, device)
     _give_memory(step.module, device, {} if made is None else made, later=later)
-    step.module.to(device)
     versions = {tensor: version_counter(tensor) for owner in owners for tensor in needed(owner)}
     with forked_random([device]):
         torch.manual_seed(_init_key(seed, step.index))
@@ -68,6 +69,11 @@ def move_or_make(
     for owner in owners:
         if any(versions.get(tensor) == version_counter(tensor) for tensor in needed(owner)):
             raise _cannot_make(step, owner)
+
+
+def move_values(module: nn.Module, device: torch.device) -> None:
+    """Move what has values."""
+    move_tensors(module, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def _give_memory(module: nn.Module, device: torch.device, made: Made, *, later: bool) -> None:

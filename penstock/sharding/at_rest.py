@@ -57,7 +57,9 @@ def keep_slices(weights: Mapping[Tensor, Cut]) -> None:
     """Keep the own slice of each weight only; each parameter stays the same object."""
     with torch.no_grad():
         for weight, cut in weights.items():
-            weight.data = convert(weight.data, cut.whole, cut.layout, cut.axes)
+            if not cut.own.is_all:  # a view would hold the whole's memory
+                own = cut.own.of(weight.data)
+                weight.data = own.clone(memory_format=torch.contiguous_format)
 
 
 class Gathered:

@@ -24,6 +24,7 @@ from penstock.model.materialize import (
     forked_random,
     give_rest,
     may_be_absent,
+    move_values,
     tensors_of,
     tied_groups,
     unsaved_buffers,
@@ -35,7 +36,6 @@ from penstock.torch_private import (
     TorchDispatchMode,
     arguments_of,
     buffers_of,
-    move_tensors,
     parameters_of,
     reset_of,
     storage_id,
@@ -83,7 +83,7 @@ def move_or_make_parts(
         at_once = {name: device for name, device in devices.items() if name not in read}
         fresh = _give_memory(model, at_once, made)
         for step in steps:
-            _move(step.module, where[step.index])
+            move_values(step.module, where[step.index])
         if not draws:
             unsaved = {id(b) for module in model.modules() for b in unsaved_buffers(module)}
             is_left_out = may_be_absent(model)
@@ -157,10 +157,6 @@ def _hidden(model: nn.Module, kept: Collection[str]) -> Iterator[None]:
         yield
     finally:
         _put(others)
-
-
-def _move(block: nn.Module, device: torch.device) -> None:
-    move_tensors(block, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def _devices(captured: Captured, parts: Sequence[Part]) -> dict[str, torch.device]:
