@@ -60,7 +60,7 @@ def listed(seed: int, *, tied: bool) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(seed)
     layers = [nn.Sequential(nn.Linear(48, 96), nn.ReLU(), nn.Linear(96, 48)) for _ in range(5)]
     if tied:
-        layers[3][2].weight = layers[0][2].weight
+        layers[2][2].weight = layers[0][2].weight
     return nn.Sequential(*layers), LINES
 
 
@@ -72,13 +72,21 @@ MODELS = {
 
 
 def piped(
-    name: str, *, seed: int = 0, device: str = "cpu", peak: Any = None, **options: Any
+    name: str,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    num_stages: int = 1,
+    peak: Any = None,
+    **options: Any,
 ) -> Pipeline:
     make, tied = MODELS[name]
     with torch.device(device):
         model, inputs = make(seed, tied=tied)
     layers = resolve_layers(model, inputs)  # which runs the model, if it has values
-    options |= {"partition": [len(layers)], "loss": nn.MSELoss(), "example_inputs": inputs}
+    last = len(layers) // 2 if num_stages == 2 else 0
+    partition = [len(layers) - last, last][:num_stages]
+    options |= {"partition": partition, "loss": nn.MSELoss(), "example_inputs": inputs}
     with peak or nullcontext():
         return Pipeline(layers, seed=3, **options)
 
@@ -88,7 +96,7 @@ def starts(mesh: Mesh, where: str, sharding: str) -> dict[str, dict[str, Any]]:
     mesh = replace(mesh, device=torch.device("cpu", 0))
     keep_freed_memory()  # which takes memory once, and gives it back
     cases: dict[str, dict[str, Any]] = {
-        "values": {"seed": mesh.rank},  # those of the first
+        "values": {"seed": mesh.shard + mesh.replica},  # those of the first ones
         "drawn": {"device": "meta"},
         "read": {"device": "meta", "weights": Path(where)},
     }
@@ -98,7 +106,8 @@ def starts(mesh: Mesh, where: str, sharding: str) -> dict[str, dict[str, Any]]:
             if case == "read":
                 options = options | {"weights": Path(where) / name}
             peak = Peak()
-            pipe = piped(name, peak=peak, mesh=mesh, sharding=sharding, **options)
+            options |= {"num_stages": mesh.num_stages, "mesh": mesh, "sharding": sharding}
+            pipe = piped(name, peak=peak, **options)
             weights = {n: p.detach() for n, p in pipe.named_parameters()}
             own = [tensor.nbytes for tensor in (*weights.values(), *pipe.buffers())]
             found[f"{name}, {case}"] = {
@@ -114,11 +123,12 @@ def starts(mesh: Mesh, where: str, sharding: str) -> dict[str, dict[str, Any]]:
     ("placement", "sharding"),
     [
         (Placement.of(range(1), num_shards=2), "megatron"),
+        (Placement.of(range(2), num_shards=2), "megatron"),
         (Placement.of(range(1), num_shards=3), "zero3"),
         (Placement.of(range(1), num_replicas=2), "zero1"),
         (Placement.of(range(1), num_replicas=2, num_shards=2), "megatron+zero1"),
     ],
-    ids=["2 shards", "3 shards", "2 replicas", "2 replicas of 2 shards"],
+    ids=["2 shards", "2 stages of 2 shards", "3 shards", "2 replicas", "2 replicas of 2 shards"],
 )
 def test_a_device_holds_its_slices_and_one_layer(
     placement: Placement, sharding: str, tmp_path: Path
@@ -134,12 +144,14 @@ def test_a_device_holds_its_slices_and_one_layer(
         more[name] = max(sum(p.nbytes for p in own.parameters()) for own in groups)
         more[name] += max(p.nbytes for p in pipe.parameters())  # is let go after it was sent
     told = call(starts, placement, tmp_path, where=str(tmp_path), sharding=sharding)
+    names = {case: {n for found in told for n in found[case]["values"]} for case in wanted}
+    assert names == {case: values.keys() for case, values in wanted.items()}
     for found in told:
         for case, own in found.items():
             name, _, kind = case.rpartition(", ")
             # of what a file has, nothing is ever whole; a slice is read before it is copied
             at_most = own["own"] + (own["largest slice"] if kind == "read" else more[name])
             assert own["most"] <= at_most < whole[name], (case, at_most, whole[name])
-            assert own["values"].keys() == wanted[case].keys()
+            assert own["values"]
             for n, value in own["values"].items():
                 assert torch.equal(value, wanted[case][n]), (case, n)
