@@ -79,21 +79,15 @@ def move_or_make_parts(
     kept = {name for part in parts for name in part.parameters}
     for steps, devices in _units(captured, parts, by_block=placed is not None):
         bare = [place for place in _held(model, devices) if place[2].is_meta]
-        read = _only_read(model, devices) if placed is not None and not draws else set()
-        at_once = {name: device for name, device in devices.items() if name not in read}
-        fresh = _give_memory(model, at_once, made)
+        fresh = _give_memory(model, devices if draws else _unread(model, devices), made)
         for step in steps:
             move_values(step.module, where[step.index])
-        if not draws:
-            unsaved = {id(b) for module in model.modules() for b in unsaved_buffers(module)}
-            is_left_out = may_be_absent(model)
-            fresh = {n: t for n, t in fresh.items() if id(t) in unsaved or is_left_out(n)}
         if fresh:
             used = set(where.values())
             with forked_random(used), torch.no_grad(), _keeping_others(model, fresh):
                 _fill(model, fresh, seed)
+        _give_memory(model, devices, made, later=placed is not None and bool(steps))
         if placed is not None:
-            _give_memory(model, devices, made, later=True)
             with _hidden(model, kept):
                 placed(steps)
                 give_rest(steps)
@@ -139,12 +133,14 @@ def _units(
     yield [], {n: devices[n] for own in names.values() for n in own}
 
 
-def _only_read(model: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return the names of parameters that a file has for sure."""
-    found = {name: places[last] for name in names for places, last in [_places(model, name)]}
+def _unread(model: nn.Module, devices: Mapping[str, torch.device]) -> dict[str, torch.device]:
+    """Return those names of tensors that a file may lack."""
+    unsaved = {id(b) for module in model.modules() for b in unsaved_buffers(module)}
     is_left_out = may_be_absent(model)
-    drawn = {id(tensor) for name, tensor in found.items() if is_left_out(name)}
-    return {n for n, t in found.items() if isinstance(t, nn.Parameter) and id(t) not in drawn}
+    held = {
+        name: id(places.get(last)) for name in devices for places, last in [_places(model, name)]
+    }
+    return {n: d for n, d in devices.items() if held[n] in unsaved or is_left_out(n)}
 
 
 @contextmanager
