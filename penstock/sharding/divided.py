@@ -5,10 +5,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.costs.opaque_modules import as_functions, opaque_of
-from penstock.errors import PlanError
+from penstock.errors import ConfigError, PlanError
 from penstock.model.materialize import has_memory
 from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stage_plan import Step
@@ -180,8 +181,14 @@ class Shards:
             cut |= self._gathered.add(trained, cut)
         what = "for the weights that others keep slices of"
         with_values = [weight for weight in cut if has_memory(weight)]
-        self._everyone.copy_from_first(with_values, what)
-        self._replicas.copy_from_first(with_values, what)
+        has_values = torch.tensor([has_memory(weight) for weight in cut], dtype=torch.uint8)
+        for group in (self._everyone, self._replicas) if cut else ():
+            if any(not row.equal(has_values) for row in group.all_gather(has_values, what)):
+                raise ConfigError(
+                    f"layer {steps[0].path!r} has values in some of the processes that share it, "
+                    "and is on the meta device in others; build it alike in all of them"
+                )
+            group.copy_from_first(with_values, what)
         keep_slices(cut)
         self.cut |= cut
 

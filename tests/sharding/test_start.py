@@ -155,3 +155,23 @@ def test_a_device_holds_its_slices_and_one_layer(
             assert own["values"]
             for n, value in own["values"].items():
                 assert torch.equal(value, wanted[case][n]), (case, n)
+
+
+def half_on_meta(mesh: Mesh, where: str) -> str:
+    """Make a pipeline of a model that has values on the first shard only."""
+    folder = Path(where) / "model"
+    how: dict[str, Any] = {"mesh": mesh, "num_microbatches": 2, "sharding": "zero3"}
+    model, inputs = captured(0, tied=False)
+    penstock.save_pretrained(folder, Pipeline(model, example_inputs=inputs, **how))
+    with torch.device("meta" if mesh.shard else "cpu"):
+        model, _ = captured(0, tied=False)
+    layers = penstock.capture(model, inputs)
+    with pytest.raises(penstock.PenstockError) as refused:
+        Pipeline(layers, example_inputs=inputs, weights=folder, **how)
+    return str(refused.value)
+
+
+def test_a_layer_with_values_on_some_shards_only_is_refused_by_all(tmp_path: Path) -> None:
+    placement = Placement.of(range(1), num_shards=2)
+    for said in call(half_on_meta, placement, tmp_path, where=str(tmp_path)):
+        assert "has values in some of the processes that share it" in said
