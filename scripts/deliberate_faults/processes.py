@@ -5,7 +5,7 @@ from .fault import Fault
 FAULTS = (
     Fault(
         "a process does not look whether its launcher lives",
-        "penstock/mesh/mesh.py",
+        "penstock/mesh/init.py",
         "    end_with_launcher()\n",
         "",
         "tests/distributed/test_orphans.py",

@@ -92,4 +92,33 @@ FAULTS = (
         "tests/sharding/test_program.py",
         "another_number",
     ),
+    Fault(
+        "shards of another number put what they gather at the beginning of each message",
+        "penstock/transport/crossing.py",
+        "self._of_shards = [Share(n, n + 1, count) for n in range(count)]",
+        "self._of_shards = [Share(0, 1, count) for n in range(count)]",
+        "tests/distributed/test_unlike_meshes.py",
+        "not slow",
+    ),
+    Fault(
+        "a slice is read from the beginning of what a file has",
+        "penstock/checkpoint/pieces.py",
+        "found: Tensor = part[_from(both, piece.offsets)]",
+        "found: Tensor = part[_from([(0, b - a) for a, b in both], (0,) * len(both))]",
+        "tests/checkpoint/test_pieces.py",
+    ),
+    Fault(
+        "a stage may keep a micro-batch more than its memory holds",
+        "penstock/planner/stage_table.py",
+        "self.deepest = np.where(room < 0, 0, np.floor(many))",
+        "self.deepest = np.where(room < 0, 0, np.floor(many) + 1)",
+        "tests/planner/test_submeshes.py",
+    ),
+    Fault(
+        "code before the first block of a model counts as its first layer's",
+        "penstock/costs/count.py",
+        "recorder.begin(0, is_between=True)",
+        "recorder.begin(0)",
+        "tests/sharding/test_zoo.py::test_the_zoo_on_unlike_meshes_is_the_unsplit_model[2 + 2]",
+    ),
 )
