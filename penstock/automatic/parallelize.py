@@ -11,6 +11,7 @@ from penstock.costs.cluster import Cluster
 from penstock.costs.count import record_graph
 from penstock.doctor.calibration.calibrate import calibrate
 from penstock.errors import ConfigError, check_count
+from penstock.launcher import end_with_launcher
 from penstock.mesh import Mesh
 from penstock.mesh.init import join_mesh, meet
 from penstock.mesh.mesh import DEFAULT_TIMEOUT_S
@@ -73,6 +74,7 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
             processes were given different arguments.
         PlanError: nothing fits; says what is missing.
     """
+    end_with_launcher()
     timeout_s = check_timeout(timeout_s)
     layers = resolve_layers(model, example_inputs)
     found = samples_of(example_inputs, "example_inputs")

@@ -33,9 +33,9 @@ os.execvpe("sh", ["sh", "-c", f"setsid {python}; exit"], {**os.environ, **own})
 """It is no Python any more, and has a session made; torchrun started it."""
 MEET = """
 import penstock
-from penstock.launcher import end_with_launcher
-end_with_launcher()  # as init_mesh does, before it waits: importing torch takes longer than a kill
-print("meets", flush=True)
+from penstock.mesh import init
+end_with_launcher = init.end_with_launcher  # importing torch takes longer than a kill
+init.end_with_launcher = lambda: (end_with_launcher(), print("meets", flush=True))
 penstock.init_mesh()
 print("met", flush=True)
 """
