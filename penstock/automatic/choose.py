@@ -27,13 +27,13 @@ from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family
 from penstock.schedules.lower import Lowering, lower_unproved
 from penstock.schedules.transfers import Transfer
-from penstock.sharding.search import Search
 from penstock.simulator.engine import compiled
 from penstock.simulator.simulate import step_s
 from penstock.trace.units import bytes_text, count_text, time_text
 from penstock.types import Recompute, Transport
 
 from .prices import WAYS, MeshPrices, OnMesh, hosts_of
+from .remembered import RememberedSearch
 
 FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
 _MOST, _MARGIN = 4, 1.5
@@ -85,7 +85,7 @@ def plan_on_meshes(task: MeshTask) -> Plan:
     found: list[Candidate] = []
     lacks = ""
     for number in task.numbers:
-        graph, shared = task.graph_of(number), dict[object, Search]()
+        graph, shared = task.graph_of(number), dict[object, RememberedSearch]()
         how = (task.cluster, number, task.sharding)
         for way in WAYS:
             prices = MeshPrices(graph, task.names, task.model.spans, *how, way, shared)

@@ -249,7 +249,7 @@ class Search:
             return self._ranges[byte_s]
         count = len(self._layers)
         found = Ranges(*(numpy.full((count, count + 1), numpy.inf) for _ in range(4)))
-        best = {self._whole: numpy.full((len(_Sum._fields), count), numpy.inf)}  # by first layer
+        best = {self._whole: numpy.full((1 + len(found), count), numpy.inf)}  # [_Sum, first layer]
         for place in range(count):
             best[self._whole][:, place] = 0.0
             best = self._further(best, place, byte_s)
