@@ -202,7 +202,7 @@ class Pipeline(AbstractMovable):
         self._record: Record | None = None
         self._timeline: Timeline | None = None
         with self._engine.reporting():
-            self._engine.shards.cut_weights(self._engine.tensors())
+            self._engine.shards.start_equal(self._engine.tensors())
             load_and_tell(weights, self.held, self.mesh, self.shards)
         self._balance_by(part)
 

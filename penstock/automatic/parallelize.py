@@ -83,21 +83,17 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
             "as many, on the meta device if it is large"
         )
     count = num_processes()
-    here = cluster
 
     def planned() -> str:
-        devices = here or this_cluster(count)
+        devices = cluster or this_cluster(count)
         _check_devices(devices, count)
-        task = MeshTask(
-            model=Model(facts_of(layers), layers.spans),
-            names=[step.path for step in layers],
-            graph_of=lambda number: record_graph(layers, first_microbatch(example_inputs, number)),
-            cluster=devices,
-            batch_size=batch_size,
+        return plan_for(
+            layers,
+            example_inputs,
+            devices,
             num_microbatches=num_microbatches,
             sharding=sharding,
-        )
-        return plan_on_meshes(task).to_json()
+        ).to_json()
 
     mesh: Mesh | None = None
     if count == 1:
@@ -111,6 +107,31 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
     return Pipeline(
         layers, plan=plan, mesh=mesh, loss=loss, example_inputs=example_inputs, **options
     )
+
+
+def plan_for(
+    layers: Any,
+    example_inputs: Any,
+    cluster: Cluster,
+    *,
+    num_microbatches: int | None = None,
+    sharding: str = "auto",
+) -> Plan:
+    """Plan stages on sub-meshes of a cluster, with their sharding; no device of it is needed.
+
+    Arguments and errors are those of `parallelize`; all devices are used.
+    """
+    resolved = resolve_layers(layers, example_inputs)
+    task = MeshTask(
+        model=Model(facts_of(resolved), resolved.spans),
+        names=[step.path for step in resolved],
+        graph_of=lambda number: record_graph(resolved, first_microbatch(example_inputs, number)),
+        cluster=cluster,
+        batch_size=samples_of(example_inputs, "example_inputs"),
+        num_microbatches=num_microbatches,
+        sharding=sharding,
+    )
+    return plan_on_meshes(task)
 
 
 def this_cluster(count: int) -> Cluster:

@@ -75,6 +75,12 @@ _COUNT = click.IntRange(min=1)
     help="The ready plan by which they share it, such as megatron.  [default: the recipe's]",
 )
 @click.option(
+    "--sub-meshes",
+    is_flag=True,
+    help="Plan stages on several devices each, of unlike numbers, whose operators these share "
+    "(Alpa); needs RECIPE, and uses all devices.",
+)
+@click.option(
     "--schedule",
     "schedules",
     type=click.Choice(SCHEDULE_NAMES),
@@ -118,6 +124,7 @@ def plan(  # noqa: PLR0913 - one for each option
     as_json: bool,
     num_shards: tuple[int, ...] | None,
     sharding: str | None,
+    sub_meshes: bool,
     **decided: Any,
 ) -> None:
     """Choose how to run RECIPE's model on a cluster: what takes the least time, and fits.
@@ -132,6 +139,7 @@ def plan(  # noqa: PLR0913 - one for each option
       penstock plan recipes/gpt_small.toml --cluster h100
       penstock plan --profile gpt.json --cluster '4 x dgx-h100' --batch-size 1024 --html plan.html
       penstock plan recipes/gpt_small.toml --cluster dgx-a100 --num-shards 2x2 --sharding megatron
+      penstock plan recipes/gpt_small.toml --cluster dgx-a100 --sub-meshes
       penstock plan recipes/digits.toml --cluster here.toml --num-replicas 1 --save plan.json
       penstock train recipes/digits.toml --plan plan.json
     """
@@ -145,6 +153,13 @@ def plan(  # noqa: PLR0913 - one for each option
         from penstock.trace.page.page import check_page, write_page
 
         check_page(html)
+    if sub_meshes:
+        found_plan = _on_sub_meshes(recipe, overrides, sharding, decided, cluster)
+        if save is not None:
+            found_plan.save(save)
+            click.echo(f"{save} is written", err=True)
+        click.echo(found_plan.to_json() if as_json else f"{found_plan}\n", nl=False)
+        return
     divided = _divided(recipe, overrides, num_shards, sharding, cluster)
     found, usual_size = _profiles(recipe, overrides, profiles, cluster, sizes)
     if batch_size is None and usual_size is None:
@@ -173,6 +188,32 @@ def plan(  # noqa: PLR0913 - one for each option
         return
     table = "" if divided is None else f"\n{divided}\n"
     click.echo(f"{chosen}\n\n{choices_text(choices)}{table}", nl=False)
+
+
+def _on_sub_meshes(
+    recipe: Path | None,
+    overrides: tuple[str, ...],
+    sharding: str | None,
+    decided: dict[str, Any],
+    cluster: "Cluster",
+) -> "Plan":
+    """Plan stages on sub-meshes; most that is decided for whole devices has no meaning there."""
+    if recipe is None:
+        raise click.UsageError("--sub-meshes needs a RECIPE: a profile has no operators")
+    options = {"num_ranks": "--num-ranks", "num_replicas": "--num-replicas"}
+    given = [
+        flag for name, flag in {**options, "schedules": "--schedule"}.items() if decided[name]
+    ]
+    if given:
+        raise click.UsageError(
+            f"{', '.join(given)} beside --sub-meshes, which decides that; leave one of them out"
+        )
+    say(f"loading PyTorch, to record {recipe}")
+    require_torch()
+    from .profile_target import plan_of_meshes
+
+    say(f"planning for {cluster.name} ({count_text(len(cluster.places), 'device')})")
+    return plan_of_meshes(recipe, overrides, sharding, decided["num_microbatches"], cluster)
 
 
 def _json(chosen: "Plan", divided: "Sharding | None") -> str:

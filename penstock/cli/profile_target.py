@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.automatic.parallelize import plan_for
 from penstock.costs.cluster import Cluster
 from penstock.costs.device import Device
 from penstock.costs.layer_weights import layer_weights
@@ -17,6 +18,7 @@ from penstock.costs.profile import Profile
 from penstock.errors import ConfigError
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.pytree import tree_map
+from penstock.planner.plan import Plan
 from penstock.recipe.data_sections import Text
 from penstock.recipe.read import read_recipe
 from penstock.recipe.recipe import Recipe
@@ -143,6 +145,30 @@ def sharding_of(
         num_microbatches=num_microbatches,
         cluster=cluster,
     )
+
+
+def plan_of_meshes(
+    path: Path,
+    overrides: Sequence[str],
+    sharding: str | None,
+    num_microbatches: int | None,
+    cluster: Cluster,
+) -> Plan:
+    """Plan the model of a recipe as stages on sub-meshes of a cluster, without its weights.
+
+    Raises:
+        ConfigError: the recipe is wrong, its data are not there, or nobody knows the ready plan.
+        PlanError: nothing fits.
+    """
+    recipe = read_recipe(path, overrides)
+    task, wanted = _task_of(recipe), recipe.pipeline.sharding
+    part = next(task.batches(0, 0, slice)).parts[0]
+    with torch.device("meta"):
+        model = task.make_model()
+    layers = build_layers(model, task)
+    inputs = _lowered(recipe, model, part.inputs)
+    ready = sharding or (wanted if isinstance(wanted, str) else "auto")
+    return plan_for(layers, inputs, cluster, num_microbatches=num_microbatches, sharding=ready)
 
 
 def _task_of(recipe: Recipe) -> Task:

@@ -206,7 +206,7 @@ class _Count:
     def run(self, inputs: Any, loss: Loss | None) -> None:
         """Run the model forward."""
         recorder, layers = self._recorder, self._layers
-        recorder.begin(0)
+        recorder.begin(0, is_between=True)
         with recorder.forward():
             output, self._crossings = layers.source.run_noting(inputs, self._perform)
             recorder.begin(len(layers))

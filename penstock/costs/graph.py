@@ -67,7 +67,7 @@ class Call:
     draws: bool = False
     """Whether it draws random numbers."""
     is_between: bool = False
-    """Whether it is made after the layer's own call: by the code between a model's blocks."""
+    """Whether it is made before or after the layer's own call: by the code between blocks."""
 
     @cached_property
     def takes(self) -> tuple[int, ...]:

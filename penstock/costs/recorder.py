@@ -128,7 +128,7 @@ class Recorder:
             self._is_paused = False
 
     def begin(self, layer: int, *, is_between: bool = False) -> None:
-        """Note that all that follows is of a layer: its own call, or the code after it."""
+        """Note that all that follows is of a layer: its own call, or the code around it."""
         self._of_layer = len(self._drafts)
         self._drafts.append(_Draft(layer, is_between))
         self._go_to(self._of_layer)

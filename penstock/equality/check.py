@@ -2,7 +2,8 @@
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from penstock.runtime.microbatches import LossFunction
 from penstock.torch_private import version_counter
 from penstock.types import Reduction
 
-from .compare import compare
-from .report import CheckReport, Result, collect, digests
+from .compare import compare, together
+from .report import CODEC, CheckReport, Result, collect, digests
 from .unsplit import run_unsplit
 
 
@@ -43,13 +44,17 @@ def check(
         layers, loss, num_microbatches: as for `Pipeline`; any module is captured with `inputs` as
             its example.
         inputs, targets: one batch, as for `Pipeline.train_step`.
-        options: `num_stages` or `partition`, and any other argument of `Pipeline`.
+        options: `num_stages` or `partition`, and any other argument of `Pipeline`.  In a `mesh` of
+            processes all of them call this alike: each compares what it holds, slices put
+            together, and has the report of all.  Operators that shards divide add up in another
+            order: `report.most` says how far off that is.
 
     Returns:
         The report; `report.equal` is true if no bit differs.
 
     Raises:
-        ConfigError: the stages are on several devices, or the loss holds on to the model given.
+        ConfigError: the stages are on several devices, the mesh has replicas, or the loss holds on
+            to the model given.
     """
     given = resolve_layers(layers, inputs)
     loss = loss or given.own_loss
@@ -58,11 +63,14 @@ def check(
     unsplit, loss_of_model = copy.deepcopy((given, loss))
     twin, loss_of_twin = copy.deepcopy((given, loss))
     _check_copied(twin)
+    if options.get("sharding") is not None:
+        options.setdefault("example_inputs", inputs)  # operators are recorded with them
     with (
         Pipeline(twin, num_microbatches=num_microbatches, loss=loss_of_twin, **options) as pipe,
         _untouched(given),
     ):
         _check_one_device(pipe)
+        _check_one_replica(pipe)
         for _, holder in unsplit.holders():
             holder.to(pipe.devices[0])
         batch = tree_map(lambda t: _leaf_on(t, pipe.devices[0]), (inputs, targets))
@@ -75,7 +83,12 @@ def check(
             torch.set_num_threads(threads)
         batch = tree_map(lambda t: _leaf_on(t, pipe.devices[0]), (inputs, targets))
         found = _run_pipeline(pipe, twin, loss_of_twin, batch)
-        return compare(unsplit, expected, found, f"K={pipe.num_stages}, M={num_microbatches}")
+        setting = f"K={pipe.num_stages}, M={num_microbatches}"
+        if pipe.sharding is not None:
+            setting += f", sharding={pipe.plan.sharding}"
+        own = compare(unsplit, expected, found, setting)
+        everyone = pipe.mesh.world.gather(own, "for what the others compared", CODEC)
+        return together(everyone, expected)
 
 
 def _check_copied(twin: Layers) -> None:
@@ -94,6 +107,14 @@ def _check_one_device(pipe: Pipeline) -> None:
         raise ConfigError(
             f"the stages are on several devices ({names}), the unsplit model on one; check with "
             "devices= naming one of them (stages may share a device)"
+        )
+
+
+def _check_one_replica(pipe: Pipeline) -> None:
+    if pipe.mesh.num_replicas > 1:
+        raise ConfigError(
+            f"the mesh has {pipe.mesh.num_replicas} replicas, each with samples of its own, and "
+            "the unsplit model sees those of one; check with num_replicas=1"
         )
 
 
@@ -128,6 +149,10 @@ def _run_pipeline(
     pipe: Pipeline, layers: Layers, loss: LossFunction, batch: tuple[Any, Any]
 ) -> Result:
     inputs, targets = batch
-    with digests(layers) as seen:
+    looks = digests(layers) if pipe.sharding is None else nullcontext(None)  # else of slices
+    with looks as seen:
         total = pipe.train_step(inputs, targets)
-    return collect(layers, loss, total, pipe.eval_step(inputs), seen)
+    found = collect(layers, loss, total, pipe.eval_step(inputs), seen or [set() for _ in layers])
+    gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
+    whole = {id(gradients[n]): x for n, x in pipe.shards.whole(gradients).items()}
+    return replace(found, tensors={key: whole.get(id(x), x) for key, x in found.tensors.items()})

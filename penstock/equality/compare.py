@@ -1,5 +1,8 @@
 """Compare both sides tensor by tensor, and say where a difference starts."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from torch import Tensor
 
 from penstock.model.layers import Layers
@@ -10,14 +13,34 @@ _ROUNDING = 1e-4
 
 
 def compare(layers: Layers, expected: Result, found: Result, setting: str) -> CheckReport:
+    """Compare what was found here."""
     rows = tuple(
-        _row(kind, name, expected.tensors[kind, name], found.tensors.get((kind, name)))
+        _row(kind, name, expected.tensors[kind, name], found.tensors[kind, name])
         for kind, name in expected.tensors
+        if (kind, name) in found.tensors
     )
     if all(row.equal for row in rows):
         return CheckReport(rows, None, (), setting)
     first, causes = _explain(layers, rows, expected, found)
     return CheckReport(rows, first, causes, setting)
+
+
+def together(reports: Sequence[CheckReport], expected: Result) -> CheckReport:
+    """Put the reports of all processes together: of what several hold, the one that is most off;
+    what nobody has found differs.
+    """
+    rows: dict[tuple[str, str], CheckRow] = {}
+    for row in (row for report in reports for row in report.rows):
+        key = row.kind, row.name
+        if key not in rows or rows[key].max_difference < row.max_difference:
+            rows[key] = row
+    every = [
+        rows.get(key) or _row(*key, tensor, None)
+        for key, tensor in expected.tensors.items()
+        if key in rows or tensor is not None
+    ]
+    worst = next((report for report in reports if not report.equal), reports[0])
+    return replace(worst, rows=tuple(every))
 
 
 def _row(kind: str, name: str, a: Tensor | None, b: Tensor | None) -> CheckRow:
@@ -50,7 +73,8 @@ def _explain(
 ) -> tuple[str, tuple[str, ...]]:
     """Name the layer where the difference starts, and what usually makes such a difference."""
     for step in layers:
-        if not expected.layer_outputs[step.index] <= found.layer_outputs[step.index]:
+        seen = found.layer_outputs[step.index]  # of a layer that runs here
+        if seen and not expected.layer_outputs[step.index] <= seen:
             return f"the forward of layer {step.label}", (
                 "the layer draws random numbers from a generator of its own (random.Random, "
                 "numpy.random.default_rng, torch.Generator)",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.mesh.plain_data import Codec, record
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten
 from penstock.runtime.microbatches import LossFunction
@@ -64,9 +65,11 @@ def collect(
     tensors: dict[tuple[str, str], Tensor | None] = {("loss", "loss"): total}
     for prefix, module in [*layers.holders(), *(("loss.", m) for m in as_modules(loss))]:
         for name, parameter in module.named_parameters():
-            tensors["gradient", f"{prefix}{name}"] = parameter.grad
+            if not parameter.is_meta:  # of another process
+                tensors["gradient", f"{prefix}{name}"] = parameter.grad
         for name, buffer in module.named_buffers():
-            tensors["buffer", f"{prefix}{name}"] = buffer
+            if not buffer.is_meta:
+                tensors["buffer", f"{prefix}{name}"] = buffer
     for n, leaf in enumerate(flatten(outputs)[0]):
         tensors["output", f"output {n}"] = leaf
     return Result(tensors, tuple(map(frozenset, layer_outputs)))
@@ -111,6 +114,16 @@ class CheckReport:
         return all(row.equal for row in self.rows)
 
     @property
+    def most(self) -> float:
+        """How far the tensor that is most off is off, as a share of the largest number of its
+        kind.
+        """
+        largest: dict[str, float] = {}
+        for row in self.rows:
+            largest[row.kind] = max(row.scale, largest.get(row.kind, 0.0))
+        return max(row.max_difference / (largest[row.kind] or 1.0) for row in self.rows)
+
+    @property
     def verdict(self) -> str:
         """One line: equal or not, and where it starts."""
         differing = [row for row in self.rows if not row.equal]
@@ -144,3 +157,7 @@ class CheckReport:
             )
         lines += [f"likely cause: {cause}" for cause in self.likely_causes]
         return "\n".join([*lines, self.verdict])
+
+
+CODEC = Codec([record(CheckRow), record(CheckReport)])
+"""How processes tell each other what they have compared."""

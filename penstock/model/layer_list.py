@@ -12,7 +12,7 @@ from penstock.torch_private import children_of, has_hooks
 from penstock.trace.units import columns, count_text
 
 from .layers import Layers, Source
-from .materialize import Made, move_or_make
+from .materialize import Made, Placed, give_rest, move_or_make, tied_groups
 from .pytree import flatten
 from .stage_plan import MODEL_INPUT, Crossing, Perform, StagePlan, Step, Value, join_output
 from .stages import plan_stages
@@ -73,12 +73,21 @@ class ListOfModules(Source):
         return plan_stages(self.steps, partition)
 
     def place(
-        self, mine: Sequence[tuple[StagePlan, torch.device]], seed: int, *, draws: bool
+        self,
+        mine: Sequence[tuple[StagePlan, torch.device]],
+        seed: int,
+        *,
+        draws: bool,
+        placed: Placed | None = None,
     ) -> None:
         made: Made = {}
         for plan, device in mine:
-            for step in plan.steps:
-                move_or_make(step, device, seed, made, draws=draws)
+            for group in tied_groups(plan.steps):
+                for step in group:
+                    move_or_make(step, device, seed, made, draws=draws, later=placed is not None)
+                if placed is not None:
+                    placed(group)
+                    give_rest(group)
         kept = {step.index for plan, _ in mine for step in plan.steps}
         for step in self.steps:
             if step.index not in kept:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from penstock.errors import PartitionError
 from penstock.torch_private import CHILDREN, children_of, parameters_of, registered_of
 
+from .materialize import Placed
 from .output_loss import output_loss
 from .stage_plan import Crossing, Perform, StagePlan, Step
 
@@ -32,12 +33,18 @@ class Source(ABC):
 
     @abstractmethod
     def place(
-        self, mine: Sequence[tuple[StagePlan, torch.device]], seed: int, *, draws: bool
+        self,
+        mine: Sequence[tuple[StagePlan, torch.device]],
+        seed: int,
+        *,
+        draws: bool,
+        placed: Placed | None = None,
     ) -> None:
         """Move the layers of the stages `mine` to their devices, or give them values there; free
         the memory of all others, whose shapes stay.
 
-        Without `draws`, a layer without values gets memory only: a file has its values.
+        Without `draws`, a layer without values gets memory only: a file has its values.  `placed`
+        may keep slices of a layer's weights before the next layer is placed.
         """
 
     @abstractmethod
@@ -110,10 +117,15 @@ class Layers:
         return self.source.plan_stages(partition)
 
     def place(
-        self, mine: Sequence[tuple[StagePlan, torch.device]], seed: int, *, draws: bool
+        self,
+        mine: Sequence[tuple[StagePlan, torch.device]],
+        seed: int,
+        *,
+        draws: bool,
+        placed: Placed | None = None,
     ) -> None:
         """Bring the stages of this process to their devices; see `Source.place`."""
-        self.source.place(mine, seed, draws=draws)
+        self.source.place(mine, seed, draws=draws, placed=placed)
 
     def check_sharing(self, stage_of: Sequence[int]) -> None:
         """Refuse a tensor that layers on different stages share, and a cut inside `together`.

@@ -101,10 +101,9 @@ class Engine:
         self.devices = stage_devices(plan, mesh)
         here = self.processes.stages_of(mesh.rank)
         mine = [(p, self.devices[p.index]) for p in plans if p.index in here]
-        layers.place(mine, plan.seed, draws=draws)
-        steps = (step for p, _ in mine for step in p.steps)
-        own = Shards(sharding, steps, mesh)
-        self.shards: Shards = own if before is None else before.shards
+        self.shards: Shards = Shards(sharding, mesh) if before is None else before.shards
+        cuts = sharding is not None and before is None
+        layers.place(mine, plan.seed, draws=draws, placed=self.shards.place if cuts else None)
         divided = self.shards.layers
         self.stages = tuple(
             Stage(p, device, len(layers), self._loss_of(p), replicas, self._keeping_of(p), divided)
@@ -112,7 +111,7 @@ class Engine:
         )
         if replicas is not None:
             replicas.partial = self.shards.partial
-            replicas.start_equal(self.tensors())
+            replicas.start_equal(self.tensors(), self.shards.cut)
         self._with_streams = [s.device for s in self.stages if s.device.is_cuda]
         self._places = layers.places()
         self._programs: dict[_Key, Schedule] = {}

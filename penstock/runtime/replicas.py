@@ -4,7 +4,7 @@ Gradients travel in buckets of one type each.  A bucket's sum begins when the st
 has run, and is awaited where the step ends.  What shards have parts of is summed over them then.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,8 +40,9 @@ class Replicas:
         self._buckets: list[_Bucket] = []
         self._before: dict[Tensor, Tensor] = {}
 
-    def start_equal(self, tensors: Sequence[Tensor]) -> None:
-        """Set parameters and buffers to the values that they have in the first replica.
+    def start_equal(self, tensors: Sequence[Tensor], cut: Collection[Tensor]) -> None:
+        """Set parameters and buffers to the values that they have in the first replica; those that
+        are `cut` have them.
 
         Raises:
             ConfigError: gradients of one could not be added up.
@@ -49,7 +50,8 @@ class Replicas:
         if self._group.size == 1:
             return
         _check_can_be_summed(tensors)
-        self._group.copy_from_first(tensors, "for the first replica's parameters and buffers")
+        whole = [tensor for tensor in tensors if tensor not in cut]
+        self._group.copy_from_first(whole, "for the first replica's parameters and buffers")
 
     def set_aside(self, parameters: Sequence[Tensor]) -> None:
         """Take away gradients of earlier steps, which are sums over all replicas already."""

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.model.materialize import has_memory
+
 from .convert import convert
 from .layouts import I, Layout, S
 from .sizes import size_like
@@ -55,21 +57,26 @@ def keep_slices(weights: Mapping[Tensor, Cut]) -> None:
     """Keep the own slice of each weight only; each parameter stays the same object."""
     with torch.no_grad():
         for weight, cut in weights.items():
-            weight.data = convert(weight.data, cut.whole, cut.layout, cut.axes).clone()
+            if not cut.own.is_all:  # a view would hold the whole's memory
+                own = cut.own.of(weight.data)
+                weight.data = own.clone(memory_format=torch.contiguous_format)
 
 
 class Gathered:
     """Weights that are cut between steps along axes along which calls have the whole.
 
-    `cut` are those that calls have slices of already; `cut` of this object are all layouts at
-    rest, along `axes`, the replicas last.
+    `cut` are their layouts at rest, along `axes`, the replicas last.
     """
 
-    def __init__(self, weights: Iterable[Tensor], cut: Mapping[Tensor, Cut], axes: "Axes") -> None:
+    def __init__(self, axes: "Axes") -> None:
         self._axes = axes
         self.cut: dict[Tensor, Cut] = {}
         self._in_step: dict[Tensor, Layout] = {}
         self._strides: dict[Tensor, tuple[int, ...]] = {}  # kernels round as memory lies
+
+    def add(self, weights: Iterable[Tensor], cut: Mapping[Tensor, Cut]) -> dict[Tensor, Cut]:
+        """Add whole weights, of which calls have what `cut` says; return those that are cut."""
+        axes, added = self._axes, dict[Tensor, Cut]()
         for weight in weights:
             own = cut.get(weight)
             shape = tuple(weight.shape) if own is None else own.shape
@@ -77,10 +84,12 @@ class Gathered:
             in_step = (*layout, *(I,) * (len(axes) - len(layout)))
             rest = _shrunk(in_step, shape, [axis.size for axis in axes])
             if rest != in_step:
-                self.cut[weight] = Cut(size_like(rest, shape, in_step, axes), axes, shape)
+                added[weight] = Cut(size_like(rest, shape, in_step, axes), axes, shape)
                 self._in_step[weight] = in_step
-                if own is None and not weight.is_contiguous():
+                if own is None and not weight.is_contiguous() and has_memory(weight):
                     self._strides[weight] = weight.stride()
+        self.cut |= added
+        return added
 
     @contextmanager
     def for_step(self) -> Iterator[None]:

@@ -5,10 +5,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.costs.opaque_modules import as_functions, opaque_of
-from penstock.errors import PlanError
+from penstock.errors import ConfigError, PlanError
+from penstock.model.materialize import has_memory
 from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stage_plan import Step
 from penstock.torch_private import parameters_of
@@ -134,36 +136,61 @@ class Shards:
     the axes of shards, and weights that are cut, along the replicas too.
     """
 
-    def __init__(self, sharding: Sharding | None, steps: Iterable[Step], mesh: "Mesh") -> None:
-        self.sharding, self._everyone = sharding, mesh.shards.tensors
-        axes = mesh.shard_axes
-        own = [] if sharding is None else [(s, sharding.layers[s.index]) for s in steps]
-        divided = [(s, plan) for s, plan in own if plan.is_divided]
-        keeps = sharding is not None and sharding.keeps
-        self.layers = {
-            s.index: DividedLayer(s.index, s.module, plan, axes, keeps=keeps)
-            for s, plan in divided
-        }
-        self.partial = [
-            (axis, weights)
-            for n, axis in enumerate(axes)
-            if (weights := [w for layer in self.layers.values() for w in layer.partial[n]])
-        ]
-        """The weights whose gradients are to be summed along each axis, in an order that is the
-        same on each device.
-        """
-        self.cut = {w: cut for layer in self.layers.values() for w, cut in layer.cut.items()}
+    def __init__(self, sharding: Sharding | None, mesh: "Mesh") -> None:
+        self.sharding, self._axes = sharding, mesh.shard_axes
+        self._everyone, self._replicas = mesh.shards.tensors, mesh.replicas.tensors
+        self._keeps = sharding is not None and sharding.keeps
+        self.layers: dict[int, DividedLayer] = {}
+        self.cut: dict[Tensor, Cut] = {}
         """The weights of which this process keeps a slice."""
         self.for_step: Callable[[], AbstractContextManager[None]] = nullcontext
         """Around a step: weights are as calls have them."""
+        self._gathered: Gathered | None = None
         if sharding is not None and sharding.gathers:
-            every = dict.fromkeys(w for s, _ in own for w in s.module.parameters())
-            trained = [w for w in every if w.requires_grad and not w.is_meta]
-            gathered = Gathered(trained, self.cut, (*axes, mesh.replicas.tensors))
-            self.cut |= gathered.cut
-            self.for_step = gathered.for_step
-        if keeps:
+            self._gathered = Gathered((*self._axes, self._replicas))
+            self.for_step = self._gathered.for_step
+        if self._keeps:
             self.for_step = partial(self._keeping, self.for_step)
+
+    @property
+    def partial(self) -> list[tuple["Collectives", list[Tensor]]]:
+        """The weights whose gradients are to be summed along each axis, in an order that is the
+        same on each device.
+        """
+        return [
+            (axis, weights)
+            for n, axis in enumerate(self._axes)
+            if (weights := [w for layer in self.layers.values() for w in layer.partial[n]])
+        ]
+
+    def place(self, steps: Sequence[Step]) -> None:
+        """Divide layers that share weights; keep the own slices of these, with the values of the
+        first shard, and of the first replica.
+        """
+        assert self.sharding is not None
+        cut: dict[Tensor, Cut] = {}
+        for step in steps:
+            plan = self.sharding.layers[step.index]
+            if plan.is_divided:
+                layer = DividedLayer(step.index, step.module, plan, self._axes, keeps=self._keeps)
+                self.layers[step.index] = layer
+                cut |= layer.cut
+        if self._gathered is not None:
+            every = dict.fromkeys(w for step in steps for w in step.module.parameters())
+            trained = [w for w in every if w.requires_grad and not w.is_meta]
+            cut |= self._gathered.add(trained, cut)
+        what = "for the weights that others keep slices of"
+        with_values = [weight for weight in cut if has_memory(weight)]
+        has_values = torch.tensor([has_memory(weight) for weight in cut], dtype=torch.uint8)
+        for group in (self._everyone, self._replicas) if cut else ():
+            if any(not row.equal(has_values) for row in group.all_gather(has_values, what)):
+                raise ConfigError(
+                    f"layer {steps[0].path!r} has values in some of the processes that share it, "
+                    "and is on the meta device in others; build it alike in all of them"
+                )
+            group.copy_from_first(with_values, what)
+        keep_slices(cut)
+        self.cut |= cut
 
     @contextmanager
     def _keeping(self, for_step: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
@@ -176,9 +203,8 @@ class Shards:
                 for kept in (layer.kept or {}).values():
                     kept.clear()
 
-    def cut_weights(self, tensors: Iterable[Tensor]) -> None:
-        """Let all shards have the values of the first one; keep the own slice of what is cut."""
-        if self.sharding is None:
-            return
-        self._everyone.copy_from_first(tensors, "for the first shard's parameters and buffers")
-        keep_slices(self.cut)
+    def start_equal(self, tensors: Iterable[Tensor]) -> None:
+        """Let all shards have the values of the first one, in what is not cut."""
+        if self.sharding is not None:
+            whole = [tensor for tensor in tensors if tensor not in self.cut]
+            self._everyone.copy_from_first(whole, "for the first shard's parameters and buffers")

@@ -45,6 +45,12 @@ def read_plan(path: Path, overrides: Sequence[str]) -> Plan:
             f"{path}"
         )
     plan = Plan.load(path)
+    if len({plan.placement.shard_axes_of(stage) for stage in range(plan.num_stages)}) > 1:
+        raise PlanError(
+            f"{path} has stages on unlike meshes, which a recipe cannot say; run it with "
+            "penstock.Pipeline(model, plan=plan, mesh=penstock.init_mesh(placement="
+            "plan.placement)), or plan without --sub-meshes"
+        )
     pools = plan.batch_norm_over_replicas or plan.placement.num_replicas == 1
     if plan.tied_gradients is TiedGradients.PER_MICROBATCH and pools:
         return plan

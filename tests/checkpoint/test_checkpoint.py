@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import penstock
+from penstock.checkpoint.files import digest_of
 from penstock.checkpoint.weights import mean_weights, tensor_names
 from penstock.errors import CheckpointError
 from penstock.zoo.resnet import residual_network
@@ -394,6 +395,23 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, make: Damage, message:
     make(tmp_path / "c")
     with pytest.raises(CheckpointError, match=message):
         penstock.load_checkpoint(tmp_path / "c", small())
+
+
+def test_a_checkpoint_of_version_1_loads(tmp_path: Path) -> None:
+    model = small()
+    penstock.save_checkpoint(tmp_path / "c", model, epoch=3)
+    file = tmp_path / "c" / "state.json"
+    state = json.loads(file.read_text())
+    del state["facts"]["slices"]  # which it did not know
+    digests = {name: x for name, x in state["digests"].items() if name != "state.json"}
+    state["digests"]["state.json"] = digest_of([state["facts"], digests])
+    file.write_text(json.dumps(state | {"version": 1}))
+    other = small()
+    with torch.no_grad():
+        next(other.parameters()).add_(1.0)
+    assert penstock.load_checkpoint(tmp_path / "c", other) == {"epoch": 3}
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_every_tensor_that_does_not_fit_is_listed_and_none_is_loaded(tmp_path: Path) -> None:

@@ -144,6 +144,23 @@ def test_a_text_that_is_not_there_is_planned_for_by_its_shapes(
     assert "5 layers as 1 stage x 1 replica on 1 rank" in capsys.readouterr().out
 
 
+def test_stages_on_sub_meshes_are_planned_and_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("gpt.toml").write_text(TEXT.replace("PATH", "none.txt"))
+    command = ("plan", "gpt.toml", "--cluster", "dgx-a100", "--sub-meshes")
+    assert run((*command, "--num-microbatches", "2", "--save", "plan.json")) == 0
+    said = capsys.readouterr().out
+    assert "a step is predicted to take" in said
+    plan = Plan.load("plan.json")
+    assert plan.placement.num_ranks == 8 and plan.num_microbatches == 2
+    assert run((*command, "--num-replicas", "2")) == 2
+    assert "--num-replicas beside --sub-meshes" in capsys.readouterr().err
+    assert run(("plan", "--profile", "x.json", "--cluster", "h100", "--sub-meshes")) == 2
+    assert "--sub-meshes needs a RECIPE" in capsys.readouterr().err
+
+
 def test_shards_are_planned_beside_the_pipeline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

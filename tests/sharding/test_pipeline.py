@@ -428,3 +428,23 @@ def test_what_cannot_work_is_refused_by_all(tmp_path: Path) -> None:
 def test_a_way_to_divide_needs_shards() -> None:
     with pytest.raises(penstock.PenstockError, match="give a name of a ready plan with init_mesh"):
         piped(made(0), partition=[7], sharding="megatron")
+
+
+def checked(mesh: Mesh) -> dict[str, Any]:
+    given: dict[str, Any] = {"loss": loss, "num_microbatches": 2, "mesh": mesh}
+    plain = penstock.check(made(0), WORDS, WORDS, sharding="megatron", **given)
+    other = penstock.check(made(0), WORDS, WORDS, sharding="data", **given)
+    return {"most": plain.most, "rows": len(plain.rows), "text": str(plain), "data": other.most}
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [Placement.of(range(1), num_shards=2), Placement(UNLIKE["1 + 2"], ("cpu", "cpu"))],
+    ids=["2", "1 + 2"],
+)
+def test_check_spans_shards_and_stages(placement: Placement, tmp_path: Path) -> None:
+    alone = penstock.check(made(0), WORDS, WORDS, loss=loss, num_microbatches=2, num_stages=1)
+    for found in call(checked, placement, tmp_path):
+        assert found["most"] < 1e-12 and found["data"] < 1e-12
+        assert found["rows"] == len(alone.rows)
+        assert "sharding=megatron" in found["text"]

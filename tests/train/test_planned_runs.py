@@ -1,6 +1,7 @@
 """A run that follows a plan, and what its folder keeps of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from penstock import Plan, Recompute
 from penstock.cli.main import run
 from penstock.errors import RunFolderError
+from penstock.planner.placement import Placement
 from penstock.train.command import Request, resume_run, start_run
 from penstock.train.interrupt import Interrupt
 from penstock.train.run_folder import RunFolder
@@ -72,6 +74,12 @@ def test_plans_that_cannot_be_followed_are_one_line(
     assert "unknown key sead" in refused(capsys, "--plan", str(changed))
     changed.write_text(json.dumps(json.loads(text) | {"tied_gradients": "summed"}))
     assert "must compute the same" in refused(capsys, "--plan", str(changed))
+    own = Plan.load(plan)
+    last = own.num_stages - 1
+    ranks = *(((stage,),) for stage in range(last)), ((last, last + 1),)
+    places = Placement(ranks, own.placement.devices)
+    replace(own, placement=places, sharding="auto").save(changed)
+    assert "has stages on unlike meshes, which a recipe" in refused(capsys, "--plan", str(changed))
 
 
 def test_a_run_keeps_within_its_limit_and_computes_the_same(

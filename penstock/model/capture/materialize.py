@@ -8,7 +8,7 @@ the draw there, and so not on the cut.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -20,17 +20,22 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 from penstock.model.materialize import (
     Made,
+    Placed,
     forked_random,
+    give_rest,
     may_be_absent,
+    move_values,
+    tensors_of,
+    tied_groups,
     unsaved_buffers,
     with_memory,
 )
+from penstock.model.stage_plan import Step
 from penstock.model.state import keeping_values
 from penstock.torch_private import (
     TorchDispatchMode,
     arguments_of,
     buffers_of,
-    move_tensors,
     parameters_of,
     reset_of,
     storage_id,
@@ -41,43 +46,113 @@ from .captured import Captured
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one stage has: names of parameters, and names of blocks; and where it runs."""
+    """What one stage has: names of parameters, and layers; and where it runs."""
 
     parameters: Sequence[str]
-    blocks: Collection[str]
+    steps: Sequence[Step]
     device: torch.device
+
+    @property
+    def blocks(self) -> Collection[str]:
+        """The names of the layers' blocks."""
+        return {step.path for step in self.steps}
 
 
 def move_or_make_parts(
-    captured: Captured, parts: Sequence[Part], seed: int, *, draws: bool
+    captured: Captured,
+    parts: Sequence[Part],
+    seed: int,
+    *,
+    draws: bool,
+    placed: Placed | None = None,
 ) -> None:
     """Move the blocks of the stages of this process, or give them values.
 
-    Unless it `draws`, what a file has the values of gets memory only.
+    Unless it `draws`, what a file has the values of gets memory only.  With `placed`, block after
+    block: of the others, what had no values has none meanwhile, as if other processes had it.
 
     Raises:
         ConfigError: nothing gives a tensor values.
     """
-    model = captured.model
-    fresh = _give_memory(model, _devices(captured, parts))
-    for part in parts:
-        _move(captured, part)
-    if not draws:
-        unsaved = {id(b) for module in model.modules() for b in unsaved_buffers(module)}
-        is_left_out = may_be_absent(model)
-        fresh = {n: t for n, t in fresh.items() if id(t) in unsaved or is_left_out(n)}
-    if fresh:
-        devices = {part.device for part in parts}
-        with forked_random(devices), torch.no_grad(), _keeping_others(model, fresh):
-            _fill(model, fresh, seed)
+    model, made, done = captured.model, Made(), list[_Place]()
+    where = {step.index: part.device for part in parts for step in part.steps}
+    kept = {name for part in parts for name in part.parameters}
+    for steps, devices in _units(captured, parts, by_block=placed is not None):
+        bare = [place for place in _held(model, devices) if place[2].is_meta]
+        fresh = _give_memory(model, devices if draws else _unread(model, devices), made)
+        for step in steps:
+            move_values(step.module, where[step.index])
+        if fresh:
+            used = set(where.values())
+            with forked_random(used), torch.no_grad(), _keeping_others(model, fresh):
+                _fill(model, fresh, seed)
+        _give_memory(model, devices, made, later=placed is not None and bool(steps))
+        if placed is not None:
+            with _hidden(model, kept):
+                placed(steps)
+                give_rest(steps)
+            done += [(places, name, places[name]) for places, name, _ in bare]
+            _put(bare)
+    _put(done)
 
 
-def _move(captured: Captured, part: Part) -> None:
-    def move(tensor: Tensor) -> Tensor:
-        return tensor if tensor.is_meta else tensor.to(part.device)
+_Place = tuple[dict[str, Any], str, Any]
+"""(the dictionary in which a module has a tensor, its name there, the tensor)."""
 
-    for block in part.blocks:
-        move_tensors(captured.blocks[block], move)
+
+def _put(places: Iterable[_Place]) -> None:
+    for holder, name, tensor in places:
+        holder[name] = tensor
+
+
+def _held(model: nn.Module, names: Iterable[str]) -> list[_Place]:
+    every = (_places(model, name) for name in names)
+    held = [(places, last, places.get(last)) for places, last in every]
+    return [place for place in held if place[2] is not None]
+
+
+def _units(
+    captured: Captured, parts: Sequence[Part], *, by_block: bool
+) -> Iterator[tuple[Sequence[Step], dict[str, torch.device]]]:
+    """Yield layers, and the device of each of their tensors: all in one, or those that share
+    parameters, and in the end what no layer has.
+    """
+    steps, devices = [step for part in parts for step in part.steps], _devices(captured, parts)
+    if not by_block:
+        yield steps, devices
+        return
+    names: dict[int, list[str]] = {}
+    for name in devices:
+        places, last = _places(captured.model, name)
+        names.setdefault(id(places.get(last)), []).append(name)
+    units = []
+    for group in tied_groups(steps):
+        ids = {id(tensor): None for step in group for tensor in tensors_of(step.module)}
+        units.append((group, {n: devices[n] for own in ids for n in names.pop(own, ())}))
+    yield from units
+    yield [], {n: devices[n] for own in names.values() for n in own}
+
+
+def _unread(model: nn.Module, devices: Mapping[str, torch.device]) -> dict[str, torch.device]:
+    """Return those names of tensors that a file may lack."""
+    unsaved = {id(b) for module in model.modules() for b in unsaved_buffers(module)}
+    is_left_out = may_be_absent(model)
+    held = {
+        name: id(places.get(last)) for name in devices for places, last in [_places(model, name)]
+    }
+    return {n: d for n, d in devices.items() if held[n] in unsaved or is_left_out(n)}
+
+
+@contextmanager
+def _hidden(model: nn.Module, kept: Collection[str]) -> Iterator[None]:
+    """Let modules have no parameters but the `kept` ones meanwhile."""
+    every = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    others = _held(model, [name for name in every if name not in kept])
+    _put((places, name, None) for places, name, _ in others)
+    try:
+        yield
+    finally:
+        _put(others)
 
 
 def _devices(captured: Captured, parts: Sequence[Part]) -> dict[str, torch.device]:
@@ -97,15 +172,16 @@ def _devices(captured: Captured, parts: Sequence[Part]) -> dict[str, torch.devic
     return found
 
 
-def _give_memory(model: nn.Module, devices: Mapping[str, torch.device]) -> dict[str, Tensor]:
+def _give_memory(
+    model: nn.Module, devices: Mapping[str, torch.device], made: Made, *, later: bool = False
+) -> dict[str, Tensor]:
     """Put tensors with memory where there are such on the meta device; give the new ones."""
-    made: Made = {}
     fresh = {}
     for name, device in devices.items():
         places, last = _places(model, name)
         tensor = places.get(last)
         if tensor is not None and tensor.is_meta:
-            places[last] = fresh[name] = with_memory(tensor, device, made)
+            places[last] = fresh[name] = with_memory(tensor, device, made, later=later)
     return fresh
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CutError
 from penstock.model.layers import Layers, Source
+from penstock.model.materialize import Placed
 from penstock.model.pytree import flatten
 from penstock.model.stage_plan import MODEL_INPUT, Crossing, Perform, StagePlan, Step, Value
 from penstock.schedules.transfers import Transfer
@@ -174,10 +175,15 @@ class CapturedForward(Source):
         return run_event
 
     def place(
-        self, mine: Sequence[tuple[StagePlan, torch.device]], seed: int, *, draws: bool
+        self,
+        mine: Sequence[tuple[StagePlan, torch.device]],
+        seed: int,
+        *,
+        draws: bool,
+        placed: Placed | None = None,
     ) -> None:
-        parts = [Part(p.parameters, {s.path for s in p.steps}, device) for p, device in mine]
-        move_or_make_parts(self.captured, parts, seed, draws=draws)
+        parts = [Part(p.parameters, p.steps, device) for p, device in mine]
+        move_or_make_parts(self.captured, parts, seed, draws=draws, placed=placed)
         blocks = {block for part in parts for block in part.blocks}
         release(self.captured.model, {name for part in parts for name in part.parameters})
         for name, block in self.captured.blocks.items():

@@ -1,0 +1,91 @@
+"""Plans on sub-meshes are those that one would draw, and are what the simulator says."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock.automatic.parallelize import plan_for
+from penstock.costs.device import Device
+from penstock.costs.hosts import Host, Link
+from penstock.errors import PlanError
+from penstock.planner.plan import Plan
+from penstock.types import Recompute
+from penstock.zoo import gpt
+
+BATCH, LENGTH = 16, 32
+
+
+def cluster(*hosts: int, near: float = 1e11, far: float = 1e8, **device: Any) -> penstock.Cluster:
+    """Describe hosts with so many devices, and how many bytes go between them in a second."""
+    core = Device(
+        name="core",
+        flops_per_s={"float32": 1e11},
+        bytes_per_s=1e11,
+        **{"memory_bytes": 1 << 30, **device},
+    )
+    return penstock.Cluster(
+        name="few",
+        devices={"core": core},
+        hosts=tuple(
+            Host(name=f"host{n}", devices=("core",) * count, port="near", network="far")
+            for n, count in enumerate(hosts)
+        ),
+        links={"near": Link(bytes_per_s=near), "far": Link(bytes_per_s=far, latency_s=1e-6)},
+    )
+
+
+def planned(where: penstock.Cluster, num_microbatches: int = 4, **sizes: Any) -> Plan:
+    given: dict[str, Any] = {"num_layers": 4, "width": 128, "num_heads": 4, **sizes}
+    with torch.device("meta"):
+        model = gpt(**given, num_words=64, max_length=LENGTH)
+        words = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    return plan_for(model, words, where, num_microbatches=num_microbatches)
+
+
+def meshes(plan: Plan) -> list[int]:
+    return [len(ranks[0]) for ranks in plan.placement.ranks]
+
+
+def test_stages_are_cut_where_links_are_slow_and_operators_divided_where_they_are_fast() -> None:
+    plan = planned(cluster(2, 2))
+    assert meshes(plan) == [2, 2] and plan.sharding == "auto"
+    assert plan.placement.ranks == (((0, 1),), ((2, 3),))
+    assert abs(plan.partition[0] - plan.partition[1]) <= 2
+
+
+def test_where_all_links_are_fast_one_stage_has_all_devices() -> None:
+    assert meshes(planned(cluster(4, far=1e13, near=1e13), num_microbatches=1)) == [4]
+
+
+def test_where_links_are_slow_everywhere_each_device_has_a_stage() -> None:
+    plan = planned(cluster(1, 1, 1, far=1e9), num_microbatches=16)
+    assert meshes(plan) == [1, 1, 1] and plan.sharding is None
+
+
+def test_hosts_of_unlike_sizes_get_layers_by_what_they_can_do() -> None:
+    plan = planned(cluster(1, 3))
+    (few, many), sizes = plan.partition, meshes(plan)
+    assert sizes == [1, 3] and few < many
+
+
+def test_where_memory_is_short_stages_recompute_and_where_it_is_too_short_nothing_fits() -> None:
+    plenty = planned(cluster(2, 2))
+    assert set(plenty.recompute) == {Recompute.NEVER}
+    least = 5_000_000
+    tight = planned(cluster(2, 2, memory_bytes=least))
+    assert set(tight.recompute) == {Recompute.STAGE}
+    assert tight.predicted_step_s is not None and plenty.predicted_step_s is not None
+    assert tight.predicted_step_s > plenty.predicted_step_s
+    with pytest.raises(PlanError, match=r"those that need least lack .* on their fullest device"):
+        planned(cluster(2, 2, memory_bytes=least // 5))
+
+
+def test_the_same_is_planned_again_and_survives_json() -> None:
+    where = cluster(1, 2)
+    plan = planned(where)
+    assert planned(where) == plan == Plan.from_json(plan.to_json())
+    assert plan.cluster == where and plan.devices_of(1) == (1, 2)
+    assert replace(plan, cluster=None).devices_of(1) == ()
