@@ -27,13 +27,13 @@ from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family
 from penstock.schedules.lower import Lowering, lower_unproved
 from penstock.schedules.transfers import Transfer
-from penstock.sharding.search import Search
 from penstock.simulator.engine import compiled
 from penstock.simulator.simulate import step_s
 from penstock.trace.units import bytes_text, count_text, time_text
 from penstock.types import Recompute, Transport
 
 from .prices import WAYS, MeshPrices, OnMesh, hosts_of
+from .remembered import RememberedSearch
 
 FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
 _MOST, _MARGIN = 4, 1.5
@@ -85,19 +85,19 @@ def plan_on_meshes(task: MeshTask) -> Plan:
     found: list[Candidate] = []
     lacks = ""
     for number in task.numbers:
-        graph, shared = task.graph_of(number), dict[object, Search]()
+        graph, shared = task.graph_of(number), dict[object, RememberedSearch]()
         how = (task.cluster, number, task.sharding)
         for way in WAYS:
             prices = MeshPrices(graph, task.names, task.model.spans, *how, way, shared)
             sized = Task(len(task.names), hosts_of(task.cluster), prices.price, number)
             try:
-                answers = find_stages(sized, most=_MOST, uses_all=True)
+                answers = find_stages(sized, most=_MOST, uses_all_in_order=True)
             except PlanError as error:
                 lacks = str(error)
                 continue
             found += _candidates(task, answers, prices)
     if not found:
-        raise PlanError(lacks or "no stages are in the order of their devices")
+        raise PlanError(lacks or "what schedules keep in flight does not fit")
     return _plan(task, min(found, key=itemgetter(0)))
 
 
@@ -107,9 +107,7 @@ def _candidates(
     """Simulate schedules of the best answers."""
     memory = [host.memory_bytes for host in hosts_of(task.cluster)]
     for answer, family in product(answers, task.families):
-        is_close = answer.seconds <= _MARGIN * answers[0].seconds
-        in_order = list(answer.devices) == sorted(answer.devices)
-        if not (is_close and in_order):
+        if answer.seconds > _MARGIN * answers[0].seconds:
             continue
         stages = tuple(filter(None, (prices.on_mesh(*stage) for stage in answer.stages)))
         every = range(len(stages)) if prices.way.recomputes else ()

@@ -7,7 +7,7 @@ a shape               one integer program for each kind of layer, composed for a
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ from penstock.planner.stage_table import Price
 from penstock.sharding.costs import Costs
 from penstock.sharding.named import ready_plan
 from penstock.sharding.search import Ranges, Search
+
+from .remembered import RememberedSearch
 
 _LIGHT_BYTE_S = 1e-11
 """Seconds that a byte counts for where stages are to keep less."""
@@ -73,7 +75,7 @@ class MeshPrices:
     num_microbatches: int
     plan: str = "auto"
     way: Way = WAYS[0]
-    shared: dict[object, Search] = field(default_factory=dict)
+    shared: dict[object, RememberedSearch] = field(default_factory=dict)
     """The search of each shape, which several ways have together."""
 
     def price(self, start: int, end: int, submesh: Submesh) -> Price | None:
@@ -111,8 +113,10 @@ class MeshPrices:
             ready, _ = ready_plan(self.plan)
             devices = self.devices(submesh)
             costs = Costs(shape, self.cluster, self.num_microbatches, devices=devices)
-            every = range(len(self.names))
-            self.shared[key] = Search(self.graph, self.names, every, ready, costs, {})
+            every, names = range(len(self.names)), [*self.names]
+            search = partial(Search, self.graph, names, every, ready, costs, {})
+            facts = f"{self.graph.digest} {names} {self.plan} {costs}"
+            self.shared[key] = RememberedSearch(facts, search, shape, len(names))
         return self.shared[key].of_ranges(self.way.byte_s)
 
     def devices(self, submesh: Submesh) -> tuple[int, ...]:

@@ -7,6 +7,7 @@
 A profile is sums over it; whoever divides operators among devices needs its edges.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -98,6 +99,16 @@ class Graph:
         return self._by_layer.get(layer, [])
 
     @cached_property
+    def digest(self) -> str:
+        """A text that is equal for graphs in which all is the same."""
+        return sha256(repr(self).encode()).hexdigest()
+
+    @cached_property
+    def num_uses(self) -> Counter[int]:
+        """How many calls take each tensor, by number."""
+        return Counter(n for call in self.calls for n in call.takes)
+
+    @cached_property
     def _by_layer(self) -> dict[int, list[Call]]:
         found: dict[int, list[Call]] = {}
         for call in self.calls:
@@ -109,6 +120,15 @@ class Graph:
 
         Names of parameters and the numbers of tensors do not count.
         """
+        if layer not in self._signatures:
+            self._signatures[layer] = self._signature(layer)
+        return self._signatures[layer]
+
+    @cached_property
+    def _signatures(self) -> dict[int, str]:
+        return {}
+
+    def _signature(self, layer: int) -> str:
         numbers: dict[int, int] = {}
         facts = []
         for call in self.of_layer(layer):

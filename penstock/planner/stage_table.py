@@ -58,6 +58,8 @@ class StageTable:
         self.hosts, self.meshes = hosts, meshes
         self.devices = tuple(own.num_hosts * own.num_devices for own in hosts)
         self.charge(even=False)
+        self.may_be_next = np.ones((len(meshes), *(n + 1 for n in self.devices)), dtype=bool)
+        """By the devices left of each kind, whether the next stage may have a mesh."""
         prices = np.zeros((4, len(meshes), num_layers + 1, num_layers))
         prices[0] = inf
         for n, mesh in enumerate(meshes):
@@ -86,6 +88,18 @@ class StageTable:
         for size, (kind, num_hosts, number) in zip(self.sizes, self.meshes, strict=True):
             whole = self.hosts[kind].num_devices
             size[kind] = num_hosts * (whole // (whole // number) if even else number)
+
+    def use_all_in_order(self) -> None:
+        """Let stages have all devices, in order: parts of a host only while it has room, whole
+        hosts only at the start of one, and a kind of hosts once those before it are used up.
+        """
+        self.covers_all = True
+        left = np.indices(self.may_be_next.shape[1:])
+        for may, (kind, num_hosts, number) in zip(self.may_be_next, self.meshes, strict=True):
+            whole = self.hosts[kind].num_devices
+            room = (left[kind] - 1) % whole + 1
+            may &= (left[:kind] == 0).all(axis=0) & (left[kind] >= num_hosts * number)
+            may &= room >= number
 
     def within(self, bound_s: float) -> Numbers:
         """Return `total`, infinite for what is slower than a bound."""
@@ -164,7 +178,9 @@ class StageTable:
                 costs = cost(mesh, end, start, then).reshape(
                     -1, len(then), *(1 for _ in self.devices)
                 )
-                np.minimum(here, join(costs, after[(stages, *old)]), out=here)
+                joined = join(costs, after[(stages, *old)])
+                at: Any = (mesh, *new)
+                np.minimum(here, joined, out=here, where=self.may_be_next[at])
         return least
 
     def before(self, total: Numbers) -> tuple[Numbers, Numbers]:

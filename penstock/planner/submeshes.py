@@ -25,7 +25,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count, islice, pairwise
+from itertools import accumulate, count, islice, pairwise
 from math import inf
 from typing import Any, NamedTuple
 
@@ -95,14 +95,14 @@ def alpa_stages(task: Task) -> Answer:
 
 
 def find_stages(
-    task: Task, *, most: int = 8, eps: float = 0.01, uses_all: bool = False
+    task: Task, *, most: int = 8, eps: float = 0.01, uses_all_in_order: bool = False
 ) -> list[Answer]:
     """Return the best answers, at most so many, best first.
 
     Meshes have any number of devices of a host or any number of hosts, of any kind, and some may
-    stay unused, unless it `uses_all`.  Handing over counts in the sum, and for t_max where it
-    takes longer than the stage: transfers go on while other micro-batches are computed.  1F1B
-    keeps at most B in flight.
+    stay unused; if it `uses_all_in_order`, stages have consecutive devices, and all of them.
+    Handing over counts in the sum, and for t_max where it takes longer than the stage: transfers
+    go on while other micro-batches are computed.  1F1B keeps at most B in flight.
 
     The best is at most a share `eps` from the least there is, likewise the second, and so on;
     exact with 0.  Less sure only where parts of hosts of unlike sizes, as 3 and 5 of 8, are better
@@ -116,7 +116,7 @@ def find_stages(
     """
     if most < 1 or eps < 0:
         raise ConfigError(f"most={most} and eps={eps}; ask for at least 1, and at least 0")
-    return _Search(task, most=most, eps=eps, covers_all=uses_all).answers()
+    return _Search(task, most=most, eps=eps, in_order=uses_all_in_order).answers()
 
 
 class _State(NamedTuple):
@@ -142,7 +142,7 @@ class _Search:
         most: int,
         eps: float,
         is_alpa: bool = False,
-        covers_all: bool = False,
+        in_order: bool = False,
     ) -> None:
         numbers = [task.num_layers, task.num_microbatches, len(task.hosts)]
         numbers += [number for own in task.hosts for number in own[:2]]
@@ -160,7 +160,9 @@ class _Search:
             self.num_stages = min(self.num_stages, MOST_STAGES)
         self.meshes = submeshes(task.hosts, power_of_two=is_alpa)
         self.table = StageTable(task, self.meshes, self.num_stages, is_alpa=is_alpa)
-        self.table.covers_all |= covers_all
+        self.in_order = in_order
+        if in_order:
+            self.table.use_all_in_order()
         self.found: dict[tuple[Stage, ...], Answer] = {}
         self.best_s = self.worst_s = inf
         self.gave_up = False
@@ -232,7 +234,7 @@ class _Search:
             at = [(self.meshes.index(mesh), end, start) for start, end, mesh in stages]
             slowest = max(float(self.table.pace[each]) for each in at)
             sum_s = sum(float(self.table.total[each]) for each in at)
-            devices = pack(stages, self.task.hosts)
+            devices = self._packed(stages)
             assert devices is not None, "it was packed before"
             seconds = sum_s + (self.task.num_microbatches - 1) * slowest
             self.found[stages] = Answer(stages, seconds, devices)
@@ -269,7 +271,7 @@ class _Search:
                 return
             if state.num_left:
                 put_next(self._continued(state, least, total, limit))
-            elif pack(state.stages, self.task.hosts) is not None:
+            elif self._packed(state.stages) is not None:
                 yield state.stages
         self.reached_s = limit
 
@@ -278,7 +280,9 @@ class _Search:
     ) -> Iterator[tuple[float, _State]]:
         """Yield a state with one stage more, and the least sum it can come to, least first."""
         room = np.array(state.devices) - self.table.sizes
-        meshes = np.flatnonzero((room >= 0).all(axis=1))
+        at: Any = (slice(None), *state.devices)
+        may = self.table.may_be_next[at]
+        meshes = np.flatnonzero((room >= 0).all(axis=1) & may)
         after, start = slice(state.start + 1, None), state.start
         rest = least[after, state.num_left - 1][(slice(None), *room[meshes].T)].T
         own = total[meshes, after, start]
@@ -293,6 +297,12 @@ class _Search:
             left = tuple(int(n) for n in room[mesh])
             sum_s = state.sum_s + float(own[which, further])
             yield float(sums[at]), _State(sum_s, stages, state.num_left - 1, left)
+
+    def _packed(self, stages: tuple[Stage, ...]) -> tuple[tuple[int, ...], ...] | None:
+        if not self.in_order:
+            return pack(stages, self.task.hosts)
+        ends = accumulate((math.prod(stage.submesh[1:]) for stage in stages), initial=0)
+        return tuple(tuple(range(*own)) for own in pairwise(ends))
 
     def _missing(self) -> str:
         """Return why there is no answer."""

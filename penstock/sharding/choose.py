@@ -2,12 +2,15 @@
 
 a - b - c           what has at most two neighbours is eliminated: for all states of these its
  \\     |            own best state is known; a pair of them costs as much more
-  d - e             the rest is a linear program, whose answer is mostly whole, or an integer
+  d - e             so are the users of a shared conversion that meet again in one node at most;
+                    the rest is a linear program, whose answer is mostly whole, or an integer
                     program where it is not
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy
@@ -17,6 +20,8 @@ from scipy.sparse import coo_array
 Numbers = numpy.ndarray[Any, Any]
 _LARGEST = 2_000_000
 """Entries of the largest table that elimination looks at."""
+_MOST_USERS = 6
+"""Users of a conversion that elimination looks at together: 203 ways to part them into sets."""
 _WHOLE = 1e-6
 _SCALE = 1e6
 """What the solver sees of a second: it takes costs below 1e-7 for none."""
@@ -91,10 +96,11 @@ class Problem:
         costs = dict(enumerate(self.costs))
         if more is not None:
             costs = {k: own + more[k] for k, own in costs.items()}
-        pairs = dict(self.pairs)
-        sides = (side for own in self.shared for side in (own.before, *own.users))
-        gone = _eliminate(costs, pairs, {side.node for side in sides})
-        states = _of_the_rest(costs, pairs, self.shared, gap)
+        pairs, shared = dict(self.pairs), list(self.shared)
+        gone = _eliminate(costs, pairs, set(_nodes(shared)))
+        while joined := next(filter(None, (_join(costs, pairs, shared, x) for x in shared)), None):
+            gone += joined + _eliminate(costs, pairs, set(_nodes(shared)))
+        states = _of_the_rest(costs, pairs, shared, gap)
         if states is None:
             return None
         for k, near, best in reversed(gone):
@@ -133,13 +139,13 @@ def _eliminate(
     while len(gone) > before:
         before = len(gone)
         for k in [k for k in costs if k not in kept]:
-            near = tuple(sorted({j for pair in pairs if k in pair for j in pair} - {k}))
+            near = tuple(sorted(_near(pairs, k)))
             sizes = [len(costs[j]) for j in (k, *near)]
             if len(near) > 2 or numpy.prod(sizes) > _LARGEST:
                 continue
             total = costs.pop(k).reshape(-1, *(1 for _ in near))
             for place, j in enumerate(near):
-                own = pairs.pop((k, j)) if k < j else pairs.pop((j, k)).T
+                own = _pop(pairs, k, j)
                 shape = [len(own), 1, 1][: 1 + len(near)]
                 shape[1 + place] = sizes[1 + place]
                 total = total + own.reshape(shape)
@@ -149,6 +155,116 @@ def _eliminate(
             elif near:
                 _add(pairs, (near[0], near[1]), total.min(axis=0))
     return gone
+
+
+def _nodes(shared: Sequence[Shared]) -> list[int | None]:
+    return [side.node for own in shared for side in (own.before, *own.users)]
+
+
+def _near(pairs: Collection[tuple[int, int]], node: int) -> set[int]:
+    return {j for pair in pairs if node in pair for j in pair} - {node}
+
+
+def _pop(pairs: dict[tuple[int, int], Numbers], k: int, j: int) -> Numbers:
+    return pairs.pop((k, j)) if k < j else pairs.pop((j, k)).T
+
+
+def _join(
+    costs: dict[int, Numbers],
+    pairs: dict[tuple[int, int], Numbers],
+    shared: list[Shared],
+    own: Shared,
+) -> list[_Gone]:
+    """Take the users of a conversion out, and it, if one node at most is a neighbour of theirs;
+    that node, the `end`, may be a user too, and stays.
+    """
+    (maker, which), users, seconds = own
+    ends = _ends(pairs, shared, own)
+    rows = seconds[which[:1] if maker is None else which]
+    num_ends = max((len(costs[end]) for end in ends if end is not None), default=1)
+    if not ends or len(users) > _MOST_USERS or rows.size * num_ends > _LARGEST:
+        return []
+    end, wants, free = ends[0], [], []
+    num_ends = 1 if end is None else len(costs[end])
+    for place, (node, layouts) in enumerate(users):
+        total = numpy.zeros((1, num_ends))
+        if node is not None and node == end:
+            total = numpy.where(numpy.eye(num_ends) > 0, 0.0, numpy.inf)
+        elif node is not None:
+            free.append((place, node))
+            total = total + costs.pop(node)[:, None]
+            if end is not None and _near(pairs, node):
+                total = total + _pop(pairs, node, end)
+        wants.append(_by_layout(total, layouts, rows.shape[1]))
+    least, best = _parted(rows, wants)
+    shared[:] = [each for each in shared if each is not own]
+    left = tuple(k for k in (maker, end) if k is not None)
+    shape = [len(costs[k]) for k in left]
+    if len(left) == 2:
+        _add(pairs, (left[0], left[1]), least)
+    elif left:
+        costs[left[0]] = costs[left[0]] + least.reshape(shape)
+    return [_Gone(node, left, best[place].reshape(shape)) for place, node in free]
+
+
+def _ends(
+    pairs: Collection[tuple[int, int]], shared: Sequence[Shared], own: Shared
+) -> list[int | None]:
+    """Return what the users of a conversion may meet in, as `_join` wants it."""
+    nodes = {user.node for user in own.users if user.node is not None}
+    near = {k: _near(pairs, k) for k in nodes}
+    uses = Counter(_nodes(shared))
+    every = [*sorted(nodes.union(*near.values()) - {own.before.node}), None]
+    return [
+        end
+        for end in every
+        if nodes - {end} and all(uses[k] == 1 and near[k] <= {end} for k in nodes - {end})
+    ]
+
+
+def _by_layout(total: Numbers, layouts: Numbers, count: int) -> tuple[Numbers, Numbers]:
+    """Return the least of the costs [state, end] of a user by the layout that it wants, and which
+    state has it.
+    """
+    is_in = layouts[: len(total)] == numpy.arange(count)[:, None]
+    found = numpy.where(is_in[:, :, None], total, numpy.inf)
+    return found.min(axis=1), found.argmin(axis=1)
+
+
+def _parted(
+    rows: Numbers, wants: Sequence[tuple[Numbers, Numbers]]
+) -> tuple[Numbers, list[Numbers]]:
+    """Return what a conversion and its users cost for states [maker, end], and the state of each
+    user: those that want one layout share it.  All ways to part users into such sets are tried.
+    """
+    least = numpy.full((len(rows), wants[0][0].shape[1]), numpy.inf)
+    best = [numpy.zeros(least.shape, dtype=int) for _ in wants]
+    known: dict[tuple[int, ...], tuple[Numbers, Numbers]] = {}
+    for parts in _partitions(range(len(wants))):
+        for part in parts:
+            if part not in known:
+                each = rows[:, :, None] + numpy.sum([wants[n][0] for n in part], axis=0)
+                known[part] = each.min(axis=1), each.argmin(axis=1)
+        total = numpy.sum([known[part][0] for part in parts], axis=0)
+        is_less = total < least
+        least = numpy.where(is_less, total, least)
+        for part in parts:
+            for n in part:
+                state = wants[n][1][known[part][1], numpy.arange(least.shape[1])]
+                best[n] = numpy.where(is_less, state, best[n])
+    return least, best
+
+
+def _partitions(items: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
+    """Yield all ways to part items into sets."""
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for count in range(len(items)):
+        for others in combinations(rest, count):
+            left = [n for n in rest if n not in others]
+            yield from ([(first, *others), *more] for more in _partitions(left))
 
 
 # -- the linear program ---------------------------------------------------------------------------

@@ -105,7 +105,8 @@ class Costs:
         if before == after:
             return 0.0
         found = _EACH_CONVERSION_S
-        for axis, parts, both in _moves_of(before, after, self.mesh):
+        for axis, cut, both in _moves_of(before, after):
+            parts = prod(self.mesh[n] for n in cut)
             for move in (*both[: 1 + has_gradient], *both[:again]):
                 found += self._move_s(axis, move, num_bytes / parts)
         return found
@@ -219,14 +220,14 @@ def _saved(graph: Graph, call: Call, planned: PlannedCall) -> Iterator[tuple[int
 
 @lru_cache(maxsize=1 << 16)
 def _moves_of(
-    before: Layout, after: Layout, mesh: tuple[int, ...]
-) -> list[tuple[int, int, tuple[Move, Move]]]:
-    """Return the steps of a conversion: along which axis, among how many parts the other axes cut
-    the value, and what is done.
+    before: Layout, after: Layout
+) -> list[tuple[int, tuple[int, ...], tuple[Move, Move]]]:
+    """Return the steps of a conversion: along which axis, which other axes cut the value, and what
+    is done.
     """
     found, current = [], list(before)
     for axis, old, new in steps(before, after):
         others = (n for n, state in enumerate(current) if n != axis and isinstance(state, S))
-        found.append((axis, prod(mesh[n] for n in others), moves(old, new)))
+        found.append((axis, tuple(others), moves(old, new)))
         current[axis] = new
     return found

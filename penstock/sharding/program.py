@@ -60,6 +60,7 @@ class Task:
     allow: Allow
     rests: Callable[[TensorSpec, int], Sequence[State]]
     pins: Mapping[int, Layout] = field(default_factory=dict)
+    known: "dict[int, _Choices]" = field(default_factory=dict)
 
     @property
     def mesh(self) -> tuple[int, ...]:
@@ -86,6 +87,62 @@ _Held = tuple[int | None, Sequence[Layout]]
 """A node, and the layout of a value for each of its states; without a node, its only layout."""
 
 
+class _Choices:
+    """What there is to choose in a layer, whatever is at its borders, and what each choice costs:
+    of its calls, and then of its weights.
+    """
+
+    def __init__(self, graph: Graph, layer: int, task: Task) -> None:
+        self._graph, self._task, self._mesh = graph, task, task.mesh
+        self.calls = routed_calls(graph, layer)
+        self.weights = own_weights(graph, self.calls)
+        self.sites = [self._site(call) for call in self.calls]
+        self.states = [self._weight_states(n) for n in self.weights]
+        costs = task.costs
+        self.seconds: list[Numbers] = [
+            *(numpy.array([costs.call_s(s.call, x) for x in s.options]) for s in self.sites),
+            *(
+                numpy.array([costs.sum_s(graph.tensors[n], rest) for rest in states])
+                for n, states in zip(self.weights, self.states, strict=True)
+            ),
+        ]
+
+    def _site(self, call: Call) -> Site:
+        weights = tuple(n in self.weights for n in call.takes)
+        seen = Seen.of(self._graph, call)
+        found = divisions(seen, self._mesh)
+        site = Site(call, weights, found)
+        allowed = [
+            [choice for choice in own if self._task.allow(site, axis, choice)]
+            for axis, own in enumerate(found)
+        ]
+        every = next(filter(None, (together(seen, x, self._mesh) for x in (allowed, found))))
+        return replace(site, options=tuple(PlannedCall(call.function, own) for own in every))
+
+    def _weight_states(self, number: int) -> list[Layout]:
+        if number in self._task.pins:
+            return [self._task.pins[number]]
+        spec = self._graph.tensors[number]
+        by_axis = [self._task.rests(spec, axis) for axis in range(len(self._mesh))]
+        found = [own for own in product(*by_axis) if fits(spec.shape, own, self._mesh)]
+        return found or [(I,) * len(self._mesh)]
+
+    @cached_property
+    def num_bytes(self) -> list[Numbers]:
+        """What stays on a device for each choice of a call, and each state of a weight."""
+        graph, costs = self._graph, self._task.costs
+        users = Counter(n for call in self.calls for n in call.saved)
+        saved = [
+            [costs.saved_bytes(graph, site.call, option, users) for option in site.options]
+            for site in self.sites
+        ]
+        held = [
+            [costs.weight_bytes(graph.tensors[n], rest) for rest in states]
+            for n, states in zip(self.weights, self.states, strict=True)
+        ]
+        return [numpy.array(own) for own in (*saved, *held)]
+
+
 class LayerProgram:
     """The program of one layer of a graph: nodes are its calls, and then its weights."""
 
@@ -93,20 +150,12 @@ class LayerProgram:
         self._graph, self._task, self._layer, self._borders = graph, task, layer, borders
         self._mesh = task.mesh
         self._whole = (I,) * len(self._mesh)
-        self.calls = routed_calls(graph, layer)
-        self._weights = own_weights(graph, self.calls)
-        self.sites = [self._site(call) for call in self.calls]
-        self._states = [self._weight_states(n) for n in self._weights]
-        costs = task.costs
-        self._problem = Problem(
-            [
-                *(numpy.array([costs.call_s(s.call, x) for x in s.options]) for s in self.sites),
-                *(
-                    numpy.array([costs.sum_s(graph.tensors[n], rest) for rest in states])
-                    for n, states in zip(self._weights, self._states, strict=True)
-                ),
-            ]
-        )
+        if layer not in task.known:
+            task.known[layer] = _Choices(graph, layer, task)
+        own, costs = task.known[layer], task.costs
+        self.calls, self._weights = own.calls, own.weights
+        self.sites, self._states = own.sites, own.states
+        self._problem = Problem([*own.seconds])
         saved = {n for call in self.calls for n in call.saved}
         for tensor, users in self._users().items():
             before, every = self._before(tensor), dict[Layout, int]()
@@ -126,7 +175,8 @@ class LayerProgram:
         Raises:
             PlanError: the solver finds none.
         """
-        more = [byte_s * own for own in self._bytes] if byte_s else None
+        num_bytes = self._task.known[self._layer].num_bytes if byte_s else []
+        more = [byte_s * own for own in num_bytes] or None
         own = self._problem.solve(more, _GAP if byte_s else 0.0)
         if own is None:
             raise PlanError(f"no way to divide layer {self._layer} was found")
@@ -169,43 +219,6 @@ class LayerProgram:
                 tried = min(every, key=costs.cost)
             best = min(best, Instead(option.choices, costs.cost(tried) - now), key=_longer)
         return chosen if best.more_s == inf else replace(chosen, instead=best)
-
-    # -- what there is to choose ------------------------------------------------------------------
-
-    def _site(self, call: Call) -> Site:
-        weights = tuple(n in self._weights for n in call.takes)
-        seen = Seen.of(self._graph, call)
-        found = divisions(seen, self._mesh)
-        site = Site(call, weights, found)
-        allowed = [
-            [choice for choice in own if self._task.allow(site, axis, choice)]
-            for axis, own in enumerate(found)
-        ]
-        every = next(filter(None, (together(seen, x, self._mesh) for x in (allowed, found))))
-        return replace(site, options=tuple(PlannedCall(call.function, own) for own in every))
-
-    def _weight_states(self, number: int) -> list[Layout]:
-        if number in self._task.pins:
-            return [self._task.pins[number]]
-        spec = self._graph.tensors[number]
-        by_axis = [self._task.rests(spec, axis) for axis in range(len(self._mesh))]
-        found = [own for own in product(*by_axis) if fits(spec.shape, own, self._mesh)]
-        return found or [self._whole]
-
-    @cached_property
-    def _bytes(self) -> list[Numbers]:
-        """What stays on a device for each choice of a call, and each state of a weight."""
-        graph, costs = self._graph, self._task.costs
-        users = Counter(n for call in self.calls for n in call.saved)
-        saved = [
-            [costs.saved_bytes(graph, site.call, option, users) for option in site.options]
-            for site in self.sites
-        ]
-        held = [
-            [costs.weight_bytes(graph.tensors[n], rest) for rest in states]
-            for n, states in zip(self._weights, self._states, strict=True)
-        ]
-        return [numpy.array(own) for own in (*saved, *held)]
 
     def _users(self) -> dict[int, list[_Held]]:
         """Return how each value is used: by calls, and by what is outside the layer."""
@@ -315,10 +328,12 @@ def routed_calls(graph: Graph, layer: int) -> list[Call]:
     All others make what they make of nothing, or of buffers, on each device alike.
     """
     found: list[Call] = []
-    free = {n for n, spec in enumerate(graph.tensors) if spec.name and not spec.wants_gradient}
+    free: set[int] = set()
     for call in graph.of_layer(layer):
         if call.is_between:
             continue
+        specs = ((n, graph.tensors[n]) for n in call.takes)
+        free.update(n for n, spec in specs if spec.name and not spec.wants_gradient)
         if call.function and set(call.takes) - free:
             found.append(call)
         else:
@@ -328,20 +343,16 @@ def routed_calls(graph: Graph, layer: int) -> list[Call]:
 
 def own_weights(graph: Graph, calls: Sequence[Call]) -> list[int]:
     """Return the parameters that these calls use, and no other ones."""
-    own = {id(call) for call in calls}
-    others = {n for call in graph.calls if id(call) not in own for n in call.takes}
-    return [
-        n
-        for n in dict.fromkeys(n for call in calls for n in call.takes)
-        if graph.tensors[n].name and graph.tensors[n].wants_gradient and n not in others
-    ]
+    uses = Counter(n for call in calls for n in call.takes)
+    own = (n for n, count in uses.items() if count == graph.num_uses[n])
+    return [n for n in own if graph.tensors[n].name and graph.tensors[n].wants_gradient]
 
 
 def used_outside(graph: Graph, calls: Sequence[Call]) -> set[int]:
     """Return what these calls make that others use, or the model gives."""
-    own = {id(call) for call in calls}
-    others = (n for call in graph.calls if id(call) not in own for n in call.takes)
-    return {*others, *graph.outputs} & {n for call in calls for n in call.gives}
+    uses, outputs = Counter(n for call in calls for n in call.takes), {*graph.outputs}
+    made = {n for call in calls for n in call.gives}
+    return {n for n in made if n in outputs or uses[n] < graph.num_uses[n]}
 
 
 def why_whole(graph: Graph, layer: int) -> str:

@@ -74,10 +74,9 @@ class Seen:
     @classmethod
     def of(cls, graph: Graph, call: Call) -> "Seen":
         """Look a call's shapes up."""
-        shapes = [tensor.shape for tensor in graph.tensors]
-        return cls(
-            call, tuple(shapes[n] for n in call.takes), tuple(shapes[n] for n in call.gives)
-        )
+        tensors = graph.tensors
+        takes, gives = (tuple(tensors[n].shape for n in x) for x in (call.takes, call.gives))
+        return cls(call, takes, gives)
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
         """Return an argument that may be given by its place or by its name."""

@@ -23,6 +23,7 @@ from penstock.costs.graph import Graph, TensorSpec
 from penstock.errors import ConfigError, PlanError
 from penstock.trace.units import bytes_text
 
+from .choose import Numbers
 from .costs import Costs
 from .layouts import I, Layout, R, S, State, layout_of, layout_text
 from .named import Ready, ready_plan
@@ -160,15 +161,11 @@ class Ranges(NamedTuple):
 class _Sum(NamedTuple):
     """What is minimised, and the entries of `Ranges`."""
 
-    total: float = 0.0
-    seconds: float = 0.0
-    forward_s: float = 0.0
-    stays: float = 0.0
-    keeps: float = 0.0
-
-    def and_then(self, layer: "_Sum") -> "_Sum":
-        """Add a layer."""
-        return _Sum(*map(sum, zip(self, layer, strict=True)))
+    total: float
+    seconds: float
+    forward_s: float
+    stays: float
+    keeps: float
 
 
 class _Found(NamedTuple):
@@ -200,10 +197,8 @@ class Search:
         self._sizes: dict[object, _Sum] = {}
         self._ranges: dict[float, Ranges] = {}
         self._keys: dict[tuple[int, Layout, Layout], tuple[object, Borders]] = {}
-        self._signature = cache(graph.signature)
         self._calls = cache(partial(routed_calls, graph))
         self._why_whole = cache(partial(why_whole, graph))
-        self._num_uses = Counter(n for call in graph.calls for n in call.takes)
         self._crossing = [self._between(a, b) for a, b in pairwise(layers)]
 
     def within(self, limit: int | None) -> list[LayerSharding]:
@@ -254,25 +249,26 @@ class Search:
             return self._ranges[byte_s]
         count = len(self._layers)
         found = Ranges(*(numpy.full((count, count + 1), numpy.inf) for _ in range(4)))
-        for first in range(count):
-            best = {self._whole: _Sum()}
-            for place in range(first, count):
-                best = self._further(best, place, byte_s)
-                for table, own in zip(found, best[self._whole][1:], strict=True):
-                    table[first, place + 1] = own
+        best = {self._whole: numpy.full((1 + len(found), count), numpy.inf)}  # [_Sum, first layer]
+        for place in range(count):
+            best[self._whole][:, place] = 0.0
+            best = self._further(best, place, byte_s)
+            for table, own in zip(found, best[self._whole][1:], strict=True):
+                table[: place + 1, place + 1] = own[: place + 1]
         self._ranges[byte_s] = found
         return found
 
     def _further(
-        self, best: "Mapping[Layout, _Sum]", place: int, byte_s: float
-    ) -> "dict[Layout, _Sum]":
+        self, best: Mapping[Layout, Numbers], place: int, byte_s: float
+    ) -> dict[Layout, Numbers]:
         """Add a layer to the best ways to give what is before it in each layout."""
-        found: dict[Layout, _Sum] = {}
+        found: dict[Layout, Numbers] = {}
         for before, after in product(best, {self._whole, *self._borders(place)}):
             if self._whole in (before, after) or before == after:
-                total = best[before].and_then(self._sized(place, before, after, byte_s))
-                if after not in found or total.total < found[after].total:
-                    found[after] = total
+                own = self._sized(place, before, after, byte_s)
+                total = best[before] + numpy.array(own)[:, None]
+                old = found.setdefault(after, total)
+                found[after] = numpy.where(total[0] < old[0], total, old)
         return found
 
     def _sized(self, place: int, before: Layout, after: Layout, byte_s: float) -> _Sum:
@@ -348,7 +344,7 @@ class Search:
         leaving = self._crossing[place] if after != self._whole else []
         borders = {**dict.fromkeys(entering, before), **dict.fromkeys(leaving, after)}
         places = self._places(layer, {**borders, **self._task.pins})
-        return (self._signature(layer), places), borders
+        return (self._graph.signature(layer), places), borders
 
     def _planned(
         self, key: object, layer: int, borders: Borders, byte_s: float
@@ -380,7 +376,7 @@ class Search:
         made = {n for call in self._calls(maker) for n in call.gives}
         used = Counter(n for call in both for n in call.takes)
         crossing = made & {n for call in self._calls(user) for n in call.takes}
-        own = {n for n in crossing if used[n] == self._num_uses[n]}
+        own = {n for n in crossing if used[n] == graph.num_uses[n]}
         return sorted(own - set(graph.outputs))
 
 

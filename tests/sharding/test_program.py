@@ -234,6 +234,27 @@ def test_the_best_of_all_states_is_found(seed: int) -> None:
     assert cost(found) == pytest.approx(min(cost(dict(enumerate(own))) for own in every))
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_a_block_needs_no_linear_program(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys and values of one product meet again, and so do branches of a residual."""
+    monkeypatch.setattr("penstock.sharding.choose._Table.solve", pytest.fail)
+    rng = numpy.random.default_rng(seed)
+    sizes = rng.integers(1, 4, 8).tolist()
+    problem = Problem([rng.integers(0, 9, n).astype(float) for n in sizes])
+
+    def side(node: int | None) -> Side:
+        return Side(node, rng.integers(0, 3, 1 if node is None else sizes[node]))
+
+    ends = ((None, 0, 6), (0, 1), (1, 2, 3, 4), (2, 5), (3, 5), (4, 5), (5, 6), (6, 7, None))
+    for first, *users in ends:
+        seconds = rng.integers(0, 9, (3, 3)).astype(float)
+        problem.convert(side(first), [side(user) for user in users], seconds)
+    found = problem.solve(None, 0.0)
+    assert found is not None
+    every = itertools.product(*map(range, sizes))
+    assert problem.cost(found) == min(problem.cost(dict(enumerate(own))) for own in every)
+
+
 def test_choices_of_all_axes_together_leave_each_device_something() -> None:
     graph = graph_of(nn.Linear(3, 8), shape=(4, 3))
     (call,) = graph.of_layer(1)

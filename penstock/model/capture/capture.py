@@ -57,7 +57,8 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
             recorded, as in eval_step, the output is then (output, {name: what the block gave}).
         check: compare the cut model with the whole one on one sample of the example, or on more
             where one shows too little, outputs and all gradients: once for a model, its code and
-            library versions (the cache is in `PENSTOCK_CACHE`, by default ~/.cache/penstock).  Of
+            library versions (the cache is in `PENSTOCK_CACHE`, by default ~/.cache/penstock;
+            "off" is none).  Of
             several processes the first one does.  A model without values is not checked.
 
     Raises:

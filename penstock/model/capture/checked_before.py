@@ -4,7 +4,6 @@ A mark holds for one model: its structure, modes and recording, its source files
 them, ours, and the version of torch.
 """
 
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import CheckError
+from penstock.remembered import cache_file, keep
 from penstock.torch_private import has_accumulation_hooks
 
 from .captured import Captured
@@ -49,7 +49,7 @@ def prove_once(captured: Captured, example_inputs: Any) -> str:
         error.add_note(f"the recording is saved for a report: {_save(captured)}")
         raise
     if mark is not None and found.startswith("checked"):
-        _write(mark, found)
+        keep(mark, found.encode())
     return found
 
 
@@ -76,16 +76,16 @@ def _partition(captured: Captured) -> tuple[int, ...]:
 
 
 def _mark(captured: Captured) -> Path | None:
-    """Name the file that marks this model; None where its source cannot be known."""
+    """Name the file that marks this model; None where its source cannot be known, or
+    nothing is kept.
+    """
     digest = sha256()
     try:
         for fact in (*_facts(captured), *map(_state_of, _sources(captured.model))):
             digest.update(f"{fact}\n".encode())
     except OSError:
         return None
-    home = os.environ.get("PENSTOCK_CACHE") or os.environ.get("XDG_CACHE_HOME")
-    folder = Path(home) if home else Path.home() / ".cache"
-    return folder / "penstock" / "checked" / f"{digest.hexdigest()}.txt"
+    return cache_file("checked", f"{digest.hexdigest()}.txt")
 
 
 def _facts(captured: Captured) -> Iterator[object]:
@@ -132,18 +132,6 @@ def _package(name: str) -> str:
 def _state_of(file: Path) -> tuple[str, int, int]:
     stat = file.stat()
     return str(file), stat.st_size, stat.st_mtime_ns
-
-
-def _write(mark: Path, found: str) -> None:
-    try:
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=mark.parent, delete=False
-        ) as file:
-            file.write(found)
-        Path(file.name).replace(mark)
-    except OSError:  # a folder that cannot be written to costs a second check, no more
-        return
 
 
 def _save(captured: Captured) -> str:
