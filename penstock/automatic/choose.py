@@ -7,7 +7,7 @@ the best few of each  x  schedules  ──►  the simulator says which is faste
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise, product
 from operator import itemgetter
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from penstock.simulator.simulate import step_s
 from penstock.trace.units import bytes_text, count_text, time_text
 from penstock.types import Recompute, Transport
 
-from .prices import WAYS, MeshPrices, OnMesh, hosts_of
+from .prices import WAYS, MeshPrices, OnMesh, Way, hosts_of
 
 FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
 _MOST, _MARGIN = 4, 1.5
@@ -55,6 +55,8 @@ class MeshTask:
     """What is to be planned: a model, the graphs of its micro-batches, and what it is to run on.
 
     `graph_of(M)` is the graph of one of M micro-batches; `names` are those of layers in it.
+    `prices` and `ways` restrict what is tried; copies with another restriction have `searches`,
+    by number of micro-batches and sharding, together.
     """
 
     model: Model
@@ -65,6 +67,9 @@ class MeshTask:
     num_microbatches: int | None = None
     families: Sequence[Family] = FAMILIES
     sharding: str = "auto"
+    prices: Callable[..., MeshPrices] = MeshPrices
+    ways: Sequence[Way] = WAYS
+    searches: dict[tuple[int, str], dict[object, Search]] = field(default_factory=dict)
 
     @property
     def numbers(self) -> list[int]:
@@ -85,10 +90,11 @@ def plan_on_meshes(task: MeshTask) -> Plan:
     found: list[Candidate] = []
     lacks = ""
     for number in task.numbers:
-        graph, shared = task.graph_of(number), dict[object, Search]()
+        graph = task.graph_of(number)
+        shared = task.searches.setdefault((number, task.sharding), {})
         how = (task.cluster, number, task.sharding)
-        for way in WAYS:
-            prices = MeshPrices(graph, task.names, task.model.spans, *how, way, shared)
+        for way in task.ways:
+            prices = task.prices(graph, task.names, task.model.spans, *how, way, shared)
             sized = Task(len(task.names), hosts_of(task.cluster), prices.price, number)
             try:
                 answers = find_stages(sized, most=_MOST, uses_all=True)
