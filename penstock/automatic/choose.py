@@ -8,6 +8,7 @@ the best few of each  x  schedules  ──►  the simulator says which is faste
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise, product
 from operator import itemgetter
 from typing import NamedTuple
@@ -16,9 +17,10 @@ from penstock.costs.cluster import Cluster
 from penstock.costs.graph import Graph
 from penstock.errors import PlanError
 from penstock.planner.arguments import Model
+from penstock.planner.packing import Submesh
 from penstock.planner.placement import Placement
 from penstock.planner.plan import BalancedBy, Plan
-from penstock.planner.stage_table import Task
+from penstock.planner.stage_table import Price, Task
 from penstock.planner.stage_work import made, work_of
 from penstock.planner.submeshes import Answer, find_stages
 from penstock.planner.wanted import Wanted
@@ -95,7 +97,7 @@ def plan_on_meshes(task: MeshTask) -> Plan:
         how = (task.cluster, number, task.sharding)
         for way in task.ways:
             prices = task.prices(graph, task.names, task.model.spans, *how, way, shared)
-            sized = Task(len(task.names), hosts_of(task.cluster), prices.price, number)
+            sized = Task(len(task.names), hosts_of(task.cluster), partial(_price, prices), number)
             try:
                 answers = find_stages(sized, most=_MOST, uses_all=True)
             except PlanError as error:
@@ -105,6 +107,16 @@ def plan_on_meshes(task: MeshTask) -> Plan:
     if not found:
         raise PlanError(lacks or "no stages are in the order of their devices")
     return _plan(task, min(found, key=itemgetter(0)))
+
+
+def _price(prices: MeshPrices, start: int, end: int, submesh: Submesh) -> Price | None:
+    """Return the price of a stage as 1F1B has it: the last one's backwards follow its forwards at
+    once, so it recomputes nothing.
+    """
+    own = prices.on_mesh(start, end, submesh)
+    if own is None or end < len(prices.names):
+        return own and own.price
+    return own.price._replace(seconds=own.forward_s + own.backward_s)
 
 
 def _candidates(
