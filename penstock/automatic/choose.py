@@ -90,14 +90,15 @@ def plan_on_meshes(task: MeshTask) -> Plan:
         PlanError: nothing fits; says what is missing.
     """
     found: list[Candidate] = []
-    lacks = ""
+    lacks, only_gpipe = "", tuple(task.families) == (gpipe,)
     for number in task.numbers:
         graph = task.graph_of(number)
         shared = task.searches.setdefault((number, task.sharding), {})
         how = (task.cluster, number, task.sharding)
         for way in task.ways:
             prices = task.prices(graph, task.names, task.model.spans, *how, way, shared)
-            sized = Task(len(task.names), hosts_of(task.cluster), partial(_price, prices), number)
+            price = prices.price if only_gpipe else partial(price_1f1b, prices)
+            sized = Task(len(task.names), hosts_of(task.cluster), price, number)
             try:
                 answers = find_stages(sized, most=_MOST, uses_all=True)
             except PlanError as error:
@@ -109,7 +110,7 @@ def plan_on_meshes(task: MeshTask) -> Plan:
     return _plan(task, min(found, key=itemgetter(0)))
 
 
-def _price(prices: MeshPrices, start: int, end: int, submesh: Submesh) -> Price | None:
+def price_1f1b(prices: MeshPrices, start: int, end: int, submesh: Submesh) -> Price | None:
     """Return the price of a stage as 1F1B has it: the last one's backwards follow its forwards at
     once, so it recomputes nothing.
     """

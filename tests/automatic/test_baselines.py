@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from penstock.automatic.baselines import BASELINES, RestrictedPrices, equal_stages, plan_baseline
-from penstock.automatic.choose import MeshTask, plan_on_meshes
+from penstock.automatic.choose import MeshTask, plan_on_meshes, price_1f1b
+from penstock.automatic.prices import WAYS, MeshPrices
 from penstock.costs.cluster import Cluster
 from penstock.costs.count import record_graph
 from penstock.costs.layer_facts import LayerFacts
@@ -101,6 +102,17 @@ def test_a_grid_keeps_less_than_data_and_more_than_megatron(
         kept.append(found.price.stay_bytes)
     whole, half, quarter = kept
     assert whole > half > quarter
+
+
+def test_a_last_stage_is_searched_without_a_recompute_in_1f1b(task: MeshTask) -> None:
+    how = (task.graph_of(16), task.names, task.model.spans, task.cluster, 16, "auto", WAYS[1])
+    prices, mesh, last = MeshPrices(*how), Submesh(0, 1, 2), len(task.names)
+    first, own = prices.price(0, 3, mesh), prices.on_mesh(3, last, mesh)
+    assert own is not None
+    assert price_1f1b(prices, 0, 3, mesh) == first
+    found = price_1f1b(prices, 3, last, mesh)
+    assert found is not None
+    assert found.seconds == own.forward_s + own.backward_s < own.price.seconds
 
 
 @pytest.mark.parametrize(
