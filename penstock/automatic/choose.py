@@ -7,7 +7,8 @@ the best few of each  x  schedules  ──►  the simulator says which is faste
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise, product
 from operator import itemgetter
 from typing import NamedTuple
@@ -16,9 +17,10 @@ from penstock.costs.cluster import Cluster
 from penstock.costs.graph import Graph
 from penstock.errors import PlanError
 from penstock.planner.arguments import Model
+from penstock.planner.packing import Submesh
 from penstock.planner.placement import Placement
 from penstock.planner.plan import BalancedBy, Plan
-from penstock.planner.stage_table import Task
+from penstock.planner.stage_table import Price, Task
 from penstock.planner.stage_work import made, work_of
 from penstock.planner.submeshes import Answer, find_stages
 from penstock.planner.wanted import Wanted
@@ -32,7 +34,7 @@ from penstock.simulator.simulate import step_s
 from penstock.trace.units import bytes_text, count_text, time_text
 from penstock.types import Recompute, Transport
 
-from .prices import WAYS, MeshPrices, OnMesh, hosts_of
+from .prices import WAYS, MeshPrices, OnMesh, Way, hosts_of
 from .remembered import RememberedSearch
 
 FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
@@ -55,6 +57,8 @@ class MeshTask:
     """What is to be planned: a model, the graphs of its micro-batches, and what it is to run on.
 
     `graph_of(M)` is the graph of one of M micro-batches; `names` are those of layers in it.
+    `prices` and `ways` restrict what is tried; copies with another restriction have `searches`,
+    by number of micro-batches and sharding, together.
     """
 
     model: Model
@@ -65,6 +69,9 @@ class MeshTask:
     num_microbatches: int | None = None
     families: Sequence[Family] = FAMILIES
     sharding: str = "auto"
+    prices: Callable[..., MeshPrices] = MeshPrices
+    ways: Sequence[Way] = WAYS
+    searches: dict[tuple[int, str], dict[object, RememberedSearch]] = field(default_factory=dict)
 
     @property
     def numbers(self) -> list[int]:
@@ -83,13 +90,15 @@ def plan_on_meshes(task: MeshTask) -> Plan:
         PlanError: nothing fits; says what is missing.
     """
     found: list[Candidate] = []
-    lacks = ""
+    lacks, only_gpipe = "", tuple(task.families) == (gpipe,)
     for number in task.numbers:
-        graph, shared = task.graph_of(number), dict[object, RememberedSearch]()
+        graph = task.graph_of(number)
+        shared = task.searches.setdefault((number, task.sharding), {})
         how = (task.cluster, number, task.sharding)
-        for way in WAYS:
-            prices = MeshPrices(graph, task.names, task.model.spans, *how, way, shared)
-            sized = Task(len(task.names), hosts_of(task.cluster), prices.price, number)
+        for way in task.ways:
+            prices = task.prices(graph, task.names, task.model.spans, *how, way, shared)
+            price = prices.price if only_gpipe else partial(price_1f1b, prices)
+            sized = Task(len(task.names), hosts_of(task.cluster), price, number)
             try:
                 answers = find_stages(sized, most=_MOST, uses_all_in_order=True)
             except PlanError as error:
@@ -99,6 +108,16 @@ def plan_on_meshes(task: MeshTask) -> Plan:
     if not found:
         raise PlanError(lacks or "what schedules keep in flight does not fit")
     return _plan(task, min(found, key=itemgetter(0)))
+
+
+def price_1f1b(prices: MeshPrices, start: int, end: int, submesh: Submesh) -> Price | None:
+    """Return the price of a stage as 1F1B has it: the last one's backwards follow its forwards at
+    once, so it recomputes nothing.
+    """
+    own = prices.on_mesh(start, end, submesh)
+    if own is None or end < len(prices.names):
+        return own and own.price
+    return own.price._replace(seconds=own.forward_s + own.backward_s)
 
 
 def _candidates(

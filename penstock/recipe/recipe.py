@@ -69,8 +69,8 @@ class PipelineSection(Section):
     sharding: Annotated[str | dict[str, Any], BeforeValidator(_check_sharding), Mark.LAYOUT] = (
         "auto"
     )
-    """How they are divided: a ready plan (auto, megatron, sequence, data, zero2, zero3, expert),
-    also with "+zero1", or a table of weights' names and layouts."""
+    """How they are divided: a ready plan (auto, megatron, sequence, grid, data, zero2, zero3,
+    expert), also with "+zero1", or a table of weights' names and layouts."""
     num_microbatches: Count
     """M, the parts a batch is cut into; each replica takes M / D of them."""
     shard_optimizer: Annotated[bool, Mark.EXECUTION] = False

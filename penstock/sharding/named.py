@@ -45,6 +45,10 @@ def _any(spec: TensorSpec, axis: int) -> Sequence[State]:
     return [R, *_whole_or_cut(spec, axis)]
 
 
+def _summed_first(spec: TensorSpec, axis: int) -> Sequence[State]:
+    return _any(spec, axis) if axis else [R]
+
+
 def _experts(spec: TensorSpec, axis: int) -> Sequence[State]:
     return [S(0)] if len(spec.shape) > 2 else [R]
 
@@ -64,6 +68,13 @@ def _megatron(site: Site, axis: int, choice: Choice) -> bool:
 def _sequence(site: Site, axis: int, choice: Choice) -> bool:
     """Cut weights of products, and all else along positions (Korthikanti et al. 2022)."""
     return not _cuts_samples(choice) if _is_small(site) else _cuts_a_weight(site, choice)
+
+
+def _grid(site: Site, axis: int, choice: Choice) -> bool:
+    """Cut samples along the first axis; weights of products along others, and what is between
+    them as fits (Narayanan et al. 2021).
+    """
+    return _cuts_a_weight(site, choice) == (axis > 0 and not _is_small(site))
 
 
 def _is_small(site: Site) -> bool:
@@ -105,6 +116,7 @@ READY: dict[str, Ready] = {
     "auto": Ready(allow=_anything, rests=_any, borders=(I, S(0), S(1))),
     "megatron": Ready(allow=_megatron, rests=_whole_or_cut),
     "sequence": Ready(allow=_sequence, rests=_any, borders=(S(1),)),
+    "grid": Ready(allow=_grid, rests=_summed_first, borders=(I, S(0))),
     "expert": Ready(allow=_expert, rests=_experts, borders=(S(0),)),
     "data": Ready(allow=_data, rests=_summed_once, borders=(S(0),)),
     "zero2": Ready(allow=_data, rests=_cut, borders=(S(0),), keeps=True),

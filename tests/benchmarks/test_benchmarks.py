@@ -90,7 +90,7 @@ def test_there_is_a_benchmark_for_each_claim() -> None:
     claims = {"capture", "low_resource", "memory", "overhead", "partition", "throughput"}
     claims |= {"asynchronous", "foresight", "sharding", "split_backward", "zero_bubble"}
     questions = {"batch_size", "depth_width", "stability"}
-    others = {"gpipe_paper", "iopddl", "simulate", "two_commits", "two_hosts"}
+    others = {"alpa_paper", "gpipe_paper", "iopddl", "simulate", "two_commits", "two_hosts"}
     assert {folder.name for folder in FOLDERS} == claims | questions | others
 
 

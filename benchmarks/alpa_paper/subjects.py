@@ -1,0 +1,128 @@
+"""What Alpa's paper measures (Zheng et al. 2022, section 8): models, devices, FLOPs of a step."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock import Cluster
+from penstock.automatic.choose import MeshTask
+from penstock.costs.count import record_graph
+from penstock.costs.graph import Graph
+from penstock.costs.profile import Part
+from penstock.model.capture.capture import resolve_layers
+from penstock.planner.arguments import Model
+from penstock.runtime.microbatches import first_microbatch
+from penstock.runtime.planning import facts_of
+from penstock.zoo.gpt_family import GPT_SIZES, gpt
+from penstock.zoo.gshard import GSHARD_SIZES, gshard_moe
+from penstock.zoo.resnet import WIDE_RESNET_SIZES, wide_resnet
+
+GPT, MOE, RESNET = "GPT", "GShard MoE", "Wide-ResNet"
+DEVICES = (1, 2, 4, 8, 16, 32, 64)
+LENGTH, GROUP, IMAGE = 1024, 2048, 224
+MICROBATCHES = {
+    GPT: (512, 128, 128, 128, 64, 128, 1024),
+    MOE: (512, 32, 32, 32, 16, 128, 64),
+    RESNET: (24, 24, 24, 24, 32, 32, 38),
+}
+"""M of the plans in Alpa's code, by number of devices: benchmark/alpa/suite_auto_gpt.py,
+suite_auto_moe.py and suite_wresnet.py of alpa-projects/alpa.
+"""
+NAMES = {GPT: tuple(GPT_SIZES), MOE: tuple(GSHARD_SIZES), RESNET: tuple(WIDE_RESNET_SIZES)}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model of the paper, and the number of devices that it is measured on."""
+
+    table: str
+    name: str
+    num_devices: int
+    num_microbatches: int
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a step: sequences, or images."""
+        if self.table != RESNET:
+            return 1024
+        return 1520 if self.name == "13B" else 1536
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch_size * LENGTH
+
+    def task(self) -> MeshTask:
+        """Return what is to be planned, on a share of a p3.16xlarge or on several."""
+        with torch.device("meta"):
+            model, inputs = self._model()
+        layers = resolve_layers(model, inputs[:2])
+        return MeshTask(
+            model=Model(facts_of(layers), layers.spans),
+            names=[step.path for step in layers],
+            graph_of=cache(lambda number: record_graph(layers, first_microbatch(inputs, number))),
+            cluster=cluster_of(self.num_devices),
+            batch_size=self.batch_size,
+            num_microbatches=self.num_microbatches,
+        )
+
+    def _model(self) -> tuple[nn.Module, Any]:
+        if self.table == RESNET:
+            return wide_resnet(self.name), torch.zeros(self.batch_size, 3, IMAGE, IMAGE)
+        make: Callable[..., nn.Module] = gpt if self.table == GPT else gshard_moe
+        words = torch.zeros(self.batch_size, LENGTH, dtype=torch.long)
+        return make(self.name, tied=False).half(), words
+
+    def flops(self, graph: Graph, num_microbatches: int) -> float:
+        """Return the FLOPs of a step as Alpa counts them, each forward twice for recompute."""
+        if self.table == GPT:
+            return _gpt_flops(self.tokens, **GPT_SIZES[self.name])
+        if self.table == MOE:
+            return _moe_flops(self.tokens, **GSHARD_SIZES[self.name])
+        products = [x for call in graph.calls for x in call.operators if x.dims]
+        forwards = [x for x in products if x.part is Part.FORWARD]
+        return num_microbatches * sum(float(x.flops) * x.count for x in (*products, *forwards))
+
+
+def _gpt_flops(
+    tokens: int, num_layers: int, width: int, num_heads: int, num_words: int = 51_200
+) -> float:
+    blocks = 96 * tokens * width**2 * num_layers * (1 + LENGTH / (6 * width))
+    return blocks + 6 * tokens * width * num_words
+
+
+def _moe_flops(
+    tokens: int,
+    num_layers: int,
+    width: int,
+    num_heads: int,
+    num_experts: int,
+    num_words: int = 32_000,
+) -> float:
+    attention = 8 * tokens * width**2 + 4 * tokens * LENGTH * width
+    dense = 4 * 8 * tokens * width**2
+    experts = 8 * 8 * tokens * width**2
+    gate = 2 * tokens * width * num_experts + 4 * tokens * GROUP
+    dispatch = 8 * tokens * width * GROUP
+    pair = 2 * attention + dense + experts + gate + dispatch
+    return 4 * pair * num_layers / 2 + 6 * tokens * width * num_words
+
+
+def cluster_of(num_devices: int) -> Cluster:
+    """Return the first V100s of a p3.16xlarge, or several of them."""
+    one = Cluster.load("p3.16xlarge")
+    (host,) = one.hosts
+    if num_devices > len(host.devices):
+        return one.times(num_devices // len(host.devices))
+    return replace(one, hosts=(replace(host, devices=host.devices[:num_devices]),))
+
+
+def subjects(tables: tuple[str, ...]) -> Iterator[Subject]:
+    """Yield the models of tables, on one device first."""
+    for table in tables:
+        for row in zip(NAMES[table], DEVICES, MICROBATCHES[table], strict=True):
+            yield Subject(table, *row)

@@ -1,0 +1,147 @@
+"""Baselines by name: the same planner, restricted to what other systems can plan.
+
+intra           one stage on all devices
+inter           each stage on one device
+gpipe           the same, all forwards first, and stages recompute (Huang et al. 2019)
+pp-dp           operators divided along samples only
+equal-layers    as many of the layers that repeat in each stage, on any meshes
+megatron        such stages on meshes of one shape, data x tensor (Narayanan et al. 2021)
+
+A baseline gives restricted copies of a task, and the fastest of their plans is its plan.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+
+from penstock.costs.layer_facts import LayerFacts
+from penstock.errors import ConfigError, PlanError
+from penstock.planner.packing import Submesh
+from penstock.planner.plan import Plan
+from penstock.schedules import gpipe
+
+from .choose import MeshTask, plan_on_meshes
+from .prices import WAYS, MeshPrices, OnMesh
+
+Allow = Callable[[int, int, Submesh], bool]
+"""Tells whether layers [start, end) may be a stage on a mesh."""
+
+
+@dataclass(frozen=True)
+class RestrictedPrices(MeshPrices):
+    """Prices of the stages that are allowed; with a `shape`, of meshes arranged so."""
+
+    allow: Allow = lambda start, end, submesh: True
+    shape: tuple[int, ...] | None = None
+
+    def on_mesh(self, start: int, end: int, submesh: Submesh) -> OnMesh | None:
+        """Return the fastest way to run a stage on a mesh, None for what is not allowed."""
+        if not self.allow(start, end, submesh):
+            return None
+        if self.shape is None:
+            return super().on_mesh(start, end, submesh)
+        if not {start, end} <= self._cuts:
+            return None
+        return self._in_shape(start, end, submesh, self.shape)
+
+
+def _intra(task: MeshTask) -> Iterator[MeshTask]:
+    every = len(task.cluster.places)
+    yield _allowing(task, lambda start, end, submesh: prod(submesh[1:]) == every)
+
+
+def _inter(task: MeshTask) -> Iterator[MeshTask]:
+    yield _allowing(task, lambda start, end, submesh: prod(submesh[1:]) == 1)
+
+
+def _gpipe(task: MeshTask) -> Iterator[MeshTask]:
+    recomputing = [way for way in WAYS if way.recomputes and not way.byte_s]
+    for each in _inter(task):
+        yield replace(each, families=(gpipe,), ways=recomputing)
+
+
+def _pp_dp(task: MeshTask) -> Iterator[MeshTask]:
+    yield replace(task, sharding="data", ways=_WITHOUT_BYTES)
+
+
+def _equal_layers(task: MeshTask) -> Iterator[MeshTask]:
+    for stages in equal_stages(task.model.layers, len(task.cluster.places)):
+        yield _allowing(task, partial(_is_one_of, stages))
+
+
+def _megatron(task: MeshTask) -> Iterator[MeshTask]:
+    num_devices = len(task.cluster.places)
+    most = min(len(host.devices) for host in task.cluster.hosts)
+    for stages in equal_stages(task.model.layers, num_devices):
+        size, rest = divmod(num_devices, len(stages))
+        for tensor in range(1, min(size, most) + 1):
+            if rest or size % tensor or most % tensor:
+                continue
+            data = size // tensor
+            plan = "data" if tensor == 1 else "megatron" if data == 1 else "grid"
+            allow = partial(_is_one_of, stages, size=size)
+            shape = (size,) if 1 in (tensor, data) else (data, tensor)
+            prices = partial(RestrictedPrices, allow=allow, shape=shape)
+            yield replace(task, sharding=plan, prices=prices, ways=_WITHOUT_BYTES)
+
+
+_WITHOUT_BYTES = [way for way in WAYS if not way.byte_s]
+BASELINES: dict[str, Callable[[MeshTask], Iterator[MeshTask]]] = {
+    "intra": _intra,
+    "inter": _inter,
+    "gpipe": _gpipe,
+    "pp-dp": _pp_dp,
+    "equal-layers": _equal_layers,
+    "megatron": _megatron,
+}
+
+
+def plan_baseline(name: str, task: MeshTask) -> Plan:
+    """Return the fastest plan of a baseline, by the simulator.
+
+    Raises:
+        ConfigError: there is no baseline of this name.
+        PlanError: nothing fits; says what is missing.
+    """
+    if name not in BASELINES:
+        raise ConfigError(f"there is no baseline {name!r}; there are {', '.join(BASELINES)}")
+    plans, lacks = [], "no stages have as many layers each"
+    for restricted in BASELINES[name](task):
+        try:
+            plans.append(plan_on_meshes(restricted))
+        except PlanError as error:
+            lacks = str(error)
+    if not plans:
+        raise PlanError(f"{name}: {lacks}")
+    return min(plans, key=_step_s)
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.predicted_step_s is not None, "it was simulated"
+    return plan.predicted_step_s
+
+
+def _allowing(task: MeshTask, allow: Allow) -> MeshTask:
+    return replace(task, prices=partial(RestrictedPrices, allow=allow))
+
+
+def _is_one_of(
+    stages: set[tuple[int, int]], start: int, end: int, submesh: Submesh, size: int | None = None
+) -> bool:
+    return (start, end) in stages and size in (None, prod(submesh[1:]))
+
+
+def equal_stages(layers: Sequence[LayerFacts], most: int) -> Iterator[set[tuple[int, int]]]:
+    """Yield the (start, end) of 1, 2 ... stages, at most so many, that have as many each of the
+    layers whose kind occurs more than once; others are beside them.
+    """
+    kinds = Counter(layer.kind for layer in layers)
+    repeated = [n for n, layer in enumerate(layers) if kinds[layer.kind] > 1]
+    repeated = repeated or [*range(len(layers))]
+    for count in range(1, min(most, len(repeated)) + 1):
+        each, rest = divmod(len(repeated), count)
+        if not rest:
+            starts = [0, *repeated[each::each]]
+            yield {*zip(starts, [*starts[1:], len(layers)], strict=True)}

@@ -1,0 +1,134 @@
+"""Baselines keep to their restrictions, and none is faster than the plan that has none."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate
+from math import prod
+
+import pytest
+import torch
+
+from penstock.automatic.baselines import BASELINES, RestrictedPrices, equal_stages, plan_baseline
+from penstock.automatic.choose import MeshTask, plan_on_meshes, price_1f1b
+from penstock.automatic.prices import WAYS, MeshPrices
+from penstock.costs.cluster import Cluster
+from penstock.costs.count import record_graph
+from penstock.costs.layer_facts import LayerFacts
+from penstock.errors import ConfigError
+from penstock.model.capture.capture import resolve_layers
+from penstock.planner.arguments import Model
+from penstock.planner.packing import Submesh
+from penstock.planner.plan import Plan
+from penstock.runtime.microbatches import first_microbatch
+from penstock.runtime.planning import facts_of
+from penstock.types import Recompute
+from penstock.zoo.gpt_family import gpt
+
+BATCH_SIZE, NUM_LAYERS = 64, 6
+
+
+@pytest.fixture(scope="module")
+def task() -> MeshTask:
+    """Return a decoder of six blocks, and four V100s."""
+    with torch.device("meta"):
+        model = gpt(num_layers=NUM_LAYERS, width=512, num_heads=8, num_words=1024, tied=False)
+        words = torch.zeros(BATCH_SIZE, 1024, dtype=torch.long)
+    layers = resolve_layers(model, words[:1])
+    cluster = Cluster.load("p3.16xlarge")
+    (host,) = cluster.hosts
+    return MeshTask(
+        model=Model(facts_of(layers), layers.spans),
+        names=[step.path for step in layers],
+        graph_of=cache(lambda number: record_graph(layers, first_microbatch(words, number))),
+        cluster=replace(cluster, hosts=(replace(host, devices=host.devices[:4]),)),
+        batch_size=BATCH_SIZE,
+        num_microbatches=16,
+    )
+
+
+@pytest.fixture(scope="module")
+def plans(task: MeshTask) -> dict[str, Plan]:
+    """Return the plan of each baseline."""
+    return {name: plan_baseline(name, task) for name in BASELINES}
+
+
+def sizes_of(plan: Plan) -> list[int]:
+    shapes = plan.placement.shard_shapes or ((1,),) * plan.num_stages
+    return [prod(shape) for shape in shapes]
+
+
+def num_blocks(plan: Plan) -> list[int]:
+    ends = list(accumulate(plan.partition))
+    starts = [0, *ends[:-1]]
+    names = [layer.name for layer in plan.layers]
+    pairs = zip(starts, ends, strict=True)
+    return [sum("blocks" in name for name in names[start:end]) for start, end in pairs]
+
+
+def test_the_unrestricted_plan_is_at_least_as_fast_as_each_baseline(
+    task: MeshTask, plans: dict[str, Plan]
+) -> None:
+    own = plan_on_meshes(task).predicted_step_s
+    assert own is not None
+    assert {
+        n: p.predicted_step_s for n, p in plans.items() if (p.predicted_step_s or 0) < own
+    } == {}
+
+
+def test_each_baseline_keeps_to_its_restriction(plans: dict[str, Plan]) -> None:
+    assert sizes_of(plans["intra"]) == [4]
+    assert sizes_of(plans["inter"]) == sizes_of(plans["gpipe"]) == [1] * 4
+    assert plans["gpipe"].schedule.name == "gpipe"
+    assert set(plans["gpipe"].recompute) == {Recompute.STAGE}
+    assert plans["pp-dp"].sharding in ("data", None)
+    for name in ("equal-layers", "megatron"):
+        assert len(set(num_blocks(plans[name]))) == 1
+    assert len(set(plans["megatron"].placement.shard_shapes or ())) <= 1
+    assert plans["megatron"].sharding in ("data", "megatron", "grid", None)
+
+
+def test_a_grid_keeps_less_than_data_and_more_than_megatron(
+    task: MeshTask,
+) -> None:
+    kept = []
+    for plan, shape in (("data", (4,)), ("grid", (2, 2)), ("megatron", (4,))):
+        graph, how = task.graph_of(16), (task.names, task.model.spans, task.cluster, 16, plan)
+        found = RestrictedPrices(graph, *how, shape=shape).on_mesh(
+            0, len(task.names), Submesh(0, 1, 4)
+        )
+        assert found is not None
+        assert found.shape == shape
+        kept.append(found.price.stay_bytes)
+    whole, half, quarter = kept
+    assert whole > half > quarter
+
+
+def test_a_last_stage_is_searched_without_a_recompute_in_1f1b(task: MeshTask) -> None:
+    how = (task.graph_of(16), task.names, task.model.spans, task.cluster, 16, "auto", WAYS[1])
+    prices, mesh, last = MeshPrices(*how), Submesh(0, 1, 2), len(task.names)
+    first, own = prices.price(0, 3, mesh), prices.on_mesh(3, last, mesh)
+    assert own is not None
+    assert price_1f1b(prices, 0, 3, mesh) == first
+    found = price_1f1b(prices, 3, last, mesh)
+    assert found is not None
+    assert found.seconds == own.forward_s + own.backward_s < own.price.seconds
+
+
+@pytest.mark.parametrize(
+    ("kinds", "found"),
+    [
+        ("eBBBBh", [[(0, 6)], [(0, 3), (3, 6)], [(0, 2), (2, 3), (3, 4), (4, 6)]]),
+        ("abc", [[(0, 3)], [(0, 1), (1, 2), (2, 3)]]),
+    ],
+)
+def test_equal_stages_have_as_many_of_the_layers_that_repeat(
+    kinds: str, found: Sequence[Sequence[tuple[int, int]]]
+) -> None:
+    layers = [LayerFacts(str(n), kind, 0, "") for n, kind in enumerate(kinds)]
+    assert list(equal_stages(layers, 4)) == [set(stages) for stages in found]
+
+
+def test_an_unknown_baseline_is_refused_with_those_there_are(task: MeshTask) -> None:
+    with pytest.raises(ConfigError, match="no baseline 'alpa'; there are intra, inter, gpipe"):
+        plan_baseline("alpa", task)
