@@ -375,7 +375,8 @@ def test_shards_give_the_unsplit_models_gradients_but_for_rounding(
     for case, *by_rank in zip(CASES[which](placement.num_stages), *results, strict=True):
         expected = unsplit(case)
         assert set().union(*by_rank) - {"divided"} == expected.keys()
-        assert case.model.name != "transformer" or by_rank[-1]["divided"] > 0, f"{case}"
+        may_be_whole = case.model.name != "transformer" or case.sharding == "grid"
+        assert may_be_whole or by_rank[-1]["divided"] > 0, f"{case}"
         for found in by_rank:
             names = [n for n in expected if n in found]
             if placement.num_replicas > 1:

@@ -90,12 +90,14 @@ def test_a_process_ends_when_its_launcher_is_killed_while_it_waits_for_the_other
     launcher = launched(late + before + MEET, mark, free_port(), BY_TORCHRUN)
     with launcher:
         assert launcher.stdout is not None
-        assert launcher.stdout.readline() in ("meets\n", "waits\n")
-        launcher.kill()
-        launcher.wait()
         assert launcher.stdin is not None
-        launcher.stdin.close()
-        left = left_behind(mark)
+        try:
+            assert launcher.stdout.readline() in ("meets\n", "waits\n")
+        finally:  # whoever never says it is not waited for
+            launcher.kill()
+            launcher.wait()
+            launcher.stdin.close()
+            left = left_behind(mark)
     assert not left, left
 
 

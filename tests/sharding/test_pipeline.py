@@ -80,7 +80,15 @@ UNLIKE = {
 }
 
 
-@pytest.mark.parametrize("name", UNLIKE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "1 + 2",
+        "1 + 2 + 1",
+        pytest.param("2 + 1", marks=pytest.mark.slow),
+        pytest.param("2 x 1 + 2 x 2", marks=pytest.mark.slow),
+    ],
+)
 def test_stages_of_unlike_meshes_train_as_the_unsplit_model(name: str, tmp_path: Path) -> None:
     placement = Placement(UNLIKE[name], ("cpu",) * len(UNLIKE[name]))
     wanted = two_steps(as_one(num_microbatches=2 * placement.num_replicas), WORDS)
