@@ -101,8 +101,8 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
     if count == 1:
         plan = Plan.from_json(planned())
     else:
-        given = {"batch_size": batch_size, "num_microbatches": num_microbatches, "plan": sharding}
-        world, place = meet(given, timeout_s, device)
+        given = {"batch_size": batch_size, "num_microbatches": num_microbatches}
+        world, place = meet({**given, "sharding": sharding}, timeout_s, device)
         plan = Plan.from_json(world.from_first(planned, _WHAT))
         mesh = join_mesh(world, plan.placement, place)
     plan = replace(plan, seed=seed, timeout_s=timeout_s)

@@ -119,7 +119,7 @@ def _collect(
             refuse_existing(target)
         extra, values = read_extra(held.owners)
         found = {of_model: {**held.state(), **extra}}
-        facts = {**_facts(module, state), EXTRA: values if _writes(mesh) else {}}
+        facts = {**_facts(module, state), EXTRA: values if mesh.is_first_of_stage else {}}
         if optimizer is not None:
             content, packed = pack_optimizer(optimizer, module)
             facts["optimizer"] = jsonable(packed)
@@ -165,15 +165,10 @@ def _own_of(
         if name in slices:
             is_own = shards.is_first(weight_of(name, of_optimizer), axes) and value.numel() > 0
         else:
-            is_own = _writes(mesh)
+            is_own = mesh.is_first_of_stage
         if is_own:
             written[name] = value
     return written, {name: own for name, own in slices.items() if name in written}
-
-
-def _writes(mesh: Mesh) -> bool:
-    """Tell whether this process writes what is whole on several: the first one does."""
-    return mesh.replica == 0 and mesh.shard == 0
 
 
 def _facts(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from penstock.schedules.names import SCHEDULE_NAMES
 from penstock.trace.progress import say
@@ -154,7 +155,8 @@ def plan(  # noqa: PLR0913 - one for each option
 
         check_page(html)
     if sub_meshes:
-        found_plan = _on_sub_meshes(recipe, overrides, sharding, decided, cluster)
+        number = decided["num_microbatches"]
+        found_plan = _on_sub_meshes(recipe, overrides, sharding, number, cluster)
         if save is not None:
             found_plan.save(save)
             click.echo(f"{save} is written", err=True)
@@ -194,26 +196,37 @@ def _on_sub_meshes(
     recipe: Path | None,
     overrides: tuple[str, ...],
     sharding: str | None,
-    decided: dict[str, Any],
+    num_microbatches: int | None,
     cluster: "Cluster",
 ) -> "Plan":
     """Plan stages on sub-meshes; most that is decided for whole devices has no meaning there."""
     if recipe is None:
         raise click.UsageError("--sub-meshes needs a RECIPE: a profile has no operators")
-    options = {"num_ranks": "--num-ranks", "num_replicas": "--num-replicas"}
+    context = click.get_current_context()
     given = [
-        flag for name, flag in {**options, "schedules": "--schedule"}.items() if decided[name]
+        option.opts[0]
+        for option in context.command.params
+        if context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+        and option.name not in _BESIDE_SUB_MESHES
     ]
     if given:
         raise click.UsageError(
-            f"{', '.join(given)} beside --sub-meshes, which decides that; leave one of them out"
+            f"{', '.join(given)} beside --sub-meshes, which does not look at that; leave one of "
+            "them out"
         )
     say(f"loading PyTorch, to record {recipe}")
     require_torch()
     from .profile_target import plan_of_meshes
 
     say(f"planning for {cluster.name} ({count_text(len(cluster.places), 'device')})")
-    return plan_of_meshes(recipe, overrides, sharding, decided["num_microbatches"], cluster)
+    return plan_of_meshes(recipe, overrides, sharding, num_microbatches, cluster)
+
+
+_BESIDE_SUB_MESHES = (
+    *("recipe", "overrides", "cluster_name", "sub_meshes", "sharding", "num_microbatches"),
+    *("save", "as_json"),
+)
+"""What planning on sub-meshes looks at."""
 
 
 def _json(chosen: "Plan", divided: "Sharding | None") -> str:

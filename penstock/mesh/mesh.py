@@ -114,6 +114,13 @@ class Mesh:
         return self.shards.rank
 
     @property
+    def is_first_of_stage(self) -> bool:
+        """Whether this process is the first of those that run its stages: it writes what is whole
+        on several of them.
+        """
+        return self.replica == 0 and self.shard == 0
+
+    @property
     def speaks(self) -> bool:
         """Whether what this process tells its `stages` counts: where these have unlike meshes, the
         first shard of each speaks for all.

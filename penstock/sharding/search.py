@@ -195,7 +195,6 @@ class Search:
         self._programs: dict[object, LayerProgram] = {}
         self._known: dict[object, tuple[LayerSharding, Cost]] = {}
         self._sizes: dict[object, _Sum] = {}
-        self._ranges: dict[float, Ranges] = {}
         self._keys: dict[tuple[int, Layout, Layout], tuple[object, Borders]] = {}
         self._calls = cache(partial(routed_calls, graph))
         self._why_whole = cache(partial(why_whole, graph))
@@ -245,8 +244,6 @@ class Search:
 
     def of_ranges(self, byte_s: float = 0.0) -> "Ranges":
         """Return what every range of the layers costs as a stage of its own."""
-        if byte_s in self._ranges:
-            return self._ranges[byte_s]
         count = len(self._layers)
         found = Ranges(*(numpy.full((count, count + 1), numpy.inf) for _ in range(4)))
         best = {self._whole: numpy.full((1 + len(found), count), numpy.inf)}  # [_Sum, first layer]
@@ -255,7 +252,6 @@ class Search:
             best = self._further(best, place, byte_s)
             for table, own in zip(found, best[self._whole][1:], strict=True):
                 table[: place + 1, place + 1] = own[: place + 1]
-        self._ranges[byte_s] = found
         return found
 
     def _further(

@@ -8,33 +8,13 @@ import torch
 
 import penstock
 from penstock.automatic.parallelize import plan_for
-from penstock.costs.device import Device
-from penstock.costs.hosts import Host, Link
 from penstock.errors import PlanError
 from penstock.planner.plan import Plan
 from penstock.types import Recompute
 from penstock.zoo import gpt
+from tests.few_devices import cluster
 
 BATCH, LENGTH = 16, 32
-
-
-def cluster(*hosts: int, near: float = 1e11, far: float = 1e8, **device: Any) -> penstock.Cluster:
-    """Describe hosts with so many devices, and how many bytes go between them in a second."""
-    core = Device(
-        name="core",
-        flops_per_s={"float32": 1e11},
-        bytes_per_s=1e11,
-        **{"memory_bytes": 1 << 30, **device},
-    )
-    return penstock.Cluster(
-        name="few",
-        devices={"core": core},
-        hosts=tuple(
-            Host(name=f"host{n}", devices=("core",) * count, port="near", network="far")
-            for n, count in enumerate(hosts)
-        ),
-        links={"near": Link(bytes_per_s=near), "far": Link(bytes_per_s=far, latency_s=1e-6)},
-    )
 
 
 def planned(where: penstock.Cluster, num_microbatches: int = 4, **sizes: Any) -> Plan:

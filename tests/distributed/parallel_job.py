@@ -13,32 +13,14 @@ from typing import Any
 import torch
 
 import penstock
-from penstock.costs.device import Device
-from penstock.costs.hosts import Host, Link
+from tests.few_devices import cluster
 from tests.sharding.test_pipeline import WORDS, loss, made
 
 
 def cluster_of(*hosts: int) -> penstock.Cluster:
-    """Describe hosts with so many devices, which are near to each other, and far from others."""
-    device = Device(
-        name="core",
-        flops_per_s={"float32": 1e9, "float64": 1e9},
-        bytes_per_s=1e9,
-        memory_bytes=1 << 30,
-        torch_type="cpu",
-    )
-    return penstock.Cluster(
-        name="few",
-        devices={"core": device},
-        hosts=tuple(
-            Host(name=f"host{n}", devices=("core",) * count, port="near", network="far")
-            for n, count in enumerate(hosts)
-        ),
-        links={
-            "near": Link(bytes_per_s=1e11, latency_s=1e-7),
-            "far": Link(bytes_per_s=1e7, latency_s=1e-6),
-        },
-    )
+    """Describe hosts with so many slow cores, far from those of other hosts."""
+    peaks = {"float32": 1e9, "float64": 1e9}
+    return cluster(*hosts, far=1e7, flops_per_s=peaks, bytes_per_s=1e9, torch_type="cpu")
 
 
 def train(pipe: penstock.Pipeline) -> dict[str, Any]:

@@ -198,33 +198,19 @@ def saves_and_loads(mesh: Mesh, where: str, sharding: str) -> dict[str, Any]:
 
 
 def test_other_slices_go_on_from_slices_and_so_does_the_unsplit_model(tmp_path: Path) -> None:
-    saved = call(
-        saves_and_loads,
-        Placement.of(range(1), num_shards=3),
-        tmp_path,
-        where=str(tmp_path),
-        sharding="zero3",
-    )
+    def run(sharding: str, num_replicas: int = 1, num_shards: int = 1) -> list[dict[str, Any]]:
+        placement = Placement.of(range(1), num_replicas, num_shards=num_shards)
+        where = str(tmp_path)
+        return call(saves_and_loads, placement, tmp_path, where=where, sharding=sharding)
+
+    saved = run("zero3", num_shards=3)
     files = sorted((tmp_path / "saved").glob("model/*"))
     assert len(files) == 3 and all(file.stat().st_size > 1000 for file in files)
     penstock.export_model(tmp_path / "saved", tmp_path / "one.safetensors")
     wanted = load_file(tmp_path / "one.safetensors")
     total = sum(tensor.numel() for tensor in wanted.values())
     assert max(found["held"] for found in saved) < total / 2  # a few are too short to be cut
-    in_shards = call(
-        saves_and_loads,
-        Placement.of(range(1), num_shards=2),
-        tmp_path,
-        where=str(tmp_path),
-        sharding="megatron",
-    )
-    in_replicas = call(
-        saves_and_loads,
-        Placement.of(range(1), num_replicas=2),
-        tmp_path,
-        where=str(tmp_path),
-        sharding="zero1",
-    )
+    in_shards, in_replicas = run("megatron", num_shards=2), run("zero1", num_replicas=2)
     for found in (*in_shards, *in_replicas):
         for loaded in (found["started"], found["loaded"]):
             assert loaded and all(torch.equal(loaded[name], wanted[name]) for name in loaded)

@@ -118,7 +118,7 @@ def _to_save(pipe: "Pipeline", original: nn.Module) -> tuple[dict[str, Tensor], 
     tied = _patterns(getattr(original, "all_tied_weights_keys", None))
     tied += _patterns(getattr(original, "_tied_weights_keys", None))
     ignored = _patterns(getattr(original, "_keys_to_ignore_on_save", None))
-    writes, shards, found = pipe.mesh.replica == 0 and pipe.mesh.shard == 0, pipe.shards, {}
+    writes, shards, found = pipe.mesh.is_first_of_stage, pipe.shards, {}
     for names, tensor in pipe.held.own_tensors().items():
         kept = [name for name in names if not _fits(name, tied)] or list(names)
         if not _fits(kept[0], ignored):
