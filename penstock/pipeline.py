@@ -189,7 +189,7 @@ class Pipeline(AbstractMovable):
         check_sharding(plan, part)
         with mesh.world.reporting(plan.placement.names):
             plan, number, balances = agree(plan, resolved, mesh, part, balances=balances)
-            divided = make_sharding(plan, resolved, part)  # of the stages that are agreed on
+            divided = make_sharding(plan, resolved, part, mesh)  # of the stages that are agreed on
             own, draws = loss or resolved.own_loss, weights is None
             engine = Engine(resolved, own, plan, mesh, draws=draws, sharding=divided)
             super().__init__()

@@ -6,14 +6,16 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.count import record_graph
 from penstock.errors import ConfigError, check_count
+from penstock.mesh import Mesh
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.layer_list import Layer
 from penstock.model.layers import Layers
+from penstock.model.pytree import flatten, unflatten
 from penstock.planner.plan import Plan
 from penstock.planner.wanted import Wanted
 from penstock.sharding.costs import Costs
@@ -101,11 +103,13 @@ def check_sharding(plan: Plan, part: Any) -> None:
         )
 
 
-def make_sharding(plan: Plan, layers: Layers, part: Any) -> Sharding | None:
+def make_sharding(plan: Plan, layers: Layers, part: Any, mesh: Mesh) -> Sharding | None:
     """Say how each layer is divided among the ranks of its stage; None where each has one.
 
+    All processes of the mesh divide them alike: for a micro-batch of the sizes that rank 0 has.
+
     Raises:
-        ConfigError: a layer cannot be recorded.
+        ConfigError: a layer cannot be recorded, or other example inputs were given elsewhere.
         PlanError: a layer cannot be divided so.
     """
     if plan.sharding is None:
@@ -122,7 +126,34 @@ def make_sharding(plan: Plan, layers: Layers, part: Any) -> Sharding | None:
     if plan.cluster is not None:
         costs = Costs(costs.mesh, plan.cluster, *counts)
     each = [replace(costs, mesh=m, devices=plan.devices_of(n)) for n, m in enumerate(meshes)]
+    part = _sized_as_first(part, mesh)
     return _planned(Wanted.of(plan.sharding), layers, part, each, stages=stages)
+
+
+def _sized_as_first(part: Any, mesh: Mesh) -> Any:
+    """Return a micro-batch of the sizes that rank 0 has, without values.
+
+    Replicas may have fewer samples, or shorter ones; their slices must be cut at the same places.
+    """
+    leaves, structure = flatten(part)
+    own = [(t.dtype, list(t.shape)) for t in leaves if isinstance(t, Tensor)]
+    told = [[str(dtype), shape] for dtype, shape in own]
+    first = mesh.world.broadcast(told, 0, "for the sizes of the example inputs")
+    if [(dtype, len(shape)) for dtype, shape in told] != [(d, len(s)) for d, s in first]:
+        raise ConfigError(
+            f"example_inputs= are tensors of other types or dimensions, {told}, than those of "
+            f"rank 0, {first}; give all processes inputs of one kind: only sizes may differ"
+        )
+    if told == first:
+        return part
+    sizes = iter(shape for _, shape in first)
+    sized = [
+        leaf.new_empty(next(sizes), device="meta", requires_grad=leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else leaf
+        for leaf in leaves
+    ]
+    return unflatten(structure, sized)
 
 
 def _planned(

@@ -65,10 +65,10 @@ def inject_into_save(action: str) -> None:
     """Let this process go wrong when it writes its shard of the faulty step's checkpoint."""
     write = together.save_file  # type: ignore[attr-defined]  # of safetensors
 
-    def faulty(tensors: Any, file: Path) -> None:
+    def faulty(tensors: Any, file: Path, *more: Any, **options: Any) -> None:
         if f"step-{FAULTY_STEP}" in str(file):
             go_wrong(action)
-        write(tensors, file)
+        write(tensors, file, *more, **options)
 
     together.save_file = faulty  # type: ignore[attr-defined, assignment]
 

@@ -372,10 +372,11 @@ def test_shards_give_the_unsplit_models_gradients_but_for_rounding(
 ) -> None:
     """With every schedule: stages of several processes, of unlike meshes too, and replicas."""
     results = call(work, placement, tmp_path, timeout_s=200.0, which=which)
+    whole = ("grid",) if which == "every_plan" else ("grid", "data")  # may be, in small stages
     for case, *by_rank in zip(CASES[which](placement.num_stages), *results, strict=True):
         expected = unsplit(case)
         assert set().union(*by_rank) - {"divided"} == expected.keys()
-        may_be_whole = case.model.name != "transformer" or case.sharding == "grid"
+        may_be_whole = case.model.name != "transformer" or case.sharding in whole
         assert may_be_whole or by_rank[-1]["divided"] > 0, f"{case}"
         for found in by_rank:
             names = [n for n in expected if n in found]
