@@ -22,7 +22,7 @@ from penstock.model.layer_list import as_layers
 from penstock.sharding.costs import Costs
 from penstock.sharding.divided import DividedLayer
 from penstock.sharding.program import routed_calls
-from penstock.sharding.search import plan_sharding
+from penstock.sharding.stages import plan_sharding
 from penstock.zoo import gpt
 
 SIZES = (Size(2, 64, 128), Size(4, 128, 256), Size(4, 256, 512))

@@ -19,7 +19,7 @@ from penstock.planner.packing import Hosts, Submesh
 from penstock.planner.stage_table import Price
 from penstock.sharding.costs import Costs
 from penstock.sharding.named import ready_plan
-from penstock.sharding.search import Ranges, Search
+from penstock.sharding.search import Part, Ranges, Search
 
 from .remembered import RememberedSearch
 
@@ -114,7 +114,7 @@ class MeshPrices:
             devices = self.devices(submesh)
             costs = Costs(shape, self.cluster, self.num_microbatches, devices=devices)
             every, names = range(len(self.names)), [*self.names]
-            search = partial(Search, self.graph, names, every, ready, costs, {})
+            search = partial(Search, self.graph, names, Part(every), ready, costs)
             facts = f"{self.graph.digest} {names} {self.plan} {costs}"
             self.shared[key] = RememberedSearch(facts, search, shape, len(names))
         return self.shared[key].of_ranges(self.way.byte_s)

@@ -104,7 +104,7 @@ class Engine:
         self.shards: Shards = Shards(sharding, mesh) if before is None else before.shards
         cuts = sharding is not None and before is None
         layers.place(mine, plan.seed, draws=draws, placed=self.shards.place if cuts else None)
-        divided = self.shards.layers
+        divided = self.shards.calls
         self.stages = tuple(
             Stage(p, device, len(layers), self._loss_of(p), replicas, self._keeping_of(p), divided)
             for p, device in mine

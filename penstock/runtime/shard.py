@@ -160,7 +160,7 @@ def _planned(
     wanted: Wanted, layers: Layers, part: Any, costs: Costs | Sequence[Costs], **how: Any
 ) -> Sharding:
     """Plan with a micro-batch."""
-    from penstock.sharding.search import plan_sharding  # SciPy takes a while to import
+    from penstock.sharding.stages import plan_sharding  # SciPy takes a while to import
 
     names = [step.path for step in layers]
     graph, limit = record_graph(layers, part), wanted.memory_limit_bytes

@@ -18,9 +18,9 @@ from penstock.trace.units import count_text
 
 from .again import Again
 from .at_rest import Cut, Gathered, keep_slices
-from .layouts import I, Layout, R, S
+from .layouts import I, Layout, R, S, layout_on, mark_layout
 from .plan import LayerSharding, Sharding
-from .run import Known, LayerRun, layout_on
+from .run import Known, LayerRun
 from .sizes import size_like
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class DividedLayer:
         leaves, structure = flatten((function.args, function.keywords))
         layouts = noted.setdefault(self._index, tuple(map(layout_on, leaves)))
         given = sum(layout is not None for layout in layouts)
-        if given != self.plan.num_entering:
+        if given != self.plan.num_entering and (given or not self.plan.may_enter_whole):
             raise PlanError(
                 f"layer {self.plan.name!r} is given {count_text(given, 'tensor')} in slices, and "
                 f"its sharding expects {self.plan.num_entering}: something between the layers has "
@@ -131,6 +131,21 @@ class DividedLayer:
                 parameters[name] = parameter
 
 
+class WholeLayer:
+    """The last layer of a stage on one device; the next stage is given slices of its samples."""
+
+    def __init__(self, plan: LayerSharding) -> None:
+        self._multiple = plan.multiple
+
+    def call(self, function: "partial[Any]", noted: dict[int, Any]) -> Any:
+        """Call the layer; what it gives counts as one slice, if the others can be even."""
+        result = function()
+        leaves, _ = flatten(result)
+        if len(leaves) == 1 and leaves[0].dim() and not len(leaves[0]) % self._multiple:
+            mark_layout(leaves[0], (S(0, (len(leaves[0]),)),))
+        return result
+
+
 class Shards:
     """What processes share of the stages that run here: layers that are divided, by number, along
     the axes of shards, and weights that are cut, along the replicas too.
@@ -141,6 +156,8 @@ class Shards:
         self._everyone, self._replicas = mesh.shards.tensors, mesh.replicas.tensors
         self._keeps = sharding is not None and sharding.keeps
         self.layers: dict[int, DividedLayer] = {}
+        self.calls: dict[int, DividedLayer | WholeLayer] = {}
+        """What is called instead of layers, by number."""
         self.cut: dict[Tensor, Cut] = {}
         """The weights of which this process keeps a slice."""
         self.for_step: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -173,8 +190,10 @@ class Shards:
             plan = self.sharding.layers[step.index]
             if plan.is_divided:
                 layer = DividedLayer(step.index, step.module, plan, self._axes, keeps=self._keeps)
-                self.layers[step.index] = layer
+                self.layers[step.index] = self.calls[step.index] = layer
                 cut |= layer.cut
+            elif plan.gives_slices:
+                self.calls[step.index] = WholeLayer(plan)
         if self._gathered is not None:
             every = dict.fromkeys(w for step in steps for w in step.module.parameters())
             trained = [w for w in every if w.requires_grad and not w.is_meta]

@@ -61,10 +61,14 @@ class LayerSharding:
     """How one layer is divided along the axes of its stage's mesh.
 
     `weights` are layouts of its parameters at rest, by their names in the layer; those that are
-    not there are whole.  `leaving` are layouts of what other layers of the stage are given, by
-    (call, place among what it gives), where they are not whole; `num_entering` counts what this
-    layer is given so.  `again` are weights in slices that the backward wants too: what they are
-    converted to is freed after the forward.
+    not there are whole.  `leaving` are layouts of what other layers are given, by (call, place
+    among what it gives), where they are not whole; `num_entering` counts what this layer is given
+    so.  `again` are weights in slices that the backward wants too: what they are converted to is
+    freed after the forward.
+
+    Between stages of unlike meshes slices are even: samples that are no `multiple` cross whole,
+    and the layer that is given them `may_enter_whole`.  `gives_slices` says of a layer on one
+    device that the stage after it is given slices.
     """
 
     name: str
@@ -73,6 +77,9 @@ class LayerSharding:
     leaving: Mapping[tuple[int, int], Layout] = field(default_factory=dict)
     num_entering: int = 0
     again: frozenset[str] = frozenset()
+    multiple: int = 1
+    may_enter_whole: bool = False
+    gives_slices: bool = False
 
     @property
     def is_divided(self) -> bool:

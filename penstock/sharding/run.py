@@ -27,7 +27,7 @@ from penstock.torch_private import without_torch_dispatch, without_torch_functio
 from .again import Again
 from .convert import convert, convert_kept
 from .kernels import Local, kernel_of, shapes_given
-from .layouts import I, Layout, S
+from .layouts import I, Layout, S, mark_layout
 from .plan import LayerSharding, PlannedCall
 from .rules import base_name
 from .sizes import Sized, size, size_like
@@ -146,15 +146,6 @@ def _replaced(value: Any, by: Mapping[int, Tensor]) -> Any:
     )
 
 
-_HELD = "penstock_layout"
-
-
-def layout_on(value: Any) -> Layout | None:
-    """Return the layout that stands on what an earlier layer gave; None: it is whole."""
-    found: Layout | None = getattr(value, _HELD, None)
-    return found
-
-
 Known = dict[int, list[tuple[list[tuple[Shape, Layout]], tuple[Shape, ...] | None, Sized]]]
 """For each call, by number: shapes and layouts of what it was given, shapes of what it was to
 give, and the sizes of slices that follow; the last few.
@@ -204,12 +195,12 @@ class LayerRun:
         """
         if not isinstance(tensor, ShardedTensor):
             return tensor
-        layout = self._plan.leaving.get(tensor.made_by)
-        if layout is None:
+        layout, multiple = self._plan.leaving.get(tensor.made_by), self._plan.multiple
+        if layout is None or tensor.whole_shape[0] % multiple:
             return self._held_as(tensor, self._whole)
         layout = size_like(layout, tensor.whole_shape, tensor.held, self._axes)
         local = self._held_as(tensor, layout)
-        setattr(local, _HELD, layout)
+        mark_layout(local, layout)
         return local
 
     def check_ended(self) -> None:

@@ -8,132 +8,38 @@ those of the shortest way through.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from functools import cache, partial
-from itertools import chain, pairwise, product
-from math import prod
+from itertools import pairwise, product
+from math import lcm, prod
 from typing import Any, NamedTuple
 
 import numpy
 
-from penstock.costs.graph import Graph, TensorSpec
-from penstock.errors import ConfigError, PlanError
+from penstock.costs.graph import Graph
+from penstock.errors import PlanError
 from penstock.trace.units import bytes_text
 
 from .choose import Numbers
 from .costs import Costs
-from .layouts import I, Layout, R, S, State, layout_of, layout_text
-from .named import Ready, ready_plan
-from .plan import LayerSharding, Sharding
+from .layouts import I, Layout, S
+from .named import Ready
+from .plan import LayerSharding
 from .program import (
     Borders,
     LayerProgram,
     Task,
-    own_weights,
     priced,
     routed_calls,
     whole_bytes,
     whole_s,
     why_whole,
 )
-from .rules import Seen, fits, unknown
+from .rules import fits
 
-
-def plan_sharding(  # noqa: PLR0913 - all that is asked for
-    name: str,
-    graph: Graph,
-    layers: Sequence[str],
-    costs: Costs | Sequence[Costs],
-    stages: Sequence[Sequence[int]] | None = None,
-    memory_limit_bytes: int | None = None,
-    pins: Mapping[str, str] | None = None,
-    *,
-    compares: bool = False,
-) -> Sharding:
-    """Return a plan for the layers of a model, of these names.
-
-    `stages` are the numbers of the layers of each stage, and `costs` those of all or of each;
-    between stages values are whole.  With a limit, weights, gradients, optimizer state and saved
-    activations of a stage stay below it.
-    `pins` are layouts of weights at rest by patterns of their names, the first that matches.  A
-    plan that `compares` names the next best way to divide each call, too.
-
-    Raises:
-        ConfigError: there is no plan of this name, or a weight cannot be held as it is pinned.
-        PlanError: no plan stays below the limit; says by how much.
-    """
-    numbers = range(len(layers))
-    ready, gathers = ready_plan(name)
-    free = (own_weights(graph, routed_calls(graph, n)) for n in numbers if not why_whole(graph, n))
-    may_be_cut = {*chain.from_iterable(free)}
-    stages = stages or [numbers]
-    each = [costs] * len(stages) if isinstance(costs, Costs) else costs
-    held = {own.mesh: _pinned(pins or {}, graph, may_be_cut, own.mesh) for own in each}
-    found: dict[int, LayerSharding] = {}
-    for stage, own in zip(stages, each, strict=True):
-        search = Search(graph, layers, list(stage), ready, own, held[own.mesh])
-        chosen = search.within(memory_limit_bytes)
-        found.update(zip(stage, search.compared(chosen) if compares else chosen, strict=True))
-    seen = [Seen.of(graph, call) for n in numbers for call in routed_calls(graph, n)]
-    reasons = dict.fromkeys(filter(None, (why_whole(graph, n) for n in numbers)))
-    plans = tuple(found[n] for n in numbers)
-    return Sharding(tuple(held), plans, (*unknown(seen), *reasons), ready.keeps, gathers)
-
-
-def _pinned(
-    pins: Mapping[str, str], graph: Graph, free: Collection[int], mesh: Sequence[int]
-) -> dict[int, Layout]:
-    """Return the layouts of weights that are pinned, by number; `free` are those that may be cut.
-
-    Raises:
-        ConfigError: a name matches no weight, or a weight cannot be held so.
-    """
-    found: dict[int, Layout] = {}
-    specs = enumerate(graph.tensors)
-    names = {n: spec.name for n, spec in specs if spec.name and spec.wants_gradient}
-    for pattern, text in pins.items():
-        own = [n for n, name in names.items() if fnmatchcase(name, pattern)]
-        if not own:
-            near = get_close_matches(pattern, names.values(), cutoff=0.3) or [*names.values()]
-            raise ConfigError(
-                f"sharding pins {pattern!r}, and no weight has such a name; near ones are "
-                f"{', '.join(map(repr, near[:3]))}"
-            )
-        states = layout_of(text)
-        if len(states) not in (1, len(mesh)):
-            raise ConfigError(
-                f"sharding pins {pattern!r} to {text!r}, states along {len(states)} axes, and the "
-                f"shards of a stage have {len(mesh)}; give a state for each, or one for all"
-            )
-        layout = states * len(mesh) if len(states) == 1 else states
-        for n in own:
-            _check_pin(graph.tensors[n], layout, mesh, is_free=n in free)
-            found.setdefault(n, layout)
-    return found
-
-
-def _check_pin(spec: TensorSpec, layout: Layout, mesh: Sequence[int], *, is_free: bool) -> None:
-    """Refuse a layout that a weight cannot have.
-
-    Raises:
-        ConfigError: says which layouts remain.
-    """
-    if not is_free and set(layout) != {I}:
-        raise ConfigError(
-            f"sharding pins {spec.name!r} to {layout_text(layout)}, and it stays whole (I): "
-            "several layers use it, or what its layer does cannot be divided; leave it out"
-        )
-    every: list[State] = [I, R, *(S(d) for d in range(len(spec.shape)))]
-    remain = [own for own in product(every, repeat=len(mesh)) if fits(spec.shape, own, mesh)]
-    if layout not in remain:
-        raise ConfigError(
-            f"sharding pins {spec.name!r} of shape {spec.shape} to {layout_text(layout)}, and on "
-            f"{' x '.join(map(str, mesh))} shards some would have no slice of it; it may be "
-            f"{', '.join(map(layout_text, remain))}"
-        )
+Mesh = Sequence[int]
+"""The lengths of a mesh's axes."""
 
 
 class Cost(NamedTuple):
@@ -176,18 +82,24 @@ class _Found(NamedTuple):
     plans: list[LayerSharding]
 
 
+class Part(NamedTuple):
+    """A stage: the numbers of its layers, the layouts of weights that are pinned, by number, and
+    the meshes of the stages before and after it, if there are some.
+    """
+
+    layers: Sequence[int]
+    pins: Mapping[int, Layout] = {}
+    before: Mesh | None = None
+    after: Mesh | None = None
+
+
 class Search:
     """The search for one stage."""
 
     def __init__(
-        self,
-        graph: Graph,
-        names: Sequence[str],
-        layers: Sequence[int],
-        ready: Ready,
-        costs: Costs,
-        pins: Mapping[int, Layout],
+        self, graph: Graph, names: Sequence[str], part: Part, ready: Ready, costs: Costs
     ) -> None:
+        layers, pins, *around = part
         self._graph, self._names, self._layers = graph, names, layers
         self._ready, self._costs = ready, costs
         self._whole: Layout = (I,) * len(costs.mesh)
@@ -198,7 +110,12 @@ class Search:
         self._keys: dict[tuple[int, Layout, Layout], tuple[object, Borders]] = {}
         self._calls = cache(partial(routed_calls, graph))
         self._why_whole = cache(partial(why_whole, graph))
-        self._crossing = [self._between(a, b) for a, b in pairwise(layers)]
+        beside = [layers[0] - 1, *layers, layers[-1] + 1]
+        self._crossing = [self._between(a, b) for a, b in pairwise(beside)]
+        """What only the layers before and after each border have to do with, both ends too."""
+        self._around = part.before, part.after
+        self._ends = [self._end(place, mesh) for place, mesh in zip((0, -1), around, strict=True)]
+        """The layouts of what enters the stage and of what leaves it."""
 
     def within(self, limit: int | None) -> list[LayerSharding]:
         """Return the fastest plan that stays below a limit of bytes, of those that are the best
@@ -232,7 +149,7 @@ class Search:
 
     def compared(self, plans: Sequence[LayerSharding]) -> list[LayerSharding]:
         """Return the plans of all layers with the next best way to divide each call."""
-        before, known, found = self._whole, dict[object, LayerSharding](), []
+        before, known, found = self._ends[0], dict[object, LayerSharding](), []
         for place, plan in enumerate(plans):
             after = next(iter(plan.leaving.values()), self._whole)
             key, _ = self._key(place, before, after)
@@ -242,15 +159,27 @@ class Search:
             before = after
         return found
 
+    def ended(self, plans: Sequence[LayerSharding]) -> list[LayerSharding]:
+        """Return the plans with what the layers at both ends need to know of other stages."""
+        (before, after), own = self._around, self._costs.mesh
+        found = [*plans]
+        found[0] = replace(found[0], may_enter_whole=found[0].num_entering > 0 and before != own)
+        if self._ends[1] != self._whole and after is not None:
+            each = 1 if own == after else lcm(prod(own), prod(after))
+            found[-1] = replace(found[-1], multiple=each, gives_slices=prod(own) == 1)
+        return found
+
     def of_ranges(self, byte_s: float = 0.0) -> "Ranges":
         """Return what every range of the layers costs as a stage of its own."""
         count = len(self._layers)
         found = Ranges(*(numpy.full((count, count + 1), numpy.inf) for _ in range(4)))
         best = {self._whole: numpy.full((1 + len(found), count), numpy.inf)}  # [_Sum, first layer]
         for place in range(count):
-            best[self._whole][:, place] = 0.0
+            begin, end = (self._cut_here(at) for at in (place, place + 1))
+            never = numpy.full((1 + len(found), count), numpy.inf)
+            best.setdefault(begin, never)[:, place] = 0.0
             best = self._further(best, place, byte_s)
-            for table, own in zip(found, best[self._whole][1:], strict=True):
+            for table, own in zip(found, best[end][1:], strict=True):
                 table[: place + 1, place + 1] = own[: place + 1]
         return found
 
@@ -290,7 +219,8 @@ class Search:
 
     def _fastest(self, byte_s: float) -> "_Found":
         """Return the plan that costs least, if bytes cost that much."""
-        best: dict[Layout, tuple[Cost, list[LayerSharding]]] = {self._whole: (Cost(0.0, 0.0), [])}
+        begin, end = self._ends
+        best: dict[Layout, tuple[Cost, list[LayerSharding]]] = {begin: (Cost(0.0, 0.0), [])}
         for place in range(len(self._layers)):
             further: dict[Layout, tuple[Cost, list[LayerSharding]]] = {}
             for before, after in product(best, self._borders(place)):
@@ -301,22 +231,46 @@ class Search:
                 if after not in further or total < further[after][0]:
                     further[after] = total, [*best[before][1], own]
             best = further
-        cost, plans = best[self._whole]
+        cost, plans = best[end]
         return _Found(cost.seconds, self._bytes(plans), plans)
 
     def _borders(self, place: int) -> Iterator[Layout]:
-        """Yield the layouts that what a layer gives may have, the same along all axes; what is
-        last is whole.
-        """
-        is_last = place == len(self._layers) - 1
-        if is_last or not self._crossing[place] or prod(self._costs.mesh) == 1:
+        """Yield the layouts that what a layer gives may have, the same along all axes."""
+        if place == len(self._layers) - 1:
+            yield self._ends[1]
+            return
+        if not self._crossing[place + 1] or prod(self._costs.mesh) == 1:
             yield self._whole
             return
-        shapes = [self._graph.tensors[n].shape for n in self._crossing[place]]
+        every = ((state,) * len(self._whole) for state in self._ready.borders)
         mesh = self._costs.mesh
-        every = ((state,) * len(mesh) for state in self._ready.borders)
-        found = [own for own in every if all(fits(shape, own, mesh) for shape in shapes)]
+        found = [own for own in every if self._fits(place + 1, own, mesh)]
         yield from found or [self._whole]
+
+    def _fits(self, border: int, layout: Layout, mesh: Mesh) -> bool:
+        shapes = (self._graph.tensors[n].shape for n in self._crossing[border])
+        return all(fits(shape, layout, mesh) for shape in shapes)
+
+    def _cut_here(self, border: int) -> Layout:
+        """Return the layout of what crosses a border, if stages end there: slices of samples where
+        the plan allows that.
+        """
+        cut: Layout = (S(0),) * len(self._whole)
+        is_inner = 0 < border < len(self._layers) and self._crossing[border]
+        may = is_inner and S(0) in self._ready.borders and prod(self._costs.mesh) > 1
+        return cut if may and self._fits(border, cut, self._costs.mesh) else self._whole
+
+    def _end(self, border: int, other: Mesh | None) -> Layout:
+        """Return the layout of what enters the stage, or leaves it, from or to another mesh."""
+        own = self._costs.mesh
+        shapes = [self._graph.tensors[n].shape for n in self._crossing[border]]
+        lengths = {shape[0] if shape else 0 for shape in shapes}
+        if other is None or len(lengths) != 1 or S(0) not in self._ready.borders:
+            return self._whole
+        counts, (samples,) = (prod(own), prod(other)), lengths
+        is_even = own == other or samples % lcm(*counts) == 0
+        may = is_even and samples >= max(counts) > 1
+        return (S(0),) * len(self._whole) if may else self._whole
 
     def _one(
         self, place: int, before: Layout, after: Layout, byte_s: float
@@ -336,8 +290,8 @@ class Search:
 
     def _new_key(self, place: int, before: Layout, after: Layout) -> tuple[object, Borders]:
         layer = self._layers[place]
-        entering = self._crossing[place - 1] if place and before != self._whole else []
-        leaving = self._crossing[place] if after != self._whole else []
+        entering = self._crossing[place] if before != self._whole else []
+        leaving = self._crossing[place + 1] if after != self._whole else []
         borders = {**dict.fromkeys(entering, before), **dict.fromkeys(leaving, after)}
         places = self._places(layer, {**borders, **self._task.pins})
         return (self._graph.signature(layer), places), borders
@@ -366,6 +320,8 @@ class Search:
     def _between(self, maker: int, user: int) -> list[int]:
         """Return the tensors that one layer gives to the next, and to nobody else."""
         graph = self._graph
+        if maker < 0 or user == len(self._names):
+            return []
         if self._why_whole(maker) or self._why_whole(user):
             return []
         both = [*self._calls(maker), *self._calls(user)]

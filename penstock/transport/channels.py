@@ -13,6 +13,7 @@ from penstock.errors import BoundaryError
 from penstock.model.entries import version_of
 from penstock.model.pytree import Structure
 from penstock.schedules.ir import Instruction, Message
+from penstock.sharding.layouts import Layout
 
 
 class AbstractChannels(ABC):
@@ -60,7 +61,8 @@ class Activation:
     place would have to be seen in both.  `versions` are those the tensors had when they left: a
     later one means that the sender has changed them in place since.  `lasting` are the places of
     parameters: the same for all micro-batches of a run.  `hooked` are the places of tensors with
-    hooks on their gradient, which their stage runs.
+    hooks on their gradient, which their stage runs.  `layouts` are those of slices, where the
+    processes that share a stage hold slices of a value; None: each has all of it.
     """
 
     leaves: tuple[Tensor, ...]
@@ -71,6 +73,7 @@ class Activation:
     event: torch.cuda.Event | None = None
     lasting: frozenset[int] = frozenset()
     hooked: frozenset[int] = frozenset()
+    layouts: "Layouts" = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,11 @@ class Gradient:
 
     leaves: tuple[Tensor | None, ...]
     event: torch.cuda.Event | None = None
+    layouts: "Layouts" = ()
+
+
+Layouts = tuple[Layout | None, ...]
+"""For each leaf of a message; () if all are whole."""
 
 
 def check_still_as_sent(tensor: Tensor, version: int, stage: int) -> None:

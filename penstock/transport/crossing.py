@@ -10,21 +10,26 @@ sender.  The plan (see `sharding.resharding`) divides it among the shards of bot
 The receivers then gather the rest from each other, in the thread that runs their program, as all
 collectives.  So few bytes that a message costs more than they do come whole from the first sender
 that a shard hears, and the other ones say only that it was sent.
+
+A tensor of which shards hold slices of samples is divided by itself, likewise; the slices of both
+sides are even, so that each link has what its ends share of it, and nobody gathers.
 """
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import lcm
+from math import lcm, prod
 
 import torch
 from torch import Tensor
 
+from penstock.errors import PlanError
 from penstock.mesh import Mesh
+from penstock.sharding.layouts import samples
 from penstock.sharding.resharding import plan_resharding
 from penstock.sharding.slices import Slice
 
-from .headers import Payload, kinds_of
+from .headers import Header, Payload, kinds_of, layouts_of
 from .torch_distributed import Came, Incoming, Outgoing, Values
 from .wire import TensorKind, fill_rows, num_row_bytes, room_for_rows, row_bytes
 
@@ -49,24 +54,66 @@ class Share:
     has_few: bool = True
 
     def span(self, num_bytes: int) -> tuple[int, int]:
-        """Return where it begins and ends in a message of so many bytes."""
-        if num_bytes < _FEW_BYTES:
-            return 0, num_bytes * self.has_few
+        """Return where it begins and ends in a row of so many bytes."""
         return num_bytes * self.begin // self.num_blocks, num_bytes * self.end // self.num_blocks
 
-    def parts(self, kinds: Sequence[TensorKind]) -> Iterator[Part]:
+    def of_whole(self, num_bytes: int) -> tuple[int, int]:
+        """Return the same in what is held whole of a message."""
+        few = 0, num_bytes * self.has_few
+        return few if num_bytes < _FEW_BYTES else self.span(num_bytes)
+
+    def parts(self, content: "_Content") -> Iterator[Part]:
         """Yield what it has of a message's tensors."""
-        at, (begin, end) = 0, self.span(_size(kinds))
-        for number, kind in enumerate(kinds):
-            size = num_row_bytes(kind)
+        at, (begin, end) = 0, self.of_whole(content.num_whole)
+        for number, (size, is_cut) in enumerate(zip(content.sizes, content.is_cut, strict=True)):
             first, last = max(begin - at, 0), min(end - at, size)
+            if is_cut:
+                first, last = self.span(size)
+            else:
+                at += size
             if first < last:
                 yield number, first, last
-            at += size
 
 
-def _size(kinds: Iterable[TensorKind]) -> int:
-    return sum(map(num_row_bytes, kinds))
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """The tensors of a message as all shards of its sender hold them together: their kinds, bytes,
+    and whether each shard has a slice.
+    """
+
+    kinds: Sequence[TensorKind]
+    sizes: Sequence[int]
+    is_cut: Sequence[bool]
+
+    @classmethod
+    def of(cls, header: Header) -> "_Content":
+        layouts = layouts_of(header)
+        pairs = zip(kinds_of(header), layouts, strict=True)
+        kinds = [k if layout is None else _with_samples(k, samples(layout)) for k, layout in pairs]
+        return cls(kinds, [*map(num_row_bytes, kinds)], [layout is not None for layout in layouts])
+
+    @property
+    def num_whole(self) -> int:
+        """The bytes of what each shard has all of."""
+        return sum(n for n, is_cut in zip(self.sizes, self.is_cut, strict=True) if not is_cut)
+
+    def begin(self, number: int, shard: int, count: int) -> int:
+        """Return where a shard's own part of a tensor begins."""
+        return self.sizes[number] * shard // count if self.is_cut[number] else 0
+
+    def kinds_of_shard(self, count: int) -> list[TensorKind]:
+        """Return the kinds of what one of so many shards holds."""
+        pairs = zip(self.kinds, self.is_cut, strict=True)
+        return [_with_samples(k, k.shape[0] // count) if is_cut else k for k, is_cut in pairs]
+
+
+def _with_samples(kind: TensorKind, number: int) -> TensorKind:
+    shape = torch.Size((number, *kind.shape[1:]))
+    inner = prod(kind.shape[1:])  # as far apart as samples are that lie one behind the other
+    if kind.strides[0] == inner:
+        return kind._replace(shape=shape)
+    strides = torch.empty(shape, device="meta").stride()
+    return kind._replace(shape=shape, strides=strides)
 
 
 def shares(sides: Sides) -> dict[tuple[int, int], Share]:
@@ -88,20 +135,31 @@ def shares(sides: Sides) -> dict[tuple[int, int], Share]:
 class _OutgoingShare(Outgoing):
     """The sending end of a link that carries a share of each message."""
 
-    def __init__(self, mesh: Mesh, stage: int, rank: int, channel: int, share: Share) -> None:
+    def __init__(
+        self, mesh: Mesh, stage: int, rank: int, channel: int, share: Share, count: int
+    ) -> None:
         super().__init__(mesh, stage, rank, channel)
-        self._share = share
+        self._share, self._place = share, (mesh.shard, count)
 
-    def _own(self, values: Values) -> Values:
-        parts = self._share.parts([kind for _, kind in values])
-        contents = [row_bytes(values[n][0])[first:last] for n, first, last in parts]
-        return [(content, TensorKind.of(content)) for content in contents]
+    def _own(self, tensors: Sequence[Tensor], header: Header) -> Values:
+        content, found = _Content.of(header), []
+        for number, first, last in self._share.parts(content):
+            begin = content.begin(number, *self._place)
+            part = row_bytes(tensors[number])[first - begin : last - begin]
+            if begin > first or len(part) < last - first:
+                raise PlanError(
+                    f"shard {self._place[0]} of {self._place[1]} sends a slice of shape "
+                    f"{tuple(tensors[number].shape)} to stage of another mesh, and slices there "
+                    "are even; make the micro-batches a multiple of both numbers of shards"
+                )
+            found.append((part, TensorKind.of(part)))
+        return found
 
 
 def outgoing_shares(mesh: Mesh, stage: int, sides: Sides, channel: int) -> list[Outgoing]:
     """Return the sending ends, of `stage`, to all receivers that this process sends anything."""
     return [
-        _OutgoingShare(mesh, stage, receiver, channel, share)
+        _OutgoingShare(mesh, stage, receiver, channel, share, len(sides[0]))
         for (sender, receiver), share in shares(sides).items()
         if sender == mesh.rank
     ]
@@ -114,8 +172,8 @@ class _IncomingShare(Incoming):
         super().__init__(mesh, rank, channel)
         self.share = share
 
-    def _own(self, kinds: list[TensorKind]) -> list[TensorKind]:
-        parts = self.share.parts(kinds)
+    def _own(self, header: Header) -> list[TensorKind]:
+        parts = self.share.parts(_Content.of(header))
         shapes = [torch.Size((last - first,)) for _, first, last in parts]
         return [TensorKind(torch.uint8, shape, (1,), 0, Tensor) for shape in shapes]
 
@@ -169,16 +227,22 @@ class IncomingShares:
             PeerError: another process failed, or is gone.
             WaitTimeout: the other shards do not come to it within the deadline.
         """
-        header = came[0].header
-        kinds = kinds_of(header)
+        header, place = came[0].header, (self._mesh.shard, len(self._of_shards))
+        content = _Content.of(header)
+        kinds = content.kinds_of_shard(place[1])
         rooms = [room_for_rows(kind, self._mesh.device) for kind in kinds]
+        own: list[Tensor] = []
         for link, (_, contents) in zip(self._links, came, strict=True):
-            _put(contents, link.share.parts(kinds), rooms)
-        if (size := _size(kinds)) >= _FEW_BYTES and len(self._of_shards) > 1:
-            own = torch.cat([content for _, contents in came for content in contents])
-            for shard, row in enumerate(self._gathered(own, size)):
+            parts = list(link.share.parts(content))
+            for part, (number, first, last) in zip(contents, parts, strict=True):
+                begin = content.begin(number, *place)
+                rooms[number][0][first - begin : last - begin] = part
+                own += [] if content.is_cut[number] else [part]
+        if (size := content.num_whole) >= _FEW_BYTES and len(self._of_shards) > 1:
+            for shard, row in enumerate(self._gathered(torch.cat(own), size)):
                 if shard != self._mesh.shard:
-                    parts = list(self._of_shards[shard].parts(kinds))
+                    every = self._of_shards[shard].parts(content)
+                    parts = [part for part in every if not content.is_cut[part[0]]]
                     _put(row.split([last - first for _, first, last in parts]), parts, rooms)
         filled = zip(rooms, kinds, strict=True)
         tensors = [fill_rows(tensor, received, kind) for (received, tensor), kind in filled]
@@ -186,7 +250,7 @@ class IncomingShares:
 
     def _gathered(self, own: Tensor, size: int) -> list[Tensor]:
         """Return what has come to each shard, of so many bytes in all."""
-        shapes = [(e - b,) for b, e in (share.span(size) for share in self._of_shards)]
+        shapes = [(e - b,) for b, e in (share.of_whole(size) for share in self._of_shards)]
         uneven = shapes if len(set(shapes)) > 1 else None
         return self._mesh.shards.tensors.all_gather(own, self._what, uneven)
 

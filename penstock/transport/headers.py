@@ -17,8 +17,9 @@ from penstock.model.capture.header_cache import SealedHeader
 from penstock.model.entries import version_of
 from penstock.model.pytree import Structure
 from penstock.model.templates import from_template, is_plain, template
+from penstock.sharding.layouts import Layout, S
 
-from .channels import Activation, Gradient
+from .channels import Activation, Gradient, Layouts
 from .wire import TENSOR_KIND, TensorKind
 
 _MOST_KNOWN = 256
@@ -43,15 +44,23 @@ class About(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a message holds; `about` is None for a gradient."""
+    """What a message holds; `about` is None for a gradient, `layouts` are () if all is whole."""
 
     kinds: tuple[TensorKind | Again | None, ...]
     about: About | None
+    layouts: Layouts = ()
 
 
 def kinds_of(header: Header) -> list[TensorKind]:
     """Return the kinds of the tensors that travel with a header."""
     return [kind for kind in header.kinds if isinstance(kind, TensorKind)]
+
+
+def layouts_of(header: Header) -> list[Layout | None]:
+    """Return the layouts of these: None where all of a tensor travels."""
+    layouts = header.layouts or (None,) * len(header.kinds)
+    pairs = zip(header.kinds, layouts, strict=True)
+    return [layout for kind, layout in pairs if isinstance(kind, TensorKind)]
 
 
 def _told_about(about: About) -> tuple[Any, ...]:
@@ -67,6 +76,7 @@ CODEC = user_codec(
     (
         record(Header),
         record(Again),
+        record(S),
         Kind("About", About, _told_about, _about),
         TENSOR_KIND,
         Kind("Told", Told, Told.parts, lambda parts: Told.of_parts(*parts)),
@@ -82,6 +92,8 @@ def _is_whole(header: Any) -> bool:
         return False
     about = header.about
     if not all(kind is None or isinstance(kind, TensorKind | Again) for kind in header.kinds):
+        return False
+    if header.layouts and len(header.layouts) != len(header.kinds):
         return False
     return about is None or (
         isinstance(about, About)
@@ -104,8 +116,8 @@ class HeaderWriter:
         """Begin a run, or end one: parameters change between runs."""
         self._lasting.clear()
 
-    def write(self, payload: Payload) -> tuple[int, bytes, list[tuple[Tensor, TensorKind]]]:
-        """Return the number of the header, its bytes if it is new, and the tensors to send.
+    def write(self, payload: Payload) -> tuple[int, bytes, list[Tensor], Header]:
+        """Return the number of the header, its bytes if it is new, the tensors to send, and it.
 
         Raises:
             BoundaryError: it holds what cannot be told.
@@ -119,9 +131,10 @@ class HeaderWriter:
             about = About(payload.wants_grad, payload.structure, *places)
             if lasting:
                 kinds = tuple(self._once(p, k, payload) for p, k in enumerate(kinds))
-        number, told = self._number(Header(kinds, about))
+        header = Header(kinds, about, payload.layouts)
         pairs = zip(leaves, kinds, strict=True)
-        return number, told, [(t, k) for t, k in pairs if t is not None and type(k) is TensorKind]
+        tensors = [t for t, kind in pairs if t is not None and type(kind) is TensorKind]
+        return *self._number(header), tensors, header
 
     def _once(self, place: int, kind: TensorKind, payload: Activation) -> TensorKind | Again:
         """Replace the kind of a lasting tensor that was sent in this run."""
@@ -195,7 +208,7 @@ class HeaderReader:
             if place in lasting:
                 self._lasting.append(leaves[-1])
         if header.about is None:
-            return Gradient(tuple(leaves))
+            return Gradient(tuple(leaves), layouts=header.layouts)
         versions = tuple(map(version_of, leaves))
         wants_grad, structure, aliases, lasting, hooked = header.about
         return Activation(
@@ -206,6 +219,7 @@ class HeaderReader:
             aliases,
             lasting=lasting,
             hooked=hooked,
+            layouts=header.layouts,
         )
 
     def _sent_before(self, number: int) -> Tensor:

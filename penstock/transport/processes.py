@@ -6,6 +6,7 @@ background     receives large messages that were posted early; waits until large
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -14,6 +15,7 @@ from penstock.mesh import Mesh
 from penstock.mesh.background import WAIT_FAILURES, Slot
 from penstock.mesh.point_to_point import PointToPoint
 from penstock.schedules.ir import Instruction, Message, Schedule, sent_message
+from penstock.sharding.layouts import as_on
 
 from .channels import AbstractChannels
 from .crossing import IncomingShares, outgoing_shares
@@ -86,8 +88,15 @@ class ProcessChannels(AbstractChannels):
                 f"from stage {source}"
             )
             raise self._background.blame(error, what, incoming.rank) from error
-        payload: Payload = incoming.payload(came)
-        return payload
+        return self._as_held_here(incoming.payload(came))
+
+    def _as_held_here(self, payload: Payload) -> Payload:
+        """Return slices in a layout of this mesh, where that of the sender has another shape."""
+        if not payload.layouts:
+            return payload
+        mesh = [axis.size for axis in self._mesh.shard_axes]
+        own = (layout and as_on(layout, mesh, self._mesh.shard) for layout in payload.layouts)
+        return replace(payload, layouts=tuple(own))
 
     def _incoming_of(self, message: Message) -> Incoming | IncomingShares:
         key = source, target = message[1:3]

@@ -11,6 +11,7 @@ before it is one send and one receive, and comes in while others are computed on
 
 import struct
 import time
+from collections.abc import Sequence
 from ctypes import memmove
 from functools import partial
 from typing import Any, NamedTuple
@@ -85,8 +86,8 @@ class Outgoing:
             ConnectionError: the connection broke.
             PeerError: a process has failed.
         """
-        number, told, values = self._headers.write(payload)
-        values = self._own(values)
+        number, told, tensors, header = self._headers.write(payload)
+        values = self._own(tensors, header)
         num_bytes = _FIRST.size + len(told) + sum(kind.num_bytes for _, kind in values)
         on_cpu = self._device.type == "cpu"
         is_whole = num_bytes <= self._room_bytes and on_cpu
@@ -109,8 +110,9 @@ class Outgoing:
         self._later.append(self._wires.later.submit(partial(self._wait, self._begun, None)))
         self._begun, self._held_bytes = [], 0
 
-    def _own(self, values: Values) -> Values:
+    def _own(self, tensors: Sequence[Tensor], header: Header) -> Values:
         """Return what of a message goes this way: all of it."""
+        values = zip(tensors, kinds_of(header), strict=True)
         return [(tensor, kind) for tensor, kind in values if kind.num_bytes]
 
     def _send(self, content: bytearray) -> None:
@@ -192,7 +194,7 @@ class Incoming:
         at = _FIRST.size + size
         told = self._bytes[_FIRST.size : at] if is_whole else self._told(size, deadline)
         header = self._headers.read(number, told)
-        kinds = self._own(kinds_of(header))
+        kinds = self._own(header)
         tensors = self._unpacked(kinds, at) if is_whole else self._received(kinds, deadline)
         total = at + sum(kind.num_bytes for kind in kinds)
         self.expects_much = total > _MOST_ROOM_BYTES and self._device.type == "cpu"
@@ -203,9 +205,9 @@ class Incoming:
         """Return the message that came; called in the order of messages."""
         return self._headers.payload(*came)
 
-    def _own(self, kinds: list[TensorKind]) -> list[TensorKind]:
+    def _own(self, header: Header) -> list[TensorKind]:
         """Return what of a message comes this way: all of it."""
-        return kinds
+        return kinds_of(header)
 
     def _make_room(self, num_bytes: int) -> None:
         if num_bytes > len(self._bytes) and self._device.type == "cpu":

@@ -90,10 +90,12 @@ class Case:
     offload: bool = False
     sharding: str | None = None
     """How stages are divided, in float64, where several processes share each."""
+    num_samples: int = 7
 
     def batches(self) -> list[Any]:
         """Return three mini-batches of all replicas."""
-        return [self.exact(b) for b in self.model.batches(7 * self.num_replicas, 3)]
+        count = self.num_samples * self.num_replicas
+        return [self.exact(b) for b in self.model.batches(count, 3)]
 
     def built(self) -> Built:
         """Build the model."""
@@ -244,6 +246,13 @@ def in_shards(per_rank: int, num_replicas: int = 1) -> list[Case]:
     ]
 
 
+def on_unlike_meshes(cases: list[Case]) -> list[Case]:
+    """Return cases with micro-batches of 12 and 11 samples: what crosses between stages of unlike
+    meshes can be in even slices, and cannot.
+    """
+    return [replace(case, num_samples=34) for case in cases]
+
+
 def dealt(*ranks: int) -> list[Case]:
     """Return cases of stages on these ranks."""
     return [Case(m, Dealt(ranks), r) for m, r in product(DEALT, Recompute)]
@@ -270,7 +279,9 @@ CASES: dict[str, Callable[[int], list[Case]]] = {
         for model, plan in product(SHARDED, PLANS)
     ],
     "shards": lambda _: in_shards(1) + in_shards(2),
+    "unlike": lambda _: on_unlike_meshes(in_shards(1) + in_shards(2)),
     "replicas_of_shards": lambda _: in_shards(1, 2) + in_shards(2, 2),
+    "replicas_of_unlike": lambda _: on_unlike_meshes(in_shards(1, 2) + in_shards(2, 2)),
     REPLICAS[0]: lambda k: [replace(c, num_replicas=2) for c in in_turns(REPLICATED, k)],
     REPLICAS[1]: lambda k: [replace(c, num_replicas=2) for c in several(REPLICATED, k, 2)],
 }
@@ -354,13 +365,13 @@ def of_meshes(*meshes: tuple[tuple[int, ...], ...], shapes: Any = None) -> Place
     (
         ("every_plan", Placement.of(range(1), num_shards=2)),
         ("shards", Placement.of(range(2), num_shards=2)),
-        ("shards", of_meshes(((0,),), ((1, 2),))),
-        slow("shards", of_meshes(((0, 1),), ((2,),))),
-        slow("shards", of_meshes(((0, 1, 2),), ((3, 4),))),
-        slow("shards", of_meshes(((0, 1, 2, 3),), ((4,),), shapes=((2, 2), (1,)))),
+        ("unlike", of_meshes(((0,),), ((1, 2),))),
+        slow("unlike", of_meshes(((0, 1),), ((2,),))),
+        slow("unlike", of_meshes(((0, 1, 2),), ((3, 4),))),
+        slow("unlike", of_meshes(((0, 1, 2, 3),), ((4,),), shapes=((2, 2), (1,)))),
         slow("every_plan", Placement.of(range(1), num_shards=3)),
         slow("replicas_of_shards", Placement.of(range(2), 2, num_shards=2)),
-        slow("replicas_of_shards", of_meshes(((0,), (3,)), ((1, 2), (4, 5)))),
+        slow("replicas_of_unlike", of_meshes(((0,), (3,)), ((1, 2), (4, 5)))),
     ),
     ids=(
         *("1 x 2", "2 x 2", "1 + 2", "2 + 1", "3 + 2", "2 x 2 + 1", "1 x 3"),

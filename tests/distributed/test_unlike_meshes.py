@@ -16,6 +16,7 @@ from penstock.mesh.point_to_point import PointToPoint
 from penstock.model.pytree import flatten
 from penstock.planner.placement import Placement
 from penstock.schedules.ir import Forward
+from penstock.sharding.layouts import Layout, S, as_on
 from penstock.transport import crossing
 from penstock.transport.channels import Activation, Gradient
 from penstock.transport.crossing import shares
@@ -41,7 +42,7 @@ def test_shares_divide_a_message_evenly(size: int) -> None:
         theirs = [10 - rank for rank in receivers]  # in any order
         sent, got = Counter[int](), dict[int, list[tuple[int, int]]]()
         for (sender, receiver), share in shares((senders, theirs)).items():
-            begin, end = share.span(size)
+            begin, end = share.of_whole(size)
             sent[sender] += end - begin
             got.setdefault(receiver, []).append((begin, end))
         assert sorted(got) == sorted(theirs)
@@ -83,38 +84,55 @@ def leaves_of(turn: int, shard: int) -> list[Tensor | None]:
     return found[: draw.randint(1, len(found))]
 
 
-def payload_of(turn: int, shard: int) -> Activation | Gradient:
-    leaves = leaves_of(turn, shard)
+def payload_of(turn: int, shard: int, count: int, like: int) -> Activation | Gradient:
+    """Return a message as one of so many shards has it: in slices, where they can be even; what is
+    whole has strides as on the shard `like`.
+    """
+    leaves, layouts = list[Tensor | None](), list[Layout | None]()
+    for leaf in leaves_of(turn, like):
+        is_cut = leaf is not None and leaf.dim() > 0 and len(leaf) > 0 and len(leaf) % 6 == 0
+        if leaf is not None and is_cut:
+            layouts.append(as_on((S(0, (len(leaf),)),), [count], shard))
+            leaf = leaf.tensor_split(count)[shard]
+        elif leaf is not None or turn % 2:
+            layouts.append(None)
+        if leaf is not None or turn % 2:
+            leaves.append(leaf)
     if turn % 2:
-        return Gradient(tuple(leaves))
-    given, structure = flatten({"turn": turn, "values": [t for t in leaves if t is not None]})
-    return Activation(tuple(given), (False,) * len(given), structure, (0,) * len(given))
+        return Gradient(tuple(leaves), layouts=tuple(layouts))
+    given, structure = flatten({"turn": turn, "values": leaves})
+    usual = (False,) * len(given), structure, (0,) * len(given)
+    return Activation(tuple(given), *usual, layouts=tuple(layouts))
 
 
 def exchange(mesh: Mesh, num_runs: int) -> None:
     """Send on stage 0, all of a run ahead; receive on stage 1, some of it posted before."""
-    channels = ProcessChannels(mesh, [0, 1])
+    channels, count = ProcessChannels(mesh, [0, 1]), mesh.shards.size
     for run in range(num_runs):
         for turn in range(10 * run, 10 * (run + 1)):
             message = (False, 0, 1, turn)
             if mesh.stage == 0:
-                channels.send(message, payload_of(turn, mesh.shard))
+                channels.send(message, payload_of(turn, mesh.shard, count, mesh.shard))
                 continue
             if turn % 3:
                 channels.post(message)
-            check(channels.receive(message, Forward(1, turn)), payload_of(turn, 0))
+            wanted = payload_of(turn, mesh.shard, count, 0)
+            check(channels.receive(message, Forward(1, turn)), wanted)
         channels.finish()
 
 
 def check(found: Activation | Gradient, expected: Activation | Gradient) -> None:
     assert type(found) is type(expected)
+    assert found.layouts == expected.layouts
     if isinstance(found, Activation) and isinstance(expected, Activation):
         assert found.structure == expected.structure
-    for a, b in zip(found.leaves, expected.leaves, strict=True):
+    layouts = expected.layouts or (None,) * len(expected.leaves)
+    for a, b, layout in zip(found.leaves, expected.leaves, layouts, strict=True):
         assert (a is None) == (b is None)
         if a is not None and b is not None:
             assert (type(a), a.dtype, a.shape) == (type(b), b.dtype, b.shape)
-            assert a.is_contiguous(memory_format=torch.channels_last) or a.stride() == b.stride()
+            may_be_other = layout or a.is_contiguous(memory_format=torch.channels_last)
+            assert may_be_other or a.stride() == b.stride()
             assert torch.equal(a.resolve_conj(), b.resolve_conj())
 
 
@@ -123,7 +141,7 @@ def test_values_of_all_kinds_arrive_as_they_left(name: str, tmp_path: Path) -> N
     call(exchange, placed(*MESHES[name]), tmp_path, num_runs=12)
 
 
-WIDTH, ROWS = 256, (80, 120, 64, 64)
+WIDTH, ROWS = 256, (84, 120, 72, 72)
 """Samples of each step; those of the last one are counted."""
 
 
@@ -138,21 +156,29 @@ def batches() -> list[Tensor]:
     return [torch.randn(n, WIDTH, dtype=torch.float64, generator=generator) for n in ROWS]
 
 
-def count(mesh: Mesh) -> dict[str, Any]:
-    """Train; return the losses, and what was handed over to be sent in the last step."""
+def count(mesh: Mesh, plan: str) -> dict[str, Any]:
+    """Train; return the losses, and what was handed over to be sent in the last step, and how
+    often shards gathered what had come.
+    """
     sent, send = list[int](), PointToPoint.send
+    gathered, gather = list[int](), crossing.IncomingShares._gathered
 
     def counted(self: PointToPoint, content: Tensor, rank: int, tag: int) -> Any:
         sent.append(content.nbytes)
         return send(self, content, rank, tag)
 
+    def noted(self: crossing.IncomingShares, own: Tensor, size: int) -> list[Tensor]:
+        gathered.append(size)
+        return gather(self, own, size)
+
     PointToPoint.send = counted  # type: ignore[method-assign]
+    crossing.IncomingShares._gathered = noted  # type: ignore[method-assign]
     pipe = penstock.Pipeline(
         layers(),
         mesh=mesh,
         num_microbatches=2,
         loss=nn.MSELoss(),
-        sharding="megatron",
+        sharding=plan,
         example_inputs=batches()[0],
     )
     losses = []
@@ -160,13 +186,28 @@ def count(mesh: Mesh) -> dict[str, Any]:
         sent.clear()
         losses.append(pipe.train_step(batch, -batch))
     gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
-    return {"losses": losses, "gradients": pipe.shards.whole(gradients), "sent": sent}
+    gradients = pipe.shards.whole(gradients)
+    return {"losses": losses, "gradients": gradients, "sent": sent, "gathered": len(gathered)}
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_each_byte_of_activations_and_gradients_crosses_once(name: str, tmp_path: Path) -> None:
-    counts = MESHES[name]
-    found = call(count, placed(*counts), tmp_path)
+@pytest.mark.parametrize(
+    ("counts", "plan"),
+    [
+        *((MESHES[name], "megatron") for name in QUICK),
+        ((1, 2), "data"),
+        ((2, 1), "data"),
+        ((2, 3), "data"),
+        ((2, 2), "data"),
+    ],
+    ids=str,
+)
+def test_each_byte_of_activations_and_gradients_crosses_once(
+    counts: tuple[int, int], plan: str, tmp_path: Path
+) -> None:
+    """In slices nobody gathers anything, and shards of meshes of one size send their slices."""
+    found = call(count, placed(*counts), tmp_path, plan=plan)
+    gather = [plan == "megatron" and n > 1 for n in counts for _ in range(n)]
+    assert [each["gathered"] > 0 for each in found] == gather
     whole = nn.Sequential(*layers())
     for batch in batches():
         (nn.functional.mse_loss(whole(batch), -batch)).backward()
@@ -209,5 +250,5 @@ def test_every_schedule_trains_on_what_crosses_in_parts(
 ) -> None:
     monkeypatch.setattr(equality, "work", work_in_small_parts)
     equality.test_shards_give_the_unsplit_models_gradients_but_for_rounding(
-        "shards", placed(*MESHES[name]), tmp_path
+        "unlike", placed(*MESHES[name]), tmp_path
     )

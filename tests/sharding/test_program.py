@@ -23,7 +23,7 @@ from penstock.sharding.layouts import I, P, R, S
 from penstock.sharding.plan import Sharding
 from penstock.sharding.program import routed_calls
 from penstock.sharding.rules import Choice, Seen, base_name, choices, divisions, fits, together
-from penstock.sharding.search import plan_sharding
+from penstock.sharding.stages import plan_sharding
 from penstock.zoo import transformer_lm
 from tests.costs.counting import layers_of
 

@@ -14,7 +14,7 @@ from penstock.sharding.layouts import Layout, R, S
 from penstock.sharding.plan import LayerSharding, PlannedCall
 from penstock.sharding.program import routed_calls
 from penstock.sharding.rules import base_name
-from penstock.sharding.search import plan_sharding
+from penstock.sharding.stages import plan_sharding
 from penstock.zoo import gpt
 from tests.sharding.cases_language import GShardBlock, Mixture
 

@@ -17,7 +17,7 @@ from penstock.sharding.named import READY
 from penstock.sharding.plan import Sharding
 from penstock.sharding.program import LayerProgram, Site, Task, routed_calls
 from penstock.sharding.rules import Choice
-from penstock.sharding.search import plan_sharding
+from penstock.sharding.stages import plan_sharding
 from penstock.zoo import gpt
 
 WORDS = torch.zeros(4, 8, dtype=torch.long)

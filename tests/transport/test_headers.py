@@ -12,7 +12,6 @@ from penstock.mesh.plain_data import HEAD
 from penstock.model.pytree import flatten
 from penstock.transport.channels import Activation, Gradient
 from penstock.transport.headers import Again, Header, HeaderReader, HeaderWriter
-from penstock.transport.wire import TensorKind
 from tests.side_by_side import same_bits
 
 
@@ -86,10 +85,10 @@ def test_a_weight_is_sent_once_a_run_though_what_changes_it_keeps_its_version() 
     writer, reader, weight = HeaderWriter(), HeaderReader(), torch.zeros(3)
     leaves, structure = flatten([weight])
 
-    def sent() -> list[tuple[torch.Tensor, TensorKind]]:
+    def sent() -> list[torch.Tensor]:
         one = Activation(tuple(leaves), (True,), structure, (0,), lasting=frozenset({0}))
-        number, told, tensors = writer.write(one)
-        arrived = reader.payload(reader.read(number, told), (t.clone() for t, _ in tensors))
+        number, told, tensors, _ = writer.write(one)
+        arrived = reader.payload(reader.read(number, told), (t.clone() for t in tensors))
         assert same_bits(arrived.leaves[0], weight)
         return tensors
 

@@ -30,6 +30,7 @@ from penstock.model.stage_plan import MODEL_INPUT, StagePlan, Value
 from penstock.runtime.devices import Event, StageDevice
 from penstock.runtime.random.drawing import Drawing, LayerCall
 from penstock.runtime.run import Run, StageRun
+from penstock.sharding.layouts import layouts_on, marked
 from penstock.torch_private import has_tensor_hooks
 from penstock.transport.channels import Activation, Gradient, check_still_as_sent
 
@@ -177,7 +178,7 @@ class Handover:
                     value = faithful_copy(sent)
                 elif caches and not lasts_on:
                     value = no_leaf(sent)
-                inside.append(like(value, tensor))
+                inside.append(marked(like(value, tensor), activation.layouts, place))
                 if lasts_on:
                     mark_lasting(inside[-1])
                 if with_grad or (alias and is_elsewhere):
@@ -222,6 +223,7 @@ class Handover:
                 self._device.mark() if self._device.is_cuda else None,
                 frozenset([place for place, leaf in enumerate(leaves) if lasts(leaf)]),
                 frozenset([place for place, leaf in enumerate(leaves) if has_tensor_hooks(leaf)]),
+                layouts_on(leaves),
             )
             for peer, leaves in tape.exported.items()
         }
@@ -251,7 +253,7 @@ class Handover:
             found = hold_back(sums, found, tape.received[peer].lasting, is_last=is_last)
         if peer != FROM_CALLER:
             event = self._device.mark() if self._device.is_cuda else None
-            here.leaving_gradients[i, peer] = Gradient(found, event)
+            here.leaving_gradients[i, peer] = Gradient(found, event, tape.received[peer].layouts)
         elif any(gradient is not None for gradient in found):
             run.input_gradients[i] = found
 

@@ -34,7 +34,7 @@ from penstock.runtime.replicas import Replicas
 from penstock.runtime.run import Run, StageRun
 from penstock.runtime.unsplit import why_stage_unsplit
 from penstock.runtime.window import changed_in_forward
-from penstock.sharding.divided import DividedLayer
+from penstock.sharding.divided import DividedLayer, WholeLayer
 from penstock.torch_private import AnyBatchNorm, next_node_number
 from penstock.transport.channels import Activation
 
@@ -76,7 +76,7 @@ class Stage:
         loss: Any = None,
         replicas: Replicas | None = None,
         keeping: Keeping = _IN_MEMORY,
-        divided: Mapping[int, DividedLayer] = MappingProxyType({}),
+        divided: Mapping[int, DividedLayer | WholeLayer] = MappingProxyType({}),
     ) -> None:
         self.plan, self._replicas, self._divided = plan, replicas, divided
         self.device = StageDevice(device)

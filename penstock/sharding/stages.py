@@ -1,0 +1,114 @@
+"""Divide the operators of all stages: each by a search of its own, as one ready plan allows."""
+
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from itertools import chain, product
+
+from penstock.costs.graph import Graph, TensorSpec
+from penstock.errors import ConfigError
+
+from .costs import Costs
+from .layouts import I, Layout, R, S, State, layout_of, layout_text
+from .named import ready_plan
+from .plan import LayerSharding, Sharding
+from .program import own_weights, routed_calls, why_whole
+from .rules import Seen, fits, unknown
+from .search import Part, Search
+
+
+def plan_sharding(  # noqa: PLR0913 - all that is asked for
+    name: str,
+    graph: Graph,
+    layers: Sequence[str],
+    costs: Costs | Sequence[Costs],
+    stages: Sequence[Sequence[int]] | None = None,
+    memory_limit_bytes: int | None = None,
+    pins: Mapping[str, str] | None = None,
+    *,
+    compares: bool = False,
+) -> Sharding:
+    """Return a plan for the layers of a model, of these names.
+
+    `stages` are the numbers of the layers of each stage, and `costs` those of all or of each.
+    Between stages values are in slices of samples, if the plan allows that anywhere.  With a
+    limit, weights, gradients, optimizer state and saved activations of a stage stay below it.
+    `pins` are layouts of weights at rest by patterns of their names, the first that matches.  A
+    plan that `compares` names the next best way to divide each call, too.
+
+    Raises:
+        ConfigError: there is no plan of this name, or a weight cannot be held as it is pinned.
+        PlanError: no plan stays below the limit; says by how much.
+    """
+    numbers = range(len(layers))
+    ready, gathers = ready_plan(name)
+    free = (own_weights(graph, routed_calls(graph, n)) for n in numbers if not why_whole(graph, n))
+    may_be_cut = {*chain.from_iterable(free)}
+    stages = stages or [numbers]
+    each = [costs] * len(stages) if isinstance(costs, Costs) else costs
+    held = {own.mesh: _pinned(pins or {}, graph, may_be_cut, own.mesh) for own in each}
+    found: dict[int, LayerSharding] = {}
+    for n, (stage, own) in enumerate(zip(stages, each, strict=True)):
+        around = (each[k].mesh if 0 <= k < len(each) else None for k in (n - 1, n + 1))
+        part = Part(stage, held[own.mesh], *around)
+        search = Search(graph, layers, part, ready, own)
+        chosen = search.within(memory_limit_bytes)
+        chosen = search.compared(chosen) if compares else chosen
+        found.update(zip(stage, search.ended(chosen), strict=True))
+    seen = [Seen.of(graph, call) for n in numbers for call in routed_calls(graph, n)]
+    reasons = dict.fromkeys(filter(None, (why_whole(graph, n) for n in numbers)))
+    plans = tuple(found[n] for n in numbers)
+    return Sharding(tuple(held), plans, (*unknown(seen), *reasons), ready.keeps, gathers)
+
+
+def _pinned(
+    pins: Mapping[str, str], graph: Graph, free: Collection[int], mesh: Sequence[int]
+) -> dict[int, Layout]:
+    """Return the layouts of weights that are pinned, by number; `free` are those that may be cut.
+
+    Raises:
+        ConfigError: a name matches no weight, or a weight cannot be held so.
+    """
+    found: dict[int, Layout] = {}
+    specs = enumerate(graph.tensors)
+    names = {n: spec.name for n, spec in specs if spec.name and spec.wants_gradient}
+    for pattern, text in pins.items():
+        own = [n for n, name in names.items() if fnmatchcase(name, pattern)]
+        if not own:
+            near = get_close_matches(pattern, names.values(), cutoff=0.3) or [*names.values()]
+            raise ConfigError(
+                f"sharding pins {pattern!r}, and no weight has such a name; near ones are "
+                f"{', '.join(map(repr, near[:3]))}"
+            )
+        states = layout_of(text)
+        if len(states) not in (1, len(mesh)):
+            raise ConfigError(
+                f"sharding pins {pattern!r} to {text!r}, states along {len(states)} axes, and the "
+                f"shards of a stage have {len(mesh)}; give a state for each, or one for all"
+            )
+        layout = states * len(mesh) if len(states) == 1 else states
+        for n in own:
+            _check_pin(graph.tensors[n], layout, mesh, is_free=n in free)
+            found.setdefault(n, layout)
+    return found
+
+
+def _check_pin(spec: TensorSpec, layout: Layout, mesh: Sequence[int], *, is_free: bool) -> None:
+    """Refuse a layout that a weight cannot have.
+
+    Raises:
+        ConfigError: says which layouts remain.
+    """
+    if not is_free and set(layout) != {I}:
+        raise ConfigError(
+            f"sharding pins {spec.name!r} to {layout_text(layout)}, and it stays whole (I): "
+            "several layers use it, or what its layer does cannot be divided; leave it out"
+        )
+    every: list[State] = [I, R, *(S(d) for d in range(len(spec.shape)))]
+    remain = [own for own in product(every, repeat=len(mesh)) if fits(spec.shape, own, mesh)]
+    if layout not in remain:
+        raise ConfigError(
+            f"sharding pins {spec.name!r} of shape {spec.shape} to {layout_text(layout)}, and on "
+            f"{' x '.join(map(str, mesh))} shards some would have no slice of it; it may be "
+            f"{', '.join(map(layout_text, remain))}"
+        )
