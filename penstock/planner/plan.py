@@ -140,7 +140,7 @@ class Plan:
         """Refuse shards without a way to divide operators, and the other way round.
 
         Raises:
-            PlanError: only one of the two is there, or weights are updated within a call.
+            PlanError: only one of the two is there.
         """
         if self.sharding is not None and not isinstance(self.sharding, str):
             object.__setattr__(self, "sharding", Wanted.of(self.sharding))
@@ -151,11 +151,6 @@ class Plan:
             raise PlanError(
                 f"sharding={self.sharding!r}, and a stage has {count_text(num_shards, 'rank')} in "
                 "each replica; give a name of a ready plan with init_mesh(num_shards=), or neither"
-            )
-        if self.sharding is not None and self.schedule.is_asynchronous:
-            raise PlanError(
-                f"sharding={self.sharding!r} with the schedule {self.schedule.name}, which "
-                "updates weights while it runs; use a synchronous schedule"
             )
 
     @property

@@ -343,9 +343,11 @@ def check_asynchronous(recipe: Recipe) -> None:
             section.num_replicas > 1,
             "every update would have to wait for the gradients of all replicas",
         ),
-        f"pipeline.num_shards = {section.all_shards}": (
-            section.all_shards > 1,
-            "a stage's processes move its weights together, when all gradients are there",
+        f'pipeline.sharding = "{section.divides}"': (
+            section.divides is not None
+            and (section.divides.gathers or section.divides.plan == "zero2"),
+            'weights are gathered once for a step, within which updates change them; "zero3" '
+            "gathers them for each layer",
         ),
         f'data.name = "{recipe.data.name}"': (
             isinstance(recipe.data, TranslatedSection)

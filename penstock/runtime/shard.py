@@ -81,7 +81,7 @@ def check_sharding(plan: Plan, part: Any) -> None:
 
     Raises:
         ConfigError: the example inputs, of which `part` are those of a micro-batch, are missing;
-            or nobody knows the plan.
+            nobody knows the plan; or it keeps weights for a step in which they change.
     """
     if plan.sharding is None:
         return
@@ -89,7 +89,13 @@ def check_sharding(plan: Plan, part: Any) -> None:
 
     name = Wanted.of(plan.sharding).plan
     num_shards = plan.placement.most_shards
-    _, gathers = ready_plan(name)
+    ready, gathers = ready_plan(name)
+    if plan.schedule.is_asynchronous and (gathers or ready.keeps):
+        raise ConfigError(
+            f"sharding={name!r} gathers weights once for a step, within which the schedule "
+            f"{plan.schedule.name} updates them; use 'zero3', which gathers them for each layer, "
+            "or a synchronous schedule"
+        )
     if part is None and num_shards > 1:
         raise ConfigError(
             f"sharding={name!r} needs example_inputs=: the operators of the layers are recorded "

@@ -261,8 +261,13 @@ class Stage:
         self._replicas.begin(self.weights.parameters)
 
     def update_weights(self, run: Run) -> None:
-        """Let the optimizer move the weights by the gradients gathered; free the gradients."""
+        """Let the optimizer move the weights by the gradients gathered, which are sums over the
+        shards then; free the gradients.
+        """
         assert run.window is not None
+        if self._replicas is not None:
+            self._replicas.finish()
+            self._replicas.add_earlier()
         try:
             self.weights.update(run.window.optimizers[self.index].step)
         except Exception as error:
