@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.costs.layer_facts import LayerFacts
 from penstock.mesh import Mesh
-from penstock.model.capture.capture import capture
+from penstock.model.capture.capture import capture, resolve_layers
 from penstock.model.layers import Layers
 from penstock.optim import optimizers
 from penstock.optim.scaler import GradScaler
@@ -17,6 +18,7 @@ from penstock.planner.plan import Plan
 from penstock.recipe.optimizer_sections import SGD, Adafactor, AdamW, RMSProp
 from penstock.recipe.recipe import Recipe
 from penstock.recipe.section import Section
+from penstock.runtime.planning import facts_of
 from penstock.schedules.names import named_schedule
 from penstock.types import Recompute
 
@@ -45,14 +47,14 @@ def names_of(layers: nn.Sequential | Layers) -> list[str]:
     return [step.name for step in layers]
 
 
-def num_layers(recipe: Recipe) -> int:
-    """Count the layers of a recipe's model without making its weights."""
+def model_facts(recipe: Recipe) -> tuple[LayerFacts, ...]:
+    """Describe the layers of a recipe's model without making its weights."""
     task = build_task(recipe)
     with torch.device("meta"):
         model = task.make_model()
-    if isinstance(model, nn.Sequential):
-        return len(model)
-    return len(capture(model, task.example(2), check=False))
+    if not isinstance(model, nn.Sequential):
+        return facts_of(capture(model, task.example(2), check=False))
+    return facts_of(resolve_layers(model, None))
 
 
 def pipeline_options(recipe: Recipe) -> dict[str, Any]:
