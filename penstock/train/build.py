@@ -11,6 +11,7 @@ from penstock.costs.layer_facts import LayerFacts
 from penstock.mesh import Mesh
 from penstock.model.capture.capture import capture, resolve_layers
 from penstock.model.layers import Layers
+from penstock.model.pytree import tree_map
 from penstock.optim import optimizers
 from penstock.optim.scaler import GradScaler
 from penstock.pipeline import Pipeline
@@ -55,6 +56,15 @@ def model_facts(recipe: Recipe) -> tuple[LayerFacts, ...]:
     if not isinstance(model, nn.Sequential):
         return facts_of(capture(model, task.example(2), check=False))
     return facts_of(resolve_layers(model, None))
+
+
+def lowered(recipe: Recipe, model: nn.Module, inputs: Any) -> Any:
+    """Let a model without values, and inputs for it, have the recipe's precision."""
+    precision: torch.dtype = getattr(torch, recipe.train.precision)
+    if precision is torch.float32:
+        return inputs
+    model.to(precision)
+    return tree_map(lambda t: t.to(precision) if t.is_floating_point() else t, inputs)
 
 
 def pipeline_options(recipe: Recipe) -> dict[str, Any]:

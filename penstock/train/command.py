@@ -18,7 +18,7 @@ from penstock.errors import PlanError, RecipeError, RunFolderError
 from penstock.mesh import Mesh
 from penstock.mesh.agreement import told_by_first
 from penstock.mesh.meet import join, meeting
-from penstock.mesh.start import num_processes
+from penstock.mesh.start import check_backends, num_processes
 from penstock.planner.make_plan import prediction_path
 from penstock.planner.placement import Placement
 from penstock.planner.plan import Plan
@@ -27,11 +27,12 @@ from penstock.recipe.recipe import Recipe, marked_keys
 from penstock.recipe.section import Mark
 from penstock.trace.units import count_text
 
+from .automatic import check_cluster, device_kind, meet_by_plan
 from .build import model_facts
 from .display import Display, say
 from .environment import environment_of, job_name
 from .interrupt import Interrupt
-from .layout import check_layout, make_mesh, read_plan, refit, with_plan
+from .layout import check_layout, read_plan, refit, with_plan
 from .loop import Trainer
 from .report import summarise, write_report, write_timeline
 from .run_files import ENVIRONMENT, PLAN, PREDICTED, RECIPE, SHARDING
@@ -99,22 +100,19 @@ def start_run(request: Request, console: Console, interrupt: Interrupt) -> Summa
     assert request.recipe_path is not None
     plan = request.plan_for(num_processes())
     recipe = request.recipe(request.recipe_path, plan)
-    begun = _begun_before(request, recipe)
+    begun = _begun_before(request, recipe, plan)
     if begun is not None:
         return _go_on(begun, recipe, plan, console, interrupt)
     _check(recipe, plan, num_processes())
     if request.run_folder is not None:
         check_free(request.run_folder)
-    with (
-        make_mesh(recipe, plan) as mesh,
-        mesh.reporting(),
-        Trainer(recipe, mesh, plan=plan) as trainer,
-    ):
+    recipe, plan, met = meet_by_plan(recipe, plan)
+    with met as mesh, mesh.reporting(), Trainer(recipe, mesh, plan=plan) as trainer:
         trainer.raise_if_wanted(interrupt)
         names = mesh.world.gather(job_name(), "for the others to begin the run")
         jobs = [name for name in names if name is not None]
         path = mesh.world.from_first(
-            lambda: _create(request, recipe, jobs).path, "for the run folder"
+            lambda: _create(request, trainer.recipe, jobs).path, "for the run folder"
         )
         with _opened(mesh, path) as folder:
             _keep_prediction(request, folder)
@@ -146,6 +144,9 @@ def check_resume(request: Request, num_processes: int) -> None:
 
 def _check(recipe: Recipe, plan: Plan | None, num_processes: int) -> None:
     """Refuse, before any process is met, what so many cannot run, or the plan of another model."""
+    if plan is None and recipe.pipeline.plan:
+        check_cluster(recipe, num_processes)
+        return
     check_layout(recipe, num_processes, plan)
     if plan is not None:
         plan.check_model(model_facts(recipe))
@@ -185,10 +186,13 @@ def _to_resume(request: Request, num_processes: int) -> tuple[Recipe, Plan | Non
     assert request.run_folder is not None
     folder = open_existing(request.run_folder)
     old = read_recipe(folder.recipe_path)
-    plan = request.plan_for(num_processes) or _kept_uneven(request, folder, num_processes)
+    plan = request.plan_for(num_processes)
+    if plan is None and not old.pipeline.plan:
+        plan = _kept_uneven(request, folder, num_processes)
     new = request.recipe(request.recipe_path or folder.recipe_path, plan)
+    new = _with_microbatches_of(old, new)
     check_resumable(old, new)
-    if plan is None and not _says_layout(request.overrides):
+    if plan is None and not new.pipeline.plan and not _says_layout(request.overrides):
         new = refit(new, num_processes, len(model_facts(new)))
     return new, plan
 
@@ -222,12 +226,13 @@ def _go_on(
     may be writing the next recipe already.
     """
     old = read_recipe(RunFolder(path).recipe_path)
+    wanted = _with_microbatches_of(old, wanted)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         _check_same_job(path, old, wanted)
     new = _with_layout_of(wanted, old)
     if plan is not None and with_plan(new, plan) != new:  # the run goes on in another layout
         plan = None
-    if plan is None:
+    if plan is None and not new.pipeline.plan:
         new = refit(new, num_processes(), len(model_facts(old)))
     with _continued(path, new, plan, interrupt) as (trainer, folder):
         say(console, *trainer.resume(folder, falls_back=True))
@@ -243,11 +248,8 @@ def _continued(
     path: Path, recipe: Recipe, plan: Plan | None, interrupt: Interrupt
 ) -> Iterator[tuple[Trainer, RunFolder]]:
     """Open the run folder of a run that is to go on, with what trains it."""
-    with (
-        make_mesh(recipe, plan) as mesh,
-        mesh.reporting(),
-        Trainer(recipe, mesh, resumes=True, plan=plan) as trainer,
-    ):
+    recipe, plan, met = meet_by_plan(recipe, plan)
+    with met as mesh, mesh.reporting(), Trainer(recipe, mesh, resumes=True, plan=plan) as trainer:
         trainer.raise_if_wanted(interrupt)
         with _opened(mesh, path) as folder:
             yield trainer, folder
@@ -261,6 +263,14 @@ def _check_same_job(path: Path, old: Recipe, wanted: Recipe) -> None:
             f"{error}\nThe torchrun job {job_name()} began {path}, so this one goes on with it; a "
             "new run needs another --rdzv-id"
         ) from None
+
+
+def _with_microbatches_of(run: Recipe, new: Recipe) -> Recipe:
+    """Let a run that plans itself go on with as many micro-batches, if nobody says how many."""
+    if new.pipeline.planned_microbatches is not None:
+        return new
+    section = new.pipeline.model_copy(update={"num_microbatches": run.pipeline.num_microbatches})
+    return new.model_copy(update={"pipeline": section})
 
 
 def _with_layout_of(wanted: Recipe, run: Recipe) -> Recipe:
@@ -279,7 +289,7 @@ def _say_how(console: Console, folder: RunFolder, trainer: Trainer) -> None:
     say(console, f"resuming {folder.path} after step {trainer.position.step}{layout}")
 
 
-def _begun_before(request: Request, recipe: Recipe) -> Path | None:
+def _begun_before(request: Request, recipe: Recipe, plan: Plan | None) -> Path | None:
     """Return the run folder that an earlier attempt of this torchrun job began; rank 0 looks."""
     if job_name() is None:
         return None
@@ -290,7 +300,7 @@ def _begun_before(request: Request, recipe: Recipe) -> Path | None:
     begun = begun_by(job_name(), places)
     if num_processes() == 1:
         return begun
-    join(recipe.pipeline.timeout_s)
+    join(recipe.pipeline.timeout_s, check_backends(device_kind(recipe, plan)))
     with meeting():
         told: Path | None = told_by_first(begun)
     return told
@@ -365,7 +375,7 @@ def _keep_prediction(request: Request, folder: RunFolder) -> None:
 def _run(trainer: Trainer, folder: RunFolder, console: Console, interrupt: Interrupt) -> Summary:
     remarks = (trainer.recipe.shortened_warmup, *trainer.task.remarks(), str(trainer.pipe))
     say(console, *filter(None, remarks))
-    folder.write_text(PLAN, trainer.pipe.plan.to_json())
+    folder.keep_plan(trainer.pipe.plan.to_json(), trainer.position.step)
     if trainer.pipe.sharding is not None:
         text = json.dumps(trainer.pipe.sharding.to_dict(), ensure_ascii=False, indent=1)
         folder.write_text(SHARDING, text + "\n")

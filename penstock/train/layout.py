@@ -11,7 +11,8 @@ from penstock.mesh import Mesh, init_mesh
 from penstock.mesh.start import num_processes
 from penstock.planner.plan import Plan
 from penstock.planner.wanted import Wanted
-from penstock.recipe.recipe import PipelineSection, Recipe
+from penstock.recipe.pipeline_section import PipelineSection
+from penstock.recipe.recipe import Recipe
 from penstock.runtime.microbatches import microbatch_sizes
 from penstock.trace.units import count_text
 from penstock.types import Recompute, TiedGradients
@@ -27,9 +28,17 @@ def make_mesh(recipe: Recipe, plan: Plan | None = None) -> Mesh:
     check_layout(recipe, num_processes(), plan)
     section = recipe.pipeline
     if plan is not None and plan.placement.is_uneven:
-        return init_mesh(placement=plan.placement, timeout_s=section.timeout_s)
+        return init_mesh(
+            placement=plan.placement, timeout_s=section.timeout_s, device=kind_of(plan)
+        )
     sizes = section.num_ranks, section.num_replicas, section.num_shards
     return init_mesh(*sizes, timeout_s=section.timeout_s)
+
+
+def kind_of(plan: Plan) -> str | None:
+    """Return the kind of device that all stages of a plan are on; None if there are several."""
+    kinds = {name.partition(":")[0] for name in plan.placement.devices}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def read_plan(path: Path, overrides: Sequence[str]) -> Plan:
@@ -56,10 +65,11 @@ def read_plan(path: Path, overrides: Sequence[str]) -> Plan:
     )
 
 
-def with_plan(recipe: Recipe, plan: Plan) -> Recipe:
+def with_plan(recipe: Recipe, plan: Plan, *, is_own: bool = False) -> Recipe:
     """Return the recipe with the keys of `pipeline` that a plan decides as the plan has them.
 
-    Of stages on unlike meshes it says the most shards.
+    Of stages on unlike meshes it says the most shards.  With `is_own` the run makes such plans
+    itself, and goes on to.
     """
     section, placement = recipe.pipeline, plan.placement
     num_replicas = placement.num_replicas
@@ -83,6 +93,8 @@ def with_plan(recipe: Recipe, plan: Plan) -> Recipe:
         "sharding": "auto" if plan.sharding is None else Wanted.of(plan.sharding).given,
         "shard_optimizer": False,
     }
+    if not is_own:
+        changes |= {"plan": "", "cluster": ""}
     return recipe.model_copy(update={"pipeline": section.model_copy(update=changes)})
 
 

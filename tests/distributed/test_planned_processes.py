@@ -35,7 +35,7 @@ def stopped(ended: list[Ended]) -> None:
 
 def numbers(folder: Path) -> list[float]:
     """Read the losses of all steps, and those of validation."""
-    return [line.get("loss", line.get("valid_loss")) for line in curve(folder)]
+    return [line["loss" if line["kind"] == "step" else "valid_loss"] for line in curve(folder)]
 
 
 def refused(ended: list[Ended], said: str) -> None:
@@ -52,6 +52,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text(LINES)
     text = TEXT.replace("PATH", str(folder / "text.txt"))
     (folder / "keys.toml").write_text(text)
+    layout = "num_stages = 2\nnum_microbatches = 2"
+    (folder / "auto.toml").write_text(text.replace(layout, 'plan = "auto"\nnum_microbatches = 2'))
     for hosts in ((1, 2), (2,), (1,)):
         cluster_of(*hosts).save(folder / f"{'+'.join(map(str, hosts))}.toml")
     return folder
@@ -98,3 +100,35 @@ def test_other_processes_or_another_model_are_refused_by_each(plan: str, here: P
     refused(start(2, train).wait(60), said)
     other = start(3, [*train, "--set", "model.width=32"]).wait(60)
     refused(other, "the plan is of another model: the parameters of layer 0")
+
+
+def test_a_run_that_plans_itself_goes_on_with_fewer_processes(here: Path, alone: Path) -> None:
+    folder = here / "itself"
+    cluster = ("--cluster", str(here / "1+2.toml"))
+    began = job(2, str(here / "auto.toml"), *cluster, "--run-folder", str(folder))
+    stopped(start(3, began).wait(100))
+    again = ("--resume", str(folder), "--cluster")
+    stopped(start(2, job(4, *again, str(here / "2.toml"))).wait(100))
+    (ended,) = start(1, job(0, *again, str(here / "1.toml"))).wait(100)
+    assert ended.code == 0, ended.output
+    assert numbers(folder) == pytest.approx(numbers(alone), rel=0, abs=1e-12)
+    files = sorted((folder / "plans").iterdir())
+    assert [file.name for file in files] == [
+        *("001-step-000000.json", "002-step-000002.json", "003-step-000004.json")
+    ]
+    plans = list(map(Plan.load, files))
+    assert [plan.placement.num_ranks for plan in plans] == [3, 2, 1]
+    assert plans[0].placement.is_uneven
+    assert files[-1].read_text() == (folder / "plan.json").read_text()
+    run = read_recipe(folder / "recipe.toml").pipeline
+    assert (run.plan, run.cluster, run.planned_microbatches) == ("auto", str(here / "1.toml"), 2)
+
+
+def test_a_cluster_that_cannot_be_is_one_line(here: Path) -> None:
+    train = ["-m", "penstock", "train", str(here / "auto.toml"), "--cluster"]
+    said = "the cluster few has 3 devices, and there are 2 processes; start one for each device"
+    refused(start(2, [*train, str(here / "1+2.toml")]).wait(60), said)
+    small = here / "small.toml"
+    small.write_text((here / "2.toml").read_text().replace("1073741824", "1000"))
+    said = "no stages fit: those that need least lack "
+    refused(start(2, [*train, str(small)]).wait(60), said)
