@@ -156,8 +156,9 @@ def plan(  # noqa: PLR0913 - one for each option
         from penstock.trace.page.page import check_page, write_page
 
         check_page(html)
-    plans_itself = recipe is not None and read_recipe(recipe, overrides).pipeline.plan == "auto"
-    if sub_meshes or plans_itself:
+    if recipe is not None and not profiles:
+        sub_meshes |= read_recipe(recipe, overrides).pipeline.plan == "auto"
+    if sub_meshes:
         number = decided["num_microbatches"]
         found_plan = _on_sub_meshes(recipe, overrides, sharding, number, cluster)
         if save is not None:

@@ -221,19 +221,10 @@ class Placement:
         Raises:
             PlanError: some stages have others.
         """
-        found = self._every_axes
+        found = {self.shard_axes_of(stage) for stage in range(self.num_stages)}
         if len(found) > 1:
             raise PlanError(f"stages of this placement have shards along axes of {sorted(found)}")
         return found.pop()
-
-    @property
-    def is_uneven(self) -> bool:
-        """Whether some stages have other shards than others, in number or along other axes."""
-        return len(self._every_axes) > 1
-
-    @property
-    def _every_axes(self) -> set[tuple[int, ...]]:
-        return {self.shard_axes_of(stage) for stage in range(self.num_stages)}
 
     def shard_lines(self, stage: int) -> list[list[tuple[int, ...]]]:
         """Return, for each axis of a stage's shards, all lines of ranks along it."""

@@ -15,7 +15,7 @@ from penstock.trace.progress import say
 from penstock.trace.units import count_text
 
 from .build import build_layers, lowered
-from .layout import kind_of, make_mesh, with_plan
+from .layout import is_uneven, kind_of, make_mesh, with_plan
 from .tasks import build_task
 from .tasks.task import Task
 
@@ -49,7 +49,7 @@ def meet_by_plan(recipe: Recipe, plan: Plan | None) -> tuple[Recipe, Plan | None
 def device_kind(recipe: Recipe, plan: Plan | None) -> str | None:
     """Return what the processes of a run compute on; None: CPUs, or the plan has several kinds."""
     if plan is not None:
-        return kind_of(plan) if plan.placement.is_uneven else None
+        return kind_of(plan) if is_uneven(plan.placement) else None
     if not recipe.pipeline.plan:
         return None
     cluster = _cluster(recipe)

@@ -32,7 +32,7 @@ from .build import model_facts
 from .display import Display, say
 from .environment import environment_of, job_name
 from .interrupt import Interrupt
-from .layout import check_layout, read_plan, refit, with_plan
+from .layout import check_layout, is_uneven, read_plan, refit, with_plan
 from .loop import Trainer
 from .report import summarise, write_report, write_timeline
 from .run_files import ENVIRONMENT, PLAN, PREDICTED, RECIPE, SHARDING
@@ -207,7 +207,7 @@ def _kept_uneven(request: Request, folder: RunFolder, num_processes: int) -> Pla
     plan = _last_plan(folder)
     if plan is None or plan.placement.num_ranks != num_processes:
         return None
-    return plan if plan.placement.is_uneven else None
+    return plan if is_uneven(plan.placement) else None
 
 
 def _last_plan(folder: RunFolder) -> Plan | None:
@@ -359,7 +359,7 @@ def _as_layout(before: Placement, now: Placement) -> str:
 
 def _shards(placement: Placement) -> str:
     """Say how many shards stages have: "2 shards", or "1 + 2 shards" where some have others."""
-    if not placement.is_uneven:
+    if not is_uneven(placement):
         return count_text(placement.most_shards, "shard")
     return " + ".join(str(len(of_stage[0])) for of_stage in placement.ranks) + " shards"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock.errors import ConfigError, PlanError, RecipeError
 from penstock.mesh import Mesh, init_mesh
 from penstock.mesh.start import num_processes
+from penstock.planner.placement import Placement
 from penstock.planner.plan import Plan
 from penstock.planner.wanted import Wanted
 from penstock.recipe.pipeline_section import PipelineSection
@@ -27,12 +28,17 @@ def make_mesh(recipe: Recipe, plan: Plan | None = None) -> Mesh:
     """
     check_layout(recipe, num_processes(), plan)
     section = recipe.pipeline
-    if plan is not None and plan.placement.is_uneven:
+    if plan is not None and is_uneven(plan.placement):
         return init_mesh(
             placement=plan.placement, timeout_s=section.timeout_s, device=kind_of(plan)
         )
     sizes = section.num_ranks, section.num_replicas, section.num_shards
     return init_mesh(*sizes, timeout_s=section.timeout_s)
+
+
+def is_uneven(placement: Placement) -> bool:
+    """Tell whether some stages have other shards than others, in number or along other axes."""
+    return len({placement.shard_axes_of(stage) for stage in range(placement.num_stages)}) > 1
 
 
 def kind_of(plan: Plan) -> str | None:
@@ -73,7 +79,7 @@ def with_plan(recipe: Recipe, plan: Plan, *, is_own: bool = False) -> Recipe:
     """
     section, placement = recipe.pipeline, plan.placement
     num_replicas = placement.num_replicas
-    axes = (placement.most_shards,) if placement.is_uneven else placement.shard_axes
+    axes = (placement.most_shards,) if is_uneven(placement) else placement.shard_axes
     kinds = [kind.value for kind in set(plan.recompute) if isinstance(kind, Recompute)]
     limits = set(plan.memory_limit_bytes or ())
     changes = {

@@ -12,6 +12,7 @@ from penstock.checkpoint.pieces import read_all
 from penstock.cli.main import run as command
 from penstock.recipe.read import read_recipe
 from penstock.train.build import build_model
+from penstock.train.layout import is_uneven
 from penstock.train.run_folder import RunFolder
 from penstock.train.tasks import build_task
 from tests.distributed.launch import Ended, start
@@ -91,7 +92,7 @@ def test_a_plan_of_unlike_meshes_trains_goes_on_and_is_the_unsplit_run(
     assert all(process.code == 0 for process in ended), ended
     assert numbers(folder) == pytest.approx(numbers(alone), rel=0, abs=1e-12)
     placement = Plan.load(folder / "plan.json").placement
-    assert placement == Plan.load(plan).placement and placement.is_uneven
+    assert placement == Plan.load(plan).placement and is_uneven(placement)
 
 
 def test_other_processes_or_another_model_are_refused_by_each(plan: str, here: Path) -> None:
@@ -118,7 +119,7 @@ def test_a_run_that_plans_itself_goes_on_with_fewer_processes(here: Path, alone:
     ]
     plans = list(map(Plan.load, files))
     assert [plan.placement.num_ranks for plan in plans] == [3, 2, 1]
-    assert plans[0].placement.is_uneven
+    assert is_uneven(plans[0].placement)
     assert files[-1].read_text() == (folder / "plan.json").read_text()
     run = read_recipe(folder / "recipe.toml").pipeline
     assert (run.plan, run.cluster, run.planned_microbatches) == ("auto", str(here / "1.toml"), 2)
