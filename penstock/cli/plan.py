@@ -149,16 +149,13 @@ def plan(  # noqa: PLR0913 - one for each option
     from penstock.planner.candidates import Constraints
     from penstock.planner.make_plan import choose_plan, save_prediction
     from penstock.planner.reasons import choices_text
-    from penstock.recipe.read import read_recipe
 
     cluster = Cluster.load(cluster_name)
     if html is not None:
         from penstock.trace.page.page import check_page, write_page
 
         check_page(html)
-    if recipe is not None and not profiles:
-        sub_meshes |= read_recipe(recipe, overrides).pipeline.plan == "auto"
-    if sub_meshes:
+    if sub_meshes or (recipe is not None and not profiles and _plans_itself(recipe, overrides)):
         number = decided["num_microbatches"]
         found_plan = _on_sub_meshes(recipe, overrides, sharding, number, cluster)
         if save is not None:
@@ -195,6 +192,12 @@ def plan(  # noqa: PLR0913 - one for each option
         return
     table = "" if divided is None else f"\n{divided}\n"
     click.echo(f"{chosen}\n\n{choices_text(choices)}{table}", nl=False)
+
+
+def _plans_itself(recipe: Path, overrides: tuple[str, ...]) -> bool:
+    from penstock.recipe.read import read_recipe
+
+    return read_recipe(recipe, overrides).pipeline.plan == "auto"
 
 
 def _on_sub_meshes(
