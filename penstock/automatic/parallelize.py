@@ -88,7 +88,7 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
 
     def planned() -> str:
         devices = cluster or this_cluster(count)
-        _check_devices(devices, count)
+        check_devices(devices, count)
         return plan_for(
             layers,
             example_inputs,
@@ -144,7 +144,12 @@ def this_cluster(count: int) -> Cluster:
     return replace(found, hosts=(replace(host, devices=devices),)).between_processes()
 
 
-def _check_devices(cluster: Cluster, count: int) -> None:
+def check_devices(cluster: Cluster, count: int) -> None:
+    """Refuse a cluster of more or fewer devices than there are processes.
+
+    Raises:
+        ConfigError: says both numbers.
+    """
     if len(cluster.places) != count:
         raise ConfigError(
             f"the cluster {cluster.name} has {count_text(len(cluster.places), 'device')}, and "

@@ -209,17 +209,17 @@ class Plan:
     def check_ranks(self, num_processes: int, num_places: int | None = None) -> None:
         """Refuse to run in other processes than the plan was made for.
 
-        One process runs the ranks of one replica as threads.  A mesh has `num_places` ranks for
-        each replica.
+        One process runs the ranks of one replica as threads, where none of them are shards.  A
+        mesh has `num_places` ranks for each replica.
 
         Raises:
             PlanError: they are more, or fewer.
         """
         own = self.placement
-        is_alone = num_processes == 1 and own.num_replicas == 1
+        is_alone = num_processes == own.num_replicas == own.most_shards == 1
         if num_places in (None, own.num_places) and (is_alone or num_processes == own.num_ranks):
             return
-        if num_processes == 1 and own.num_replicas == 1:
+        if is_alone:
             raise PlanError(
                 f"the plan is for {count_text(own.num_places, 'rank')}, and the mesh has "
                 f"{num_places}; make it with init_mesh(num_stages={own.num_places}), or leave "

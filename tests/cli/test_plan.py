@@ -162,6 +162,11 @@ def test_stages_on_sub_meshes_are_planned_and_saved(
         assert f"{option} beside --sub-meshes" in capsys.readouterr().err
     assert run(("plan", "--profile", "x.json", "--cluster", "h100", "--sub-meshes")) == 2
     assert "--sub-meshes needs a RECIPE" in capsys.readouterr().err
+    layout = "num_stages = 2\nnum_microbatches = 2"
+    auto = Path("gpt.toml").read_text().replace(layout, 'plan = "auto"\nnum_microbatches = 2')
+    Path("auto.toml").write_text(auto)
+    assert run(("plan", "auto.toml", "--cluster", "dgx-a100", "--json")) == 0
+    assert Plan.from_json(capsys.readouterr().out) == plan
 
 
 def test_shards_are_planned_beside_the_pipeline(
