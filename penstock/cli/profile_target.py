@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.automatic.parallelize import plan_for
+from penstock.automatic.choose import MeshTask
+from penstock.automatic.parallelize import mesh_task
 from penstock.costs.cluster import Cluster
 from penstock.costs.device import Device
 from penstock.costs.layer_weights import layer_weights
@@ -18,7 +19,6 @@ from penstock.costs.profile import Profile
 from penstock.errors import ConfigError
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.pytree import tree_map
-from penstock.planner.plan import Plan
 from penstock.recipe.data_sections import Text
 from penstock.recipe.read import read_recipe
 from penstock.recipe.recipe import Recipe
@@ -147,18 +147,17 @@ def sharding_of(
     )
 
 
-def plan_of_meshes(
+def task_of_meshes(
     path: Path,
     overrides: Sequence[str],
     sharding: str | None,
     num_microbatches: int | None,
     cluster: Cluster,
-) -> Plan:
-    """Plan the model of a recipe as stages on sub-meshes of a cluster, without its weights.
+) -> MeshTask:
+    """Say what to plan for stages of a recipe's model on sub-meshes, without its weights.
 
     Raises:
-        ConfigError: the recipe is wrong, its data are not there, or nobody knows the ready plan.
-        PlanError: nothing fits.
+        ConfigError: the recipe is wrong, or its data are not there.
     """
     recipe = read_recipe(path, overrides)
     task, wanted = _task_of(recipe), recipe.pipeline.sharding
@@ -168,7 +167,7 @@ def plan_of_meshes(
     layers = build_layers(model, task)
     inputs = _lowered(recipe, model, part.inputs)
     ready = sharding or (wanted if isinstance(wanted, str) else "auto")
-    return plan_for(layers, inputs, cluster, num_microbatches=num_microbatches, sharding=ready)
+    return mesh_task(layers, inputs, cluster, num_microbatches, ready)
 
 
 def _task_of(recipe: Recipe) -> Task:
