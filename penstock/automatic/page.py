@@ -7,10 +7,10 @@ devices   layers ──►
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, cycle, pairwise, repeat
 
 from penstock.costs.graph import Graph
 from penstock.planner.plan import Plan
@@ -19,10 +19,11 @@ from penstock.planner.stage_rows import devices_text, mesh_text, span_text
 from penstock.runtime.shard import sharding_of
 from penstock.sharding.layouts import I, Layout, R, S, State, layout_text
 from penstock.sharding.plan import LayerSharding, Sharding
+from penstock.trace.looks import KEPT, WAIT
 from penstock.trace.page import Page, Section, Step, Table, Text, with_step
 from penstock.trace.page.charts import COLOURS, Trace, axis_of, layout_of, rounded, spread
 from penstock.trace.page.page import Figure
-from penstock.trace.units import bytes_text, time_text
+from penstock.trace.units import bytes_text, count_text, time_text
 
 from .choose import MeshChoice, MeshTask
 
@@ -72,17 +73,22 @@ class DividedLayer:
                 found[own.words[axis]] += own.num_bytes
             worth = (words for words, own in found.items() if own >= _WORTH_A_WORD * total)
             axes.append(" and ".join(sorted(worth)))
-        return " x ".join(axes)
+        return _over_axes(axes)
+
+
+def _over_axes(words: Sequence[str]) -> str:
+    return words[0] if len(set(words)) == 1 else " x ".join(words)
 
 
 def _words(state: State, num_dims: int) -> str:
     if not isinstance(state, S):
-        return {I: "whole", R: "whole, gradients summed"}[state]
+        return {I: "whole", R: "gradients summed"}[state]
     if num_dims == _DIMS_OF_EXPERTS and state.dim == 0:
         return "by experts"
-    return {0: "by rows", 1: "by columns"}.get(state.dim, f"along dimension {state.dim}")
+    return _OF_DIMS.get(state.dim, f"along dimension {state.dim}")
 
 
+_OF_DIMS = {0: "by rows", 1: "by columns"}
 _DIMS_OF_EXPERTS = 3
 """A matrix for each expert."""
 
@@ -108,8 +114,8 @@ def mesh_plan_page(task: MeshTask, choice: MeshChoice) -> Page:
 _NOTE = "A rank of the timeline stands for the mesh of a stage: its devices do the same at once."
 _LEGEND = (
     "Layouts along the axes of the mesh: I is whole, R is whole and its gradients are summed once "
-    "a step, S(d) is in slices of dimension d. Bytes are those that each device sends for a "
-    "micro-batch."
+    "a step, S(d) is in slices of dimension d. What is sent, by each device for a micro-batch, is "
+    "that of all layers of the row."
 )
 
 
@@ -159,11 +165,11 @@ def layers_figure(plan: Plan, layers: Sequence[DividedLayer]) -> Figure:
             "y": [rounded(sizes[layers[n].stage] - 2 * gap) for n in own],
             "base": [rounded(tops[layers[n].stage] + gap) for n in own],
             "width": 1,
-            "marker": {"color": COLOURS[place % len(COLOURS)], "line": {"width": 1}},
+            "marker": {"color": colour, "line": {"width": 1}},
             "customdata": [_hover(plan, layers[n]) for n in own],
             "hovertemplate": "%{customdata}<extra></extra>",
         }
-        for place, (cuts, own) in enumerate(kinds.items())
+        for (cuts, own), colour in zip(kinds.items(), _colours(kinds), strict=True)
     ]
     count = len(layers)
     layout = layout_of(tops[-1] * px + 150, bottom=100, showlegend=True)
@@ -171,7 +177,7 @@ def layers_figure(plan: Plan, layers: Sequence[DividedLayer]) -> Figure:
     layout["xaxis"] = axis_of("layers, in order", range=[-0.5, count - 0.5], showgrid=False)
     layout["xaxis"] |= {"tickvals": ticks, "ticktext": [escape(layers[n].name) for n in ticks]}
     layout["xaxis"] |= {"automargin": True, "tickangle": -45}
-    heads = (f"stage {n}: {mesh_text(plan, n)}" for n in range(plan.num_stages))
+    heads = (f"stage {n} on {mesh_text(plan, n)}" for n in range(plan.num_stages))
     where = (escape(devices_text(plan, n)) for n in range(plan.num_stages))
     layout["yaxis"] = {
         "range": [tops[-1], 0],
@@ -184,6 +190,24 @@ def layers_figure(plan: Plan, layers: Sequence[DividedLayer]) -> Figure:
     layout["shapes"] = [_ground(a + gap, b - gap, count) for a, b in pairwise(tops)]
     layout["annotations"] = list(_links(plan, tops, count))
     return Figure("layers", tuple(data), layout)
+
+
+def _colours(kinds: Iterable[str]) -> Iterator[str]:
+    """Yield a colour for each way to cut: the same on every page for those along one axis."""
+    others = cycle(COLOURS[5:])
+    for cuts in kinds:
+        yield _USUAL.get(cuts) or next(others)
+
+
+_USUAL = {
+    "gradients summed": COLOURS[0],
+    "by rows": COLOURS[3],
+    "by columns": COLOURS[4],
+    "by experts": COLOURS[1],
+    "whole": COLOURS[2],
+    _ONE_DEVICE: KEPT.fill,
+    _NO_WEIGHTS: WAIT.fill,
+}
 
 
 def _ground(top: float, low: float, count: int) -> Trace:
@@ -233,26 +257,27 @@ def _by_layout(layer: DividedLayer) -> dict[Layout, list[DividedWeight]]:
 
 
 def weights_table(layers: Sequence[DividedLayer]) -> Table:
-    """Write the layouts of weights: a row for each layout of the layers of a stage that are alike,
-    and what these send in the first of theirs.
+    """Write the layouts of weights: a row for each layout of the layers of a stage whose weights
+    are alike, and what these layers send in the first of them.
     """
     alike: dict[object, list[DividedLayer]] = defaultdict(list)
     for layer in layers:
-        alike[layer.stage, replace(layer, name="")].append(layer)
+        alike[layer.stage, layer.weights].append(layer)
     rows = []
     for own in alike.values():
         first = own[0]
         name = first.name if len(own) == 1 else f"{len(own)}: {span_text([x.name for x in own])}"
-        sent = [bytes_text(n) if n else "-" for n in (first.forward_bytes, first.backward_bytes)]
+        both = zip(*((layer.forward_bytes, layer.backward_bytes) for layer in own), strict=True)
+        sent = [bytes_text(total) if total else "-" for total in map(sum, both)]
         head = str(first.stage), name
         for layout, weights in _by_layout(first).items():
-            words = dict.fromkeys(" x ".join(weight.words) for weight in weights)
+            words = dict.fromkeys(_over_axes(weight.words or (_ONE_DEVICE,)) for weight in weights)
             rows.append(
                 (
                     *head,
                     layout_text(layout) or "-",
-                    " or ".join(words) or _ONE_DEVICE,
-                    ", ".join(f"{weight.name} {_shape(weight.shape)}" for weight in weights),
+                    " or ".join(words),
+                    _names(weights, is_all=len(weights) == len(first.weights)),
                     bytes_text(sum(weight.num_bytes for weight in weights)),
                     *sent,
                 )
@@ -267,8 +292,14 @@ _HEADS = (
 )
 
 
-def _shape(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
+def _names(weights: Sequence[DividedWeight], *, is_all: bool) -> str:
+    """Name weights with their shapes; of many only those that are no vectors."""
+    if is_all and len(weights) > 1:
+        return f"all {len(weights)}"
+    large = [own for own in weights if len(own.shape) > 1 or len(weights) == 1]
+    names = [f"{own.name} {'x'.join(map(str, own.shape))}" for own in large]
+    rest = len(weights) - len(large)
+    return ", ".join([*names, *([count_text(rest, "vector")] if rest else [])])
 
 
 def _candidates(choice: MeshChoice) -> Table:

@@ -27,7 +27,9 @@ class Candidate(NamedTuple):
     @property
     def policy(self) -> str:
         """Whether stages recompute, in words."""
-        return "recompute" if self.prices.way.recomputes else "no recompute"
+        way = self.prices.way
+        priced = ", bytes priced" if way.byte_s else ""
+        return ("recompute" if way.recomputes else "no recompute") + priced
 
     @property
     def meshes(self) -> str:

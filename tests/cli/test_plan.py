@@ -150,7 +150,10 @@ def test_stages_on_sub_meshes_are_planned_and_saved(
     monkeypatch.chdir(tmp_path)
     Path("gpt.toml").write_text(TEXT.replace("PATH", "none.txt"))
     command = ("plan", "gpt.toml", "--cluster", "dgx-a100", "--sub-meshes")
-    assert run((*command, "--num-microbatches", "2", "--save", "plan.json")) == 0
+    written = ("--save", "plan.json", "--html", "plan.html")
+    assert run((*command, "--num-microbatches", "2", *written)) == 0
+    page = Path("plan.html").read_text()
+    assert "Layers by stages" in page and "Where the time goes" in page
     said = capsys.readouterr().out
     assert "a step is predicted to take" in said
     plan = Plan.load("plan.json")
