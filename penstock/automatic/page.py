@@ -172,7 +172,7 @@ def layers_figure(plan: Plan, layers: Sequence[DividedLayer]) -> Figure:
         for (cuts, own), colour in zip(kinds.items(), _colours(kinds), strict=True)
     ]
     count = len(layers)
-    layout = layout_of(tops[-1] * px + 150, bottom=100, showlegend=True)
+    layout = layout_of(tops[-1] * px + 170, top=58, bottom=100, showlegend=True)
     ticks = spread(count, _MOST_TICKS)
     layout["xaxis"] = axis_of("layers, in order", range=[-0.5, count - 0.5], showgrid=False)
     layout["xaxis"] |= {"tickvals": ticks, "ticktext": [escape(layers[n].name) for n in ticks]}

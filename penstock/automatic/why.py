@@ -35,10 +35,10 @@ class Candidate(NamedTuple):
     def meshes(self) -> str:
         """The stages in words: layers and mesh of each where they are few."""
         shapes = [" x ".join(map(str, own.shape)) for own in self.stages]
-        if len(shapes) > _FEW_STAGES:
-            every = Counter(shapes).items()
-            return ", ".join(f"{count_text(n, 'stage')} on {shape}" for shape, n in every)
         counts = [stage.end - stage.start for stage in self.answer.stages]
+        if len(shapes) > _FEW_STAGES:
+            every = (f"{count_text(n, 'stage')} on {own}" for own, n in Counter(shapes).items())
+            return f"{'+'.join(map(str, counts))} layers: {', '.join(every)}"
         pairs = zip(counts, shapes, strict=True)
         return ", ".join(f"{count_text(n, 'layer')} on {shape}" for n, shape in pairs)
 
@@ -68,10 +68,11 @@ def why_on_meshes(plan: Plan, found: Sequence[Candidate], bubble: float) -> Iter
     )
     assert plan.predicted_s is not None and plan.predicted_stages is not None
     slowest = max(range(plan.num_stages), key=plan.predicted_s.__getitem__)
-    handovers_s = [own.handover_s for own in plan.predicted_stages]
+    handover_s = max(own.handover_s for own in plan.predicted_stages)
     yield (
         f"limited by stage {slowest}, {time_text(plan.predicted_s[slowest])} a micro-batch; "
-        f"bubble {percent_text(bubble)}, slowest handover {time_text(max(handovers_s))}"
+        f"bubble {percent_text(bubble)}"
+        + (f", slowest handover {time_text(handover_s)}" if handover_s else "")
     )
     for name, decided in _DECISIONS.items():
         others = (other for other in found if decided(other) != decided(best))
