@@ -157,7 +157,7 @@ def plan(  # noqa: PLR0913 - one for each option
         check_page(html)
     if sub_meshes or (recipe is not None and not profiles and _plans_itself(recipe, overrides)):
         number = decided["num_microbatches"]
-        found_plan = _on_sub_meshes(recipe, overrides, sharding, number, cluster)
+        found_plan = _on_sub_meshes(recipe, overrides, sharding, number, cluster, html)
         if save is not None:
             found_plan.save(save)
             run = _run_command(recipe, save, found_plan.placement)
@@ -206,6 +206,7 @@ def _on_sub_meshes(
     sharding: str | None,
     num_microbatches: int | None,
     cluster: "Cluster",
+    html: Path | None,
 ) -> "Plan":
     """Plan stages on sub-meshes; most that is decided for whole devices has no meaning there."""
     if recipe is None:
@@ -224,15 +225,24 @@ def _on_sub_meshes(
         )
     say(f"loading PyTorch, to record {recipe}")
     require_torch()
-    from .profile_target import plan_of_meshes
+    from penstock.automatic.choose import choose_on_meshes
 
+    from .profile_target import task_of_meshes
+
+    task = task_of_meshes(recipe, overrides, sharding, num_microbatches, cluster)
     say(f"planning for {cluster.name} ({count_text(len(cluster.places), 'device')})")
-    return plan_of_meshes(recipe, overrides, sharding, num_microbatches, cluster)
+    choice = choose_on_meshes(task)
+    if html is not None:
+        from penstock.automatic.page import mesh_plan_page
+        from penstock.trace.page.page import write_page
+
+        write_page(mesh_plan_page(task, choice), html)
+    return choice.plan
 
 
 _BESIDE_SUB_MESHES = (
     *("recipe", "overrides", "cluster_name", "sub_meshes", "sharding", "num_microbatches"),
-    *("save", "as_json"),
+    *("save", "html", "as_json"),
 )
 """What planning on sub-meshes looks at."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from penstock.automatic.choose import MeshTask
 from penstock.costs.cluster import Cluster
 from penstock.costs.device import Device
 from penstock.costs.layer_weights import layer_weights
@@ -15,7 +16,6 @@ from penstock.costs.profile import Profile
 from penstock.errors import ConfigError
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.pytree import tree_map
-from penstock.planner.plan import Plan
 from penstock.recipe.data_sections import Text
 from penstock.recipe.read import read_recipe
 from penstock.recipe.recipe import Recipe
@@ -25,7 +25,7 @@ from penstock.runtime.profiling import profile
 from penstock.runtime.shard import shard
 from penstock.sharding.plan import Sharding
 from penstock.trace.progress import say
-from penstock.train.automatic import plan_of
+from penstock.train.automatic import task_on
 from penstock.train.build import build_layers, build_model, lowered, optimizer_maker
 from penstock.train.tasks import build_task
 from penstock.train.tasks.task import Task
@@ -145,24 +145,23 @@ def sharding_of(
     )
 
 
-def plan_of_meshes(
+def task_of_meshes(
     path: Path,
     overrides: Sequence[str],
     sharding: str | None,
     num_microbatches: int | None,
     cluster: Cluster,
-) -> Plan:
-    """Plan the model of a recipe as stages on sub-meshes of a cluster, without its weights.
+) -> MeshTask:
+    """Say what to plan for stages of a recipe's model on sub-meshes, without its weights.
 
     Raises:
-        ConfigError: the recipe is wrong, its data are not there, or nobody knows the ready plan.
-        PlanError: nothing fits.
+        ConfigError: the recipe is wrong, or its data are not there.
     """
     recipe = read_recipe(path, overrides)
     number = num_microbatches or (
         recipe.pipeline.planned_microbatches if recipe.pipeline.plan else None
     )
-    return plan_of(recipe, _task_of(recipe), cluster, sharding, num_microbatches=number)
+    return task_on(recipe, _task_of(recipe), cluster, sharding, num_microbatches=number)
 
 
 def _task_of(recipe: Recipe) -> Task:

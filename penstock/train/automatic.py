@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from penstock.automatic.parallelize import check_devices, plan_for, this_cluster
+from penstock.automatic.choose import MeshTask, plan_on_meshes
+from penstock.automatic.parallelize import check_devices, mesh_task, this_cluster
 from penstock.costs.cluster import Cluster
 from penstock.mesh import Mesh
 from penstock.mesh.init import join_mesh, meet
@@ -70,20 +71,15 @@ def check_cluster(recipe: Recipe, count: int) -> None:
         check_devices(cluster, count)
 
 
-def plan_of(
+def task_on(
     recipe: Recipe,
     task: Task,
     cluster: Cluster,
     sharding: str | None = None,
     *,
     num_microbatches: int | None,
-) -> Plan:
-    """Plan the model of a recipe as stages on sub-meshes of a cluster, without its weights.
-
-    Raises:
-        ConfigError: nobody knows the ready plan.
-        PlanError: nothing fits.
-    """
+) -> MeshTask:
+    """Say what to plan for stages of a recipe's model on sub-meshes, without its weights."""
     part, wanted = next(task.batches(0, 0, slice)).parts[0], recipe.pipeline.sharding
     with torch.device("meta"):
         model = task.make_model()
@@ -92,7 +88,7 @@ def plan_of(
     ready = sharding or (wanted if isinstance(wanted, str) else "auto")
     if recipe.pipeline.plan and recipe.optimizer.name == "adafactor":
         ready = sharding or "data"  # it looks at whole weights
-    return plan_for(layers, inputs, cluster, num_microbatches=num_microbatches, sharding=ready)
+    return mesh_task(layers, inputs, cluster, num_microbatches, ready)
 
 
 def _planned(recipe: Recipe, count: int) -> Plan:
@@ -101,9 +97,8 @@ def _planned(recipe: Recipe, count: int) -> Plan:
         say("measuring this machine, to plan for it")
         cluster = this_cluster(count)
     say(f"planning for {cluster.name} ({count_text(count, 'device')})")
-    plan = plan_of(
-        recipe, build_task(recipe), cluster, num_microbatches=section.planned_microbatches
-    )
+    number = section.planned_microbatches
+    plan = plan_on_meshes(task_on(recipe, build_task(recipe), cluster, num_microbatches=number))
     return replace(
         plan,
         seed=section.seed,
