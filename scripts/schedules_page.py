@@ -59,6 +59,7 @@ STEPS = {
     "v_half": ("at most 3 M + 3 (R - 1) / 2", "R"),
     "v_min": ("at most 3 M + 2 R - 1.5", "R"),
     "dualpipe_v": ("3 M + (R - 1) / 2", "2 R"),
+    "critical_path": ("3 M + R - 1", "R"),
 }
 """How long a step is, and from how many micro-batches on."""
 MINIBATCHES, DRAWN_MINIBATCHES, DRAWN_OF_MINIBATCH = 8, 3, 2

@@ -11,11 +11,13 @@ from penstock.schedules import (
     Family,
     Forward,
     Schedule,
+    critical_path,
     interleaved_1f1b,
     one_f_one_b,
     searched,
 )
 from penstock.schedules.costs import Costs
+from penstock.schedules.family import zigzag
 from penstock.schedules.ir import Instruction, Program
 from penstock.schedules.names import (
     SYNCHRONOUS_FAMILIES,
@@ -83,8 +85,22 @@ IN_TWO_PARTS = family_of(divided, num_microbatches=1)
 
 
 def searched_for(num_stages: int, num_microbatches: int) -> Schedule:
-    """Give what is searched for stages of which some have much to do for weights, some little."""
-    costs = Costs(
+    """Give what is searched for stages that are not alike."""
+    return searched(unlike(num_stages))(num_stages, num_microbatches)
+
+
+def listed_for(num_stages: int, num_microbatches: int) -> Schedule:
+    """Give a list schedule of such stages, there and back, with the first and the last alone."""
+    num_ranks = num_stages // 2 + 1
+    between = zigzag(max(0, num_stages - 2), max(1, num_ranks - 2))
+    ranks = (0, *(1 + rank for rank in between), num_ranks - 1)[-num_stages:]
+    family = critical_path(unlike(num_stages), tuple(rank - ranks[0] for rank in ranks))
+    return family(num_stages, num_microbatches)
+
+
+def unlike(num_stages: int) -> Costs:
+    """Give costs of stages of which some have much to do for weights, some little."""
+    return Costs(
         forward_s=tuple(2 + stage % 2 for stage in range(num_stages)),
         backward_s=tuple(5 + 4 * (stage % 3) for stage in range(num_stages)),
         recompute_s=2,
@@ -92,13 +108,13 @@ def searched_for(num_stages: int, num_microbatches: int) -> Schedule:
         backward_input_s=3,
         backward_weight_s=tuple(1 + 5 * (stage % 3) for stage in range(num_stages)),
     )
-    return searched(costs)(num_stages, num_microbatches)
 
 
 EVERY_SCHEDULE = (
     *map(for_any_number, SYNCHRONOUS_FAMILIES),
     IN_TWO_PARTS,
     family_of(searched_for, num_microbatches=1),
+    family_of(listed_for, num_microbatches=1),
 )
 
 

@@ -7,11 +7,10 @@ the best few of each  x  schedules  ──►  the simulator says which is faste
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, product
 from operator import itemgetter
-from typing import NamedTuple
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.graph import Graph
@@ -20,6 +19,7 @@ from penstock.planner.arguments import Model
 from penstock.planner.packing import Submesh
 from penstock.planner.placement import Placement
 from penstock.planner.plan import BalancedBy, Plan
+from penstock.planner.stage_rows import PredictedStage
 from penstock.planner.stage_table import Price, Task
 from penstock.planner.stage_work import made, work_of
 from penstock.planner.submeshes import Answer, find_stages
@@ -27,29 +27,21 @@ from penstock.planner.wanted import Wanted
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b
 from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family
+from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Lowering, lower_unproved
 from penstock.schedules.transfers import Transfer
 from penstock.simulator.engine import compiled
-from penstock.simulator.simulate import step_s
-from penstock.trace.units import bytes_text, count_text, time_text
+from penstock.simulator.simulate import simulate, step_s
+from penstock.trace.timeline import Timeline
 from penstock.types import Recompute, Transport
 
 from .prices import WAYS, MeshPrices, OnMesh, Way, hosts_of
 from .remembered import RememberedSearch
+from .why import Candidate, why_on_meshes
 
 FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
 _MOST, _MARGIN = 4, 1.5
 """How many answers of each search are simulated, and how much worse by the formula they may be."""
-
-
-class Candidate(NamedTuple):
-    """Stages on meshes, a schedule of theirs, and the seconds of a step by the simulator."""
-
-    step_s: float
-    answer: Answer
-    stages: tuple[OnMesh, ...]
-    family: Family
-    prices: MeshPrices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +75,28 @@ class MeshTask:
         return [number for number in powers if self.batch_size % number == 0]
 
 
+@dataclass(frozen=True)
+class MeshChoice:
+    """The plan that was chosen, all that were simulated, fastest first, and its predicted step:
+    each rank of this stands for the mesh of a stage.
+    """
+
+    plan: Plan
+    candidates: tuple[Candidate, ...]
+    timeline: Timeline
+
+
 def plan_on_meshes(task: MeshTask) -> Plan:
     """Return the plan that the simulator finds fastest.
+
+    Raises:
+        PlanError: nothing fits; says what is missing.
+    """
+    return choose_on_meshes(task).plan
+
+
+def choose_on_meshes(task: MeshTask) -> MeshChoice:
+    """Return the plan that the simulator finds fastest, with those that it was compared with.
 
     Raises:
         PlanError: nothing fits; says what is missing.
@@ -107,7 +119,12 @@ def plan_on_meshes(task: MeshTask) -> Plan:
             found += _candidates(task, answers, prices)
     if not found:
         raise PlanError(lacks or "what schedules keep in flight does not fit")
-    return _plan(task, min(found, key=itemgetter(0)))
+    found.sort(key=itemgetter(0))
+    best = found[0]
+    timeline = simulate(*_scheduled(best.family, best.stages, best.prices))
+    plan = _plan(task, best)
+    why = tuple(why_on_meshes(plan, found, timeline.bubble))
+    return MeshChoice(replace(plan, why=why), tuple(found), timeline)
 
 
 def price_1f1b(prices: MeshPrices, start: int, end: int, submesh: Submesh) -> Price | None:
@@ -137,11 +154,15 @@ def _candidates(
         )
         rooms = (memory[submesh.kind] for *_, submesh in answer.stages)
         if all(own <= room for own, room in zip(kept, rooms, strict=True)):
-            seconds = _simulated_s(family, stages, prices)
+            schedule, costs = _scheduled(family, stages, prices)
+            seconds = step_s(compiled(schedule), costs)
             yield Candidate(seconds, answer, stages, family, prices)
 
 
-def _simulated_s(family: Family, stages: Sequence[OnMesh], prices: MeshPrices) -> float:
+def _scheduled(
+    family: Family, stages: Sequence[OnMesh], prices: MeshPrices
+) -> tuple[Schedule, Costs]:
+    """Return what the simulator is given: a schedule of the stages, and what each costs."""
     count = range(len(stages))
     how = Lowering(
         family=family,
@@ -161,7 +182,7 @@ def _simulated_s(family: Family, stages: Sequence[OnMesh], prices: MeshPrices) -
         recompute_s=forward_s,
         transfer_s=one_way_s or 0,
     )
-    return step_s(compiled(lower_unproved(how, prices.num_microbatches, make=made)), costs)
+    return lower_unproved(how, prices.num_microbatches, make=made), costs
 
 
 def _plan(task: MeshTask, best: Candidate) -> Plan:
@@ -189,18 +210,22 @@ def _plan(task: MeshTask, best: Candidate) -> Plan:
         predicted_step_s=best.step_s,
         batch_size=task.batch_size,
         cluster=task.cluster,
-        why=tuple(_why(best)),
+        predicted_stages=tuple(_predicted(best)),
     )
 
 
-def _why(best: Candidate) -> Iterator[str]:
-    """Yield a line for each stage, and what a step takes."""
-    yield f"a step is predicted to take {time_text(best.step_s)}"
-    for n, (stage, own) in enumerate(zip(best.answer.stages, best.stages, strict=True)):
-        shape = " x ".join(map(str, own.shape))
-        kept = bytes_text(round(own.price.stay_bytes))
-        yield (
-            f"stage {n}: {count_text(stage.end - stage.start, 'layer')} on {shape}, "
-            f"{time_text(own.price.seconds)} a micro-batch, {kept} on each for weights, gradients "
-            "and optimizer"
+def _predicted(best: Candidate) -> Iterator[PredictedStage]:
+    """Yield what was predicted of each stage."""
+    count, prices = len(best.stages), best.prices
+    every = frozenset(range(count) if prices.way.recomputes else ())
+    work = work_of(best.family, count, prices.num_microbatches, every)
+    for stage, own, each in zip(best.answer.stages, best.stages, work, strict=True):
+        price = own.price
+        kept = price.stay_bytes - own.state_bytes + each.most_kept * price.microbatch_bytes
+        sent = prices.entering_bytes(stage.end)
+        yield PredictedStage(
+            own.forward_s,
+            own.backward_s,
+            price.handover_s,
+            *(round(number) for number in (own.state_bytes, kept, sent)),
         )

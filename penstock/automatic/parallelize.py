@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
 
     def planned() -> str:
         devices = cluster or this_cluster(count)
-        _check_devices(devices, count)
+        check_devices(devices, count)
         return plan_for(
             layers,
             example_inputs,
@@ -123,17 +124,29 @@ def plan_for(
 
     Arguments and errors are those of `parallelize`; all devices are used.
     """
+    return plan_on_meshes(mesh_task(layers, example_inputs, cluster, num_microbatches, sharding))
+
+
+def mesh_task(
+    layers: Any,
+    example_inputs: Any,
+    cluster: Cluster,
+    num_microbatches: int | None = None,
+    sharding: str = "auto",
+) -> MeshTask:
+    """Return what is to be planned; arguments are those of `parallelize`."""
     resolved = resolve_layers(layers, example_inputs)
-    task = MeshTask(
+    return MeshTask(
         model=Model(facts_of(resolved), resolved.spans),
         names=[step.path for step in resolved],
-        graph_of=lambda number: record_graph(resolved, first_microbatch(example_inputs, number)),
+        graph_of=cache(
+            lambda number: record_graph(resolved, first_microbatch(example_inputs, number))
+        ),
         cluster=cluster,
         batch_size=samples_of(example_inputs, "example_inputs"),
         num_microbatches=num_microbatches,
         sharding=sharding,
     )
-    return plan_on_meshes(task)
 
 
 def this_cluster(count: int) -> Cluster:
@@ -144,7 +157,12 @@ def this_cluster(count: int) -> Cluster:
     return replace(found, hosts=(replace(host, devices=devices),)).between_processes()
 
 
-def _check_devices(cluster: Cluster, count: int) -> None:
+def check_devices(cluster: Cluster, count: int) -> None:
+    """Refuse a cluster of more or fewer devices than there are processes.
+
+    Raises:
+        ConfigError: says both numbers.
+    """
     if len(cluster.places) != count:
         raise ConfigError(
             f"the cluster {cluster.name} has {count_text(len(cluster.places), 'device')}, and "

@@ -38,14 +38,16 @@ WAYS = (Way(), Way(recomputes=True), Way(recomputes=True, byte_s=_LIGHT_BYTE_S))
 
 
 class OnMesh(NamedTuple):
-    """A stage on a mesh: its price, the lengths of the axes of its shards, and the seconds of its
-    forward, its backward and its recompute for a micro-batch.
+    """A stage on a mesh: its price, the lengths of the axes of its shards, the seconds of its
+    forward and its backward for a micro-batch, and a device's bytes of weights, gradients and
+    optimizer.
     """
 
     price: Price
     shape: tuple[int, ...]
     forward_s: float
     backward_s: float
+    state_bytes: float
 
 
 def hosts_of(cluster: Cluster) -> list[Hosts]:
@@ -100,12 +102,12 @@ class MeshPrices:
     def _in_shape(self, start: int, end: int, submesh: Submesh, shape: tuple[int, ...]) -> OnMesh:
         ranges = self._ranges(submesh, shape)
         seconds, forward_s, stays, keeps = (float(table[start, end]) for table in ranges)
-        again_s = 0.0
+        again_s, state_bytes = 0.0, stays
         if self.way.recomputes:  # one micro-batch is kept whole, of all others what comes in
             again_s, stays = forward_s, stays + keeps
-            keeps = float(self._entering[start])
+            keeps = self.entering_bytes(start)
         price = Price(seconds + again_s, stays, keeps, self._handover_s(end, submesh))
-        return OnMesh(price, shape, forward_s, seconds - forward_s)
+        return OnMesh(price, shape, forward_s, seconds - forward_s, state_bytes)
 
     def _ranges(self, submesh: Submesh, shape: tuple[int, ...]) -> Ranges:
         key = submesh.kind, submesh.num_hosts > 1, shape
@@ -131,7 +133,11 @@ class MeshPrices:
         if submesh not in self._ways_out:
             self._ways_out[submesh] = self._way_out(submesh)
         latency_s, bytes_per_s = self._ways_out[submesh]
-        return 2 * (latency_s + float(self._entering[end]) / bytes_per_s)
+        return 2 * (latency_s + self.entering_bytes(end) / bytes_per_s)
+
+    def entering_bytes(self, start: int) -> float:
+        """Return the bytes of a micro-batch that layers from `start` on are given by others."""
+        return float(self._entering[start])
 
     def _way_out(self, submesh: Submesh) -> tuple[float, float]:
         """Return latency and bytes a second from a mesh to the next one: over the network where

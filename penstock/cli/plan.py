@@ -79,7 +79,8 @@ _COUNT = click.IntRange(min=1)
     "--sub-meshes",
     is_flag=True,
     help="Plan stages on several devices each, of unlike numbers, whose operators these share "
-    "(Alpa); needs RECIPE, and uses all devices.",
+    "(Alpa); needs RECIPE, and uses all devices.  So is a recipe planned that says "
+    'pipeline.plan = "auto".',
 )
 @click.option(
     "--schedule",
@@ -154,12 +155,13 @@ def plan(  # noqa: PLR0913 - one for each option
         from penstock.trace.page.page import check_page, write_page
 
         check_page(html)
-    if sub_meshes:
+    if sub_meshes or (recipe is not None and not profiles and _plans_itself(recipe, overrides)):
         number = decided["num_microbatches"]
-        found_plan = _on_sub_meshes(recipe, overrides, sharding, number, cluster)
+        found_plan = _on_sub_meshes(recipe, overrides, sharding, number, cluster, html)
         if save is not None:
             found_plan.save(save)
-            click.echo(f"{save} is written", err=True)
+            run = _run_command(recipe, save, found_plan.placement)
+            click.echo(f"{save} is written; it is run by: {run}", err=True)
         click.echo(found_plan.to_json() if as_json else f"{found_plan}\n", nl=False)
         return
     divided = _divided(recipe, overrides, num_shards, sharding, cluster)
@@ -192,12 +194,19 @@ def plan(  # noqa: PLR0913 - one for each option
     click.echo(f"{chosen}\n\n{choices_text(choices)}{table}", nl=False)
 
 
+def _plans_itself(recipe: Path, overrides: tuple[str, ...]) -> bool:
+    from penstock.recipe.read import read_recipe
+
+    return read_recipe(recipe, overrides).pipeline.plan == "auto"
+
+
 def _on_sub_meshes(
     recipe: Path | None,
     overrides: tuple[str, ...],
     sharding: str | None,
     num_microbatches: int | None,
     cluster: "Cluster",
+    html: Path | None,
 ) -> "Plan":
     """Plan stages on sub-meshes; most that is decided for whole devices has no meaning there."""
     if recipe is None:
@@ -211,20 +220,29 @@ def _on_sub_meshes(
     ]
     if given:
         raise click.UsageError(
-            f"{', '.join(given)} beside --sub-meshes, which does not look at that; leave one of "
-            "them out"
+            f'{", ".join(given)} beside --sub-meshes, or a recipe with pipeline.plan = "auto", '
+            "which does not look at that; leave one of them out"
         )
     say(f"loading PyTorch, to record {recipe}")
     require_torch()
-    from .profile_target import plan_of_meshes
+    from penstock.automatic.choose import choose_on_meshes
 
+    from .profile_target import task_of_meshes
+
+    task = task_of_meshes(recipe, overrides, sharding, num_microbatches, cluster)
     say(f"planning for {cluster.name} ({count_text(len(cluster.places), 'device')})")
-    return plan_of_meshes(recipe, overrides, sharding, num_microbatches, cluster)
+    choice = choose_on_meshes(task)
+    if html is not None:
+        from penstock.automatic.page import mesh_plan_page
+        from penstock.trace.page.page import write_page
+
+        write_page(mesh_plan_page(task, choice), html)
+    return choice.plan
 
 
 _BESIDE_SUB_MESHES = (
     *("recipe", "overrides", "cluster_name", "sub_meshes", "sharding", "num_microbatches"),
-    *("save", "as_json"),
+    *("save", "html", "as_json"),
 )
 """What planning on sub-meshes looks at."""
 
@@ -270,9 +288,9 @@ def _divided(
 
 
 def _run_command(recipe: Path | None, plan: Path, placement: "Placement") -> str:
-    """Say how a plan is run: replicas are processes, stages can be threads of one."""
+    """Say how a plan is run: replicas and shards are processes, stages can be threads of one."""
     train = f"penstock train {recipe or 'RECIPE'} --plan {plan}"
-    if placement.num_replicas == 1:
+    if placement.num_replicas == placement.most_shards == 1:
         return train
     return f"torchrun, in {count_text(placement.num_ranks, 'process')}: -m {train}"
 

@@ -3,14 +3,12 @@
 from collections.abc import Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from penstock.automatic.parallelize import plan_for
+from penstock.automatic.choose import MeshTask
 from penstock.costs.cluster import Cluster
 from penstock.costs.device import Device
 from penstock.costs.layer_weights import layer_weights
@@ -18,7 +16,6 @@ from penstock.costs.profile import Profile
 from penstock.errors import ConfigError
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.pytree import tree_map
-from penstock.planner.plan import Plan
 from penstock.recipe.data_sections import Text
 from penstock.recipe.read import read_recipe
 from penstock.recipe.recipe import Recipe
@@ -28,7 +25,8 @@ from penstock.runtime.profiling import profile
 from penstock.runtime.shard import shard
 from penstock.sharding.plan import Sharding
 from penstock.trace.progress import say
-from penstock.train.build import build_layers, build_model, optimizer_maker
+from penstock.train.automatic import task_on
+from penstock.train.build import build_layers, build_model, lowered, optimizer_maker
 from penstock.train.tasks import build_task
 from penstock.train.tasks.task import Task
 
@@ -139,7 +137,7 @@ def sharding_of(
     inputs = tree_map(lambda x: x[: len(x) // section.num_replicas], part.inputs)
     return shard(
         layers,
-        _lowered(recipe, model, inputs),
+        lowered(recipe, model, inputs),
         num_shards if len(num_shards) > 1 else num_shards[0],
         sharding=sharding or section.sharding,
         num_microbatches=num_microbatches,
@@ -147,28 +145,23 @@ def sharding_of(
     )
 
 
-def plan_of_meshes(
+def task_of_meshes(
     path: Path,
     overrides: Sequence[str],
     sharding: str | None,
     num_microbatches: int | None,
     cluster: Cluster,
-) -> Plan:
-    """Plan the model of a recipe as stages on sub-meshes of a cluster, without its weights.
+) -> MeshTask:
+    """Say what to plan for stages of a recipe's model on sub-meshes, without its weights.
 
     Raises:
-        ConfigError: the recipe is wrong, its data are not there, or nobody knows the ready plan.
-        PlanError: nothing fits.
+        ConfigError: the recipe is wrong, or its data are not there.
     """
     recipe = read_recipe(path, overrides)
-    task, wanted = _task_of(recipe), recipe.pipeline.sharding
-    part = next(task.batches(0, 0, slice)).parts[0]
-    with torch.device("meta"):
-        model = task.make_model()
-    layers = build_layers(model, task)
-    inputs = _lowered(recipe, model, part.inputs)
-    ready = sharding or (wanted if isinstance(wanted, str) else "auto")
-    return plan_for(layers, inputs, cluster, num_microbatches=num_microbatches, sharding=ready)
+    number = num_microbatches or (
+        recipe.pipeline.planned_microbatches if recipe.pipeline.plan else None
+    )
+    return task_on(recipe, _task_of(recipe), cluster, sharding, num_microbatches=number)
 
 
 def _task_of(recipe: Recipe) -> Task:
@@ -191,18 +184,9 @@ def _counted(
         model = task.make_model()
     layers = resolve_layers(build_layers(model, task), None)
     weights = layer_weights(layers, options["optimizer"])
-    inputs = _lowered(recipe, model, inputs)
+    inputs = lowered(recipe, model, inputs)
     found = profile(layers, inputs, measure=False, torch_type=device.torch_type, **options)
     return replace(found, weights=weights)
-
-
-def _lowered(recipe: Recipe, model: nn.Module, inputs: Any) -> Any:
-    """Let a model without values, and inputs for it, have the recipe's precision."""
-    precision: torch.dtype = getattr(torch, recipe.train.precision)
-    if precision is torch.float32:
-        return inputs
-    model.to(precision)
-    return tree_map(partial(_as, precision), inputs)
 
 
 def _first_size(recipe: Recipe, targets: Sized) -> int:
@@ -213,10 +197,6 @@ def _first_size(recipe: Recipe, targets: Sized) -> int:
 
 def _moved(value: Any, device: torch.device) -> Any:
     return tree_map(lambda tensor: tensor.to(device), value)
-
-
-def _as(precision: torch.dtype, tensor: Tensor) -> Tensor:
-    return tensor.to(precision) if tensor.is_floating_point() else tensor
 
 
 def _autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:

@@ -1,5 +1,6 @@
 """`penstock train`: train what a recipe says, or go on with a run."""
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,12 @@ if TYPE_CHECKING:
     help="Run the model as this plan says, instead of as the recipe's section [pipeline] does; "
     "each run folder has the plan.json of its run.",
 )
+@click.option(
+    "--cluster",
+    metavar="NAME_OR_FILE",
+    help='What a recipe with pipeline.plan = "auto" plans for, a device for each process.  '
+    "[default: the recipe's, or this machine, measured]",
+)
 @num_processes_option
 @click.option(
     "--max-restarts",
@@ -71,6 +78,9 @@ def train(context: click.Context, /, **_: object) -> int:
       penstock train recipes/digits.toml --num-processes 2 --max-restarts 3
       torchrun --nproc-per-node 2 -m penstock train recipes/digits.toml
     """
+    cluster = context.params.pop("cluster")
+    if cluster is not None:
+        context.params["overrides"] += (f"pipeline.cluster={json.dumps(cluster)}",)
     asked = _Asked(**context.params)
     asked.check()
     if asked.num_processes is not None:

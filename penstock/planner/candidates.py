@@ -63,6 +63,7 @@ class Constraints:
 class Size:
     """How many ranks a replica has, how many replicas there are, how many micro-batches each runs,
     how many stages a rank has, and which of the cluster's devices each rank is on; none: in order.
+    `stages` are those of all ranks, where they have unlike numbers of them.
     """
 
     num_ranks: int
@@ -70,11 +71,12 @@ class Size:
     num_microbatches: int
     stages_per_rank: int = 1
     places: tuple[int, ...] = ()
+    stages: int = 0
 
     @property
     def num_stages(self) -> int:
         """K."""
-        return self.num_ranks * self.stages_per_rank
+        return self.stages or self.num_ranks * self.stages_per_rank
 
     def microbatch_size(self, batch_size: int) -> int:
         """Return the samples of the largest micro-batch."""
@@ -142,12 +144,16 @@ def families(asked: Constraints, size: Size, costs: Costs) -> Iterator[Family]:
     one that keeps least of those that take none.
     """
     wanted = [x for x in asked.schedules or SCHEDULE_NAMES if suits(x, size.stages_per_rank)]
-    is_large = size.num_stages * size.num_microbatches > _MOST_FOR_LISTS
     found = families_for(costs, size.stages_per_rank)
     yield from sorted(
-        (x for x in found if x.name in wanted and not (is_large and takes_costs(x))),
+        (x for x in found if x.name in wanted and not (is_large(size) and takes_costs(x))),
         key=lambda family: family.name not in _LEAN,
     )
+
+
+def is_large(size: Size) -> bool:
+    """Tell whether making schedules for costs would take too long."""
+    return size.num_stages * size.num_microbatches > _MOST_FOR_LISTS
 
 
 def takes_costs(family: Family) -> bool:

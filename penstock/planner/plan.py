@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport
 
 from .checks import check_bytes, check_partition, check_predicted, check_timeout, check_whole
 from .placement import Placement
+from .stage_rows import PredictedStage, stage_rows
 from .unsplit import Unsplit, check_unsplit, divides_backwards, unsplit_lines
 from .wanted import Wanted
 
@@ -46,6 +46,7 @@ class Plan:
     `sharding` says how the operators of each stage are divided among its ranks, where it has
     several: the name of a ready plan, or a mapping (docs/sharding.md).  `predicted_s` are the
     seconds of a micro-batch on each stage, forward and backward, if the layers were measured.
+    `predicted_stages` say more of them, where stages are on meshes that a planner chose.
     `unsplit` are the layers whose gradients of weights do not wait where a schedule divides
     backwards: what measuring has shown of each alone, and the first such step of the stages.
     A planner says for which `batch_size`, over all replicas, it made the plan, how long it
@@ -83,10 +84,11 @@ class Plan:
     predicted_step_s: float | None = None
     why: tuple[str, ...] = ()
     cluster: Cluster | None = None
+    predicted_stages: tuple[PredictedStage, ...] | None = None
 
     def __post_init__(self) -> None:
         names = ("layers", "partition", "recompute", "offload", "predicted_s", "unsplit", "why")
-        for name in (*names, *_OF_RANKS):  # as JSON gives them back
+        for name in (*names, *_OF_RANKS, "predicted_stages"):  # as JSON gives them back
             given = getattr(self, name)
             object.__setattr__(self, name, None if given is None else tuple(given))
         self._check_sharding()
@@ -112,6 +114,7 @@ class Plan:
             ("offload", self.offload),
             ("placement.ranks", self.placement.ranks),
             ("predicted_s", self.predicted_s),
+            ("predicted_stages", self.predicted_stages),
         ):
             if of_stages is not None and len(of_stages) != self.num_stages:
                 raise PlanError(
@@ -140,7 +143,7 @@ class Plan:
         """Refuse shards without a way to divide operators, and the other way round.
 
         Raises:
-            PlanError: only one of the two is there, or weights are updated within a call.
+            PlanError: only one of the two is there.
         """
         if self.sharding is not None and not isinstance(self.sharding, str):
             object.__setattr__(self, "sharding", Wanted.of(self.sharding))
@@ -151,11 +154,6 @@ class Plan:
             raise PlanError(
                 f"sharding={self.sharding!r}, and a stage has {count_text(num_shards, 'rank')} in "
                 "each replica; give a name of a ready plan with init_mesh(num_shards=), or neither"
-            )
-        if self.sharding is not None and self.schedule.is_asynchronous:
-            raise PlanError(
-                f"sharding={self.sharding!r} with the schedule {self.schedule.name}, which "
-                "updates weights while it runs; use a synchronous schedule"
             )
 
     @property
@@ -214,17 +212,17 @@ class Plan:
     def check_ranks(self, num_processes: int, num_places: int | None = None) -> None:
         """Refuse to run in other processes than the plan was made for.
 
-        One process runs the ranks of one replica as threads.  A mesh has `num_places` ranks for
-        each replica.
+        One process runs the ranks of one replica as threads, where none of them are shards.  A
+        mesh has `num_places` ranks for each replica.
 
         Raises:
             PlanError: they are more, or fewer.
         """
         own = self.placement
-        is_alone = num_processes == 1 and own.num_replicas == 1
+        is_alone = num_processes == own.num_replicas == own.most_shards == 1
         if num_places in (None, own.num_places) and (is_alone or num_processes == own.num_ranks):
             return
-        if num_processes == 1 and own.num_replicas == 1:
+        if is_alone:
             raise PlanError(
                 f"the plan is for {count_text(own.num_places, 'rank')}, and the mesh has "
                 f"{num_places}; make it with init_mesh(num_stages={own.num_places}), or leave "
@@ -348,7 +346,7 @@ class Plan:
     @property
     def rows(self) -> list[Sequence[str]]:
         """The table of stages: heads, then a row for each."""
-        return list(self._rows())
+        return list(stage_rows(self))
 
     def _memory(self) -> Iterator[str]:
         if self.memory_limit_bytes is not None:
@@ -363,24 +361,6 @@ class Plan:
         few = min(count, _ENOUGH_TO_TELL) if is_named else count
         if divides_backwards(self.schedule(self.num_stages, few)):
             yield from unsplit_lines(self.unsplit, self.layers, self.partition)
-
-    def _rows(self) -> Iterator[Sequence[str]]:
-        head = ("stage", "layers", "parameters", "recompute", "ranks", "device", "micro-batch")
-        yield head
-        bounds = pairwise(accumulate(self.partition, initial=0))
-        for stage, (start, end) in enumerate(bounds):
-            own = self.layers[start:end]
-            span = own[0].name if len(own) == 1 else f"{own[0].name} to {own[-1].name}"
-            ranks = (str(rank) for row in self.placement.ranks[stage] for rank in row)
-            yield (
-                str(stage),
-                f"{len(own)}: {span}",
-                f"{sum(layer.num_parameters for layer in own):,}",
-                self.recompute[stage].value + (", offload" if self.offload[stage] else ""),
-                " ".join(ranks),
-                self.placement.devices[stage],
-                "?" if self.predicted_s is None else time_text(self.predicted_s[stage]),
-            )
 
 
 def _is_some_layers(policy: Any) -> bool:

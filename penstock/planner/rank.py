@@ -15,7 +15,9 @@ from penstock.costs.profile import Profile
 from penstock.errors import ConfigError
 from penstock.interval import likely
 from penstock.schedules.costs import UNIT_COSTS
+from penstock.schedules.critical_path import critical_path
 from penstock.schedules.family import Family
+from penstock.schedules.names import SCHEDULE_NAMES
 from penstock.trace.units import bytes_text, count_text
 
 from .candidates import (
@@ -23,6 +25,7 @@ from .candidates import (
     Size,
     can_run,
     families,
+    is_large,
     is_long,
     sizes,
     takes_costs,
@@ -31,6 +34,7 @@ from .candidates import (
 from .plan import Plan
 from .predict import Prediction
 from .search import Evaluator, Excess
+from .together import Tuner
 
 _MARGIN = 1.1
 """Candidates that take so many times as long as the fastest are not worth a line."""
@@ -39,6 +43,11 @@ _SAME, _MAY_BE_SAME = 1.01, 1.05
 that are no slower at one end of what the cluster's figures may be."""
 _LEAST_KEPT = 5
 """However few are asked for, so that the plan that is chosen is the same."""
+_TUNED, _LEAST_TUNED, _NEAR = 2, 100, 1.02
+"""Of the best plans so many are tuned, with so many changes at least, where they take more than so
+many times as long as any plan must."""
+_WORTH_IT = 0.995
+"""What is tuned has to take at most so much of the time of what has a name."""
 _REFINED = 6
 """Sizes for which schedules are looked at that are made for costs: making one takes long."""
 
@@ -171,6 +180,7 @@ class _Search:
         fastest = sorted(self._plain.items(), key=lambda item: (item[1].step_s, item[0]))
         for (n, size), found in fastest[:_REFINED]:
             self._refine(self._evaluators[n], size, found.predicted)
+        self._tune()
 
     def choices(self) -> Candidates:
         """Return what was found.
@@ -257,6 +267,26 @@ class _Search:
                 anew = self._planned(evaluator, size, again)
                 if anew is not None:
                     self._keep(evaluator, size, anew)
+
+    def _tune(self) -> None:
+        """Look for list schedules near the best plans of an uneven model: for one whose layers
+        are alike, named schedules are about as good.
+        """
+        if critical_path.__name__ not in (self._asked.schedules or SCHEDULE_NAMES):
+            return
+        best = sorted(self._best.items(), key=lambda item: item[1].step_s)[:_TUNED]
+        left = max(_LEAST_TUNED, self._num_plans // 2) // len(best or (0,))
+        for kind, found in best:
+            evaluator = next(each for each in self._evaluators if each.threads == kind[-1])
+            is_near = found.step_s <= evaluator.least_s(found.size) * _NEAR
+            is_one = found.size.num_ranks == 1
+            if is_one or is_near or is_large(found.size) or not evaluator.is_uneven(found.size):
+                continue
+            tuner = Tuner(evaluator, found.size, max(self._asked.stages_per_rank), left)
+            better = tuner.run(found.predicted)
+            self._num_plans += left - tuner.left
+            if better is not None and better[1].quick_step_s < found.step_s * _WORTH_IT:
+                self._best[kind] = _found(*better)
 
     def _planned(
         self, evaluator: Evaluator, size: Size, family: Family, *, with_messages: bool = False

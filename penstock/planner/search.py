@@ -9,15 +9,16 @@ from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 from math import inf, prod
 from operator import le, mul
+from statistics import median
 
 import numpy as np
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.profile import Profile
+from penstock.costs.profile import LayerSeconds, Profile
 from penstock.interval import likely
 from penstock.schedules.family import Family
 from penstock.schedules.one_f_one_b import one_f_one_b
-from penstock.types import Transport
+from penstock.types import Recompute, Transport
 
 from .candidates import Constraints, Size
 from .cuts import Setting, Spans, Window, cut, cut_over_devices, windows
@@ -56,6 +57,8 @@ _MOST_STATES = 256
 """Numbers of devices of each kind in use, up to which all orders of unlike ones are searched."""
 _MOST_COSTS = 64
 """What so many stages on a kind of device cost is kept: a search asks for it three times."""
+_UNEVEN = 2
+"""The heaviest layers of an uneven model take more than so many times as long as the median."""
 _CLOSE_BYTES = 2**20
 """How well it is known how much more memory would do, before cuts are looked at."""
 
@@ -84,6 +87,15 @@ class Evaluator:
         ]
         longest_s = max(sum(layers_s[start:end]) for start, end in self.profile.spans)
         return float(size.num_microbatches * max(longest_s, sum(layers_s) / size.num_ranks))
+
+    def is_uneven(self, size: Size) -> bool:
+        """Tell whether some layers that stay together take much longer than most do."""
+        layers = self.layers_at(size, self.places_of(size)[0])
+        spans_s = [
+            sum(x.forward_s + x.backward_s for x in layers[start:end])
+            for start, end in self.profile.spans
+        ]
+        return max(spans_s) > _UNEVEN * median(spans_s)
 
     def least_excess(self, size: Size) -> float:
         """Return bytes that no plan of this size lacks less than on its fullest stage."""
@@ -131,23 +143,38 @@ class Evaluator:
             return None
         prices = self.prices(size, family, windows, with_messages=with_messages)
         partition = best_cut(prices, self.profile.spans)
-        fitted = None if partition is None else fit(prices, partition)
-        if partition is None or not isinstance(fitted, Fitted):
-            return None
+        return None if partition is None else self._fitted(size, prices, partition)
+
+    def plan_at(self, size: Size, family: Family, partition: tuple[int, ...]) -> Plan | None:
+        """Return the plan with these layers on each stage; None if it does not fit."""
+        return self._fitted(size, self.prices(size, family, None), partition)
+
+    def draft(self, size: Size, family: Family, partition: tuple[int, ...]) -> Plan:
+        """Return a plan that recomputes nothing and may not fit: no schedule is made for it."""
         return Plan(
             layers=self.profile.layers,
             partition=partition,
             schedule=family,
             num_microbatches=size.num_microbatches,
-            recompute=fitted.policy.recompute,
-            offload=fitted.policy.offload,
+            recompute=(Recompute.NEVER,) * size.num_stages,
             placement=self._placement(size, family),
             threads_per_stage=self.threads,
             transport=self._transport(size),
             balanced_by=BalancedBy.TIME,
-            predicted_s=predicted_s(prices, partition, fitted.policy),
             batch_size=self.constraints.batch_size,
             batch_norm_over_replicas=size.num_replicas > 1,  # as the unsplit model's
+        )
+
+    def _fitted(self, size: Size, prices: StagePrices, partition: tuple[int, ...]) -> Plan | None:
+        fitted = fit(prices, partition)
+        if not isinstance(fitted, Fitted):
+            return None
+        policy = fitted.policy
+        return replace(
+            self.draft(size, prices.family, partition),
+            recompute=policy.recompute,
+            offload=policy.offload,
+            predicted_s=predicted_s(prices, partition, policy),
         )
 
     def places_of(self, size: Size) -> tuple[int, ...]:
@@ -188,6 +215,10 @@ class Evaluator:
             taken[kind] += 1
         anew = replace(size, places=tuple(places))
         return anew if anew.places != self.places_of(size) else None
+
+    def layers_at(self, size: Size, place: int) -> Sequence[LayerSeconds]:
+        """Return what the layers take on a device."""
+        return self.pricing.seconds(self.cluster.places[place].kind, *self._each(size))
 
     def limit_bytes(self, place: int) -> float:
         """Return what a rank on a device may use of its memory."""

@@ -13,6 +13,7 @@ from penstock.schedules import pipedream
 from penstock.schedules.names import ASYNCHRONOUS_NAMES, SCHEDULE_NAMES, suits
 
 from .faults import describe, suggest_place
+from .pipeline_section import BESIDE_AUTO
 from .recipe import Recipe, marked_keys
 from .section import Mark
 
@@ -43,10 +44,15 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def recipe_to_toml(recipe: Recipe) -> str:
-    """Write a recipe with every key, defaults included; `read_recipe` reads it back."""
+    """Write a recipe with every key, defaults included, but for those that plan = "auto" decides;
+    `read_recipe` reads it back.
+    """
     sections = []
     for section, keys in recipe.model_dump().items():
         given = {key: value for key, value in keys.items() if value is not None}
+        if given.get("plan") == "auto":  # it is planned anew, with M as it is
+            own = BESIDE_AUTO - ({"num_microbatches"} - recipe.pipeline.model_fields_set)
+            given = {key: value for key, value in given.items() if key in own}
         lines = [f"{key} = {_toml_value(value)}" for key, value in given.items()]
         sections.append("\n".join([f"[{section}]", *lines]))
     return "\n\n".join(sections) + "\n"

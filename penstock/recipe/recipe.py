@@ -4,177 +4,22 @@ A recipe holds words and numbers only, so that it can be read from TOML and writ
 become functions and layers in build.py and tasks/.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
-from math import prod
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from penstock.errors import ConfigError, RecipeError
+from penstock.errors import RecipeError
 from penstock.planner.wanted import Wanted
 from penstock.schedules import pipedream
-from penstock.schedules.names import (
-    ASYNCHRONOUS_NAMES,
-    SCHEDULE_NAMES,
-    least_stages_per_rank,
-    named_schedule,
-)
-from penstock.types import LONGEST_TIMEOUT_S, Recompute
+from penstock.schedules.names import ASYNCHRONOUS_NAMES
 
 from .data_sections import DataSection, ImageSection, TranslatedSection
 from .model_sections import ModelSection
 from .optimizer_sections import Cosine, InverseSqrt, LearningRate, Optimizer
+from .pipeline_section import PipelineSection
 from .section import Count, File, Mark, Section, Seed, Share, Words, one_of, variants
 
 PRECISIONS = ("float32", "bfloat16", "float16")
-
-
-def _check_partition(value: object) -> object:
-    if value == "auto":
-        return value
-    if isinstance(value, list | tuple) and value and all(type(n) is int and n >= 1 for n in value):
-        return tuple(value)
-    raise ValueError('must be "auto" or a list of the layers of each stage, such as [5, 8]')
-
-
-def _check_shards(value: object) -> object:
-    axes = value if isinstance(value, list | tuple) else [value]
-    if axes and all(type(n) is int and n >= 1 for n in axes):
-        return tuple(value) if isinstance(value, list | tuple) else value
-    raise ValueError("must be a whole number of at least 1, or a list of them, such as [2, 2]")
-
-
-def _check_sharding(value: object) -> object:
-    if isinstance(value, str | Mapping):
-        return value
-    raise ValueError('must be the name of a ready plan, such as "megatron", or a table of pins')
-
-
-class PipelineSection(Section):
-    """How the model runs."""
-
-    num_stages: Annotated[Count, Mark.PROCESSES]
-    """K, the parts the model is cut into."""
-    stages_per_rank: Annotated[Count, Mark.PROCESSES] = 1
-    """Stages in each thread or process: 2 for zb_v, v_half, v_min, dualpipe_v; 2 or more for
-    interleaved_1f1b, breadth_first, wave.  Left out: as few as the schedule has."""
-    num_replicas: Annotated[Count, Mark.PROCESSES] = 1
-    """D, copies of the pipeline that share the micro-batches; above 1 they are processes."""
-    num_shards: Annotated[
-        int | tuple[int, ...], BeforeValidator(_check_shards), Mark.PROCESSES
-    ] = 1
-    """T, processes that share the operators of a stage; several numbers, such as [2, 2], are the
-    lengths of the axes along which they are arranged."""
-    sharding: Annotated[str | dict[str, Any], BeforeValidator(_check_sharding), Mark.LAYOUT] = (
-        "auto"
-    )
-    """How they are divided: a ready plan (auto, megatron, sequence, grid, data, zero2, zero3,
-    expert), also with "+zero1", or a table of weights' names and layouts."""
-    num_microbatches: Count
-    """M, the parts a batch is cut into; each replica takes M / D of them."""
-    shard_optimizer: Annotated[bool, Mark.EXECUTION] = False
-    """Let each replica keep slices of weights and optimizer's state between steps (ZeRO-1), as
-    "+zero1" after the name in sharding does."""
-    partition: Annotated[
-        Literal["auto"] | tuple[int, ...], BeforeValidator(_check_partition), Mark.LAYOUT
-    ] = "auto"
-    """Layers of each stage, such as [5, 8]; auto: balanced by measured time."""
-    schedule: Annotated[str, AfterValidator(one_of(list(SCHEDULE_NAMES))), Mark.LAYOUT] = "gpipe"
-    """In which order a stage does its forwards and backwards."""
-    recompute: Annotated[
-        str, AfterValidator(one_of([r.value for r in Recompute])), Mark.EXECUTION
-    ] = "stage"
-    """stage: keep only what enters a stage, run its forward twice; never: keep everything.  Not
-    looked at beside memory_limit_bytes."""
-    memory_limit_bytes: Annotated[Count | None, Mark.EXECUTION] = None
-    """The most that a rank may keep for its backward passes: decides which layers or stages run
-    their forward twice; left out: recompute does."""
-    offload: Annotated[bool, Mark.EXECUTION] = False
-    """Move what forward passes keep away, and back in time: to the host's memory, on CPUs to
-    temporary files.  Beside memory_limit_bytes: only where running twice is not enough."""
-    threads_per_stage: Annotated[Count, Mark.EXECUTION] = 1
-    """CPU threads inside each operator of a stage; another number may round differently."""
-    timeout_s: Annotated[float, Field(gt=0, le=LONGEST_TIMEOUT_S), Mark.EXECUTION] = 600.0
-    """Give up when a stage has waited so many seconds for another."""
-    seed: Seed = 0
-    """Decides what the layers draw, such as dropout masks."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _stages_per_rank_are_the_schedules(cls, given: Any) -> Any:
-        name = given.get("schedule") if isinstance(given, dict) else None
-        if isinstance(name, str) and name in SCHEDULE_NAMES:
-            return {"stages_per_rank": least_stages_per_rank(name), **given}
-        return given
-
-    @model_validator(mode="after")
-    def _replicas_share_microbatches(self) -> Self:
-        if self.num_microbatches % self.num_replicas:
-            raise ValueError(
-                f"pipeline.num_microbatches = {self.num_microbatches} must be a multiple of "
-                f"pipeline.num_replicas = {self.num_replicas}, which share them"
-            )
-        return self
-
-    @property
-    def num_ranks(self) -> int:
-        """Threads or processes along the pipeline, each with its stages."""
-        return self.num_stages // self.stages_per_rank
-
-    @property
-    def all_shards(self) -> int:
-        """T: processes that share a stage of a replica, along all axes."""
-        return prod(self.num_shards) if isinstance(self.num_shards, tuple) else self.num_shards
-
-    @property
-    def num_processes(self) -> int:
-        """Processes of the run, where it is not one with a thread for each rank."""
-        return self.num_ranks * self.num_replicas * self.all_shards
-
-    @property
-    def divides(self) -> Wanted | None:
-        """How operators and weights are divided; None where each process has its stages whole."""
-        if self.all_shards * self.num_replicas == 1:
-            return None
-        wanted = Wanted.of(self.sharding)
-        if self.shard_optimizer and not wanted.gathers:
-            wanted = replace(wanted, plan=f"{wanted.plan}+zero1")
-        return wanted if self.all_shards > 1 or wanted.gathers else None
-
-    @model_validator(mode="after")
-    def _sharding_has_shards(self) -> Self:
-        try:
-            wanted = Wanted.of(self.sharding)
-        except ConfigError as error:
-            raise ValueError(f"pipeline.{error}") from None
-        if self.all_shards == 1 and wanted != Wanted() and not wanted.gathers:
-            raise ValueError(
-                f'pipeline.sharding = "{wanted}" divides operators among the shards of a stage, '
-                "and pipeline.num_shards is 1; set that to 2 or more, or leave sharding out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_fits_the_stages(self) -> Self:
-        try:
-            named_schedule(self.schedule, self.num_stages, self.stages_per_rank)
-        except ConfigError as error:
-            raise ValueError(
-                f'pipeline.schedule = "{self.schedule}" with pipeline.num_stages = '
-                f"{self.num_stages} and pipeline.stages_per_rank = {self.stages_per_rank}: {error}"
-            ) from None
-        return self
-
-    @model_validator(mode="after")
-    def _partition_has_num_stages(self) -> Self:
-        if self.partition != "auto" and len(self.partition) != self.num_stages:
-            raise ValueError(
-                f"pipeline.partition = {list(self.partition)} has {len(self.partition)} stages, "
-                f"pipeline.num_stages is {self.num_stages}; make them agree, "
-                'or set partition to "auto"'
-            )
-        return self
 
 
 class TrainSection(Section):
@@ -343,9 +188,11 @@ def check_asynchronous(recipe: Recipe) -> None:
             section.num_replicas > 1,
             "every update would have to wait for the gradients of all replicas",
         ),
-        f"pipeline.num_shards = {section.all_shards}": (
-            section.all_shards > 1,
-            "a stage's processes move its weights together, when all gradients are there",
+        f'pipeline.sharding = "{section.divides}"': (
+            section.divides is not None
+            and (section.divides.gathers or section.divides.plan == "zero2"),
+            'weights are gathered once for a step, within which updates change them; "zero3" '
+            "gathers them for each layer",
         ),
         f'data.name = "{recipe.data.name}"': (
             isinstance(recipe.data, TranslatedSection)

@@ -205,7 +205,7 @@ class Engine:
             offload=self.plan.offloading,
             commits=tuple(stage for stage, its in modules.items() if batch_norms(its)),
             posts=len(self.stages) < len(plans),
-            reduces=self._lasting.replicas is not None,
+            reduces=self._lasting.replicas is not None and not self.plan.schedule.is_asynchronous,
         )
 
     def reporting(self) -> AbstractContextManager[None]:
@@ -260,7 +260,7 @@ class Engine:
             guarded = guarded_default_generators(self.devices, self._look_again)
             with self.shards.for_step(), guarded, casts:
                 self._lasting.driver_for(caller, in_caller=in_caller).drive(work)
-                if replicas is not None:
+                if replicas is not None and run.window is None:  # else each update has finished
                     replicas.finish()
             if replicas is not None:
                 replicas.add_earlier()

@@ -75,6 +75,13 @@ class Replicas:
         for axis, weights in self.partial:
             _finish(axis, _begun(axis, weights), "for the gradients of the other shards")
 
+    def finish_for_update(self) -> None:
+        """Sum over the shards what an update within a run is made of; the first one's is made of
+        gradients of earlier steps too.
+        """
+        self.finish()
+        self.add_earlier()
+
     def add_earlier(self) -> None:
         """Add the gradients of earlier steps."""
         before, self._before = self._before, {}

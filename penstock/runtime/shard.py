@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.count import record_graph
+from penstock.costs.graph import Graph
 from penstock.errors import ConfigError, check_count
 from penstock.mesh import Mesh
 from penstock.model.capture.capture import resolve_layers
@@ -73,7 +74,8 @@ def shard(  # noqa: PLR0913 - the front door: each a keyword with a default
     part = first_microbatch(example_inputs, num_microbatches)
     counts = num_microbatches, num_microbatches
     costs = Costs.usual(axes, *counts) if cluster is None else Costs(axes, cluster, *counts)
-    return _planned(wanted, resolved, part, costs, compares=True)
+    names = [step.path for step in resolved]
+    return _planned(wanted, record_graph(resolved, part), names, costs, compares=True)
 
 
 def check_sharding(plan: Plan, part: Any) -> None:
@@ -81,7 +83,7 @@ def check_sharding(plan: Plan, part: Any) -> None:
 
     Raises:
         ConfigError: the example inputs, of which `part` are those of a micro-batch, are missing;
-            or nobody knows the plan.
+            nobody knows the plan; or it keeps weights for a step in which they change.
     """
     if plan.sharding is None:
         return
@@ -89,7 +91,13 @@ def check_sharding(plan: Plan, part: Any) -> None:
 
     name = Wanted.of(plan.sharding).plan
     num_shards = plan.placement.most_shards
-    _, gathers = ready_plan(name)
+    ready, gathers = ready_plan(name)
+    if plan.schedule.is_asynchronous and (gathers or ready.keeps):
+        raise ConfigError(
+            f"sharding={name!r} gathers weights once for a step, within which the schedule "
+            f"{plan.schedule.name} updates them; use 'zero3', which gathers them for each layer, "
+            "or a synchronous schedule"
+        )
     if part is None and num_shards > 1:
         raise ConfigError(
             f"sharding={name!r} needs example_inputs=: the operators of the layers are recorded "
@@ -118,6 +126,19 @@ def make_sharding(plan: Plan, layers: Layers, part: Any, mesh: Mesh) -> Sharding
     if max(map(prod, meshes)) == 1:
         whole = (LayerSharding(step.path, (), {}) for step in layers)
         return Sharding(((1,),), tuple(whole), gathers=True)
+    part = _sized_as_first(part, mesh)
+    return sharding_of(plan, record_graph(layers, part), [step.path for step in layers])
+
+
+def sharding_of(plan: Plan, graph: Graph, names: Sequence[str]) -> Sharding:
+    """Say how each layer is divided among the ranks of its stage, from the graph of a micro-batch.
+
+    Raises:
+        ConfigError: a weight cannot be held as it is pinned.
+        PlanError: a layer cannot be divided so.
+    """
+    assert plan.sharding is not None, "stages have several ranks"
+    meshes = [plan.placement.shard_axes_of(stage) for stage in range(plan.num_stages)]
     recomputes = set(plan.recompute) == {Recompute.STAGE}
     counts = plan.num_microbatches, 1 if recomputes else plan.num_microbatches
     ends = [0, *accumulate(plan.partition)]
@@ -126,8 +147,7 @@ def make_sharding(plan: Plan, layers: Layers, part: Any, mesh: Mesh) -> Sharding
     if plan.cluster is not None:
         costs = Costs(costs.mesh, plan.cluster, *counts)
     each = [replace(costs, mesh=m, devices=plan.devices_of(n)) for n, m in enumerate(meshes)]
-    part = _sized_as_first(part, mesh)
-    return _planned(Wanted.of(plan.sharding), layers, part, each, stages=stages)
+    return _planned(Wanted.of(plan.sharding), graph, names, each, stages=stages)
 
 
 def _sized_as_first(part: Any, mesh: Mesh) -> Any:
@@ -157,12 +177,10 @@ def _sized_as_first(part: Any, mesh: Mesh) -> Any:
 
 
 def _planned(
-    wanted: Wanted, layers: Layers, part: Any, costs: Costs | Sequence[Costs], **how: Any
+    wanted: Wanted, graph: Graph, names: Sequence[str], costs: Costs | Sequence[Costs], **how: Any
 ) -> Sharding:
-    """Plan with a micro-batch."""
+    """Plan with the graph of a micro-batch."""
     from penstock.sharding.stages import plan_sharding  # SciPy takes a while to import
 
-    names = [step.path for step in layers]
-    graph, limit = record_graph(layers, part), wanted.memory_limit_bytes
-    how |= {"memory_limit_bytes": limit, "pins": wanted.weights}
+    how |= {"memory_limit_bytes": wanted.memory_limit_bytes, "pins": wanted.weights}
     return plan_sharding(wanted.plan, graph, names, costs, **how)

@@ -2,6 +2,7 @@
 
 from .breadth_first import breadth_first
 from .costs import Costs
+from .critical_path import critical_path
 from .dualpipe_v import dualpipe_v
 from .eager_1f1b import eager_1f1b
 from .family import Family
@@ -66,6 +67,7 @@ __all__ = [
     "Sizes",
     "UpdateWeights",
     "breadth_first",
+    "critical_path",
     "dualpipe_v",
     "eager_1f1b",
     "from_csv",

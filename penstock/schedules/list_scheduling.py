@@ -31,7 +31,7 @@ from .problem import (
 
 Step = tuple[bool, int, int]
 """(is a backward, stage, micro-batch): a forward, or the backward of its inputs."""
-Priority = Callable[[bool, int, int], tuple[int, ...]]
+Priority = Callable[[bool, int, int], tuple[float, ...]]
 """What a step is compared by: the least begins first."""
 
 

@@ -11,6 +11,7 @@ from penstock.errors import ConfigError
 
 from .breadth_first import breadth_first
 from .costs import Costs
+from .critical_path import critical_path
 from .dualpipe_v import dualpipe_v
 from .eager_1f1b import eager_1f1b
 from .family import Build, Family, check_size
@@ -45,6 +46,7 @@ SYNCHRONOUS_FAMILIES: tuple[Family | Maker, ...] = (
     v_half,
     v_min,
     dualpipe_v,
+    critical_path,
 )
 """Every family whose step gives the unsplit model's gradients, or what makes it.
 

@@ -11,6 +11,8 @@ from itertools import accumulate, pairwise
 from math import inf, lcm
 from operator import mul
 
+from penstock.errors import ConfigError
+
 from . import ir
 from .costs import Costs, Seconds, per_edge, per_stage
 from .ir import Schedule
@@ -231,6 +233,23 @@ def least_bytes(problem: Problem, stages: Sequence[int]) -> int:
         most = max(most, live + problem.peak[op])
         live += problem.change[op]
     return most
+
+
+def check_limits(problem: Problem) -> None:
+    """Refuse limits that no schedule keeps to.
+
+    Raises:
+        ConfigError: a rank cannot keep even one micro-batch.
+    """
+    for rank, limit in enumerate(problem.limits or ()):
+        least = least_bytes(problem, problem.stages[rank])
+        if least > limit:
+            raise ConfigError(
+                f"no schedule keeps to the limit of rank {rank}: it needs {least:,} bytes for one "
+                f"micro-batch after the other, {least - limit:,} more than limit_bytes={limit:,}; "
+                f"raise that to {least:,} at least, or keep less of a micro-batch (recompute, "
+                "more micro-batches)"
+            )
 
 
 def lower_bound(problem: Problem) -> float:

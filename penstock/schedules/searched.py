@@ -11,7 +11,7 @@ from .family import Family
 from .ir import Schedule
 from .laws import SYNCHRONOUS, AtMostBytes, Law
 from .one_f_one_b import one_f_one_b
-from .problem import Answer, Problem, answer_of, least_bytes, problem_of, schedule_of
+from .problem import Answer, Problem, answer_of, check_limits, problem_of, schedule_of
 from .search.best import best
 
 
@@ -95,7 +95,7 @@ def _schedule(
     _check_stages(num_stages, costs, recompute)
     ranks = like.ranks(num_stages)
     problem = problem_of(costs, memory, ranks, num_microbatches, recompute)
-    _check_limits(problem)
+    check_limits(problem)
     with collection_paused():
         return schedule_of(problem, best(problem, _named(problem, costs, like)))
 
@@ -121,20 +121,3 @@ def _check_stages(num_stages: int, costs: Costs, recompute: tuple[int, ...]) -> 
                     f"{name} names stage {stage}, and the {num_stages} stages are 0 to "
                     f"{num_stages - 1}; leave it out, or choose costs of as many stages"
                 )
-
-
-def _check_limits(problem: Problem) -> None:
-    """Refuse limits that no schedule keeps to.
-
-    Raises:
-        ConfigError: a rank cannot keep even one micro-batch.
-    """
-    for rank, limit in enumerate(problem.limits or ()):
-        least = least_bytes(problem, problem.stages[rank])
-        if least > limit:
-            raise ConfigError(
-                f"no schedule keeps to the limit of rank {rank}: it needs {least:,} bytes for one "
-                f"micro-batch after the other, {least - limit:,} more than limit_bytes={limit:,}; "
-                f"raise that to {least:,} at least, or keep less of a micro-batch (recompute, "
-                "more micro-batches)"
-            )

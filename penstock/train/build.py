@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.costs.layer_facts import LayerFacts
 from penstock.mesh import Mesh
-from penstock.model.capture.capture import capture
+from penstock.model.capture.capture import capture, resolve_layers
 from penstock.model.layers import Layers
+from penstock.model.pytree import tree_map
 from penstock.optim import optimizers
 from penstock.optim.scaler import GradScaler
 from penstock.pipeline import Pipeline
@@ -17,6 +19,7 @@ from penstock.planner.plan import Plan
 from penstock.recipe.optimizer_sections import SGD, Adafactor, AdamW, RMSProp
 from penstock.recipe.recipe import Recipe
 from penstock.recipe.section import Section
+from penstock.runtime.planning import facts_of
 from penstock.schedules.names import named_schedule
 from penstock.types import Recompute
 
@@ -45,14 +48,23 @@ def names_of(layers: nn.Sequential | Layers) -> list[str]:
     return [step.name for step in layers]
 
 
-def num_layers(recipe: Recipe) -> int:
-    """Count the layers of a recipe's model without making its weights."""
+def model_facts(recipe: Recipe) -> tuple[LayerFacts, ...]:
+    """Describe the layers of a recipe's model without making its weights."""
     task = build_task(recipe)
     with torch.device("meta"):
         model = task.make_model()
-    if isinstance(model, nn.Sequential):
-        return len(model)
-    return len(capture(model, task.example(2), check=False))
+    if not isinstance(model, nn.Sequential):
+        return facts_of(capture(model, task.example(2), check=False))
+    return facts_of(resolve_layers(model, None))
+
+
+def lowered(recipe: Recipe, model: nn.Module, inputs: Any) -> Any:
+    """Let a model without values, and inputs for it, have the recipe's precision."""
+    precision: torch.dtype = getattr(torch, recipe.train.precision)
+    if precision is torch.float32:
+        return inputs
+    model.to(precision)
+    return tree_map(lambda t: t.to(precision) if t.is_floating_point() else t, inputs)
 
 
 def pipeline_options(recipe: Recipe) -> dict[str, Any]:

@@ -6,35 +6,33 @@ but for the shards of checkpoints, and the others see it on a disk that all host
 
 import json
 import os
-import platform
-import socket
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from penstock.doctor.facts import gather_facts
-from penstock.errors import RecipeError, RunFolderError
+from penstock.errors import PlanError, RecipeError, RunFolderError
 from penstock.mesh import Mesh
 from penstock.mesh.agreement import told_by_first
 from penstock.mesh.meet import join, meeting
-from penstock.mesh.start import num_processes
+from penstock.mesh.start import check_backends, num_processes
 from penstock.planner.make_plan import prediction_path
+from penstock.planner.placement import Placement
 from penstock.planner.plan import Plan
 from penstock.recipe.read import check_resumable, read_recipe, recipe_to_toml
 from penstock.recipe.recipe import Recipe, marked_keys
 from penstock.recipe.section import Mark
 from penstock.trace.units import count_text
 
-from .build import num_layers
+from .automatic import check_cluster, device_kind, meet_by_plan
+from .build import model_facts
 from .display import Display, say
+from .environment import environment_of, job_name
 from .interrupt import Interrupt
-from .layout import check_layout, make_mesh, read_plan, refit, with_plan
+from .layout import check_layout, is_uneven, read_plan, refit, with_plan
 from .loop import Trainer
 from .report import summarise, write_report, write_timeline
 from .run_files import ENVIRONMENT, PLAN, PREDICTED, RECIPE, SHARDING
@@ -48,55 +46,6 @@ from .run_folder import (
     open_existing,
 )
 from .scalars import Summary, check_scalars
-
-_CPU_INFO = Path("/proc/cpuinfo")
-
-
-def environment_of(mesh: Mesh) -> str:
-    """Write what each process runs with, and where, as JSON; all processes call it alike."""
-    facts = {**gather_facts(mesh.rank, "").to_dict(), "processor": _processor()}
-    everyone = mesh.world.gather(facts, "for what the others run with")
-    common: dict[str, Any] = {
-        "system": platform.platform(),
-        "command": " ".join(["penstock", *sys.argv[1:]]),
-        "processes": everyone,
-    }
-    return json.dumps(common, indent=1) + "\n"
-
-
-def _processor() -> str:
-    """Return the name of the processor; "" where nothing says it."""
-    try:
-        lines = _CPU_INFO.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
-
-
-_NO_NAME = "none"
-"""What torchrun calls a job whose --rdzv-id is not given."""
-
-
-def job_name() -> str | None:
-    """Return a name that all attempts of one torchrun job have in common; None without torchrun.
-
-    It is the job's --rdzv-id; without one, torchrun's own process, which outlives its attempts.
-    """
-    name = os.environ.get("TORCHELASTIC_RUN_ID")
-    if name is None or name != _NO_NAME:
-        return name
-    return f"{socket.gethostname()}:{os.getppid()}:{_start_of(os.getppid())}"
-
-
-def _start_of(process: int) -> str:
-    """Tell when a process began, in clock ticks since the host started; "" if nobody knows."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
-    except OSError:
-        return ""
-    return text.rpartition(")")[2].split()[19]
-
 
 RUNS = Path("runs")
 
@@ -151,18 +100,19 @@ def start_run(request: Request, console: Console, interrupt: Interrupt) -> Summa
     assert request.recipe_path is not None
     plan = request.plan_for(num_processes())
     recipe = request.recipe(request.recipe_path, plan)
-    begun = _begun_before(request, recipe)
+    begun = _begun_before(request, recipe, plan)
     if begun is not None:
         return _go_on(begun, recipe, plan, console, interrupt)
-    check_layout(recipe, num_processes())
+    _check(recipe, plan, num_processes())
     if request.run_folder is not None:
         check_free(request.run_folder)
-    with make_mesh(recipe) as mesh, mesh.reporting(), Trainer(recipe, mesh, plan=plan) as trainer:
+    recipe, plan, met = meet_by_plan(recipe, plan)
+    with met as mesh, mesh.reporting(), Trainer(recipe, mesh, plan=plan) as trainer:
         trainer.raise_if_wanted(interrupt)
         names = mesh.world.gather(job_name(), "for the others to begin the run")
         jobs = [name for name in names if name is not None]
         path = mesh.world.from_first(
-            lambda: _create(request, recipe, jobs).path, "for the run folder"
+            lambda: _create(request, trainer.recipe, jobs).path, "for the run folder"
         )
         with _opened(mesh, path) as folder:
             _keep_prediction(request, folder)
@@ -177,7 +127,7 @@ def check_start(request: Request, num_processes: int) -> None:
     """
     assert request.recipe_path is not None
     plan = request.plan_for(num_processes)
-    check_layout(request.recipe(request.recipe_path, plan), num_processes)
+    _check(request.recipe(request.recipe_path, plan), plan, num_processes)
     if request.run_folder is not None:
         check_free(request.run_folder)
 
@@ -188,8 +138,18 @@ def check_resume(request: Request, num_processes: int) -> None:
     Raises:
         RecipeError, RunFolderError: as `resume_run`.
     """
-    _, new, _ = _old_and_new(request, num_processes)
-    check_layout(new, num_processes)
+    new, plan = _to_resume(request, num_processes)
+    _check(new, plan, num_processes)
+
+
+def _check(recipe: Recipe, plan: Plan | None, num_processes: int) -> None:
+    """Refuse, before any process is met, what so many cannot run, or the plan of another model."""
+    if plan is None and recipe.pipeline.plan:
+        check_cluster(recipe, num_processes)
+        return
+    check_layout(recipe, num_processes, plan)
+    if plan is not None:
+        plan.check_model(model_facts(recipe))
 
 
 def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summary:
@@ -206,7 +166,8 @@ def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summ
         KeyboardInterrupt: `interrupt` was wanted before anything was begun.
     """
     assert request.run_folder is not None
-    old, new, plan = _old_and_new(request, num_processes())
+    new, plan = _to_resume(request, num_processes())
+    _check(new, plan, num_processes())
     with _continued(request.run_folder, new, plan, interrupt) as (trainer, folder):
         say(console, *trainer.resume(folder))
         if trainer.finished and trainer.is_made(folder):
@@ -214,23 +175,46 @@ def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summ
                 f"{folder.path} has trained all its {new.train.epochs} epochs; there is "
                 "nothing to resume. Start a new run for more"
             )
-        _say_how(console, folder, trainer, old)
+        _say_how(console, folder, trainer)
         return _run(trainer, folder, console, interrupt)
 
 
-def _old_and_new(request: Request, num_processes: int) -> tuple[Recipe, Recipe, Plan | None]:
-    """Read the recipe of the run to resume, and make that by which so many processes go on; with
-    the plan, if one was given.
+def _to_resume(request: Request, num_processes: int) -> tuple[Recipe, Plan | None]:
+    """Return the recipe by which so many processes go on with a run; with the plan, if one was
+    given, or the run's own says what keys cannot.
     """
     assert request.run_folder is not None
     folder = open_existing(request.run_folder)
     old = read_recipe(folder.recipe_path)
     plan = request.plan_for(num_processes)
+    if plan is None and not old.pipeline.plan:
+        plan = _kept_uneven(request, folder, num_processes)
     new = request.recipe(request.recipe_path or folder.recipe_path, plan)
+    new = _with_microbatches_of(old, new)
     check_resumable(old, new)
-    if plan is None and not _says_layout(request.overrides):
-        new = refit(new, num_processes, num_layers(new))
-    return old, new, plan
+    if plan is None and not new.pipeline.plan and not _says_layout(request.overrides):
+        new = refit(new, num_processes, len(model_facts(new)))
+    return new, plan
+
+
+def _kept_uneven(request: Request, folder: RunFolder, num_processes: int) -> Plan | None:
+    """Return the plan by which a run was run last if it has stages on unlike meshes, for as many
+    processes, and no other layout is asked for.
+    """
+    keys = [override.partition(".")[0].strip() for override in request.overrides]
+    if request.recipe_path is not None or "pipeline" in keys:
+        return None
+    plan = _last_plan(folder)
+    if plan is None or plan.placement.num_ranks != num_processes:
+        return None
+    return plan if is_uneven(plan.placement) else None
+
+
+def _last_plan(folder: RunFolder) -> Plan | None:
+    """Read the plan by which the model was run last; None where there is none."""
+    with suppress(PlanError):
+        return Plan.load(folder.path / PLAN)
+    return None
 
 
 def _go_on(
@@ -242,17 +226,20 @@ def _go_on(
     may be writing the next recipe already.
     """
     old = read_recipe(RunFolder(path).recipe_path)
+    wanted = _with_microbatches_of(old, wanted)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         _check_same_job(path, old, wanted)
-    new = refit(_with_layout_of(wanted, old), num_processes(), num_layers(old))
+    new = _with_layout_of(wanted, old)
     if plan is not None and with_plan(new, plan) != new:  # the run goes on in another layout
         plan = None
+    if plan is None and not new.pipeline.plan:
+        new = refit(new, num_processes(), len(model_facts(old)))
     with _continued(path, new, plan, interrupt) as (trainer, folder):
         say(console, *trainer.resume(folder, falls_back=True))
         if trainer.finished and trainer.is_made(folder):
             say(console, f"{path}, which this job began, has trained all its epochs")
             return summarise(trainer, folder, seconds=0.0)
-        _say_how(console, folder, trainer, old)
+        _say_how(console, folder, trainer)
         return _run(trainer, folder, console, interrupt)
 
 
@@ -261,11 +248,8 @@ def _continued(
     path: Path, recipe: Recipe, plan: Plan | None, interrupt: Interrupt
 ) -> Iterator[tuple[Trainer, RunFolder]]:
     """Open the run folder of a run that is to go on, with what trains it."""
-    with (
-        make_mesh(recipe) as mesh,
-        mesh.reporting(),
-        Trainer(recipe, mesh, resumes=True, plan=plan) as trainer,
-    ):
+    recipe, plan, met = meet_by_plan(recipe, plan)
+    with met as mesh, mesh.reporting(), Trainer(recipe, mesh, resumes=True, plan=plan) as trainer:
         trainer.raise_if_wanted(interrupt)
         with _opened(mesh, path) as folder:
             yield trainer, folder
@@ -281,6 +265,14 @@ def _check_same_job(path: Path, old: Recipe, wanted: Recipe) -> None:
         ) from None
 
 
+def _with_microbatches_of(run: Recipe, new: Recipe) -> Recipe:
+    """Let a run that plans itself go on with as many micro-batches, if nobody says how many."""
+    if new.pipeline.planned_microbatches is not None:
+        return new
+    section = new.pipeline.model_copy(update={"num_microbatches": run.pipeline.num_microbatches})
+    return new.model_copy(update={"pipeline": section})
+
+
 def _with_layout_of(wanted: Recipe, run: Recipe) -> Recipe:
     keys = wanted.pipeline.marked(Mark.LAYOUT, Mark.PROCESSES)
     layout = {key: getattr(wanted.pipeline, key) for key in keys}
@@ -289,14 +281,15 @@ def _with_layout_of(wanted: Recipe, run: Recipe) -> Recipe:
     return run.model_copy(update={"pipeline": run.pipeline.model_copy(update=layout)})
 
 
-def _say_how(console: Console, folder: RunFolder, trainer: Trainer, old: Recipe) -> None:
+def _say_how(console: Console, folder: RunFolder, trainer: Trainer) -> None:
     """Note the recipe as it is run now, and say where the run goes on."""
     folder.write_text(RECIPE, recipe_to_toml(trainer.recipe))
-    layout = _as_layout(old, trainer.recipe)
+    before = _last_plan(folder)
+    layout = "" if before is None else _as_layout(before.placement, trainer.pipe.plan.placement)
     say(console, f"resuming {folder.path} after step {trainer.position.step}{layout}")
 
 
-def _begun_before(request: Request, recipe: Recipe) -> Path | None:
+def _begun_before(request: Request, recipe: Recipe, plan: Plan | None) -> Path | None:
     """Return the run folder that an earlier attempt of this torchrun job began; rank 0 looks."""
     if job_name() is None:
         return None
@@ -307,7 +300,7 @@ def _begun_before(request: Request, recipe: Recipe) -> Path | None:
     begun = begun_by(job_name(), places)
     if num_processes() == 1:
         return begun
-    join(recipe.pipeline.timeout_s)
+    join(recipe.pipeline.timeout_s, check_backends(device_kind(recipe, plan)))
     with meeting():
         told: Path | None = told_by_first(begun)
     return told
@@ -352,17 +345,23 @@ def _says_layout(overrides: Sequence[str]) -> bool:
     return any(override.partition("=")[0].strip() in keys for override in overrides)
 
 
-def _as_layout(old: Recipe, new: Recipe) -> str:
-    was, now = (
-        {"stage": run.num_stages, "replica": run.num_replicas, "shard": run.all_shards}
-        for run in (old.pipeline, new.pipeline)
+def _as_layout(before: Placement, now: Placement) -> str:
+    was, is_now = (
+        [count_text(placement.num_stages, "stage"), count_text(placement.num_replicas, "replica")]
+        + ([_shards(placement)] if before.most_shards * now.most_shards > 1 else [])
+        for placement in (before, now)
     )
-    if was == now:
+    if was == is_now:
         return ""
-    if was["shard"] == now["shard"] == 1:
-        del was["shard"], now["shard"]
-    counts = " x ".join(count_text(number, name) for name, number in now.items())
-    return f", as {counts} (before: {' x '.join(map(str, was.values()))})"
+    numbers = (word.rpartition(" ")[0] for word in was)
+    return f", as {' x '.join(is_now)} (before: {' x '.join(numbers)})"
+
+
+def _shards(placement: Placement) -> str:
+    """Say how many shards stages have: "2 shards", or "1 + 2 shards" where some have others."""
+    if not is_uneven(placement):
+        return count_text(placement.most_shards, "shard")
+    return " + ".join(str(len(of_stage[0])) for of_stage in placement.ranks) + " shards"
 
 
 def _keep_prediction(request: Request, folder: RunFolder) -> None:
@@ -376,7 +375,7 @@ def _keep_prediction(request: Request, folder: RunFolder) -> None:
 def _run(trainer: Trainer, folder: RunFolder, console: Console, interrupt: Interrupt) -> Summary:
     remarks = (trainer.recipe.shortened_warmup, *trainer.task.remarks(), str(trainer.pipe))
     say(console, *filter(None, remarks))
-    folder.write_text(PLAN, trainer.pipe.plan.to_json())
+    folder.keep_plan(trainer.pipe.plan.to_json(), trainer.position.step)
     if trainer.pipe.sharding is not None:
         text = json.dumps(trainer.pipe.sharding.to_dict(), ensure_ascii=False, indent=1)
         folder.write_text(SHARDING, text + "\n")

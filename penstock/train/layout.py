@@ -9,25 +9,42 @@ from pathlib import Path
 from penstock.errors import ConfigError, PlanError, RecipeError
 from penstock.mesh import Mesh, init_mesh
 from penstock.mesh.start import num_processes
+from penstock.planner.placement import Placement
 from penstock.planner.plan import Plan
 from penstock.planner.wanted import Wanted
-from penstock.recipe.recipe import PipelineSection, Recipe
+from penstock.recipe.pipeline_section import PipelineSection
+from penstock.recipe.recipe import Recipe
 from penstock.runtime.microbatches import microbatch_sizes
 from penstock.trace.units import count_text
 from penstock.types import Recompute, TiedGradients
 
 
-def make_mesh(recipe: Recipe) -> Mesh:
-    """Let the processes of the run meet.
+def make_mesh(recipe: Recipe, plan: Plan | None = None) -> Mesh:
+    """Let the processes of the run meet, on the meshes of a plan if there is one.
 
     Raises:
-        RecipeError: the recipe asks for another number of processes.
+        RecipeError, PlanError: the recipe, or the plan, asks for another number of processes.
         MeshError: they do not find each other in time.
     """
-    check_layout(recipe, num_processes())
+    check_layout(recipe, num_processes(), plan)
     section = recipe.pipeline
+    if plan is not None and is_uneven(plan.placement):
+        return init_mesh(
+            placement=plan.placement, timeout_s=section.timeout_s, device=kind_of(plan)
+        )
     sizes = section.num_ranks, section.num_replicas, section.num_shards
     return init_mesh(*sizes, timeout_s=section.timeout_s)
+
+
+def is_uneven(placement: Placement) -> bool:
+    """Tell whether some stages have other shards than others, in number or along other axes."""
+    return len({placement.shard_axes_of(stage) for stage in range(placement.num_stages)}) > 1
+
+
+def kind_of(plan: Plan) -> str | None:
+    """Return the kind of device that all stages of a plan are on; None if there are several."""
+    kinds = {name.partition(":")[0] for name in plan.placement.devices}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def read_plan(path: Path, overrides: Sequence[str]) -> Plan:
@@ -45,12 +62,6 @@ def read_plan(path: Path, overrides: Sequence[str]) -> Plan:
             f"{path}"
         )
     plan = Plan.load(path)
-    if len({plan.placement.shard_axes_of(stage) for stage in range(plan.num_stages)}) > 1:
-        raise PlanError(
-            f"{path} has stages on unlike meshes, which a recipe cannot say; run it with "
-            "penstock.Pipeline(model, plan=plan, mesh=penstock.init_mesh(placement="
-            "plan.placement)), or plan without --sub-meshes"
-        )
     pools = plan.batch_norm_over_replicas or plan.placement.num_replicas == 1
     if plan.tied_gradients is TiedGradients.PER_MICROBATCH and pools:
         return plan
@@ -60,9 +71,15 @@ def read_plan(path: Path, overrides: Sequence[str]) -> Plan:
     )
 
 
-def with_plan(recipe: Recipe, plan: Plan) -> Recipe:
-    """Return the recipe with the keys of `pipeline` that a plan decides as the plan has them."""
-    section, num_replicas = recipe.pipeline, plan.placement.num_replicas
+def with_plan(recipe: Recipe, plan: Plan, *, is_own: bool = False) -> Recipe:
+    """Return the recipe with the keys of `pipeline` that a plan decides as the plan has them.
+
+    Of stages on unlike meshes it says the most shards.  With `is_own` the run makes such plans
+    itself, and goes on to.
+    """
+    section, placement = recipe.pipeline, plan.placement
+    num_replicas = placement.num_replicas
+    axes = (placement.most_shards,) if is_uneven(placement) else placement.shard_axes
     kinds = [kind.value for kind in set(plan.recompute) if isinstance(kind, Recompute)]
     limits = set(plan.memory_limit_bytes or ())
     changes = {
@@ -78,22 +95,29 @@ def with_plan(recipe: Recipe, plan: Plan) -> Recipe:
         "threads_per_stage": plan.threads_per_stage,
         "timeout_s": plan.timeout_s,
         "seed": plan.seed,
-        "num_shards": axes if len(axes := plan.placement.shard_axes) > 1 else axes[0],
+        "num_shards": axes if len(axes) > 1 else axes[0],
         "sharding": "auto" if plan.sharding is None else Wanted.of(plan.sharding).given,
         "shard_optimizer": False,
     }
+    if not is_own:
+        changes |= {"plan": "", "cluster": ""}
     return recipe.model_copy(update={"pipeline": section.model_copy(update=changes)})
 
 
-def check_layout(recipe: Recipe, world_size: int) -> None:
-    """See that the recipe's stages, replicas and shards are what `world_size` processes can run.
+def check_layout(recipe: Recipe, world_size: int, plan: Plan | None = None) -> None:
+    """See that the stages, replicas and shards of the recipe, or of the plan that it runs by, are
+    what `world_size` processes can run.
 
     Raises:
-        RecipeError: they are not; says how many are needed; or nobody knows the ready plan.
+        RecipeError, PlanError: they are not; says how many are needed; or nobody knows the ready
+            plan.
     """
     section = recipe.pipeline
     if section.divides is not None:
         _check_plan_name(section.divides.plan)
+    if plan is not None:
+        plan.check_ranks(world_size)
+        return
     if _fits(recipe, world_size):
         return
     needed = section.num_processes

@@ -74,7 +74,7 @@ class Trainer:
         check_asynchronous(recipe)
         check_divided(recipe)
         self.recipe = recipe
-        self.mesh = mesh if mesh is not None else make_mesh(recipe)
+        self.mesh = mesh if mesh is not None else make_mesh(recipe, plan)
         self.task = build_task(recipe)
         self.task.check(recipe.pipeline.num_replicas)
         if not resumes:

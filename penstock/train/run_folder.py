@@ -21,6 +21,8 @@ from .run_files import (
     JOB,
     LOCK,
     METRICS,
+    PLAN,
+    PLANS,
     RECIPE,
     metrics_lines,
     metrics_of,
@@ -71,6 +73,15 @@ class RunFolder:
         """Write a file in one step: a reader sees the old one or the new one, never a part."""
         if self.writes:
             replace_text(self.path / name, text)
+
+    def keep_plan(self, text: str, step: int) -> None:
+        """Write the plan by which the model is run from a step on; those of other starts stay."""
+        if not self.writes:
+            return
+        self.write_text(PLAN, text)
+        (self.path / PLANS).mkdir(exist_ok=True)
+        number = 1 + len(list((self.path / PLANS).glob("*.json")))
+        self.write_text(f"{PLANS}/{number:03}-{_PREFIX}{step:06d}.json", text)
 
     def append_metrics(self, metrics: Metrics) -> None:
         """Add one line to metrics.jsonl; a number that is none, as JSON has it, is null."""

@@ -46,6 +46,14 @@ FAULTS = (
         "in_every_way",
     ),
     Fault(
+        "asynchronous: an update does not wait for the sums over the shards",
+        "penstock/runtime/stage/stage.py",
+        "            self._replicas.finish_for_update()\n",
+        "            self._replicas.add_earlier()\n",
+        LAW,
+        "few",
+    ),
+    Fault(
         "asynchronous: a weight that other stages use is sent once for all its versions",
         "penstock/runtime/stage/handover.py",
         "tuple(versions), lasting=frozenset()",

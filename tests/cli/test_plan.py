@@ -150,18 +150,26 @@ def test_stages_on_sub_meshes_are_planned_and_saved(
     monkeypatch.chdir(tmp_path)
     Path("gpt.toml").write_text(TEXT.replace("PATH", "none.txt"))
     command = ("plan", "gpt.toml", "--cluster", "dgx-a100", "--sub-meshes")
-    assert run((*command, "--num-microbatches", "2", "--save", "plan.json")) == 0
+    written = ("--save", "plan.json", "--html", "plan.html")
+    assert run((*command, "--num-microbatches", "2", *written)) == 0
+    page = Path("plan.html").read_text()
+    assert "Layers by stages" in page and "Where the time goes" in page
     said = capsys.readouterr().out
     assert "a step is predicted to take" in said
     plan = Plan.load("plan.json")
     assert plan.placement.num_ranks == 8 and plan.num_microbatches == 2
     assert run((*command, "--num-replicas", "2")) == 2
     assert "--num-replicas beside --sub-meshes" in capsys.readouterr().err
-    for option, value in (("--html", "plan.html"), ("--num-shards", "2"), ("--best", "3")):
+    for option, value in (("--num-shards", "2"), ("--best", "3")):
         assert run((*command, option, value)) == 2
         assert f"{option} beside --sub-meshes" in capsys.readouterr().err
     assert run(("plan", "--profile", "x.json", "--cluster", "h100", "--sub-meshes")) == 2
     assert "--sub-meshes needs a RECIPE" in capsys.readouterr().err
+    layout = "num_stages = 2\nnum_microbatches = 2"
+    auto = Path("gpt.toml").read_text().replace(layout, 'plan = "auto"\nnum_microbatches = 2')
+    Path("auto.toml").write_text(auto)
+    assert run(("plan", "auto.toml", "--cluster", "dgx-a100", "--json")) == 0
+    assert Plan.from_json(capsys.readouterr().out) == plan
 
 
 def test_shards_are_planned_beside_the_pipeline(

@@ -1,11 +1,11 @@
-"""No test leaves a process behind."""
+"""No test leaves a process behind, and none takes another's port."""
 
 import uuid
 from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.launch import left_behind
+from tests.distributed.launch import held_port, left_behind, number_of
 
 
 @pytest.fixture(autouse=True)
@@ -16,3 +16,10 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     left = left_behind(mark)
     assert not left, left
+
+
+@pytest.fixture
+def port() -> Iterator[str]:
+    """Give a port that is the test's own."""
+    with held_port() as held:
+        yield number_of(held)

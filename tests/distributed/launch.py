@@ -28,9 +28,10 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Processes that run, each in a session of its own."""
+    """Processes that run, each in a session of its own; they meet at a port that is held here."""
 
     processes: list["subprocess.Popen[str] | Forked"]
+    port: socket.socket
 
     def wait(self, timeout_s: float, *, num_left: int = 0) -> list[Ended]:
         """Wait for all; kill those that do not end in time.  None but `num_left` that they started
@@ -39,6 +40,7 @@ class Job:
         try:
             ended = self._wait(timeout_s)
         finally:
+            self.port.close()
             sessions = {process.pid for process in self.processes}
             left = end_left(lambda folder: _session(folder) in sessions, num_left)
         assert len(left) == num_left, left
@@ -69,21 +71,21 @@ def start(
 
     Modules (-m) run in processes that have imported torch already.
     """
-    port = free_port()
+    port = held_port()
     common = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": number_of(port),
         "WORLD_SIZE": str(world_size),
         **(environment or {}),
     }
     ranks = range(world_size) if only is None else only
     own = {rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks}
     if arguments[0] == "-m":
-        return Job([origin(rank).start(arguments, own[rank]) for rank in ranks])
-    return Job([_started(arguments, own[rank]) for rank in ranks])
+        return Job([origin(rank).start(arguments, own[rank]) for rank in ranks], port)
+    return Job([_started(arguments, own[rank]) for rank in ranks], port)
 
 
 def _started(arguments: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[str]":
@@ -142,9 +144,17 @@ def _session(folder: Path) -> int:
     return int((folder / "stat").read_text().rpartition(")")[2].split()[3])
 
 
-def free_port() -> int:
-    """Find a port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def held_port() -> socket.socket:
+    """Take a port that the system gives to nobody else until the socket is closed.
+
+    It does not listen, so that whoever is told the number can (with SO_REUSEADDR, as stores do).
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
+def number_of(port: socket.socket) -> str:
+    """Give the number of a port that is held, as the environment has it."""
+    return str(port.getsockname()[1])

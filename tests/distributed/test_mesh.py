@@ -1,11 +1,14 @@
 """Meshes of processes: axes, stages of unlike meshes, and the collectives along them."""
 
+import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore
 
 import penstock
 from penstock.errors import ConfigError, PlanError
@@ -106,3 +109,13 @@ def test_a_mesh_of_a_placement_that_does_not_fit_is_refused() -> None:
         penstock.init_mesh(num_replicas=2, placement=UNLIKE)
     with pytest.raises(ConfigError, match=r"num_shards=2, but this is a single process"):
         penstock.init_mesh(num_shards=2)
+
+
+def test_a_port_that_is_held_is_for_a_store_alone(port: str) -> None:
+    """Whatever else is started meanwhile, a job meets where it was told to."""
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", int(port)))
+    told: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=10)}
+    store = TCPStore("127.0.0.1", int(port), is_master=True, **told)
+    store.set("here", "it is")
+    assert store.get("here") == b"it is"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import ROOT, free_port, left_behind
+from tests.distributed.launch import ROOT, left_behind
 from tests.distributed.test_train_processes import TRAIN, words
 from tests.distributed.warm import origin
 
@@ -34,8 +34,8 @@ os.execvpe("sh", ["sh", "-c", f"setsid {python}; exit"], {**os.environ, **own})
 MEET = """
 import penstock
 from penstock.mesh import init
-end_with_launcher = init.end_with_launcher  # importing torch takes longer than a kill
-init.end_with_launcher = lambda: (end_with_launcher(), print("meets", flush=True))
+join = init.join  # importing torch takes longer than a kill
+init.join = lambda *told: (print("meets", flush=True), join(*told))
 penstock.init_mesh()
 print("met", flush=True)
 """
@@ -61,7 +61,7 @@ BY_TORCHRUN = ("TORCHELASTIC_ERROR_FILE=orphans",)
 
 
 def launched(
-    script: str, mark: str, port: int, told: Sequence[str], launcher: str = LAUNCHER
+    script: str, mark: str, port: str, told: Sequence[str], launcher: str = LAUNCHER
 ) -> "subprocess.Popen[str]":
     """Start a launcher of one process, of two; the script says a word when it is there."""
     return subprocess.Popen(
@@ -74,9 +74,9 @@ def launched(
     )
 
 
-def _place(rank: int, mark: str, port: int) -> dict[str, str]:
+def _place(rank: int, mark: str, port: str) -> dict[str, str]:
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PENSTOCK_TEST": mark}
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PENSTOCK_TEST": mark}
     return {**os.environ, "PYTHONPATH": str(ROOT), **own, **there}
 
 
@@ -84,10 +84,10 @@ def _place(rank: int, mark: str, port: int) -> dict[str, str]:
 @pytest.mark.parametrize("before", ["", WITHOUT_SIGNAL], ids=["signal", "look"])
 @pytest.mark.parametrize("late", ["", BEGIN_LATE], ids=["meeting", "before-it"])
 def test_a_process_ends_when_its_launcher_is_killed_while_it_waits_for_the_others(
-    before: str, late: str
+    before: str, late: str, port: str
 ) -> None:
     mark = uuid.uuid4().hex
-    launcher = launched(late + before + MEET, mark, free_port(), BY_TORCHRUN)
+    launcher = launched(late + before + MEET, mark, port, BY_TORCHRUN)
     with launcher:
         assert launcher.stdout is not None
         assert launcher.stdin is not None
@@ -107,10 +107,10 @@ def test_a_process_ends_when_its_launcher_is_killed_while_it_waits_for_the_other
     ids=["by-hand", "by-a-wrapper"],
 )
 def test_a_process_stays_that_its_parent_need_not_outlive(
-    told: Sequence[str], launcher: str
+    told: Sequence[str], launcher: str, port: str
 ) -> None:
     """By hand: when its shell goes; below a wrapper of torchrun: whatever that is."""
-    mark, port = uuid.uuid4().hex, free_port()
+    mark = uuid.uuid4().hex
     with launched(MEET, mark, port, told, launcher) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "meets\n"

@@ -24,7 +24,7 @@ from penstock.train.command import Request, start_run
 from penstock.train.interrupt import Interrupt
 from penstock.train.run_folder import RunFolder
 from tests.digits import DIGITS, NUM_STEPS, TWO_EPOCHS
-from tests.distributed.launch import ROOT, Ended, free_port, start
+from tests.distributed.launch import ROOT, Ended, start
 from tests.profiles import cluster
 from tests.quiet import quiet
 
@@ -326,7 +326,7 @@ def test_a_stopped_process_is_noticed_and_replaced(uninterrupted: Path, tmp_path
 
 @pytest.mark.slow
 def test_a_lost_host_leaves_fewer_processes_which_go_on(
-    two_replicas: Path, tmp_path: Path
+    two_replicas: Path, port: str, tmp_path: Path
 ) -> None:
     """Two hosts of two processes; one is lost: K shrinks to 1, D stays, and so do all bits.
 
@@ -335,7 +335,7 @@ def test_a_lost_host_leaves_fewer_processes_which_go_on(
     """
     command = [
         *(*TORCHRUN, "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "2"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"),
         *("--rdzv-id", "lost-host"),
         *("--rdzv-conf", "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=10"),
         *(*faulty("lose", "2,3", 5), *words("pipeline.num_replicas=2")),

@@ -4,7 +4,7 @@ micro-batch after micro-batch.
 
 import copy
 from collections.abc import Callable
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,15 @@ from torch import nn
 
 import penstock
 from penstock.errors import BatchError, ConfigError, StateError
+from penstock.planner.placement import Placement
 from penstock.schedules import Family, gpipe, one_f_one_b, pipedream, pipedream_2bw
 from tests import delayed
+from tests.distributed import test_equality_processes as equality
 from tests.distributed.call import call
+from tests.distributed.test_equality_processes import slow
 from tests.models import ALL_MODELS, Model
 from tests.reference import Unsplit
-from tests.side_by_side import autocast, differences, pipeline, same_bits
+from tests.side_by_side import autocast, differences, pipeline, same_bits, state_of
 from tests.ways import IN_ONE_PROCESS, WAYS
 
 BY_NAME = {model.name: model for model in ALL_MODELS}
@@ -225,17 +228,22 @@ def check_tied(
     kind: type[Tied],
     partition: list[int],
     mesh: penstock.Mesh | None = None,
+    sharding: str | None = None,
 ) -> None:
+    """Compare bits, or with shards what differs by more than rounding."""
     torch.manual_seed(0)
-    model = kind()
+    model = kind().double()
     twin = copy.deepcopy(model)
     g = torch.Generator().manual_seed(1)
-    batches = [(torch.randn(6, 4, generator=g), torch.randn(6, 8, generator=g)) for _ in range(6)]
+    drawn = [torch.randn(6, 12, dtype=torch.float64, generator=g) for _ in range(6)]
+    batches = [(both[:, :4], both[:, 4:]) for both in drawn]
     captured = penstock.capture(model, batches[0][0])
     options = {"partition": partition, "tied_gradients": tied, "mesh": mesh}
+    options |= {"sharding": sharding, "example_inputs": batches[0][0]} if sharding else {}
     with pipe_of(family, layers=captured, **options) as pipe:
         ours = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
         found = pipe.train_steps(batches, ours)
+        state = equality.whole_state(pipe, [model])
     theirs = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
     unsplit = Unsplit([twin], lambda call, x: call(0, x), 2)
     stages, version = [[twin.first], [twin.middle]], version_of(family, 2, 2)
@@ -243,6 +251,10 @@ def check_tied(
         unsplit, nn.functional.mse_loss, theirs, stages, version, family is not pipedream_2bw
     )
     wanted = reference.train(batches, None)
+    if sharding is not None:
+        expected = {"losses": wanted, **dict(state_of([twin]))}
+        equality.assert_close({"losses": found, **state}, expected, ["losses", *state], "", 1e-12)
+        return
     assert same_bits(found, wanted)
     assert not differences([model], [twin], is_part=mesh is not None)
 
@@ -259,6 +271,127 @@ def keep_the_law(mesh: penstock.Mesh) -> None:
 
 def test_processes_keep_the_law(tmp_path: Path) -> None:
     call(keep_the_law, (2, 1), tmp_path)
+
+
+WINDOWS = (3, 2, 2)
+"""Mini-batches of each call; those of the last one go on from a checkpoint."""
+
+
+def cases_in_shards(which: str) -> list[equality.Case]:
+    """Return a few cases, or of each family with each model; plans and recompute take turns."""
+    if which == "few":
+        few = product(equality.SHARDED[:2], ("data", "zero3"))
+        return [equality.Case(model, pipedream_2bw, sharding=plan) for model, plan in few]
+    plans = [plan for plan in equality.PLANS if plan != "zero2" and "zero1" not in plan]
+    policies = list(penstock.Recompute)
+    return [
+        equality.Case(model, family, policies[n % len(policies)], sharding=plans[n % len(plans)])
+        for n, (family, model) in enumerate(product(FAMILIES, equality.SHARDED))
+    ]
+
+
+def parted(case: equality.Case, num_stages: int) -> tuple[int, ...]:
+    """Cut a model into stages of about as many layers."""
+    return tuple(map(len, torch.arange(len(case.model.layers())).tensor_split(num_stages)))
+
+
+def windows_of(case: equality.Case) -> list[list[Any]]:
+    """Return the mini-batches of each call."""
+    batches = [case.exact(batch) for batch in case.model.batches(7, sum(WINDOWS))]
+    ends = accumulate(WINDOWS, initial=0)
+    return [batches[a:b] for a, b in pairwise(ends)]
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def train_in_shards(mesh: penstock.Mesh, which: str, where: str) -> list[dict[str, Any]]:
+    """Train in windows, the last one in a new pipeline, on what the first has saved."""
+    if mesh.num_stages == 2:
+        for tied, sharding in product(penstock.TiedGradients, ("data", "megatron")):
+            check_tied(pipedream_2bw, tied, TiedModules, [1, 2], mesh, sharding)
+    found = []
+    for number, case in enumerate(cases_in_shards(which)):
+        folder, windows = Path(where) / str(number), windows_of(case)
+        modules, pipe = in_shards(mesh, case, is_first=mesh.shard == 0)
+        ours = momentum(pipe.parameters())
+        losses = [pipe.train_steps(window, ours) for window in windows[:-1]]
+        penstock.save_checkpoint(folder, pipe, ours)
+        modules, pipe = in_shards(mesh, case, is_first=False)
+        ours = momentum(pipe.parameters())
+        penstock.load_checkpoint(folder, pipe, ours)
+        losses.append(pipe.train_steps(windows[-1], ours))
+        divided = sum(layer.is_divided for layer in pipe.sharding.layers)
+        state = equality.whole_state(pipe, modules)
+        found.append({"losses": losses, "divided": divided, **state})
+    return found
+
+
+def in_shards(
+    mesh: penstock.Mesh, case: equality.Case, *, is_first: bool
+) -> tuple[list[nn.Module], Any]:
+    """Make a case's model and its pipeline; all but the first have other weights, in place of
+    which the right ones must come.
+    """
+    built = case.built()
+    if not is_first:
+        for parameter in nn.ModuleList(built.modules).parameters():
+            parameter.data += 1.0
+    pipe = pipeline(
+        case.model,
+        built,
+        partition=parted(case, mesh.num_stages),
+        mesh=mesh,
+        num_microbatches=case.num_microbatches,
+        schedule=case.schedule,
+        recompute=case.recompute,
+        sharding=case.sharding,
+        example_inputs=windows_of(case)[0][0][0],
+    )
+    return built.modules, pipe
+
+
+def train_with_delays(case: equality.Case, num_stages: int) -> dict[str, Any]:
+    """Train the same unsplit."""
+    built, partition = case.built(), parted(case, num_stages)
+    ends = list(accumulate(partition, initial=0))
+    reference = delayed.Delayed(
+        Unsplit(built.modules, built.forward, case.num_microbatches),
+        case.model.loss,
+        momentum(nn.ModuleList(built.modules).parameters()),
+        [built.modules[a:b] for a, b in pairwise(ends)],
+        version_of(case.schedule, num_stages, case.num_microbatches),
+        case.schedule is not pipedream_2bw,
+    )
+    losses = [reference.train(window, None) for window in windows_of(case)]
+    return {"losses": losses, **dict(state_of(built.modules))}
+
+
+@pytest.mark.parametrize(
+    ("which", "placement"),
+    (
+        ("few", equality.of_meshes(((0,),), ((1, 2),))),
+        slow("all", Placement.of(range(1), num_shards=2)),
+        slow("all", Placement.of(range(2), num_shards=2)),
+        slow("all", equality.of_meshes(((0,),), ((1, 2),))),
+        slow("all", equality.of_meshes(((0, 1),), ((2,),))),
+        slow("all", equality.of_meshes(((0, 1, 2, 3),), ((4,),), shapes=((2, 2), (1,)))),
+    ),
+    ids=("few-1 + 2", "1 x 2", "2 x 2", "1 + 2", "2 + 1", "2 x 2 + 1"),
+)
+def test_shards_keep_the_law_but_for_rounding(
+    which: str, placement: Placement, tmp_path: Path
+) -> None:
+    told: dict[str, Any] = {"which": which, "where": str(tmp_path)}
+    results = call(train_in_shards, placement, tmp_path, timeout_s=250.0, **told)
+    for case, *by_rank in zip(cases_in_shards(which), *results, strict=True):
+        expected = train_with_delays(case, placement.num_stages)
+        assert set().union(*by_rank) - {"divided"} == expected.keys()
+        for found in by_rank:
+            names = [name for name in expected if name in found]
+            equality.assert_close(found, expected, names, str(case), within=1e-12)
+    assert any(found["divided"] for found in results[-1])
 
 
 def refused(mesh: penstock.Mesh) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from penstock.mesh.meet import name_attempt
-from penstock.train.command import job_name
+from penstock.train.environment import job_name
 from penstock.train.run_folder import begun_by, create
 
 

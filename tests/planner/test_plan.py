@@ -16,6 +16,7 @@ from penstock.errors import ConfigError, PartitionError, PlanError, UnreadableEr
 from penstock.plain_values import from_json, to_json
 from penstock.planner.placement import Placement
 from penstock.planner.plan import BalancedBy, Plan
+from penstock.planner.stage_rows import PredictedStage
 from penstock.planner.unsplit import Unsplit, divides_backwards
 from penstock.planner.wanted import Wanted
 from penstock.schedules import (
@@ -60,6 +61,7 @@ ODD = Plan(
     predicted_step_s=0.7,
     why=("it is the fastest",),
     cluster=Cluster.load("p3.16xlarge"),
+    predicted_stages=(PredictedStage(1e-9, 2.0, 1 / 3, 10**12, 7, 0),) * 4,
 )
 """A plan with no field at its default."""
 

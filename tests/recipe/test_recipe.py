@@ -119,6 +119,15 @@ def test_a_text_cannot_be_written_at_a_temperature_near_0(temperature: str) -> N
             "optimizer.nesterov = true needs optimizer.momentum above 0",
         ),
         (
+            ["pipeline.plan=auto", "pipeline.num_microbatches=4"],
+            'pipeline.plan = "auto" decides pipeline.num_stages, pipeline.partition, '
+            "pipeline.schedule, pipeline.recompute; leave out one or the other",
+        ),
+        (
+            ["pipeline.cluster=h100"],
+            'pipeline.cluster = "h100" is what pipeline.plan = "auto" plans for',
+        ),
+        (
             ["train.average_checkpoints=2"],
             'train.average_checkpoints = 2 with data.name = "digits" changes nothing',
         ),
@@ -126,6 +135,20 @@ def test_a_text_cannot_be_written_at_a_temperature_near_0(temperature: str) -> N
 )
 def test_keys_must_agree_with_each_other(overrides: list[str], message: str) -> None:
     assert message in refused(DIGITS, *overrides)
+
+
+def test_a_recipe_that_plans_itself_is_written_without_what_the_plan_decides(
+    tmp_path: Path,
+) -> None:
+    text = GPT_SMALL.read_text().replace("num_stages = 2\nnum_microbatches = 4", "PLANNED")
+    for planned, number in (('plan = "auto"', None), ('plan = "auto"\nnum_microbatches = 1', 1)):
+        recipe = read_recipe(written(tmp_path, text.replace("PLANNED", planned)))
+        again = read_recipe(written(tmp_path, recipe_to_toml(recipe)))
+        assert again == recipe
+        assert again.pipeline.planned_microbatches == number
+    for key in ("num_stages = 2", "num_microbatches = 2"):
+        said = refused(written(tmp_path, text.replace("PLANNED", key)))
+        assert re.search(r"the key pipeline\.num_(stages|microbatches) is missing", said)
 
 
 def test_all_faults_are_listed_one_a_line_with_the_file() -> None:

@@ -17,6 +17,7 @@ from penstock.schedules import (
     Forward,
     Schedule,
     breadth_first,
+    critical_path,
     dualpipe_v,
     eager_1f1b,
     gpipe,
@@ -135,6 +136,7 @@ CLOSED_FORMS: list[tuple[Family, StepOf, StepOf]] = [
     (eager_1f1b, lambda R, m, v: 1, lambda R, m, v: 3 * (m + R - 1)),
     (zb_h1(), lambda R, m, v: 1, lambda R, m, v: 2 * m + max(m, R) + R - 1),
     (zb_h2(), lambda R, m, v: 1, lambda R, m, v: 2 * m + max(m, R) + R - 1),
+    (critical_path(), lambda R, m, v: 1, lambda R, m, v: 2 * m + max(m, R) + R - 1),
     *(
         (
             breadth_first(v),

@@ -395,7 +395,8 @@ def refused(mesh: Mesh) -> list[str]:
         {},
         {"sharding": "alpa"},
         {"sharding": "megatron", "example_inputs": None},
-        {"sharding": "megatron", "schedule": penstock.schedules.pipedream_2bw},
+        {"sharding": "zero2", "schedule": penstock.schedules.pipedream_2bw},
+        {"sharding": "megatron+zero1", "schedule": penstock.schedules.pipedream_2bw},
         {"sharding": "megatron+zero2"},
     ]
     for options in every:
@@ -412,7 +413,8 @@ def test_what_cannot_work_is_refused_by_all(tmp_path: Path) -> None:
             "sharding=None, and a stage has 2 ranks",
             "sharding='alpa': ready plans are 'auto', 'megatron'",
             "needs example_inputs=",
-            "updates weights while it runs",
+            "sharding='zero2' gathers weights once for a step, within which the schedule",
+            "sharding='megatron+zero1' gathers weights once for a step",
             "ready plans are 'auto', 'megatron'",
         )
         assert len(said) == len(wanted)

@@ -233,8 +233,8 @@ def test_a_shared_optimizer_is_zero1_of_a_plan(
         (("num_shards=2", 'sharding={"a" = "P"}'), "pipeline.sharding pins 'a' to 'P'; a weight"),
         (("num_shards=2", "sharding=alpa"), "pipeline.sharding='alpa': ready plans are 'auto'"),
         (
-            ("num_shards=2", "schedule=pipedream_2bw", "sharding=data"),
-            'num_shards = 2 with pipeline.schedule = "pipedream_2bw": a stage',
+            ("num_shards=2", "schedule=pipedream_2bw", "sharding=zero2"),
+            'sharding = "zero2" with pipeline.schedule = "pipedream_2bw": weights are gathered',
         ),
     ],
 )

@@ -79,7 +79,8 @@ def test_plans_that_cannot_be_followed_are_one_line(
     ranks = *(((stage,),) for stage in range(last)), ((last, last + 1),)
     places = Placement(ranks, own.placement.devices)
     replace(own, placement=places, sharding="auto").save(changed)
-    assert "has stages on unlike meshes, which a recipe" in refused(capsys, "--plan", str(changed))
+    said = refused(capsys, "--plan", str(changed))
+    assert f"is for {last + 2} ranks" in said and f"has 1 process; start {last + 2}" in said
 
 
 def test_a_run_keeps_within_its_limit_and_computes_the_same(

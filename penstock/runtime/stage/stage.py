@@ -80,10 +80,9 @@ class Stage:
     ) -> None:
         self.plan, self._replicas, self._divided = plan, replicas, divided
         self.device = StageDevice(device)
-        layers = [(step.index, step.module) for step in plan.steps]
+        self._layers = layers = [(step.index, step.module) for step in plan.steps]
         if isinstance(loss, nn.Module):
             layers.append((loss_index, loss))
-        self._layers = layers
         self._modules = modules = tuple(module for _, module in layers)
         self.weights = Weights(modules)
         pools = replicas is not None and replicas.pools_statistics
@@ -263,6 +262,8 @@ class Stage:
     def update_weights(self, run: Run) -> None:
         """Let the optimizer move the weights by the gradients gathered; free the gradients."""
         assert run.window is not None
+        if self._replicas is not None:
+            self._replicas.finish_for_update()
         try:
             self.weights.update(run.window.optimizers[self.index].step)
         except Exception as error:

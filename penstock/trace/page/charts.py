@@ -18,6 +18,11 @@ from .page import Figure
 
 Trace = dict[str, Any]
 Layout = dict[str, Any]
+COLOURS = (
+    *("#3f74a8", "#e08a1e", "#5f9140", "#8673b0", "#b0594f"),
+    *("#86c2bf", "#d98c9f", "#b3d0e8", "#f0bd6e", "#9cc069"),
+)
+"""Of kinds that no table of looks has, in order."""
 
 
 def rounded(value: float) -> float:
@@ -243,7 +248,6 @@ MOST_POINTS = 3_000
 _FEW_POINTS = 60
 _NO_CURVE = ("kind", "step", "epoch")
 _LOSSES = {"loss": "of a step", "train_loss": "mean of an epoch"}
-_COLOURS = ("#3f74a8", "#e08a1e", "#5f9140", "#8673b0", "#b0594f")
 
 Metrics = Sequence[Mapping[str, Any]]
 
@@ -280,7 +284,7 @@ def _curve(metrics: Metrics, title: str, names: Sequence[str]) -> Figure:
                 "mode": "lines+markers" if len(points) <= _FEW_POINTS else "lines",
                 "marker": {"size": 4},
                 "name": shown,
-                "line": {"color": _COLOURS[n % len(_COLOURS)], "width": 1.8},
+                "line": {"color": COLOURS[n % len(COLOURS)], "width": 1.8},
                 "x": [step for step, _ in points],
                 "y": [rounded(value) for _, value in points],
                 "hovertemplate": f"step %{{x:,}}<br><b>%{{y:.5g}}</b> {shown}<extra></extra>",

@@ -1,0 +1,85 @@
+"""Why a plan on sub-meshes is the best of those that were simulated, and what limits it."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from penstock.planner.plan import Plan
+from penstock.planner.submeshes import Answer
+from penstock.schedules.family import Family
+from penstock.trace.units import count_text, percent_text, time_text
+
+from .prices import MeshPrices, OnMesh
+
+_FEW_STAGES = 4
+"""Up to which each is described."""
+
+
+class Candidate(NamedTuple):
+    """Stages on meshes, a schedule of theirs, and the seconds of a step by the simulator."""
+
+    step_s: float
+    answer: Answer
+    stages: tuple[OnMesh, ...]
+    family: Family
+    prices: MeshPrices
+
+    @property
+    def policy(self) -> str:
+        """Whether stages recompute, in words."""
+        way = self.prices.way
+        priced = ", bytes priced" if way.byte_s else ""
+        return ("recompute" if way.recomputes else "no recompute") + priced
+
+    @property
+    def meshes(self) -> str:
+        """The stages in words: layers and mesh of each where they are few."""
+        shapes = [" x ".join(map(str, own.shape)) for own in self.stages]
+        counts = [stage.end - stage.start for stage in self.answer.stages]
+        if len(shapes) > _FEW_STAGES:
+            every = (f"{count_text(n, 'stage')} on {own}" for own, n in Counter(shapes).items())
+            return f"{'+'.join(map(str, counts))} layers: {', '.join(every)}"
+        pairs = zip(counts, shapes, strict=True)
+        return ", ".join(f"{count_text(n, 'layer')} on {shape}" for n, shape in pairs)
+
+    def __str__(self) -> str:
+        number = count_text(self.prices.num_microbatches, "micro-batch")
+        return f"{self.family.name}, {number}, {self.policy}, {self.meshes}"
+
+
+_DECISIONS: dict[str, Callable[[Candidate], object]] = {
+    "stages": lambda own: own.answer.stages,
+    "micro-batches": lambda own: own.prices.num_microbatches,
+    "schedule": lambda own: own.family,
+    "recompute": lambda own: own.policy,
+}
+"""What tells candidates apart, in the order in which it is decided."""
+
+
+def why_on_meshes(plan: Plan, found: Sequence[Candidate], bubble: float) -> Iterator[str]:
+    """Yield lines for the plan of the first candidate: its step, what limits it, and for each
+    decision the fastest that decides otherwise.
+    """
+    best = found[0]
+    where = "" if plan.cluster is None else f" on {plan.cluster.name}"
+    yield (
+        f"a step is predicted to take {time_text(best.step_s)}{where}, the least of "
+        f"{count_text(len(found), 'candidate')}"
+    )
+    assert plan.predicted_s is not None and plan.predicted_stages is not None
+    slowest = max(range(plan.num_stages), key=plan.predicted_s.__getitem__)
+    handover_s = max(own.handover_s for own in plan.predicted_stages)
+    yield (
+        f"limited by stage {slowest}, {time_text(plan.predicted_s[slowest])} a micro-batch; "
+        f"bubble {percent_text(bubble)}"
+        + (f", slowest handover {time_text(handover_s)}" if handover_s else "")
+    )
+    for name, decided in _DECISIONS.items():
+        others = (other for other in found if decided(other) != decided(best))
+        for other in list(others)[:1]:  # they are sorted
+            slower = other.step_s / best.step_s - 1
+            yield f"with other {name}: {time_text(other.step_s)} ({slower:+.1%}): {other}"
+    yield (
+        "each device's bytes: weights with gradients and optimizer state, activations at most; "
+        "to the next stage: of a micro-batch, and as much comes back"
+    )

@@ -1,0 +1,112 @@
+"""Let a run plan itself when it starts, for the processes that there are: plan = "auto"."""
+
+from dataclasses import replace
+
+import torch
+
+from penstock.automatic.choose import MeshTask, plan_on_meshes
+from penstock.automatic.parallelize import check_devices, mesh_task, this_cluster
+from penstock.costs.cluster import Cluster
+from penstock.mesh import Mesh
+from penstock.mesh.init import join_mesh, meet
+from penstock.mesh.start import num_processes
+from penstock.planner.plan import Plan
+from penstock.recipe.recipe import Recipe
+from penstock.trace.progress import say
+from penstock.trace.units import count_text
+
+from .build import build_layers, lowered
+from .layout import is_uneven, kind_of, make_mesh, with_plan
+from .tasks import build_task
+from .tasks.task import Task
+
+
+def meet_by_plan(recipe: Recipe, plan: Plan | None) -> tuple[Recipe, Plan | None, Mesh]:
+    """Let the processes of a run meet; where the recipe says so, rank 0 plans first, and the
+    others wait however long that takes.
+
+    Returns:
+        The recipe with what the plan decides, the plan if there is one, and the mesh.
+
+    Raises:
+        RecipeError, PlanError, ConfigError: so many processes cannot run it, or nothing fits.
+        MeshError: they do not find each other in time.
+    """
+    section, count = recipe.pipeline, num_processes()
+    if plan is not None or not section.plan:
+        return recipe, plan, make_mesh(recipe, plan)
+    if count == 1:
+        plan = _planned(recipe, count)
+        recipe = with_plan(recipe, plan, is_own=True)
+        return recipe, plan, make_mesh(recipe, plan)
+    given = {"cluster": section.cluster, "num_microbatches": section.planned_microbatches}
+    world, place = meet(given, section.timeout_s, device_kind(recipe, None))
+    with world.reporting():
+        text = world.from_first(lambda: _planned(recipe, count).to_json(), "for rank 0 to plan")
+    plan = Plan.from_json(text)
+    return with_plan(recipe, plan, is_own=True), plan, join_mesh(world, plan.placement, place)
+
+
+def device_kind(recipe: Recipe, plan: Plan | None) -> str | None:
+    """Return what the processes of a run compute on; None: CPUs, or the plan has several kinds."""
+    if plan is not None:
+        return kind_of(plan) if is_uneven(plan.placement) else None
+    if not recipe.pipeline.plan:
+        return None
+    cluster = _cluster(recipe)
+    if cluster is None:
+        return "cuda" if torch.cuda.is_available() else None
+    kinds = {device.torch_type for device in cluster.resolved().devices.values()}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def check_cluster(recipe: Recipe, count: int) -> None:
+    """Refuse a cluster that is described, with another number of devices than of processes.
+
+    Raises:
+        ConfigError: says both; or there is no such cluster.
+    """
+    cluster = _cluster(recipe)
+    if cluster is not None:
+        check_devices(cluster, count)
+
+
+def task_on(
+    recipe: Recipe,
+    task: Task,
+    cluster: Cluster,
+    sharding: str | None = None,
+    *,
+    num_microbatches: int | None,
+) -> MeshTask:
+    """Say what to plan for stages of a recipe's model on sub-meshes, without its weights."""
+    part, wanted = next(task.batches(0, 0, slice)).parts[0], recipe.pipeline.sharding
+    with torch.device("meta"):
+        model = task.make_model()
+    layers = build_layers(model, task)
+    inputs = lowered(recipe, model, part.inputs)
+    ready = sharding or (wanted if isinstance(wanted, str) else "auto")
+    if recipe.pipeline.plan and recipe.optimizer.name == "adafactor":
+        ready = sharding or "data"  # it looks at whole weights
+    return mesh_task(layers, inputs, cluster, num_microbatches, ready)
+
+
+def _planned(recipe: Recipe, count: int) -> Plan:
+    section, cluster = recipe.pipeline, _cluster(recipe)
+    if cluster is None:
+        say("measuring this machine, to plan for it")
+        cluster = this_cluster(count)
+    say(f"planning for {cluster.name} ({count_text(count, 'device')})")
+    number = section.planned_microbatches
+    plan = plan_on_meshes(task_on(recipe, build_task(recipe), cluster, num_microbatches=number))
+    return replace(
+        plan,
+        seed=section.seed,
+        timeout_s=section.timeout_s,
+        threads_per_stage=section.threads_per_stage,
+    )
+
+
+def _cluster(recipe: Recipe) -> Cluster | None:
+    name = recipe.pipeline.cluster
+    return Cluster.load(name) if name else None
