@@ -1,7 +1,7 @@
 """How a tensor from another stage becomes a leaf of this stage's own autograd graph."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,8 @@ from penstock.torch_private import version_counter
 
 LASTING = "penstock_lasting"
 """The attribute of a tensor that was sent for a parameter."""
-_NO_STATE = {LASTING, "_is_param"}
+_LAYOUT = "penstock_layout"
+_NO_STATE = {LASTING, _LAYOUT, "_is_param"}
 
 
 @dataclass(slots=True)
@@ -55,6 +56,30 @@ def make_entry(tensor: Tensor, wants_grad: bool) -> Entry:
 def lasts(tensor: Tensor) -> bool:
     """Tell whether a tensor is a parameter, or one that was sent here."""
     return isinstance(tensor, nn.Parameter) or hasattr(tensor, LASTING)
+
+
+def mark_layout(tensor: Tensor, layout: Any) -> None:
+    """Let the layout of slices, with sizes, stand on what a device holds of a value."""
+    setattr(tensor, _LAYOUT, layout)
+
+
+def layout_on(value: Any) -> Any:
+    """Return the layout that stands on slices; None: the value is whole."""
+    return getattr(value, _LAYOUT, None)
+
+
+def layouts_on(values: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return the layouts that stand on values; () if all are whole."""
+    found = tuple(map(layout_on, values))
+    return found if any(found) else ()
+
+
+def marked(tensor: Tensor, layouts: Sequence[Any], place: int) -> Tensor:
+    """Let its layout stand on what came at a place of a message, if there are several slices."""
+    layout = layouts[place] if layouts else None
+    if layout and any(len(state.sizes) > 1 for state in layout):
+        mark_layout(tensor, layout)
+    return tensor
 
 
 def mark_lasting(tensor: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from penstock.costs.opaque_modules import as_functions, opaque_of
 from penstock.errors import ConfigError, PlanError
+from penstock.model.entries import layout_on, mark_layout
 from penstock.model.materialize import has_memory
 from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stage_plan import Step
@@ -18,7 +19,7 @@ from penstock.trace.units import count_text
 
 from .again import Again
 from .at_rest import Cut, Gathered, keep_slices
-from .layouts import I, Layout, R, S, layout_on, mark_layout
+from .layouts import I, Layout, R, S
 from .plan import LayerSharding, Sharding
 from .run import Known, LayerRun
 from .sizes import size_like

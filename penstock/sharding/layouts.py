@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
-from typing import Any, TypeVar
 
 
 class Whole(Enum):
@@ -61,27 +60,6 @@ Layout = tuple[State, ...]
 """One state for each axis of a mesh."""
 
 
-_HELD = "penstock_layout"
-_T = TypeVar("_T")
-
-
-def mark_layout(value: Any, layout: Layout) -> None:
-    """Let a layout with sizes stand on slices, for the layer that is given them."""
-    setattr(value, _HELD, layout)
-
-
-def layout_on(value: Any) -> Layout | None:
-    """Return the layout that stands on what an earlier layer gave; None: it is whole."""
-    found: Layout | None = getattr(value, _HELD, None)
-    return found
-
-
-def layouts_on(values: Sequence[Any]) -> tuple[Layout | None, ...]:
-    """Return the layouts that stand on values; () if all are whole."""
-    found = tuple(map(layout_on, values))
-    return () if not any(found) else found
-
-
 def samples(layout: Layout) -> int:
     """Return how many samples a tensor has of which each device holds a slice."""
     return sum(state.sizes) if isinstance(state := layout[0], S) else 0
@@ -100,14 +78,6 @@ def as_on(layout: Layout, mesh: Sequence[int], place: int) -> Layout:
         found.append(S(0, sizes))
         number, place = sizes[place // inner], place % inner
     return tuple(found)
-
-
-def marked(value: _T, layouts: Sequence[Layout | None], place: int) -> _T:
-    """Return what is at a place of a message; if it is one of several slices, with its layout."""
-    layout = layouts[place] if layouts else None
-    if layout and any(isinstance(state, S) and len(state.sizes) > 1 for state in layout):
-        mark_layout(value, layout)
-    return value
 
 
 def layout_text(layout: Layout) -> str:

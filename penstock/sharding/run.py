@@ -21,13 +21,14 @@ from torch.overrides import resolve_name
 from penstock.costs.fused_kernels import LOOKED_INTO
 from penstock.errors import PlanError
 from penstock.model.capture.ghost import is_question
+from penstock.model.entries import mark_layout
 from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.torch_private import without_torch_dispatch, without_torch_function
 
 from .again import Again
 from .convert import convert, convert_kept
 from .kernels import Local, kernel_of, shapes_given
-from .layouts import I, Layout, S, mark_layout
+from .layouts import I, Layout, S
 from .plan import LayerSharding, PlannedCall
 from .rules import base_name
 from .sizes import Sized, size, size_like

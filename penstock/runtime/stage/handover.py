@@ -20,9 +20,11 @@ from penstock.model.entries import (
     are_plain,
     detached,
     lasts,
+    layouts_on,
     like,
     make_entry,
     mark_lasting,
+    marked,
     version_of,
 )
 from penstock.model.pytree import ONE_TENSOR, flatten, tree_map, unflatten
@@ -30,7 +32,6 @@ from penstock.model.stage_plan import MODEL_INPUT, StagePlan, Value
 from penstock.runtime.devices import Event, StageDevice
 from penstock.runtime.random.drawing import Drawing, LayerCall
 from penstock.runtime.run import Run, StageRun
-from penstock.sharding.layouts import layouts_on, marked
 from penstock.torch_private import has_tensor_hooks
 from penstock.transport.channels import Activation, Gradient, check_still_as_sent
 
