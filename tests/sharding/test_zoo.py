@@ -43,12 +43,12 @@ def checked(mesh: Mesh, names: list[str]) -> dict[str, Any]:
     for n, name in enumerate(names):
         torch.manual_seed(0)
         model, inputs = ZOO_MEMBERS[name]()
-        inputs = doubled(inputs)
+        inputs = tree_map_only(Tensor, lambda t: t[:8], doubled(inputs))  # so that slices are even
         plan = next((plan for key, plan in PLANS.items() if name.startswith(key)), "data")
         report = penstock.check(
             model.double(),
             inputs,
-            torch.zeros(9, dtype=torch.float64),
+            torch.zeros(8, dtype=torch.float64),
             loss=loss,
             num_microbatches=4,
             mesh=mesh,
