@@ -27,9 +27,9 @@ from penstock.planner.checks import check_timeout
 from penstock.planner.plan import Plan
 from penstock.runtime.microbatches import first_microbatch
 from penstock.runtime.planning import facts_of
-from penstock.trace.units import count_text
 
 from .choose import MeshTask, plan_on_meshes
+from .hosts import check_devices, check_hosts
 
 _WHAT = "for rank 0 to plan"
 
@@ -87,9 +87,11 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
         )
     count = num_processes()
 
+    if cluster is not None:
+        check_devices(cluster, count)
+
     def planned() -> str:
         devices = cluster or this_cluster(count)
-        check_devices(devices, count)
         return plan_for(
             layers,
             example_inputs,
@@ -104,6 +106,8 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
     else:
         given = {"batch_size": batch_size, "num_microbatches": num_microbatches}
         world, place = meet({**given, "sharding": sharding}, timeout_s, device)
+        if cluster is not None:
+            check_hosts(cluster, world, place)
         plan = Plan.from_json(world.from_first(planned, _WHAT))
         mesh = join_mesh(world, plan.placement, place)
     plan = replace(plan, seed=seed, timeout_s=timeout_s)
@@ -155,17 +159,3 @@ def this_cluster(count: int) -> Cluster:
     (host,) = found.hosts
     devices = tuple(host.devices[n % len(host.devices)] for n in range(count))
     return replace(found, hosts=(replace(host, devices=devices),)).between_processes()
-
-
-def check_devices(cluster: Cluster, count: int) -> None:
-    """Refuse a cluster of more or fewer devices than there are processes.
-
-    Raises:
-        ConfigError: says both numbers.
-    """
-    if len(cluster.places) != count:
-        raise ConfigError(
-            f"the cluster {cluster.name} has {count_text(len(cluster.places), 'device')}, and "
-            f"there {'is' if count == 1 else 'are'} {count_text(count, 'process')}; start one for "
-            "each device (torchrun --nproc-per-node), or describe the devices that these run on"
-        )

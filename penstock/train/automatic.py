@@ -5,7 +5,8 @@ from dataclasses import replace
 import torch
 
 from penstock.automatic.choose import MeshTask, plan_on_meshes
-from penstock.automatic.parallelize import check_devices, mesh_task, this_cluster
+from penstock.automatic.hosts import check_devices, check_hosts
+from penstock.automatic.parallelize import mesh_task, this_cluster
 from penstock.costs.cluster import Cluster
 from penstock.mesh import Mesh
 from penstock.mesh.init import join_mesh, meet
@@ -42,6 +43,8 @@ def meet_by_plan(recipe: Recipe, plan: Plan | None) -> tuple[Recipe, Plan | None
     given = {"cluster": section.cluster, "num_microbatches": section.planned_microbatches}
     world, place = meet(given, section.timeout_s, device_kind(recipe, None))
     with world.reporting():
+        if (cluster := _cluster(recipe)) is not None:
+            check_hosts(cluster.resolved(), world, place)
         text = world.from_first(lambda: _planned(recipe, count).to_json(), "for rank 0 to plan")
     plan = Plan.from_json(text)
     return with_plan(recipe, plan, is_own=True), plan, join_mesh(world, plan.placement, place)
