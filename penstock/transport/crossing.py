@@ -1,4 +1,4 @@
-"""Messages between stages of unlike meshes: each byte crosses once, and senders share the load.
+"""Messages between stages of several shards: each byte crosses once, and senders share the load.
 
 All tensors of a message, one behind the other, are a row of bytes, alike on all shards of the
 sender.  The plan (see `sharding.resharding`) divides it among the shards of both stages:
@@ -12,7 +12,8 @@ collectives.  So few bytes that a message costs more than they do come whole fro
 that a shard hears, and the other ones say only that it was sent.
 
 A tensor of which shards hold slices of samples is divided by itself, likewise; the slices of both
-sides are even, so that each link has what its ends share of it, and nobody gathers.
+sides are even, so that each link has what its ends share of it, and nobody gathers.  Where both
+sides have as many shards each sends its slice to the one of its number, and they may be uneven.
 """
 
 import time
@@ -68,7 +69,7 @@ class Share:
         for number, (size, is_cut) in enumerate(zip(content.sizes, content.is_cut, strict=True)):
             first, last = max(begin - at, 0), min(end - at, size)
             if is_cut:
-                first, last = self.span(size)
+                first, last = (0, size) if content.is_like else self.span(size)
             else:
                 at += size
             if first < last:
@@ -78,19 +79,22 @@ class Share:
 @dataclass(frozen=True, slots=True)
 class _Content:
     """The tensors of a message as all shards of its sender hold them together: their kinds, bytes,
-    and whether each shard has a slice.
+    and whether each shard has a slice; between as many shards, that slice.
     """
 
     kinds: Sequence[TensorKind]
     sizes: Sequence[int]
     is_cut: Sequence[bool]
+    is_like: bool
 
     @classmethod
-    def of(cls, header: Header) -> "_Content":
-        layouts = layouts_of(header)
-        pairs = zip(kinds_of(header), layouts, strict=True)
-        kinds = [k if layout is None else _with_samples(k, samples(layout)) for k, layout in pairs]
-        return cls(kinds, [*map(num_row_bytes, kinds)], [layout is not None for layout in layouts])
+    def of(cls, header: Header, *, is_like: bool) -> "_Content":
+        kinds, layouts = kinds_of(header), layouts_of(header)
+        if not is_like:
+            pairs = zip(kinds, layouts, strict=True)
+            kinds = [_with_samples(k, samples(own)) if own else k for k, own in pairs]
+        is_cut = [layout is not None for layout in layouts]
+        return cls(kinds, [*map(num_row_bytes, kinds)], is_cut, is_like)
 
     @property
     def num_whole(self) -> int:
@@ -99,10 +103,13 @@ class _Content:
 
     def begin(self, number: int, shard: int, count: int) -> int:
         """Return where a shard's own part of a tensor begins."""
-        return self.sizes[number] * shard // count if self.is_cut[number] else 0
+        is_part = self.is_cut[number] and not self.is_like
+        return self.sizes[number] * shard // count if is_part else 0
 
     def kinds_of_shard(self, count: int) -> list[TensorKind]:
         """Return the kinds of what one of so many shards holds."""
+        if self.is_like:
+            return [*self.kinds]
         pairs = zip(self.kinds, self.is_cut, strict=True)
         return [_with_samples(k, k.shape[0] // count) if is_cut else k for k, is_cut in pairs]
 
@@ -132,17 +139,22 @@ def shares(sides: Sides) -> dict[tuple[int, int], Share]:
     return found
 
 
+def _are_like(sides: Sides) -> bool:
+    return len(sides[0]) == len(sides[1])
+
+
 class _OutgoingShare(Outgoing):
     """The sending end of a link that carries a share of each message."""
 
     def __init__(
-        self, mesh: Mesh, stage: int, rank: int, channel: int, share: Share, count: int
+        self, mesh: Mesh, stage: int, rank: int, channel: int, share: Share, sides: Sides
     ) -> None:
         super().__init__(mesh, stage, rank, channel)
-        self._share, self._place = share, (mesh.shard, count)
+        self._share, self._place = share, (mesh.shard, len(sides[0]))
+        self._is_like = _are_like(sides)
 
     def _own(self, tensors: Sequence[Tensor], header: Header) -> Values:
-        content, found = _Content.of(header), []
+        content, found = _Content.of(header, is_like=self._is_like), []
         for number, first, last in self._share.parts(content):
             begin = content.begin(number, *self._place)
             part = row_bytes(tensors[number])[first - begin : last - begin]
@@ -159,7 +171,7 @@ class _OutgoingShare(Outgoing):
 def outgoing_shares(mesh: Mesh, stage: int, sides: Sides, channel: int) -> list[Outgoing]:
     """Return the sending ends, of `stage`, to all receivers that this process sends anything."""
     return [
-        _OutgoingShare(mesh, stage, receiver, channel, share, len(sides[0]))
+        _OutgoingShare(mesh, stage, receiver, channel, share, sides)
         for (sender, receiver), share in shares(sides).items()
         if sender == mesh.rank
     ]
@@ -168,12 +180,14 @@ def outgoing_shares(mesh: Mesh, stage: int, sides: Sides, channel: int) -> list[
 class _IncomingShare(Incoming):
     """The receiving end of such a link."""
 
-    def __init__(self, mesh: Mesh, rank: int, channel: int, share: Share) -> None:
+    def __init__(
+        self, mesh: Mesh, rank: int, channel: int, share: Share, *, is_like: bool
+    ) -> None:
         super().__init__(mesh, rank, channel)
-        self.share = share
+        self.share, self._is_like = share, is_like
 
     def _own(self, header: Header) -> list[TensorKind]:
-        parts = self.share.parts(_Content.of(header))
+        parts = self.share.parts(_Content.of(header, is_like=self._is_like))
         shapes = [torch.Size((last - first,)) for _, first, last in parts]
         return [TensorKind(torch.uint8, shape, (1,), 0, Tensor) for shape in shapes]
 
@@ -183,8 +197,9 @@ class IncomingShares:
 
     def __init__(self, mesh: Mesh, stage: int, sides: Sides, channel: int) -> None:
         self._mesh, divided = mesh, shares(sides)
+        self._is_like = is_like = _are_like(sides)
         self._links = [
-            _IncomingShare(mesh, sender, channel, share)
+            _IncomingShare(mesh, sender, channel, share, is_like=is_like)
             for (sender, receiver), share in divided.items()
             if receiver == mesh.rank
         ]
@@ -228,7 +243,7 @@ class IncomingShares:
             WaitTimeout: the other shards do not come to it within the deadline.
         """
         header, place = came[0].header, (self._mesh.shard, len(self._of_shards))
-        content = _Content.of(header)
+        content = _Content.of(header, is_like=self._is_like)
         kinds = content.kinds_of_shard(place[1])
         rooms = [room_for_rows(kind, self._mesh.device) for kind in kinds]
         own: list[Tensor] = []

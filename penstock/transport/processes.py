@@ -28,8 +28,8 @@ _WHAT_SENDS = "for stage {} to take what was sent to it"
 class ProcessChannels(AbstractChannels):
     """The messages of one process; its links to others outlive a run.
 
-    What one of its stages sends to another stays here.  Shards send to those of the same number;
-    between stages with unlike numbers of them, as `crossing` says.
+    What one of its stages sends to another stays here.  Between stages of several shards messages
+    go as `crossing` says.
     """
 
     def __init__(self, mesh: Mesh, places: Sequence[int]) -> None:
@@ -103,8 +103,8 @@ class ProcessChannels(AbstractChannels):
         if key not in self._incoming:
             sending, receiving = sides = self._ranks[source], self._ranks[target]
             self._incoming[key] = (
-                Incoming(self._mesh, sending[self._mesh.shard], _channel(*key))
-                if len(sending) == len(receiving)
+                Incoming(self._mesh, sending[0], _channel(*key))
+                if len(sending) == len(receiving) == 1
                 else IncomingShares(self._mesh, source, sides, _channel(*key))
             )
         return self._incoming[key]
@@ -114,8 +114,8 @@ class ProcessChannels(AbstractChannels):
         if key not in self._outgoing:
             sending, receiving = sides = self._ranks[source], self._ranks[target]
             self._outgoing[key] = (
-                [Outgoing(self._mesh, source, receiving[self._mesh.shard], _channel(*key))]
-                if len(sending) == len(receiving)
+                [Outgoing(self._mesh, source, receiving[0], _channel(*key))]
+                if len(sending) == len(receiving) == 1
                 else outgoing_shares(self._mesh, source, sides, _channel(*key))
             )
         return self._outgoing[key]

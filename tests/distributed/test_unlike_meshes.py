@@ -26,8 +26,8 @@ from tests.distributed import test_equality_processes as equality
 from tests.distributed.call import call
 from tests.sharding.test_pipeline import WORDS, as_one, in_shards, two_steps
 
-MESHES = {"1 + 2": (1, 2), "2 + 1": (2, 1), "2 + 3": (2, 3), "3 + 2": (3, 2)}
-QUICK = list(MESHES)[:3]
+MESHES = {"1 + 2": (1, 2), "2 + 1": (2, 1), "2 + 3": (2, 3), "2 + 2": (2, 2), "3 + 2": (3, 2)}
+QUICK = list(MESHES)[:4]
 
 
 def placed(senders: int, receivers: int) -> Placement:
