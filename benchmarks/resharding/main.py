@@ -86,8 +86,8 @@ def run(options: argparse.Namespace) -> Report:
     once = sum(row["across"] == 1 for row in found)
     several = [row["ratio"] > 1 for row in found if row["across_plain"] > 1]
     said = (
-        f"Each element crosses once in {once} of {len(found)} cases. Where several devices want the "
-        f"same, {sum(several)} of {len(several)} are faster than send/recv."
+        f"Each element crosses once in {once} of {len(found)} cases. Where several devices want "
+        f"the same, {sum(several)} of {len(several)} are faster than send/recv."
     )
     settings = {"rounds": rounds, "tensors": f"1/{by**3}", "load before": f"{load.before:.2f}"}
     return Report(COLUMNS, tuple(found), settings, (said, *load.notes))
