@@ -38,7 +38,8 @@ def clustered(graph: Graph, spans: Spans, device: Device, num_clusters: int) -> 
     if num_clusters > len(spans):
         raise ConfigError(
             f"num_layers={num_clusters}, and the model has {count_text(len(spans), 'layer')} that "
-            "may be parted; ask for no more than that, or leave it out"
+            "may be parted; ask for no more than that, leave it out, or name finer blocks with "
+            "penstock.capture(model, inputs, blocks=[...])"
         )
     seconds = [sum(_seconds(graph, range(*span), device)) for span in spans]
     upto = [0.0, *accumulate(seconds)]
