@@ -27,8 +27,10 @@ from penstock.planner.checks import check_timeout
 from penstock.planner.plan import Plan
 from penstock.runtime.microbatches import first_microbatch
 from penstock.runtime.planning import facts_of
+from penstock.trace.progress import saying
 
 from .choose import MeshTask, plan_on_meshes
+from .clusters import MOST_CLUSTERS, clustered
 from .hosts import check_devices, check_hosts
 
 _WHAT = "for rank 0 to plan"
@@ -42,6 +44,7 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
     loss: Any = None,
     cluster: Cluster | None = None,
     num_microbatches: int | None = None,
+    num_layers: int | None = None,
     sharding: str = "auto",
     seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -64,6 +67,8 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
         loss: as `Pipeline` takes it.
         cluster: the devices, in the order of ranks; default: this machine, measured.
         num_microbatches: M, if it is decided already.
+        num_layers: into how many the model's layers are clustered before stages are cut at their
+            ends (Alpa's L); default: all stay, or 128 where there are more.
         sharding: the ready plan by which operators are divided.
         seed: of the layers' random streams.
         timeout_s: deadline of every wait between processes, in seconds.
@@ -72,7 +77,7 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
 
     Raises:
         ConfigError: the cluster has another number of devices than there are processes; the
-            processes were given different arguments.
+            processes were given different arguments; the model has fewer layers than asked for.
         PlanError: nothing fits; says what is missing.
     """
     end_with_launcher()
@@ -89,6 +94,8 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
 
     if cluster is not None:
         check_devices(cluster, count)
+    if num_layers is not None:
+        check_count("num_layers", num_layers)
 
     def planned() -> str:
         devices = cluster or this_cluster(count)
@@ -97,6 +104,7 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
             example_inputs,
             devices,
             num_microbatches=num_microbatches,
+            num_layers=num_layers,
             sharding=sharding,
         ).to_json()
 
@@ -104,8 +112,9 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
     if count == 1:
         plan = Plan.from_json(planned())
     else:
-        given = {"batch_size": batch_size, "num_microbatches": num_microbatches}
-        world, place = meet({**given, "sharding": sharding}, timeout_s, device)
+        numbers = {"num_microbatches": num_microbatches, "num_layers": num_layers}
+        given = {"batch_size": batch_size, **numbers, "sharding": sharding}
+        world, place = meet(given, timeout_s, device)
         if cluster is not None:
             check_hosts(cluster, world, place)
         plan = Plan.from_json(world.from_first(planned, _WHAT))
@@ -122,13 +131,15 @@ def plan_for(
     cluster: Cluster,
     *,
     num_microbatches: int | None = None,
+    num_layers: int | None = None,
     sharding: str = "auto",
 ) -> Plan:
     """Plan stages on sub-meshes of a cluster, with their sharding; no device of it is needed.
 
     Arguments and errors are those of `parallelize`; all devices are used.
     """
-    return plan_on_meshes(mesh_task(layers, example_inputs, cluster, num_microbatches, sharding))
+    task = mesh_task(layers, example_inputs, cluster, num_microbatches, sharding, num_layers)
+    return plan_on_meshes(task)
 
 
 def mesh_task(
@@ -137,10 +148,11 @@ def mesh_task(
     cluster: Cluster,
     num_microbatches: int | None = None,
     sharding: str = "auto",
+    num_layers: int | None = None,
 ) -> MeshTask:
     """Return what is to be planned; arguments are those of `parallelize`."""
     resolved = resolve_layers(layers, example_inputs)
-    return MeshTask(
+    task = MeshTask(
         model=Model(facts_of(resolved), resolved.spans),
         names=[step.path for step in resolved],
         graph_of=cache(
@@ -151,6 +163,16 @@ def mesh_task(
         num_microbatches=num_microbatches,
         sharding=sharding,
     )
+    if num_layers is not None:
+        check_count("num_layers", num_layers)
+    elif len(resolved.spans) > MOST_CLUSTERS:
+        num_layers = MOST_CLUSTERS
+    if num_layers is None:
+        return task
+    with saying(f"clustering {len(resolved.spans)} layers into {num_layers}"):
+        graph, device = task.graph_of(task.numbers[0]), cluster.device_of(0)
+        spans = clustered(graph, resolved.spans, device, num_layers)
+    return replace(task, model=replace(task.model, spans=tuple(spans)))
 
 
 def this_cluster(count: int) -> Cluster:

@@ -88,7 +88,8 @@ def test_every_benchmark_says_what_it_claims_and_holds_a_measured_table(folder: 
 
 def test_there_is_a_benchmark_for_each_claim() -> None:
     claims = {"capture", "low_resource", "memory", "overhead", "partition", "throughput"}
-    claims |= {"asynchronous", "foresight", "sharding", "split_backward", "zero_bubble"}
+    claims |= {"asynchronous", "foresight", "resharding", "sharding", "split_backward"}
+    claims |= {"zero_bubble"}
     questions = {"batch_size", "depth_width", "stability"}
     others = {"alpa_paper", "gpipe_paper", "iopddl", "simulate", "two_commits", "two_hosts"}
     assert {folder.name for folder in FOLDERS} == claims | questions | others

@@ -2,7 +2,7 @@
 
     python -m tests.distributed.parallel_job FOLDER HOSTS OPTIONS.json
 
-`hosts` are the numbers of devices of hosts, as 1,2.
+`hosts` are the numbers of devices of hosts, as 1,2; the option `model` is a name in `MODELS`.
 """
 
 import json
@@ -11,10 +11,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import penstock
 from tests.few_devices import cluster
 from tests.sharding.test_pipeline import WORDS, loss, made
+
+
+class Attributes(nn.Module):
+    """A model without lists: its layers are attributes, with functions between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(32, 16)
+        for number in range(20):
+            setattr(self, f"linear{number}", nn.Linear(16, 16))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, words: Tensor) -> Tensor:
+        values = self.words(words)
+        for number in range(20):
+            layer: nn.Module = getattr(self, f"linear{number}")
+            values = values + nn.functional.gelu(layer(values))
+        output: Tensor = self.head(values)
+        return output
+
+
+def attributes(seed: int) -> nn.Module:
+    """Make such a model."""
+    torch.manual_seed(seed)
+    return Attributes().double()
+
+
+MODELS = {"gpt": made, "attributes": attributes}
 
 
 def cluster_of(*hosts: int) -> penstock.Cluster:
@@ -40,8 +69,10 @@ def main() -> None:
     """Do what is asked for."""
     folder, hosts, options = Path(sys.argv[1]), map(int, sys.argv[2].split(",")), sys.argv[3]
     torch.set_num_threads(1)
+    given = json.loads(options)
+    model = MODELS[given.pop("model", "gpt")](0)
     pipe = penstock.parallelize(
-        made(0), WORDS, loss=loss, cluster=cluster_of(*hosts), seed=3, **json.loads(options)
+        model, WORDS, loss=loss, cluster=cluster_of(*hosts), seed=3, **given
     )
     torch.save(train(pipe), folder / f"{pipe.mesh.rank}.pt")
 

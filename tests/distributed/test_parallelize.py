@@ -11,7 +11,7 @@ import penstock
 from penstock import Plan
 from penstock.errors import ConfigError, PlanError
 from tests.distributed.launch import run
-from tests.distributed.parallel_job import cluster_of, train
+from tests.distributed.parallel_job import MODELS, cluster_of, train
 from tests.sharding.test_pipeline import WORDS, loss, made, piped
 
 
@@ -47,6 +47,18 @@ def test_a_stage_on_each_host_is_planned_and_is_the_unsplit_model(
             assert torch.allclose(gradient, wanted["gradients"][name], rtol=0, atol=1e-12), name
         names |= found["gradients"].keys()
     assert names == wanted["gradients"].keys()
+
+
+def test_a_model_without_lists_is_clustered_and_is_the_unsplit_model(tmp_path: Path) -> None:
+    results = job("1,2", tmp_path, 3, model="attributes", num_layers=3, num_microbatches=2)
+    plan = Plan.from_json(results[0]["plan"])
+    assert [len(ranks[0]) for ranks in plan.placement.ranks] == [1, 2]
+    whole = MODELS["attributes"](0)
+    assert sum(plan.partition) == len([*whole.children()])
+    wanted = train(piped(whole, partition=[sum(plan.partition)]))
+    for found in results:
+        mine, own = torch.stack(found["losses"]), torch.stack(wanted["losses"])
+        assert torch.allclose(mine, own, rtol=0, atol=1e-12)
 
 
 def test_alone_it_is_a_pipeline_of_one_stage() -> None:

@@ -7,26 +7,11 @@ from math import prod
 import pytest
 import torch
 
+from benchmarks.resharding.cases import N_TO_M, ONE_TO_M, Case, Held, laid_out
 from penstock.errors import PlanError
-from penstock.sharding.layouts import I, Layout, S, State, even
+from penstock.sharding.layouts import I, S, State
 from penstock.sharding.resharding import Resharding, carry_out, plan_resharding
 from penstock.sharding.slices import Shape, Slice
-
-Held = list[tuple[int, Slice]]
-
-
-def laid_out(shape: Shape, mesh: Shape, layout: Layout, first: int = 0) -> Held:
-    """Return what each rank of a mesh has in a layout; a later axis cuts what an earlier left."""
-    found = []
-    for rank, places in enumerate(product(*map(range, mesh)), start=first):
-        offsets, lengths = [0] * len(shape), list(shape)
-        for place, count, state in zip(places, mesh, layout, strict=True):
-            if isinstance(state, S):
-                sizes = even(lengths[state.dim], count)
-                offsets[state.dim] += sum(sizes[:place])
-                lengths[state.dim] = sizes[place]
-        found.append((rank, Slice(tuple(offsets), tuple(lengths), shape)))
-    return found
 
 
 def whole_of(shape: Shape) -> torch.Tensor:
@@ -101,25 +86,8 @@ def test_any_layout_becomes_any_other(seeds: range) -> None:
         assert plan == plan_resharding(held[::-1], rng.sample(wanted, len(wanted))), seed
 
 
-ALL = (1024, 1024, 512)
-N_TO_M = {
-    "1": (ALL, (2, 4), (S(0), I), (2, 4), (S(0), I), 8),
-    "2": (ALL, (2, 4), (I, I), (2, 4), (S(0), I), 8),
-    "3": (ALL, (2, 4), (S(1), I), (2, 4), (S(0), I), 8),
-    "4": (ALL, (2, 4), (S(1), S(1)), (2, 4), (S(0), S(0)), 64),
-    "5": (ALL, (2, 4), (I, S(0)), (2, 4), (S(0), I), 8),
-    "6": ((3072, 1024, 170), (2, 4), (S(0), I), (3, 4), (S(0), I), 16),
-    "7": (ALL, (1, 4), (I, S(0)), (2, 4), (I, I), 8),
-    "8": (ALL, (1, 4), (I, S(0)), (2, 4), (I, I), 8),
-    "9": (ALL, (2, 4), (S(1), I), (2, 4), (S(2), I), 8),
-}
-"""The n-to-m cases of Alpa's follow-up (Zhuang et al. 2023): the tensor, the mesh and layout that
-hold it and that want it, and how many messages carry it.
-"""
-
-
 @pytest.mark.parametrize("case", N_TO_M.values(), ids=N_TO_M)
-def test_alpas_cases_from_mesh_to_mesh(case: tuple) -> None:
+def test_alpas_cases_from_mesh_to_mesh(case: Case) -> None:
     shape, mesh, before, next_mesh, after, num_messages = case
     shape = tuple(length // 32 for length in shape)
     plan = plan_resharding(
@@ -134,15 +102,17 @@ def test_alpas_cases_from_mesh_to_mesh(case: tuple) -> None:
     assert sum(len(plan.sends(rank)) for rank in plan.held) == num_messages
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (3, 2), (4, 2)], ids=str)
-def test_alpas_cases_from_one_device(mesh: Shape) -> None:
-    shape = (2**12,)
-    plan = plan_resharding([(0, Slice.of_all(shape))], laid_out(shape, mesh, (I, I), first=1))
+@pytest.mark.parametrize("case", ONE_TO_M.values(), ids=ONE_TO_M)
+def test_alpas_cases_from_one_device(case: Case) -> None:
+    shape, mesh = (2**12,), case.next_mesh
+    plan = plan_resharding(
+        laid_out(shape, case.mesh, case.before), laid_out(shape, mesh, case.after, first=1)
+    )
     check_contents(plan, shape)
     check_each_wanted_element_crosses_once(plan, shape)
     check_shares(plan)
     assert loads(plan)[0] == prod(shape)
-    assert len(plan.crossing) == prod(mesh)
+    assert len(plan.crossing) == prod(mesh) == case.num_messages
     assert [set(group) for group in plan.spreading] == [set(plan.wanted)] * (prod(mesh) > 1)
 
 

@@ -217,7 +217,8 @@ class Choice:
         self.makers: list[Maker] = []
         self._found: dict[str, nn.Module] = {}
         self._refused: CutError = CutError(
-            f"{type(model).__name__} has no parameters, and so no blocks to cut at"
+            f"{type(model).__name__} has no modules with parameters in it, and so no blocks to "
+            "cut at; put what is to be one in an nn.Module, or give the whole as a list: [model]"
         )
 
     def blocks(self) -> dict[str, nn.Module]:
