@@ -7,12 +7,16 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 import penstock
+from penstock.automatic.choose import MeshTask
+from penstock.automatic.prices import WAYS, Way
 from tests.few_devices import cluster
 from tests.sharding.test_pipeline import WORDS, loss, made
 
@@ -40,9 +44,10 @@ def main() -> None:
     """Do what is asked for."""
     folder, hosts, options = Path(sys.argv[1]), map(int, sys.argv[2].split(",")), sys.argv[3]
     torch.set_num_threads(1)
-    pipe = penstock.parallelize(
-        made(0), WORDS, loss=loss, cluster=cluster_of(*hosts), seed=3, **json.loads(options)
-    )
+    given, parallel = json.loads(options), partial(penstock.parallelize, made(0), WORDS)
+    task = partial(MeshTask, ways=[Way(*own) for own in given.pop("ways", WAYS)])
+    with patch("penstock.automatic.parallelize.MeshTask", task):
+        pipe = parallel(loss=loss, cluster=cluster_of(*hosts), seed=3, **given)
     torch.save(train(pipe), folder / f"{pipe.mesh.rank}.pt")
 
 
