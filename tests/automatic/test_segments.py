@@ -10,15 +10,18 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.automatic.choose import MeshChoice, MeshTask, choose_on_meshes
+from benchmarks.alpa_paper.subjects import RESNET, subjects
+from penstock.automatic.choose import MeshChoice, MeshTask, choose_on_meshes, plan_on_meshes
 from penstock.automatic.page import layers_figure
 from penstock.automatic.parallelize import mesh_task
 from penstock.automatic.prices import MeshPrices, Way
 from penstock.planner.packing import Stage, Submesh
 from penstock.planner.plan import Plan
+from penstock.runtime.shard import sharding_of
 from penstock.schedules import Sizes, one_f_one_b, segmented
 from penstock.schedules.memory import peak_bytes
 from penstock.schedules.passes import add_recompute
+from penstock.sharding.layouts import S
 from penstock.trace.timeline import most_bytes
 from penstock.types import Recompute, Trace, Transport
 from penstock.zoo import gpt
@@ -91,8 +94,19 @@ def test_a_plan_has_a_stage_for_each_segment_and_a_row_for_each_mesh() -> None:
     figure = layers_figure(plan, layers_of(task_on(1, 2), choice))
     assert len(figure.layout["yaxis"]["ticktext"]) == 2
     assert len(figure.layout["annotations"]) == 1
+    sharding = sharding_of(plan, task_on(1, 2).graph_of(M), task_on(1, 2).names)
+    assert [{*own.leaving.values()} for own in sharding.layers[2:-1]] == [{(S(0),)}] * (
+        plan.num_stages - 3
+    )
     assert any("limited by stage 2-" in line for line in plan.why)
     assert "recompute each layer" in str(choice.candidates[0])
+
+
+def test_wide_resnet_of_alpas_paper_fits_a_device_with_as_few_microbatches() -> None:
+    subject = next(subjects((RESNET,)))
+    plan = plan_on_meshes(subject.task())
+    assert (subject.num_devices, plan.num_microbatches) == (1, subject.num_microbatches)
+    assert plan.num_stages == len(plan.layers)
 
 
 @pytest.mark.parametrize("family", ["one_f_one_b", "eager_1f1b", "gpipe"])
