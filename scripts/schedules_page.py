@@ -11,7 +11,7 @@ from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
 
-from penstock.schedules import Family, Forward, Schedule, ir, one_f_one_b, searched
+from penstock.schedules import Family, Forward, Schedule, ir, one_f_one_b, searched, segmented
 from penstock.schedules.memory import num_versions
 from penstock.schedules.names import ASYNCHRONOUS_SCHEDULES, SYNCHRONOUS_FAMILIES, by_default
 from penstock.simulator import Costs, simulate
@@ -30,9 +30,10 @@ without it a forward takes 1 and each part of a backward 1) or `stages_per_rank`
 
 Each takes any number of micro-batches M, fewer than ranks too, and gives the gradients of the
 unsplit model to the bit. Where several stages run on a rank, `num_stages` counts those of all
-ranks, and is a multiple of the stages on one. Two more kinds have sections of their own at the
-end: [asynchronous schedules](#asynchronous-schedules), which update weights while they run, and
-[searched](#searched) ones, made for [your own costs](searched.md).
+ranks, and is a multiple of the stages on one. Three more kinds have sections of their own at the
+end: [asynchronous schedules](#asynchronous-schedules), which update weights while they run,
+[searched](#searched) ones, made for [your own costs](searched.md), and [segmented](#segmented)
+ones, whose stages are cut further to recompute a part at a time.
 
 This page is written by `python -m scripts.schedules_page --write`, and its numbers by the
 simulator. A forward of all that a rank has takes 1 and its backward 2, each part of it 1 where
@@ -92,7 +93,8 @@ def page() -> str:
     rows = "".join(_row(family) for _, family in given)
     sections = "\n".join("\n".join(_section(x, family)) for x, family in given)
     head = HEAD.format(ranks=RANKS, microbatches=MICROBATCHES) + rows + "\n"
-    return head + sections + "\n" + _asynchronous() + "\n".join(_searched())
+    other = "\n".join((*_searched(), *_segmented()))
+    return head + sections + "\n" + _asynchronous() + other
 
 
 def _costs(family: Family) -> Costs:
@@ -140,6 +142,19 @@ def _searched() -> Iterator[str]:
         grid = render_grid(simulate(family(DRAWN_RANKS, DRAWN_MICROBATCHES), costs), COLUMNS)
         yield from ("", "```text", grid, "```")
     yield ""
+
+
+def _segmented() -> Iterator[str]:
+    """Write what its file says of a segmented family, and its grid."""
+    told = (inspect.getdoc(segmented) or "").split("\n\n")
+    sizes = (2,) * DRAWN_RANKS
+    schedule = segmented(sizes)(sum(sizes), DRAWN_MICROBATCHES)
+    half = Fraction(1, 2)
+    grid = render_grid(simulate(schedule, Costs(forward_s=half, backward_s=2 * half)), COLUMNS)
+    yield from ("## segmented", "", inspect.getdoc(inspect.getmodule(segmented)) or "", "")
+    yield "\n\n".join(text for text in told if text.startswith(("A segment", "The step")))
+    yield f"\nOn {DRAWN_RANKS} ranks, with {DRAWN_MICROBATCHES} micro-batches and `sizes={sizes}`:"
+    yield from ("", "```text", grid, "```", "")
 
 
 def _kept(schedule: Schedule) -> int:

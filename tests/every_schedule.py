@@ -15,6 +15,8 @@ from penstock.schedules import (
     interleaved_1f1b,
     one_f_one_b,
     searched,
+    segmented,
+    zb_h1,
 )
 from penstock.schedules.costs import Costs
 from penstock.schedules.family import zigzag
@@ -98,6 +100,12 @@ def listed_for(num_stages: int, num_microbatches: int) -> Schedule:
     return family(num_stages, num_microbatches)
 
 
+def segmented_for(num_stages: int, num_microbatches: int) -> Schedule:
+    """Give zero-bubble stages of two segments, the last of one if the number is odd."""
+    sizes = (2,) * (num_stages // 2) + (1,) * (num_stages % 2)
+    return segmented(sizes, zb_h1())(num_stages, num_microbatches)
+
+
 def unlike(num_stages: int) -> Costs:
     """Give costs of stages of which some have much to do for weights, some little."""
     return Costs(
@@ -115,6 +123,7 @@ EVERY_SCHEDULE = (
     IN_TWO_PARTS,
     family_of(searched_for, num_microbatches=1),
     family_of(listed_for, num_microbatches=1),
+    family_of(segmented_for, num_microbatches=1),
 )
 
 

@@ -15,6 +15,7 @@ from penstock.automatic.baselines import BASELINES, plan_baseline
 from penstock.automatic.choose import MeshTask, plan_on_meshes
 from penstock.errors import PlanError
 from penstock.planner.plan import Plan
+from penstock.planner.stage_rows import segments_of
 from penstock.types import Recompute
 
 from .subjects import DEVICES, GPT, MOE, RESNET, Subject, subjects
@@ -140,13 +141,16 @@ def measure(subject: Subject, published: Published) -> tuple[dict[str, Any], lis
 
 def plan_text(plan: Plan) -> str:
     """Return the layers of each stage, and its mesh where it has several devices."""
-    shapes = plan.placement.shard_shapes or ((1,),) * plan.num_stages
+    rows = [*segments_of(plan)]
     stages = (
-        f"{count} on {'x'.join(map(str, shape))}"
-        for count, shape in zip(plan.partition, shapes, strict=True)
+        f"{sum(plan.partition[n] for n in own)} on "
+        f"{'x'.join(map(str, plan.placement.shard_axes_of(own[0])))}"
+        for own in rows
     )
     how = ", recompute" if Recompute.STAGE in plan.recompute else ""
-    return f"{', '.join(stages)}; {plan.schedule.name}{how}"
+    how += " each layer" if len(rows) < plan.num_stages else ""
+    family = dict(plan.schedule.arguments).get("base", plan.schedule.name)
+    return f"{', '.join(stages)}; {family}{how}"
 
 
 def run(options: argparse.Namespace) -> Report:

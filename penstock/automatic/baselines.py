@@ -57,7 +57,7 @@ def _inter(task: MeshTask) -> Iterator[MeshTask]:
 
 
 def _gpipe(task: MeshTask) -> Iterator[MeshTask]:
-    recomputing = [way for way in WAYS if way.recomputes and not way.byte_s]
+    recomputing = [way for way in WAYS if way.recomputes and not (way.byte_s or way.segments)]
     for each in _inter(task):
         yield replace(each, families=(gpipe,), ways=recomputing)
 

@@ -9,14 +9,15 @@ the best few of each  x  schedules  ──►  the simulator says which is faste
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise, product
-from operator import itemgetter
+from itertools import chain, product, repeat
+from operator import attrgetter, itemgetter
+from typing import Any
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.graph import Graph
 from penstock.errors import PlanError
 from penstock.planner.arguments import Model
-from penstock.planner.packing import Submesh
+from penstock.planner.packing import Stage, Submesh
 from penstock.planner.placement import Placement
 from penstock.planner.plan import BalancedBy, Plan
 from penstock.planner.stage_rows import PredictedStage
@@ -35,7 +36,7 @@ from penstock.simulator.simulate import simulate, step_s
 from penstock.trace.timeline import Timeline
 from penstock.types import Recompute, Transport
 
-from .prices import WAYS, MeshPrices, OnMesh, Way, hosts_of
+from .prices import WAYS, MeshPrices, Way, hosts_of
 from .remembered import RememberedSearch
 from .why import Candidate, why_on_meshes
 
@@ -121,7 +122,7 @@ def choose_on_meshes(task: MeshTask) -> MeshChoice:
         raise PlanError(lacks or "what schedules keep in flight does not fit")
     found.sort(key=itemgetter(0))
     best = found[0]
-    timeline = simulate(*_scheduled(best.family, best.stages, best.prices))
+    timeline = simulate(*_scheduled(best))
     plan = _plan(task, best)
     why = tuple(why_on_meshes(plan, found, timeline.bubble))
     return MeshChoice(replace(plan, why=why), tuple(found), timeline)
@@ -129,12 +130,13 @@ def choose_on_meshes(task: MeshTask) -> MeshChoice:
 
 def price_1f1b(prices: MeshPrices, start: int, end: int, submesh: Submesh) -> Price | None:
     """Return the price of a stage as 1F1B has it: the last one's backwards follow its forwards at
-    once, so it recomputes nothing.
+    once, so its last segment recomputes nothing.
     """
     own = prices.on_mesh(start, end, submesh)
-    if own is None or end < len(prices.names):
+    if own is None or end < len(prices.names) or not prices.way.recomputes:
         return own and own.price
-    return own.price._replace(seconds=own.forward_s + own.backward_s)
+    last = prices.segments(Stage(start, end, submesh), own.shape)[-1]
+    return own.price._replace(seconds=own.price.seconds - last.forward_s)
 
 
 def _candidates(
@@ -154,59 +156,68 @@ def _candidates(
         )
         rooms = (memory[submesh.kind] for *_, submesh in answer.stages)
         if all(own <= room for own, room in zip(kept, rooms, strict=True)):
-            schedule, costs = _scheduled(family, stages, prices)
-            seconds = step_s(compiled(schedule), costs)
-            yield Candidate(seconds, answer, stages, family, prices)
+            own = Candidate(0.0, answer, stages, family, prices)
+            schedule, costs = _scheduled(own)
+            yield own._replace(step_s=step_s(compiled(schedule), costs))
 
 
-def _scheduled(
-    family: Family, stages: Sequence[OnMesh], prices: MeshPrices
-) -> tuple[Schedule, Costs]:
-    """Return what the simulator is given: a schedule of the stages, and what each costs."""
-    count = range(len(stages))
+def _scheduled(own: Candidate) -> tuple[Schedule, Costs]:
+    """Return what the simulator is given: a schedule of the segments of all stages, each on the
+    rank that stands for its mesh, and what each costs.
+    """
+    segments = [*chain(*own.segments)]
+    count, family = len(segments), own.schedule
+    ranks = family.ranks(count)
+    crossing = [(n, n + 1) for n in range(count - 1) if ranks[n] != ranks[n + 1]]
     how = Lowering(
         family=family,
-        ranks=tuple(count),
-        transfers=tuple(Transfer(producer=a, consumer=b) for a, b in pairwise(count)),
-        recompute=frozenset(count) if prices.way.recomputes else frozenset(),
+        ranks=ranks,
+        transfers=tuple(Transfer(producer=a, consumer=b) for a, b in crossing),
+        recompute=frozenset(range(count)) if own.prices.way.recomputes else frozenset(),
     )
     one_way_s = {
-        edge: stages[min(edge)].price.handover_s / 2
-        for a, b in pairwise(count)
-        for edge in ((a, b), (b, a))
+        edge: segments[a].price.handover_s / 2 for a, b in crossing for edge in ((a, b), (b, a))
     }
-    forward_s = tuple(own.forward_s for own in stages)
+    forward_s = tuple(segment.forward_s for segment in segments)
     costs = Costs(
         forward_s=forward_s,
-        backward_s=tuple(own.backward_s for own in stages),
+        backward_s=tuple(segment.backward_s for segment in segments),
         recompute_s=forward_s,
         transfer_s=one_way_s or 0,
     )
-    return lower_unproved(how, prices.num_microbatches, make=made), costs
+    return lower_unproved(how, own.prices.num_microbatches, make=made), costs
 
 
 def _plan(task: MeshTask, best: Candidate) -> Plan:
-    stages, prices = best.answer.stages, best.prices
-    ranks = tuple((devices,) for devices in best.answer.devices)
-    shapes = tuple(own.shape for own in best.stages)
+    prices, sizes = best.prices, [*map(len, best.segments)]
+
+    def spread(of_stages: Sequence[Any]) -> tuple[Any, ...]:
+        """Return for each segment what its stage has."""
+        return tuple(chain(*map(repeat, of_stages, sizes)))
+
+    devices = best.answer.devices
+    kinds = [task.cluster.device_of(own[0]).torch_type for own in devices]
     recompute = Recompute.STAGE if prices.way.recomputes else Recompute.NEVER
     wanted: str | Wanted | None = task.sharding
     if prices.way.byte_s:
         least = min(host.memory_bytes for host in hosts_of(task.cluster))
         wanted = Wanted(task.sharding, memory_limit_bytes=int(least))
-    kinds = [task.cluster.device_of(devices[0]).torch_type for devices in best.answer.devices]
     is_alone = len(task.cluster.places) == 1
     return Plan(
         layers=tuple(task.model.layers),
-        partition=tuple(stage.end - stage.start for stage in stages),
-        schedule=best.family,
+        partition=tuple(own.num_layers for own in chain(*best.segments)),
+        schedule=best.schedule,
         num_microbatches=prices.num_microbatches,
-        recompute=(recompute,) * len(stages),
-        placement=Placement(ranks, tuple(kinds), shard_shapes=shapes),
-        sharding=wanted if max(map(len, best.answer.devices)) > 1 else None,
+        recompute=(recompute,) * sum(sizes),
+        placement=Placement(
+            spread([(own,) for own in devices]),
+            spread(kinds),
+            shard_shapes=spread([own.shape for own in best.stages]),
+        ),
+        sharding=wanted if max(map(len, devices)) > 1 else None,
         transport=Transport.THREADS if is_alone else Transport.TORCH_DISTRIBUTED,
         balanced_by=BalancedBy.TIME,
-        predicted_s=tuple(own.price.seconds for own in best.stages),
+        predicted_s=tuple(own.price.seconds for own in chain(*best.segments)),
         predicted_step_s=best.step_s,
         batch_size=task.batch_size,
         cluster=task.cluster,
@@ -215,17 +226,20 @@ def _plan(task: MeshTask, best: Candidate) -> Plan:
 
 
 def _predicted(best: Candidate) -> Iterator[PredictedStage]:
-    """Yield what was predicted of each stage."""
+    """Yield what was predicted of each segment; the largest graph of a stage is that of one."""
     count, prices = len(best.stages), best.prices
     every = frozenset(range(count) if prices.way.recomputes else ())
     work = work_of(best.family, count, prices.num_microbatches, every)
-    for stage, own, each in zip(best.answer.stages, best.stages, work, strict=True):
-        price = own.price
-        kept = price.stay_bytes - own.state_bytes + each.most_kept * price.microbatch_bytes
-        sent = prices.entering_bytes(stage.end)
-        yield PredictedStage(
-            own.forward_s,
-            own.backward_s,
-            price.handover_s,
-            *(round(number) for number in (own.state_bytes, kept, sent)),
-        )
+    for stage, segments, each in zip(best.answer.stages, best.segments, work, strict=True):
+        largest = max(segments, key=attrgetter("graph_bytes"))
+        for own in segments:
+            is_last, price = own is segments[-1], own.price
+            kept = each.most_kept * price.microbatch_bytes
+            kept += own.graph_bytes if every and own is largest else 0
+            sent = prices.entering_bytes(stage.end) if is_last else 0
+            yield PredictedStage(
+                own.forward_s,
+                own.backward_s,
+                price.handover_s if is_last else 0.0,
+                *(round(number) for number in (own.state_bytes, kept, sent)),
+            )

@@ -15,7 +15,13 @@ from itertools import accumulate, cycle, pairwise, repeat
 from penstock.costs.graph import Graph
 from penstock.planner.plan import Plan
 from penstock.planner.plan_page import plan_section, plan_subtitle
-from penstock.planner.stage_rows import devices_text, mesh_text, span_text
+from penstock.planner.stage_rows import (
+    devices_text,
+    mesh_text,
+    segments_of,
+    span_text,
+    stages_text,
+)
 from penstock.runtime.shard import sharding_of
 from penstock.sharding.layouts import I, Layout, R, S, State, layout_text
 from penstock.sharding.plan import LayerSharding, Sharding
@@ -150,8 +156,10 @@ def _stages_of(plan: Plan) -> Iterator[int]:
 
 def layers_figure(plan: Plan, layers: Sequence[DividedLayer]) -> Figure:
     """Draw layers, in order, by stages: as high as the devices of a mesh are many."""
-    sizes = [len(ranks[0]) for ranks in plan.placement.ranks]
+    rows = [*segments_of(plan)]
+    sizes = [len(plan.placement.ranks[own[0]][0]) for own in rows]
     tops = list(accumulate(sizes, initial=0))
+    row_of = {stage: row for row, own in enumerate(rows) for stage in own}
     px = min(max(_LEAST_ROW_PX / min(sizes), _LEAST_PX / tops[-1]), _MOST_PX / tops[-1])
     gap = 2 / px
     kinds: dict[str, list[int]] = defaultdict(list)
@@ -162,8 +170,8 @@ def layers_figure(plan: Plan, layers: Sequence[DividedLayer]) -> Figure:
             "type": "bar",
             "name": cuts,
             "x": own,
-            "y": [rounded(sizes[layers[n].stage] - 2 * gap) for n in own],
-            "base": [rounded(tops[layers[n].stage] + gap) for n in own],
+            "y": [rounded(sizes[row_of[layers[n].stage]] - 2 * gap) for n in own],
+            "base": [rounded(tops[row_of[layers[n].stage]] + gap) for n in own],
             "width": 1,
             "marker": {"color": colour, "line": {"width": 1}},
             "customdata": [_hover(plan, layers[n]) for n in own],
@@ -177,8 +185,8 @@ def layers_figure(plan: Plan, layers: Sequence[DividedLayer]) -> Figure:
     layout["xaxis"] = axis_of("layers, in order", range=[-0.5, count - 0.5], showgrid=False)
     layout["xaxis"] |= {"tickvals": ticks, "ticktext": [escape(layers[n].name) for n in ticks]}
     layout["xaxis"] |= {"automargin": True, "tickangle": -45}
-    heads = (f"stage {n} on {mesh_text(plan, n)}" for n in range(plan.num_stages))
-    where = (escape(devices_text(plan, n)) for n in range(plan.num_stages))
+    heads = (f"stage {stages_text(own)} on {mesh_text(plan, own[0])}" for own in rows)
+    where = (escape(devices_text(plan, own[0])) for own in rows)
     layout["yaxis"] = {
         "range": [tops[-1], 0],
         "tickvals": [(a + b) / 2 for a, b in pairwise(tops)],
@@ -220,15 +228,17 @@ def _links(plan: Plan, tops: Sequence[int], count: int) -> Iterator[Trace]:
     """Yield what each stage sends to the next, at the corner where their blocks meet: where its
     row or that of the next one is free, on the side that has room.
     """
-    for stage, end in enumerate(accumulate(plan.partition[:-1])):
+    ends = [*accumulate(plan.partition)]
+    for row, stages in enumerate([*segments_of(plan)][:-1]):
         if plan.predicted_stages is None:
             return
-        text = f"{bytes_text(plan.predicted_stages[stage].sent_bytes)} a micro-batch"
+        text = f"{bytes_text(plan.predicted_stages[stages[-1]].sent_bytes)} a micro-batch"
+        end = ends[stages[-1]]
         is_left = end > count / 2
         yield {
             "text": f"{text} ↴" if is_left else f"↳ {text}",
             "x": end - 0.5,
-            "y": tops[stage + 1],
+            "y": tops[row + 1],
             "xanchor": "right" if is_left else "left",
             "yanchor": "top" if is_left else "bottom",
             "showarrow": False,

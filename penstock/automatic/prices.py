@@ -1,7 +1,7 @@
 """What layers cost as a stage on a mesh of several devices, where operators are divided.
 
 layers x sub-mesh     the best of the logical shapes of its devices, by a way to keep less:
-                      recompute stages, let a byte count
+                      recompute stages, or one segment of a stage at a time; let a byte count
 a shape               one integer program for each kind of layer, composed for all ranges
 """
 
@@ -15,8 +15,8 @@ import numpy as np
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.graph import Graph
-from penstock.planner.packing import Hosts, Submesh
-from penstock.planner.stage_table import Price
+from penstock.planner.packing import Hosts, Stage, Submesh
+from penstock.planner.stage_table import Numbers, Price
 from penstock.sharding.costs import Costs
 from penstock.sharding.named import ready_plan
 from penstock.sharding.search import Part, Ranges, Search
@@ -28,19 +28,27 @@ _LIGHT_BYTE_S = 1e-11
 
 
 class Way(NamedTuple):
-    """How to keep less: whether stages recompute, and what a byte that stays counts for."""
+    """How to keep less: whether stages recompute, what a byte that stays counts for, and whether
+    each layer of a stage is a segment that recomputes on its own.
+    """
 
     recomputes: bool = False
     byte_s: float = 0.0
+    segments: bool = False
 
 
-WAYS = (Way(), Way(recomputes=True), Way(recomputes=True, byte_s=_LIGHT_BYTE_S))
+WAYS = (
+    Way(),
+    Way(recomputes=True),
+    Way(recomputes=True, byte_s=_LIGHT_BYTE_S),
+    Way(recomputes=True, segments=True),
+)
 
 
 class OnMesh(NamedTuple):
     """A stage on a mesh: its price, the lengths of the axes of its shards, the seconds of its
     forward and its backward for a micro-batch, and a device's bytes of weights, gradients and
-    optimizer.
+    optimizer, and of the largest graph of a segment; and how many layers it has.
     """
 
     price: Price
@@ -48,6 +56,8 @@ class OnMesh(NamedTuple):
     forward_s: float
     backward_s: float
     state_bytes: float
+    graph_bytes: float
+    num_layers: int
 
 
 def hosts_of(cluster: Cluster) -> list[Hosts]:
@@ -99,15 +109,29 @@ class MeshPrices:
 
         return min(every, key=key)
 
+    def segments(self, stage: Stage, shape: tuple[int, ...]) -> list[OnMesh]:
+        """Return the segments of a stage on a mesh of a shape: itself, if that is no way."""
+        ends = zip(*self._segments(stage.start, stage.end), strict=True)
+        return [self._in_shape(int(a), int(b), stage.submesh, shape) for a, b in ends]
+
     def _in_shape(self, start: int, end: int, submesh: Submesh, shape: tuple[int, ...]) -> OnMesh:
-        ranges = self._ranges(submesh, shape)
-        seconds, forward_s, stays, keeps = (float(table[start, end]) for table in ranges)
-        again_s, state_bytes = 0.0, stays
-        if self.way.recomputes:  # one micro-batch is kept whole, of all others what comes in
-            again_s, stays = forward_s, stays + keeps
-            keeps = self.entering_bytes(start)
-        price = Price(seconds + again_s, stays, keeps, self._handover_s(end, submesh))
-        return OnMesh(price, shape, forward_s, seconds - forward_s, state_bytes)
+        own = self._segments(start, end)
+        every = (table[own] for table in self._ranges(submesh, shape))
+        seconds, forward_s, stays, graphs, enters = every
+        total_s, once_s, state_bytes = (float(each.sum()) for each in (seconds, forward_s, stays))
+        stay_bytes, again_s, keeps = state_bytes, 0.0, float(graphs.sum())
+        if self.way.recomputes:  # one segment's graph at a time, and all that enters segments
+            stay_bytes, again_s, keeps = stays.sum() + graphs.max(), once_s, float(enters.sum())
+        handover_s = self._handover_s(end, submesh)
+        price = Price(total_s + again_s, float(stay_bytes), keeps, handover_s)
+        backward_s, graph_bytes = total_s - once_s, float(graphs.max())
+        return OnMesh(price, shape, once_s, backward_s, state_bytes, graph_bytes, end - start)
+
+    def _segments(self, start: int, end: int) -> tuple[Numbers, Numbers]:
+        """Return where the segments of a stage begin, and where they end: at each cut."""
+        inner = (n for n in range(start + 1, end) if self.way.segments and n in self._cuts)
+        ends = np.array([start, *inner, end])
+        return ends[:-1], ends[1:]
 
     def _ranges(self, submesh: Submesh, shape: tuple[int, ...]) -> Ranges:
         key = submesh.kind, submesh.num_hosts > 1, shape

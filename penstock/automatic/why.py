@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.planner.plan import Plan
+from penstock.planner.stage_rows import segments_of, stages_text
 from penstock.planner.submeshes import Answer
+from penstock.schedules import segmented
 from penstock.schedules.family import Family
 from penstock.trace.units import count_text, percent_text, time_text
 
@@ -25,11 +27,24 @@ class Candidate(NamedTuple):
     prices: MeshPrices
 
     @property
+    def segments(self) -> list[list[OnMesh]]:
+        """The segments of each stage: itself, where it is not cut further."""
+        pairs = zip(self.answer.stages, self.stages, strict=True)
+        return [self.prices.segments(stage, own.shape) for stage, own in pairs]
+
+    @property
+    def schedule(self) -> Family:
+        """The schedule of all segments."""
+        sizes = tuple(map(len, self.segments))
+        return segmented(sizes, self.family) if max(sizes) > 1 else self.family
+
+    @property
     def policy(self) -> str:
         """Whether stages recompute, in words."""
         way = self.prices.way
         priced = ", bytes priced" if way.byte_s else ""
-        return ("recompute" if way.recomputes else "no recompute") + priced
+        each = " each layer" if way.segments else ""
+        return (f"recompute{each}" if way.recomputes else "no recompute") + priced
 
     @property
     def meshes(self) -> str:
@@ -67,10 +82,11 @@ def why_on_meshes(plan: Plan, found: Sequence[Candidate], bubble: float) -> Iter
         f"{count_text(len(found), 'candidate')}"
     )
     assert plan.predicted_s is not None and plan.predicted_stages is not None
-    slowest = max(range(plan.num_stages), key=plan.predicted_s.__getitem__)
+    times = {own: sum(plan.predicted_s[n] for n in own) for own in segments_of(plan)}
+    slowest = max(times, key=times.__getitem__)
     handover_s = max(own.handover_s for own in plan.predicted_stages)
     yield (
-        f"limited by stage {slowest}, {time_text(plan.predicted_s[slowest])} a micro-batch; "
+        f"limited by stage {stages_text(slowest)}, {time_text(times[slowest])} a micro-batch; "
         f"bubble {percent_text(bubble)}"
         + (f", slowest handover {time_text(handover_s)}" if handover_s else "")
     )

@@ -17,7 +17,7 @@ from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport
 
 from .checks import check_bytes, check_partition, check_predicted, check_timeout, check_whole
 from .placement import Placement
-from .stage_rows import PredictedStage, stage_rows
+from .stage_rows import PredictedStage, segments_of, stage_rows
 from .unsplit import Unsplit, check_unsplit, divides_backwards, unsplit_lines
 from .wanted import Wanted
 
@@ -315,7 +315,8 @@ class Plan:
             return "as given"
         if self.predicted_s is None:
             return "balanced by parameter counts"
-        slowest_s, mean_s = max(self.predicted_s), sum(self.predicted_s) / self.num_stages
+        each_s = [sum(self.predicted_s[n] for n in own) for own in segments_of(self)]
+        slowest_s, mean_s = max(each_s), sum(each_s) / len(each_s)
         how = "measured" if self.predicted_step_s is None else "predicted"
         return (
             f"balanced by {how} time: slowest stage {time_text(slowest_s)} a micro-batch, "

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 from penstock.trace.units import bytes_text, time_text
@@ -17,7 +17,8 @@ class PredictedStage:
 
     `handover_s` are the seconds of what goes on to the next stage, of `sent_bytes`, and of what
     comes back.  Each device has `state_bytes` of weights, gradients and optimizer state, and keeps
-    at most `kept_bytes` of activations.
+    at most `kept_bytes` of activations.  Where several stages follow each other on a mesh, as
+    segments do, nothing is sent between them, and the bytes of all of them add up.
     """
 
     forward_s: float
@@ -36,16 +37,30 @@ _HEADS = ("stage", "layers", "parameters", "recompute", "ranks", "device", "micr
 
 
 def stage_rows(plan: "Plan") -> Iterator[Sequence[str]]:
-    """Yield the heads of the table, then the row of each stage."""
-    yield _HEADS if plan.predicted_stages is None else MESH_HEADS
-    for stage, (start, end) in enumerate(pairwise(accumulate(plan.partition, initial=0))):
-        own = plan.layers[start:end]
+    """Yield the heads of the table, then the row of each stage; on meshes that of each mesh."""
+    predicted, ends = plan.predicted_stages, [*accumulate(plan.partition, initial=0)]
+    yield _HEADS if predicted is None else MESH_HEADS
+    every = [range(n, n + 1) for n in range(plan.num_stages)]
+    for stages in every if predicted is None else segments_of(plan):
+        own = plan.layers[ends[stages[0]] : ends[stages[-1] + 1]]
         layers = f"{len(own)}: {span_text([layer.name for layer in own])}"
-        first = str(stage), layers, f"{sum(layer.num_parameters for layer in own):,}"
-        if plan.predicted_stages is None:
-            yield (*first, *_usual_cells(plan, stage))
+        first = stages_text(stages), layers, f"{sum(layer.num_parameters for layer in own):,}"
+        if predicted is None:
+            yield (*first, *_usual_cells(plan, stages[0]))
         else:
-            yield (*first, *_mesh_cells(plan, stage, plan.predicted_stages[stage]))
+            yield (*first, *_mesh_cells(plan, stages[0], [predicted[n] for n in stages]))
+
+
+def segments_of(plan: "Plan") -> Iterator[range]:
+    """Yield the stages that follow each other on one mesh: several where they are segments."""
+    for _, own in groupby(range(plan.num_stages), key=plan.placement.ranks.__getitem__):
+        stages = [*own]
+        yield range(stages[0], stages[-1] + 1)
+
+
+def stages_text(stages: range) -> str:
+    """Write the numbers of consecutive stages."""
+    return "-".join(str(n) for n in dict.fromkeys((stages[0], stages[-1])))
 
 
 def span_text(names: Sequence[str]) -> str:
@@ -60,15 +75,16 @@ def _usual_cells(plan: "Plan", stage: int) -> Iterator[str]:
     yield "?" if plan.predicted_s is None else time_text(plan.predicted_s[stage])
 
 
-def _mesh_cells(plan: "Plan", stage: int, own: PredictedStage) -> Iterator[str]:
+def _mesh_cells(plan: "Plan", stage: int, segments: Sequence[PredictedStage]) -> Iterator[str]:
+    last = segments[-1]
     yield mesh_text(plan, stage)
     yield devices_text(plan, stage)
-    yield time_text(own.forward_s)
-    yield time_text(own.backward_s)
-    yield time_text(own.handover_s) if own.handover_s else "-"
-    yield bytes_text(own.state_bytes)
-    yield bytes_text(own.kept_bytes)
-    yield bytes_text(own.sent_bytes) if own.sent_bytes else "-"
+    yield time_text(sum(own.forward_s for own in segments))
+    yield time_text(sum(own.backward_s for own in segments))
+    yield time_text(last.handover_s) if last.handover_s else "-"
+    yield bytes_text(sum(own.state_bytes for own in segments))
+    yield bytes_text(sum(own.kept_bytes for own in segments))
+    yield bytes_text(last.sent_bytes) if last.sent_bytes else "-"
 
 
 def mesh_text(plan: "Plan", stage: int) -> str:

@@ -34,6 +34,7 @@ from .one_f_one_b import one_f_one_b
 from .pipedream import pipedream
 from .pipedream_2bw import pipedream_2bw
 from .searched import searched
+from .segmented import segmented
 from .text import parse
 from .torch_csv import from_csv, to_csv
 from .v_half import v_half
@@ -78,6 +79,7 @@ __all__ = [
     "pipedream",
     "pipedream_2bw",
     "searched",
+    "segmented",
     "to_csv",
     "v_half",
     "v_min",

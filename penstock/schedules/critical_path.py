@@ -2,13 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate, product
 
 from penstock.errors import ConfigError
 
 from .costs import UNIT_COSTS, Costs
-from .family import Family, in_turn
+from .family import Family, OnRanks, in_turn
 from .ir import Schedule
 from .laws import SYNCHRONOUS, AtMostBytes, Law
 from .list_scheduling import Policy, built
@@ -69,26 +68,8 @@ def critical_path(
     _check_arguments(ranks, memory)
     laws: tuple[Law, ...] = SYNCHRONOUS if memory is None else (*SYNCHRONOUS, memory)
     arguments = (("costs", costs), ("ranks", ranks), ("memory", memory))
-    deal = in_turn if ranks is None else _Given(ranks)
+    deal = in_turn if ranks is None else OnRanks("critical_path", ranks)
     return Family("critical_path", _schedule, 1, arguments, deal, laws)
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """Deals stages out as `ranks` says.
-
-    Calling it raises ConfigError for another number of stages.
-    """
-
-    ranks: tuple[int, ...]
-
-    def __call__(self, num_stages: int, num_ranks: int) -> tuple[int, ...]:
-        if len(self.ranks) != num_stages:
-            raise ConfigError(
-                f"critical_path(ranks={self.ranks}) is for {len(self.ranks)} stages, and there "
-                f"are {num_stages}: give one rank for each stage"
-            )
-        return self.ranks
 
 
 def _check_arguments(ranks: object, memory: object) -> None:
@@ -113,7 +94,7 @@ def _schedule(
     ranks: tuple[int, ...] | None,
     memory: AtMostBytes | None,
 ) -> Schedule:
-    on = tuple(range(num_stages)) if ranks is None else _Given(ranks)(num_stages, num_stages)
+    on = ranks or tuple(range(num_stages))
     best: tuple[tuple[float, float], Answer, Problem] | None = None
     for limit in _limits(on, num_microbatches) if memory is None else (memory,):
         problem = problem_of(costs or UNIT_COSTS, limit, on, num_microbatches, ())

@@ -24,6 +24,25 @@ def in_turn(num_stages: int, num_ranks: int) -> tuple[int, ...]:
     return tuple(stage % num_ranks for stage in range(num_stages))
 
 
+@dataclass(frozen=True, slots=True)
+class OnRanks:
+    """Deals stages out as `ranks` says, for the family called `name`.
+
+    Calling it raises ConfigError for another number of stages.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+    def __call__(self, num_stages: int, num_ranks: int) -> tuple[int, ...]:
+        if len(self.ranks) != num_stages:
+            raise ConfigError(
+                f"this {self.name}, of stages on ranks {self.ranks}, is for {len(self.ranks)} "
+                f"stages, and there are {num_stages}: make one for as many"
+            )
+        return self.ranks
+
+
 class Updates(Enum):
     """When weights change."""
 

@@ -22,6 +22,7 @@ from .one_f_one_b import one_f_one_b
 from .pipedream import pipedream
 from .pipedream_2bw import pipedream_2bw
 from .searched import searched
+from .segmented import segmented
 from .torch_csv import from_csv, to_csv
 from .v_half import v_half
 from .v_min import v_min
@@ -65,7 +66,8 @@ def by_default(given: Family | Maker) -> Family:
 _NAMED = {by_default(given).name: given for given in _EVERY_FAMILY}
 SCHEDULE_NAMES = (*_NAMED,)
 """The families that a word can stand for, in recipes and commands."""
-_IN_FILES = {**_NAMED, searched.__name__: searched, from_csv.__name__: from_csv}
+_MADE = (searched, segmented, from_csv)
+_IN_FILES = {**_NAMED, **{maker.__name__: maker for maker in _MADE}}
 NAMES_IN_FILES = (*_IN_FILES,)
 """The families that a plan's file can hold, with their arguments."""
 _STAGES_PER_RANK = "stages_per_rank"
@@ -224,7 +226,7 @@ def _remedy(given: object) -> str | None:
             words = f"schedules.{given}"
             words += "" if isinstance(found, Family) else _CALLS.get(str(given), "()")
         return f"schedule={str(given)!r} is a word; write schedule={words}"
-    if isinstance(given, type) or given in (*_EVERY_FAMILY, searched, from_csv):
+    if isinstance(given, type) or given in (*_EVERY_FAMILY, *_MADE):
         name = getattr(given, "__name__", repr(given))
         words = name + _CALLS.get(name, "()")
         return f"schedule={name} makes schedule families: write schedule={words}"
@@ -239,6 +241,7 @@ def _remedy(given: object) -> str | None:
 
 _CALLS = {
     "searched": "(costs), with costs = measured_costs(pipe.last_timeline) of a traced step",
+    "segmented": "((2, 2)), with the number of segments of each stage",
     "from_csv": "(path)",
 }
 """How to call those that need an argument."""

@@ -55,17 +55,19 @@ class Cost(NamedTuple):
 
 class Ranges(NamedTuple):
     """What layers [first, end) cost as a stage: seconds of a micro-batch and of its forward; bytes
-    of weights, gradients and optimizer, and those that each micro-batch in flight keeps.
+    of weights, gradients and optimizer; and of a micro-batch those that its graph keeps, and those
+    that enter from layers before.
     """
 
     seconds: Any
     forward_s: Any
     stays: Any
     keeps: Any
+    enters: Any
 
 
 class _Sum(NamedTuple):
-    """What is minimised, and the entries of `Ranges`."""
+    """What is minimised, and the entries of `Ranges` that are sums over layers."""
 
     total: float
     seconds: float
@@ -172,15 +174,37 @@ class Search:
     def of_ranges(self, byte_s: float = 0.0) -> "Ranges":
         """Return what every range of the layers costs as a stage of its own."""
         count = len(self._layers)
-        found = Ranges(*(numpy.full((count, count + 1), numpy.inf) for _ in range(4)))
-        best = {self._whole: numpy.full((1 + len(found), count), numpy.inf)}  # [_Sum, first layer]
+        sums = [numpy.full((count, count + 1), numpy.inf) for _ in range(4)]
+        best = {self._whole: numpy.full((1 + len(sums), count), numpy.inf)}  # [_Sum, first layer]
         for place in range(count):
             begin, end = (self._cut_here(at) for at in (place, place + 1))
-            never = numpy.full((1 + len(found), count), numpy.inf)
+            never = numpy.full((1 + len(sums), count), numpy.inf)
             best.setdefault(begin, never)[:, place] = 0.0
             best = self._further(best, place, byte_s)
-            for table, own in zip(found, best[end][1:], strict=True):
+            for table, own in zip(sums, best[end][1:], strict=True):
                 table[: place + 1, place + 1] = own[: place + 1]
+        seconds, forward_s, stays, keeps = sums
+        return Ranges(seconds, forward_s, stays, keeps, self._entering())
+
+    def _entering(self) -> Numbers:
+        """Return the bytes of a micro-batch that enter every range: of a tensor that crosses where
+        the range begins a device has its slice, if it is cut there.
+        """
+        graph, places = self._graph, {layer: n for n, layer in enumerate(self._layers)}
+        found, parts = numpy.zeros((len(places), len(places) + 1)), prod(self._costs.mesh)
+        users: dict[int, list[int]] = {}
+        for call in graph.calls:
+            for n in call.takes:
+                if call.layer in places and not graph.tensors[n].name:
+                    users.setdefault(n, []).append(places[call.layer])
+        is_cut = [self._cut_here(place) != self._whole for place in range(len(places))]
+        for n, own in users.items():
+            maker = graph.tensors[n].maker
+            made = -1 if maker is None else places.get(graph.calls[maker].layer, -1)
+            for first in range(made + 1, max(own) + 1):
+                is_slice = is_cut[first] and n in self._crossing[first]
+                size = graph.tensors[n].num_bytes / (parts if is_slice else 1)
+                found[first, min(user for user in own if user >= first) + 1 :] += size
         return found
 
     def _further(

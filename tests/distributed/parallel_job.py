@@ -7,13 +7,17 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.automatic.choose import MeshTask
+from penstock.automatic.prices import WAYS, Way
 from tests.few_devices import cluster
 from tests.sharding.test_pipeline import WORDS, loss, made
 
@@ -71,9 +75,11 @@ def main() -> None:
     torch.set_num_threads(1)
     given = json.loads(options)
     model = MODELS[given.pop("model", "gpt")](0)
-    pipe = penstock.parallelize(
-        model, WORDS, loss=loss, cluster=cluster_of(*hosts), seed=3, **given
-    )
+    task = partial(MeshTask, ways=[Way(*own) for own in given.pop("ways", WAYS)])
+    with patch("penstock.automatic.parallelize.MeshTask", task):
+        pipe = penstock.parallelize(
+            model, WORDS, loss=loss, cluster=cluster_of(*hosts), seed=3, **given
+        )
     torch.save(train(pipe), folder / f"{pipe.mesh.rank}.pt")
 
 

@@ -9,7 +9,9 @@ import torch
 
 import penstock
 from penstock import Plan
+from penstock.automatic.prices import Way
 from penstock.errors import ConfigError, PlanError
+from penstock.types import Recompute
 from tests.distributed.launch import run
 from tests.distributed.parallel_job import MODELS, cluster_of, train
 from tests.sharding.test_pipeline import WORDS, loss, made, piped
@@ -38,6 +40,20 @@ def test_a_stage_on_each_host_is_planned_and_is_the_unsplit_model(
     plan = Plan.from_json(results[0]["plan"])
     assert [len(ranks[0]) for ranks in plan.placement.ranks] == meshes
     assert "a step is predicted to take" in results[0]["text"]
+    check_trained(plan, results)
+
+
+def test_stages_in_segments_are_the_unsplit_model(tmp_path: Path) -> None:
+    way = Way(recomputes=True, segments=True)
+    results = job("1,2", tmp_path, 3, ways=[way], num_microbatches=2)
+    plan = Plan.from_json(results[0]["plan"])
+    assert [len(mesh[0]) for mesh in plan.placement.meshes] == [1, 2]
+    assert plan.schedule.name == "segmented" and set(plan.recompute) == {Recompute.STAGE}
+    check_trained(plan, results)
+
+
+def check_trained(plan: Plan, results: list[dict[str, Any]]) -> None:
+    """Check two steps of a plan against those of the unsplit model."""
     wanted = train(piped(made(0), partition=[7], num_microbatches=plan.num_microbatches))
     names = set()
     for found in results:
