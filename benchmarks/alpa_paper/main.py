@@ -77,20 +77,25 @@ class Measured:
     rows: list[dict[str, Any]]
     notes: list[str]
     left_out: list[str]
+    slow: set[str]
     picture: Picture | None = None
 
     def measure_all(self, chosen: Sequence[Subject], published: Published, limit_s: int) -> None:
-        """Plan the models of a table, until one takes longer than a limit."""
-        for n, subject in enumerate(chosen):
+        """Plan models, small ones first; none that is larger than one that takes too long."""
+        for subject in sorted(chosen, key=lambda own: own.num_devices):
+            where = f"{subject.table} on {subject.num_devices}"
+            if subject.table in self.slow:
+                self.left_out.append(where)
+                continue
             try:
                 with at_most(limit_s):
                     self.measure(subject, published)
             except TooLongError:
-                where = f"{subject.table} on {subject.num_devices}"
-                sizes = ", ".join(str(own.num_devices) for own in chosen[n + 1 :])
-                more = f", nor was it tried on {sizes}" if sizes else ""
-                self.left_out.append(f"{where}: more than {limit_s} s{more}.")
-                return
+                self.left_out.append(f"{where} (takes more than {limit_s} s)")
+                self.slow.add(subject.table)
+            except KeyboardInterrupt:
+                self.left_out.append(f"{where} (was interrupted)")
+                self.slow |= {own.table for own in chosen}
 
     def measure(self, subject: Subject, published: Published) -> None:
         """Plan a model with every system."""
@@ -157,18 +162,18 @@ class TooLongError(Exception):
 
 @contextmanager
 def at_most(seconds: int) -> Iterator[None]:
-    """Raise `TooLongError` after so many seconds."""
+    """Raise `TooLongError` after so many seconds of this process, not of others beside it."""
 
     def stop(*_: Any) -> None:
         raise TooLongError
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -176,14 +181,16 @@ def run(options: argparse.Namespace) -> None:
     os.environ["PENSTOCK_CACHE"] = "off"  # prices of an earlier run would make the search short
     load = Load.now()
     published = read_published(options.published) if options.published else {}
-    found = Measured([], [], [])
-    for table in (GPT,) if options.smallest else (GPT, MOE, RESNET):
-        chosen = [own for own in subjects((table,)) if own.num_devices in options.sizes]
-        found.measure_all(chosen, published, options.limit)
+    found = Measured([], [], [], set())
+    tables = (GPT,) if options.smallest else (GPT, MOE, RESNET)
+    chosen = [own for own in subjects(tables) if own.num_devices in options.sizes]
+    found.measure_all(chosen, published, options.limit)
+    rows = sorted(found.rows, key=lambda row: (tables.index(row["table"]), row["devices"]))
     settings = {"fitted constants": "none", "load before": f"{load.before:.2f}"}
-    notes = _as_list([*found.notes, *(f"Left out: {own}" for own in found.left_out)])
-    further = ("", *table_lines(FURTHER, found.rows))
-    report = Report(columns(published), tuple(found.rows), settings, (*notes, *further))
+    left_out = [f"Left out: {', '.join(found.left_out)}."] if found.left_out else []
+    notes = _as_list([*found.notes, *left_out])
+    further = ("", *table_lines(FURTHER, rows))
+    report = Report(columns(published), tuple(rows), settings, (*notes, *further))
     draw = None if found.picture is None else found.picture.draw
     publish(report, options, Path(__file__).parent, draw)
 

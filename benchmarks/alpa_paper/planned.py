@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
-from time import perf_counter
+from time import process_time
 from typing import Any, ParamSpec, TypeVar
 
 from penstock.automatic import choose
@@ -149,11 +149,11 @@ def timed(
     """Return a function that adds its seconds to a part."""
 
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        begin_s = perf_counter()
+        begin_s = process_time()
         try:
             return function(*args, **kwargs)
         finally:
-            seconds[part] += perf_counter() - begin_s
+            seconds[part] += process_time() - begin_s
 
     return call
 
