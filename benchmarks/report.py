@@ -47,15 +47,7 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        cells = [[column.title for column in self.columns]]
-        cells += [[_cell(row, column) for column in self.columns] for row in self.rows]
-        widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
-        right = [_is_number(self.rows[0].get(column.key)) for column in self.columns]
-        rule = ["-" * (w - 1) + ":" if r else "-" * w for w, r in zip(widths, right, strict=True)]
-        lines = [
-            "| " + " | ".join(_pad(*cell) for cell in zip(row, widths, right, strict=True)) + " |"
-            for row in [cells[0], rule, *cells[1:]]
-        ]
+        lines = table_lines(self.columns, self.rows)
         settings = ", ".join(f"{key} {value}" for key, value in self.settings.items())
         facts = "; ".join(f"{key}: {value}" for key, value in machine().items())
         return "\n".join([*lines, "", f"{settings}.", *self.notes, "", facts])
@@ -64,6 +56,19 @@ class Report:
         """Give rows, settings and machine as JSON, unrounded."""
         whole = {"machine": machine(), "settings": self.settings, "rows": self.rows}
         return json.dumps(whole | {"notes": self.notes}, indent=1)
+
+
+def table_lines(columns: Sequence[Column], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Write rows as the lines of a Markdown table."""
+    cells = [[column.title for column in columns]]
+    cells += [[_cell(row, column) for column in columns] for row in rows]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    right = [_is_number(rows[0].get(column.key)) for column in columns]
+    rule = ["-" * (w - 1) + ":" if r else "-" * w for w, r in zip(widths, right, strict=True)]
+    return [
+        "| " + " | ".join(_pad(*cell) for cell in zip(row, widths, right, strict=True)) + " |"
+        for row in [cells[0], rule, *cells[1:]]
+    ]
 
 
 def _cell(row: dict[str, Any], column: Column) -> str:

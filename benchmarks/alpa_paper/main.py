@@ -2,47 +2,64 @@
 
 import argparse
 import csv
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
-from benchmarks.report import Column, Load, Report, counts, parser, progress, publish
-from penstock.automatic.baselines import BASELINES, plan_baseline
-from penstock.automatic.choose import MeshTask, plan_on_meshes
-from penstock.errors import PlanError
+from benchmarks.report import (
+    Column,
+    Load,
+    Report,
+    counts,
+    parser,
+    progress,
+    publish,
+    table_lines,
+)
+from penstock.automatic.baselines import BASELINES
+from penstock.automatic.choose import MeshChoice
 from penstock.planner.plan import Plan
 from penstock.planner.stage_rows import segments_of
 from penstock.types import Recompute
 
-from .subjects import DEVICES, GPT, MOE, RESNET, Subject, subjects
+from .picture import Picture
+from .planned import AUTO, HANDOVERS, Planned, step_s
+from .subjects import ALPAS, DEVICES, GPT, MOE, NEWEST, RESNET, Subject, subjects
 
-AUTO = "auto"
-SIZES = {GPT: (1, 2, 4, 8, 16), MOE: (1, 2), RESNET: (1, 2, 4)}
-"""Numbers of devices that are planned for unless others are asked for: a few minutes."""
-_TIMES = (1, 2, 4, 8)
-"""Times as many micro-batches as Alpa has: the first with which a plan fits."""
+_LIMIT_S = 180
 _CLOSE = 1e-9
 
 Published = dict[tuple[str, str, int, str], float]
+
+WHAT = (Column("table", "table"), Column("model", "model"), Column("devices", "devices"))
+FURTHER = (
+    *WHAT,
+    Column("auto", AUTO, ".1f"),
+    *(Column(f"hand over: {name}", name, ".1f") for name in HANDOVERS),
+    Column("search: s", "search_s", ".1f"),
+    Column("graph", "graph_s", ".1f"),
+    Column("integer programs", "programs_s", ".1f"),
+    Column("stages", "stages_s", ".1f"),
+    Column("simulation", "simulation_s", ".1f"),
+)
+"""Of the second table: the plans of auto with other costs of handing over, and their search."""
 
 
 def columns(published: Published) -> tuple[Column, ...]:
     """Return the columns of the table: TFLOPS per device of each system, published ones last."""
     systems = dict.fromkeys(system for *_, system in published)
     return (
-        Column("table", "table"),
-        Column("model", "model"),
-        Column("devices", "devices"),
+        *WHAT,
         Column("M", "num_microbatches"),
         Column("PFLOPS", "pflops", ".3f"),
         Column("auto", AUTO, ".1f"),
         *(Column(name, name, ".1f") for name in BASELINES),
         *(Column(f"published: {name}", f"published {name}", ".1f") for name in systems),
-        Column("search: s", "search_s", ".1f"),
+        Column(f"auto on {NEWEST}", NEWEST, ".1f"),
         Column("plan", "plan"),
     )
 
@@ -55,88 +72,78 @@ def read_published(path: Path) -> Published:
 
 
 @dataclass
-class Planned:
-    """The plans of one model: of auto and of each baseline that something fits for."""
+class Measured:
+    """What was found so far: rows, what is surprising, what was left out, and the picture."""
 
-    subject: Subject
-    task: MeshTask
-    search_s: float = 0.0
+    rows: list[dict[str, Any]]
+    notes: list[str]
+    left_out: list[str]
+    slow: set[str]
+    picture: Picture | None = None
 
-    def auto(self, number: int) -> Plan:
-        """Return the plan of the whole search, and count its seconds."""
-        begin_s = perf_counter()
-        try:
-            return plan_on_meshes(replace(self.task, num_microbatches=number))
-        finally:
-            self.search_s += perf_counter() - begin_s
+    def measure_all(self, chosen: Sequence[Subject], published: Published, limit_s: int) -> None:
+        """Plan models, small ones first; none that is larger than one that takes too long."""
+        for subject in sorted(chosen, key=lambda own: own.num_devices):
+            where = f"{subject.table} on {subject.num_devices}"
+            if subject.table in self.slow:
+                self.left_out.append(where)
+                continue
+            try:
+                with at_most(limit_s):
+                    self.measure(subject, published)
+            except TooLongError:
+                self.left_out.append(f"{where} (takes more than {limit_s} s)")
+                self.slow.add(subject.table)
+            except KeyboardInterrupt:
+                self.left_out.append(f"{where} (was interrupted)")
+                self.slow |= {own.table for own in chosen}
 
-    def baseline(self, name: str, number: int) -> Plan:
-        """Return the plan of a baseline."""
-        return plan_baseline(name, replace(self.task, num_microbatches=number))
+    def measure(self, subject: Subject, published: Published) -> None:
+        """Plan a model with every system."""
+        title = f"{subject.table} {subject.name}"
+        progress(f"{title} on {subject.num_devices}")
+        key = subject.table, subject.name, subject.num_devices
+        row: dict[str, Any] = {"table": key[0], "model": key[1], "devices": key[2]}
+        row |= {f"published {own[3]}": x for own, x in published.items() if own[:3] == key}
+        planned, newest = Planned(subject, ALPAS), Planned(subject, NEWEST)
+        choice, plans = planned.all()
+        if (best := newest.first_that_fits(newest.auto)) is not None:
+            row[NEWEST] = newest.tflops(best.plan)
+        if choice is None:
+            self.notes.append(f"{title}: nothing fits.")
+        else:
+            row |= {name: planned.tflops(plan) for name, plan in plans.items()}
+            row |= self._of_auto(planned, choice, plans)
+        self.rows.append(row)
 
-    def first_that_fits(self, make: Callable[[int], Plan]) -> Plan | None:
-        """Return a plan with as many micro-batches as Alpa has, or else with more."""
-        for times in _TIMES:
-            number = self.subject.num_microbatches * times
-            if self.task.batch_size % number == 0:
-                with suppress(PlanError):
-                    return make(number)
-        return None
-
-    def all(self) -> dict[str, Plan]:
-        """Return every plan; auto has the number of micro-batches of a faster baseline, too."""
-        found = {AUTO: self.first_that_fits(self.auto)}
-        for name in BASELINES:
-            found[name] = self.first_that_fits(partial(self.baseline, name))
-        plans = {name: plan for name, plan in found.items() if plan is not None}
-        if AUTO not in plans:
-            return plans
-        tried = {plans[AUTO].num_microbatches}
-        for plan in sorted(plans.values(), key=step_s):
-            if step_s(plan) < step_s(plans[AUTO]) and plan.num_microbatches not in tried:
-                tried.add(plan.num_microbatches)
-                plans[AUTO] = min(plans[AUTO], self.auto(plan.num_microbatches), key=step_s)
-        return plans
-
-    def tflops(self, plan: Plan) -> float:
-        """Return TFLOPS per device."""
-        number = plan.num_microbatches
-        flops = self.subject.flops(self.task.graph_of(number), number)
-        return flops / step_s(plan) / self.subject.num_devices / 1e12
-
-
-def step_s(plan: Plan) -> float:
-    """Return the seconds of a step."""
-    assert plan.predicted_step_s is not None, "it was simulated"
-    return plan.predicted_step_s
-
-
-def measure(subject: Subject, published: Published) -> tuple[dict[str, Any], list[str]]:
-    """Plan a model with every system; return a row, and what is surprising."""
-    title = f"{subject.table} {subject.name}"
-    progress(f"{title} on {subject.num_devices}")
-    key = subject.table, subject.name, subject.num_devices
-    row: dict[str, Any] = {"table": key[0], "model": key[1], "devices": key[2]}
-    row |= {f"published {own[3]}": x for own, x in published.items() if own[:3] == key}
-    planned = Planned(subject, subject.task())
-    plans = planned.all()
-    row["search_s"] = planned.search_s
-    if AUTO not in plans:
-        return row, [f"{title}: nothing fits."]
-    row |= {name: planned.tflops(plan) for name, plan in plans.items()}
-    best = plans[AUTO]
-    row["pflops"] = row[AUTO] * subject.num_devices / 1e3
-    row["num_microbatches"], row["plan"] = best.num_microbatches, plan_text(best)
-    notes = [
-        f"{title}: {name} is faster than auto, {row[name]:.1f} against {row[AUTO]:.1f} TFLOPS: "
-        f"{plan_text(plan)}, M = {plan.num_microbatches}."
-        for name, plan in plans.items()
-        if step_s(plan) < step_s(best) * (1 - _CLOSE)
-    ]
-    if best.num_microbatches != subject.num_microbatches:
-        own = f"{title}: auto has M = {best.num_microbatches}; with Alpa's"
-        notes.append(f"{own}, {subject.num_microbatches}, nothing fits or a step is slower.")
-    return row, notes
+    def _of_auto(
+        self, planned: Planned, choice: MeshChoice, plans: dict[str, Plan]
+    ) -> dict[str, Any]:
+        best, subject, own = choice.plan, planned.subject, planned.tflops(choice.plan)
+        title = f"{subject.table} {subject.name}"
+        for name, plan in plans.items():
+            if step_s(plan) < step_s(best) * (1 - _CLOSE):
+                self.notes.append(
+                    f"{title}: {name} is faster than auto, {planned.tflops(plan):.1f} against "
+                    f"{own:.1f} TFLOPS: {plan_text(plan)}, M = {plan.num_microbatches}."
+                )
+        if best.num_microbatches != subject.num_microbatches:
+            self.notes.append(
+                f"{title}: auto has M = {best.num_microbatches}; with Alpa's, "
+                f"{subject.num_microbatches}, nothing fits or a step is slower."
+            )
+        if self.picture is None or subject.table == RESNET:
+            where = f"{title} on {subject.num_devices} devices"
+            self.picture = Picture.of(where, planned.task, choice)
+        handed = {name: planned.handed_over(choice, name) for name in HANDOVERS}
+        return {
+            AUTO: own,
+            "pflops": own * subject.num_devices / 1e3,
+            "num_microbatches": best.num_microbatches,
+            "plan": plan_text(best),
+            **{name: planned.tflops(plan) for name, plan in handed.items()},
+            **planned.seconds(),
+        }
 
 
 def plan_text(plan: Plan) -> str:
@@ -153,24 +160,43 @@ def plan_text(plan: Plan) -> str:
     return f"{', '.join(stages)}; {family}{how}"
 
 
-def run(options: argparse.Namespace) -> Report:
-    """Plan every model on its devices."""
+class TooLongError(Exception):
+    """Planning took longer than it may."""
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """Raise `TooLongError` after so many seconds of this process, not of others beside it."""
+
+    def stop(*_: Any) -> None:
+        raise TooLongError
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Plan every model on its devices, and print."""
+    os.environ["PENSTOCK_CACHE"] = "off"  # prices of an earlier run would make the search short
     load = Load.now()
     published = read_published(options.published) if options.published else {}
+    found = Measured([], [], [], set())
     tables = (GPT,) if options.smallest else (GPT, MOE, RESNET)
-    every = list(subjects(tables))
-    sizes = dict.fromkeys(tables, options.sizes) if options.sizes else SIZES
-    sizes = {GPT: (2,)} if options.smallest else sizes
-    chosen = [own for own in every if own.num_devices in sizes[own.table]]
-    rows, notes = [], []
-    for subject in chosen:
-        row, found = measure(subject, published)
-        rows.append(row)
-        notes += found
-    out = [f"{own.table} on {own.num_devices}" for own in every if own not in chosen]
-    notes += [f"Larger ones left out: {', '.join(out)}."] if out else []
+    chosen = [own for own in subjects(tables) if own.num_devices in options.sizes]
+    found.measure_all(chosen, published, options.limit)
+    rows = sorted(found.rows, key=lambda row: (tables.index(row["table"]), row["devices"]))
     settings = {"fitted constants": "none", "load before": f"{load.before:.2f}"}
-    return Report(columns(published), tuple(rows), settings, _as_list(notes))
+    left_out = [f"Left out: {', '.join(found.left_out)}."] if found.left_out else []
+    notes = _as_list([*found.notes, *left_out])
+    further = ("", *table_lines(FURTHER, rows))
+    report = Report(columns(published), tuple(rows), settings, (*notes, *further))
+    draw = None if found.picture is None else found.picture.draw
+    publish(report, options, Path(__file__).parent, draw)
 
 
 def _as_list(notes: Sequence[str]) -> tuple[str, ...]:
@@ -178,14 +204,27 @@ def _as_list(notes: Sequence[str]) -> tuple[str, ...]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Plan and print."""
+    """Read the arguments, plan and print."""
     options = parser(__doc__ or "")
     options.add_argument(
-        "--sizes", type=counts, metavar="N,N", help=f"numbers of devices, of {DEVICES}"
+        "--sizes",
+        type=counts,
+        metavar="N,N",
+        default=DEVICES,
+        help=f"numbers of devices, of {DEVICES}",
+    )
+    options.add_argument(
+        "--limit",
+        type=int,
+        metavar="SECONDS",
+        default=_LIMIT_S,
+        help="leave out what takes longer to plan, with all that is larger",
     )
     options.add_argument("--published", type=Path, metavar="FILE", help="figures to print beside")
     chosen = options.parse_args(arguments)
-    publish(run(chosen), chosen, Path(__file__).parent)
+    if chosen.smallest:
+        chosen.sizes = (2,)
+    run(chosen)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from penstock.zoo.resnet import WIDE_RESNET_SIZES, wide_resnet
 
 GPT, MOE, RESNET = "GPT", "GShard MoE", "Wide-ResNet"
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
+ALPAS, NEWEST = "p3.16xlarge", "dgx-b200"
+"""Alpa's hosts, and those of the newest preset."""
 LENGTH, GROUP, IMAGE = 1024, 2048, 224
 MICROBATCHES = {
     GPT: (512, 128, 128, 128, 64, 128, 1024),
@@ -56,8 +58,8 @@ class Subject:
         """Tokens of a step."""
         return self.batch_size * LENGTH
 
-    def task(self) -> MeshTask:
-        """Return what is to be planned, on a share of a p3.16xlarge or on several."""
+    def task(self, cluster: str) -> MeshTask:
+        """Return what is to be planned, on a share of a host of a preset or on several."""
         with torch.device("meta"):
             model, inputs = self._model()
         layers = resolve_layers(model, inputs[:2])
@@ -65,7 +67,7 @@ class Subject:
             model=Model(facts_of(layers), layers.spans),
             names=[step.path for step in layers],
             graph_of=cache(lambda number: record_graph(layers, first_microbatch(inputs, number))),
-            cluster=cluster_of(self.num_devices),
+            cluster=cluster_of(cluster, self.num_devices),
             batch_size=self.batch_size,
             num_microbatches=self.num_microbatches,
         )
@@ -112,13 +114,14 @@ def _moe_flops(
     return 4 * pair * num_layers / 2 + 6 * tokens * width * num_words
 
 
-def cluster_of(num_devices: int) -> Cluster:
-    """Return the first V100s of a p3.16xlarge, or several of them."""
-    one = Cluster.load("p3.16xlarge")
+def cluster_of(name: str, num_devices: int) -> Cluster:
+    """Return the first devices of a preset's host, or several of its hosts."""
+    one = Cluster.load(name)
     (host,) = one.hosts
     if num_devices > len(host.devices):
         return one.times(num_devices // len(host.devices))
-    return replace(one, hosts=(replace(host, devices=host.devices[:num_devices]),))
+    cards = min(host.cards, num_devices)
+    return replace(one, hosts=(replace(host, devices=host.devices[:num_devices], cards=cards),))
 
 
 def subjects(tables: tuple[str, ...]) -> Iterator[Subject]:

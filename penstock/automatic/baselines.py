@@ -5,7 +5,10 @@ inter           each stage on one device
 gpipe           the same, all forwards first, and stages recompute (Huang et al. 2019)
 pp-dp           operators divided along samples only
 equal-layers    as many of the layers that repeat in each stage, on any meshes
-megatron        such stages on meshes of one shape, data x tensor (Narayanan et al. 2021)
+equal-operators stages as equal as possible in numbers of calls, on any meshes
+megatron        as equal-layers on meshes of one shape, data x tensor (Narayanan et al. 2021)
+deepspeed       one stage, by samples, ZeRO-3 (Rajbhandari et al. 2020), or samples and experts
+one-host        stages no larger than a host: nothing is divided across hosts
 
 A baseline gives restricted copies of a task, and the fastest of their plans is its plan.
 """
@@ -14,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from math import prod
 
 from penstock.costs.layer_facts import LayerFacts
@@ -71,6 +75,24 @@ def _equal_layers(task: MeshTask) -> Iterator[MeshTask]:
         yield _allowing(task, partial(_is_one_of, stages))
 
 
+def _equal_operators(task: MeshTask) -> Iterator[MeshTask]:
+    calls = Counter(call.layer for call in task.graph_of(task.numbers[0]).calls)
+    counts = [calls[n] for n in range(len(task.names))]
+    cuts = sorted({end for _, end in task.model.spans})
+    for stages in even_stages(counts, cuts, len(task.cluster.places)):
+        yield _allowing(task, partial(_is_one_of, stages))
+
+
+def _deepspeed(task: MeshTask) -> Iterator[MeshTask]:
+    for alone in _intra(task):
+        for plan in ("data", "zero3", "expert"):
+            yield replace(alone, sharding=plan, ways=_WITHOUT_BYTES)
+
+
+def _one_host(task: MeshTask) -> Iterator[MeshTask]:
+    yield _allowing(task, lambda start, end, submesh: submesh.num_hosts == 1)
+
+
 def _megatron(task: MeshTask) -> Iterator[MeshTask]:
     num_devices = len(task.cluster.places)
     most = min(len(host.devices) for host in task.cluster.hosts)
@@ -94,7 +116,10 @@ BASELINES: dict[str, Callable[[MeshTask], Iterator[MeshTask]]] = {
     "gpipe": _gpipe,
     "pp-dp": _pp_dp,
     "equal-layers": _equal_layers,
+    "equal-operators": _equal_operators,
     "megatron": _megatron,
+    "deepspeed": _deepspeed,
+    "one-host": _one_host,
 }
 
 
@@ -145,3 +170,20 @@ def equal_stages(layers: Sequence[LayerFacts], most: int) -> Iterator[set[tuple[
         if not rest:
             starts = [0, *repeated[each::each]]
             yield {*zip(starts, [*starts[1:], len(layers)], strict=True)}
+
+
+def even_stages(
+    weights: Sequence[int], cuts: Sequence[int], most: int
+) -> Iterator[set[tuple[int, int]]]:
+    """Yield the (start, end) of 1, 2 ... stages, at most so many: each ends at the cut nearest to
+    its even share of the weights of layers.
+    """
+    sums = list(accumulate(weights, initial=0))
+    for count in range(1, min(most, len(cuts)) + 1):
+        ends = []
+        for n in range(1, count):
+            off = {cut: abs(sums[cut] - n * sums[-1] / count) for cut in cuts}
+            ends.append(min(off, key=off.__getitem__))
+        stages = {*pairwise([0, *ends, len(weights)])}
+        if all(start < end for start, end in stages):
+            yield stages

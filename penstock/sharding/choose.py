@@ -363,7 +363,8 @@ def _of_the_rest(
             end = none if node is None else nodes[node]
             sides = [(start, begin), (end, which)]
             cells = table.cells(numpy.zeros((len(seconds), len(columns))), sides)
-            rows = table.rows(numpy.zeros(cells.shape), numpy.ones(cells.shape))
+            # an upper bound of 1 would be right as well, but makes the solver tens of times slower
+            rows = table.rows(numpy.zeros(cells.shape), numpy.full(cells.shape, numpy.inf))
             table.add(rows, done[:, columns], 1.0)
             table.add(rows, cells, -1.0)
     found = table.solve(gap)

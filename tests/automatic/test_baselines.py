@@ -9,7 +9,13 @@ from math import prod
 import pytest
 import torch
 
-from penstock.automatic.baselines import BASELINES, RestrictedPrices, equal_stages, plan_baseline
+from penstock.automatic.baselines import (
+    BASELINES,
+    RestrictedPrices,
+    equal_stages,
+    even_stages,
+    plan_baseline,
+)
 from penstock.automatic.choose import MeshTask, plan_on_meshes, price_1f1b
 from penstock.automatic.prices import WAYS, MeshPrices
 from penstock.costs.cluster import Cluster
@@ -77,7 +83,8 @@ def test_the_unrestricted_plan_is_at_least_as_fast_as_each_baseline(
 
 
 def test_each_baseline_keeps_to_its_restriction(plans: dict[str, Plan]) -> None:
-    assert sizes_of(plans["intra"]) == [4]
+    assert sizes_of(plans["intra"]) == sizes_of(plans["deepspeed"]) == [4]
+    assert plans["deepspeed"].sharding in ("data", "zero3", "expert")
     assert sizes_of(plans["inter"]) == sizes_of(plans["gpipe"]) == [1] * 4
     assert plans["gpipe"].schedule.name == "gpipe"
     assert set(plans["gpipe"].recompute) == {Recompute.STAGE}
@@ -127,6 +134,27 @@ def test_equal_stages_have_as_many_of_the_layers_that_repeat(
 ) -> None:
     layers = [LayerFacts(str(n), kind, 0, "") for n, kind in enumerate(kinds)]
     assert list(equal_stages(layers, 4)) == [set(stages) for stages in found]
+
+
+@pytest.mark.parametrize(
+    ("weights", "cuts", "found"),
+    [
+        ([1, 1, 1, 3], [1, 2, 3, 4], [[(0, 4)], [(0, 3), (3, 4)], [(0, 2), (2, 3), (3, 4)]]),
+        ([1, 1, 1, 3], [2, 4], [[(0, 4)], [(0, 2), (2, 4)]]),
+    ],
+)
+def test_even_stages_end_at_the_cuts_nearest_to_even_shares(
+    weights: Sequence[int], cuts: Sequence[int], found: Sequence[Sequence[tuple[int, int]]]
+) -> None:
+    assert list(even_stages(weights, cuts, 3)) == [set(stages) for stages in found]
+
+
+def test_no_stage_of_one_host_is_on_two(task: MeshTask) -> None:
+    (own,) = BASELINES["one-host"](task)
+    every = len(task.names)
+    prices = own.prices(task.graph_of(16), task.names, task.model.spans, task.cluster, 16)
+    assert prices.on_mesh(0, every, Submesh(0, 1, 4)) is not None
+    assert prices.on_mesh(0, every, Submesh(0, 2, 4)) is None
 
 
 def test_an_unknown_baseline_is_refused_with_those_there_are(task: MeshTask) -> None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,8 @@ def test_every_benchmark_runs_and_prints_its_table(folder: Path, tmp_path: Path)
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    table = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    lines = dropwhile(lambda line: not line.startswith("|"), done.stdout.splitlines())
+    table = [*takewhile(lambda line: line.startswith("|"), lines)]
     figures = json.loads(written.read_text())
     assert len(table) == 2 + len(figures["rows"])
     assert len({line.count("|") for line in table}) == 1

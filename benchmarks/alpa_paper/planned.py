@@ -1,0 +1,169 @@
+"""Plans of one model: of the whole search, of baselines, and with other costs of handing over."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from math import prod
+from time import process_time
+from typing import Any, ParamSpec, TypeVar
+
+from penstock.automatic import choose
+from penstock.automatic.baselines import BASELINES, RestrictedPrices, plan_baseline
+from penstock.automatic.choose import MeshChoice, MeshTask, choose_on_meshes
+from penstock.automatic.remembered import RememberedSearch
+from penstock.errors import PlanError
+from penstock.planner.packing import Submesh
+from penstock.planner.plan import Plan
+
+from .subjects import Subject
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+AUTO = "auto"
+WHOLE, SIGNAL = "whole tensors", "one byte"
+HANDOVERS = (WHOLE, SIGNAL)
+"""Of Alpa's ablation, section 8.5: each device of the next stage is sent all, and the least that
+there is.
+"""
+_TIMES = (1, 2, 4, 8)
+"""Times as many micro-batches as Alpa has: the first with which a plan fits."""
+
+
+def step_s(plan: Plan) -> float:
+    """Return the seconds of a step."""
+    assert plan.predicted_step_s is not None, "it was simulated"
+    return plan.predicted_step_s
+
+
+@dataclass(frozen=True)
+class HandedOver(RestrictedPrices):
+    """Prices of the stages of one plan, with other costs of handing over; `next_devices` says how
+    many devices have the stage that begins at a layer.
+    """
+
+    handover: str = SIGNAL
+    next_devices: Mapping[int, int] = field(default_factory=dict)
+
+    def _handover_s(self, end: int, submesh: Submesh) -> float:
+        if end == len(self.names):
+            return 0.0
+        latency_s, bytes_per_s = self._way_out(submesh)
+        num_bytes = 2.0
+        if self.handover == WHOLE:  # a copy for each receiver: of the next stage, of this one
+            copies = self.next_devices[end] + prod(submesh[1:])
+            num_bytes = self.entering_bytes(end) * copies
+        return 2 * latency_s + num_bytes / bytes_per_s
+
+
+@dataclass
+class Planned:
+    """The plans of one model on a cluster, and the seconds that those of auto took."""
+
+    subject: Subject
+    cluster: str
+    search_s: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
+    """By part of the search; a part may contain others."""
+
+    @cached_property
+    def task(self) -> MeshTask:
+        """What is planned."""
+        return self.subject.task(self.cluster)
+
+    def auto(self, number: int) -> MeshChoice:
+        """Return the plan of the whole search with what it was chosen from."""
+        with (
+            clocked(self.search_s, "programs", RememberedSearch, "of_ranges"),
+            clocked(self.search_s, "stages", choose, "find_stages"),
+        ):
+            graph_of = timed(self.search_s, "graph", self.task.graph_of)
+            task = replace(self.task, num_microbatches=number, graph_of=graph_of)
+            return timed(self.search_s, "all", choose_on_meshes)(task)
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of auto by part, and of all."""
+        found = self.search_s
+        return {
+            "graph_s": found["graph"],
+            "programs_s": found["programs"],
+            "stages_s": found["stages"] - found["programs"],
+            "simulation_s": found["all"] - found["graph"] - found["stages"],
+            "search_s": found["all"],
+        }
+
+    def first_that_fits(self, make: Callable[[int], _T]) -> _T | None:
+        """Return a plan with as many micro-batches as Alpa has, or else with more."""
+        for times in _TIMES:
+            number = self.subject.num_microbatches * times
+            if self.task.batch_size % number == 0:
+                with suppress(PlanError):
+                    return make(number)
+        return None
+
+    def all(self) -> tuple[MeshChoice | None, dict[str, Plan]]:
+        """Return the choice of auto, which tries the number of micro-batches of a faster baseline,
+        too, and the plan of each baseline that something fits for.
+        """
+        best = self.first_that_fits(self.auto)
+        found = {name: self.first_that_fits(partial(self._baseline, name)) for name in BASELINES}
+        plans = {name: plan for name, plan in found.items() if plan is not None}
+        if best is None:
+            return None, plans
+        tried = {best.plan.num_microbatches}
+        for plan in sorted(plans.values(), key=step_s):
+            if step_s(plan) < step_s(best.plan) and plan.num_microbatches not in tried:
+                tried.add(plan.num_microbatches)
+                best = min(best, self.auto(plan.num_microbatches), key=_step_of)
+        return best, plans
+
+    def _baseline(self, name: str, number: int) -> Plan:
+        return plan_baseline(name, replace(self.task, num_microbatches=number))
+
+    def handed_over(self, choice: MeshChoice, handover: str) -> Plan:
+        """Return the same plan, simulated with another cost of handing over."""
+        best = choice.candidates[0]
+        stages = {(own.start, own.end, own.submesh) for own in best.answer.stages}
+        sizes = {own.start: prod(own.submesh[1:]) for own in best.answer.stages}
+        only: dict[str, Any] = {"allow": lambda *stage: stage in stages, "next_devices": sizes}
+        prices = partial(HandedOver, handover=handover, **only)
+        alone: dict[str, Any] = {"families": (best.family,), "ways": (best.prices.way,)}
+        number = choice.plan.num_microbatches
+        task = replace(self.task, prices=prices, num_microbatches=number, **alone)
+        return choose_on_meshes(task).plan
+
+    def tflops(self, plan: Plan) -> float:
+        """Return TFLOPS per device."""
+        number = plan.num_microbatches
+        flops = self.subject.flops(self.task.graph_of(number), number)
+        return flops / step_s(plan) / self.subject.num_devices / 1e12
+
+
+def _step_of(choice: MeshChoice) -> float:
+    return step_s(choice.plan)
+
+
+def timed(
+    seconds: defaultdict[str, float], part: str, function: Callable[_P, _T]
+) -> Callable[_P, _T]:
+    """Return a function that adds its seconds to a part."""
+
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        begin_s = process_time()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds[part] += process_time() - begin_s
+
+    return call
+
+
+@contextmanager
+def clocked(seconds: defaultdict[str, float], part: str, owner: Any, name: str) -> Iterator[None]:
+    """Count the seconds of a function of a module or class meanwhile."""
+    function = getattr(owner, name)
+    setattr(owner, name, timed(seconds, part, function))
+    try:
+        yield
+    finally:
+        setattr(owner, name, function)
