@@ -22,10 +22,11 @@ def shared_cores(
     by_host: dict[int, list[int]] = {}
     for rank, place in enumerate(places):
         by_host.setdefault(cluster.places[place].host, []).append(rank)
-    own = set(plan.placement.peers_in(0))
+    placement = plan.placement
+    place_of = {placement.rank_of(n): place for n, place in enumerate(placement.places)}
     found = []
     for ranks in by_host.values():
-        mine = tuple(rank for rank in ranks if rank in own)
+        mine = tuple(place_of[rank] for rank in ranks if rank in place_of)
         host = cluster.host_of(places[ranks[0]])
         if not mine or not host.busy_speed:
             continue
