@@ -30,9 +30,9 @@ def shared_cores(
         host = cluster.host_of(places[ranks[0]])
         if not mine or not host.busy_speed:
             continue
-        at_once = max(1, len(host.devices) // (plan.threads_per_stage or 1))
         known = tuple(likely(speed) for speed in host.busy_speed)
-        if busy is not None and 1 < at_once <= len(known):
+        at_once = min(len(known), max(1, len(host.devices) // (plan.threads_per_stage or 1)))
+        if busy is not None and at_once > 1:
             at_least = known[at_once - 1] if plan.transport.is_between_processes else 0
             known = _scaled(known[:at_once], max(busy, at_least))
         speeds = Pool((), known)
