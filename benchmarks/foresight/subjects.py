@@ -86,7 +86,7 @@ class Subject:
         side, shape = self.side, (self.batch, self.side, self.width)
         if self.kind == "GPT":
             words = torch.randint(NUM_WORDS, (self.batch, side), generator=generator)
-            return words, words
+            return words, words.roll(-1, 1)
         if self.kind == "transformer":
             inputs, targets = torch.randn((2, *shape), generator=generator)
             return inputs, targets

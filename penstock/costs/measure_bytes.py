@@ -24,7 +24,8 @@ def measure_bytes(
     """Count what each layer keeps of `inputs` (one micro-batch) for its backward, by storage.
 
     The model runs once, forward, each layer with a graph of its own; all is as before afterwards,
-    as in `measure_layers`.  Forwards run by `call`.  A loss is taken to save as much as the model gives.
+    as in `measure_layers`.  Forwards run by `call`.  A loss is taken to save as much as the model
+    gives.
     """
     kept = _Kept(layers, left, call)
     with untouched([step.module for step in layers]):

@@ -1,8 +1,8 @@
 """Profile a model as one device of each stage's mesh runs it, where a plan divides operators.
 
-    a mesh of 2    shard 0 ── measured here: its slices of weights and values
-                      │ collectives: nothing is sent, but counted, and priced by the cluster's links
-                   shard 1    there is none: what would come from it has shard 0's values
+a mesh of 2    shard 0 ── measured here: its slices of weights and values
+                  │ collectives: nothing is sent, but counted, and priced by the cluster's links
+               shard 1    there is none: what would come from it has shard 0's values
 """
 
 import copy
