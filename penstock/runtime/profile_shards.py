@@ -170,7 +170,9 @@ class _ShardCalls:
             for stage in range(plan.num_stages)
         ]
         self._layers: dict[int, DividedLayer | WholeLayer] = {}
-        for step in layers if sharding is not None else ():
+        if sharding is None:
+            return
+        for step in layers:
             own, axes = sharding.layers[step.index], self._axes[self._stage_of[step.index]]
             if own.is_divided and prod(axis.size for axis in axes) > 1:
                 layer = DividedLayer(step.index, step.module, own, axes, keeps=sharding.keeps)
