@@ -173,8 +173,11 @@ def publish(
     options: argparse.Namespace,
     folder: Path,
     draw: "Callable[[Figure], None] | None" = None,
+    part: str = "",
 ) -> None:
-    """Print a report, and write it and its plot where the options say."""
+    """Print a report, and write it and its plot where the options say; in a README with several
+    tables, between the marks of a `part`.
+    """
     print(report)
     if options.json is not None:
         options.json.write_text(report.to_json() + "\n")
@@ -182,9 +185,11 @@ def publish(
     if options.update_readme:
         _save_plot(draw, folder / PLOT)
         readme = folder / "README.md"
-        before, _, rest = readme.read_text().partition(BEGIN)
-        _, _, after = rest.partition(END)
-        readme.write_text(f"{before}{BEGIN}\n{report}\n{END}{after}")
+        what = f"measured {part}".strip()
+        begin, end = (mark.replace("measured", what) for mark in (BEGIN, END))
+        before, _, rest = readme.read_text().partition(begin)
+        _, _, after = rest.partition(end)
+        readme.write_text(f"{before}{begin}\n{report}\n{end}{after}")
 
 
 def _save_plot(draw: "Callable[[Figure], None] | None", path: Path) -> None:

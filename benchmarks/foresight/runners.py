@@ -13,19 +13,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any
 
+import torch
 from torch import distributed as dist
 
 from benchmarks.foresight.subjects import Subject
 from benchmarks.report import progress
 from benchmarks.throughput.processes import Key, Part, Processes
 from penstock import Mesh, Pipeline, Plan, Trace, init_mesh
+from penstock.torch_private import storage_id
 
 Peaks = dict[int, int]
 """Bytes that each stage keeps at the most."""
 NUM_WARM_UPS, NUM_STEPS = 2, 5
 STEPS: Key = ("steps", 0)
 PEAKS: Key = ("peaks", 0)
+STATE: Key = ("state", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +47,16 @@ class Planned:
     @property
     def num_processes(self) -> int:
         """How many processes run it."""
-        placement = self.plan.placement
-        return placement.num_places * placement.num_replicas if self.between else 1
+        return self.plan.placement.num_ranks if self.between else 1
 
     def mesh(self) -> Mesh | None:
         """Join the other processes, if there are any."""
-        placement = self.plan.placement
-        joined = self.between
-        return init_mesh(placement.num_places, placement.num_replicas) if joined else None
+        return init_mesh(placement=self.plan.placement) if self.between else None
 
-    def pipeline(self, mesh: Mesh | None = None) -> Pipeline:
-        """Build model and pipeline."""
-        return Pipeline(self.subject.layers(), plan=self.plan, loss=self.subject.loss, mesh=mesh)
+    def pipeline(self, mesh: Mesh | None = None, inputs: Any = None) -> Pipeline:
+        """Build model and pipeline; `inputs` are those of its replica."""
+        given: dict[str, Any] = {"loss": self.subject.loss, "mesh": mesh, "example_inputs": inputs}
+        return Pipeline(self.subject.layers(), plan=self.plan, **given)
 
 
 @contextmanager
@@ -84,6 +86,14 @@ def step_seconds(planned: Mapping[str, Planned], rounds: int) -> list[tuple[floa
     return list(map(tuple, found.values()))
 
 
+def bytes_kept(planned: Planned) -> tuple[Peaks, list[int]]:
+    """Return what the stages keep, and the bytes of weights, gradients and optimizer state in each
+    process after a step.
+    """
+    with started(planned) as processes:
+        return processes.results(PEAKS)[0], processes.results(STATE)
+
+
 def peaks(planned: Planned) -> Peaks:
     """Run a step that counts what the stages keep."""
     with started(planned) as processes:
@@ -94,10 +104,10 @@ def peaks(planned: Planned) -> Peaks:
 def prepare(rank: int, planned: Planned, _: tuple[int, ...]) -> dict[Key, Part]:
     """Make, in one of the processes, its part of a pipeline."""
     mesh = planned.mesh()
-    pipe = planned.pipeline(mesh)
     inputs, targets = planned.subject.data()
     if mesh is not None:
         inputs, targets = (x.chunk(mesh.num_replicas)[mesh.replica] for x in (inputs, targets))
+    pipe = planned.pipeline(mesh, inputs)
 
     def run_step() -> float:
         if mesh is not None:
@@ -110,6 +120,7 @@ def prepare(rank: int, planned: Planned, _: tuple[int, ...]) -> dict[Key, Part]:
     return {
         STEPS: Part(partial(_steps, run_step), {}),
         PEAKS: Part(partial(_peaks, pipe, run_step), {}),
+        STATE: Part(partial(_state_bytes, pipe, run_step), {}),
     }
 
 
@@ -123,3 +134,15 @@ def _peaks(pipe: Pipeline, run_step: Callable[[], float]) -> Peaks:
     run_step()
     assert pipe.last_timeline is not None
     return pipe.last_timeline.peak_bytes()
+
+
+def _state_bytes(pipe: Pipeline, run_step: Callable[[], float]) -> int:
+    """Count each storage once."""
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    run_step()
+    optimizer.step()
+    weights = list(pipe.parameters())
+    gradients = (p.grad for p in weights if p.grad is not None)
+    states = (x for own in optimizer.state.values() for x in own.values())
+    tensors = [*weights, *gradients, *states]
+    return sum({storage_id(t): t.untyped_storage().nbytes() for t in tensors}.values())

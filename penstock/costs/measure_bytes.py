@@ -1,5 +1,6 @@
 """Count what each layer keeps of a micro-batch for its backward, by running it."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +15,19 @@ from penstock.torch_private import storage_id
 from .count import Left, touches, values_of
 from .layer_run import as_it_is, untouched
 from .profile import AtSize, LayerKind
+from .step_timer import CallLayer
 
 
-def measure_bytes(layers: Layers, inputs: Any, left: Left) -> AtSize:
+def measure_bytes(
+    layers: Layers, inputs: Any, left: Left, *, call: CallLayer | None = None
+) -> AtSize:
     """Count what each layer keeps of `inputs` (one micro-batch) for its backward, by storage.
 
     The model runs once, forward, each layer with a graph of its own; all is as before afterwards,
-    as in `measure_layers`.  A loss is taken to save as much as the model gives.
+    as in `measure_layers`.  Forwards run by `call`.  A loss is taken to save as much as the model
+    gives.
     """
-    kept = _Kept(layers, left)
+    kept = _Kept(layers, left, call)
     with untouched([step.module for step in layers]):
         _, crossings = layers.source.run_noting(tree_map(Tensor.detach, inputs), kept.perform)
     values, storages = values_of(crossings, kept.same)
@@ -50,8 +55,9 @@ def measure_bytes(layers: Layers, inputs: Any, left: Left) -> AtSize:
 class _Kept:
     """What layers were seen to save while they ran: bytes, by layer and by storage."""
 
-    def __init__(self, layers: Layers, left: Left) -> None:
+    def __init__(self, layers: Layers, left: Left, call: CallLayer | None) -> None:
         self._layers, self._left_of = layers, left
+        self._call: CallLayer = call or (lambda step, run: run())
         self.saved: dict[int, dict[int, int]] = {}
         self.left: dict[int, int] = {}
         self.same: dict[int, int] = {}
@@ -83,7 +89,7 @@ class _Kept:
 
         args, keywords = tree_map(enter, (function.args, function.keywords))
         with saved_tensors_hooks(pack, as_it_is):
-            result = function.func(*args, **keywords)
+            result = self._call(step, partial(function.func, *args, **keywords))
         for tensor in tensors:
             found.pop(storage_id(tensor), None)
         self.saved[step.index] = {lent.get(s, s): size for s, size in found.items()}

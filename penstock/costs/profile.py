@@ -162,6 +162,8 @@ class LayerWeights:
     buffer_bytes: int = 0
     num_norms: int = 0
     """BatchNorms, whose running statistics move once in a step."""
+    partial_bytes: int = 0
+    """Of gradients of which each shard has a part: they are summed once in a step."""
 
     @property
     def total_bytes(self) -> int:

@@ -147,8 +147,13 @@ class Prediction:
             ),
             offload=plan.offloading,
             posts=plan.transport.is_between_processes,
-            reduces=plan.placement.num_replicas > 1,
+            reduces=plan.placement.num_replicas > 1 or self._has_parts,
         )
+
+    @property
+    def _has_parts(self) -> bool:
+        """Whether shards have parts of gradients, which they sum."""
+        return any(own.partial_bytes for own in self.profile.weights)
 
     @cached_property
     def microbatch_size(self) -> int:
@@ -299,14 +304,16 @@ class Prediction:
         )
 
     def _reduce_s(self, stage: int) -> float:
-        group = sorted(set(self._places_of(stage)))
+        """Return the seconds of the sums of gradients, over replicas and over shards."""
+        mesh = self.plan.placement.ranks[stage]
         own = weights_together(self.profile.weights[self._runs[stage]])
-        if len(group) < 2 or not own.gradient_bytes:
-            return 0.0
-        return self.pricing.sum_s(
-            tuple(group),
-            own.gradient_bytes,
-            processes=self.plan.transport.is_between_processes,
+        sums = (([row[0] for row in mesh], own.gradient_bytes), (mesh[0], own.partial_bytes))
+        groups = ((sorted({self.places[rank] for rank in ranks}), n) for ranks, n in sums)
+        processes = self.plan.transport.is_between_processes
+        return sum(
+            self.pricing.sum_s(tuple(group), num_bytes, processes=processes)
+            for group, num_bytes in groups
+            if len(group) > 1 and num_bytes
         )
 
     def _commit_s(self, stage: int) -> float:

@@ -168,4 +168,5 @@ def weights_together(weights: Sequence[LayerWeights]) -> LayerWeights:
         optimizer_bytes=sum(own.optimizer_bytes for own in weights),
         buffer_bytes=sum(own.buffer_bytes for own in weights),
         num_norms=sum(own.num_norms for own in weights),
+        partial_bytes=sum(own.partial_bytes for own in weights),
     )

@@ -22,16 +22,17 @@ def shared_cores(
     by_host: dict[int, list[int]] = {}
     for rank, place in enumerate(places):
         by_host.setdefault(cluster.places[place].host, []).append(rank)
-    own = set(plan.placement.peers_in(0))
+    placement = plan.placement
+    place_of = {placement.rank_of(n): place for n, place in enumerate(placement.places)}
     found = []
     for ranks in by_host.values():
-        mine = tuple(rank for rank in ranks if rank in own)
+        mine = tuple(place_of[rank] for rank in ranks if rank in place_of)
         host = cluster.host_of(places[ranks[0]])
         if not mine or not host.busy_speed:
             continue
-        at_once = max(1, len(host.devices) // (plan.threads_per_stage or 1))
         known = tuple(likely(speed) for speed in host.busy_speed)
-        if busy is not None and 1 < at_once <= len(known):
+        at_once = min(len(known), max(1, len(host.devices) // (plan.threads_per_stage or 1)))
+        if busy is not None and at_once > 1:
             at_least = known[at_once - 1] if plan.transport.is_between_processes else 0
             known = _scaled(known[:at_once], max(busy, at_least))
         speeds = Pool((), known)

@@ -29,7 +29,7 @@ from .planning import StageCalls, facts_of
 from .stage.split_backward import SplitBackward, divide, split
 from .unsplit import left_bytes
 
-_CPU_CORE = "core"
+CPU_CORE = "core"
 """What a core of a host is called where it is calibrated."""
 
 
@@ -85,13 +85,13 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
     how = How(
         threads=own_threads,
         call=StageCalls,
-        divide=_divided,
+        divide=divided_backward,
         busy=max(0, num_cores() // own_threads - 1) if busy else 0,
     )
     norms = batch_norms([step.module for step in resolved])
     found: list[AtSize] = []
     for size in sorted(set(microbatch_sizes or [_samples(example_inputs)])):
-        inputs, target = _of_size(example_inputs, size), _of_size(targets, size)
+        inputs, target = of_samples(example_inputs, size), of_samples(targets, size)
         counted = count_layers(
             resolved,
             inputs,
@@ -141,7 +141,7 @@ def _check_given(inputs: Any, optimizer: Any, sizes: Sequence[int], threads: int
         check_count("threads", threads)
 
 
-def _divided(roots: Sequence[Tensor], entries: Sequence[Entry]) -> SplitBackward | None:
+def divided_backward(roots: Sequence[Tensor], entries: Sequence[Entry]) -> SplitBackward | None:
     """Divide a backward as a stage does."""
     own = [entry for entry in entries if entry.node is not None]
     return split(divide(roots, {entry.node for entry in own}), own)
@@ -167,7 +167,8 @@ def _samples(inputs: Any) -> int:
         return next((len(t) for t in flatten(inputs)[0] if t.dim()), 1)
 
 
-def _of_size(value: Any, size: int) -> Any:
+def of_samples(value: Any, size: int) -> Any:
+    """Return so many samples of a batch."""
     if value is None or _samples(value) == size:
         return value
     return of_size(value, size, "example inputs")
@@ -180,7 +181,7 @@ def _name(layers: Any) -> str:
 
 def _device_name(device: torch.device) -> str:
     """Return what the device is called where it is calibrated."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _CPU_CORE
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else CPU_CORE
 
 
 def _environment() -> tuple[tuple[str, str], ...]:

@@ -111,6 +111,8 @@ def test_layers_that_were_measured_on_busy_cores_say_themselves_how_slow_these_a
     assert pool.speeds == pytest.approx((1.0, 0.6))
     (pool,) = Prediction(plan, measured, cluster(2, busy_speed=(1.0, 1.0))).sharing.pools
     assert pool.speeds == pytest.approx((1.0, 0.8))  # it is Python's lock alone
+    crowded = Prediction(plan, measured, cluster(4, busy_speed=(1.0, 0.6)))
+    assert crowded.sharing.pools[0].speeds == pytest.approx((1.0, 0.8))  # 4 places on 2 cores
     between = replace(plan, transport=Transport.TORCH_DISTRIBUTED)
     for known, expected in ((0.6, 0.8), (0.9, 0.9)):  # these do not wait for Python's lock
         (pool,) = Prediction(between, measured, cluster(2, busy_speed=(1.0, known))).sharing.pools
@@ -123,6 +125,27 @@ def test_replicas_slow_each_other_down_on_the_same_host() -> None:
     one = simulate(planned(gpipe, (8,), 3), free, slow).step_s
     two = simulate(planned(gpipe, (8,), 3, 2), free, slow).step_s
     assert two == pytest.approx(2 * one)
+
+
+def test_shards_of_a_stage_slow_each_other_down_on_the_same_host() -> None:
+    """Two stages of two shards: a stage has two processes on two cores, both have four."""
+    shards = Placement.of(range(2), num_shards=2)
+    plan = replace(planned(gpipe, (4, 4), 3), placement=shards, sharding="data")
+    told = Prediction(plan, SECOND, cluster(4, busy_speed=(1.0, 0.9)))
+    (pool,) = told.sharing.pools
+    assert pool.ranks == (0, 1)
+    assert pool.speeds == pytest.approx((0.9, 0.45))
+
+
+def test_shards_add_up_what_they_have_parts_of() -> None:
+    """Of the gradients of stage 0 alone: one layer's, of 4000 bytes."""
+    shards = Placement.of(range(2), num_shards=2)
+    plan = replace(planned(gpipe, (4, 4), 3), placement=shards, sharding="data")
+    first = replace(SECOND.weights[0], partial_bytes=4000)
+    parts = replace(SECOND, weights=(first, *SECOND.weights[1:]))
+    assert Prediction(plan, SECOND, cluster(4)).costs.reduce_s == (0, 0)
+    told = Prediction(plan, parts, cluster(4)).costs.reduce_s
+    assert told == pytest.approx((2 * (0.01 + 4000 / 2 / 1e6), 0))
 
 
 @pytest.mark.parametrize("num_replicas", (1, 2))
