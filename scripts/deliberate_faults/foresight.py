@@ -64,8 +64,8 @@ FAULTS = (
     Fault(
         "sums over replicas are predicted to take nothing",
         "penstock/planner/predict.py",
-        "if len(group) < 2 or not own.gradient_bytes:",
-        "if True:",
+        "if len(group) > 1 and num_bytes\n",
+        "if len(group) > 1 and num_bytes < 0\n",
         "tests/planner/test_predict.py",
         "replicas_add_their_gradients",
     ),

@@ -104,7 +104,7 @@ def test_a_plan_has_a_stage_for_each_segment_and_a_row_for_each_mesh() -> None:
 
 def test_wide_resnet_of_alpas_paper_fits_a_device_with_as_few_microbatches() -> None:
     subject = next(subjects((RESNET,)))
-    plan = plan_on_meshes(subject.task())
+    plan = plan_on_meshes(subject.task("p3.16xlarge"))
     assert (subject.num_devices, plan.num_microbatches) == (1, subject.num_microbatches)
     assert plan.num_stages == len(plan.layers)
 
