@@ -8,8 +8,9 @@ the best few of each  x  schedules  ──►  the simulator says which is faste
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, product, repeat
+from math import inf
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -28,12 +29,13 @@ from penstock.planner.wanted import Wanted
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b
 from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family
-from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Lowering, lower_unproved
 from penstock.schedules.transfers import Transfer
-from penstock.simulator.engine import compiled
+from penstock.simulator.engine import Compiled, compiled
 from penstock.simulator.simulate import simulate, step_s
+from penstock.trace.progress import say, saying
 from penstock.trace.timeline import Timeline
+from penstock.trace.units import count_text
 from penstock.types import Recompute, Transport
 
 from .prices import WAYS, MeshPrices, Way, hosts_of
@@ -97,35 +99,52 @@ def plan_on_meshes(task: MeshTask) -> Plan:
 
 
 def choose_on_meshes(task: MeshTask) -> MeshChoice:
-    """Return the plan that the simulator finds fastest, with those that it was compared with.
+    """Return the plan that the simulator finds fastest, with those that it was compared with; if
+    it is interrupted (Ctrl-C), of those that it has looked at, if there are any.
 
     Raises:
         PlanError: nothing fits; says what is missing.
     """
     found: list[Candidate] = []
-    lacks, only_gpipe = "", tuple(task.families) == (gpipe,)
-    for number in task.numbers:
-        graph = task.graph_of(number)
-        shared = task.searches.setdefault((number, task.sharding), {})
-        how = (task.cluster, number, task.sharding)
-        for way in task.ways:
-            prices = task.prices(graph, task.names, task.model.spans, *how, way, shared)
-            price = prices.price if only_gpipe else partial(price_1f1b, prices)
-            sized = Task(len(task.names), hosts_of(task.cluster), price, number)
-            try:
-                answers = find_stages(sized, most=_MOST, uses_all_in_order=True)
-            except PlanError as error:
-                lacks = str(error)
-                continue
-            found += _candidates(task, answers, prices)
+    lacks, ended = ["what schedules keep in flight does not fit"], ""
+    every = [*product(task.numbers, task.ways)]
+    try:
+        for done, (number, way) in enumerate(every, 1):
+            words = f"{count_text(number, 'micro-batch')}, {way} ({done} of {len(every)})"
+            with saying(f"searching for stages: {words}"):
+                _look(task, number, way, found, lacks)
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        ended = f"the search was interrupted in part {done} of {len(every)}"
+        say(ended)
     if not found:
-        raise PlanError(lacks or "what schedules keep in flight does not fit")
+        raise PlanError(lacks[-1])
     found.sort(key=itemgetter(0))
     best = found[0]
-    timeline = simulate(*_scheduled(best))
+    how, costs = _priced(best)
+    timeline = simulate(lower_unproved(how, best.prices.num_microbatches, make=made), costs)
     plan = _plan(task, best)
-    why = tuple(why_on_meshes(plan, found, timeline.bubble))
+    why = (*why_on_meshes(plan, found, timeline.bubble), *([ended] if ended else []))
     return MeshChoice(replace(plan, why=why), tuple(found), timeline)
+
+
+def _look(task: MeshTask, number: int, way: Way, found: list[Candidate], lacks: list[str]) -> None:
+    """Add the candidates of so many micro-batches and a way to keep less to those that are found,
+    or what is missing.
+    """
+    shared = task.searches.setdefault((number, task.sharding), {})
+    how = (task.cluster, number, task.sharding, way, shared)
+    prices = task.prices(task.graph_of(number), task.names, task.model.spans, *how)
+    price = prices.price if tuple(task.families) == (gpipe,) else partial(price_1f1b, prices)
+    sized = Task(len(task.names), hosts_of(task.cluster), price, number)
+    try:
+        answers = find_stages(sized, most=_MOST, uses_all_in_order=True)
+    except PlanError as error:
+        lacks.append(str(error))
+        return
+    best_s = min((own.step_s for own in found), default=inf)
+    found.extend(_candidates(task, answers, prices, sized, best_s))
 
 
 def price_1f1b(prices: MeshPrices, start: int, end: int, submesh: Submesh) -> Price | None:
@@ -140,16 +159,21 @@ def price_1f1b(prices: MeshPrices, start: int, end: int, submesh: Submesh) -> Pr
 
 
 def _candidates(
-    task: MeshTask, answers: Sequence[Answer], prices: MeshPrices
+    task: MeshTask, answers: Sequence[Answer], prices: MeshPrices, sized: Task, best_s: float
 ) -> Iterator[Candidate]:
-    """Simulate schedules of the best answers."""
+    """Simulate schedules of the best answers, but of those whose slowest stage alone takes much
+    longer than the best step so far.
+    """
     memory = [host.memory_bytes for host in hosts_of(task.cluster)]
     for answer, family in product(answers, task.families):
-        if answer.seconds > _MARGIN * answers[0].seconds:
+        each = (sized.price(*stage) for stage in answer.stages)
+        busy_s = max(own.seconds for own in each if own)
+        least_s = prices.num_microbatches * busy_s
+        if answer.seconds > _MARGIN * answers[0].seconds or least_s > _MARGIN * best_s:
             continue
         stages = tuple(filter(None, (prices.on_mesh(*stage) for stage in answer.stages)))
         every = range(len(stages)) if prices.way.recomputes else ()
-        work = work_of(family, len(stages), prices.num_microbatches, frozenset(every))
+        work = _work_of(family, len(stages), prices.num_microbatches, frozenset(every))
         kept = (
             own.price.stay_bytes + each.most_kept * own.price.microbatch_bytes
             for own, each in zip(stages, work, strict=True)
@@ -157,13 +181,14 @@ def _candidates(
         rooms = (memory[submesh.kind] for *_, submesh in answer.stages)
         if all(own <= room for own, room in zip(kept, rooms, strict=True)):
             own = Candidate(0.0, answer, stages, family, prices)
-            schedule, costs = _scheduled(own)
-            yield own._replace(step_s=step_s(compiled(schedule), costs))
+            how, costs = _priced(own)
+            seconds = step_s(_compiled(how, prices.num_microbatches), costs)
+            yield own._replace(step_s=seconds)
 
 
-def _scheduled(own: Candidate) -> tuple[Schedule, Costs]:
-    """Return what the simulator is given: a schedule of the segments of all stages, each on the
-    rank that stands for its mesh, and what each costs.
+def _priced(own: Candidate) -> tuple[Lowering, Costs]:
+    """Return what the simulator is given: how to make the schedule of the segments of all stages,
+    each on the rank that stands for its mesh, and what each costs.
     """
     segments = [*chain(*own.segments)]
     count, family = len(segments), own.schedule
@@ -185,7 +210,15 @@ def _scheduled(own: Candidate) -> tuple[Schedule, Costs]:
         recompute_s=forward_s,
         transfer_s=one_way_s or 0,
     )
-    return lower_unproved(how, own.prices.num_microbatches, make=made), costs
+    return how, costs
+
+
+_work_of = lru_cache(maxsize=64)(work_of)
+
+
+@lru_cache(maxsize=16)
+def _compiled(how: Lowering, num_microbatches: int) -> Compiled:
+    return compiled(lower_unproved(how, num_microbatches, make=made))
 
 
 def _plan(task: MeshTask, best: Candidate) -> Plan:

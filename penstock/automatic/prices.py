@@ -8,6 +8,7 @@ a shape               one integer program for each kind of layer, composed for a
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -16,13 +17,14 @@ import numpy as np
 from penstock.costs.cluster import Cluster
 from penstock.costs.graph import Graph
 from penstock.planner.packing import Hosts, Stage, Submesh
-from penstock.planner.stage_table import Numbers, Price
+from penstock.planner.stage_table import Price
 from penstock.sharding.costs import Costs
 from penstock.sharding.named import ready_plan
 from penstock.sharding.search import Part, Ranges, Search
 
 from .remembered import RememberedSearch
 
+_KEEPS = Ranges._fields.index("keeps")
 _LIGHT_BYTE_S = 1e-11
 """Seconds that a byte counts for where stages are to keep less."""
 
@@ -35,6 +37,11 @@ class Way(NamedTuple):
     recomputes: bool = False
     byte_s: float = 0.0
     segments: bool = False
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        each, priced = " each layer" * self.segments, ", bytes priced" * (self.byte_s > 0)
+        return (f"recompute{each}" if self.recomputes else "no recompute") + priced
 
 
 WAYS = (
@@ -111,27 +118,41 @@ class MeshPrices:
 
     def segments(self, stage: Stage, shape: tuple[int, ...]) -> list[OnMesh]:
         """Return the segments of a stage on a mesh of a shape: itself, if that is no way."""
-        ends = zip(*self._segments(stage.start, stage.end), strict=True)
-        return [self._in_shape(int(a), int(b), stage.submesh, shape) for a, b in ends]
+        start, end, submesh = stage
+        inner = (n for n in range(start + 1, end) if self.way.segments and n in self._cuts)
+        ends = pairwise((start, *inner, end))
+        return [self._in_shape(*own, submesh, shape) for own in ends]
 
     def _in_shape(self, start: int, end: int, submesh: Submesh, shape: tuple[int, ...]) -> OnMesh:
-        own = self._segments(start, end)
-        every = (table[own] for table in self._ranges(submesh, shape))
-        seconds, forward_s, stays, graphs, enters = every
-        total_s, once_s, state_bytes = (float(each.sum()) for each in (seconds, forward_s, stays))
-        stay_bytes, again_s, keeps = state_bytes, 0.0, float(graphs.sum())
+        key = submesh.kind, submesh.num_hosts > 1, shape
+        if key not in self._tables:
+            self._tables[key] = self._summed(self._ranges(submesh, shape))
+        every = (table[start][end] for table in self._tables[key])
+        total_s, once_s, stays, keeps, enters, graph_bytes = every
+        stay_bytes, again_s = stays, 0.0
         if self.way.recomputes:  # one segment's graph at a time, and all that enters segments
-            stay_bytes, again_s, keeps = stays.sum() + graphs.max(), once_s, float(enters.sum())
-        handover_s = self._handover_s(end, submesh)
-        price = Price(total_s + again_s, float(stay_bytes), keeps, handover_s)
-        backward_s, graph_bytes = total_s - once_s, float(graphs.max())
-        return OnMesh(price, shape, once_s, backward_s, state_bytes, graph_bytes, end - start)
+            stay_bytes, again_s, keeps = stays + graph_bytes, once_s, enters
+        price = Price(total_s + again_s, stay_bytes, keeps, self._handover_s(end, submesh))
+        return OnMesh(price, shape, once_s, total_s - once_s, stays, graph_bytes, end - start)
 
-    def _segments(self, start: int, end: int) -> tuple[Numbers, Numbers]:
-        """Return where the segments of a stage begin, and where they end: at each cut."""
-        inner = (n for n in range(start + 1, end) if self.way.segments and n in self._cuts)
-        ends = np.array([start, *inner, end])
-        return ends[:-1], ends[1:]
+    def _summed(self, ranges: Ranges) -> list[list[list[float]]]:
+        """Return the tables of stages, as sums over their segments; and the largest graph of one
+        segment.
+        """
+        if not self.way.segments:
+            return [table.tolist() for table in (*ranges, ranges.keeps)]
+        cuts = np.array(sorted(self._cuts))
+        found = np.full((len(ranges) + 1, *ranges.seconds.shape), np.inf)
+        own = np.stack([table[cuts[:-1], cuts[1:]] for table in ranges])
+        for n, start in enumerate(cuts[:-1]):
+            found[:-1, start, cuts[n + 1 :]] = own[:, n:].cumsum(axis=1)
+            found[-1, start, cuts[n + 1 :]] = np.maximum.accumulate(own[_KEEPS, n:])
+        tables: list[list[list[float]]] = found.tolist()
+        return tables
+
+    @cached_property
+    def _tables(self) -> dict[object, list[list[list[float]]]]:
+        return {}
 
     def _ranges(self, submesh: Submesh, shape: tuple[int, ...]) -> Ranges:
         key = submesh.kind, submesh.num_hosts > 1, shape

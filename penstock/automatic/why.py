@@ -41,10 +41,7 @@ class Candidate(NamedTuple):
     @property
     def policy(self) -> str:
         """Whether stages recompute, in words."""
-        way = self.prices.way
-        priced = ", bytes priced" if way.byte_s else ""
-        each = " each layer" if way.segments else ""
-        return (f"recompute{each}" if way.recomputes else "no recompute") + priced
+        return str(self.prices.way)
 
     @property
     def meshes(self) -> str:

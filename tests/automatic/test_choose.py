@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import penstock
-from penstock.automatic.parallelize import plan_for
+from penstock.automatic.choose import plan_on_meshes
+from penstock.automatic.parallelize import mesh_task, plan_for
+from penstock.automatic.prices import MeshPrices
 from penstock.errors import PlanError
 from penstock.planner.plan import Plan
 from penstock.types import Recompute
@@ -69,3 +71,23 @@ def test_the_same_is_planned_again_and_survives_json() -> None:
     assert planned(where) == plan == Plan.from_json(plan.to_json())
     assert plan.cluster == where and plan.devices_of(1) == (1, 2)
     assert replace(plan, cluster=None).devices_of(1) == ()
+
+
+def test_an_interrupted_search_gives_the_best_so_far_and_says_so() -> None:
+    with torch.device("meta"):
+        model = gpt(num_layers=4, width=128, num_heads=4, num_words=64, max_length=LENGTH)
+        words = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    whole, tried = mesh_task(model, words, cluster(2, 2), num_microbatches=4), list[Any]()
+
+    def prices(*how: Any) -> MeshPrices:
+        tried.append(how)
+        if len(tried) == 2:
+            raise KeyboardInterrupt
+        return MeshPrices(*how)
+
+    plan = plan_on_meshes(replace(whole, prices=prices))
+    assert plan.why[-1] == "the search was interrupted in part 2 of 4" and len(tried) == 2
+    assert set(plan.recompute) == {Recompute.NEVER}  # the way that was looked at first
+    tried[:] = [()]
+    with pytest.raises(KeyboardInterrupt):
+        plan_on_meshes(replace(whole, prices=prices))

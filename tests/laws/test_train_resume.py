@@ -179,6 +179,7 @@ def test_a_run_folder_holds_what_the_run_was(uninterrupted: Path) -> None:
     names = {path.name for path in uninterrupted.iterdir()}
     assert names - {".lock"} == {
         "plan.json",
+        "plans",
         "recipe.toml",
         "metrics.jsonl",
         "data.digest",
