@@ -102,8 +102,9 @@ class Planned:
         return None
 
     def all(self) -> tuple[MeshChoice | None, dict[str, Plan]]:
-        """Return the choice of auto, which tries the number of micro-batches of a faster baseline,
-        too, and the plan of each baseline that something fits for.
+        """Return the choice of auto, and the plan of each baseline that something fits for.
+
+        Auto tries the number of micro-batches of a faster baseline, too, and they that of auto.
         """
         best = self.first_that_fits(self.auto)
         found = {name: self.first_that_fits(partial(self._baseline, name)) for name in BASELINES}
@@ -115,6 +116,10 @@ class Planned:
             if step_s(plan) < step_s(best.plan) and plan.num_microbatches not in tried:
                 tried.add(plan.num_microbatches)
                 best = min(best, self.auto(plan.num_microbatches), key=_step_of)
+        for name, plan in plans.items():
+            if plan.num_microbatches != (number := best.plan.num_microbatches):
+                with suppress(PlanError):
+                    plans[name] = min(plan, self._baseline(name, number), key=step_s)
         return best, plans
 
     def _baseline(self, name: str, number: int) -> Plan:
