@@ -47,8 +47,8 @@ class HandedOver(RestrictedPrices):
     next_devices: Mapping[int, int] = field(default_factory=dict)
 
     def _handover_s(self, end: int, submesh: Submesh) -> float:
-        if end == len(self.names):
-            return 0.0
+        if end not in self.next_devices:  # the last, or inside a stage
+            return super()._handover_s(end, submesh)
         latency_s, bytes_per_s = self._way_out(submesh)
         num_bytes = 2.0
         if self.handover == WHOLE:  # a copy for each receiver: of the next stage, of this one
