@@ -24,7 +24,6 @@ from penstock.sharding.search import Part, Ranges, Search
 
 from .remembered import RememberedSearch
 
-_KEEPS = Ranges._fields.index("keeps")
 _LIGHT_BYTE_S = 1e-11
 """Seconds that a byte counts for where stages are to keep less."""
 
@@ -143,10 +142,11 @@ class MeshPrices:
             return [table.tolist() for table in (*ranges, ranges.keeps)]
         cuts = np.array(sorted(self._cuts))
         found = np.full((len(ranges) + 1, *ranges.seconds.shape), np.inf)
-        own = np.stack([table[cuts[:-1], cuts[1:]] for table in ranges])
+        each = Ranges(*(table[cuts[:-1], cuts[1:]] for table in ranges))
+        own = np.stack(each)
         for n, start in enumerate(cuts[:-1]):
             found[:-1, start, cuts[n + 1 :]] = own[:, n:].cumsum(axis=1)
-            found[-1, start, cuts[n + 1 :]] = np.maximum.accumulate(own[_KEEPS, n:])
+            found[-1, start, cuts[n + 1 :]] = np.maximum.accumulate(each.keeps[n:])
         tables: list[list[list[float]]] = found.tolist()
         return tables
 
