@@ -79,7 +79,7 @@ class Planned:
         ):
             graph_of = timed(self.search_s, "graph", self.task.graph_of)
             task = replace(self.task, num_microbatches=number, graph_of=graph_of)
-            return timed(self.search_s, "all", choose_on_meshes)(task)
+            return _whole(timed(self.search_s, "all", choose_on_meshes)(task))
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of auto by part, and of all."""
@@ -142,6 +142,13 @@ class Planned:
         number = plan.num_microbatches
         flops = self.subject.flops(self.task.graph_of(number), number)
         return flops / step_s(plan) / self.subject.num_devices / 1e12
+
+
+def _whole(choice: MeshChoice) -> MeshChoice:
+    """Pass an interrupt on, which a search ends at with the best so far."""
+    if "interrupted" in choice.plan.why[-1]:
+        raise KeyboardInterrupt
+    return choice
 
 
 def _step_of(choice: MeshChoice) -> float:
