@@ -63,12 +63,7 @@ def _values(graph: Graph, spans: Spans) -> Iterator[tuple[int, list[int], float]
     use it; its bytes.
     """
     span_of = [number for number, span in enumerate(spans) for _ in range(*span)]
-    users: dict[int, list[int]] = {}
-    for call in graph.calls:
-        for tensor in call.takes:
-            users.setdefault(tensor, []).append(span_of[call.layer])
-    for tensor, used in users.items():
-        spec = graph.tensors[tensor]
-        if not spec.name:  # weights are where they are used
-            maker = -1 if spec.maker is None else span_of[graph.calls[spec.maker].layer]
-            yield maker, [user for user in used if user > maker], spec.num_bytes
+    for value in graph.values:
+        maker = -1 if value.maker < 0 else span_of[value.maker]
+        users = (span_of[layer] for layer in value.users)
+        yield maker, [user for user in users if user > maker], value.num_bytes

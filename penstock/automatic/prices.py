@@ -211,15 +211,8 @@ class MeshPrices:
     def _entering(self) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
         """Bytes that layers from each on are given by those before."""
         found = np.zeros(len(self.names) + 1)
-        last: dict[int, int] = {}
-        for call in self.graph.calls:
-            last.update((n, max(call.layer, last.get(n, 0))) for n in call.takes)
-        for n, user in last.items():
-            spec = self.graph.tensors[n]
-            if spec.name:
-                continue
-            maker = -1 if spec.maker is None else self.graph.calls[spec.maker].layer
-            found[maker + 1 : user + 1] += spec.num_bytes
+        for value in self.graph.values:
+            found[value.maker + 1 : max(value.users) + 1] += value.num_bytes
         return found
 
 

@@ -12,9 +12,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 from .profile import Operator
+
+
+class Value(NamedTuple):
+    """A value by its tensor's number: the layer that makes it, -1 for an input; those that take
+    it; its bytes.
+    """
+
+    number: int
+    maker: int
+    users: tuple[int, ...]
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +118,21 @@ class Graph:
     def num_uses(self) -> Counter[int]:
         """How many calls take each tensor, by number."""
         return Counter(n for call in self.calls for n in call.takes)
+
+    @cached_property
+    def values(self) -> tuple[Value, ...]:
+        """What calls are given that is no weight, in order of first sight."""
+        users: dict[int, dict[int, None]] = {}
+        for call in self.calls:
+            for n in call.takes:
+                users.setdefault(n, {})[call.layer] = None
+        found = []
+        for n, used in users.items():
+            spec = self.tensors[n]
+            if not spec.name:
+                maker = -1 if spec.maker is None else self.calls[spec.maker].layer
+                found.append(Value(n, maker, tuple(used), spec.num_bytes))
+        return tuple(found)
 
     @cached_property
     def _by_layer(self) -> dict[int, list[Call]]:

@@ -190,20 +190,14 @@ class Search:
         """Return the bytes of a micro-batch that enter every range: of a tensor that crosses where
         the range begins a device has its slice, if it is cut there.
         """
-        graph, places = self._graph, {layer: n for n, layer in enumerate(self._layers)}
+        places = {layer: n for n, layer in enumerate(self._layers)}
         found, parts = numpy.zeros((len(places), len(places) + 1)), prod(self._costs.mesh)
-        users: dict[int, list[int]] = {}
-        for call in graph.calls:
-            for n in call.takes:
-                if call.layer in places and not graph.tensors[n].name:
-                    users.setdefault(n, []).append(places[call.layer])
         is_cut = [self._cut_here(place) != self._whole for place in range(len(places))]
-        for n, own in users.items():
-            maker = graph.tensors[n].maker
-            made = -1 if maker is None else places.get(graph.calls[maker].layer, -1)
-            for first in range(made + 1, max(own) + 1):
-                is_slice = is_cut[first] and n in self._crossing[first]
-                size = graph.tensors[n].num_bytes / (parts if is_slice else 1)
+        for number, maker, users, num_bytes in self._graph.values:
+            own = [places[user] for user in users if user in places]
+            for first in range(places.get(maker, -1) + 1, max(own, default=-1) + 1):
+                is_slice = is_cut[first] and number in self._crossing[first]
+                size = num_bytes / (parts if is_slice else 1)
                 found[first, min(user for user in own if user >= first) + 1 :] += size
         return found
 
