@@ -156,14 +156,16 @@ class _OutgoingShare(Outgoing):
     def _own(self, tensors: Sequence[Tensor], header: Header) -> Values:
         content, found = _Content.of(header, is_like=self._is_like), []
         for number, first, last in self._share.parts(content):
-            begin = content.begin(number, *self._place)
-            part = row_bytes(tensors[number])[first - begin : last - begin]
-            if begin > first or len(part) < last - first:
+            (shard, count), own = self._place, row_bytes(tensors[number])
+            begin = content.begin(number, shard, count)
+            even = content.begin(number, shard + 1, count) - begin  # 0 of what it has all of
+            if even and len(own) != even:
                 raise PlanError(
-                    f"shard {self._place[0]} of {self._place[1]} sends a slice of shape "
-                    f"{tuple(tensors[number].shape)} to stage of another mesh, and slices there "
+                    f"shard {shard} of {count} sends a slice of shape "
+                    f"{tuple(tensors[number].shape)} to a stage of another mesh, and slices there "
                     "are even; make the micro-batches a multiple of both numbers of shards"
                 )
+            part = own[first - begin : last - begin]
             found.append((part, TensorKind.of(part)))
         return found
 

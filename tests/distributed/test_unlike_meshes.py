@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Mesh
+from penstock.errors import PlanError
 from penstock.mesh.point_to_point import PointToPoint
 from penstock.model.pytree import flatten
 from penstock.planner.placement import Placement
@@ -20,8 +21,10 @@ from penstock.sharding.layouts import Layout, S, as_on
 from penstock.transport import crossing
 from penstock.transport.channels import Activation, Gradient
 from penstock.transport.crossing import shares
+from penstock.transport.headers import Header
 from penstock.transport.processes import ProcessChannels
 from penstock.transport.torch_distributed import _FIRST
+from penstock.transport.wire import TensorKind
 from tests.distributed import test_equality_processes as equality
 from tests.distributed.call import call
 from tests.sharding.test_pipeline import WORDS, as_one, in_shards, two_steps
@@ -139,6 +142,16 @@ def check(found: Activation | Gradient, expected: Activation | Gradient) -> None
 @pytest.mark.parametrize("name", QUICK)
 def test_values_of_all_kinds_arrive_as_they_left(name: str, tmp_path: Path) -> None:
     call(exchange, placed(*MESHES[name]), tmp_path, num_runs=12)
+
+
+def test_slices_that_are_not_even_are_refused_where_meshes_are_unlike() -> None:
+    link: Any = object.__new__(crossing._OutgoingShare)
+    link._share, link._place, link._is_like = crossing.Share(0, 1, 2), (0, 2), False
+    for sizes in ((3, 1), (1, 3)):
+        own = torch.zeros(sizes[0], 2)
+        header = Header((TensorKind.of(own),), None, ((S(0, sizes),),))
+        with pytest.raises(PlanError, match=r"shard 0 of 2 sends a slice of shape \(\d, 2\)"):
+            link._own([own], header)
 
 
 WIDTH, ROWS = 256, (84, 120, 72, 72)
