@@ -41,7 +41,7 @@ _ONE_DEVICE, _NO_WEIGHTS = "on one device", "without weights"
 
 
 @dataclass(frozen=True, slots=True)
-class DividedWeight:
+class DrawnWeight:
     """A weight of a layer, its bytes, and its layout at rest along the axes of the mesh."""
 
     name: str
@@ -56,12 +56,12 @@ class DividedWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class DividedLayer:
+class DrawnLayer:
     """A layer on the mesh of its stage."""
 
     stage: int
     name: str
-    weights: tuple[DividedWeight, ...]
+    weights: tuple[DrawnWeight, ...]
     forward_bytes: int
     backward_bytes: int
 
@@ -104,7 +104,7 @@ def mesh_plan_page(task: MeshTask, choice: MeshChoice) -> Page:
     plan = choice.plan
     graph = task.graph_of(plan.num_microbatches)
     sharding = None if plan.sharding is None else sharding_of(plan, graph, task.names)
-    layers = divided_layers(plan, graph, task.names, sharding)
+    layers = drawn_layers(plan, graph, task.names, sharding)
     page = Page(f"Plan for {task.cluster.name}", plan_subtitle(plan))
     page = with_step(page, Step(predicted=choice.timeline))
     first = Section("Layers by stages", (layers_figure(plan, layers),))
@@ -125,9 +125,9 @@ _LEGEND = (
 )
 
 
-def divided_layers(
+def drawn_layers(
     plan: Plan, graph: Graph, names: Sequence[str], sharding: Sharding | None
-) -> list[DividedLayer]:
+) -> list[DrawnLayer]:
     """Say how each layer's weights are divided; `graph` is that of a micro-batch."""
     takes: dict[int, dict[int, None]] = defaultdict(dict)
     for call in graph.calls:
@@ -142,9 +142,9 @@ def divided_layers(
             if spec.name and spec.wants_gradient:
                 name = spec.name.removeprefix(f"{names[n]}.")
                 layout = own.weights.get(name, whole) if whole else whole
-                weights.append(DividedWeight(name, spec.shape, spec.num_bytes, layout))
+                weights.append(DrawnWeight(name, spec.shape, spec.num_bytes, layout))
         sent = own.forward_bytes, own.backward_bytes
-        found.append(DividedLayer(stage, names[n], tuple(weights), *sent))
+        found.append(DrawnLayer(stage, names[n], tuple(weights), *sent))
     return found
 
 
@@ -154,7 +154,7 @@ def _stages_of(plan: Plan) -> Iterator[int]:
         yield from repeat(stage, count)
 
 
-def layers_figure(plan: Plan, layers: Sequence[DividedLayer]) -> Figure:
+def layers_figure(plan: Plan, layers: Sequence[DrawnLayer]) -> Figure:
     """Draw layers, in order, by stages: as high as the devices of a mesh are many."""
     rows = [*segments_of(plan)]
     sizes = [len(plan.placement.ranks[own[0]][0]) for own in rows]
@@ -245,7 +245,7 @@ def _links(plan: Plan, tops: Sequence[int], count: int) -> Iterator[Trace]:
         }
 
 
-def _hover(plan: Plan, layer: DividedLayer) -> str:
+def _hover(plan: Plan, layer: DrawnLayer) -> str:
     """Say what a block is: where it is, and the layout of each weight."""
     lines = [f"<b>{escape(layer.name)}</b>, stage {layer.stage} on {mesh_text(plan, layer.stage)}"]
     for layout, own in _by_layout(layer).items():
@@ -259,18 +259,18 @@ def _hover(plan: Plan, layer: DividedLayer) -> str:
 _MOST_LETTERS = 90
 
 
-def _by_layout(layer: DividedLayer) -> dict[Layout, list[DividedWeight]]:
-    found: dict[Layout, list[DividedWeight]] = defaultdict(list)
+def _by_layout(layer: DrawnLayer) -> dict[Layout, list[DrawnWeight]]:
+    found: dict[Layout, list[DrawnWeight]] = defaultdict(list)
     for own in layer.weights:
         found[own.layout].append(own)
     return found
 
 
-def weights_table(layers: Sequence[DividedLayer]) -> Table:
+def weights_table(layers: Sequence[DrawnLayer]) -> Table:
     """Write the layouts of weights: a row for each layout of the layers of a stage whose weights
     are alike, and what these layers send in the first of them.
     """
-    alike: dict[object, list[DividedLayer]] = defaultdict(list)
+    alike: dict[object, list[DrawnLayer]] = defaultdict(list)
     for layer in layers:
         alike[layer.stage, layer.weights].append(layer)
     rows = []
@@ -302,7 +302,7 @@ _HEADS = (
 )
 
 
-def _names(weights: Sequence[DividedWeight], *, is_all: bool) -> str:
+def _names(weights: Sequence[DrawnWeight], *, is_all: bool) -> str:
     """Name weights with their shapes; of many only those that are no vectors."""
     if is_all and len(weights) > 1:
         return f"all {len(weights)}"

@@ -13,9 +13,9 @@ import torch
 import penstock
 from penstock.automatic.choose import MeshChoice, MeshTask, choose_on_meshes
 from penstock.automatic.page import (
-    DividedLayer,
-    DividedWeight,
-    divided_layers,
+    DrawnLayer,
+    DrawnWeight,
+    drawn_layers,
     layers_figure,
     mesh_plan_page,
     weights_table,
@@ -45,10 +45,10 @@ def chosen(*hosts: int, num_microbatches: int = 4, sharding: str = "auto") -> An
     return task, choose_on_meshes(task)
 
 
-def layers_of(task: MeshTask, choice: MeshChoice) -> list[DividedLayer]:
+def layers_of(task: MeshTask, choice: MeshChoice) -> list[DrawnLayer]:
     plan, graph = choice.plan, task.graph_of(choice.plan.num_microbatches)
     sharding = sharding_of(plan, graph, task.names) if plan.sharding else None
-    return divided_layers(plan, graph, task.names, sharding)
+    return drawn_layers(plan, graph, task.names, sharding)
 
 
 def test_the_table_has_for_each_stage_its_mesh_times_and_bytes() -> None:
@@ -127,9 +127,9 @@ def test_a_stage_of_two_axes_has_layouts_along_both() -> None:
     assert blocks == ["3: blocks.0 to blocks.2"]  # alike, so once
 
 
-def weight(layout: Layout, *shape: int) -> DividedWeight:
+def weight(layout: Layout, *shape: int) -> DrawnWeight:
     num_bytes = FLOAT_BYTES * torch.Size(shape).numel()
-    return DividedWeight("w", shape, num_bytes, layout)
+    return DrawnWeight("w", shape, num_bytes, layout)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ def weight(layout: Layout, *shape: int) -> DividedWeight:
     ],
 )
 def test_a_colour_says_how_most_of_a_layers_weights_are_cut(
-    weights: tuple[DividedWeight, ...], cuts: str
+    weights: tuple[DrawnWeight, ...], cuts: str
 ) -> None:
-    assert DividedLayer(0, "layer", weights, 0, 0).cuts == cuts
+    assert DrawnLayer(0, "layer", weights, 0, 0).cuts == cuts
 
 
 def test_a_page_has_all_parts_and_the_timeline() -> None:
@@ -163,8 +163,8 @@ def test_a_page_has_all_parts_and_the_timeline() -> None:
 def test_names_do_not_break_out_of_the_page() -> None:
     _, choice = chosen(1, 2)
     num_layers = len(choice.plan.layers)
-    own = DividedWeight(WICKED, (8, 8), 256, (R,))
-    layers = [DividedLayer(1, WICKED, (own,), 1, 2)] * num_layers
+    own = DrawnWeight(WICKED, (8, 8), 256, (R,))
+    layers = [DrawnLayer(1, WICKED, (own,), 1, 2)] * num_layers
     figure, table = layers_figure(choice.plan, layers), weights_table(layers)
     text = render_page(Page("page", sections=(Section("plan", (figure, table)),)))
     assert WICKED not in text
