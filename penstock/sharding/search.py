@@ -175,11 +175,11 @@ class Search:
         """Return what every range of the layers costs as a stage of its own."""
         count = len(self._layers)
         sums = [numpy.full((count, count + 1), numpy.inf) for _ in range(4)]
-        best = {self._whole: numpy.full((1 + len(sums), count), numpy.inf)}  # [_Sum, first layer]
+        never = numpy.full((1 + len(sums), count), numpy.inf)  # [_Sum, first layer]
+        best = {self._whole: never.copy()}
         for place in range(count):
             begin, end = (self._cut_here(at) for at in (place, place + 1))
-            never = numpy.full((1 + len(sums), count), numpy.inf)
-            best.setdefault(begin, never)[:, place] = 0.0
+            best.setdefault(begin, never.copy())[:, place] = 0.0
             best = self._further(best, place, byte_s)
             for table, own in zip(sums, best[end][1:], strict=True):
                 table[: place + 1, place + 1] = own[: place + 1]
