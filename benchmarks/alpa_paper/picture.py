@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from penstock.automatic.choose import MeshChoice, MeshTask
-from penstock.automatic.page import DividedLayer, divided_layers
+from penstock.automatic.page import DrawnLayer, drawn_layers
 from penstock.runtime.shard import sharding_of
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ class Picture:
     """Layers in order, and how many devices each stage has."""
 
     title: str
-    layers: Sequence[DividedLayer]
+    layers: Sequence[DrawnLayer]
     sizes: Sequence[int]
 
     @classmethod
@@ -27,7 +27,7 @@ class Picture:
         plan = choice.plan
         graph = task.graph_of(plan.num_microbatches)
         sharding = None if plan.sharding is None else sharding_of(plan, graph, task.names)
-        layers = divided_layers(plan, graph, task.names, sharding)
+        layers = drawn_layers(plan, graph, task.names, sharding)
         return cls(title, layers, [len(ranks[0]) for ranks in plan.placement.ranks])
 
     def draw(self, figure: "Figure") -> None:
