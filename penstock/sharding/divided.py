@@ -21,7 +21,7 @@ from .again import Again
 from .at_rest import Cut, Gathered, keep_slices
 from .layouts import I, Layout, R, S
 from .plan import LayerSharding, Sharding
-from .run import Known, LayerRun
+from .run import Known, LayerRun, ShardedTensor
 from .sizes import size_like
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class DividedLayer:
             {weight: {} for weight in self.cut} if keeps else None
         )
         """Conversions of weights that last for a step, if it `keeps` them."""
+        self._lent_as: dict[Tensor, ShardedTensor] = {}
+        """What stands for each weight: made once, and free of conversions between calls."""
         self._again = {
             parameter
             for name, parameter in module.named_parameters()
@@ -122,14 +124,18 @@ class DividedLayer:
         own = [(parameters, name, parameters[name]) for parameters, name, _ in self._places]
         try:
             for (parameters, name, layout), (*_, parameter) in zip(self._places, own, strict=True):
-                parameters[name] = lent = run.wrapped(parameter, layout)
-                lent.again = again if parameter in self._again else None
-                if self.kept is not None:
-                    lent.kept = self.kept.get(parameter)
+                lent = self._lent_as.get(parameter)
+                if lent is None:
+                    self._lent_as[parameter] = lent = run.wrapped(parameter, layout)
+                    lent.kept = (self.kept or {}).get(parameter)
+                lent.run, lent.again = run, again if parameter in self._again else None
+                parameters[name] = lent
             yield
         finally:
-            for parameters, name, parameter in own:
+            for (parameters, name, parameter), (*_, layout) in zip(own, self._places, strict=True):
                 parameters[name] = parameter
+                if parameter in self._lent_as:
+                    self._lent_as[parameter].become(parameter, layout)
 
 
 class WholeLayer:

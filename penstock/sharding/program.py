@@ -12,7 +12,7 @@ agree on.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -290,6 +290,7 @@ def priced(
     done: set[tuple[int, Layout, Layout]] = set()
     cut = {n for n, own in solved.weights.items() if any(isinstance(state, S) for state in own)}
     again = cut & {n for call in calls for n in call.saved}
+    again &= {n for n, after in _uses(calls, solved) if after != solved.weights.get(n)}
     found = []
 
     def sent(tensor: int, after: Layout) -> tuple[int, int]:
@@ -320,6 +321,12 @@ def priced(
         len(entering),
         frozenset(names[n] for n in again),
     )
+
+
+def _uses(calls: Sequence[Call], solved: Solved) -> Iterator[tuple[int, Layout]]:
+    """Yield what calls take, and in which layout."""
+    for call, planned in zip(calls, solved.calls, strict=True):
+        yield from zip(call.takes, planned.takes, strict=True)
 
 
 def routed_calls(graph: Graph, layer: int) -> list[Call]:

@@ -9,7 +9,7 @@ A `ShardedTensor` reports the shape of the whole, so that code that looks at sha
 Autograd sees the shards and the conversions between them, and nothing else.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -61,9 +61,10 @@ class ShardedTensor(Tensor):
             return _answer(func, args, kwargs)
         if func is multi_head_attention_forward:  # its calls were recorded, not itself
             return LOOKED_INTO(*args, **kwargs)
-        given = _tensors_of(args, {})
+        given: dict[int, Tensor] = {}
+        _find_tensors(args, given)
         if kwargs:
-            _tensors_of(kwargs, given)
+            _find_tensors(kwargs.values(), given)
         run = next(each.run for each in given.values() if isinstance(each, ShardedTensor))
         with without_torch_function():
             return run.call(func, args, kwargs, given)
@@ -120,31 +121,31 @@ def _bare(shape: Shape, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _tensors_of(value: Any, found: dict[int, Tensor]) -> dict[int, Tensor]:
+def _find_tensors(values: Iterable[Any], found: dict[int, Tensor]) -> None:
     """Add the distinct tensors among arguments to those found, in order of first sight."""
-    if isinstance(value, Tensor):
-        found[id(value)] = value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            _tensors_of(part, found)
-    elif isinstance(value, dict):
-        for part in value.values():
-            _tensors_of(part, found)
+    for value in values:
+        if isinstance(value, Tensor):
+            found[id(value)] = value
+        elif isinstance(value, _HOLD_OTHERS):
+            _find_tensors(value.values() if isinstance(value, dict) else value, found)
+
+
+def _replaced(values: Iterable[Any], by: Mapping[int, Tensor]) -> list[Any]:
+    """Return arguments with tensors replaced by others, by the id of each."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(by[id(value)])
+        elif type(value) is tuple or type(value) is list:
+            found.append(type(value)(_replaced(value, by)))
+        elif isinstance(value, _HOLD_OTHERS):
+            found.append(tree_map(lambda t: by[id(t)], value))
+        else:
+            found.append(value)
     return found
 
 
-def _replaced(value: Any, by: Mapping[int, Tensor]) -> Any:
-    """Return arguments with tensors replaced by others, by the id of each."""
-    if isinstance(value, Tensor):
-        return by[id(value)]
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind([_replaced(part, by) for part in value])
-    if kind is dict:
-        return {key: _replaced(part, by) for key, part in value.items()}
-    return (
-        tree_map(lambda t: by[id(t)], value) if isinstance(value, tuple | list | dict) else value
-    )
+_HOLD_OTHERS = (tuple, list, dict)
 
 
 Known = dict[int, list[tuple[list[tuple[Shape, Layout]], tuple[Shape, ...] | None, Sized]]]
@@ -180,8 +181,7 @@ class LayerRun:
                     )
                 shape[state.dim] = sum(state.sizes)
         whole = tuple(shape)
-        with without_torch_function():
-            found = _bare(whole, local.dtype).as_subclass(ShardedTensor)
+        found = _bare(whole, local.dtype).as_subclass(ShardedTensor)
         found.run, found.whole_shape, found.made_by = self, whole, (-1, 0)
         found.become(local, layout)
         return found
@@ -218,14 +218,21 @@ class LayerRun:
         planned = self._planned(func)
         if len(tensors) != len(planned.takes):
             raise self._other_number("tensors", tensors, planned.takes)
-        given = [self._lifted(tensor) for tensor in tensors.values()]
+        given = [
+            tensor if isinstance(tensor, ShardedTensor) else self.wrapped(tensor, self._whole)
+            for tensor in tensors.values()
+        ]
         sized = self._sizes(planned, given, (func, args, kwargs))
-        locals_ = [self._held_as(t, to) for t, to in zip(given, sized.takes, strict=True)]
+        locals_ = [
+            tensor.local if tensor.held is layout else self._held_as(tensor, layout)
+            for tensor, layout in zip(given, sized.takes, strict=True)
+        ]
         for place in planned.changes:
             if locals_[place] is not given[place].local:
                 locals_[place] = locals_[place].clone()
         by = dict(zip(tensors, locals_, strict=True))
-        args, kwargs = _replaced(args, by), _replaced(kwargs, by)
+        args = _replaced(args, by)
+        kwargs = dict(zip(kwargs, _replaced(kwargs.values(), by), strict=True))
         kernel = kernel_of(planned.function)
         if kernel is None:
             result = func(*args, **kwargs)
@@ -233,12 +240,14 @@ class LayerRun:
             result = kernel(func, args, kwargs, Local(sized, self._axes))
         for place in planned.changes:
             given[place].become(result, sized.gives[0])
-        leaves, structure = ([result], None) if isinstance(result, Tensor) else flatten(result)
+        if isinstance(result, Tensor) and len(sized.gives) == 1:
+            return self._given(result, 0, sized.gives[0], given)
+        leaves, structure = flatten(result)
         if len(leaves) != len(sized.gives):
             raise self._other_number("results", leaves, sized.gives)
         pairs = enumerate(zip(leaves, sized.gives, strict=True))
         found = [self._given(local, place, layout, given) for place, (local, layout) in pairs]
-        return found[0] if structure is None else unflatten(structure, found)
+        return unflatten(structure, found)
 
     def _sizes(
         self, planned: PlannedCall, given: Sequence[ShardedTensor], how: tuple[Any, Any, Any]
@@ -265,9 +274,6 @@ class LayerRun:
             found = self.wrapped(local, layout)
         found.made_by = self._next - 1, place
         return found
-
-    def _lifted(self, tensor: Tensor) -> ShardedTensor:
-        return tensor if isinstance(tensor, ShardedTensor) else self.wrapped(tensor, self._whole)
 
     def _held_as(self, tensor: ShardedTensor, layout: Layout) -> Tensor:
         """Return what this device holds of a tensor that is to be in another layout."""

@@ -9,6 +9,7 @@ Every device of an axis finds the same, since it knows the slices of all.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -57,10 +58,16 @@ def size(
             for state, own in zip(states, growing, strict=True):
                 own.grow(state, units, parts, (length, axis.rank))
     return Sized(
-        tuple(tuple(own.layout) for own in takes),
-        tuple(tuple(own.layout) for own in results),
+        tuple(_the_same(tuple(own.layout)) for own in takes),
+        tuple(_the_same(tuple(own.layout)) for own in results),
         gives,
     )
+
+
+@lru_cache(maxsize=4096)
+def _the_same(layout: Layout) -> Layout:
+    """Return one object for equal layouts: these are compared at once."""
+    return layout
 
 
 def size_like(

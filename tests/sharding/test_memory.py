@@ -1,5 +1,6 @@
 """What a device holds and sends is what a plan says, counted in bytes."""
 
+import gc
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,11 @@ from penstock.model.layer_list import as_layers
 from penstock.planner.placement import Placement
 from penstock.sharding.at_rest import keep_slices
 from penstock.sharding.convert import _moved as MOVED
+from penstock.sharding.costs import Costs
 from penstock.sharding.divided import DividedLayer
 from penstock.sharding.layouts import Move
 from penstock.sharding.plan import sent_bytes
+from penstock.sharding.stages import plan_sharding
 from tests.distributed.call import call
 from tests.sharding.cases import gpt_block
 from tests.sharding.fuzz import random_plan
@@ -37,6 +40,36 @@ def test_each_shard_holds_its_share_and_saves_what_its_plan_counts(tmp_path: Pat
         assert by_plan.keys() == set(PLANS)
         for saves, counted in by_plan.values():
             assert saves == pytest.approx(counted, rel=0.1)
+
+
+def gathered(mesh: Mesh, plan: str) -> tuple[int, int, int]:
+    """Return how many weights of a block are cut, how many of them its backward gathers again, and
+    how many are whole anywhere in memory after a forward without a gradient.
+    """
+    module, whole = gpt_block(), torch.randn(4, 8, 8)
+    graph = record_graph(as_layers([module]), whole.clone().requires_grad_())
+    own = plan_sharding(plan, graph, ["0"], Costs.usual((NUM_SHARDS,))).layers[0]
+    divided = DividedLayer(0, module, own, mesh.shard_axes)
+    keep_slices(divided.cut)
+    shapes = {cut.shape for cut in divided.cut.values()}
+    with torch.no_grad():
+        divided.call(partial(module, whole), {})
+    alive = [x for x in gc.get_objects() if type(x) is Tensor and x.device.type == "cpu"]
+    return len(divided.cut), len(own.again), sum(tuple(x.shape) in shapes for x in alive)
+
+
+def test_no_weight_stays_whole_after_a_layer_and_only_gathered_ones_come_again(
+    tmp_path: Path,
+) -> None:
+    placement = Placement.of(range(1), num_shards=NUM_SHARDS)
+    for cut, again, alive in call(gathered, placement, tmp_path, plan="zero3"):
+        assert cut
+        assert again
+        assert not alive
+    for cut, again, alive in call(gathered, placement, tmp_path, plan="megatron"):
+        assert cut
+        assert not again  # used as they are held
+        assert not alive
 
 
 def sent(mesh: Mesh, seeds: list[int]) -> list[tuple[int, int]]:
