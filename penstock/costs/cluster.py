@@ -144,8 +144,8 @@ class Cluster:
 
     @cached_property
     def for_collectives(self) -> Self:
-        """The cluster as the rounds of a collective see it: in place, where a message of a pipeline
-        is copied at both ends, one after the other.
+        """The cluster as rounds of a collective see it: in place, where a message of a pipeline is
+        copied at both ends, one after the other.
         """
         hosts = (replace(h, port=h.collectives or h.port) for h in self.hosts)
         return replace(self, hosts=tuple(hosts))
