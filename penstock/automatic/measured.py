@@ -24,16 +24,9 @@ from penstock.trace.units import count_text
 
 from .choose import MeshTask
 
-_THREADS = 1
-"""Of a stage that is planned."""
-
 
 def check_measurable(layers: Layers, inputs: Any, cluster: Cluster | None) -> None:
-    """Refuse to measure what cannot run, or runs on another kind of device than is planned for.
-
-    Raises:
-        ConfigError: says what to give instead.
-    """
+    """Refuse to measure what cannot run, or runs on another kind of device than is planned for."""
     modules = (step.module for step in layers)
     tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     tensors += [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
@@ -48,12 +41,8 @@ def check_measurable(layers: Layers, inputs: Any, cluster: Cluster | None) -> No
 
 
 def with_measured(task: MeshTask, layers: Layers, inputs: Any) -> MeshTask:
-    """Return a task for which layers are measured here, once for each number of micro-batches.
-
-    The cluster's first device is the one that they are on.
-
-    Raises:
-        ConfigError: they cannot be measured.
+    """Return a task for which layers are measured here, on the cluster's first device, once for
+    each number of micro-batches.
     """
     check_measurable(layers, inputs, task.cluster)
     return replace(task, factors_of=cache(partial(_factors, task, layers, inputs)))
@@ -67,11 +56,9 @@ def _factors(
     """
     part, graph = first_microbatch(inputs, num_microbatches), task.graph_of(num_microbatches)
     with saying(f"measuring {count_text(len(layers), 'layer')}"):
-        found = measure_layers(layers, part, _THREADS, call=StageCalls(layers))
-    costs, of_kind = Costs((1,), task.cluster), dict[str, float]()
-    known_s = [
-        of_kind.setdefault(graph.signature(step.index), whole_s(graph, step.index, costs))
-        for step in layers
-    ]
-    taken_s = [own.forward_s + own.backward_s for own in found]
-    return tuple(a / b if a and b else 1.0 for a, b in zip(taken_s, known_s, strict=True))
+        found = measure_layers(layers, part, 1, call=StageCalls(layers))  # a stage has one thread
+    costs, of_kind, factors = Costs((1,), task.cluster), dict[str, float](), list[float]()
+    for n, own in enumerate(found):
+        known_s = of_kind.setdefault(graph.signature(n), whole_s(graph, n, costs))
+        factors.append((own.forward_s + own.backward_s) / known_s if known_s else 1.0)
+    return tuple(own or 1.0 for own in factors)

@@ -6,7 +6,7 @@ a shape               one integer program for each kind of layer, composed for a
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from math import prod
@@ -161,13 +161,8 @@ class MeshPrices:
         if key not in self.shared:
             ready, _ = ready_plan(self.plan)
             devices = self.devices(submesh)
-            costs = Costs(
-                shape,
-                self.cluster,
-                self.num_microbatches,
-                devices=devices,
-                factors=self.factors,
-            )
+            costs = Costs(shape, self.cluster, self.num_microbatches, devices=devices)
+            costs = replace(costs, factors=self.factors)
             every, names = range(len(self.names)), [*self.names]
             search = partial(Search, self.graph, names, Part(every), ready, costs)
             facts = f"{self.graph.digest} {names} {self.plan} {costs}"

@@ -52,7 +52,7 @@ def _host_rows(hosts: tuple[Host, ...]) -> Iterator[tuple[str, ...]]:
         kinds = {kind: host.devices.count(kind) for kind in dict.fromkeys(host.devices)}
         others = {"processes": host.processes, "collectives": host.collectives}
         named = ", ".join(f"{what}: {link}" for what, link in others.items() if link)
-        port = (host.port or "-") + f" ({named})" * bool(named)
+        port = (host.port or "-") + (named and f" ({named})")
         cards = f"{host.cards} x " if host.network and host.cards > 1 else ""
         yield (
             host.name,

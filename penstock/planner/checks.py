@@ -77,19 +77,6 @@ def check_predicted(
         check_count("batch_size", batch_size)
 
 
-def check_factors(factors: Sequence[float], num_layers: int) -> None:
-    """Refuse what no layers can take, by what was estimated; () is nothing.
-
-    Raises:
-        ConfigError: one is no number above 0, or they are not as many as the layers.
-    """
-    if len(factors) not in (0, num_layers) or not all(0 < own < math.inf for own in factors):
-        raise ConfigError(
-            f"layer_factors={factors!r:.80} of a plan with {num_layers} layers; give a number "
-            "above 0 for each layer, or ()"
-        )
-
-
 def check_whole(name: str, value: Any) -> int:
     """Return `value` as an int if it is a whole number, of numpy say.
 

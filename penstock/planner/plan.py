@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.layer_facts import LayerFacts, first_difference
+from penstock.costs.layer_facts import LayerFacts, check_factors, first_difference
 from penstock.errors import ConfigError, PlanError, UnreadableError, check_count
 from penstock.plain_values import from_json, path_of, to_json
 from penstock.schedules.family import Family
@@ -15,14 +15,7 @@ from penstock.schedules.names import SCHEDULE_NAMES
 from penstock.trace.units import columns, count_text, time_text
 from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport
 
-from .checks import (
-    check_bytes,
-    check_factors,
-    check_partition,
-    check_predicted,
-    check_timeout,
-    check_whole,
-)
+from .checks import check_bytes, check_partition, check_predicted, check_timeout, check_whole
 from .placement import Placement
 from .stage_rows import PredictedStage, segments_of, stage_rows
 from .unsplit import Unsplit, check_unsplit, divides_backwards, unsplit_lines

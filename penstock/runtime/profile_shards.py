@@ -7,7 +7,7 @@ a mesh of 2    shard 0 ── measured here: its slices of weights and values
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
@@ -128,7 +128,7 @@ class _Silent(Collectives):
     """
 
     cluster: Cluster
-    spent_s: list[float] = field(default_factory=list)
+    spent_s: list[float]
 
     def all_reduce(self, tensor: Tensor, what: str, by: Any = None) -> None:
         self.spent_s.append(all_reduce_s(self.cluster, self.ranks, tensor.nbytes))
@@ -168,12 +168,13 @@ class _ShardCalls:
         self._given: dict[int, list[Any]] = {}
         ends = pairwise(accumulate(plan.partition, initial=0))
         self._stage_of = [n for n, run in enumerate(ends) for _ in range(*run)]
+        self._spent_s: list[list[float]] = [[] for _ in plan.partition]
         self._axes = [
             tuple(
-                _Silent(ranks=[places[rank] for rank in lines[0]], cluster=cluster)
+                _Silent(ranks=[places[rank] for rank in lines[0]], cluster=cluster, spent_s=own)
                 for lines in plan.placement.shard_lines(stage)
             )
-            for stage in range(plan.num_stages)
+            for stage, own in enumerate(self._spent_s)
         ]
         self._layers: dict[int, DividedLayer | WholeLayer] = {}
         if sharding is None:
@@ -219,9 +220,9 @@ class _ShardCalls:
 
         def perform(layer: LayerRun) -> Any:
             stage = self._stage_of[layer.step.index]
-            self._spent_s(stage)  # what was sent before is of no layer
+            self._spent_s[stage].clear()  # what was sent before is of no layer
             result = self(layer.step, layer.run)
-            forward_s = self._spent_s(stage)
+            forward_s = sum(self._spent_s[stage])
             roots = [tensor for tensor in flatten(result)[0] if tensor.requires_grad]
             weights = [p for p in layer.step.module.parameters() if p.requires_grad]
             wanted = [*(entry.tensor for entry in layer.entries), *weights]
@@ -229,7 +230,7 @@ class _ShardCalls:
                 seeds = [torch.ones_like(root) for root in roots]
                 with untouched_gradients(weights):
                     torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
-            found.append((forward_s, self._spent_s(stage)))
+            found.append((forward_s, sum(self._spent_s[stage]) - forward_s))
             return result
 
         with untouched([step.module for step in layers]):
@@ -240,14 +241,6 @@ class _ShardCalls:
         """Return the bytes of gradients of a layer of which each shard has a part."""
         layer = self._divided.get(number)
         return sum(w.nbytes for own in layer.partial for w in own) if layer else 0
-
-    def _spent_s(self, stage: int) -> float:
-        """Return the seconds of what one stage sent since the last time."""
-        each = [axis.spent_s for axis in self._axes[stage]]
-        found = sum(map(sum, each))
-        for spent_s in each:
-            spent_s.clear()
-        return found
 
 
 def _entered(leaf: Any, layout: Any, axes: Sequence[_Silent]) -> Any:
@@ -281,11 +274,7 @@ def _sized(counted: AtSize, kept: AtSize) -> AtSize:
 def _with_moves(kind: LayerKind, moved_s: tuple[float, float]) -> LayerKind:
     own, (forward_s, backward_s) = kind.seconds, moved_s
     assert own is not None, "it was measured"
-    seconds = replace(
-        own,
-        forward_s=own.forward_s + forward_s,
-        recompute_s=own.recompute_s + forward_s,
-        backward_s=own.backward_s + backward_s,
-        input_s=own.input_s + backward_s,
-    )
+    forwards = {"forward_s": own.forward_s + forward_s, "recompute_s": own.recompute_s + forward_s}
+    backwards = {"backward_s": own.backward_s + backward_s, "input_s": own.input_s + backward_s}
+    seconds = replace(own, **forwards, **backwards)  # type: ignore[arg-type]  # by name
     return replace(kind, seconds=seconds)

@@ -224,11 +224,9 @@ def measure_processes(num_bytes: int, budget_s: float) -> dict[str, MeasuredLink
                 f"two processes of this host could not be measured: {lines[-1]}"
             ) from None
         spreads = json.loads(result.read_text())
-    links = {"processes": spreads[:-2], "collectives": spreads[-2:]}
-    return {
-        name: MeasuredLink(num_bytes, *(Spread(*own) for own in found))
-        for name, found in links.items()
-    }
+    found = [Spread(*spread) for spread in spreads]
+    links = {"processes": found[:-2], "collectives": found[-2:]}
+    return {name: MeasuredLink(num_bytes, *own) for name, own in links.items()}
 
 
 class _Ends:
