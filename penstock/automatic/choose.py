@@ -51,9 +51,10 @@ _MOST, _MARGIN = 4, 1.5
 class MeshTask:
     """What is to be planned: a model, the graphs of its micro-batches, and what it is to run on.
 
-    `graph_of(M)` is the graph of one of M micro-batches; `names` are those of layers in it.
+    `graph_of(M)` is the graph of one of M micro-batches; `names` are those of layers in it, and
+    `factors_of(M)` the measured seconds of each by those of the roofline; () is as estimated.
     `prices` and `ways` restrict what is tried; copies with another restriction have `searches`,
-    by number of micro-batches and sharding, together.
+    by number of micro-batches, sharding and factors, together.
     """
 
     model: Model
@@ -66,7 +67,8 @@ class MeshTask:
     sharding: str = "auto"
     prices: Callable[..., MeshPrices] = MeshPrices
     ways: Sequence[Way] = WAYS
-    searches: dict[tuple[int, str], dict[object, RememberedSearch]] = field(default_factory=dict)
+    factors_of: Callable[[int], tuple[float, ...]] = lambda number: ()
+    searches: dict[object, dict[object, RememberedSearch]] = field(default_factory=dict)
 
     @property
     def numbers(self) -> list[int]:
@@ -133,8 +135,9 @@ def _look(task: MeshTask, number: int, way: Way, found: list[Candidate], lacks: 
     """Add the candidates of so many micro-batches and a way to keep less to those that are found,
     or what is missing.
     """
-    shared = task.searches.setdefault((number, task.sharding), {})
-    how = (task.cluster, number, task.sharding, way, shared)
+    factors = task.factors_of(number)
+    shared = task.searches.setdefault((number, task.sharding, factors), {})
+    how = (task.cluster, number, task.sharding, way, shared, factors)
     prices = task.prices(task.graph_of(number), task.names, task.model.spans, *how)
     price = prices.price if tuple(task.families) == (gpipe,) else partial(price_1f1b, prices)
     sized = Task(len(task.names), hosts_of(task.cluster), price, number)
@@ -255,6 +258,7 @@ def _plan(task: MeshTask, best: Candidate) -> Plan:
         batch_size=task.batch_size,
         cluster=task.cluster,
         predicted_stages=tuple(_predicted(best)),
+        layer_factors=prices.factors,
     )
 
 

@@ -32,6 +32,7 @@ from penstock.trace.progress import saying
 from .choose import MeshTask, plan_on_meshes
 from .clusters import MOST_CLUSTERS, clustered
 from .hosts import check_devices, check_hosts
+from .measured import check_measurable, with_measured
 
 _WHAT = "for rank 0 to plan"
 
@@ -46,6 +47,7 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
     num_microbatches: int | None = None,
     num_layers: int | None = None,
     sharding: str = "auto",
+    measure: bool = False,
     seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     device: torch.device | str | None = None,
@@ -70,6 +72,8 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
         num_layers: into how many the model's layers are clustered before stages are cut at their
             ends (Alpa's L); default: all stay, or 128 where there are more.
         sharding: the ready plan by which operators are divided.
+        measure: whether to run the layers first, whole and where they are, and take times (on rank
+            0): their operators then take as many times the estimate as the layer did.
         seed: of the layers' random streams.
         timeout_s: deadline of every wait between processes, in seconds.
         device: what this process computes on, as for `init_mesh`.
@@ -77,7 +81,8 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
 
     Raises:
         ConfigError: the cluster has another number of devices than there are processes; the
-            processes were given different arguments; the model has fewer layers than asked for.
+            processes were given different arguments; the model has fewer layers than asked for;
+            layers are to be measured and have no values, or are not on the kind of the devices.
         PlanError: nothing fits; says what is missing.
     """
     end_with_launcher()
@@ -96,6 +101,8 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
         check_devices(cluster, count)
     if num_layers is not None:
         check_count("num_layers", num_layers)
+    if measure:
+        check_measurable(layers, example_inputs, cluster)
 
     def planned() -> str:
         devices = cluster or this_cluster(count)
@@ -106,6 +113,7 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
             num_microbatches=num_microbatches,
             num_layers=num_layers,
             sharding=sharding,
+            measure=measure,
         ).to_json()
 
     mesh: Mesh | None = None
@@ -113,7 +121,7 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
         plan = Plan.from_json(planned())
     else:
         numbers = {"num_microbatches": num_microbatches, "num_layers": num_layers}
-        given = {"batch_size": batch_size, **numbers, "sharding": sharding}
+        given = {"batch_size": batch_size, **numbers, "sharding": sharding, "measure": measure}
         world, place = meet(given, timeout_s, device)
         if cluster is not None:
             check_hosts(cluster, world, place)
@@ -125,7 +133,7 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
     )
 
 
-def plan_for(
+def plan_for(  # noqa: PLR0913 - as `parallelize`
     layers: Any,
     example_inputs: Any,
     cluster: Cluster,
@@ -133,13 +141,16 @@ def plan_for(
     num_microbatches: int | None = None,
     num_layers: int | None = None,
     sharding: str = "auto",
+    measure: bool = False,
 ) -> Plan:
-    """Plan stages on sub-meshes of a cluster, with their sharding; no device of it is needed.
+    """Plan stages on sub-meshes of a cluster, with their sharding; no device of it is needed, but
+    the first one to measure.
 
     Arguments and errors are those of `parallelize`; all devices are used.
     """
+    layers = resolve_layers(layers, example_inputs)
     task = mesh_task(layers, example_inputs, cluster, num_microbatches, sharding, num_layers)
-    return plan_on_meshes(task)
+    return plan_on_meshes(with_measured(task, layers, example_inputs) if measure else task)
 
 
 def mesh_task(

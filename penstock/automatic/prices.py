@@ -6,7 +6,7 @@ a shape               one integer program for each kind of layer, composed for a
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from math import prod
@@ -95,6 +95,8 @@ class MeshPrices:
     way: Way = WAYS[0]
     shared: dict[object, RememberedSearch] = field(default_factory=dict)
     """The search of each shape, which several ways have together."""
+    factors: tuple[float, ...] = ()
+    """Measured seconds of each layer by those of the roofline, where layers were measured."""
 
     def price(self, start: int, end: int, submesh: Submesh) -> Price | None:
         """Return the price of layers [start, end); None where the cut is inside a span, or nothing
@@ -160,6 +162,7 @@ class MeshPrices:
             ready, _ = ready_plan(self.plan)
             devices = self.devices(submesh)
             costs = Costs(shape, self.cluster, self.num_microbatches, devices=devices)
+            costs = replace(costs, factors=self.factors)
             every, names = range(len(self.names)), [*self.names]
             search = partial(Search, self.graph, names, Part(every), ready, costs)
             facts = f"{self.graph.digest} {names} {self.plan} {costs}"

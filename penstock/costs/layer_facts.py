@@ -64,3 +64,12 @@ def first_difference(
         f"it has {len(known)} layers and the model {len(found)}; layer {n}, {longer[n]}, is in "
         f"the {where} only"
     )
+
+
+def check_factors(factors: Sequence[float], num_layers: int) -> None:
+    """Refuse what layers cannot take by estimated times: numbers above 0 for each, or ()."""
+    if len(factors) not in (0, num_layers) or not all(own > 0 for own in factors):
+        raise ConfigError(
+            f"layer_factors={factors!r:.80} of a plan with {num_layers} layers; give a number "
+            "above 0 for each layer, or ()"
+        )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.layer_facts import LayerFacts, first_difference
+from penstock.costs.layer_facts import LayerFacts, check_factors, first_difference
 from penstock.errors import ConfigError, PlanError, UnreadableError, check_count
 from penstock.plain_values import from_json, path_of, to_json
 from penstock.schedules.family import Family
@@ -52,6 +52,7 @@ class Plan:
     A planner says for which `batch_size`, over all replicas, it made the plan, how long it
     predicted a step to take, optimizer included, and `why` it chose it, in lines; and on which
     `cluster`, where it divided operators by its links: None is a host of eight A100s.
+    `layer_factors` are the measured seconds of each layer by the estimated ones, if it measured.
 
     `print(plan)` is a table; `save` and `load` write and read JSON; `dataclasses.replace` makes
     another plan of it.
@@ -85,10 +86,16 @@ class Plan:
     why: tuple[str, ...] = ()
     cluster: Cluster | None = None
     predicted_stages: tuple[PredictedStage, ...] | None = None
+    layer_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         names = ("layers", "partition", "recompute", "offload", "predicted_s", "unsplit", "why")
-        for name in (*names, *_OF_RANKS, "predicted_stages"):  # as JSON gives them back
+        for name in (
+            *names,
+            *_OF_RANKS,
+            "predicted_stages",
+            "layer_factors",
+        ):  # as JSON gives them back
             given = getattr(self, name)
             object.__setattr__(self, name, None if given is None else tuple(given))
         self._check_sharding()
@@ -123,6 +130,7 @@ class Plan:
                 )
         check_predicted(self.predicted_s, self.predicted_step_s, self.batch_size)
         check_bytes(self.placement.num_places, {n: getattr(self, n) for n in _OF_RANKS})
+        check_factors(self.layer_factors, len(self.layers))
         check_unsplit(self.unsplit or (), len(self.layers))
         wanted = self.schedule.ranks(self.num_stages)
         if self.placement.places != wanted:

@@ -7,7 +7,7 @@ a mesh of 2    shard 0 ── measured here: its slices of weights and values
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
@@ -98,10 +98,10 @@ def profile_shards(  # noqa: PLR0913 - the front door: each a keyword with a def
             f"sharding={plan.sharding!r} gathers weights once a step, which is not priced; use "
             "'zero3', which gathers them for each layer, or a plan that keeps what it divides"
         )
-    calls = _ShardCalls(own, plan, sharding)
+    calls = _ShardCalls(own, plan, sharding, cluster.between_processes())
     calls.note(own, inputs)
     found = _sized(counted, measure_bytes(own, inputs, left_bytes, call=calls))
-    moved_s = calls.moved_s(own, inputs, cluster.between_processes())
+    moved_s = calls.moved_s(own, inputs)
     threads = plan.threads_per_stage
     how = How(threads=threads, call=lambda _: calls, divide=divided_backward)
     objective = None if loss is None else Objective(loss, target)
@@ -123,34 +123,34 @@ def profile_shards(  # noqa: PLR0913 - the front door: each a keyword with a def
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Silent(Collectives):
-    """An axis of which this is the first device, and the others are not there: what is sent is
-    counted, by name and bytes, and what comes has the values of what is here.
+    """An axis of which this is the first device, and the others are not there: what would be sent
+    takes seconds over the cluster's links, and what comes has the values of what is here.
     """
 
-    sent: list[tuple[str, int]] = field(default_factory=list)
+    cluster: Cluster
+    spent_s: list[float]
 
     def all_reduce(self, tensor: Tensor, what: str, by: Any = None) -> None:
-        self.sent.append(("all_reduce", tensor.nbytes))
+        self.spent_s.append(all_reduce_s(self.cluster, self.ranks, tensor.nbytes))
 
     def all_gather(
         self, tensor: Tensor, what: str, shapes: Sequence[Shape] | None = None
     ) -> list[Tensor]:
         shapes = [tensor.shape] * self.size if shapes is None else shapes
-        self.sent.append(("all_gather", tensor.element_size() * sum(map(prod, shapes))))
+        num_bytes = tensor.element_size() * sum(map(prod, shapes))
+        self.spent_s.append(all_gather_s(self.cluster, self.ranks, num_bytes))
         return [_of_shape(tensor, shape) for shape in shapes]
 
     def all_to_all(
         self, parts: Sequence[Tensor], shapes: Sequence[Shape], what: str
     ) -> list[Tensor]:
-        self.sent.append(("all_to_all", sum(part.nbytes for part in parts)))
+        num_bytes = sum(part.nbytes for part in parts)
+        self.spent_s.append(all_to_all_s(self.cluster, self.ranks, num_bytes))
         return [_of_shape(parts[0], shape) for shape in shapes]
 
 
 def _of_shape(tensor: Tensor, shape: Shape) -> Tensor:
     return torch.zeros(*shape, dtype=tensor.dtype)
-
-
-_SECONDS = {"all_reduce": all_reduce_s, "all_gather": all_gather_s, "all_to_all": all_to_all_s}
 
 
 class _ShardCalls:
@@ -160,14 +160,21 @@ class _ShardCalls:
     they are; later runs pass copies of them, without their layouts.
     """
 
-    def __init__(self, layers: Layers, plan: Plan, sharding: Sharding | None) -> None:
-        self._call, self._plan = StageCalls(layers), plan
+    def __init__(
+        self, layers: Layers, plan: Plan, sharding: Sharding | None, cluster: Cluster
+    ) -> None:
+        self._call = StageCalls(layers)
+        places = plan.placement.cluster_places or range(plan.placement.num_ranks)
         self._given: dict[int, list[Any]] = {}
         ends = pairwise(accumulate(plan.partition, initial=0))
         self._stage_of = [n for n, run in enumerate(ends) for _ in range(*run)]
+        self._spent_s: list[list[float]] = [[] for _ in plan.partition]
         self._axes = [
-            tuple(_Silent(ranks=range(n)) for n in plan.placement.shard_axes_of(stage))
-            for stage in range(plan.num_stages)
+            tuple(
+                _Silent(ranks=[places[rank] for rank in lines[0]], cluster=cluster, spent_s=own)
+                for lines in plan.placement.shard_lines(stage)
+            )
+            for stage, own in enumerate(self._spent_s)
         ]
         self._layers: dict[int, DividedLayer | WholeLayer] = {}
         if sharding is None:
@@ -190,7 +197,6 @@ class _ShardCalls:
         """Run all layers, and note in which layouts they are given what."""
         with untouched([step.module for step in layers]), torch.no_grad():
             layers.run(inputs, self)
-        self._sent(self._axes)
 
     def __call__(self, step: Step, function: Any) -> Any:
         """Call one layer, or the loss, which all devices compute alike."""
@@ -208,14 +214,15 @@ class _ShardCalls:
         layer = self._layers.get(step.index)
         return again() if layer is None else layer.call(again, {})
 
-    def moved_s(self, layers: Layers, inputs: Any, cluster: Cluster) -> list[tuple[float, float]]:
+    def moved_s(self, layers: Layers, inputs: Any) -> list[tuple[float, float]]:
         """Return the seconds of the collectives of each layer, in its forward and its backward."""
         found: list[tuple[float, float]] = []
 
         def perform(layer: LayerRun) -> Any:
             stage = self._stage_of[layer.step.index]
+            self._spent_s[stage].clear()  # what was sent before is of no layer
             result = self(layer.step, layer.run)
-            forward_s = self._seconds(stage, cluster)
+            forward_s = sum(self._spent_s[stage])
             roots = [tensor for tensor in flatten(result)[0] if tensor.requires_grad]
             weights = [p for p in layer.step.module.parameters() if p.requires_grad]
             wanted = [*(entry.tensor for entry in layer.entries), *weights]
@@ -223,7 +230,7 @@ class _ShardCalls:
                 seeds = [torch.ones_like(root) for root in roots]
                 with untouched_gradients(weights):
                     torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
-            found.append((forward_s, self._seconds(stage, cluster)))
+            found.append((forward_s, sum(self._spent_s[stage]) - forward_s))
             return result
 
         with untouched([step.module for step in layers]):
@@ -234,25 +241,6 @@ class _ShardCalls:
         """Return the bytes of gradients of a layer of which each shard has a part."""
         layer = self._divided.get(number)
         return sum(w.nbytes for own in layer.partial for w in own) if layer else 0
-
-    def _seconds(self, stage: int, cluster: Cluster) -> float:
-        """Price what was sent since the last time, on one stage."""
-        placement = self._plan.placement
-        places = placement.cluster_places or range(placement.num_ranks)
-        lines = [line[0] for line in placement.shard_lines(stage)]
-        return sum(
-            _SECONDS[name](cluster, [places[rank] for rank in line], num_bytes)
-            for line, sent in zip(lines, self._sent([self._axes[stage]]), strict=True)
-            for name, num_bytes in sent
-        )
-
-    def _sent(self, stages: Sequence[Sequence[_Silent]]) -> list[list[tuple[str, int]]]:
-        """Return what was sent along axes since the last time."""
-        axes = [axis for own in stages for axis in own]
-        found = [[*axis.sent] for axis in axes]
-        for axis in axes:
-            axis.sent.clear()
-        return found
 
 
 def _entered(leaf: Any, layout: Any, axes: Sequence[_Silent]) -> Any:
@@ -286,11 +274,7 @@ def _sized(counted: AtSize, kept: AtSize) -> AtSize:
 def _with_moves(kind: LayerKind, moved_s: tuple[float, float]) -> LayerKind:
     own, (forward_s, backward_s) = kind.seconds, moved_s
     assert own is not None, "it was measured"
-    seconds = replace(
-        own,
-        forward_s=own.forward_s + forward_s,
-        recompute_s=own.recompute_s + forward_s,
-        backward_s=own.backward_s + backward_s,
-        input_s=own.input_s + backward_s,
-    )
+    forwards = {"forward_s": own.forward_s + forward_s, "recompute_s": own.recompute_s + forward_s}
+    backwards = {"backward_s": own.backward_s + backward_s, "input_s": own.input_s + backward_s}
+    seconds = replace(own, **forwards, **backwards)  # type: ignore[arg-type]  # by name
     return replace(kind, seconds=seconds)

@@ -146,6 +146,7 @@ def sharding_of(plan: Plan, graph: Graph, names: Sequence[str]) -> Sharding:
     costs = Costs.usual(max(meshes, key=prod), *counts)
     if plan.cluster is not None:
         costs = Costs(costs.mesh, plan.cluster, *counts)
+    costs = replace(costs, factors=plan.layer_factors)
     each = [replace(costs, mesh=m, devices=plan.devices_of(n)) for n, m in enumerate(meshes)]
     return _planned(Wanted.of(plan.sharding), graph, names, each, stages=stages)
 

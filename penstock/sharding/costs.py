@@ -44,7 +44,8 @@ class Costs:
     neighbours along the last axis.
 
     `num_microbatches` share a step's sum of gradients, `num_in_flight` of them are kept at once;
-    an optimizer keeps `state_bytes` for each byte of a weight (Adam: 2).
+    an optimizer keeps `state_bytes` for each byte of a weight (Adam: 2).  Operators of layer n
+    take `factors[n]` times the roofline's seconds: as many as measured, where it was measured.
     """
 
     mesh: tuple[int, ...]
@@ -53,6 +54,7 @@ class Costs:
     num_in_flight: int = 1
     state_bytes: float = 2.0
     devices: tuple[int, ...] = ()
+    factors: tuple[float, ...] = ()
 
     @classmethod
     def usual(cls, mesh: Sequence[int], num_microbatches: int = 1, num_in_flight: int = 1) -> Self:
@@ -65,7 +67,12 @@ class Costs:
     def call_s(self, call: Call, planned: PlannedCall) -> float:
         """Return the seconds of a call, forward and backward."""
         parts = prod(n for n, choice in zip(self.mesh, planned.choices, strict=True) if choice.cut)
-        return sum(self._operator_s(operator, parts) for operator in call.operators)
+        own = sum(self._operator_s(operator, parts) for operator in call.operators)
+        return own * self.factor(call.layer)
+
+    def factor(self, layer: int) -> float:
+        """Return how many times the roofline's seconds the operators of a layer take."""
+        return self.factors[layer] if self.factors else 1.0
 
     def forward_s(self, calls: Sequence[Call], plan: LayerSharding, seconds: float) -> float:
         """Return what of a layer's seconds is its forward; conversions by what they send."""
@@ -74,7 +81,7 @@ class Costs:
         for call, own in zip(calls, planned, strict=True):
             parts = prod(n for n, c in zip(self.mesh, own.choices, strict=True) if c.cut)
             for operator in call.operators:
-                operator_s = self._operator_s(operator, parts)
+                operator_s = self._operator_s(operator, parts) * self.factor(call.layer)
                 every_s += operator_s
                 forward_s += operator_s if operator.part is Part.FORWARD else 0.0
         sent = plan.forward_bytes + plan.backward_bytes

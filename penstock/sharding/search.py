@@ -312,7 +312,7 @@ class Search:
         leaving = self._crossing[place + 1] if after != self._whole else []
         borders = {**dict.fromkeys(entering, before), **dict.fromkeys(leaving, after)}
         places = self._places(layer, {**borders, **self._task.pins})
-        return (self._graph.signature(layer), places), borders
+        return (self._graph.signature(layer), self._costs.factor(layer), places), borders
 
     def _planned(
         self, key: object, layer: int, borders: Borders, byte_s: float

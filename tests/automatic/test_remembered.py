@@ -31,7 +31,10 @@ def graph() -> Graph:
 
 
 def plan_text(
-    cluster: str = "p3.16xlarge", num_microbatches: int = 4, sharding: str = "auto"
+    cluster: str = "p3.16xlarge",
+    num_microbatches: int = 4,
+    sharding: str = "auto",
+    factor: float = 1.0,
 ) -> str:
     task = MeshTask(
         model=Model(facts_of(LAYERS), LAYERS.spans),
@@ -41,6 +44,7 @@ def plan_text(
         batch_size=8,
         num_microbatches=num_microbatches,
         sharding=sharding,
+        factors_of=lambda _: (factor,) * len(LAYERS),
     )
     return str(plan_on_meshes(task))
 
@@ -76,7 +80,9 @@ def test_a_second_plan_searches_nothing_and_is_the_same(
 
 
 @pytest.mark.parametrize(
-    "other", [{"cluster": "dgx-a100"}, {"num_microbatches": 8}, {"sharding": "data"}], ids=str
+    "other",
+    [{"cluster": "dgx-a100"}, {"num_microbatches": 8}, {"sharding": "data"}, {"factor": 2.0}],
+    ids=str,
 )
 def test_what_depends_on_other_things_is_not_taken(
     other: dict[str, Any],

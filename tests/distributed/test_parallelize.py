@@ -14,6 +14,7 @@ from penstock.errors import ConfigError, PlanError
 from penstock.types import Recompute
 from tests.distributed.launch import run
 from tests.distributed.parallel_job import MODELS, cluster_of, train
+from tests.few_devices import cluster
 from tests.sharding.test_pipeline import WORDS, loss, made, piped
 
 
@@ -49,6 +50,14 @@ def test_stages_in_segments_are_the_unsplit_model(tmp_path: Path) -> None:
     plan = Plan.from_json(results[0]["plan"])
     assert [len(mesh[0]) for mesh in plan.placement.meshes] == [1, 2]
     assert plan.schedule.name == "segmented" and set(plan.recompute) == {Recompute.STAGE}
+    check_trained(plan, results)
+
+
+def test_what_rank_0_measured_is_what_all_plan_by(tmp_path: Path) -> None:
+    results = job("1,2", tmp_path, 3, measure=True, num_microbatches=2)
+    plan = Plan.from_json(results[0]["plan"])
+    assert len({*plan.layer_factors}) > 1
+    assert {found["plan"] for found in results} == {results[0]["plan"]}
     check_trained(plan, results)
 
 
@@ -88,6 +97,11 @@ def test_alone_it_is_a_pipeline_of_one_stage() -> None:
 def test_what_cannot_work_is_refused_before_any_process_is_met() -> None:
     with pytest.raises(ConfigError, match="few has 2 devices, and there is 1 process; start one"):
         penstock.parallelize(made(0), WORDS, loss=loss, cluster=cluster_of(2))
+    fast = cluster(1, torch_type="cuda")
+    with pytest.raises(ConfigError, match="model and inputs are on cpu; give both on cuda"):
+        penstock.parallelize(made(0), WORDS, loss=loss, cluster=fast, measure=True)
+    with pytest.raises(ConfigError, match="are on meta; give both on one device, or measure=Fal"):
+        penstock.parallelize(made(0).to("meta"), WORDS.to("meta"), loss=loss, measure=True)
     with pytest.raises(ConfigError, match="batch_size=6, and example_inputs hold 5 samples"):
         penstock.parallelize(made(0), WORDS, loss=loss, cluster=cluster_of(1), batch_size=6)
 

@@ -62,6 +62,7 @@ ODD = Plan(
     why=("it is the fastest",),
     cluster=Cluster.load("p3.16xlarge"),
     predicted_stages=(PredictedStage(1e-9, 2.0, 1 / 3, 10**12, 7, 0),) * 4,
+    layer_factors=(0.1 + 0.2, 1.0, 1e9, 7.0),
 )
 """A plan with no field at its default."""
 
@@ -220,6 +221,8 @@ def without(key: str) -> str:
         (changed(recompute=["stage", ["stage"]]), r"recompute\[1\] must be"),
         (changed(recompute=["stage"]), "2 stages has recompute for 1"),
         (changed(predicted_s=[1.0]), "2 stages has predicted_s for 1"),
+        (changed(layer_factors=[1.0]), r"layer_factors=\(1.0,\) of a plan with 3 layers; give a"),
+        (changed(layer_factors=[1.0, 0.0, 1.0]), "give a number above 0 for each layer"),
         (changed(sharding=[]), "sharding must be a string"),
         (changed(sharding={"weight": {}}), "unknown key sharding.weight; known are plan, weights"),
         (changed(sharding={"weights": {"a": "C"}}), r"pins 'a' to 'C'; a weight at rest is 'I'"),

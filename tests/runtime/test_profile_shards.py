@@ -77,6 +77,8 @@ def test_a_shards_collectives_are_counted_and_priced_by_the_link() -> None:
     one_sum_s = 2 * ALPHA_S
     assert round(block.forward_s / one_sum_s, 2) == round(block.backward_s / one_sum_s, 2) == 2
     assert block.weight_s < ALPHA_S
+    words = sharded.sizes[0].seconds(0)
+    assert words.forward_s + words.backward_s < ALPHA_S  # what others send is not the first one's
 
 
 def test_parts_of_gradients_are_summed_over_shards_once_a_step() -> None:

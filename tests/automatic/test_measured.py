@@ -1,0 +1,123 @@
+"""What a layer was measured to take counts in the place of what is estimated, whole or divided."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.automatic.choose import MeshTask, plan_on_meshes
+from penstock.automatic.measured import with_measured
+from penstock.automatic.parallelize import mesh_task
+from penstock.automatic.prices import WAYS, MeshPrices
+from penstock.model.capture.capture import resolve_layers
+from penstock.planner.packing import Submesh
+from penstock.planner.plan import Plan
+from penstock.runtime.shard import sharding_of
+from penstock.sharding.costs import Costs
+from penstock.sharding.program import whole_s as layer_s
+from penstock.zoo import gpt
+from tests.few_devices import cluster
+
+BATCH, LENGTH, M = 16, 32, 4
+SLOW = 4
+"""The last of four blocks, after the embedding."""
+
+
+@cache
+def task_on(*hosts: int, far: float = 1e9) -> MeshTask:
+    with torch.device("meta"):
+        model = gpt(num_layers=4, width=128, num_heads=4, num_words=64, max_length=LENGTH)
+        words = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    return replace(mesh_task(model, words, cluster(*hosts, far=far), M), ways=WAYS[:1])
+
+
+def factors(slow: float, count: int) -> tuple[float, ...]:
+    return tuple(slow if n == SLOW else 1.0 for n in range(count))
+
+
+def planned(task: MeshTask, of_layers: Sequence[float]) -> Plan:
+    return plan_on_meshes(replace(task, factors_of=lambda number: tuple(of_layers)))
+
+
+def stage_of_slow(plan: Plan) -> list[int]:
+    ends = [sum(plan.partition[: n + 1]) for n in range(plan.num_stages)]
+    return [plan.partition[n] for n, end in enumerate(ends) if end > SLOW][:1]
+
+
+def test_a_layer_that_is_slower_than_estimated_gets_a_stage_of_fewer_layers() -> None:
+    task = task_on(1, 1)
+    usual, slow = plan_on_meshes(task), planned(task, factors(10, len(task.names)))
+    assert slow.partition != usual.partition
+    assert stage_of_slow(slow) < stage_of_slow(usual)
+    assert slow.predicted_step_s is not None and usual.predicted_step_s is not None
+    assert slow.predicted_step_s > usual.predicted_step_s
+
+
+def test_factors_of_one_change_no_bit() -> None:
+    task = task_on(2, 2)
+    ones = planned(task, factors(1, len(task.names)))
+    assert ones.layer_factors == factors(1, len(task.names))
+    assert replace(ones, layer_factors=()) == plan_on_meshes(task)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_part_of_a_layer_takes_its_share_of_what_was_measured(num_devices: int) -> None:
+    """Layers that do the same, of which one is slower, are told apart."""
+    task, mesh = task_on(2), Submesh(0, 1, num_devices)
+    given = task.graph_of(M), task.names, task.model.spans, task.cluster, M, "data"
+
+    def seconds(slow: float, layer: int) -> float:
+        own = MeshPrices(*given, factors=factors(slow, len(task.names)))
+        found = own.price(layer, layer + 1, mesh)
+        assert found is not None
+        return found.seconds
+
+    whole_s = layer_s(task.graph_of(M), SLOW, Costs((1,), task.cluster))
+    one_s, two_s, three_s = (seconds(slow, SLOW) for slow in (1, 2, 3))
+    assert three_s - two_s == pytest.approx(two_s - one_s, rel=5e-3)
+    assert (two_s - one_s) * num_devices == pytest.approx(whole_s, rel=5e-3)
+    assert seconds(3, SLOW - 1) == seconds(1, SLOW - 1) == one_s
+
+
+def test_operators_are_divided_as_they_were_in_the_search() -> None:
+    """Where links are slow, only what takes long enough is divided: also when a plan is run."""
+    task = task_on(2)
+    slow = replace(task, cluster=cluster(2, near=1e7), num_microbatches=1)
+    graph, count = slow.graph_of(1), len(task.names)
+    plans = [
+        replace(planned(task_on(2), factors(1, count)), cluster=slow.cluster, layer_factors=own)
+        for own in ((), (1e3,) * count)
+    ]
+    few, many = (
+        sum(own.is_divided for own in sharding_of(plan, graph, task.names).layers)
+        for plan in plans
+    )
+    assert few < many
+
+
+INPUTS = torch.ones(8, 8)
+
+
+class Sleeper(nn.Linear):
+    """A layer of which no operator tells how long it takes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.01)
+        return super().forward(x)
+
+
+def test_layers_are_measured_where_they_are() -> None:
+    layers = resolve_layers([*(nn.Linear(8, 8) for _ in range(3)), Sleeper(8, 8)], INPUTS)
+    where = cluster(2, torch_type="cpu")
+    task = mesh_task(layers, INPUTS, where, num_microbatches=2)
+    found = with_measured(task, layers, INPUTS)
+    _, one, same, sleeper = found.factors_of(2)
+    assert 0 < one == same < sleeper
+    assert found.factors_of(2)[1:] == (one, same, sleeper)  # measured once
+    given = found.graph_of(2), found.names, found.model.spans, where, 2
+    alone = MeshPrices(*given, factors=found.factors_of(2)).price(3, 4, Submesh(0, 1, 1))
+    assert alone is not None and alone.seconds > 0.01
