@@ -90,12 +90,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         names = ("layers", "partition", "recompute", "offload", "predicted_s", "unsplit", "why")
-        for name in (
-            *names,
-            *_OF_RANKS,
-            "predicted_stages",
-            "layer_factors",
-        ):  # as JSON gives them back
+        more = ("predicted_stages", "layer_factors")
+        for name in (*names, *more, *_OF_RANKS):  # as JSON gives them back
             given = getattr(self, name)
             object.__setattr__(self, name, None if given is None else tuple(given))
         self._check_sharding()
