@@ -125,7 +125,7 @@ def choose_on_meshes(task: MeshTask) -> MeshChoice:
     found.sort(key=itemgetter(0))
     best = found[0]
     how, costs = _priced(best)
-    timeline = simulate(lower_unproved(how, best.prices.num_microbatches, make=made), costs)
+    timeline = simulate(_compiled(how, best.prices.num_microbatches).schedule, costs)
     plan = _plan(task, best)
     why = (*why_on_meshes(plan, found, timeline.bubble), *([ended] if ended else []))
     return MeshChoice(replace(plan, why=why), tuple(found), timeline)

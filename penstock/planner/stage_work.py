@@ -197,9 +197,11 @@ def _most_held(
     only times at which no other time has as much of everything.
     """
     one = len(own) + 1  # graphs, inputs and weights of a stage are digits, and fewer than this
-    times: Iterable[tuple[Held, ...]] = set(
-        zip(*(_held(own, num_stages, stage, one) for stage in stages), strict=True)
-    )
+    kept = set(zip(*(_kept(own, num_stages, stage, one) for stage in stages), strict=True))
+    times: Iterable[tuple[Held, ...]] = {
+        tuple(Held(n % one, n // one % one, n // one**2, moved) for n, moved in time)
+        for time in kept
+    }
     most: list[tuple[Held, ...]] = []
     for time in sorted(times, reverse=True):  # what has more of the first comes before
         if not any(_is_within(time, other) for other in most):
@@ -207,8 +209,8 @@ def _most_held(
     return tuple(reversed(most))
 
 
-def _held(own: Program, num_stages: int, stage: int, one: int) -> Iterator[Held]:
-    """Yield what a stage keeps after each instruction of its rank."""
+def _kept(own: Program, num_stages: int, stage: int, one: int) -> Iterator[tuple[int, int]]:
+    """Yield what a stage keeps after each instruction of its rank, in digits, and what is away."""
 
     def count(graph: int, inputs: int, weights: int, stays: int = 0) -> Iterator[int]:
         kept = [Kept(0, 0, 0)] * num_stages
@@ -219,8 +221,7 @@ def _held(own: Program, num_stages: int, stage: int, one: int) -> Iterator[Held]
     if any(isinstance(x, ir.Offload) and x.stage == stage for x in own):
         pairs = zip(count(1, 1, 0, 1), count(1, 1, 0), strict=True)
         away = (wherever - left for wherever, left in pairs)
-    for n, moved in zip(count(1, one, one * one), away, strict=True):
-        yield Held(n % one, n // one % one, n // (one * one), moved)
+    return zip(count(1, one, one * one), away, strict=True)
 
 
 def _is_within(one: tuple[Held, ...], other: tuple[Held, ...]) -> bool:

@@ -84,18 +84,20 @@ CHANGES: Mapping[type[Instruction], Callable[[Kept], int]] = {
 def live_bytes(program: Program, kept: Sequence[Kept]) -> Iterator[int]:
     """Yield what the rank that runs `program` keeps after each instruction."""
     dropped: set[tuple[int, int]] = set()
+    changes = {kind: [of(each) for each in kept] for kind, of in CHANGES.items()}
 
     def change(instruction: Instruction) -> int:
-        of_stage = kept[instruction.stage]
-        if isinstance(instruction, ir.Forward) and not instruction.keep_graph:
-            dropped.add((instruction.stage, instruction.microbatch))
-            return of_stage.inputs
+        kind, stage = instruction.__class__, instruction.stage
+        if isinstance(instruction, Forward) and not instruction.keep_graph:
+            dropped.add((stage, instruction.microbatch))
+            return kept[stage].inputs
+        if kind in changes:
+            return changes[kind][stage]
         if isinstance(instruction, ir.Offload | ir.Fetch):
-            keeps_graph = (instruction.stage, instruction.microbatch) not in dropped
-            moved = of_stage.moves(keeps_graph=keeps_graph)
+            keeps_graph = (stage, instruction.microbatch) not in dropped
+            moved = kept[stage].moves(keeps_graph=keeps_graph)
             return moved if isinstance(instruction, ir.Fetch) else -moved
-        change = CHANGES.get(type(instruction))
-        return change(of_stage) if change else 0
+        return 0
 
     return accumulate(map(change, program))
 

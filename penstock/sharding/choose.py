@@ -10,6 +10,7 @@ a - b - c           what has at most two neighbours is eliminated: for all state
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -88,6 +89,17 @@ class Problem:
             row = seconds[_layout(before, states)]
             found += sum(float(row[n]) for n in {_layout(user, states) for user in users})
         return found
+
+    def digest(self, more: Sequence[Numbers], gap: float) -> bytes:
+        """Return what is equal for all that `solve` finds the same states for."""
+        sides = [side for own in self.shared for side in (own.before, *own.users)]
+        tables = [*self.costs, *self.pairs.values(), *(own.seconds for own in self.shared)]
+        tables += [*(side.which for side in sides), *more]
+        nodes = [*self.pairs], [len(own.users) for own in self.shared], [x.node for x in sides]
+        found = sha256(repr((nodes, [(x.shape, x.dtype) for x in tables], gap)).encode())
+        for table in tables:
+            found.update(table.tobytes())
+        return found.digest()
 
     def solve(self, more: Sequence[Numbers] | None, gap: float) -> dict[int, int] | None:
         """Return the best states, at most a share `gap` worse than the best; `more` are further
@@ -330,7 +342,8 @@ class _Table:
                 constraints=LinearConstraint(matrix.tocsc(), low, high),
                 integrality=integrality.astype(int),
                 bounds=Bounds(0, 1),
-                options={"mip_rel_gap": gap},
+                # presolving a linear program takes as long again as solving it
+                options={"mip_rel_gap": gap, "presolve": bool(integrality.any())},
             )
             if found.x is None:
                 return None

@@ -61,6 +61,10 @@ class Task:
     rests: Callable[[TensorSpec, int], Sequence[State]]
     pins: Mapping[int, Layout] = field(default_factory=dict)
     known: "dict[int, _Choices]" = field(default_factory=dict)
+    solved: dict[bytes, dict[int, int]] = field(default_factory=dict)
+    """What was found for problems of the same numbers, by their digest: of layers, mostly, that
+    differ in calls without choices.
+    """
 
     @property
     def mesh(self) -> tuple[int, ...]:
@@ -85,6 +89,8 @@ class Solved(NamedTuple):
 
 _Held = tuple[int | None, Sequence[Layout]]
 """A node, and the layout of a value for each of its states; without a node, its only layout."""
+_Conversions = tuple[Side, Sequence[Side], Numbers]
+"""What `Problem.convert` is given."""
 
 
 class _Choices:
@@ -128,6 +134,52 @@ class _Choices:
         return found or [(I,) * len(self._mesh)]
 
     @cached_property
+    def users(self) -> "dict[int, list[_Held]]":
+        """How each value is used by calls; all that is used outside, too, has an entry."""
+        found: dict[int, list[_Held]] = {}
+        for k, site in enumerate(self.sites):
+            for place, tensor in enumerate(site.call.takes):
+                found.setdefault(tensor, []).append((k, [x.takes[place] for x in site.options]))
+        for tensor in sorted(self.outside):
+            found.setdefault(tensor, [])
+        return found
+
+    @cached_property
+    def outside(self) -> set[int]:
+        """What is used outside the layer."""
+        return used_outside(self._graph, self.calls)
+
+    @cached_property
+    def makers(self) -> "dict[int, _Held]":
+        """How each value is before it is used, but what comes from other layers."""
+        found: dict[int, _Held] = {}
+        for k, site in enumerate(self.sites):
+            for place, tensor in enumerate(site.call.gives):
+                found.setdefault(tensor, (k, [x.gives[place] for x in site.options]))
+        states = enumerate(self.states, len(self.sites))
+        return found | dict(zip(self.weights, states, strict=True))
+
+    @cached_property
+    def inner(self) -> "dict[int, _Conversions]":
+        """The conversions of what is at no border, whatever is at these."""
+        return {
+            tensor: self.conversions(tensor, self.makers[tensor], users)
+            for tensor, users in self.users.items()
+            if tensor in self.makers and tensor not in self.outside
+        }
+
+    def conversions(self, tensor: int, maker: "_Held", users: "Sequence[_Held]") -> "_Conversions":
+        """Return the conversions of a value between its maker and its users."""
+        every, known = dict[Layout, int](), dict[Layout, int]()
+        after = [_side(every, *user) for user in users]
+        start = _side(known, *maker)
+        again = tensor in self.weights and any(tensor in call.saved for call in self.calls)
+        spec = self._graph.tensors[tensor]
+        costs = self._task.costs
+        seconds = costs.conversions_s(spec, tuple(known), tuple(every), again=again)
+        return start, after, seconds
+
+    @cached_property
     def num_bytes(self) -> list[Numbers]:
         """What stays on a device for each choice of a call, and each state of a weight."""
         graph, costs = self._graph, self._task.costs
@@ -147,25 +199,21 @@ class LayerProgram:
     """The program of one layer of a graph: nodes are its calls, and then its weights."""
 
     def __init__(self, graph: Graph, layer: int, task: Task, borders: Borders) -> None:
-        self._graph, self._task, self._layer, self._borders = graph, task, layer, borders
-        self._mesh = task.mesh
-        self._whole = (I,) * len(self._mesh)
+        self._graph, self._task, self._layer = graph, task, layer
+        whole = (I,) * len(task.mesh)
         if layer not in task.known:
             task.known[layer] = _Choices(graph, layer, task)
-        own, costs = task.known[layer], task.costs
+        own = task.known[layer]
         self.calls, self._weights = own.calls, own.weights
         self.sites, self._states = own.sites, own.states
         self._problem = Problem([*own.seconds])
-        saved = {n for call in self.calls for n in call.saved}
-        for tensor, users in self._users().items():
-            before, every = self._before(tensor), dict[Layout, int]()
-            after = [_side(every, *user) for user in users]
-            known = dict[Layout, int]()
-            start = _side(known, *before)
-            again = tensor in self._weights and tensor in saved
-            spec = graph.tensors[tensor]
-            seconds = costs.conversions_s(spec, tuple(known), tuple(every), again=again)
-            self._problem.convert(start, after, seconds)
+        for tensor, users in own.users.items():
+            found = own.inner.get(tensor)
+            if found is None:
+                border: _Held = None, [borders.get(tensor, whole)]
+                others = [border] if tensor in own.outside else []
+                found = own.conversions(tensor, own.makers.get(tensor, border), [*users, *others])
+            self._problem.convert(*found)
 
     def solve(self, byte_s: float = 0.0) -> Solved:
         """Return a choice for each call, the layout of each weight by number, and the cost.
@@ -177,9 +225,12 @@ class LayerProgram:
         """
         num_bytes = self._task.known[self._layer].num_bytes if byte_s else []
         more = [byte_s * own for own in num_bytes] or None
-        own = self._problem.solve(more, _GAP if byte_s else 0.0)
+        gap, solved = _GAP if byte_s else 0.0, self._task.solved
+        digest = self._problem.digest(more or (), gap)
+        own = solved[digest] if digest in solved else self._problem.solve(more, gap)
         if own is None:
             raise PlanError(f"no way to divide layer {self._layer} was found")
+        solved[digest] = own
         seconds, num_sites = self._problem.cost(own), len(self.sites)
         return Solved(
             [site.options[own[k]] for k, site in enumerate(self.sites)],
@@ -219,30 +270,6 @@ class LayerProgram:
                 tried = min(every, key=costs.cost)
             best = min(best, Instead(option.choices, costs.cost(tried) - now), key=_longer)
         return chosen if best.more_s == inf else replace(chosen, instead=best)
-
-    def _users(self) -> dict[int, list[_Held]]:
-        """Return how each value is used: by calls, and by what is outside the layer."""
-        found: dict[int, list[_Held]] = {}
-        for k, site in enumerate(self.sites):
-            for place, tensor in enumerate(site.call.takes):
-                found.setdefault(tensor, []).append((k, [x.takes[place] for x in site.options]))
-        for tensor in sorted(used_outside(self._graph, self.calls)):
-            found.setdefault(tensor, []).append(self._at_border(tensor))
-        return found
-
-    def _before(self, tensor: int) -> _Held:
-        """Return how a value is before it is used."""
-        if tensor in self._weights:
-            place = self._weights.index(tensor)
-            return len(self.sites) + place, self._states[place]
-        for k, site in enumerate(self.sites):
-            if tensor in site.call.gives:
-                place = site.call.gives.index(tensor)
-                return k, [option.gives[place] for option in site.options]
-        return self._at_border(tensor)
-
-    def _at_border(self, tensor: int) -> _Held:
-        return None, [self._borders.get(tensor, self._whole)]
 
 
 def _longer(way: Instead) -> float:

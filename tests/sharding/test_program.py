@@ -255,6 +255,26 @@ def test_a_block_needs_no_linear_program(seed: int, monkeypatch: pytest.MonkeyPa
     assert problem.cost(found) == min(problem.cost(dict(enumerate(own))) for own in every)
 
 
+def test_only_problems_of_the_same_numbers_have_the_same_digest() -> None:
+    def problem(
+        cost: float, layout: int, sent: float, users: int, pair: tuple[int, int]
+    ) -> Problem:
+        found = Problem([numpy.array([cost, 2.0]) for _ in range(4)])
+        sides = [Side(n, numpy.array([0, layout])) for n in range(1, 1 + users)]
+        found.convert(Side(0, numpy.array([0, 1])), sides, numpy.array([[0.0, sent], [1.0, 0.0]]))
+        found.pairs[pair] = numpy.ones((2, 2))
+        return found
+
+    same: Any = {"cost": 1.0, "layout": 1, "sent": 3.0, "users": 2, "pair": (2, 3)}
+    others = {"cost": 1.5, "layout": 0, "sent": 4.0, "users": 3, "pair": (1, 3)}
+    own = problem(**same).digest((), 0.0)
+    assert own == problem(**same).digest((), 0.0)
+    changed = [problem(**{**same, name: other}).digest((), 0.0) for name, other in others.items()]
+    more = [numpy.array([0.0, 1.0])] * 4
+    changed += [problem(**same).digest((), 1e-3), problem(**same).digest(more, 0.0)]
+    assert len({own, *changed}) == 1 + len(changed)
+
+
 def test_choices_of_all_axes_together_leave_each_device_something() -> None:
     graph = graph_of(nn.Linear(3, 8), shape=(4, 3))
     (call,) = graph.of_layer(1)
