@@ -25,7 +25,7 @@ from penstock.costs.graph import Call, Graph, TensorSpec
 from penstock.errors import PlanError
 
 from .choose import Numbers, Problem, Side
-from .costs import Costs
+from .costs import Costs, weights_of
 from .in_place import may_change
 from .layouts import I, Layout, S, State
 from .plan import Instead, LayerSharding, PlannedCall, conversion_bytes
@@ -98,11 +98,14 @@ class _Choices:
         self.weights = own_weights(graph, self.calls)
         self.sites = [self._site(call) for call in self.calls]
         self.states = [self._weight_states(n) for n in self.weights]
-        costs = task.costs
+        costs, names = task.costs, {graph.tensors[n].name for n in self.weights}
+        shared = (spec for spec in weights_of(graph, self.calls) if spec.name not in names)
+        self.shared_s = sum(costs.once_s(spec, (I,) * len(self._mesh)) for spec in shared)
+        """What weights cost that other layers use, too: they are whole in calls."""
         self.seconds: list[Numbers] = [
             *(numpy.array([costs.call_s(s.call, x) for x in s.options]) for s in self.sites),
             *(
-                numpy.array([costs.sum_s(graph.tensors[n], rest) for rest in states])
+                numpy.array([costs.once_s(graph.tensors[n], rest) for rest in states])
                 for n, states in zip(self.weights, self.states, strict=True)
             ),
         ]
@@ -162,9 +165,9 @@ class LayerProgram:
             after = [_side(every, *user) for user in users]
             known = dict[Layout, int]()
             start = _side(known, *before)
-            again = tensor in self._weights and tensor in saved
+            times = costs.times(tensor in saved) if tensor in self._weights else 1
             spec = graph.tensors[tensor]
-            seconds = costs.conversions_s(spec, tuple(known), tuple(every), again=again)
+            seconds = costs.conversions_s(spec, tuple(known), tuple(every), times=times)
             self._problem.convert(start, after, seconds)
 
     def solve(self, byte_s: float = 0.0) -> Solved:
@@ -180,7 +183,8 @@ class LayerProgram:
         own = self._problem.solve(more, _GAP if byte_s else 0.0)
         if own is None:
             raise PlanError(f"no way to divide layer {self._layer} was found")
-        seconds, num_sites = self._problem.cost(own), len(self.sites)
+        num_sites = len(self.sites)
+        seconds = self._problem.cost(own) + self._task.known[self._layer].shared_s
         return Solved(
             [site.options[own[k]] for k, site in enumerate(self.sites)],
             {n: self._states[k][own[num_sites + k]] for k, n in enumerate(self._weights)},
@@ -260,9 +264,10 @@ def _side(places: dict[Layout, int], node: int | None, layouts: Sequence[Layout]
 
 
 def whole_s(graph: Graph, layer: int, costs: Costs) -> float:
-    alike = (ALIKE,) * len(costs.mesh)
-    own = (call for call in graph.of_layer(layer) if not call.is_between)
-    return sum(costs.call_s(call, PlannedCall("", alike)) for call in own)
+    alike, whole = (ALIKE,) * len(costs.mesh), (I,) * len(costs.mesh)
+    own = [call for call in graph.of_layer(layer) if not call.is_between]
+    weights_s = sum(costs.once_s(spec, whole) for spec in weights_of(graph, own))
+    return sum(costs.call_s(call, PlannedCall("", alike)) for call in own) + weights_s
 
 
 def whole_bytes(graph: Graph, calls: Sequence[Call]) -> float:
@@ -276,20 +281,20 @@ def whole_bytes(graph: Graph, calls: Sequence[Call]) -> float:
 def priced(
     graph: Graph,
     name: str,
-    mesh: Sequence[int],
+    costs: Costs,
     calls: Sequence[Call],
     solved: Solved,
     borders: Borders,
 ) -> LayerSharding:
-    """Count what the calls of a layer send: each conversion once, those of what leaves it with the
-    calls that make it.
+    """Count what the calls of a layer send for a micro-batch: each conversion once, those of what
+    leaves it with the calls that make it; none of weights that are kept for all of a step.
     """
-    layouts, whole = {**borders, **solved.weights}, (I,) * len(mesh)
+    layouts, whole = {**borders, **solved.weights}, (I,) * len(costs.mesh)
     leaving = used_outside(graph, calls)
     maker = {n: (k, p) for k, call in enumerate(calls) for p, n in enumerate(call.gives)}
     done: set[tuple[int, Layout, Layout]] = set()
     cut = {n for n, own in solved.weights.items() if any(isinstance(state, S) for state in own)}
-    again = cut & {n for call in calls for n in call.saved}
+    again = set() if costs.keeps else cut & {n for call in calls for n in call.saved}
     found = []
 
     def sent(tensor: int, after: Layout) -> tuple[int, int]:
@@ -298,9 +303,10 @@ def priced(
             return 0, 0
         done.add((tensor, before, after))
         forward, backward = conversion_bytes(
-            before, after, spec.num_bytes, mesh, has_gradient=spec.wants_gradient
+            before, after, spec.num_bytes, costs.mesh, has_gradient=spec.wants_gradient
         )
-        return forward, backward + (forward if tensor in again else 0)
+        again_bytes = forward if tensor in again else 0
+        return 0 if costs.keeps and tensor in cut else forward, backward + again_bytes
 
     for call, planned in zip(calls, solved.calls, strict=True):
         both = [sent(n, after) for n, after in zip(call.takes, planned.takes, strict=True)]

@@ -103,6 +103,7 @@ class Search:
     ) -> None:
         layers, pins, *around = part
         self._graph, self._names, self._layers = graph, names, layers
+        costs = replace(costs, keeps=ready.keeps, gathers=ready.gathers)
         self._ready, self._costs = ready, costs
         self._whole: Layout = (I,) * len(costs.mesh)
         self._task = Task(costs=costs, allow=ready.allow, rests=ready.rests, pins=pins)
@@ -225,7 +226,7 @@ class Search:
             keeps = one.activation_bytes(self._graph, calls, plan)
             stays = one.layer_bytes(self._graph, calls, name, plan) - keeps
             keeps = keeps if plan.calls else whole_bytes(self._graph, calls)
-            forward_s = one.forward_s(calls, plan, cost.seconds)
+            forward_s = one.forward_s(self._graph, calls, plan, cost.seconds)
             self._sizes[key] = _Sum(*cost, forward_s, stays, keeps)
         return self._sizes[key]
 
@@ -326,7 +327,7 @@ class Search:
             self._programs[key] = LayerProgram(self._graph, layer, self._task, borders)
         program = self._programs[key]
         solved = program.solve(byte_s)
-        plan = priced(self._graph, name, self._costs.mesh, program.calls, solved, borders)
+        plan = priced(self._graph, name, self._costs, program.calls, solved, borders)
         return plan, Cost(solved.cost, solved.seconds)
 
     def _places(self, layer: int, borders: Borders) -> tuple[tuple[int, Layout], ...]:
