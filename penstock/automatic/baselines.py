@@ -7,7 +7,7 @@ pp-dp           operators divided along samples only
 equal-layers    as many of the layers that repeat in each stage, on any meshes
 equal-operators stages as equal as possible in numbers of calls, on any meshes
 megatron        as equal-layers on meshes of one shape, data x tensor (Narayanan et al. 2021)
-deepspeed       one stage, by samples, with ZeRO-1 to 3 (Rajbhandari et al. 2020), or by experts too
+deepspeed       one stage, by samples, with ZeRO-1 to 3 (Rajbhandari et al. 2020), or also experts
 one-host        stages no larger than a host: nothing is divided across hosts
 
 A baseline gives restricted copies of a task, and the fastest of their plans is its plan.
