@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from benchmarks.iopddl.solver.problem import Edge, Numbers, Problem, evaluate
+from benchmarks.iopddl import peer
+from benchmarks.iopddl.solver.problem import Edge, Numbers, Problem, Value, evaluate
 from benchmarks.iopddl.solver.search import solve
 from benchmarks.report import Column, Load, Report, parser, progress, publish
 from penstock.errors import PlanError
@@ -50,6 +51,12 @@ COLUMNS = (
     Column("ours / winner's", "ours", ".4f"),
     Column("XLA's / winner's", "xla", ".4f"),
 )
+OF_PEER = (
+    Column("peer: feasible", "peer_feasible"),
+    Column("peer: cost", "peer_cost", ",.0f"),
+    Column("peer: s", "peer_s", ".1f"),
+    Column("ours / peer's", "ours_to_peer", ".4f"),
+)
 
 
 def read(path: Path) -> tuple[str, Problem]:
@@ -81,8 +88,8 @@ def made(num_nodes: int) -> tuple[str, Problem]:
     rng = numpy.random.default_rng(0)
     ends = [(i, int(rng.integers(i + 1, num_nodes))) for i in range(num_nodes - 1)]
     problem = Problem(
-        costs=[rng.random(4) for _ in range(num_nodes)],
-        edges=[Edge(a, b, rng.random((4, 4))) for a, b in ends],
+        costs=[rng.integers(0, 1000, 4).astype(float) for _ in range(num_nodes)],
+        edges=[Edge(a, b, rng.integers(0, 1000, (4, 4)).astype(float)) for a, b in ends],
         usages=[rng.integers(1, 9, 4).astype(float) for _ in range(num_nodes)],
         alive=[(i, i + 3) for i in range(num_nodes)],
         limit=12.0,
@@ -105,7 +112,7 @@ def measure(name: str, problem: Problem, read_s: float, options: argparse.Namesp
     row["solve_s"] = perf_counter() - begin_s
     value = evaluate(problem, found.choices)
     row["cost"], row["bound"] = value.cost, found.bound
-    row["feasible"] = "yes" if value.cost < math.inf and value.peak <= problem.limit else "no"
+    row["feasible"] = "yes" if _is_feasible(problem, value) else "no"
     row["gap"] = None if found.bound is None else (value.cost - found.bound) / abs(value.cost)
     row["proven"] = "yes" if found.is_proven else "no"
     row["peak"] = value.peak / problem.limit
@@ -113,6 +120,22 @@ def measure(name: str, problem: Problem, read_s: float, options: argparse.Namesp
         row["ours"] = value.cost / published.winner
         row["xla"] = published.xla / published.winner
     return row
+
+
+def _is_feasible(problem: Problem, value: Value) -> bool:
+    return value.cost < math.inf and value.peak <= problem.limit
+
+
+def beside(problem: Problem, row: dict[str, Any]) -> dict[str, Any]:
+    """Solve an instance with the peer in the same time, and evaluate its answer as ours."""
+    begin_s = perf_counter()
+    choices = peer.solve(problem, row["limit_s"] - row["read_s"])
+    found: dict[str, Any] = {"peer_s": perf_counter() - begin_s, "peer_feasible": "no"}
+    if choices is not None and _is_feasible(problem, value := evaluate(problem, choices)):
+        found |= {"peer_feasible": "yes", "peer_cost": value.cost}
+        if row["feasible"] == "yes":
+            found["ours_to_peer"] = row["cost"] / value.cost
+    return found
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -124,10 +147,16 @@ def run(options: argparse.Namespace) -> Report:
         begin_s = perf_counter()
         name, problem = read(path) if path else made(30)
         rows.append(measure(name, problem, perf_counter() - begin_s, options))
+        if options.peer and peer.is_installed():
+            rows[-1] |= beside(problem, rows[-1])
     proven = sum(row.get("proven") == "yes" for row in rows)
     verdict = f"{proven} of {len(rows)} solved and proven in time."
     settings = {"seed": options.seed, "load before": f"{load.before:.2f}"}
-    return Report(COLUMNS, tuple(rows), settings, (verdict, *load.notes))
+    notes = [verdict, *load.notes]
+    if options.peer and not peer.is_installed():
+        notes.append(f"{peer.NAME} is left out: it is not installed.")
+    columns = (*COLUMNS, *OF_PEER) if options.peer and peer.is_installed() else COLUMNS
+    return Report(columns, tuple(rows), settings, tuple(notes))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -138,6 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     options.add_argument("--seconds", type=float, help="for each; left out: the contest's")
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--peer", action="store_true", help=f"solve with {peer.NAME}, too")
     chosen = options.parse_args(arguments)
     publish(run(chosen), chosen, Path(__file__).parent)
 

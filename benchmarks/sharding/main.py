@@ -21,7 +21,7 @@ from penstock.mesh.collectives import Collectives
 from penstock.model.layer_list import as_layers
 from penstock.sharding.costs import Costs
 from penstock.sharding.divided import DividedLayer
-from penstock.sharding.program import routed_calls
+from penstock.sharding.routed import routed_calls
 from penstock.sharding.stages import plan_sharding
 from penstock.zoo import gpt
 

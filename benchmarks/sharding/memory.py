@@ -13,7 +13,7 @@ from penstock.model.layer_list import as_layers
 from penstock.sharding.at_rest import keep_slices
 from penstock.sharding.costs import Costs
 from penstock.sharding.divided import DividedLayer
-from penstock.sharding.program import routed_calls
+from penstock.sharding.routed import routed_calls
 from penstock.sharding.stages import plan_sharding
 from penstock.torch_private import storage_id
 from penstock.zoo import gpt

@@ -7,7 +7,7 @@ pp-dp           operators divided along samples only
 equal-layers    as many of the layers that repeat in each stage, on any meshes
 equal-operators stages as equal as possible in numbers of calls, on any meshes
 megatron        as equal-layers on meshes of one shape, data x tensor (Narayanan et al. 2021)
-deepspeed       one stage, by samples, ZeRO-3 (Rajbhandari et al. 2020), or samples and experts
+deepspeed       one stage, by samples, with ZeRO-1 to 3 (Rajbhandari et al. 2020), or also experts
 one-host        stages no larger than a host: nothing is divided across hosts
 
 A baseline gives restricted copies of a task, and the fastest of their plans is its plan.
@@ -85,7 +85,7 @@ def _equal_operators(task: MeshTask) -> Iterator[MeshTask]:
 
 def _deepspeed(task: MeshTask) -> Iterator[MeshTask]:
     for alone in _intra(task):
-        for plan in ("data", "zero3", "expert"):
+        for plan in ("data", "zero1", "zero2", "zero3", "expert"):
             yield replace(alone, sharding=plan, ways=_WITHOUT_BYTES)
 
 

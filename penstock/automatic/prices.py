@@ -159,7 +159,7 @@ class MeshPrices:
     def _ranges(self, submesh: Submesh, shape: tuple[int, ...]) -> Ranges:
         key = submesh.kind, submesh.num_hosts > 1, shape
         if key not in self.shared:
-            ready, _ = ready_plan(self.plan)
+            ready = ready_plan(self.plan)
             devices = self.devices(submesh)
             costs = Costs(shape, self.cluster, self.num_microbatches, devices=devices)
             costs = replace(costs, factors=self.factors)

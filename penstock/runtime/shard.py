@@ -91,8 +91,8 @@ def check_sharding(plan: Plan, part: Any) -> None:
 
     name = Wanted.of(plan.sharding).plan
     num_shards = plan.placement.most_shards
-    ready, gathers = ready_plan(name)
-    if plan.schedule.is_asynchronous and (gathers or ready.keeps):
+    ready = ready_plan(name)
+    if plan.schedule.is_asynchronous and (ready.gathers or ready.keeps):
         raise ConfigError(
             f"sharding={name!r} gathers weights once for a step, within which the schedule "
             f"{plan.schedule.name} updates them; use 'zero3', which gathers them for each layer, "
@@ -103,7 +103,7 @@ def check_sharding(plan: Plan, part: Any) -> None:
             f"sharding={name!r} needs example_inputs=: the operators of the layers are recorded "
             "with them"
         )
-    if num_shards == 1 and not gathers:
+    if num_shards == 1 and not ready.gathers:
         raise ConfigError(
             f"sharding={name!r} divides operators among the shards of a stage, and there is one; "
             "use init_mesh(num_shards=), or sharding='zero1', which cuts weights between steps "

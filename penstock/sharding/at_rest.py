@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.model.materialize import has_memory
 
 from .convert import convert
-from .layouts import I, Layout, S
+from .layouts import I, Layout, S, shrunk
 from .sizes import size_like
 from .slices import Slice
 
@@ -82,7 +82,7 @@ class Gathered:
             shape = tuple(weight.shape) if own is None else own.shape
             layout = () if own is None else own.layout
             in_step = (*layout, *(I,) * (len(axes) - len(layout)))
-            rest = _shrunk(in_step, shape, [axis.size for axis in axes])
+            rest = shrunk(in_step, shape, [axis.size for axis in axes])
             if rest != in_step:
                 added[weight] = Cut(size_like(rest, shape, in_step, axes), axes, shape)
                 self._in_step[weight] = in_step
@@ -143,26 +143,6 @@ class Gathered:
             assert isinstance(state, S)
             pairs = zip(parts, shapes[place], strict=True)
             weight.data = torch.cat([part[place].view(s) for part, s in pairs], state.dim)
-
-
-def _shrunk(in_step: Layout, shape: Sequence[int], sizes: Sequence[int]) -> Layout:
-    """Cut a weight along each axis along which it is whole: the longest dimension, evenly where
-    one can be.
-    """
-    lengths = list(shape)
-    for state, size in zip(in_step, sizes, strict=True):
-        if isinstance(state, S):
-            lengths[state.dim] //= size
-    rest = list(in_step)
-    for number, size in enumerate(sizes):
-        later = {state.dim for state in rest[number + 1 :] if isinstance(state, S)}
-        dims = [d for d, length in enumerate(lengths) if length > 1 and d not in later]
-        if isinstance(rest[number], S) or size == 1 or not dims:
-            continue
-        dim = max(dims, key=lambda d: (lengths[d] % size == 0, lengths[d]))
-        rest[number] = S(dim)
-        lengths[dim] //= size
-    return tuple(rest)
 
 
 def cut_into_buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

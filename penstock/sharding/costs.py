@@ -2,8 +2,8 @@
 
 a call         its operators by the roofline, each a share of the whole where the call is cut
 a conversion   forward and backward collectives along each axis, over the cluster's links
-a weight       its gradient's sum once a step, shared by M micro-batches; weight, gradient and
-               optimizer state in memory
+a weight       its gradient's sum and its gather once a step, shared by M micro-batches; weight,
+               gradient and optimizer state in memory
 what is saved  activations of all micro-batches in flight
 """
 
@@ -22,7 +22,7 @@ from penstock.costs.profile import Operator, Part
 from penstock.costs.roofline import operator_seconds
 from penstock.interval import likely
 
-from .layouts import I, Layout, Move, R, S, State, moves, steps
+from .layouts import I, Layout, Move, R, S, State, moves, shrunk, steps
 from .plan import LayerSharding, PlannedCall
 from .rules import ALIKE
 
@@ -46,6 +46,14 @@ class Costs:
     `num_microbatches` share a step's sum of gradients, `num_in_flight` of them are kept at once;
     an optimizer keeps `state_bytes` for each byte of a weight (Adam: 2).  Operators of layer n
     take `factors[n]` times the roofline's seconds: as many as measured, where it was measured.
+
+    Of a weight a device has, in a step, for each byte that its layout says, n times cut:
+
+                          between steps    for all of a step    gradient
+        zero3             1 / n                                 1 / n
+        zero2, `keeps`    1 / n            1                    1 / n
+        zero1, `gathers`  1 / n            1                    1
+        data              1                                     1
     """
 
     mesh: tuple[int, ...]
@@ -55,6 +63,8 @@ class Costs:
     state_bytes: float = 2.0
     devices: tuple[int, ...] = ()
     factors: tuple[float, ...] = ()
+    keeps: bool = False
+    gathers: bool = False
 
     @classmethod
     def usual(cls, mesh: Sequence[int], num_microbatches: int = 1, num_in_flight: int = 1) -> Self:
@@ -74,8 +84,13 @@ class Costs:
         """Return how many times the roofline's seconds the operators of a layer take."""
         return self.factors[layer] if self.factors else 1.0
 
-    def forward_s(self, calls: Sequence[Call], plan: LayerSharding, seconds: float) -> float:
-        """Return what of a layer's seconds is its forward; conversions by what they send."""
+    def forward_s(
+        self, graph: Graph, calls: Sequence[Call], plan: LayerSharding, seconds: float
+    ) -> float:
+        """Return what of a layer's seconds is its forward, as done again where it is recomputed:
+        nothing that is done once a step, and of conversions by what they send.
+        """
+        once_s = sum(self.once_s(*own) for own in self._at_rest(graph, calls, plan.name, plan))
         planned = plan.calls or (PlannedCall("", (ALIKE,) * len(self.mesh)),) * len(calls)
         forward_s, every_s = 0.0, 0.0
         for call, own in zip(calls, planned, strict=True):
@@ -86,7 +101,7 @@ class Costs:
                 forward_s += operator_s if operator.part is Part.FORWARD else 0.0
         sent = plan.forward_bytes + plan.backward_bytes
         share = plan.forward_bytes / sent if sent else 0.0
-        return forward_s + max(0.0, seconds - every_s) * share
+        return forward_s + max(0.0, seconds - once_s - every_s) * share
 
     def conversions_s(
         self,
@@ -94,12 +109,12 @@ class Costs:
         before: Sequence[Layout],
         after: Sequence[Layout],
         *,
-        again: bool = False,
+        times: float = 1,
     ) -> Any:
-        """Return the seconds of conversions of a value, and of its gradient on the way back: an
-        array of `before` x `after`; `again`: the value is converted for the backward, too.
+        """Return the seconds of conversions of a value, so many `times` for a micro-batch, and of
+        its gradient on the way back: an array of `before` x `after`.
         """
-        how = spec.num_bytes, spec.wants_gradient, again
+        how = spec.num_bytes, spec.wants_gradient, times
         key = how, tuple(before), tuple(after)
         if key not in self._known_tables:
             rows = [[self._conversion_s(*how, old, new) for new in after] for old in before]
@@ -107,24 +122,39 @@ class Costs:
         return self._known_tables[key]
 
     def _conversion_s(
-        self, num_bytes: int, has_gradient: bool, again: bool, before: Layout, after: Layout
+        self, num_bytes: int, has_gradient: bool, times: float, before: Layout, after: Layout
     ) -> float:
         if before == after:
             return 0.0
         found = _EACH_CONVERSION_S
         for axis, cut, both in _moves_of(before, after):
             parts = prod(self.mesh[n] for n in cut)
-            for move in (*both[: 1 + has_gradient], *both[:again]):
-                found += self._move_s(axis, move, num_bytes / parts)
+            for move, number in zip(both, (times, has_gradient), strict=True):
+                found += number * self._move_s(axis, move, num_bytes / parts)
         return found
 
-    def sum_s(self, spec: TensorSpec, at_rest: Layout) -> float:
-        """Return a micro-batch's share of the seconds in which a weight's gradient is summed."""
-        num_bytes = self.bytes_of(spec, at_rest)
-        axes = (n for n, state in enumerate(at_rest) if state is R)
-        return (
-            sum(self._move_s(n, Move.ALL_REDUCE, num_bytes) for n in axes) / self.num_microbatches
-        )
+    def times(self, is_saved: bool) -> float:
+        """Return how many times a weight that is cut is gathered for a micro-batch: again for the
+        backward of calls that save it, or once for all of a step.
+        """
+        return 1 / self.num_microbatches if self.keeps else 1 + is_saved
+
+    def once_s(self, spec: TensorSpec, at_rest: Layout) -> float:
+        """Return a micro-batch's share of the seconds in which a weight's gradient is summed, and
+        in which the weight is gathered from the slices that devices have of it between steps.
+        """
+        num_bytes, found = self.bytes_of(spec, at_rest), 0.0
+        held = list(self._between_steps(spec, at_rest))
+        for axis in reversed(range(len(held))):  # the order in which `Gathered` goes
+            if at_rest[axis] is R:
+                found += self._move_s(axis, Move.ALL_REDUCE, num_bytes)
+            if held[axis] != at_rest[axis]:
+                held[axis] = at_rest[axis]
+                found += self._move_s(axis, Move.ALL_GATHER, self.bytes_of(spec, held))
+        return found / self.num_microbatches
+
+    def _between_steps(self, spec: TensorSpec, at_rest: Layout) -> Layout:
+        return shrunk(at_rest, spec.shape, self.mesh) if self.gathers else at_rest
 
     def bytes_of(self, spec: TensorSpec, layout: Sequence[State]) -> float:
         """Return the bytes of what a device holds of a tensor."""
@@ -132,8 +162,15 @@ class Costs:
         return spec.num_bytes / prod(parts)
 
     def weight_bytes(self, spec: TensorSpec, at_rest: Layout) -> float:
-        """Return the bytes of a weight, its gradient and its optimizer state."""
-        return self.bytes_of(spec, at_rest) * (2 + self.state_bytes)
+        """Return the bytes of a weight, its gradient and its optimizer state, in a step: what is
+        gathered for all of it is there beside the slices.
+        """
+        between = self._between_steps(spec, at_rest)
+        in_step = (I,) * len(self.mesh) if self.keeps else at_rest
+        held = {_slices(between), _slices(in_step)}
+        weight = sum(self.bytes_of(spec, layout) for layout in held)
+        optimizer = self.state_bytes * self.bytes_of(spec, between)
+        return weight + self.bytes_of(spec, at_rest) + optimizer
 
     def saved_bytes(
         self, graph: Graph, call: Call, planned: PlannedCall, users: Mapping[int, int]
@@ -154,14 +191,16 @@ class Costs:
         """Return the bytes that stay on a device for a layer: weights, gradients, optimizer state,
         and what all micro-batches in flight have saved.
         """
-        whole = (I,) * len(self.mesh)
-        specs = [graph.tensors[n] for n in dict.fromkeys(n for c in calls for n in c.takes)]
-        found = sum(
-            self.weight_bytes(spec, plan.weights.get(spec.name.removeprefix(f"{name}."), whole))
-            for spec in specs
-            if spec.name and spec.wants_gradient
-        )
+        found = sum(self.weight_bytes(*own) for own in self._at_rest(graph, calls, name, plan))
         return found + self.activation_bytes(graph, calls, plan)
+
+    def _at_rest(
+        self, graph: Graph, calls: Sequence[Call], name: str, plan: LayerSharding
+    ) -> Iterator[tuple[TensorSpec, Layout]]:
+        """Yield the weights of a layer, and how each is held."""
+        whole = (I,) * len(self.mesh)
+        for spec in weights_of(graph, calls):
+            yield spec, plan.weights.get(spec.name.removeprefix(f"{name}."), whole)
 
     def activation_bytes(self, graph: Graph, calls: Sequence[Call], plan: LayerSharding) -> float:
         """Return the bytes of what all micro-batches in flight have saved on a device."""
@@ -214,6 +253,13 @@ class Costs:
         return {}
 
 
+def weights_of(graph: Graph, calls: Sequence[Call]) -> Iterator[TensorSpec]:
+    """Yield the weights that calls use, each once."""
+    for n in dict.fromkeys(n for call in calls for n in call.takes):
+        if graph.tensors[n].name and graph.tensors[n].wants_gradient:
+            yield graph.tensors[n]
+
+
 def _saved(graph: Graph, call: Call, planned: PlannedCall) -> Iterator[tuple[int, Layout]]:
     """Yield what a call saves, but weights, and the slices in which it does."""
     layouts = dict(zip(call.gives, planned.gives, strict=True))
@@ -221,8 +267,12 @@ def _saved(graph: Graph, call: Call, planned: PlannedCall) -> Iterator[tuple[int
     for tensor in call.saved:
         spec = graph.tensors[tensor]
         if tensor in layouts and not (spec.name and spec.wants_gradient):
-            slices = (state if isinstance(state, S) else I for state in layouts[tensor])
-            yield tensor, tuple(slices)
+            yield tensor, _slices(layouts[tensor])
+
+
+def _slices(layout: Layout) -> Layout:
+    """Return a layout in which a device holds as much of a value."""
+    return tuple(state if isinstance(state, S) else I for state in layout)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -141,6 +141,26 @@ def even(length: int, count: int) -> Sizes:
     return tuple(length // count + (n < length % count) for n in range(count))
 
 
+def shrunk(in_step: Layout, shape: Sequence[int], sizes: Sequence[int]) -> Layout:
+    """Cut a weight along each axis, of these sizes, along which it is whole: the longest
+    dimension, evenly where one can be.
+    """
+    lengths = list(shape)
+    for state, size in zip(in_step, sizes, strict=True):
+        if isinstance(state, S):
+            lengths[state.dim] //= size
+    rest = list(in_step)
+    for number, size in enumerate(sizes):
+        later = {state.dim for state in rest[number + 1 :] if isinstance(state, S)}
+        dims = [d for d, length in enumerate(lengths) if length > 1 and d not in later]
+        if isinstance(rest[number], S) or size == 1 or not dims:
+            continue
+        dim = max(dims, key=lambda d: (lengths[d] % size == 0, lengths[d]))
+        rest[number] = S(dim)
+        lengths[dim] //= size
+    return tuple(rest)
+
+
 def steps(before: Layout, after: Layout) -> Iterator[tuple[int, State, State]]:
     """Yield the conversions, each along one axis, that lead from one layout to another.
 

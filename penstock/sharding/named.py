@@ -1,7 +1,7 @@
 """Ready plans by name: each leaves some choices to calls and weights, and the program picks."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.costs.graph import TensorSpec
 from penstock.errors import ConfigError
@@ -24,6 +24,8 @@ class Ready:
     borders: tuple[State, ...] = (I,)
     keeps: bool = False
     """Weights that are cut are gathered for the first use of a step, and kept until it ends."""
+    gathers: bool = False
+    """Weights are cut between steps where calls have the whole, and gathered for each."""
 
 
 # -- what weights may be at rest ------------------------------------------------------------------
@@ -125,9 +127,9 @@ READY: dict[str, Ready] = {
 """Plans by name, as `sharding=` takes them."""
 
 
-def ready_plan(name: str) -> tuple[Ready, bool]:
-    """Return the ready plan of this name, and whether weights are gathered for each step: after
-    any name "+zero1" says so, and "zero1" alone is "data+zero1".
+def ready_plan(name: str) -> Ready:
+    """Return the ready plan of this name: after any "+zero1" says that weights are gathered for
+    each step, and "zero1" alone is "data+zero1".
 
     Raises:
         ConfigError: there is none.
@@ -138,4 +140,4 @@ def ready_plan(name: str) -> tuple[Ready, bool]:
             f"sharding={name!r}: ready plans are {', '.join(map(repr, READY))} and 'zero1'; "
             "'megatron+zero1' and the like cut weights between steps, too"
         )
-    return READY[base], rest == "zero1"
+    return replace(READY[base], gathers=rest == "zero1")

@@ -25,10 +25,10 @@ from penstock.costs.graph import Call, Graph, TensorSpec
 from penstock.errors import PlanError
 
 from .choose import Numbers, Problem, Side
-from .costs import Costs
-from .in_place import may_change
+from .costs import Costs, weights_of
 from .layouts import I, Layout, S, State
 from .plan import Instead, LayerSharding, PlannedCall, conversion_bytes
+from .routed import own_weights, routed_calls, used_outside
 from .rules import ALIKE, Choice, Seen, divisions, fits, together
 
 
@@ -104,11 +104,14 @@ class _Choices:
         self.weights = own_weights(graph, self.calls)
         self.sites = [self._site(call) for call in self.calls]
         self.states = [self._weight_states(n) for n in self.weights]
-        costs = task.costs
+        costs, names = task.costs, {graph.tensors[n].name for n in self.weights}
+        shared = (spec for spec in weights_of(graph, self.calls) if spec.name not in names)
+        self.shared_s = sum(costs.once_s(spec, (I,) * len(self._mesh)) for spec in shared)
+        """What weights cost that other layers use, too: they are whole in calls."""
         self.seconds: list[Numbers] = [
             *(numpy.array([costs.call_s(s.call, x) for x in s.options]) for s in self.sites),
             *(
-                numpy.array([costs.sum_s(graph.tensors[n], rest) for rest in states])
+                numpy.array([costs.once_s(graph.tensors[n], rest) for rest in states])
                 for n, states in zip(self.weights, self.states, strict=True)
             ),
         ]
@@ -173,10 +176,10 @@ class _Choices:
         every, known = dict[Layout, int](), dict[Layout, int]()
         after = [_side(every, *user) for user in users]
         start = _side(known, *maker)
-        again = tensor in self.weights and any(tensor in call.saved for call in self.calls)
-        spec = self._graph.tensors[tensor]
-        costs = self._task.costs
-        seconds = costs.conversions_s(spec, tuple(known), tuple(every), again=again)
+        spec, costs = self._graph.tensors[tensor], self._task.costs
+        is_saved = any(tensor in call.saved for call in self.calls)
+        times = costs.times(is_saved) if tensor in self.weights else 1
+        seconds = costs.conversions_s(spec, tuple(known), tuple(every), times=times)
         return start, after, seconds
 
     @cached_property
@@ -231,7 +234,8 @@ class LayerProgram:
         if own is None:
             raise PlanError(f"no way to divide layer {self._layer} was found")
         solved[digest] = own
-        seconds, num_sites = self._problem.cost(own), len(self.sites)
+        num_sites = len(self.sites)
+        seconds = self._problem.cost(own) + self._task.known[self._layer].shared_s
         return Solved(
             [site.options[own[k]] for k, site in enumerate(self.sites)],
             {n: self._states[k][own[num_sites + k]] for k, n in enumerate(self._weights)},
@@ -287,36 +291,30 @@ def _side(places: dict[Layout, int], node: int | None, layouts: Sequence[Layout]
 
 
 def whole_s(graph: Graph, layer: int, costs: Costs) -> float:
-    alike = (ALIKE,) * len(costs.mesh)
-    own = (call for call in graph.of_layer(layer) if not call.is_between)
-    return sum(costs.call_s(call, PlannedCall("", alike)) for call in own)
-
-
-def whole_bytes(graph: Graph, calls: Sequence[Call]) -> float:
-    """Return the bytes that calls save on a device that does all of them."""
-    saved = {n for call in calls for n in call.saved}
-    own = (graph.tensors[n] for n in saved)
-    whole = sum(x.num_bytes for x in own if not (x.name and x.wants_gradient))
-    return whole + sum(call.inner_bytes for call in calls)
+    """Return the seconds of a layer that all devices do alike."""
+    alike, whole = (ALIKE,) * len(costs.mesh), (I,) * len(costs.mesh)
+    own = [call for call in graph.of_layer(layer) if not call.is_between]
+    weights_s = sum(costs.once_s(spec, whole) for spec in weights_of(graph, own))
+    return sum(costs.call_s(call, PlannedCall("", alike)) for call in own) + weights_s
 
 
 def priced(
     graph: Graph,
     name: str,
-    mesh: Sequence[int],
+    costs: Costs,
     calls: Sequence[Call],
     solved: Solved,
     borders: Borders,
 ) -> LayerSharding:
-    """Count what the calls of a layer send: each conversion once, those of what leaves it with the
-    calls that make it.
+    """Count what the calls of a layer send for a micro-batch: each conversion once, those of what
+    leaves it with the calls that make it; none of weights that are kept for all of a step.
     """
-    layouts, whole = {**borders, **solved.weights}, (I,) * len(mesh)
+    layouts, whole = {**borders, **solved.weights}, (I,) * len(costs.mesh)
     leaving = used_outside(graph, calls)
     maker = {n: (k, p) for k, call in enumerate(calls) for p, n in enumerate(call.gives)}
     done: set[tuple[int, Layout, Layout]] = set()
     cut = {n for n, own in solved.weights.items() if any(isinstance(state, S) for state in own)}
-    again = cut & {n for call in calls for n in call.saved}
+    again = set() if costs.keeps else cut & {n for call in calls for n in call.saved}
     again &= {n for n, after in _uses(calls, solved) if after != solved.weights.get(n)}
     found = []
 
@@ -326,9 +324,10 @@ def priced(
             return 0, 0
         done.add((tensor, before, after))
         forward, backward = conversion_bytes(
-            before, after, spec.num_bytes, mesh, has_gradient=spec.wants_gradient
+            before, after, spec.num_bytes, costs.mesh, has_gradient=spec.wants_gradient
         )
-        return forward, backward + (forward if tensor in again else 0)
+        again_bytes = forward if tensor in again else 0
+        return 0 if costs.keeps and tensor in cut else forward, backward + again_bytes
 
     for call, planned in zip(calls, solved.calls, strict=True):
         both = [sent(n, after) for n, after in zip(call.takes, planned.takes, strict=True)]
@@ -354,53 +353,3 @@ def _uses(calls: Sequence[Call], solved: Solved) -> Iterator[tuple[int, Layout]]
     """Yield what calls take, and in which layout."""
     for call, planned in zip(calls, solved.calls, strict=True):
         yield from zip(call.takes, planned.takes, strict=True)
-
-
-def routed_calls(graph: Graph, layer: int) -> list[Call]:
-    """Return the calls inside a layer's own call that work on what it is given or on its weights.
-
-    All others make what they make of nothing, or of buffers, on each device alike.
-    """
-    found: list[Call] = []
-    free: set[int] = set()
-    for call in graph.of_layer(layer):
-        if call.is_between:
-            continue
-        specs = ((n, graph.tensors[n]) for n in call.takes)
-        free.update(n for n, spec in specs if spec.name and not spec.wants_gradient)
-        if call.function and set(call.takes) - free:
-            found.append(call)
-        else:
-            free.update(call.gives)
-    return found
-
-
-def own_weights(graph: Graph, calls: Sequence[Call]) -> list[int]:
-    """Return the parameters that these calls use, and no other ones."""
-    uses = Counter(n for call in calls for n in call.takes)
-    own = (n for n, count in uses.items() if count == graph.num_uses[n])
-    return [n for n in own if graph.tensors[n].name and graph.tensors[n].wants_gradient]
-
-
-def used_outside(graph: Graph, calls: Sequence[Call]) -> set[int]:
-    """Return what these calls make that others use, or the model gives."""
-    uses, outputs = Counter(n for call in calls for n in call.takes), {*graph.outputs}
-    made = {n for call in calls for n in call.gives}
-    return {n for n in made if n in outputs or uses[n] < graph.num_uses[n]}
-
-
-def why_whole(graph: Graph, layer: int) -> str:
-    """Say why a layer is better done by all devices alike; "" if it may be divided.
-
-    What is changed in place may be seen through another view of it, of which a device may hold
-    another part.
-    """
-    routed = {id(call) for call in routed_calls(graph, layer)}
-    for call in graph.of_layer(layer):
-        if call.is_between:
-            continue
-        if call.changes and id(call) in routed and not may_change(graph, call):
-            return f"{call.function} changes a tensor in place"
-        if not call.function:
-            return "code that no function of torch shows"
-    return ""

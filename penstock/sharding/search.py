@@ -26,16 +26,8 @@ from .costs import Costs
 from .layouts import I, Layout, S
 from .named import Ready
 from .plan import LayerSharding
-from .program import (
-    Borders,
-    LayerProgram,
-    Task,
-    priced,
-    routed_calls,
-    whole_bytes,
-    whole_s,
-    why_whole,
-)
+from .program import Borders, LayerProgram, Task, priced, whole_s
+from .routed import routed_calls, whole_bytes, why_whole
 from .rules import fits
 
 Mesh = Sequence[int]
@@ -103,6 +95,7 @@ class Search:
     ) -> None:
         layers, pins, *around = part
         self._graph, self._names, self._layers = graph, names, layers
+        costs = replace(costs, keeps=ready.keeps, gathers=ready.gathers)
         self._ready, self._costs = ready, costs
         self._whole: Layout = (I,) * len(costs.mesh)
         self._task = Task(costs=costs, allow=ready.allow, rests=ready.rests, pins=pins)
@@ -225,7 +218,7 @@ class Search:
             keeps = one.activation_bytes(self._graph, calls, plan)
             stays = one.layer_bytes(self._graph, calls, name, plan) - keeps
             keeps = keeps if plan.calls else whole_bytes(self._graph, calls)
-            forward_s = one.forward_s(calls, plan, cost.seconds)
+            forward_s = one.forward_s(self._graph, calls, plan, cost.seconds)
             self._sizes[key] = _Sum(*cost, forward_s, stays, keeps)
         return self._sizes[key]
 
@@ -326,7 +319,7 @@ class Search:
             self._programs[key] = LayerProgram(self._graph, layer, self._task, borders)
         program = self._programs[key]
         solved = program.solve(byte_s)
-        plan = priced(self._graph, name, self._costs.mesh, program.calls, solved, borders)
+        plan = priced(self._graph, name, self._costs, program.calls, solved, borders)
         return plan, Cost(solved.cost, solved.seconds)
 
     def _places(self, layer: int, borders: Borders) -> tuple[tuple[int, Layout], ...]:

@@ -12,7 +12,7 @@ from .costs import Costs
 from .layouts import I, Layout, R, S, State, layout_of, layout_text
 from .named import ready_plan
 from .plan import LayerSharding, Sharding
-from .program import own_weights, routed_calls, why_whole
+from .routed import own_weights, routed_calls, why_whole
 from .rules import Seen, fits, unknown
 from .search import Part, Search
 
@@ -41,7 +41,7 @@ def plan_sharding(  # noqa: PLR0913 - all that is asked for
         PlanError: no plan stays below the limit; says by how much.
     """
     numbers = range(len(layers))
-    ready, gathers = ready_plan(name)
+    ready = ready_plan(name)
     free = (own_weights(graph, routed_calls(graph, n)) for n in numbers if not why_whole(graph, n))
     may_be_cut = {*chain.from_iterable(free)}
     stages = stages or [numbers]
@@ -58,7 +58,7 @@ def plan_sharding(  # noqa: PLR0913 - all that is asked for
     seen = [Seen.of(graph, call) for n in numbers for call in routed_calls(graph, n)]
     reasons = dict.fromkeys(filter(None, (why_whole(graph, n) for n in numbers)))
     plans = tuple(found[n] for n in numbers)
-    return Sharding(tuple(held), plans, (*unknown(seen), *reasons), ready.keeps, gathers)
+    return Sharding(tuple(held), plans, (*unknown(seen), *reasons), ready.keeps, ready.gathers)
 
 
 def _pinned(

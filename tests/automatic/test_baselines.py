@@ -34,12 +34,11 @@ from penstock.zoo.gpt_family import gpt
 BATCH_SIZE, NUM_LAYERS = 64, 6
 
 
-@pytest.fixture(scope="module")
-def task() -> MeshTask:
-    """Return a decoder of six blocks, and four V100s."""
+def decoder(num_layers: int, num_positions: int) -> MeshTask:
+    """Return a decoder, and four V100s."""
     with torch.device("meta"):
-        model = gpt(num_layers=NUM_LAYERS, width=512, num_heads=8, num_words=1024, tied=False)
-        words = torch.zeros(BATCH_SIZE, 1024, dtype=torch.long)
+        model = gpt(num_layers=num_layers, width=512, num_heads=8, num_words=1024, tied=False)
+        words = torch.zeros(BATCH_SIZE, num_positions, dtype=torch.long)
     layers = resolve_layers(model, words[:1])
     cluster = Cluster.load("p3.16xlarge")
     (host,) = cluster.hosts
@@ -51,6 +50,12 @@ def task() -> MeshTask:
         batch_size=BATCH_SIZE,
         num_microbatches=16,
     )
+
+
+@pytest.fixture(scope="module")
+def task() -> MeshTask:
+    """Return a decoder of six blocks, and four V100s."""
+    return decoder(NUM_LAYERS, 1024)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +89,7 @@ def test_the_unrestricted_plan_is_at_least_as_fast_as_each_baseline(
 
 def test_each_baseline_keeps_to_its_restriction(plans: dict[str, Plan]) -> None:
     assert sizes_of(plans["intra"]) == sizes_of(plans["deepspeed"]) == [4]
-    assert plans["deepspeed"].sharding in ("data", "zero3", "expert")
+    assert plans["deepspeed"].sharding in ("data", "zero1", "zero2", "zero3", "expert")
     assert sizes_of(plans["inter"]) == sizes_of(plans["gpipe"]) == [1] * 4
     assert plans["gpipe"].schedule.name == "gpipe"
     assert set(plans["gpipe"].recompute) == {Recompute.STAGE}
@@ -93,6 +98,27 @@ def test_each_baseline_keeps_to_its_restriction(plans: dict[str, Plan]) -> None:
         assert len(set(num_blocks(plans[name]))) == 1
     assert len(set(plans["megatron"].placement.shard_shapes or ())) <= 1
     assert plans["megatron"].sharding in ("data", "megatron", "grid", None)
+
+
+@pytest.mark.parametrize("wanted", ["zero1", "zero2"])
+def test_deepspeed_keeps_more_in_slices_where_less_does_not_fit(wanted: str) -> None:
+    """With memory for a ZeRO and no more, those that keep less in slices do not fit, and those
+    that keep more are slower.
+    """
+    small = decoder(2, 256)
+    small = replace(small, ways=WAYS[:1])
+    whole = small.names, small.model.spans, small.cluster, 16
+    mesh, found = Submesh(0, 1, 4), {}
+    for plan in ("data", "zero1", "zero2", "zero3"):
+        found[plan] = MeshPrices(small.graph_of(16), *whole, plan).price(0, len(small.names), mesh)
+    prices = [own for own in found.values() if own is not None]
+    needs = {n: p.stay_bytes + p.microbatch_bytes for n, p in zip(found, prices, strict=True)}
+    assert sorted(needs.values(), reverse=True) == [*needs.values()]
+    assert sorted(price.seconds for price in prices) == [price.seconds for price in prices]
+    (kind,) = {kind for host in small.cluster.hosts for kind in host.devices}
+    device = replace(small.cluster.devices[kind], memory_bytes=int(needs[wanted]) + 1)
+    cluster = replace(small.cluster, devices={kind: device})
+    assert plan_baseline("deepspeed", replace(small, cluster=cluster)).sharding == wanted
 
 
 def test_a_grid_keeps_less_than_data_and_more_than_megatron(

@@ -19,11 +19,13 @@ from penstock.model.layer_list import as_layers
 from penstock.model.pytree import flatten, tree_map
 from penstock.sharding.at_rest import keep_slices
 from penstock.sharding.convert import convert
+from penstock.sharding.costs import Costs
 from penstock.sharding.divided import DividedLayer
 from penstock.sharding.kernels import Local
 from penstock.sharding.layouts import I, Layout, R, S, State
 from penstock.sharding.plan import LayerSharding, PlannedCall
-from penstock.sharding.program import Solved, priced, routed_calls
+from penstock.sharding.program import Solved, priced
+from penstock.sharding.routed import routed_calls
 from penstock.sharding.rules import Choice, Seen, divisions, fits, together
 from penstock.sharding.run import LayerRun, ShardedTensor
 from penstock.sharding.sizes import Sized
@@ -98,7 +100,7 @@ def random_plan(graph: Graph, mesh: Sequence[int], seed: int) -> LayerSharding:
             states: list[State] = [I, R, *map(S, range(len(spec.shape)))]
             layout = tuple(draw.choice(states) for _ in mesh)
             at_rest[n] = layout if fits(spec.shape, layout, mesh) else (I,) * len(mesh)
-    return priced(graph, "0", mesh, calls, Solved(chosen, at_rest, 0.0, 0.0), {})
+    return priced(graph, "0", Costs.usual(mesh), calls, Solved(chosen, at_rest, 0.0, 0.0), {})
 
 
 def differences(

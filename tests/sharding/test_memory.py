@@ -9,25 +9,34 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import penstock
 from benchmarks.sharding.memory import PLANS, at_rest, saved
 from penstock import Mesh
+from penstock.automatic.parallelize import mesh_task
+from penstock.automatic.prices import MeshPrices
+from penstock.costs.cluster import Cluster
 from penstock.costs.count import record_graph
 from penstock.model.layer_list import as_layers
+from penstock.planner.packing import Submesh
 from penstock.planner.placement import Placement
+from penstock.runtime.replicas import Replicas
 from penstock.sharding.at_rest import keep_slices
 from penstock.sharding.convert import _moved as MOVED
-from penstock.sharding.costs import Costs
+from penstock.sharding.costs import USUAL_CLUSTER, Costs
 from penstock.sharding.divided import DividedLayer
 from penstock.sharding.layouts import Move
 from penstock.sharding.plan import sent_bytes
 from penstock.sharding.stages import plan_sharding
+from penstock.torch_private import storage_id
+from penstock.zoo import gpt
 from tests.distributed.call import call
 from tests.sharding.cases import gpt_block
 from tests.sharding.fuzz import random_plan
 
 NUM_SHARDS = 2
+FINISH = Replicas.finish
 
 
 def held(mesh: Mesh) -> tuple[tuple[int, int], dict[str, tuple[int, int]]]:
@@ -104,3 +113,72 @@ def test_each_shard_sends_what_its_plan_counts(mesh: tuple[int, ...], tmp_path: 
     for found in call(sent, placement, tmp_path, seeds=list(range(6))):
         assert all(planned for _, planned in found)
         assert all(counted == planned for counted, planned in found), found
+
+
+BATCH, LENGTH, M = 4, 16, 2
+KEPT = ("data", "zero1", "zero2", "zero3", "megatron+zero1")
+"""Ready plans that keep other things of weights in a step."""
+
+
+def model_and_words() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"num_layers": 2, "width": 32, "num_heads": 4, "num_words": 64}
+    return gpt(**sizes, max_length=LENGTH, tied=False), torch.zeros(
+        BATCH, LENGTH, dtype=torch.long
+    )
+
+
+def kept_in_step(mesh: Mesh) -> dict[str, int]:
+    """Count weights, gradients and AdamW's state on this device at the end of a second step,
+    before it lets go of what it has gathered.
+    """
+    return {name: _kept(mesh, name) for name in KEPT}
+
+
+def _kept(mesh: Mesh, name: str) -> int:
+    model, words = model_and_words()
+    own = {id(weight) for weight in model.parameters()}
+    others = {id(x): x for x in _tensors() if id(x) not in own}  # alive, so that ids stay theirs
+    how: dict[str, Any] = {"num_microbatches": M, "example_inputs": words[: BATCH // M]}
+    pipe = penstock.Pipeline(model, loss=_loss, mesh=mesh, sharding=name, **how)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    found = list[int]()
+
+    def counted(replicas: Replicas) -> None:
+        FINISH(replicas)
+        alive = [x for x in _tensors() if id(x) not in others]
+        alive += [p.grad for p in pipe.parameters() if p.grad is not None]
+        floats = [x for x in alive if x.is_floating_point() and x.dim() and not x.is_meta]
+        sizes = {storage_id(x): x.untyped_storage().nbytes() for x in floats}
+        found.append(sum(sizes.values()))
+
+    for _ in range(2):
+        with patch.object(Replicas, "finish", counted):
+            pipe.train_step(words, words)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found[-1]
+
+
+def _tensors() -> list[Tensor]:
+    gc.collect()
+    return [x for x in gc.get_objects() if isinstance(x, Tensor)]
+
+
+def _loss(output: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+def test_the_price_of_a_mesh_counts_what_a_device_keeps_in_a_step(tmp_path: Path) -> None:
+    """The price of ZeRO-1, -2 and -3 says what is whole in a step, and what is in slices."""
+    placement = Placement.of(range(1), num_shards=2)
+    task = mesh_task(*model_and_words(), Cluster.load(USUAL_CLUSTER), M)
+    given = task.graph_of(M), task.names, task.model.spans, task.cluster, M
+    priced = {}
+    for name in KEPT:
+        found = MeshPrices(*given, name).on_mesh(0, len(task.names), Submesh(0, 1, 2))
+        assert found is not None
+        priced[name] = found.state_bytes
+    assert priced["data"] > priced["zero1"] > priced["zero2"] > priced["zero3"]
+    for counted in call(kept_in_step, placement, tmp_path):
+        assert counted == priced

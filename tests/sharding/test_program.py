@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock.costs.collectives import all_gather_s, all_reduce_s
 from penstock.costs.count import record_graph
-from penstock.costs.graph import Graph
+from penstock.costs.graph import Graph, TensorSpec
 from penstock.errors import ConfigError, PlanError
 from penstock.mesh.collectives import Collectives
 from penstock.model.layer_list import as_layers
@@ -20,9 +22,11 @@ from penstock.sharding.choose import Problem, Side
 from penstock.sharding.costs import Costs
 from penstock.sharding.divided import DividedLayer
 from penstock.sharding.layouts import I, P, R, S
+from penstock.sharding.named import ready_plan
 from penstock.sharding.plan import Sharding
-from penstock.sharding.program import routed_calls
+from penstock.sharding.routed import routed_calls
 from penstock.sharding.rules import Choice, Seen, base_name, choices, divisions, fits, together
+from penstock.sharding.search import Part, Search
 from penstock.sharding.stages import plan_sharding
 from penstock.zoo import transformer_lm
 from tests.costs.counting import layers_of
@@ -32,6 +36,10 @@ def graph_of(*modules: nn.Module, shape: tuple[int, ...] = (2, 3, 8)) -> Graph:
     return record_graph(
         as_layers([nn.Identity(), *modules]), torch.randn(shape, requires_grad=True)
     )
+
+
+def graph_weights(graph: Graph) -> list[TensorSpec]:
+    return [spec for spec in graph.tensors if spec.name and spec.wants_gradient]
 
 
 def choices_of(module: nn.Module, count: int = 2) -> list[Choice]:
@@ -311,3 +319,33 @@ def test_a_limit_of_memory_is_kept_at_the_least_cost() -> None:
 def test_a_plan_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ConfigError, match="ready plans are 'auto', 'megatron'"):
         plan_sharding("magic", graph_of(nn.Linear(8, 8)), ["0", "1"], Costs.usual((2,)))
+
+
+def test_what_is_done_once_a_step_is_shared_by_its_microbatches() -> None:
+    """Gathers of ZeRO-1 and -2 are shared, and the sums of gradients of data and ZeRO-1; those of
+    ZeRO-2 and all of ZeRO-3 are done for each micro-batch.
+    """
+    graph = graph_of(nn.Linear(64, 64, bias=False), shape=(4096, 64))
+    one, (weight,) = Costs.usual((2,)), graph_weights(graph)
+
+    def seconds(plan: str, num_microbatches: int) -> float:
+        costs = replace(one, num_microbatches=num_microbatches)
+        search = Search(graph, ["0", "1"], Part(range(2)), ready_plan(plan), costs)
+        return float(search.of_ranges().seconds[0, 2])
+
+    shared = {n: seconds(n, 1) - seconds(n, 4) for n in ("data", "zero1", "zero2", "zero3")}
+    sum_s, gather_s = (
+        f(one.cluster, [0, 1], weight.num_bytes) for f in (all_reduce_s, all_gather_s)
+    )
+    wanted = {"data": sum_s, "zero1": sum_s + gather_s, "zero2": gather_s, "zero3": 0.0}
+    assert shared == pytest.approx({n: 3 / 4 * own_s for n, own_s in wanted.items()}, abs=1e-12)
+
+
+def test_a_weight_that_is_cut_along_two_axes_is_gathered_along_the_last_one_first() -> None:
+    """As it is run: the inner axis gathers what the outer one has a slice of."""
+    costs = replace(Costs.usual((2, 2)), gathers=True)
+    (weight,) = graph_weights(graph_of(nn.Linear(64, 32, bias=False), shape=(8, 64)))
+    first_s = all_gather_s(costs.cluster, [0, 1], weight.num_bytes / 2)
+    then_s = all_gather_s(costs.cluster, [0, 2], weight.num_bytes)
+    assert costs.once_s(weight, (I, I)) == pytest.approx(first_s + then_s)
+    assert costs.weight_bytes(weight, (I, I)) == weight.num_bytes * (1 + 1 + (1 + 2) / 4)

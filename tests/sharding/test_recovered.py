@@ -12,7 +12,7 @@ from penstock.model.layer_list import as_layers
 from penstock.sharding.costs import Costs
 from penstock.sharding.layouts import Layout, R, S
 from penstock.sharding.plan import LayerSharding, PlannedCall
-from penstock.sharding.program import routed_calls
+from penstock.sharding.routed import routed_calls
 from penstock.sharding.rules import base_name
 from penstock.sharding.stages import plan_sharding
 from penstock.zoo import gpt

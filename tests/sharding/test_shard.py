@@ -15,7 +15,8 @@ from penstock.sharding.costs import Costs
 from penstock.sharding.layouts import I, P, R, S
 from penstock.sharding.named import READY
 from penstock.sharding.plan import Sharding
-from penstock.sharding.program import LayerProgram, Site, Task, routed_calls
+from penstock.sharding.program import LayerProgram, Site, Task
+from penstock.sharding.routed import routed_calls
 from penstock.sharding.rules import Choice
 from penstock.sharding.stages import plan_sharding
 from penstock.zoo import gpt
