@@ -219,6 +219,25 @@ def test_a_layer_that_needs_values_is_named(module: nn.Module) -> None:
         count_layers(layers, torch.empty(2, 4))
 
 
+class Masks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.linear(x) if mask.all() else self.linear(x).exp().masked_fill(~mask, 0.0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_mask_has_its_values(masked: bool) -> None:
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    mask[1, 2] = not masked
+    layers = as_layers(penstock.capture(Masks(), (torch.ones(2, 4), mask), check=False))
+    found = count_layers(layers, (torch.ones(2, 4), mask))
+    names = {operator.name for kind in found.kinds for operator in kind.operators}
+    assert ("exp" in str(names)) == masked, names
+
+
 def test_code_between_blocks_may_look_at_what_it_makes_itself() -> None:
     class Placed(nn.Module):
         def __init__(self) -> None:
