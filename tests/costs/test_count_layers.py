@@ -220,22 +220,17 @@ def test_a_layer_that_needs_values_is_named(module: nn.Module) -> None:
 
 
 class Masks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.linear(x) if mask.all() else self.linear(x).exp().masked_fill(~mask, 0.0)
+    def forward(self, mask: Tensor) -> Tensor:
+        return mask.float() if mask.all() else mask.float().exp()
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_mask_has_its_values(masked: bool) -> None:
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_mask_has_its_values(hides: bool) -> None:
     mask = torch.ones(2, 4, dtype=torch.bool)
-    mask[1, 2] = not masked
-    layers = as_layers(penstock.capture(Masks(), (torch.ones(2, 4), mask), check=False))
-    found = count_layers(layers, (torch.ones(2, 4), mask))
+    mask[1, 2] = not hides
+    found = count_layers(as_layers(nn.Sequential(Masks(), nn.Linear(4, 4))), mask)
     names = {operator.name for kind in found.kinds for operator in kind.operators}
-    assert ("exp" in str(names)) == masked, names
+    assert ("exp" in names) == hides, names
 
 
 def test_code_between_blocks_may_look_at_what_it_makes_itself() -> None:
