@@ -64,8 +64,17 @@ def on_meta(modules: Iterable[nn.Module]) -> Iterator[dict[int, Tensor]]:
 
 
 def inputs_on_meta(inputs: Any) -> Any:
-    """Return a value with meta tensors for its tensors."""
-    return tree_map(lambda tensor: _bare(tensor).requires_grad_(tensor.requires_grad), inputs)
+    """Return a value with meta tensors for its tensors of real or complex numbers.
+
+    Others keep their values: what a model decides by a mask, or by words, it decides as on these.
+    """
+    return tree_map(_input, inputs)
+
+
+def _input(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
+        return _bare(tensor).requires_grad_(tensor.requires_grad)
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _put_parameter(module: nn.Module, name: str, parameter: Any) -> None:

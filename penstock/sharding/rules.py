@@ -157,9 +157,9 @@ def together(
 
 
 def fits(shape: Shape, layout: Layout, mesh: Sequence[int]) -> bool:
-    """Tell whether each device gets something of a tensor."""
+    """Tell whether each device gets something of a tensor: of one without elements, when whole."""
     return all(
-        length
+        max(length, 1)
         >= prod(n for n, s in zip(mesh, layout, strict=True) if isinstance(s, S) and s.dim == d)
         for d, length in enumerate(shape)
     )

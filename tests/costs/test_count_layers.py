@@ -219,6 +219,20 @@ def test_a_layer_that_needs_values_is_named(module: nn.Module) -> None:
         count_layers(layers, torch.empty(2, 4))
 
 
+class Masks(nn.Module):
+    def forward(self, mask: Tensor) -> Tensor:
+        return mask.float() if mask.all() else mask.float() @ mask.float().t()
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_mask_has_its_values(hides: bool) -> None:
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    mask[1, 2] = not hides
+    found = count_layers(as_layers(nn.Sequential(Masks())), mask)
+    names = {operator.name for kind in found.kinds for operator in kind.operators}
+    assert ("gemm" in names) == hides, names
+
+
 def test_code_between_blocks_may_look_at_what_it_makes_itself() -> None:
     class Placed(nn.Module):
         def __init__(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import penstock
@@ -27,7 +28,8 @@ from penstock.transport.torch_distributed import _FIRST
 from penstock.transport.wire import TensorKind
 from tests.distributed import test_equality_processes as equality
 from tests.distributed.call import call
-from tests.sharding.test_pipeline import WORDS, as_one, in_shards, two_steps
+from tests.model.capture.any_models.required import REQUIRED
+from tests.sharding.test_pipeline import WORDS, as_one, in_shards, saves_and_loads, two_steps
 
 MESHES = {"1 + 2": (1, 2), "2 + 1": (2, 1), "2 + 3": (2, 3), "2 + 2": (2, 2), "3 + 2": (3, 2)}
 QUICK = list(MESHES)[:4]
@@ -265,3 +267,63 @@ def test_every_schedule_trains_on_what_crosses_in_parts(
     equality.test_shards_give_the_unsplit_models_gradients_but_for_rounding(
         "unlike", placed(*MESHES[name]), tmp_path
     )
+
+
+LAYOUTS: dict[str, tuple[Placement, str | None]] = {
+    "1 + 2": (placed(1, 2), "megatron"),
+    "2 + 1": (placed(2, 1), "data"),
+    "2 replicas": (Placement.of(range(1), 2), "zero1"),
+    "one process": (Placement.of(range(1)), None),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saver", LAYOUTS)
+def test_every_other_layout_goes_on_from_a_checkpoint(saver: str, tmp_path: Path) -> None:
+    """Weights are the saver's to the bit; what is trained from them and from its optimizer's state
+    is the same but for rounding, wherever batches and masks are.
+    """
+
+    def run(name: str) -> list[dict[str, Any]]:
+        placement, sharding = LAYOUTS[name]
+        return call(saves_and_loads, placement, tmp_path, where=str(tmp_path), sharding=sharding)
+
+    losses = {saver: [found["losses"] for found in run(saver)]}
+    penstock.export_model(tmp_path / "saved", tmp_path / "one.safetensors")
+    wanted = load_file(tmp_path / "one.safetensors")
+    for loader in LAYOUTS.keys() - {saver}:
+        every = run(loader)
+        losses[loader] = [found["losses"] for found in every]
+        for found in every:
+            assert found["loaded"], loader
+            assert all(torch.equal(t, wanted[name]) for name, t in found["loaded"].items()), loader
+    del losses["2 replicas"]  # whose masks are others
+    each = torch.tensor([own for of_layout in losses.values() for own in of_layout])
+    assert len(each) >= 4 and (each - each[0]).abs().max() < 1e-12, each
+
+
+def t5_checked(mesh: Mesh, plan: str) -> list[float]:
+    """Compare T5, with masks and tied embeddings, with dropout off and on."""
+    found = []
+    for trains in (False, True):
+        model, inputs_of = next(m for m in REQUIRED if m.name == "t5").make()
+        inputs = inputs_of(8)
+        report = penstock.check(
+            penstock.capture(model.double().train(trains), inputs, check=False),
+            inputs,
+            torch.zeros(8),
+            loss=lambda output, _: (output["logits"] * output["logits"].cos()).mean(),
+            num_microbatches=2,
+            mesh=mesh,
+            sharding=plan,
+        )
+        found.append(report.most)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["data", "megatron"])
+def test_t5_on_unlike_meshes_is_the_unsplit_model(plan: str, tmp_path: Path) -> None:
+    """What the encoder gives crosses to every block of the decoder."""
+    for found in call(t5_checked, placed(1, 2), tmp_path, plan=plan):
+        assert all(0 < off < 1e-12 for off in found), found
