@@ -456,7 +456,10 @@ def test_an_old_torch_is_refused_when_it_is_first_needed(old_torch: Path) -> Non
     assert issubclass(TorchError, ImportError)
 
 
-@pytest.mark.parametrize("module", ("model.capture.capture", "runtime.executor"))
+@pytest.mark.parametrize(
+    "module",
+    (pytest.param("model.capture.capture", marks=pytest.mark.slow), "runtime.executor"),
+)
 def test_an_old_torch_is_refused_by_a_module_that_is_imported_directly(module: str) -> None:
     program = f"import torch; torch.__version__ = '2.9.0'; import penstock.{module}"
     last = run("-c", program).stderr.splitlines()[-1]
@@ -485,7 +488,11 @@ def test_what_needs_no_torch_works_beside_an_old_one(old_torch: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ("torch._C.DisableTorchFunctionSubclass", "torch.nn.modules.batchnorm._BatchNorm")
+    "name",
+    (
+        "torch._C.DisableTorchFunctionSubclass",
+        pytest.param("torch.nn.modules.batchnorm._BatchNorm", marks=pytest.mark.slow),
+    ),
 )
 def test_a_torch_without_a_needed_name_is_refused_by_that_name(name: str) -> None:
     program = f"import torch; del {name}; import penstock; penstock.Pipeline"

@@ -118,6 +118,7 @@ def test_an_inf_on_one_rank_skips_the_step_of_all(layout: tuple[int, int], tmp_p
             assert found["state"] == of_first["state"]
 
 
+@pytest.mark.slow
 def test_scales_that_differ_and_what_torchs_scaler_refuses_on_one_rank_are_errors_on_all(
     tmp_path: Path,
 ) -> None:

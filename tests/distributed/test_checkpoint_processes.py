@@ -173,6 +173,7 @@ def test_saves_may_take_longer_than_the_deadline_of_a_wait(tmp_path: Path) -> No
         assert (tmp_path / name / "written").read_text() == "0 1"
 
 
+@pytest.mark.slow
 def test_damage_that_one_finds_and_another_model_are_refused_by_all_with_names_and_shapes(
     tmp_path: Path,
 ) -> None:
@@ -250,6 +251,7 @@ def test_optimizer_state_that_replicas_share_out_is_saved_whole(tmp_path: Path) 
     assert same(found, expected, bits=False)
 
 
+@pytest.mark.slow
 def test_two_processes_of_two_stages_save_and_one_process_goes_on_bit_by_bit(
     tmp_path: Path,
 ) -> None:

@@ -118,7 +118,8 @@ PAIRS = {
 """What is done by rank 0 and by rank 1, for each number of stages and replicas."""
 
 
-@pytest.mark.parametrize("layout", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2)], ids=str)
 def test_a_call_for_another_pipeline_is_refused_everywhere_and_names_both(
     layout: tuple[int, int], tmp_path: Path
 ) -> None:

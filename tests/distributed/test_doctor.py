@@ -34,6 +34,7 @@ def test_three_processes_measure_every_edge_and_train_a_step_together() -> None:
     assert not [f for f in found["findings"] if f["severity"] == "error"]
 
 
+@pytest.mark.slow
 def test_the_report_is_tables_and_lines_of_rank_0() -> None:
     first, second = run(2, [*DOCTOR])
     assert second.output == ""
@@ -43,6 +44,7 @@ def test_the_report_is_tables_and_lines_of_rank_0() -> None:
     assert "training can work" in first.output.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", ("0,1", "0,1,1"))
 def test_a_rank_that_nobody_has_is_named_by_rank_0(ranks: str) -> None:
     job = start(len(ranks.split(",")), [*JOB, "as", ranks, "12"], {"WORLD_SIZE": "3"})

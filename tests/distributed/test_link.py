@@ -92,7 +92,7 @@ def wait_in_vain(mesh: penstock.Mesh) -> None:
     mesh.world.gather(None, "for the others to have seen it")
 
 
-@pytest.mark.parametrize("job", [exchange, wait_in_vain])
+@pytest.mark.parametrize("job", [pytest.param(exchange, marks=pytest.mark.slow), wait_in_vain])
 def test_an_edge_between_processes(job: Callable[[penstock.Mesh], None], tmp_path: Path) -> None:
     call(job, (2, 1), tmp_path)
 

@@ -13,7 +13,7 @@ from tests.distributed.launch import start
 NO_HOSTS = why_not()
 
 
-@pytest.mark.parametrize("killed", (0, 1))
+@pytest.mark.parametrize("killed", (1, pytest.param(0, marks=pytest.mark.slow)))
 def test_a_killed_process_is_noticed_though_its_child_holds_its_connections(killed: int) -> None:
     job = start(3, ["-m", "tests.distributed.lost_job", str(killed)])
     for process in job.wait(60.0, num_left=1):
@@ -72,6 +72,7 @@ os.kill(processes[2], signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_a_wait_for_a_stopped_process_ends_when_another_one_is_killed() -> None:
     killed, waited, _ = start(3, ["-c", STOPPED]).wait(60.0)
     assert killed.code == -9
@@ -103,7 +104,11 @@ sys.exit(75)
 """
 
 
-@pytest.mark.parametrize(("then", "code"), [(RAISE, 1), (CATCH, 75)], ids=["raises", "catches"])
+@pytest.mark.parametrize(
+    ("then", "code"),
+    [pytest.param(RAISE, 1, marks=pytest.mark.slow), (CATCH, 75)],
+    ids=["raises", "catches"],
+)
 def test_what_connects_a_process_with_one_that_is_gone_is_never_destroyed(
     then: str, code: int
 ) -> None:

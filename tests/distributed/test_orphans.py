@@ -103,7 +103,7 @@ def test_a_process_ends_when_its_launcher_is_killed_while_it_waits_for_the_other
 
 @pytest.mark.parametrize(
     ("told", "launcher"),
-    [((), LAUNCHER), (BY_TORCHRUN, WRAPPER)],
+    [((), LAUNCHER), pytest.param(BY_TORCHRUN, WRAPPER, marks=pytest.mark.slow)],
     ids=["by-hand", "by-a-wrapper"],
 )
 def test_a_process_stays_that_its_parent_need_not_outlive(
@@ -124,6 +124,7 @@ def test_a_process_stays_that_its_parent_need_not_outlive(
     assert not left, left
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
 def test_what_a_test_has_started_ends_when_the_run_of_the_tests_is_killed() -> None:
     mark = uuid.uuid4().hex

@@ -44,6 +44,7 @@ def test_a_stage_on_each_host_is_planned_and_is_the_unsplit_model(
     check_trained(plan, results)
 
 
+@pytest.mark.slow
 def test_stages_in_segments_are_the_unsplit_model(tmp_path: Path) -> None:
     way = Way(recomputes=True, segments=True)
     results = job("1,2", tmp_path, 3, ways=[way], num_microbatches=2)
@@ -53,6 +54,7 @@ def test_stages_in_segments_are_the_unsplit_model(tmp_path: Path) -> None:
     check_trained(plan, results)
 
 
+@pytest.mark.slow
 def test_what_rank_0_measured_is_what_all_plan_by(tmp_path: Path) -> None:
     results = job("1,2", tmp_path, 3, measure=True, num_microbatches=2)
     plan = Plan.from_json(results[0]["plan"])
@@ -74,6 +76,7 @@ def check_trained(plan: Plan, results: list[dict[str, Any]]) -> None:
     assert names == wanted["gradients"].keys()
 
 
+@pytest.mark.slow
 def test_a_model_without_lists_is_clustered_and_is_the_unsplit_model(tmp_path: Path) -> None:
     results = job("1,2", tmp_path, 3, model="attributes", num_layers=3, num_microbatches=2)
     plan = Plan.from_json(results[0]["plan"])

@@ -112,6 +112,7 @@ def limited(mesh: penstock.Mesh | None) -> tuple[str, dict[str, Tensor | None], 
     return str((plan.recompute, plan.offload, plan.predicted_peak_bytes)), found, str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_limit_of_memory_is_met_by_the_same_choice_in_processes_as_in_one(
     tmp_path: Path,
 ) -> None:

@@ -76,6 +76,7 @@ def plan(here: Path) -> str:
     return str(here / "plan.json")
 
 
+@pytest.mark.slow
 def test_a_plan_of_unlike_meshes_trains_goes_on_and_is_the_unsplit_run(
     plan: str, here: Path, alone: Path
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_plan_of_unlike_meshes_trains_goes_on_and_is_the_unsplit_run(
     assert placement == Plan.load(plan).placement and is_uneven(placement)
 
 
+@pytest.mark.slow
 def test_other_processes_or_another_model_are_refused_by_each(plan: str, here: Path) -> None:
     train = ["-m", "penstock", "train", str(here / "keys.toml"), "--plan", plan]
     said = "the plan is for 3 ranks, 3 for each replica, and this job has 2 processes; start 3"
@@ -103,6 +105,7 @@ def test_other_processes_or_another_model_are_refused_by_each(plan: str, here: P
     refused(other, "the plan is of another model: the parameters of layer 0")
 
 
+@pytest.mark.slow
 def test_a_run_that_plans_itself_goes_on_with_fewer_processes(here: Path, alone: Path) -> None:
     folder = here / "itself"
     cluster = ("--cluster", str(here / "1+2.toml"))

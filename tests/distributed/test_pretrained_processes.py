@@ -116,7 +116,8 @@ def test_all_processes_refuse_what_one_must(tmp_path: Path) -> None:
     assert at_once == unfit
 
 
-@pytest.mark.parametrize("name", ["llama, tied", pytest.param("resnet", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama, tied", "resnet"])
 def test_training_from_a_folder_is_that_of_one_process(name: str, tmp_path: Path) -> None:
     penstock.save_pretrained(tmp_path / name, pipeline(build(name), 1))
     made = build(name, device="meta")

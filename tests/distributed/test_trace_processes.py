@@ -74,7 +74,8 @@ def check_whole(timeline: Timeline, stages: int, *, memory: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "replicas"), ((2, 1), (3, 1), pytest.param(2, 2, marks=pytest.mark.slow))
+    ("stages", "replicas"),
+    ((2, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((3, 1), (2, 2)))),
 )
 def test_every_process_has_the_timeline_of_all_stages_of_its_replica(
     stages: int, replicas: int, tmp_path: Path

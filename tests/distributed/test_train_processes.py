@@ -135,6 +135,7 @@ def test_a_killed_process_is_started_again_and_the_run_goes_on_bit_by_bit(
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["digits-1"]
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_process_saves_on_all_and_any_other_number_goes_on(
     uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -148,12 +149,10 @@ def test_sigterm_to_one_process_saves_on_all_and_any_other_number_goes_on(
     assert_same_run(Path(folder), uninterrupted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "replicas"),
-    (
-        (1, 2),
-        pytest.param(2, 2, marks=pytest.mark.slow),
-    ),
+    ((1, 2), (2, 2)),
 )
 def test_a_plan_that_was_chosen_for_a_recipe_trains_it(
     stages: int, replicas: int, tmp_path: Path
@@ -220,7 +219,9 @@ def refused(ended: list[Ended], *parts: str) -> None:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("seed", "do not agree on seed: 0 on rank 0; 1 on rank 1"),
+        pytest.param(
+            "seed", "do not agree on seed: 0 on rank 0; 1 on rank 1", marks=pytest.mark.slow
+        ),
         ("version", "do not agree on version of Penstock: '0.0.0' on rank 0; '0.0.1' on rank 1"),
     ],
 )
@@ -242,6 +243,7 @@ def test_a_signal_that_one_process_gets_after_all_agreed_counts_a_step_later(
     assert folder.checkpoints() == [folder.checkpoint_path(2)]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_a_missing_file_is_refused_everywhere(
     uninterrupted: Path, tmp_path: Path
 ) -> None:

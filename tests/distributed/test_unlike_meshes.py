@@ -32,7 +32,7 @@ from tests.model.capture.any_models.required import REQUIRED
 from tests.sharding.test_pipeline import WORDS, as_one, in_shards, saves_and_loads, two_steps
 
 MESHES = {"1 + 2": (1, 2), "2 + 1": (2, 1), "2 + 3": (2, 3), "2 + 2": (2, 2), "3 + 2": (3, 2)}
-QUICK = list(MESHES)[:4]
+OTHERS = ("2 + 1", "2 + 3", "2 + 2")
 
 
 def placed(senders: int, receivers: int) -> Placement:
@@ -141,7 +141,11 @@ def check(found: Activation | Gradient, expected: Activation | Gradient) -> None
             assert torch.equal(a.resolve_conj(), b.resolve_conj())
 
 
-@pytest.mark.parametrize("name", QUICK)
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["1 + 2", *(slow(name) for name in OTHERS)])
 def test_values_of_all_kinds_arrive_as_they_left(name: str, tmp_path: Path) -> None:
     call(exchange, placed(*MESHES[name]), tmp_path, num_runs=12)
 
@@ -208,11 +212,9 @@ def count(mesh: Mesh, plan: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("counts", "plan"),
     [
-        *((MESHES[name], "megatron") for name in QUICK),
-        ((1, 2), "data"),
-        ((2, 1), "data"),
-        ((2, 3), "data"),
-        ((2, 2), "data"),
+        ((1, 2), "megatron"),
+        *(slow(MESHES[name], "megatron") for name in OTHERS),
+        *(slow(MESHES[name], "data") for name in ("1 + 2", *OTHERS)),
     ],
     ids=str,
 )
@@ -245,6 +247,7 @@ def in_small_parts(mesh: Mesh, where: str) -> dict[str, Any]:
     return in_shards(mesh, where)
 
 
+@pytest.mark.slow
 def test_tied_weights_cross_in_parts(tmp_path: Path) -> None:
     wanted = two_steps(as_one(), WORDS)
     for found in call(in_small_parts, placed(2, 3), tmp_path, where=str(tmp_path)):

@@ -21,7 +21,6 @@ from penstock.schedules import Family, gpipe, one_f_one_b, pipedream, pipedream_
 from tests import delayed
 from tests.distributed import test_equality_processes as equality
 from tests.distributed.call import call
-from tests.distributed.test_equality_processes import slow
 from tests.models import ALL_MODELS, Model
 from tests.reference import Unsplit
 from tests.side_by_side import autocast, differences, pipeline, same_bits, state_of
@@ -368,15 +367,16 @@ def train_with_delays(case: equality.Case, num_stages: int) -> dict[str, Any]:
     return {"losses": losses, **dict(state_of(built.modules))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "placement"),
     (
         ("few", equality.of_meshes(((0,),), ((1, 2),))),
-        slow("all", Placement.of(range(1), num_shards=2)),
-        slow("all", Placement.of(range(2), num_shards=2)),
-        slow("all", equality.of_meshes(((0,),), ((1, 2),))),
-        slow("all", equality.of_meshes(((0, 1),), ((2,),))),
-        slow("all", equality.of_meshes(((0, 1, 2, 3),), ((4,),), shapes=((2, 2), (1,)))),
+        ("all", Placement.of(range(1), num_shards=2)),
+        ("all", Placement.of(range(2), num_shards=2)),
+        ("all", equality.of_meshes(((0,),), ((1, 2),))),
+        ("all", equality.of_meshes(((0, 1),), ((2,),))),
+        ("all", equality.of_meshes(((0, 1, 2, 3),), ((4,),), shapes=((2, 2), (1,)))),
     ),
     ids=("few-1 + 2", "1 x 2", "2 x 2", "1 + 2", "2 + 1", "2 x 2 + 1"),
 )
@@ -405,6 +405,7 @@ def refused(mesh: penstock.Mesh) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_replicas_are_refused_on_every_process(tmp_path: Path) -> None:
     for said in call(refused, (1, 2), tmp_path):
         assert "wait for the gradients of all 2 replicas" in said[0]

@@ -158,7 +158,14 @@ def test_a_process_with_a_stuck_stage_ends_with_the_error_that_said_so() -> None
 
 
 @pytest.mark.parametrize(
-    "ending", ("pass", "raise SystemExit(3)", "raise ValueError('late')", "out = pipe(x)")
+    "ending",
+    (
+        "pass",
+        *(
+            pytest.param(ending, marks=pytest.mark.slow)
+            for ending in ("raise SystemExit(3)", "raise ValueError('late')", "out = pipe(x)")
+        ),
+    ),
 )
 def test_the_interpreter_ends_without_close(ending: str) -> None:
     program = (

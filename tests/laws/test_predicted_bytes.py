@@ -82,7 +82,14 @@ def test_the_peak_of_every_stage_is_predicted(name: str, num_stages: int) -> Non
             check(name, num_stages, family, POLICIES[(n + num_stages) % 3])
 
 
-@pytest.mark.parametrize("recompute", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        pytest.param(policy, marks=[pytest.mark.slow] if policy is not Recompute.STAGE else [])
+        for policy in POLICIES
+    ],
+    ids=lambda policy: policy.name,
+)
 def test_the_peak_of_a_captured_model_with_skips_is_predicted(recompute: Any) -> None:
     for family in (FAMILIES[0], FAMILIES[3]):
         check("amoebanet", 2, family, recompute)

@@ -66,9 +66,13 @@ FEW_OR_MANY = st.sampled_from((2, 4, 1000))
 INFINITE = st.sampled_from((0.0, 0.2, 0.6))
 
 
-@settings(max_examples=1500, deadline=None)
-@given(drawn_spans(), st.data(), SEEDS, FEW_OR_MANY, INFINITE)
-def test_any_cost_is_cut_as_trying_every_cut_finds(
+@pytest.mark.parametrize("num_drawn", (750, pytest.param(1500, marks=pytest.mark.slow)))
+def test_any_cost_is_cut_as_trying_every_cut_finds(num_drawn: int) -> None:
+    drawn = given(drawn_spans(), st.data(), SEEDS, FEW_OR_MANY, INFINITE)
+    settings(max_examples=num_drawn, deadline=None)(drawn(check_cut))()
+
+
+def check_cut(
     spans: Spans, data: st.DataObject, seed: int, values: int, share_of_inf: float
 ) -> None:
     num_stages = data.draw(st.integers(1, len(spans)))

@@ -94,9 +94,10 @@ def check_alpa(seed: int) -> bool:
     return False
 
 
-def test_alpas_search_finds_what_trying_everything_finds() -> None:
-    fits = Counter(check_alpa(seed) for seed in range(2000))
-    assert fits[True] > 1000 and fits[False] > 50
+@pytest.mark.parametrize("num_drawn", (1000, pytest.param(2000, marks=pytest.mark.slow)))
+def test_alpas_search_finds_what_trying_everything_finds(num_drawn: int) -> None:
+    fits = Counter(check_alpa(seed) for seed in range(num_drawn))
+    assert fits[True] > num_drawn / 2 and fits[False] > num_drawn / 40
 
 
 KINDS = (

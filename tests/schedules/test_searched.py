@@ -196,7 +196,7 @@ def test_a_stage_of_ten_seconds_for_weights_and_one_of_none_beat_every_named_fam
 
 
 @pytest.mark.parametrize("num_drawn", (2, pytest.param(5, marks=pytest.mark.slow)))
-@pytest.mark.parametrize("recompute", ((), (0, 1, 2), (1,)))
+@pytest.mark.parametrize("recompute", ((), pytest.param((0, 1, 2), marks=pytest.mark.slow), (1,)))
 def test_the_search_prices_as_the_simulator_does(
     recompute: tuple[int, ...], num_drawn: int
 ) -> None:

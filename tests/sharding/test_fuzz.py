@@ -33,12 +33,20 @@ def fuzzed(mesh: Mesh, seeds: list[int], which: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def slow(seeds: range, mesh: tuple[int, ...], name: str) -> Any:
+    return pytest.param(seeds, mesh, id=name, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    "seeds", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"]
+    ("seeds", "mesh"),
+    [
+        pytest.param(SHORT, MESHES[0], id=f"short-{MESHES[0]}"),
+        *(slow(SHORT, mesh, f"short-{mesh}") for mesh in MESHES[1:]),
+        *(slow(LONG, mesh, f"long-{mesh}") for mesh in MESHES),
+    ],
 )
 def test_random_plans_give_what_the_module_gives(
-    mesh: tuple[int, ...], seeds: range, tmp_path: Path
+    seeds: range, mesh: tuple[int, ...], tmp_path: Path
 ) -> None:
     """In short each case on one of the meshes."""
     placement, which = Placement.of(range(1), num_shards=mesh), MESHES.index(mesh)

@@ -46,7 +46,7 @@ def all_conversions(mesh: Mesh) -> list[tuple[str, Tensor, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_conversion_keeps_the_value_and_its_gradient(count: int, tmp_path: Path) -> None:
     ranks = call(all_conversions, Placement.of(range(1), num_shards=count), tmp_path)
     for number, (before, after) in enumerate(product(STATES, STATES)):

@@ -21,7 +21,7 @@ from tests.distributed.call import call
 
 Layout = tuple[int, int, int]
 """K stages, D replicas, T shards."""
-LAYOUTS = [(1, 1, 2), (2, 1, 2), pytest.param((1, 2, 2), marks=pytest.mark.slow)]
+LAYOUTS = [(1, 1, 2), *(pytest.param(x, marks=pytest.mark.slow) for x in ((2, 1, 2), (1, 2, 2)))]
 WORDS = torch.randint(0, 32, (5, 8), generator=torch.Generator().manual_seed(0))
 
 
@@ -80,15 +80,8 @@ UNLIKE = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "1 + 2",
-        "1 + 2 + 1",
-        pytest.param("2 + 1", marks=pytest.mark.slow),
-        pytest.param("2 x 1 + 2 x 2", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1 + 2", "1 + 2 + 1", "2 + 1", "2 x 1 + 2 x 2"])
 def test_stages_of_unlike_meshes_train_as_the_unsplit_model(name: str, tmp_path: Path) -> None:
     placement = Placement(UNLIKE[name], ("cpu",) * len(UNLIKE[name]))
     wanted = two_steps(as_one(num_microbatches=2 * placement.num_replicas), WORDS)
@@ -197,6 +190,7 @@ def saves_and_loads(mesh: Mesh, where: str, sharding: str) -> dict[str, Any]:
     return found | {"held": sum(p.numel() for p in pipe.parameters())}
 
 
+@pytest.mark.slow
 def test_other_slices_go_on_from_slices_and_so_does_the_unsplit_model(tmp_path: Path) -> None:
     def run(sharding: str, num_replicas: int = 1, num_shards: int = 1) -> list[dict[str, Any]]:
         placement = Placement.of(range(1), num_replicas, num_shards=num_shards)
@@ -307,6 +301,7 @@ def gathers(mesh: Mesh) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_zero1_and_zero2_gather_weights_once_a_step_and_zero3_for_each_use(tmp_path: Path) -> None:
     for found in call(gathers, Placement.of(range(1), num_shards=2), tmp_path):
         more = {name: two - one for name, (one, two) in found.items()}
@@ -344,7 +339,12 @@ def odd_step(mesh: Mesh | None, sharding: Any = None) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("sharding", "shape"),
-    [("megatron", [6, 8]), ({"plan": "data", "*.up.weight": "S(1)", "1.*": "R"}, [12, 4])],
+    [
+        ("megatron", [6, 8]),
+        pytest.param(
+            {"plan": "data", "*.up.weight": "S(1)", "1.*": "R"}, [12, 4], marks=pytest.mark.slow
+        ),
+    ],
     ids=["megatron", "pins"],
 )
 def test_dropout_by_keywords_is_cut_and_what_is_not_linear_is_summed_first(
@@ -377,6 +377,7 @@ def of_other_batches(mesh: Mesh) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_all_shards_refuse_a_batch_that_they_do_not_share(tmp_path: Path) -> None:
     found = call(of_other_batches, Placement.of(range(1), num_shards=2), tmp_path)
     assert found[0] == found[1]  # none of them is left waiting
@@ -435,7 +436,10 @@ def checked(mesh: Mesh) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "placement",
-    [Placement.of(range(1), num_shards=2), Placement(UNLIKE["1 + 2"], ("cpu", "cpu"))],
+    [
+        Placement.of(range(1), num_shards=2),
+        pytest.param(Placement(UNLIKE["1 + 2"], ("cpu", "cpu")), marks=pytest.mark.slow),
+    ],
     ids=["2", "1 + 2"],
 )
 def test_check_spans_shards_and_stages(placement: Placement, tmp_path: Path) -> None:

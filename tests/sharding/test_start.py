@@ -128,7 +128,7 @@ def slow(*values: Any) -> Any:
     [
         (Placement.of(range(1), num_shards=2), "megatron"),
         slow(Placement.of(range(2), num_shards=2), "megatron"),
-        (Placement.of(range(1), num_shards=3), "zero3"),
+        slow(Placement.of(range(1), num_shards=3), "zero3"),
         slow(Placement.of(range(1), num_replicas=2), "zero1"),
         slow(Placement.of(range(1), num_replicas=2, num_shards=2), "megatron+zero1"),
     ],
@@ -175,6 +175,7 @@ def half_on_meta(mesh: Mesh, where: str) -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_layer_with_values_on_some_shards_only_is_refused_by_all(tmp_path: Path) -> None:
     placement = Placement.of(range(1), num_shards=2)
     for said in call(half_on_meta, placement, tmp_path, where=str(tmp_path)):

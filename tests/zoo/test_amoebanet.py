@@ -227,7 +227,7 @@ def test_the_statistics_of_batch_norm_are_options() -> None:
     assert {m.affine for m in norms} == {True}
 
 
-@BOTH
+@pytest.mark.parametrize("build", [pytest.param(amoebanet_b, marks=pytest.mark.slow), amoebanet_d])
 def test_stem_cells_and_heads_are_the_layers_of_a_pipeline(build: Builder) -> None:
     with torch.device("meta"):
         model, image = build(18, 64, image_size=224), torch.empty(2, 3, 224, 224)

@@ -52,7 +52,10 @@ def translator(**options: Any) -> TranslationTransformer:
 
 @pytest.mark.parametrize(
     ("num_layers", "millions"),
-    [(3, 282.2), (13, 785.8), (103, 5_300.0), (415, 21_000.0), (1663, 83_900.0)],
+    [
+        *((3, 282.2), (13, 785.8), (103, 5_300.0), (415, 21_000.0)),
+        pytest.param(1663, 83_900.0, marks=pytest.mark.slow),
+    ],
 )
 def test_the_scaling_model_has_the_papers_parameters(num_layers: int, millions: float) -> None:
     parameters = count(transformer_lm, num_layers)
