@@ -3,13 +3,14 @@
 Recomputes meet transports once each; both recomputes meet backwards in two parts.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
 
 import penstock
+from benchmarks.all_pairs import all_pairs
 from penstock.schedules import gpipe, one_f_one_b
 from tests.every_schedule import EVERY_SCHEDULE, IN_TWO_PARTS
 
@@ -39,17 +40,39 @@ def in_turns(*factors: Iterable[Any]) -> list[Any]:
     """Give each combination of some values, and each schedule, in one way: (*values, way).
 
     Recompute policies and transports take turns, so that over any four combinations each schedule
-    meets all of them together.
+    meets all of them together.  Those in which any two values, or a value and a schedule, meet are
+    quick.
     """
-    chosen = []
+    named = [[pytest.param(value, id=_word(value)) for value in values] for values in factors]
     per_schedule = len(EVERY_WAY) // len(EVERY_SCHEDULE)
-    for turn, values in enumerate(product(*factors)):
-        for s, schedule in enumerate(EVERY_SCHEDULE):
-            way = EVERY_WAY[s * per_schedule + (s + turn) % per_schedule]
-            words = (*map(_word, values), schedule.name, way["recompute"].value)
-            name = "-".join((*words, way["transport"].name))
-            chosen.append(pytest.param(*values, way, id=name))
+    chosen = []
+    for number, case in enumerate(in_pairs(*named, named_schedules())):
+        *values, _ = case.values
+        turn, s = divmod(number, len(EVERY_SCHEDULE))
+        way = EVERY_WAY[s * per_schedule + (s + turn) % per_schedule]
+        name = f"{case.id}-{way['recompute'].value}-{way['transport'].name}"
+        chosen.append(pytest.param(*values, way, id=name, marks=case.marks))
     return chosen
+
+
+def named_schedules() -> list[Any]:
+    return [pytest.param(schedule, id=schedule.name) for schedule in EVERY_SCHEDULE]
+
+
+def in_pairs(*factors: Sequence[Any]) -> list[Any]:
+    """Give all combinations of parameters with names; a few, in which every two of different
+    factors meet, are quick, and the others slow.
+    """
+    numbers = [range(len(factor)) for factor in factors]
+    quick = set(all_pairs(numbers) if len(numbers) > 1 else product(*numbers))
+    return [
+        pytest.param(
+            *(value for own in case for value in own.values),
+            id="-".join(own.id for own in case),
+            marks=[] if number in quick else pytest.mark.slow,
+        )
+        for number, case in zip(product(*numbers), product(*factors), strict=True)
+    ]
 
 
 def _word(value: Any) -> str:

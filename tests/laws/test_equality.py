@@ -21,10 +21,16 @@ from tests.ways import IN_ONE_PROCESS
 
 BY_NAME = {model.name: model for model in ALL_MODELS}
 COVERING = [
-    pytest.param(model, run, id=f"{model.name}-{run}")
+    pytest.param(
+        model,
+        run,
+        id=f"{model.name}-{run}",
+        marks=pytest.mark.slow if (number + rotation) % 2 else [],
+    )
     for rotation, model in enumerate(ALL_MODELS)
-    for run in covering_runs(rotation)
+    for number, run in enumerate(covering_runs(rotation))
 ]
+"""Every other one is quick."""
 
 
 def check(model: Model, run: Run) -> None:
@@ -50,6 +56,13 @@ def test_training_equals_the_unsplit_model_in_every_bit(model: Model, run: Run) 
 def test_training_equals_the_unsplit_model_in_many_ways(rotation: int) -> None:
     for run in many_runs(rotation):
         check(ALL_MODELS[rotation], run)
+
+
+def test_all_pairs_of_values_meet_in_what_is_quick() -> None:
+    quick = [case.values[1] for case in COVERING if not case.marks]
+    for two in combinations(FACTORS, 2):
+        met = {tuple(getattr(run, name) for name in two) for run in quick}
+        assert met == set(product(*(FACTORS[name] for name in two))), two
 
 
 @pytest.mark.parametrize("first", range(0, 32, 4))
@@ -146,7 +159,7 @@ def test_a_layer_that_works_in_place_may_stand_at_any_cut(
         )
 
 
-@pytest.mark.parametrize("num_microbatches", (4, 8))
+@pytest.mark.parametrize("num_microbatches", (4, pytest.param(8, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("num_samples", (1, 2, 3))
 def test_fewer_samples_than_micro_batches_run_as_many_as_there_are(
     num_samples: int, num_microbatches: int

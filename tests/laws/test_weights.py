@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from tests.every_schedule import EVERY_SCHEDULE
 from tests.reference import Loss, Unsplit, Weigh, chain, mean, shares_of, total, whole_batch_step
+from tests.ways import in_pairs, named_schedules
 
 PADDING = 0
 
@@ -78,9 +78,10 @@ def step(loss: Loss, modules: list[nn.Module], batch: Any, **options: Any) -> Te
     return result
 
 
-@pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=lambda s: s.name)
-@pytest.mark.parametrize("num_samples, num_microbatches", SIZES)
-@pytest.mark.parametrize("loss, reduction, weigh", REDUCTIONS)
+@pytest.mark.parametrize(
+    "loss, reduction, weigh, num_samples, num_microbatches, schedule",
+    in_pairs(REDUCTIONS, [pytest.param(n, m, id=f"{n}-{m}") for n, m in SIZES], named_schedules()),
+)
 def test_weighted_losses_equal_the_unsplit_ones_in_every_bit(
     loss: Loss,
     reduction: Any,
