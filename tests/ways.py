@@ -59,6 +59,22 @@ def named_schedules() -> list[Any]:
     return [pytest.param(schedule, id=schedule.name) for schedule in EVERY_SCHEDULE]
 
 
+def one_each(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """Give all pairs of two parameters with names; one of each first one, with the second ones
+    taking turns, is quick, and the others are slow.
+    """
+    return [
+        pytest.param(
+            *one.values,
+            *other.values,
+            id=f"{one.id}-{other.id}",
+            marks=[] if n == number % len(second) else pytest.mark.slow,
+        )
+        for number, one in enumerate(first)
+        for n, other in enumerate(second)
+    ]
+
+
 def in_pairs(*factors: Sequence[Any]) -> list[Any]:
     """Give all combinations of parameters with names; a few, in which every two of different
     factors meet, are quick, and the others slow.

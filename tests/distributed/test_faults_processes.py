@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from itertools import count, product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -224,15 +223,13 @@ def check_goes_on(folder: Path, expected: Weights, go_on: Callable[[Path], None]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def one_is_quick(faults: list[Any]) -> list[Any]:
-    return [faults[0], *(pytest.param(fault, marks=pytest.mark.slow) for fault in faults[1:])]
-
-
 def test_each_rank_goes_wrong_in_each_way() -> None:
     assert {(rank, action) for rank, _, action in FAULTS} == set(product(range(3), ACTIONS))
 
 
-@pytest.mark.parametrize("fault", one_is_quick(QUICK), ids=name_of)
+@pytest.mark.parametrize(
+    "fault", [QUICK[0], pytest.param(QUICK[1], marks=pytest.mark.slow)], ids=name_of
+)
 def test_a_fault_ends_all_is_named_and_costs_nothing(
     fault: Fault, expected: Weights, tmp_path: Path
 ) -> None:
@@ -247,7 +244,8 @@ def test_every_fault_ends_all_is_named_and_costs_nothing(
     check(fault, tmp_path, expected, WAYS_ON[next(TURN) % len(WAYS_ON)])
 
 
-@pytest.mark.parametrize("fault", one_is_quick(QUICK_OF_SHARDS), ids=name_in_shards)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", QUICK_OF_SHARDS, ids=name_in_shards)
 def test_a_fault_of_one_shard_ends_all_and_is_named(
     fault: tuple[int, Fault], tmp_path: Path
 ) -> None:

@@ -145,7 +145,8 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", ["1 + 2", *(slow(name) for name in OTHERS)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1 + 2", *OTHERS])
 def test_values_of_all_kinds_arrive_as_they_left(name: str, tmp_path: Path) -> None:
     call(exchange, placed(*MESHES[name]), tmp_path, num_runs=12)
 

@@ -26,7 +26,7 @@ M, STEPS, SAMPLES = 3, 3, 6
 def ways_of(models: list[Model], *stages: int) -> Iterator[Any]:
     """Give each model with a few schedules, each with one number of stages and recompute policy.
 
-    All take turns, so that over the models every two of them meet.
+    All take turns, so that over the models every two of them meet; every other one is quick.
     """
     policies = list(penstock.Recompute)
     for turn, model in enumerate(models):
@@ -38,6 +38,7 @@ def ways_of(models: list[Model], *stages: int) -> Iterator[Any]:
                 (schedule, recompute),
                 num_stages,
                 id=f"{model}-{schedule.name}-{recompute.value}-{num_stages}",
+                marks=pytest.mark.slow if (turn + s) % 2 else [],
             )
 
 

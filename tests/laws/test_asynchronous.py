@@ -268,6 +268,7 @@ def keep_the_law(mesh: penstock.Mesh) -> None:
             check_tied(family, tied, TiedModules, [1, 2], mesh)
 
 
+@pytest.mark.slow
 def test_processes_keep_the_law(tmp_path: Path) -> None:
     call(keep_the_law, (2, 1), tmp_path)
 

@@ -13,7 +13,7 @@ import penstock
 from tests.models import ALL_MODELS, Model
 from tests.reference import Unsplit, Weigh, mean
 from tests.side_by_side import differences, pipeline, same_bits
-from tests.ways import WAYS
+from tests.ways import WAYS, one_each
 
 BY_NAME = {model.name: model for model in ALL_MODELS}
 SCALED = [BY_NAME[name] for name in ("transformer", "fan_out", "batch_norms", "frozen_middle")]
@@ -72,8 +72,13 @@ def scaled(scale: float) -> Weigh:
     return weigh
 
 
-@pytest.mark.parametrize("name", ("mlp", "convolutions", "transformer", "unet"))
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    one_each(
+        [pytest.param(name, id=name) for name in ("mlp", "convolutions", "transformer", "unet")],
+        WAYS,
+    ),
+)
 def test_float16_training_is_the_unsplit_models_with_torchs_own_scaler(
     name: str, way: dict[str, Any]
 ) -> None:

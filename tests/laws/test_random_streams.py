@@ -20,7 +20,7 @@ from penstock.torch_private import dispatch_modes
 from tests.models import ALL_MODELS, Model, vectors
 from tests.reference import Unsplit, chain, stream_key
 from tests.side_by_side import assert_trains_like_unsplit, differences, pipeline, same_bits
-from tests.ways import WAYS
+from tests.ways import WAYS, one_each
 
 
 class Draw(nn.Module):
@@ -82,8 +82,9 @@ DRAWS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
+@pytest.mark.parametrize(
+    ("draw", "way"), one_each([pytest.param(DRAWS[name], id=name) for name in DRAWS], WAYS)
+)
 def test_every_way_to_draw_equals_the_unsplit_model(
     draw: Callable[[], nn.Module], way: dict[str, Any]
 ) -> None:

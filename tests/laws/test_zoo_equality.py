@@ -182,11 +182,13 @@ def plain(model: nn.Module, calls: Sequence[BlockCall] | None, num_microbatches:
 
 
 FEW = [
-    pytest.param(name, run, id=f"{name}-{run}")
+    pytest.param(
+        name, run, id=f"{name}-{run}", marks=pytest.mark.slow if run.num_stages < 3 else []
+    )
     for rotation, name in enumerate(ZOO_MEMBERS)
     for run in list(few_runs(rotation))[rotation % 2 :: 2]
 ]
-"""Every other of a few runs; those in every way are slow."""
+"""Every other of a few runs, of which those of few stages are slow, as those in every way are."""
 
 
 def check(name: str, run: Run) -> None:

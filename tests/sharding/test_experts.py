@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +28,7 @@ def trained(mesh: Mesh | None = None, **how: Any) -> dict[str, Any]:
     return two_steps(pipe, WORDS) | {"experts": experts}
 
 
+@pytest.mark.slow
 def test_dealt_out_experts_train_as_the_unsplit_model(tmp_path: Path) -> None:
     wanted = trained(partition=[5])
     every = call(trained, Placement.of(range(1), num_shards=2), tmp_path, sharding="expert")

@@ -43,6 +43,7 @@ def held(mesh: Mesh) -> tuple[tuple[int, int], dict[str, tuple[int, int]]]:
     return at_rest(mesh), saved(mesh)
 
 
+@pytest.mark.slow
 def test_each_shard_holds_its_share_and_saves_what_its_plan_counts(tmp_path: Path) -> None:
     for (own, whole), by_plan in call(held, Placement.of(range(1), num_shards=2), tmp_path):
         assert own * NUM_SHARDS == whole

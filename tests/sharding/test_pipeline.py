@@ -150,6 +150,7 @@ def test_shards_train_as_the_unsplit_model_and_their_checkpoint_is_its_own(
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_process_goes_on_in_shards(tmp_path: Path) -> None:
     whole = as_one()
     optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
@@ -434,11 +435,12 @@ def checked(mesh: Mesh) -> dict[str, Any]:
     return {"most": plain.most, "rows": len(plain.rows), "text": str(plain), "data": other.most}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "placement",
     [
         Placement.of(range(1), num_shards=2),
-        pytest.param(Placement(UNLIKE["1 + 2"], ("cpu", "cpu")), marks=pytest.mark.slow),
+        Placement(UNLIKE["1 + 2"], ("cpu", "cpu")),
     ],
     ids=["2", "1 + 2"],
 )

@@ -119,18 +119,15 @@ def starts(mesh: Mesh, where: str, sharding: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "sharding"),
     [
         (Placement.of(range(1), num_shards=2), "megatron"),
-        slow(Placement.of(range(2), num_shards=2), "megatron"),
-        slow(Placement.of(range(1), num_shards=3), "zero3"),
-        slow(Placement.of(range(1), num_replicas=2), "zero1"),
-        slow(Placement.of(range(1), num_replicas=2, num_shards=2), "megatron+zero1"),
+        (Placement.of(range(2), num_shards=2), "megatron"),
+        (Placement.of(range(1), num_shards=3), "zero3"),
+        (Placement.of(range(1), num_replicas=2), "zero1"),
+        (Placement.of(range(1), num_replicas=2, num_shards=2), "megatron+zero1"),
     ],
     ids=["2 shards", "2 stages of 2 shards", "3 shards", "2 replicas", "2 replicas of 2 shards"],
 )
