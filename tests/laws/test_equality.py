@@ -25,7 +25,7 @@ COVERING = [
         model,
         run,
         id=f"{model.name}-{run}",
-        marks=pytest.mark.slow if (number + rotation) % 2 else [],
+        marks=pytest.mark.slow if number % 2 else [],
     )
     for rotation, model in enumerate(ALL_MODELS)
     for number, run in enumerate(covering_runs(rotation))
