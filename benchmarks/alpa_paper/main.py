@@ -224,6 +224,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = options.parse_args(arguments)
     if chosen.smallest:
         chosen.sizes = (2,)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # prints what it has, too
     run(chosen)
 
 

@@ -143,14 +143,6 @@ class Cluster:
         return replace(self, hosts=tuple(hosts))
 
     @cached_property
-    def for_collectives(self) -> Self:
-        """The cluster as rounds of a collective see it: in place, where a message of a pipeline is
-        copied at both ends, one after the other.
-        """
-        hosts = (replace(h, port=h.collectives or h.port) for h in self.hosts)
-        return replace(self, hosts=tuple(hosts))
-
-    @cached_property
     def has_intervals(self) -> bool:
         """Whether any figure is not known exactly."""
         return has_intervals(self)

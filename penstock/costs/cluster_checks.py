@@ -8,7 +8,7 @@ from penstock.interval import Quantity, least, most
 from .hosts import Host, Link
 
 MOST_DEVICES = 1 << 20
-_LINKS_OF_HOSTS = ("port", "processes", "collectives", "uplink", "network")
+_LINKS_OF_HOSTS = ("port", "processes", "uplink", "network")
 
 
 def wrong_in_cluster(

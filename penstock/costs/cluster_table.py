@@ -50,14 +50,12 @@ def _host_rows(hosts: tuple[Host, ...]) -> Iterator[tuple[str, ...]]:
     yield "host", "devices", "port", "between groups", "network", "hosts", "memory"
     for host in hosts:
         kinds = {kind: host.devices.count(kind) for kind in dict.fromkeys(host.devices)}
-        others = {"processes": host.processes, "collectives": host.collectives}
-        named = ", ".join(f"{what}: {link}" for what, link in others.items() if link)
-        port = (host.port or "-") + (named and f" ({named})")
+        port = host.port or "-"
         cards = f"{host.cards} x " if host.network and host.cards > 1 else ""
         yield (
             host.name,
             ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
-            port,
+            f"{port} (processes: {host.processes})" if host.processes else port,
             f"{len(host.groups)} x {host.uplink}" if host.uplink else "-",
             f"{cards}{host.network}" if host.network else "-",
             str(host.count),

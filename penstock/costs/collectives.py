@@ -2,8 +2,7 @@
 
 One way is a ring over the group; n devices, b bytes, alpha the longest latency (with the overheads
 of sender and receiver) and beta the bytes a second of the slowest part of the ring, where
-neighbours that pass the same lane share it; both are of a host's link for `collectives`, if it has
-one:
+neighbours that pass the same lane share it:
 
     all-gather, reduce-scatter    (n - 1) (alpha + b / n / beta)
     all-reduce                    both, one after the other
@@ -112,7 +111,7 @@ def _at_once_s(
 
 def _slowest(cluster: Cluster, pairs: Iterable[_Pair], choose: Choose) -> tuple[float, float]:
     """Return the longest latency of transfers, and the least bytes a second that one gets."""
-    routes = [cluster.for_collectives.route(a, b, choose) for a, b in pairs]
+    routes = [cluster.route(a, b, choose) for a, b in pairs]
     users = Counter(lane for route in routes for lane in route.lanes)
     latency_s = max(route.latency_s + 2 * route.overhead_s for route in routes)
     shares = (

@@ -30,8 +30,7 @@ class Host:
 
     `devices` names the kind of each device.  `port` is the link of each device to the others of
     its host; `processes` is the one where each rank is a process of its own, if that is another
-    (`Cluster.between_processes`), and `collectives` the one that rounds of a collective see
-    (`Cluster.for_collectives`).  `groups` are numbers of devices behind one switch or socket;
+    (`Cluster.between_processes`).  `groups` are numbers of devices behind one switch or socket;
     those of different groups talk over the `uplink` of each.  `network` is the link to other
     hosts: each host has `cards` of it, shared by its devices evenly, in order.
 
@@ -44,7 +43,6 @@ class Host:
     count: int = 1
     port: str | None = None
     processes: str | None = None
-    collectives: str | None = None
     groups: tuple[tuple[int, ...], ...] = ()
     uplink: str | None = None
     network: str | None = None

@@ -86,7 +86,6 @@ def test_kinds_in_turn_are_written_one_by_one() -> None:
         ('port = "bus"', "", r"hosts\[0\].port is missing, and the host has 3 devices"),
         ('port = "bus"', 'port = "bos"', r"hosts\[0\].port is 'bos', .* in links; there are bus"),
         ('port = "bus"', 'port = "bus"\nprocesses = "x"', r"hosts\[0\].processes is 'x'"),
-        ('port = "bus"', 'port = "bus"\ncollectives = "x"', r"hosts\[0\].collectives is 'x'"),
         ('uplink = "bus"', 'uplink = "x"', r"hosts\[0\].uplink is 'x'"),
         ('uplink = "bus"', "", r"hosts\[0\].uplink is missing, and the host has 2 groups"),
         ("groups = [[0, 1], [2]]", "", r"hosts\[0\].uplink is 'bus', and the host has no groups"),

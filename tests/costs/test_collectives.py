@@ -52,14 +52,6 @@ def test_a_link_that_is_not_duplex_carries_half_as_much_in_a_ring() -> None:
     assert one == pytest.approx(2 * two)
 
 
-def test_collectives_take_the_link_for_them_and_messages_do_not() -> None:
-    usual, own = (cluster_of(host(4, collectives=name)) for name in (None, "half"))
-    assert own.route(0, 1) == usual.route(0, 1)
-    assert [x(own, range(4), 4e6) for x in ALL] == [
-        x(cluster_of(host(4, port="half")), range(4), 4e6) for x in ALL
-    ]
-
-
 def test_a_group_over_hosts_talks_within_each_first_and_shares_its_card() -> None:
     cluster, b, n = cluster_of(host(4, network="net", count=2)), 1e6, 4
     net_alpha_s = ALPHA_S + 1e-5 + 2 * 3e-6

@@ -10,7 +10,6 @@ import torch
 
 from penstock.cli.main import run
 from penstock.costs.cluster import Cluster, Device, Host
-from penstock.costs.collectives import all_reduce_s
 from penstock.doctor.calibration.calibrate import (
     Calibration,
     DeviceFacts,
@@ -22,7 +21,6 @@ from penstock.doctor.calibration.links import MeasuredLink, measure_threads
 from penstock.doctor.calibration.work import TINY, rates, share_at, shares_alone
 from penstock.doctor.facts import core_numbers
 from penstock.interval import least
-from tests.costs.clusters import LINKS, cluster_of, host
 
 CPU = torch.device("cpu")
 Captured = pytest.CaptureFixture[str]
@@ -54,8 +52,7 @@ def test_a_calibration_is_a_cluster_that_a_file_gives_again(tmp_path: Path) -> N
     assert len(cluster.hosts[0].busy_speed) == cores
     if cores > 1:
         assert cluster.between_processes().route(0, 1) != cluster.route(0, 1)
-        for name, link in cluster.links.items():
-            assert (least(link.overhead_s) > 0) == (name != "collectives")
+        assert all(least(link.overhead_s) > 0 for link in cluster.links.values())
 
 
 def test_a_calibration_on_a_busy_machine_says_so() -> None:
@@ -142,14 +139,6 @@ def test_a_link_is_made_of_what_messages_took(crossing_s: float, duplex: bool) -
     assert link.bytes_per_s == pytest.approx(1e9)
     assert link.latency_s == pytest.approx(6e-5)
     assert (link.duplex, link.overhead_s, link.copy_bytes_per_s) == (duplex, 2e-5, 3e9)
-
-
-def test_a_round_of_a_collective_is_a_link_by_which_the_all_reduce_takes_what_it_took() -> None:
-    small_s, large_s, num_bytes = 3e-4, 8e-4, 1 << 20
-    link = MeasuredLink(num_bytes, sure(small_s / 2), sure(large_s / 2)).link("here")
-    where = cluster_of(host(collectives="round"), links={**LINKS, "round": link})
-    assert all_reduce_s(where, [0, 1], 0) == pytest.approx(small_s)
-    assert all_reduce_s(where, [0, 1], 2 * num_bytes) == pytest.approx(large_s, rel=1e-3)
 
 
 def test_what_bytes_take_is_no_less_than_the_measurement_can_tell() -> None:

@@ -105,14 +105,13 @@ def _cores(budget_s: float, sizes: Sizes) -> Calibration:
     part_s = budget_s * _OF_LINKS / 2
     links = {
         "threads": measure_threads(_MESSAGE_BYTES, part_s),
-        **measure_processes(_MESSAGE_BYTES, part_s),
+        "processes": measure_processes(_MESSAGE_BYTES, part_s),
     }
     described = Host(
         name=platform.node() or "host",
         devices=("core",) * num_cores,
         port="threads",
         processes="processes",
-        collectives="collectives",
         memory_bytes=memory_bytes(),
         busy_speed=_for_each(mixed, num_cores),
     )

@@ -5,7 +5,6 @@ Two processes are started by torchrun, each with one thread:
     rank 0 and rank 1 in turn    a message there and one back, small and large
     both at once                 each sends a large one, then receives
     rank 0, then rank 1          a send while nobody receives; a receive of what was sent
-    both at once                 an all-reduce: two rounds, in place, in other threads
 """
 
 import json
@@ -49,14 +48,13 @@ class MeasuredLink(NamedTuple):
     `small_s` and `large_s` are from the begin of a send to the end of a receive that waited;
     `overhead_s` is for how long either end is busy with a small message, `busy_s` with a large
     one, None where nobody copies it.  `crossing_s` is as `large_s` while another message comes the
-    other way, None where both are known not to meet.  A round of a collective is in `small_s` and
-    `large_s` all that it is.
+    other way, None where both are known not to meet.
     """
 
     num_bytes: int
     small_s: Spread
     large_s: Spread
-    overhead_s: Spread | None = None
+    overhead_s: Spread
     busy_s: Spread | None = None
     crossing_s: Spread | None = None
 
@@ -68,8 +66,7 @@ class MeasuredLink(NamedTuple):
 
     def link(self, source: str) -> Link:
         """Return what a simulation needs of it."""
-        overhead_s = 0.0 if self.overhead_s is None else self.overhead_s.middle
-        both = self.crossing_s
+        overhead_s, both = self.overhead_s.middle, self.crossing_s
         copying_s = 0.0 if self.busy_s is None else self.busy_s.middle - overhead_s
         copies = copying_s > self.travel_s / 10
         return Link(
@@ -191,9 +188,8 @@ def _back(microbatch: int) -> Message:
 # -- between processes ----------------------------------------------------------------------------
 
 
-def measure_processes(num_bytes: int, budget_s: float) -> dict[str, MeasuredLink]:
-    """Measure two processes of this host that send each other tensors of so many bytes: in
-    messages of a pipeline, and in the rounds of collectives.
+def measure_processes(num_bytes: int, budget_s: float) -> MeasuredLink:
+    """Measure two processes of this host that send each other tensors of so many bytes.
 
     Raises:
         MeshError: they failed, or took too long.
@@ -224,9 +220,7 @@ def measure_processes(num_bytes: int, budget_s: float) -> dict[str, MeasuredLink
                 f"two processes of this host could not be measured: {lines[-1]}"
             ) from None
         spreads = json.loads(result.read_text())
-    found = [Spread(*spread) for spread in spreads]
-    links = {"processes": found[:-2], "collectives": found[-2:]}
-    return {name: MeasuredLink(num_bytes, *own) for name, own in links.items()}
+    return MeasuredLink(num_bytes, *(Spread(*spread) for spread in spreads))
 
 
 class _Ends:
@@ -234,7 +228,7 @@ class _Ends:
 
     def __init__(self, mesh: Mesh) -> None:
         mine, theirs = mesh.rank, 1 - mesh.rank
-        self._leads, self._both = mesh.is_first_rank, mesh.world.tensors
+        self._leads = mesh.is_first_rank
         self._out, self._turn_out = (Outgoing(mesh, mine, theirs, mine + n) for n in (0, 2))
         self._in, self._turn_in = (Incoming(mesh, theirs, theirs + n) for n in (0, 2))
 
@@ -258,13 +252,6 @@ class _Ends:
         self._in.receive(0, _TIMEOUT_S)
         self._out.finish(_TIMEOUT_S)
         return time.perf_counter() - start_s
-
-    def in_round(self, payload: Payload) -> float:
-        """Return what one of the two rounds of an all-reduce takes, with so much in each."""
-        tensor = torch.cat([leaf for leaf in payload.leaves if leaf is not None] * 2)
-        start_s = time.perf_counter()
-        self._both.all_reduce(tensor, "to sum a tensor")
-        return (time.perf_counter() - start_s) / 2
 
     def busy(self, payload: Payload) -> float:
         """Send while nobody receives, and receive what was sent; return this rank's seconds."""
@@ -317,8 +304,6 @@ def main() -> None:
             (ends.busy, _SMALL_BYTES),
             (ends.busy, num_bytes),
             (ends.crossing, num_bytes),
-            (ends.in_round, _SMALL_BYTES),
-            (ends.in_round, num_bytes),
         ]
         part_s = budget_s / len(steps)
         spreads = [_measure(mesh, partial(step, _payload(size)), part_s) for step, size in steps]
